@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.reduction import ForkingPickler
 
@@ -10,7 +11,7 @@ from shardproof.conversion.conversion_protocol import ConversionReport, Where, c
 from shardproof.conversion.request import ConversionRequest, KeyMap, KeyMapFunction, MappedTensor, Move
 from shardproof.reentrance import refuse_inside
 from shardproof.rendezvous import Rendezvous
-from shardproof.storage import StrOrBytesPath
+from shardproof.storage import StrOrBytesPath, is_url
 
 __all__ = [
     "ConversionReport",
@@ -49,13 +50,14 @@ def convert(
     """Converts a checkpoint to another format. Under ``torchrun``, every rank calls it.
 
     The new checkpoint is written to a folder beside the destination, verified, and moved to the destination
-    last. After an interruption, the same call goes on where it was. Processes and ranks share the work by
-    units, most often files.
+    last. For an object store, this work folder is in the folder of temporary files (``TMPDIR``), and the
+    files are uploaded and read again. After an interruption, the same call goes on where it was. Processes
+    and ranks share the work by units, most often files.
 
     Args:
         source: a checkpoint of any known format: its folder or file.
-        destination: path of the new checkpoint. A name that ends in ``.safetensors``, ``.pt``, ``.pth``,
-            ``.bin`` or ``.ckpt`` gets one file, other names a folder.
+        destination: path or URL of the new checkpoint. A name that ends in ``.safetensors``, ``.pt``,
+            ``.pth``, ``.bin`` or ``.ckpt`` gets one file, other names a folder.
         to: name of the format to write. docs/formats.md lists the names.
         format: name of the stored format; None to find it.
         dtype: torch's name of the dtype that floating point tensors are converted to; None to leave them.
@@ -76,7 +78,8 @@ def convert(
         register: modules to import, and full names of enums and dataclasses to register, in every worker.
             Workers do not know the classes that this process registered.
         dry_run: True to plan and to write nothing.
-        on_progress: called with bytes done and in all; each byte is written once and verified once.
+        on_progress: called with bytes done and in all; each byte is written once and verified once; for an
+            object store it is also sent once and compared once.
         rendezvous: where the ranks meet; found by itself when None.
         deadline: seconds that a rank may be silent, see `shardproof.load`, and that the workers may make no
             progress.
@@ -116,6 +119,7 @@ def convert(
         workers=workers,
         trust_pickle=trust_pickle,
         register=[register] if isinstance(register, str) else list(register),
+        temporary=tempfile.gettempdir() if is_url(os.fsdecode(destination)) else "",
     )
     return carry_out(
         request,

@@ -1,8 +1,10 @@
 """A conversion, from the stored checkpoint to the published one.
 
-    plan (every rank) -> begin (meet) -> write units -> commit (meet) -> verify units -> publish (meet)
+    plan (every rank) -> begin (meet) -> write units -> commit (meet) -> verify units -> verified (meet)
+        -> upload files, to an object store -> publish (meet)
 
-Under ``torchrun`` each rank writes a share of the units. In one process the meetings return at once.
+Under ``torchrun`` each rank has a share of the units and of the files to upload. In one process the meetings
+return at once.
 """
 
 from __future__ import annotations
@@ -15,12 +17,14 @@ from typing import Literal
 import msgspec
 
 from shardproof import events
+from shardproof.conversion.destination import BucketDestination
 from shardproof.conversion.executors import (
     Executor,
     InlineExecutor,
     ProcessExecutor,
     RayExecutor,
     Task,
+    UploadTask,
     VerifyTask,
     WriteTask,
 )
@@ -80,7 +84,7 @@ def carry_out(
         request: what to convert, and how.
         on: "processes" for processes of this machine, "ray" for a Ray cluster.
         dry_run: True to plan and to write nothing.
-        on_progress: called with bytes done and in all; each byte is written once and verified once.
+        on_progress: called with bytes done and in all; see `shardproof.convert`.
         rendezvous: where the ranks meet; found by itself when None.
         deadline: seconds that a rank may be silent; see `shardproof.load`.
     """
@@ -94,7 +98,8 @@ def carry_out(
             meetings = MeetingSequence(ranks, operation)
             todo = meetings.meet("plan", conversion.plan, conversion.begin)
             meetings.meet("write", lambda: conversion.write(todo), conversion.commit)
-            meetings.meet("verify", conversion.verify, conversion.publish)
+            uploads = meetings.meet("verify", conversion.verify, conversion.verified)
+            meetings.meet("publish", lambda: conversion.upload(uploads), conversion.publish)
             return conversion.report(begun)
         finally:
             conversion.close()
@@ -158,7 +163,7 @@ class _Conversion:
         self._resumed = len(self._work.plan.writer.units) - len(units)
         largest_first = sorted(units, key=lambda at: -self._work.plan.writer.units[at].nbytes)
         share = largest_first[self._ranks.rank :: self._ranks.world_size]
-        self._total = 2 * sum(self._work.plan.writer.units[at].nbytes for at in share)
+        self._total = self._passes * sum(self._work.plan.writer.units[at].nbytes for at in share)
         with self._phase("write"):
             for _ in self._workers(len(share)).run([WriteTask(at) for at in share], self._moved):
                 pass
@@ -175,6 +180,7 @@ class _Conversion:
             )
         written: Mapping[str, dict[str, object]] = {name: record.written for name, record in records.items()}
         self._work.plan.writer.commit(written, self._work.folder.files)
+        self._work.folder.names()  # raises if the destination is a file, and they are several
         return b""
 
     def verify(self) -> bytes:
@@ -189,10 +195,23 @@ class _Conversion:
             verified = sum(self._workers(len(share)).run(share, self._moved))
         return msgspec.msgpack.encode(verified)
 
-    def publish(self, posts: Sequence[bytes]) -> bytes:
-        """Coordinator: moves the new checkpoint to the destination."""
+    def verified(self, posts: Sequence[bytes]) -> bytes:
+        """Coordinator: answers which files are to be uploaded. None, if the destination is a folder."""
         self._verified = sum(msgspec.msgpack.decode(post, type=int) for post in posts)
-        self._work.folder.publish()
+        return msgspec.msgpack.encode(self._work.folder.uploads(self._work.plan.writer.last_file))
+
+    def upload(self, uploads: bytes) -> bytes:
+        """Uploads this rank's share of the files."""
+        tasks = [UploadTask(names) for names in msgspec.msgpack.decode(uploads, type=list[list[str]])]
+        share = tasks[self._ranks.rank :: self._ranks.world_size]
+        with self._phase("publish"):
+            for _ in self._workers(len(share)).run(share, self._moved):
+                pass
+        return b""
+
+    def publish(self, posts: Sequence[bytes]) -> bytes:
+        """Coordinator: makes the new checkpoint visible at the destination."""
+        self._work.folder.publish(self._work.plan.writer.last_file)
         return b""
 
     def report(self, begun: float, *, dry_run: bool = False) -> ConversionReport:
@@ -201,7 +220,7 @@ class _Conversion:
         read_notes = checkpoint.reader.notes if isinstance(checkpoint, ForeignCheckpoint) else []
         return ConversionReport(
             checkpoint.location,
-            str(self._work.folder.destination),
+            self._work.folder.destination.location,
             self._request.to,
             len(plan.tensors),
             plan.objects,
@@ -214,6 +233,11 @@ class _Conversion:
             (*read_notes, *plan.writer.notes),
             dry_run,
         )
+
+    @property
+    def _passes(self) -> int:
+        """How often the bytes are moved: written and verified, and to an object store sent and compared."""
+        return 4 if isinstance(self._work.folder.destination, BucketDestination) else 2
 
     def _workers(self, tasks: int) -> Executor:
         """The executor, with as many workers as are of use for some tasks."""

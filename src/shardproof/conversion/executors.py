@@ -1,7 +1,7 @@
 """Where the tasks of a conversion run: in this process, in processes of this machine, or on Ray.
 
-A task is a unit to write or boxes to verify. A worker opens the source and plans by itself, from the request
-alone, so that nothing but requests, tasks and results goes between processes.
+A task is a unit to write, boxes to verify or files to upload. A worker opens the source and plans by itself,
+from the request alone, so that nothing but requests, tasks and results goes between processes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,16 @@ from shardproof.conversion.work import Work
 from shardproof.conversion.work_folder import UnitRecord
 from shardproof.errors import ShardproofError
 
-__all__ = ["Executor", "InlineExecutor", "ProcessExecutor", "RayExecutor", "Task", "VerifyTask", "WriteTask"]
+__all__ = [
+    "Executor",
+    "InlineExecutor",
+    "ProcessExecutor",
+    "RayExecutor",
+    "Task",
+    "UploadTask",
+    "VerifyTask",
+    "WriteTask",
+]
 
 _SET_PARENT_DEATH_SIGNAL = 1
 """Number of ``PR_SET_PDEATHSIG`` in ``<linux/prctl.h>``."""
@@ -55,7 +64,18 @@ class VerifyTask:
         return work.verify(self.boxes)
 
 
-Task = WriteTask | VerifyTask
+@dataclass(frozen=True, slots=True)
+class UploadTask:
+    """Upload files of the new checkpoint."""
+
+    names: Sequence[str]
+
+    def run(self, work: Work) -> None:
+        """Carries the task out."""
+        work.upload(self.names)
+
+
+Task = WriteTask | VerifyTask | UploadTask
 
 
 class Executor(Protocol):

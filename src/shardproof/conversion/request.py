@@ -59,7 +59,7 @@ class ConversionRequest:
     source: str
     """Path of the stored checkpoint: its folder or file."""
     destination: str
-    """Path of the new checkpoint."""
+    """Path or URL of the new checkpoint."""
     to: str
     """Name of the format to write."""
     format: str | None = None
@@ -84,3 +84,5 @@ class ConversionRequest:
     """True to unpickle values that are no plain data. That may run code of the checkpoint."""
     register: Sequence[str] = ()
     """Names for `shardproof.state.register_by_name`, which each process calls first."""
+    temporary: str = ""
+    """Folder for the work folder of a destination in an object store. Equal in all processes."""

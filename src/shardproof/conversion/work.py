@@ -1,4 +1,4 @@
-"""The work of one process: writes units of a conversion, and verifies written ones."""
+"""The work of one process: writes units of a conversion, verifies written ones, and uploads files."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Work:
         self.request = request
         self.on_bytes: Callable[[int], None] = lambda count: None
         """Called with the bytes that were read since the last call."""
-        self.folder = WorkFolder(request.destination)
+        self.folder = WorkFolder(request.destination, request.temporary)
         self.checkpoint = open_storage(
             foreign_of(request.source),
             format=request.format,
@@ -60,8 +60,9 @@ class Work:
         """Writes a unit and publishes its record.
 
         Raises:
-            ShardproofError: the source is damaged, or the destination fails.
+            ShardproofError: the source is damaged, or the work folder fails or is not shared.
         """
+        self.folder.check_is_shared()
         item = self.plan.writer.units[unit]
         source = _Counted(
             self.checkpoint, self.plan.tensors, item.boxes, piece_bytes(self.request), on_bytes=self.on_bytes
@@ -79,9 +80,10 @@ class Work:
 
         Raises:
             CorruptChunkError: the bytes are not those that were written.
-            ShardproofError: the written checkpoint cannot be read.
+            ShardproofError: the written checkpoint cannot be read, or the work folder is not shared.
         """
         if self._written is None:
+            self.folder.check_is_shared()
             self._written = open_storage(
                 self.folder.files, trust_pickle=self.request.trust_pickle, warn=False
             )
@@ -106,6 +108,15 @@ class Work:
                 done += values.nbytes
                 self.on_bytes(values.nbytes)
         return done
+
+    def upload(self, names: Sequence[str]) -> None:
+        """Uploads files of the new checkpoint: a large one, or some small ones.
+
+        Raises:
+            ShardproofError: the destination fails or has other bytes, or the work folder is not shared.
+        """
+        self.folder.check_is_shared()
+        self.folder.upload(names, self.on_bytes)
 
 
 class _Counted(MappedSource):

@@ -1,4 +1,4 @@
-"""The folder beside the destination in which a conversion works until it publishes.
+"""The local folder in which a conversion works until it publishes: ``DST.converting``, or one in TMPDIR.
 
     DST.converting/plan       digest of the plan
     DST.converting/units/     a record for each unit that is written
@@ -13,20 +13,24 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-from pathlib import Path
+import socket
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 
+from shardproof.conversion.destination import FILES, BucketDestination, destination_at
 from shardproof.conversion.mapped_source import HashedBox
-from shardproof.errors import AlreadyCommittedError, FormatError, StorageError, StructureError
-from shardproof.storage import LocalStorage, is_url, publish_path
+from shardproof.errors import FormatError, StorageError, StructureError
+from shardproof.storage import LocalStorage
 
 __all__ = ["UnitRecord", "WorkFolder"]
 
-_PLAN, _UNITS, _FILES, _LOCK = "plan", "units", "files", "lock"
+_PLAN, _UNITS, _LOCK = "plan", "units", "lock"
 _SPARE_BYTES = 64 << 20
 """Bytes of metadata that a conversion may write beside the tensors."""
+_SMALL_BYTES, _GROUP_FILES = 8 << 20, 64
+"""Files of at most so many bytes are uploaded in groups, several at once: their requests take the time."""
 
 
 class UnitRecord(msgspec.Struct, frozen=True):
@@ -44,20 +48,19 @@ class WorkFolder:
     """The work folder of a destination.
 
     Args:
-        destination: path of the new checkpoint.
+        destination: path or URL of the new checkpoint.
+        temporary: folder for the work folder of a destination in an object store.
+
+    Raises:
+        StructureError: no conversion can write to the destination.
+        StorageError: the destination is not valid.
     """
 
-    def __init__(self, destination: str) -> None:
-        if is_url(destination):
-            raise StructureError(
-                f"a conversion writes to a folder, and {destination} is the URL of an object store or of a "
-                "run in memory. Convert to a folder. `shardproof convert SRC URL --standalone` copies steps "
-                "of shardproof's format"
-            )
-        self.destination = Path(os.path.abspath(destination))
-        self.path = self.destination.with_name(f"{self.destination.name}.converting")
+    def __init__(self, destination: str, temporary: str = "") -> None:
+        self.destination = destination_at(destination, temporary)
+        self.path = self.destination.work_path
         self.storage = LocalStorage(self.path)
-        self.files = LocalStorage(self.path / _FILES)
+        self.files = LocalStorage(self.path / FILES)
         """Where units write the new checkpoint."""
         self._lock: int | None = None
 
@@ -71,20 +74,16 @@ class WorkFolder:
         Raises:
             AlreadyCommittedError: there is something at the destination.
             StructureError: another process uses the folder, or it belongs to another plan.
-            StorageError: the file system has too little space, or fails.
+            StorageError: the file system has too little space, or it or the destination fails.
         """
-        if os.path.lexists(self.destination):
-            raise AlreadyCommittedError(
-                f"{self.destination} exists. It was not touched: choose another destination, or remove it",
-                path=str(self.destination),
-            )
+        self.destination.begin(digest)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise StructureError(
-                f"{self.path}: another process converts to {self.destination} now"
+                f"{self.path}: another process converts to {self.destination.location} now"
             ) from error
         except OSError as error:
             raise StorageError(
@@ -102,8 +101,23 @@ class WorkFolder:
         if free < nbytes - written + _SPARE_BYTES:
             raise StorageError(
                 f"{self.path}: {free:,} bytes are free, and the conversion writes {nbytes - written:,}. Free "
-                "some space, or choose a destination on another file system",
+                f"some space, or {self.destination.space_advice}",
                 file=str(self.path),
+            )
+        for name in self.files.list():
+            if name.endswith(".tmp"):  # a process was killed in the `publish` of this file
+                self.files.delete(name)
+
+    def check_is_shared(self) -> None:
+        """Raises if the coordinator, which may be on another node, took another folder than this one.
+
+        Raises:
+            StructureError: it did.
+        """
+        if self.storage.size(_PLAN) is None:
+            raise StructureError(
+                f"{self.path} is not there on {socket.gethostname()}: it has to be shared by all nodes. "
+                "TMPDIR chooses its place if the destination is an object store"
             )
 
     def records(self) -> dict[str, UnitRecord]:
@@ -128,40 +142,58 @@ class WorkFolder:
         name = f"{_UNITS}/{record.name}.json"
         self.storage.publish(name, msgspec.json.encode(record), replace=True)
 
-    def publish(self) -> None:
-        """Moves the new checkpoint to the destination and removes the work folder.
+    def names(self) -> list[str]:
+        """Sorted names of the files of the new checkpoint, when its metadata is written.
 
-        A destination with the suffix of a file gets the only file.
+        Raises:
+            StructureError: the destination names a file, and the checkpoint has several.
+        """
+        names = self.files.list()
+        if self.destination.is_file and len(names) != 1:
+            raise StructureError(
+                f"{self.destination.location} names a file, and the checkpoint has {len(names)} files. Give "
+                f"a folder, or no --max-file-size. What was written is in {self.files.location}"
+            )
+        return names
+
+    def uploads(self, last: str) -> list[list[str]]:
+        """Names of the files to upload before `publish`, by task: large files, then groups of small ones.
+
+        Args:
+            last: name of the file that makes the checkpoint visible. `publish` uploads it, unless it is the
+                only one.
+        """
+        if not isinstance(self.destination, BucketDestination):
+            return []
+        names = self.names()
+        sizes = {name: self.files.size(name) or 0 for name in names if name != last or len(names) == 1}
+        large = sorted((name for name in sizes if sizes[name] > _SMALL_BYTES), key=lambda name: -sizes[name])
+        small = [name for name in sizes if sizes[name] <= _SMALL_BYTES]
+        groups = [small[at : at + _GROUP_FILES] for at in range(0, len(small), _GROUP_FILES)]
+        return [*([name] for name in large), *groups]
+
+    def upload(self, names: Sequence[str], on_bytes: Callable[[int], None]) -> None:
+        """Uploads the files of a task; see `BucketDestination.upload`."""
+        assert isinstance(self.destination, BucketDestination)
+        self.destination.upload(self.files, names, on_bytes)
+
+    def publish(self, last: str) -> None:
+        """Publishes the new checkpoint at the destination and removes the work folder.
+
+        Args:
+            last: name of the file that makes the checkpoint visible.
 
         Raises:
             AlreadyCommittedError: something appeared at the destination meanwhile.
-            StructureError: the destination names a file, and the checkpoint has several.
-            StorageError: the file system failed.
+            StorageError: the file system or the object store failed.
         """
-        source = self.path / _FILES
-        if is_file_name(self.destination.name):
-            names = self.files.list()
-            if len(names) != 1:
-                raise StructureError(
-                    f"{self.destination} names a file, and the checkpoint has {len(names)} files. Give a "
-                    f"folder, or no --max-file-size. What was written is in {source}"
-                )
-            source /= names[0]
-        publish_path(source, self.destination)
+        self.destination.publish(self.files, self.names(), last)
         self.close()
         shutil.rmtree(self.path)
+        self.destination.end()
 
     def close(self) -> None:
         """Gives the folder free for another process."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
-
-
-def is_file_name(name: str) -> bool:
-    """True if a destination of this name is a file.
-
-    >>> is_file_name("model.safetensors"), is_file_name("step-00001000")
-    (True, False)
-    """
-    return name.endswith((".safetensors", ".pt", ".pth", ".bin", ".ckpt"))

@@ -61,6 +61,7 @@ _COMMIT = "reports its digests; rank 0 checks them and publishes the manifest: t
 _UPLOADED = "reports its copies; rank 0 checks them and publishes the manifest on the second tier"
 _JOINED = "finds which ranks see one folder, and how to reach the others. Only with `node_local`"
 _PARTED = "waits until rank 0 needs no other node any more, after a save or restore. Only with `node_local`"
+_PUBLISHED = "uploads its files to an object store; rank 0 then publishes the checkpoint"
 _APPLY = "replaces plain values and calls `load_state_dict`. Only if a rank has any"
 _AGAIN = "votes on the rerun, with a suspect on the same device as before"
 
@@ -150,7 +151,8 @@ PHASES: tuple[KnownPhase, ...] = (
     _event("diff", "read", "local", "reads the tensors that may differ"),
     _error("convert", "plan", "meeting", "plans the conversion; rank 0 takes the work folder"),
     KnownPhase("convert", "write", "local", "writes its units; rank 0 then writes the metadata"),
-    KnownPhase("convert", "verify", "local", "reads its share again; rank 0 then moves the checkpoint"),
+    KnownPhase("convert", "verify", "local", "reads its share again"),
+    KnownPhase("convert", "publish", "local", _PUBLISHED),
     _event("copy", "read", "local", "copies the files of a step (`convert --standalone`)"),
     _error("settle", "settle", "meeting", "agrees on the verdict of a suspect, which rank 0 writes"),
     _error("pin", "pin", "meeting", "agrees on the pin of a step, which rank 0 writes or removes"),

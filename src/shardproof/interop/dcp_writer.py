@@ -54,6 +54,7 @@ class DcpWriter(FormatWriter):
     """
 
     name = "dcp"
+    last_file = _METADATA
     stores_state_dicts = True
 
     _keeps_step: ClassVar[bool] = False

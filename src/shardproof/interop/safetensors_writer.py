@@ -106,6 +106,7 @@ class SafetensorsWriter(FormatWriter):
             )
             for name, file in self._files.items()
         ]
+        self.last_file = _INDEX_NAME if len(files) > 1 else self.units[0].name
 
     def write(self, unit: Unit, source: BoxSource, target: Storage) -> dict[str, Any]:
         """Writes a file and flushes it; see `FormatWriter.write`."""

@@ -76,6 +76,7 @@ class NativeWriter(FormatWriter):
     """
 
     name = "shardproof"
+    last_file = MANIFEST_NAME
 
     def __init__(self, contents: Contents, options: WriteOptions) -> None:
         self._piece_bytes = options.piece_bytes

@@ -34,6 +34,7 @@ class TorchWriter(FormatWriter):
     """
 
     name = "torch"
+    last_file = _FILE
     stores_state_dicts = True
 
     def __init__(self, contents: Contents, options: WriteOptions) -> None:

@@ -112,6 +112,8 @@ class FormatWriter(ABC):
     stores_state_dicts: ClassVar[bool] = False
     """True if programs that load the format expect an optimizer as the state dict of a torch optimizer."""
     units: Sequence[Unit]
+    last_file: str
+    """Name of the file without which no reader takes the folder for a checkpoint. It has to appear last."""
     notes: Sequence[str] = ()
     """What the format cannot hold and the checkpoint loses, a sentence each."""
 

@@ -53,6 +53,8 @@ _UNIT_BYTES = 256 << 20
 _UNIT_CHUNKS = 256
 """Chunks of a unit, at most. The files of small tensors take their time, not their bytes."""
 _BUFFER_BYTES = 8 << 20
+_GROUP = "zarr.json"
+"""Name of the metadata of the group."""
 _CRC_BYTES = 4
 _NATIVE = {
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
@@ -83,6 +85,7 @@ class ZarrWriter(FormatWriter):
     """
 
     name: ClassVar[str] = "zarr"
+    last_file = _GROUP
 
     def __init__(self, contents: Contents, options: WriteOptions) -> None:
         self._extend_crc = _crc32c()
@@ -144,7 +147,7 @@ class ZarrWriter(FormatWriter):
             "attributes": self._attributes,
             "consolidated_metadata": {"kind": "inline", "must_understand": False, "metadata": documents},
         }
-        target.publish("zarr.json", _json(group), replace=True)
+        target.publish(_GROUP, _json(group), replace=True)
 
     def _grouped(self) -> Iterator[list[_Chunk]]:
         """The chunks of each unit."""

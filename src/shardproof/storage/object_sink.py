@@ -21,7 +21,8 @@ from shardproof.storage.durable import write_all
 __all__ = ["ObjectSink"]
 
 _PART_BYTES = 16 << 20
-"""Bytes of a part. S3 allows 10,000 parts, so an object that is sent in order has at most 156 GiB."""
+"""Bytes of a part. S3 allows 10,000 parts, so an object of unknown size that is sent in order has at most
+156 GiB."""
 _PARTS_IN_FLIGHT = 8
 _MEMORY_BYTES = 64 << 20
 """Bytes in memory that wait for their upload, at most."""
@@ -44,11 +45,13 @@ class ObjectSink:
     Args:
         put: uploads the object.
         file: URL of the object, for messages.
+        size: bytes of the object, if they are known; they decide the bytes of a part.
     """
 
-    def __init__(self, put: _Put, file: str) -> None:
+    def __init__(self, put: _Put, file: str, size: int = 0) -> None:
         self._put = put
         self._file = file
+        self._expected = size
         self._changed = threading.Condition()
         self._pieces: dict[int, bytes] = {}
         """Pieces by first byte, not sent yet."""
@@ -152,7 +155,8 @@ class ObjectSink:
 
     def _send(self) -> None:
         try:
-            self._put(self._in_order(), chunk_size=_PART_BYTES, max_concurrency=_PARTS_IN_FLIGHT)
+            part_bytes = _part_bytes(self._expected)
+            self._put(self._in_order(), chunk_size=part_bytes, max_concurrency=_PARTS_IN_FLIGHT)
         except BaseException as error:
             with self._changed:
                 if self._state != "aborted" and self._error is None:

@@ -125,8 +125,13 @@ class ObjectStorage:
         """False: object stores have no links."""
         return False
 
-    def create(self, name: str) -> Sink:
-        """Begin a new file; see `Storage.create`."""
+    def create(self, name: str, size: int = 0) -> Sink:
+        """Begin a new file; see `Storage.create`.
+
+        Args:
+            name: of the file.
+            size: bytes that it will have, if they are known. A file of more than 156 GiB needs it.
+        """
         file = f"{self.location}/{name}"
         if self.size(name) is not None:
             raise StorageError(f"cannot create {file}: there is already an object of this name", file=file)
@@ -137,7 +142,7 @@ class ObjectStorage:
             elif not self._put_new(name, data, "write") and not self._has(name, data):
                 raise StorageError(f"cannot write {file}: there is already an object of this name", file=file)
 
-        return ObjectSink(put, file)
+        return ObjectSink(put, file, size)
 
     def publish(self, name: str, data: bytes, *, replace: bool = False) -> None:
         """Make `data` appear under `name`; see `Storage.publish` and the note "What commits"."""

@@ -242,6 +242,30 @@ def test_two_conversions_to_one_destination(source: Path, tmp_path: Path) -> Non
         sp.convert(source, tmp_path / "there", to="shardproof")
 
 
+def test_a_work_folder_that_a_node_does_not_see_is_told_before_the_first_unit(
+    source: Path, tmp_path: Path
+) -> None:
+    class Apart(LocalRendezvous):
+        """Another rank took the work folder, on another node."""
+
+        def meet(self, operation: str, phase: str, post: bytes | BaseException, decide: Decide) -> bytes:
+            answer = super().meet(operation, phase, post, decide)
+            (tmp_path / "there.converting" / "plan").unlink()
+            return answer
+
+    with pytest.raises(StructureError, match="has to be shared by all nodes"):
+        sp.convert(source, tmp_path / "there", to="shardproof", rendezvous=Apart())
+    assert not (tmp_path / "there.converting" / "files").exists()
+
+
+def test_a_draft_of_a_killed_process_is_not_published(source: Path, tmp_path: Path) -> None:
+    draft = tmp_path / "there.converting" / "files" / ".metadata.0123456789abcdef.tmp"
+    draft.parent.mkdir(parents=True)
+    draft.write_bytes(b"half")
+    sp.convert(source, tmp_path / "there", to="dcp")
+    assert (tmp_path / "there" / ".metadata").exists() and not (tmp_path / "there" / draft.name).exists()
+
+
 def test_progress_counts_each_byte_written_and_verified(source: Path, tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
     report: ConversionReport = sp.convert(

@@ -1,0 +1,304 @@
+"""Where a conversion puts the new checkpoint when it is complete: a path, or a prefix of an object store.
+
+Note "The object beside": an object store has neither locks nor a rename of folders. So `begin` creates the
+object ``DST.converting`` with the digest of the plan, before anything is written. It shows that this process
+may write there, and that the objects at the destination are those of this plan. A conversion that was
+interrupted goes on with them, even without its work folder: equal plans write equal files.
+
+Note "Nothing is replaced": an object that is there already is compared with the file, and stays. The file
+that makes the checkpoint visible is the last one, and its PUT fails if there is an object of its name. A
+multipart upload cannot have this condition. So another program that writes such an object at the same time
+is found by the comparison only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import stat
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from shardproof._utils.humanize import listed
+from shardproof.errors import AlreadyCommittedError, StorageError, StructureError
+from shardproof.storage import (
+    FileWriter,
+    LocalStorage,
+    ObjectStorage,
+    aligned_buffer,
+    is_bucket_url,
+    is_url,
+    publish_path,
+    storage_at,
+)
+
+__all__ = ["FILES", "BucketDestination", "Destination", "FolderDestination", "destination_at"]
+
+FILES = "files"
+"""Name of the folder of the new checkpoint in the work folder."""
+_log = logging.getLogger("shardproof")
+_PIECE_BYTES = 8 << 20
+"""Bytes of one read of a file, and of one request that reads its object again."""
+_REQUESTS = 8
+"""Requests of small files, and of comparisons, in flight."""
+
+
+class FolderDestination:
+    """A path of a file system.
+
+    Args:
+        path: of the new checkpoint.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = Path(os.path.abspath(path))
+        self.location = str(self._path)
+        self.is_file = _is_file_name(self._path.name)
+        """True if the new checkpoint is one file."""
+        self.work_path = self._path.with_name(f"{self._path.name}.converting")
+        """The work folder of conversions to this destination."""
+        self.space_advice = "choose a destination on another file system"
+
+    def begin(self, digest: str) -> None:
+        """Raises if there is something at the destination.
+
+        Args:
+            digest: of the plan.
+
+        Raises:
+            AlreadyCommittedError: there is.
+        """
+        if os.path.lexists(self._path):
+            raise _exists(self.location)
+
+    def publish(self, files: LocalStorage, names: Sequence[str], last: str) -> None:
+        """Moves the new checkpoint to its place.
+
+        Args:
+            files: where its files are.
+            names: of its files.
+            last: name of the file that makes it visible.
+
+        Raises:
+            AlreadyCommittedError: something appeared at the destination meanwhile.
+            StorageError: the file system failed.
+        """
+        source = self.work_path / FILES
+        publish_path(source / names[0] if self.is_file else source, self._path)
+
+    def end(self) -> None:
+        """Does nothing: the work folder was all."""
+
+
+class BucketDestination:
+    """A prefix of an object store, or one object.
+
+    Args:
+        url: of the new checkpoint.
+        temporary: folder for the work folder.
+
+    Raises:
+        StructureError: it names a whole bucket.
+        StorageError: it is not valid.
+    """
+
+    def __init__(self, url: str, temporary: str) -> None:
+        self._folder = ObjectStorage(url)
+        self._name = self._folder.folder
+        self.location = self._folder.location
+        if not self._name:
+            raise StructureError(
+                f"{self.location} is a whole bucket: give a prefix in it, such as {self.location}/checkpoint"
+            )
+        self._above = ObjectStorage(self.location.rpartition("/")[0])
+        self._mark = f"{self._name}.converting"
+        """Name of the object beside."""
+        self.is_file = _is_file_name(self._name)
+        """True if the new checkpoint is one object."""
+        name = hashlib.sha256(self.location.encode()).hexdigest()[:32]
+        self.work_path = Path(temporary) / f"shardproof-{name}.converting"
+        """The work folder of conversions to this destination."""
+        self.space_advice = "set TMPDIR to a folder of another file system"
+
+    def begin(self, digest: str) -> None:
+        """Creates the object beside and the work folder; see note "The object beside".
+
+        Args:
+            digest: of the plan.
+
+        Raises:
+            AlreadyCommittedError: there is something at the destination.
+            StructureError: the destination has the objects of another plan.
+            StorageError: the bucket is missing, or does not accept the credentials or the object; or the work
+                folder cannot be made.
+        """
+        mark = f"{self._above.location}/{self._mark}"
+        if self._above.size(self._mark) is None:
+            if self._above.size(self._name) is not None or self._folder.list():
+                raise _exists(self.location)
+            self._above.publish(self._mark, digest.encode())
+        elif (found := self._above.read(self._mark).decode(errors="replace")) != digest:
+            raise StructureError(
+                f"{mark} is left from an interrupted conversion with another source or other options (plan "
+                f"{found[:32]}, now {digest}). Repeat that conversion, or remove this object and all below "
+                f"{self.location}"
+            )
+        _make_private(self.work_path)
+
+    def upload(self, files: LocalStorage, names: Sequence[str], on_bytes: Callable[[int], None]) -> None:
+        """Uploads a large file, or some small ones, but for objects that are there. Compares all objects.
+
+        Args:
+            files: where the files are.
+            names: of the files.
+            on_bytes: called with the bytes that were sent or compared since the last call.
+
+        Raises:
+            StorageError: an object has other bytes than its file, or a storage failed.
+        """
+        with ThreadPoolExecutor(_REQUESTS, "shardproof-upload") as pool:
+            if len(names) == 1:
+                sizes = [self._send(files, names[0], on_bytes)]
+            else:
+                sizes = []
+                for size in pool.map(lambda name: self._send(files, name, lambda count: None), names):
+                    sizes.append(size)
+                    on_bytes(size)
+            pieces = [
+                (name, start, min(start + _PIECE_BYTES, size))
+                for name, size in zip(names, sizes, strict=True)
+                for start in range(0, size, _PIECE_BYTES)
+            ]
+            for count in pool.map(lambda piece: self._compare(files, *piece), pieces):
+                on_bytes(count)
+
+    def _send(self, files: LocalStorage, name: str, on_bytes: Callable[[int], None]) -> int:
+        """Uploads a file unless its object is there. Returns the bytes of both."""
+        target, there = self._object(name)
+        size = files.size(name)
+        assert size is not None
+        if target.size(there) is None:
+            buffer = aligned_buffer(max(min(size, _PIECE_BYTES), 1))
+            with FileWriter(target.create(there, size), buffer) as file:
+                while file.size < size:
+                    piece = file.room()[: size - file.size]
+                    files.read_into(name, file.size, piece)
+                    file.advance(len(piece))
+                    on_bytes(len(piece))
+                file.finish()
+        if (found := target.size(there)) != size:
+            raise self._differs(name, f"{found} bytes, and {size} were written")
+        return size
+
+    def _compare(self, files: LocalStorage, name: str, start: int, stop: int) -> int:
+        """Compares a range of an object with its file. Returns the bytes of it."""
+        target, there = self._object(name)
+        if target.read(there, start, stop) != files.read(name, start, stop):
+            raise self._differs(name, f"other bytes between {start} and {stop}")
+        return stop - start
+
+    def _object(self, name: str) -> tuple[ObjectStorage, str]:
+        """The storage and name of the object of a file."""
+        return (self._above, self._name) if self.is_file else (self._folder, name)
+
+    def publish(self, files: LocalStorage, names: Sequence[str], last: str) -> None:
+        """Makes the new checkpoint visible. A checkpoint of one file is visible since its upload.
+
+        Args:
+            files: where its files are.
+            names: of its files.
+            last: name of the file that makes it visible.
+
+        Raises:
+            AlreadyCommittedError: another program published a checkpoint here, or wrote or removed objects.
+            StorageError: the last object has other bytes than the file, or the object store failed.
+        """
+        if len(names) == 1:
+            return
+        if other := {*names} ^ {*self._folder.list(), last}:
+            raise AlreadyCommittedError(
+                f"{self.location}: another program wrote or removed objects during the conversion: "
+                f"{listed(other)}. Nothing was published: choose another destination, or remove "
+                "what is not of this conversion and repeat it",
+                path=self.location,
+            )
+        data = files.read(last)
+        self._folder.publish(last, data)
+        if self._folder.read(last) != data:
+            raise self._differs(last, "other bytes")
+
+    def end(self) -> None:
+        """Removes the object beside, after the work folder."""
+        try:
+            self._above.delete(self._mark)
+        except StorageError as error:
+            _log.warning("%s is complete, and an object of the conversion stays: %s", self.location, error)
+
+    def _differs(self, name: str, how: str) -> StorageError:
+        target, there = self._object(name)
+        file = f"{target.location}/{there}"
+        return StorageError(
+            f"{file} has {how}: another program wrote it, or it was damaged on the way. The new checkpoint "
+            "is not complete: remove the object, and repeat the conversion",
+            file=file,
+        )
+
+
+Destination = FolderDestination | BucketDestination
+
+
+def destination_at(location: str, temporary: str) -> Destination:
+    """The destination that a path or URL names.
+
+    Args:
+        location: of the new checkpoint.
+        temporary: folder for the work folder of a destination in an object store.
+
+    Raises:
+        StructureError: it is the URL of a run in memory, or of a whole bucket.
+        StorageError: it is not valid.
+    """
+    if is_bucket_url(location):
+        return BucketDestination(location, temporary)
+    if is_url(location):
+        raise StructureError(
+            f"{location} is the URL of a run in memory, and a conversion writes to a folder or to an object "
+            "store: give one of these"
+        )
+    storage_at(location)  # raises for the URL of an unknown store
+    return FolderDestination(location)
+
+
+def _exists(location: str) -> AlreadyCommittedError:
+    return AlreadyCommittedError(
+        f"{location} exists. It was not touched: choose another destination, or remove it", path=location
+    )
+
+
+def _make_private(path: Path) -> None:
+    """Makes a folder that no other user can read, where others may make folders of the same name.
+
+    Raises:
+        StorageError: the folder cannot be made, or another user made it.
+    """
+    try:
+        path.mkdir(0o700, parents=True, exist_ok=True)
+        is_foreign = path.lstat().st_uid != os.geteuid() and path.parent.stat().st_mode & stat.S_ISVTX
+    except OSError as error:
+        raise StorageError(
+            f"the work folder {path} cannot be made: {error.strerror}. TMPDIR chooses its place",
+            file=str(path),
+        ) from error
+    if is_foreign:
+        raise StorageError(f"{path} is another user's: set TMPDIR to a folder of your own", file=str(path))
+
+
+def _is_file_name(name: str) -> bool:
+    """True if a destination of this name is a file.
+
+    >>> _is_file_name("model.safetensors"), _is_file_name("step-00001000")
+    (True, False)
+    """
+    return name.endswith((".safetensors", ".pt", ".pth", ".bin", ".ckpt"))
