@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from shardproof.checkpointer.pins import pinned_steps
+from shardproof.checkpointer.pins import read_pin
 from shardproof.checkpointer.policies import Retention, SavedStep
 from shardproof.checkpointer.step_folders import (
     PINNED_NAME,
@@ -48,7 +48,7 @@ from shardproof.format import (
     references_in,
     unreferenced_files,
 )
-from shardproof.storage import Storage
+from shardproof.storage import Storage, map_requests
 
 __all__ = [
     "Leftover",
@@ -233,14 +233,13 @@ def retain(
     removed: list[str] = []
     facts = StepFacts(run) if facts is None else facts
     try:
-        folders = [folder for folder in map(parse_folder, run.folders()) if folder is not None]
-        steps = [
-            folder.step
-            for folder in folders
-            if not folder.suspect
-            and run.size(f"{folder.name}/{MANIFEST_NAME}") is not None
-            and not damaged(folder.step)
+        folders = [
+            folder
+            for folder in map(parse_folder, run.folders())
+            if folder is not None and not folder.suspect and not damaged(folder.step)
         ]
+        sizes = map_requests(run, run.size, [f"{folder.name}/{MANIFEST_NAME}" for folder in folders])
+        steps = [folder.step for folder, size in zip(folders, sizes, strict=True) if size is not None]
         newer = sorted(step for step in steps if step > newest)
         if newer:
             _log.warning(
@@ -253,10 +252,11 @@ def retain(
         counted = sorted(step for step in steps if step <= newest)
         certain = [step for step in counted if step == newest or not unconfirmed(step)]
         selected, unreadable = facts.select(keep, certain)
-        kept = {newest, *selected, *unreadable, *pinned_steps(run)}.intersection(counted)
+        kept = {newest, *selected, *unreadable}.intersection(counted)
         for step in set(counted) - set(certain):
             selected, unreadable = facts.select(keep, sorted((*certain, step)))
             kept |= {step}.intersection(selected | unreadable)
+        kept |= {step for step in set(counted) - kept if read_pin(run.within(step_name(step))) is not None}
         dropped = sorted(set(counted) - kept)
         if dropped:
             dropped = sorted(set(dropped) - protected())

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from shardproof.checkpointer.node_mark import read_node_mark
+from shardproof.checkpointer.node_mark import NodeMark, read_node_mark
 from shardproof.checkpointer.pins import read_pin
 from shardproof.checkpointer.save_interval import IntervalAdvice, advice_of
 from shardproof.checkpointer.step_folders import PINNED_NAME, SETTLED_NAME, is_ours, parse_folder
@@ -25,7 +25,7 @@ from shardproof.format import (
     size_error,
     tensor_bytes,
 )
-from shardproof.storage import Storage
+from shardproof.storage import Storage, map_requests
 
 __all__ = ["StepInfo", "interval_advice", "scan_run"]
 
@@ -111,39 +111,46 @@ def scan_run(storage: Storage, *, sizes: bool = False) -> list[StepInfo]:
     Raises:
         StorageError: the storage cannot list the run.
     """
-    found = []
     references = references_in(storage)
     mark = read_node_mark(storage)
-    for folder in (".", *storage.folders()):
-        place = storage if folder == "." else storage.within(folder)
-        parsed = parse_folder(folder)
-        step, suspect = (None, False) if parsed is None else parsed
-        try:
-            if parsed is None and place.size(MANIFEST_NAME) is None:
-                continue
-            names = place.list()
-        except StorageError as error:
-            if folder == ".":
-                raise
-            if parsed is None:
-                continue
-            info = _without_manifest(place, folder, step, (), "unreadable", str(error))
-            found.append(replace(info, suspect=suspect, linked=place.linked))
-            continue
-        ours = {name for name in names if is_ours(name, folder)}
-        if MANIFEST_NAME in ours or (parsed is not None and ours):
-            files = ours - {SETTLED_NAME, PINNED_NAME}
-            info = _step_info(place, folder, step, files, sizes, references)
-            if mark is not None and info.status == "damaged" and _only_lacks_files(place):
-                info = replace(info, status="partial", reason=mark.sentence, beyond_repair=False)
-            if info.status == "damaged" and place.size(MANIFEST_NAME) is None:  # removed meanwhile
-                info = _step_info(place, folder, step, files, sizes, references_in(storage))
-            pin = read_pin(place) if PINNED_NAME in ours else None
-            info = replace(
-                info, linked=folder != "." and place.linked, pinned=None if pin is None else pin.label
-            )
-            found.append(_suspect(place, info) if suspect else info)
+
+    def look(folder: str) -> StepInfo | None:
+        return _folder_info(storage, folder, sizes, references, mark)
+
+    found = filter(None, map_requests(storage, look, [".", *storage.folders()]))
     return sorted(found, key=lambda info: (info.step is None, info.step or 0, info.name))
+
+
+def _folder_info(
+    storage: Storage, folder: str, sizes: bool, references: References, mark: NodeMark | None
+) -> StepInfo | None:
+    """The entry of a folder of the run, or of the run's folder; None if it has none."""
+    place = storage if folder == "." else storage.within(folder)
+    parsed = parse_folder(folder)
+    step, suspect = (None, False) if parsed is None else parsed
+    try:
+        if parsed is None and place.size(MANIFEST_NAME) is None:
+            return None
+        names = place.list()
+    except StorageError as error:
+        if folder == ".":
+            raise
+        if parsed is None:
+            return None
+        info = _without_manifest(place, folder, step, (), "unreadable", str(error))
+        return replace(info, suspect=suspect, linked=place.linked)
+    ours = {name for name in names if is_ours(name, folder)}
+    if MANIFEST_NAME not in ours and (parsed is None or not ours):
+        return None
+    files = ours - {SETTLED_NAME, PINNED_NAME}
+    info = _step_info(place, folder, step, files, sizes, references)
+    if mark is not None and info.status == "damaged" and _only_lacks_files(place):
+        info = replace(info, status="partial", reason=mark.sentence, beyond_repair=False)
+    if info.status == "damaged" and place.size(MANIFEST_NAME) is None:  # removed meanwhile
+        info = _step_info(place, folder, step, files, sizes, references_in(storage))
+    pin = read_pin(place) if PINNED_NAME in ours else None
+    info = replace(info, linked=folder != "." and place.linked, pinned=None if pin is None else pin.label)
+    return _suspect(place, info) if suspect else info
 
 
 def interval_advice(

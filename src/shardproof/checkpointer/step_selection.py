@@ -13,7 +13,7 @@ from shardproof.checkpointer.tiers import TieredRun
 from shardproof.errors import CorruptChunkError, FormatError, NotCommittedError, ShardproofError, StorageError
 from shardproof.format import MANIFEST_NAME, Manifest, read_seal, references_in
 from shardproof.loading import UNREADABLE, NativeCheckpoint
-from shardproof.storage import Storage
+from shardproof.storage import Storage, map_requests
 
 __all__ = [
     "KEEP_MORE",
@@ -102,15 +102,15 @@ def written_folders(run: Storage, *, suspect: bool) -> dict[StepFolder, bool]:
         run: the run's folder.
         suspect: True to list suspects, too.
     """
-    found: dict[StepFolder, bool] = {}
-    for name in run.folders():
-        folder = parse_folder(name)
-        if folder is not None and (suspect or not folder.suspect):
-            place = run.within(name)
-            committed = place.size(MANIFEST_NAME) is not None
-            if committed or _has_files(run, folder):
-                found[folder] = committed
-    return found
+    folders = _folders(run, suspect)
+
+    def look(folder: StepFolder) -> bool | None:
+        if run.within(folder.name).size(MANIFEST_NAME) is not None:
+            return True
+        return False if _has_files(run, folder) else None
+
+    looks = zip(folders, map_requests(run, look, folders), strict=True)
+    return {folder: committed for folder, committed in looks if committed is not None}
 
 
 def newest_committed(run: Storage, *, suspect: bool) -> StepFolder | None:

@@ -19,7 +19,7 @@ from shardproof.format.checkpoint_files import read_manifest
 from shardproof.format.file_names import MANIFEST_NAME, STEP_FOLDER
 from shardproof.format.manifest import FileRecord, Manifest
 from shardproof.format.manifest_text import MAX_MANIFEST, USUAL_BEGINNING, is_foreign
-from shardproof.storage import Storage
+from shardproof.storage import Storage, map_requests
 
 __all__ = [
     "References",
@@ -86,20 +86,28 @@ def referred(places: Iterable[tuple[str, Storage]]) -> References:
         places: name and storage of each folder. A folder without a manifest has no references.
     """
     found = References()
-    for name, storage in places:
-        if name == _LOST_AND_FOUND:
-            continue
-        try:
-            if _may_refer(storage):
-                found.add(name, read_manifest(storage))
-        except NotCommittedError:
-            continue
-        except (FormatError, StorageError) as error:
-            if error.details.get("lost_link") and STEP_FOLDER.fullmatch(name) is None:
-                continue
-            if not _is_foreign(storage):
-                found.unknown.append(name)
+    places = [(name, storage) for name, storage in places if name != _LOST_AND_FOUND]
+    if not places:
+        return found
+    for (name, _), manifest in zip(places, map_requests(places[0][1], _referring, places), strict=True):
+        if isinstance(manifest, Manifest):
+            found.add(name, manifest)
+        elif manifest is None:
+            found.unknown.append(name)
     return found
+
+
+def _referring(place: tuple[str, Storage]) -> Manifest | bool | None:
+    """The manifest of a folder; False if there is none or it has no references; None if it is unreadable."""
+    name, storage = place
+    try:
+        return read_manifest(storage) if _may_refer(storage) else False
+    except NotCommittedError:
+        return False
+    except (FormatError, StorageError) as error:
+        if error.details.get("lost_link") and STEP_FOLDER.fullmatch(name) is None:
+            return False
+        return False if _is_foreign(storage) else None
 
 
 def references_in(run: Storage, *, without: Collection[str] = ()) -> References:

@@ -1,0 +1,54 @@
+"""How many requests the saves of a long run send to a bucket."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import obstore
+import pytest
+import torch
+
+import shardproof as sp
+
+pytestmark = pytest.mark.processes
+REQUESTS = ("get", "get_range", "head", "list", "list_with_delimiter", "put", "delete")
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Counts requests."""
+    counts: Counter[str] = Counter()
+
+    def counted(name: str, send: Any) -> Any:
+        def request(*args: Any, **options: Any) -> Any:
+            counts[name] += 1
+            return send(*args, **options)
+
+        return request
+
+    for name in REQUESTS:
+        monkeypatch.setattr(obstore, name, counted(name, getattr(obstore, name)))
+    return counts
+
+
+def growth(checkpointer: sp.Checkpointer, sent: Counter[str]) -> float:
+    """Requests that a save sends for each step that the run has already."""
+    totals = {}
+    for step in range(1, 10):
+        sent.clear()
+        checkpointer.save(step, {"w": torch.full((8,), float(step))}).durable()
+        checkpointer.wait_for_uploads()
+        totals[step] = sent.total()
+    return (totals[9] - totals[3]) / 6
+
+
+def test_a_save_sends_few_requests_for_each_step_of_the_run(
+    url: str, sent: Counter[str], tmp_path: Path
+) -> None:
+    """One: whether the step is committed. As the second tier: its seal before and after the upload, in two
+    requests each, and whether it is committed."""
+    assert growth(sp.Checkpointer(f"{url}/alone", keep=sp.KeepAll()), sent) == 1
+    tiered = sp.Checkpointer(tmp_path, then=f"{url}/then", keep=sp.KeepLatest(2), keep_then=sp.KeepAll())
+    assert growth(tiered, sent) == 5

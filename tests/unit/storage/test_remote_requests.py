@@ -1,0 +1,50 @@
+"""Small requests to a storage whose every request takes long."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from shardproof.storage import LocalStorage, map_requests
+from tests.gate import LIMIT
+
+
+class Remote(LocalStorage):
+    """A folder that says that it is remote."""
+
+    def read_buffer(self, name: str, start: int, count: int) -> memoryview:
+        raise NotImplementedError
+
+    def knowing(self, files: object) -> Remote:
+        return self
+
+
+def test_requests_to_a_remote_storage_are_in_flight_together(tmp_path: object) -> None:
+    together = threading.Barrier(8)
+
+    def request(number: int) -> int:
+        together.wait(LIMIT)
+        return -number
+
+    assert list(map_requests(Remote(str(tmp_path)), request, range(8))) == [-number for number in range(8)]
+
+
+def test_requests_to_a_folder_run_in_this_thread(tmp_path: object) -> None:
+    threads = map_requests(LocalStorage(str(tmp_path)), lambda number: threading.current_thread(), range(8))
+    assert set(threads) == {threading.current_thread()}
+
+
+def test_the_first_error_is_raised_and_its_threads_end(tmp_path: object) -> None:
+    before = threading.active_count()
+
+    def request(number: int) -> int:
+        if number >= 3:
+            raise OSError(number)
+        return number
+
+    results = map_requests(Remote(str(tmp_path)), request, range(100))
+    assert [next(results) for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(OSError, match="^3$"):
+        next(results)
+    assert threading.active_count() == before
