@@ -20,7 +20,7 @@ from shardproof.errors import FormatError, ShardproofError, StorageError
 from shardproof.format import MANIFEST_NAME, FileRecord, Manifest, read_manifest, read_seal
 from shardproof.storage import Sink, Storage, check_folder, check_name
 
-__all__ = ["Choice", "NearerCopy", "TieredRun"]
+__all__ = ["Choice", "NearerCopy", "TieredRun", "copies_of"]
 
 T = TypeVar("T")
 
@@ -168,6 +168,10 @@ class TieredRun:
         """The storage of the nearest copy of a shard file; see `CopiedStorage.nearest`."""
         return self._places[self._tier_of(name)]
 
+    def copies(self, name: str) -> list[Storage]:
+        """The storages that have a shard file or an index, nearest first."""
+        return [self._places[tier] for tier in self._order(name) if self._has(tier, name)]
+
     def use(self, left_out: Mapping[str, Sequence[int]], folder: str, seal: bytes | None) -> None:
         """Takes over the choice of rank 0."""
         self.choice.left_out = {place: [*tiers] for place, tiers in left_out.items()}
@@ -310,3 +314,13 @@ class TieredRun:
         raise StorageError(
             f"cannot write {name!r} to all tiers of {self._runs[0].location} at once", file=name
         )
+
+
+def copies_of(folder: Storage, name: str) -> list[Storage]:
+    """The storages that have a shard file or an index of a step, nearest first; `folder` without any.
+
+    Args:
+        folder: of the step.
+        name: of the file.
+    """
+    return (folder.copies(name) if isinstance(folder, TieredRun) else []) or [folder]
