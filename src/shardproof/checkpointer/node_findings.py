@@ -1,8 +1,7 @@
 """Finds files of a run on local disks that have too few copies, as far as the examined folders show it.
 
-Note "What is certain": the files of a node are known only if its folder is examined. Of each other node, this
-module assumes that it has a copy. So a finding is certain, and a missing finding is not, unless the folders of
-all nodes are examined.
+Note "What is certain": the files of a node are known only if its folder is examined. Every other node counts
+as one that has a copy. So each finding is certain. If all folders are examined, nothing else is missing.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ def find_missing_copies(storage: Storage, others: Sequence[Storage]) -> list[Fin
         others: its folders on other nodes.
 
     Returns:
-        For the newest step a warning, or an error if no copy is left. For older steps a note. Empty if the run
-        is not on local disks of several nodes.
+        For the newest step a warning, or an error if no copy is left. For older steps a note. Empty if the
+        run is not on local disks of several nodes.
 
     Raises:
         StorageError: a folder cannot be read.
@@ -60,7 +59,9 @@ def find_missing_copies(storage: Storage, others: Sequence[Storage]) -> list[Fin
         findings += _of_manifests(name, runs, found, manifest, is_newest=step == newest)
         findings += _of_files(name, runs, manifest, mark, unseen, is_newest=step == newest)
     if unseen and mark.replicas:
-        text = f"the folders of {counted(unseen, 'other node')} were not examined, so copies may be missing there"
+        text = (
+            f"the folders of {counted(unseen, 'other node')} were not examined: copies may be missing there"
+        )
         findings.append(Finding("note", "other nodes", storage.location, text, "add --node FOLDER for each"))
     return findings
 

@@ -49,8 +49,9 @@ def doctor_command(
 ) -> int:
     """Say what is wrong with RUN, the worst first, and the command that mends it.
 
-    Looks for dead saves, damaged and lost steps, unsettled suspects, files without a copy on a second node, too
-    little space for the next save, clocks that differ, and missing rights. Changes nothing; --probe alone writes a file, and removes it.
+    Looks for dead saves, damaged and lost steps, unsettled suspects, files without a copy on a second node,
+    too little space for the next save, clocks that differ, and missing rights. Changes nothing; --probe alone
+    writes a file, and removes it.
 
     Exit code 0: healthy. 1: something needs attention. 3: the run could not be read.
     """
@@ -70,7 +71,9 @@ def doctor_command(
         raise click.UsageError("--bandwidth is at least 1")
     storage, others = storage_at(run), [storage_at(node) for node in nodes]
     if len({os.path.realpath(one.location) for one in (storage, *others)}) <= len(others):
-        raise click.UsageError("--node names the folders of other nodes: RUN and each --node are different folders")
+        raise click.UsageError(
+            "--node names the folders of other nodes: RUN and each --node are different folders"
+        )
     now = time.time()
     found = examine_run(storage, run, older_than=older_than, now=now)
     found = found.with_findings(find_missing_copies(storage, others))

@@ -61,7 +61,9 @@ _COMMIT = "reports its digests; rank 0 checks them and publishes the manifest: t
 _UPLOADED = "reports its copies; rank 0 checks them and publishes the manifest on the second tier"
 _JOINED = "finds which ranks see one folder, and how to reach the others. Only with `node_local`"
 _PARTED = "waits until rank 0 needs no other node any more, after a save or restore. Only with `node_local`"
-_COPIES = "makes copies that were lost with a node, and meets the others. Only after a restore with `replicas=1`"
+_COPIES = (
+    "makes copies that were lost with a node, and meets the others. Only after a restore with `replicas=1`"
+)
 _APPLY = "replaces plain values and calls `load_state_dict`. Only if a rank has any"
 _AGAIN = "votes on the rerun, with a suspect on the same device as before"
 

@@ -137,8 +137,8 @@ def read_whole_index(source: Storage, record: FileRecord) -> bytes:
     data = source.read(record.name)
     if bytes_digest(data) != record.digest:
         raise FormatError(
-            f"{source.location}/{record.name}: the digest differs from the manifest's. `shardproof repair` can "
-            "write the index again",
+            f"{source.location}/{record.name}: the digest differs from the manifest's. `shardproof repair` "
+            "can write the index again",
             file=record.name,
         )
     return data

@@ -3,8 +3,8 @@
     restore: rank 0 plans -> each rank gets its part with the last meeting of the restore
     background: copy (local) -> copy (meet)
 
-Note "Who copies": a rank of the node that lacks a file reads it from the node that has it. A file is to be on
-the node of the rank that wrote it and on its partner, as after a save. So the ranks of a replaced node fill it.
+Note "Who copies": a rank of the node that lacks a file reads it from the node that has it. A file belongs on
+the node of the rank that wrote it and on its partner, as after a save. So its own ranks fill a replaced node.
 
 Note "Whole or not at all": a file counts as a copy once its name is there. So it is written under another
 name, and gets its own name after every byte was compared with its digest and is durable. A damaged file of
@@ -196,11 +196,13 @@ class MissingCopies:
             raise
 
     def _copy(self, share: _Share, copy: _Copy, moving: Callable[[int], None]) -> None:
-        """Copies one file to this node (notes "Whole or not at all" and "A step that is removed meanwhile")."""
+        """Copies one file to this node (note "Whole or not at all")."""
         folders, record = self._nodes.group.folders, copy.record
         own = self._nodes.own()
         source, target = folders[copy.source].within(record.folder), own.within(record.folder)
         step = own.within(share.folder)
+        if read_seal(step) != share.seal:
+            return
         draft = f"{record.name}.{secrets.token_hex(8)}.tmp"
         try:
             if record.rank < 0:
@@ -214,5 +216,5 @@ class MissingCopies:
                 raise
         finally:
             source.close()
-        if read_seal(step) != share.seal:  # it was removed or replaced meanwhile
+        if read_seal(step) != share.seal:  # note "A step that is removed meanwhile"
             target.delete(record.name)

@@ -168,7 +168,7 @@ class TieredRun:
         """The storage of the nearest copy of a shard file; see `CopiedStorage.nearest`."""
         return self._places[self._tier_of(name)]
 
-    def copies(self, name: str) -> list[Storage]:
+    def copies(self, name: str) -> Sequence[Storage]:
         """The storages that have a shard file or an index, nearest first."""
         return [self._places[tier] for tier in self._order(name) if self._has(tier, name)]
 
@@ -316,7 +316,7 @@ class TieredRun:
         )
 
 
-def copies_of(folder: Storage, name: str) -> list[Storage]:
+def copies_of(folder: Storage, name: str) -> Sequence[Storage]:
     """The storages that have a shard file or an index of a step, nearest first; `folder` without any.
 
     Args:
