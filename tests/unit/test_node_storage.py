@@ -7,15 +7,17 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
 import shardproof as sp
+from shardproof.checkpointer import delete_steps, plan_removal
 from shardproof.checkpointer.damage import is_damage
-from shardproof.checkpointer.nodes import NodeGroup, NodeStorage
+from shardproof.checkpointer.nodes import MissingCopies, NodeGroup, NodeStorage
 from shardproof.checkpointer.nodes.file_service import FileService
 from shardproof.checkpointer.nodes.peer_frames import PIECE_BYTES, PeerConnection, Request
 from shardproof.checkpointer.nodes.peer_storage import Peer, PeerStorage, ask_all
@@ -237,6 +239,62 @@ def test_a_silent_node_ends_every_call_in_time(tmp_path: Path) -> None:
         assert not is_damage(caught.value)  # so that no older step is restored
     ended.set()
     silent.close()
+
+
+class RemovedMeanwhile(PeerStorage):
+    """Another node. A removal comes after the last bytes of a shard file were read for a copy.
+
+    Args:
+        peer: see `PeerStorage`.
+        root: see `PeerStorage`.
+        path: see `PeerStorage`.
+        remove: the removal.
+    """
+
+    def __init__(self, peer: Peer, root: str, path: str, remove: Callable[[], None]) -> None:
+        super().__init__(peer, root, path)
+        self.remove = remove
+        self.ends = 0
+        """Reads up to the end of a shard file: of its digests, and then of its last bytes."""
+
+    def within(self, prefix: str) -> PeerStorage:
+        return RemovedMeanwhile(self.peer, self._root, prefix, self.remove)
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        data = super().read(name, start, stop)
+        self.ends += name.startswith("shards/") and stop == self.size(name)
+        if self.ends == 2:
+            self.remove()
+        return data
+
+
+@pytest.mark.parametrize("knows_the_draft", [False, True])
+def test_a_copy_of_a_step_that_is_removed_meanwhile_does_not_stay(
+    nodes: Nodes, knows_the_draft: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Node 1 alone has the files, and the rank on node 0 copies them. The removal may know its draft."""
+    own, other = nodes.folders[:2]
+    sp.save(other.within("step-00000001"), {"w": torch.arange(1000.0)}, step=1)
+    text = other.read("step-00000001/manifest.json")
+    own.publish("step-00000001/manifest.json", text)
+    storage = nodes.storage(replicas=1)
+    listed = plan_removal(storage, ["step-00000001"])
+
+    def remove() -> None:
+        if knows_the_draft:
+            delete_steps(storage, ["step-00000001"])
+        else:
+            for name in (*listed.manifests, *listed.files):
+                storage.delete(name)
+
+    third = storage.group.folders[2]
+    storage.group.folders = (own, RemovedMeanwhile(nodes.peer(1), other.location, "", remove), third)
+    copies = MissingCopies(storage, LocalRendezvous())
+    (share,) = copies.plan("step-00000001", text, {})
+    copies.begin(share)
+    copies.wait(60)
+    assert own.list() == other.list() == [] and own.folders() == []
+    assert [record.levelname for record in caplog.records] == ["WARNING"], "that files have one copy"
 
 
 def test_options_that_do_not_fit_are_refused(tmp_path: Path) -> None:

@@ -217,4 +217,4 @@ class MissingCopies:
         finally:
             source.close()
         if read_seal(step) != share.seal:  # note "A step that is removed meanwhile"
-            target.delete(record.name)
+            own.delete(record.place)
