@@ -317,6 +317,13 @@ def test_one_rank_is_one_node_and_has_no_partner(tmp_path: Path, caplog: pytest.
     assert run.steps() == [1]
 
 
+def test_that_no_scrub_runs_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    options = {"node_local": True, "incremental": True, "rendezvous": LocalRendezvous()}
+    for scrub, warnings in ((None, 0), (1 << 20, 1)):
+        sp.Checkpointer(tmp_path, scrub=scrub, **options)
+        assert caplog.text.count("there is no scrub with node_local=True") == warnings
+
+
 @pytest.mark.parametrize(("patience", "first"), [(30.0, 30), (0.2, 1), (1e9, 32_767)])
 def test_the_system_probes_a_connection_without_bytes(patience: float, first: int) -> None:
     """So that the wait for the next request of a node that lost power ends."""

@@ -119,7 +119,8 @@ class Checkpointer:
             Each rank writes to its node, and reads what its node lacks from the nodes that have it, over the
             network. All ranks make the `Checkpointer` together. See docs/tiers.md.
         replicas: 1 to keep a copy of each file on a partner node, too, so that a run that loses a node
-            restores without `then`. Needs `node_local`.
+            restores without `then`. After a restore, copies that were lost are made again in the
+            background; see `wait_for_copies`. Needs `node_local`.
 
     Raises:
         ValueError: an argument has an invalid value.
@@ -218,6 +219,12 @@ class Checkpointer:
         self._saver = Saver(self._rendezvous, host_memory_budget=host_memory_budget)
         self._due = DueSaves(every, preemption, mtbf_hours, self._rendezvous, self._storage.location)
         self._scrub = Scrub(self._storage, scrub if incremental else None, _is_saving(self._saver))
+        if self._nodes is not None and incremental and scrub is not None and self._rendezvous.rank == 0:
+            _log.warning(
+                "%s: there is no scrub with node_local=True, because rank 0 does not have all files. Run "
+                "`shardproof doctor FOLDER --scrub` on each node, and pass scrub=None",
+                self._storage.location,
+            )
         weakref.finalize(self, self._scrub.stop)
         self._uploader: Uploader | None = None
         if second is not None:

@@ -369,7 +369,7 @@ def _of_node_faults(run: str, folder: str, faults: Sequence[ShardproofError]) ->
         return _of_faults(folder, faults, shlex.quote(f"{run}/{folder}"))
     text = f"damaged, and restore reads the copy on another node: {faults[0].message}"
     remove = shlex.join(["rm", *(f"{run}/{file}" for file in files)])
-    mend = f"{remove}; the next restore copies the files again. Do not trust this disk (see `dmesg`)"
+    mend = f"{remove}; the next restore of this step copies them again. Do not trust this disk (see `dmesg`)"
     return Finding("error", "damaged", folder, text, mend)
 
 

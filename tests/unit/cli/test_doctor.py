@@ -143,7 +143,7 @@ def test_the_scrub_reads_what_a_node_has_and_names_the_file_to_remove(
     code, kinds = findings(call, run, "--scrub")
     assert code == 1 and [one["where"] for one in kinds["damaged"]] == ["step-00000002", "step-00000003"]
     for one, shard in zip(kinds["damaged"], shards, strict=True):
-        assert one["mend"].startswith(f"rm {shard}; the next restore copies the files again")
+        assert one["mend"].startswith(f"rm {shard}; the next restore of this step copies them again")
     assert "damaged" not in findings(call, other, "--scrub")[1]
 
 

@@ -31,6 +31,7 @@ import msgspec
 from shardproof import events
 from shardproof._utils.humanize import counted, gigabytes
 from shardproof.checkpointer.nodes.node_storage import NodeStorage
+from shardproof.checkpointer.nodes.peer_frames import PIECE_BYTES
 from shardproof.errors import ShardproofError
 from shardproof.format import SEAL_LENGTH, FileRecord, decode_manifest, read_seal
 from shardproof.maintenance import copy_shard_file, read_whole_index
@@ -113,7 +114,7 @@ class MissingCopies:
             single.append(record)
         if not single:
             return []
-        more = f" and {len(single) - 1} more files" if len(single) > 1 else ""
+        more = f" and {counted(len(single) - 1, 'more file')}" if len(single) > 1 else ""
         _log.warning(
             "%s/%s: one node alone has %s%s. The ranks make a second copy in the background",
             self._nodes.location,
@@ -209,7 +210,7 @@ class MissingCopies:
                 target.publish(record.name, read_whole_index(source, record), replace=True)
                 moving(record.size)
             else:
-                copy_shard_file(source, record, target.create(draft), moving)
+                copy_shard_file(source, record, target.create(draft), moving, piece_bytes=PIECE_BYTES)
                 target.rename(draft, record.name)
         except ShardproofError:
             if read_seal(step) == share.seal:
