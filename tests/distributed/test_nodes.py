@@ -7,6 +7,7 @@ state, bit for bit.
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import threading
@@ -23,6 +24,7 @@ import torch
 
 import shardproof as sp
 from shardproof.checkpointer import RestoredStep, find_missing_copies
+from shardproof.checkpointer.step_folders import PINNED_NAME
 from shardproof.format import MANIFEST_NAME, read_manifest
 from shardproof.maintenance import verify
 from shardproof.rendezvous import StoreRendezvous
@@ -308,7 +310,12 @@ def test_nodes_with_copies(tmp_path: Path) -> None:
 def _copies_made_again(root: str) -> None:
     stage = Stage(root)
     nodes = ["a", "b", "c"]
-    stage.save(nodes, 1, replicas=1)
+
+    def save_and_pin(run: sp.Checkpointer, rank: int, ranks: int) -> None:
+        run.save(1, part(1, rank, ranks)).result()
+        run.pin(1, "good")
+
+    stage.job(nodes, save_and_pin, replicas=1)
     held = {node: stage.shards(node, 1) for node in nodes}
     assert held == {"a": {0, 2}, "b": {0, 1}, "c": {1, 2}}
     # All nodes are replaced, one after the other. What was saved is restored, and is again where it was.
@@ -319,6 +326,7 @@ def _copies_made_again(root: str) -> None:
         assert {node: stage.shards(node, 1) for node in nodes} == held
         folders = [stage.root / node for node in nodes]
         assert sum(len(list(folder.glob("step-00000001/index-*"))) for folder in folders) == 2
+        assert all((folder / "step-00000001" / PINNED_NAME).exists() for folder in folders)
         assert not any(list(folder.rglob("*.tmp")) for folder in folders)
         assert find_missing_copies(LocalStorage(folders[0]), list(map(LocalStorage, folders[1:]))) == []
 
@@ -337,6 +345,7 @@ def _copies_made_again(root: str) -> None:
             assert run.restore(blanked(part(0, rank, ranks))) == 1
             with pytest.raises(TimeoutError):
                 run.wait_for_copies(0.0)
+            run.unpin(1)
             run.save(2, part(2, rank, ranks)).result()
             may_copy.set()
             run.wait_for_copies(60)
@@ -385,7 +394,16 @@ def _uploads_of_copies(root: str) -> None:
             _flip(stage.root / node, 3, 0)
 
     stage.alone(damage)
+    logged: list[str] = []
+    handler = logging.Handler(logging.ERROR)
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("shardproof").addHandler(handler)
     stage.save(places, 4, replicas=1, then=far)
+    logging.getLogger("shardproof").removeHandler(handler)
+    copies = [text for text in logged if "is uploaded in its place" in text]
+    for writer, file in ((0, "step-00000001/index-"), (1, "shards/00001-"), (2, "shards/00002-")):
+        assert any(file in text for text in copies) == (rank() == writer), copies
+    assert any("step 3 is damaged, and is not uploaded" in text for text in logged) == (rank() == 0)
     for step in (1, 2, 4):
         assert verify(LocalStorage(far / f"step-{step:08d}")).ok
     assert not (far / "step-00000003" / MANIFEST_NAME).exists(), "both copies are damaged"

@@ -241,31 +241,64 @@ def test_a_silent_node_ends_every_call_in_time(tmp_path: Path) -> None:
     silent.close()
 
 
-class RemovedMeanwhile(PeerStorage):
-    """Another node. A removal comes after the last bytes of a shard file were read for a copy.
+class SlowAtTheEnd(PeerStorage):
+    """Another node. Something happens after a copy has read the last bytes of a shard file.
 
     Args:
         peer: see `PeerStorage`.
         root: see `PeerStorage`.
         path: see `PeerStorage`.
-        remove: the removal.
+        at_the_end: what happens.
     """
 
-    def __init__(self, peer: Peer, root: str, path: str, remove: Callable[[], None]) -> None:
+    def __init__(self, peer: Peer, root: str, path: str, at_the_end: Callable[[], object]) -> None:
         super().__init__(peer, root, path)
-        self.remove = remove
+        self.at_the_end = at_the_end
         self.ends = 0
         """Reads up to the end of a shard file: of its digests, and then of its last bytes."""
 
     def within(self, prefix: str) -> PeerStorage:
-        return RemovedMeanwhile(self.peer, self._root, prefix, self.remove)
+        return SlowAtTheEnd(self.peer, self._root, prefix, self.at_the_end)
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         data = super().read(name, start, stop)
         self.ends += name.startswith("shards/") and stop == self.size(name)
         if self.ends == 2:
-            self.remove()
+            self.at_the_end()
         return data
+
+
+def lacking_copies(
+    nodes: Nodes, at_the_end: Callable[[], object], deadline: float = 60.0
+) -> tuple[NodeStorage, MissingCopies, bytes]:
+    """Step 1, whose files node 1 alone has, and the share of a rank on node 0.
+
+    Args:
+        nodes: three nodes.
+        at_the_end: called by the copy of a shard file after the last bytes were read.
+        deadline: of the rendezvous.
+    """
+    own, other, _ = nodes.folders
+    sp.save(other.within("step-00000001"), {"w": torch.arange(1000.0)}, step=1)
+    text = other.read("step-00000001/manifest.json")
+    own.publish("step-00000001/manifest.json", text)
+    storage = nodes.storage(replicas=1)
+    source = SlowAtTheEnd(nodes.peer(1), other.location, "", at_the_end)
+    storage.group.folders = (own, source, storage.group.folders[2])
+    copies = MissingCopies(storage, LocalRendezvous(deadline=deadline))
+    (share,) = copies.plan("step-00000001", text, {})
+    return storage, copies, share
+
+
+def test_a_copy_that_hangs_ends_the_wait(nodes: Nodes) -> None:
+    goes_on = threading.Event()
+    _, copies, share = lacking_copies(nodes, goes_on.wait, deadline=0.2)
+    copies.begin(share)
+    with pytest.raises(sp.StorageError, match="have made no progress for 0 s"):
+        copies.wait(None)
+    goes_on.set()
+    copies.wait(60)
+    assert nodes.folders[0].list() == nodes.folders[1].list()
 
 
 @pytest.mark.parametrize("knows_the_draft", [False, True])
@@ -273,11 +306,8 @@ def test_a_copy_of_a_step_that_is_removed_meanwhile_does_not_stay(
     nodes: Nodes, knows_the_draft: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Node 1 alone has the files, and the rank on node 0 copies them. The removal may know its draft."""
-    own, other = nodes.folders[:2]
-    sp.save(other.within("step-00000001"), {"w": torch.arange(1000.0)}, step=1)
-    text = other.read("step-00000001/manifest.json")
-    own.publish("step-00000001/manifest.json", text)
-    storage = nodes.storage(replicas=1)
+    own, other, _ = nodes.folders
+    storage, copies, share = lacking_copies(nodes, lambda: remove())
     listed = plan_removal(storage, ["step-00000001"])
 
     def remove() -> None:
@@ -287,10 +317,6 @@ def test_a_copy_of_a_step_that_is_removed_meanwhile_does_not_stay(
             for name in (*listed.manifests, *listed.files):
                 storage.delete(name)
 
-    third = storage.group.folders[2]
-    storage.group.folders = (own, RemovedMeanwhile(nodes.peer(1), other.location, "", remove), third)
-    copies = MissingCopies(storage, LocalRendezvous())
-    (share,) = copies.plan("step-00000001", text, {})
     copies.begin(share)
     copies.wait(60)
     assert own.list() == other.list() == [] and own.folders() == []

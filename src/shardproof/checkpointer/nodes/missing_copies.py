@@ -32,11 +32,11 @@ from shardproof import events
 from shardproof._utils.humanize import counted, gigabytes
 from shardproof.checkpointer.nodes.node_storage import NodeStorage
 from shardproof.checkpointer.nodes.peer_frames import PIECE_BYTES
-from shardproof.errors import ShardproofError
+from shardproof.errors import ShardproofError, StorageError
 from shardproof.format import SEAL_LENGTH, FileRecord, decode_manifest, read_seal
 from shardproof.maintenance import copy_shard_file, read_whole_index
 from shardproof.rendezvous import MeetingSequence, Rendezvous
-from shardproof.saving import Progress, Workers, unfinished
+from shardproof.saving import Progress, Workers, unfinished, wait_while_moving
 
 __all__ = ["MissingCopies"]
 
@@ -78,6 +78,7 @@ class MissingCopies:
         self._process = -1
         self._workers: Workers
         self._last: Future[None] | None = None
+        self._progress = Progress()
 
     def plan(self, folder: str, text: bytes, left_out: Mapping[str, Sequence[int]]) -> list[bytes]:
         """Rank 0: the share of each rank. Empty if no file lacks a copy.
@@ -132,26 +133,38 @@ class MissingCopies:
         share = msgspec.msgpack.decode(encoded, type=_Share)
         if self._process != os.getpid():
             self._process, self._workers = os.getpid(), Workers("shardproof-copies", 1)
-        meetings, progress = self._rendezvous.beside(f"copies/{share.name}"), Progress()
+        meetings = self._rendezvous.beside(f"copies/{share.name}")
         operation = f"nodes of {self._nodes.location}, copies of {share.folder}"
-        self._last = self._workers.submit(lambda: self._make(share, meetings, progress, operation))
-        unfinished.add(self._last, progress, 2 * meetings.deadline, operation)
+        self._last = self._workers.submit(lambda: self._make(share, meetings, operation))
+        unfinished.add(self._last, self._progress, 2 * meetings.deadline, operation)
 
     def wait(self, timeout: float | None) -> None:
         """Returns when the copies of the last restore are made, on all ranks.
+
+        Args:
+            timeout: seconds to wait at most; None: as long as they make progress.
 
         Raises:
             TimeoutError: they are not.
             ShardproofError: a copy could not be made.
         """
-        if self._process == os.getpid() and self._last is not None:
-            self._last.result(timeout)
+        if self._process != os.getpid() or self._last is None:
+            return
+        patience = 2 * self._rendezvous.deadline
+        if timeout is None and not wait_while_moving(self._last, self._progress, patience):
+            raise StorageError(
+                f"{self._nodes.location}: the missing copies have made no progress for {patience:.0f} s: the "
+                "storage of this node hangs"
+            )
+        self._last.result(timeout)
 
-    def _make(self, share: _Share, meetings: Rendezvous, progress: Progress, operation: str) -> None:
+    def _make(self, share: _Share, meetings: Rendezvous, operation: str) -> None:
         """Copies, and meets the other ranks, which serve the files until then."""
         meetings.arrive()
         total = sum(copy.record.size for copy in share.copies)
-        rank, done, failed = self._rendezvous.rank, 0, None
+        rank, done = self._rendezvous.rank, 0
+        made: list[int] = []
+        failed: Exception | None = None
         with events.phase(
             operation, "copy", rank=rank, world_size=self._rendezvous.world_size, step=share.step
         ) as phase:
@@ -159,34 +172,39 @@ class MissingCopies:
             def moving(count: int) -> None:
                 nonlocal done
                 done += count
-                progress.moved()
+                self._progress.moved()
                 meetings.progress(done, total)
                 phase.progress(done, total)
 
             for copy in share.copies:
                 try:
-                    self._copy(share, copy, moving)
-                except (ShardproofError, OSError) as error:
+                    if self._copy(share, copy, moving):
+                        made.append(copy.record.size)
+                except Exception as error:
                     failed = failed or error
                     phase.fail(failed)
 
         def report() -> bytes:
             if failed is not None:
                 raise failed
-            return msgspec.msgpack.encode((len(share.copies), total))
+            return msgspec.msgpack.encode(made)
 
         def decide(posts: Sequence[bytes]) -> bytes:
-            counts = [msgspec.msgpack.decode(post, type=tuple[int, int]) for post in posts]
-            files, size = sum(count for count, _ in counts), sum(size for _, size in counts)
-            made = f"{counted(files, 'file')} ({gigabytes(size)})"
-            _log.info("%s/%s: %s are on two nodes again", self._nodes.location, share.folder, made)
+            sizes = [size for post in posts for size in msgspec.msgpack.decode(post, type=list[int])]
+            _log.info(
+                "%s/%s: the ranks made a second copy of %s (%s)",
+                self._nodes.location,
+                share.folder,
+                counted(len(sizes), "file"),
+                gigabytes(sum(sizes)),
+            )
             return b""
 
         try:
-            with progress.bounded():
+            with self._progress.bounded():
                 MeetingSequence(meetings, operation).meet("copy", report, decide)
-        except ShardproofError as error:
-            if rank == 0:
+        except Exception as error:
+            if rank == 0 or not isinstance(error, ShardproofError):
                 _log.error(
                     "%s/%s: files that one node alone has could not be copied to another node, and the next "
                     "restore tries it again: %s",
@@ -196,14 +214,14 @@ class MissingCopies:
                 )
             raise
 
-    def _copy(self, share: _Share, copy: _Copy, moving: Callable[[int], None]) -> None:
-        """Copies one file to this node (note "Whole or not at all")."""
+    def _copy(self, share: _Share, copy: _Copy, moving: Callable[[int], None]) -> bool:
+        """Copies one file to this node (note "Whole or not at all"). False if the step is gone."""
         folders, record = self._nodes.group.folders, copy.record
         own = self._nodes.own()
         source, target = folders[copy.source].within(record.folder), own.within(record.folder)
         step = own.within(share.folder)
         if read_seal(step) != share.seal:
-            return
+            return False
         draft = f"{record.name}.{secrets.token_hex(8)}.tmp"
         try:
             if record.rank < 0:
@@ -217,5 +235,7 @@ class MissingCopies:
                 raise
         finally:
             source.close()
-        if read_seal(step) != share.seal:  # note "A step that is removed meanwhile"
-            own.delete(record.place)
+        if read_seal(step) == share.seal:
+            return True
+        own.delete(record.place)  # note "A step that is removed meanwhile"
+        return False

@@ -25,6 +25,7 @@ import msgspec
 from shardproof.checkpointer.nodes.node_group import NodeGroup
 from shardproof.checkpointer.nodes.peer_frames import Request, name_from, name_to
 from shardproof.checkpointer.nodes.peer_storage import PeerSink, PeerStorage, ask_all
+from shardproof.checkpointer.step_folders import PINNED_NAME, read_note
 from shardproof.checkpointer.tiers import Choice, TieredRun
 from shardproof.errors import AlreadyCommittedError, ShardproofError, StorageError
 from shardproof.format import (
@@ -261,7 +262,7 @@ class NodeStorage(NodesView):
         return self._own.free_space()
 
     def confirm(self, restored: NodesView) -> bytes | None:
-        """Gives the manifest of a restored step to the nodes that lack it (note "The commit").
+        """Gives the manifest and the pin of a restored step to the nodes that lack them (note "The commit").
 
         Args:
             restored: the folder of the step, as the restore chose it.
@@ -274,10 +275,12 @@ class NodeStorage(NodesView):
         """
         if restored._is_second(restored._holder()):
             return None
-        text = restored.read(MANIFEST_NAME)
+        text, pin = restored.read(MANIFEST_NAME), read_note(restored, PINNED_NAME)
         for place in restored._places[: len(self.group.folders)]:
             if read_seal(place) != text[-SEAL_LENGTH:]:
                 place.publish(MANIFEST_NAME, text, replace=True)
+                if pin is not None:
+                    place.publish(PINNED_NAME, pin, replace=True)
         return text
 
     def holders(self, folder: str, records: Iterable[FileRecord]) -> dict[FileRecord, set[int]]:

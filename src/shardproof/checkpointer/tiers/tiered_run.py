@@ -11,6 +11,7 @@ the step takes the next copy. Without a next copy, the step is passed over as da
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,9 +21,11 @@ from shardproof.errors import FormatError, ShardproofError, StorageError
 from shardproof.format import MANIFEST_NAME, FileRecord, Manifest, read_manifest, read_seal
 from shardproof.storage import Sink, Storage, check_folder, check_name
 
-__all__ = ["Choice", "NearerCopy", "TieredRun", "copies_of"]
+__all__ = ["Choice", "NearerCopy", "TieredRun", "copies_of", "log_other_copy"]
 
 T = TypeVar("T")
+
+_log = logging.getLogger("shardproof")
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,3 +327,14 @@ def copies_of(folder: Storage, name: str) -> Sequence[Storage]:
         name: of the file.
     """
     return (folder.copies(name) if isinstance(folder, TieredRun) else []) or [folder]
+
+
+def log_other_copy(run: str, file: str, damage: ShardproofError) -> None:
+    """Logs that a copy is uploaded in place of a damaged file.
+
+    Args:
+        run: location of the run.
+        file: path of the copy.
+        damage: of the nearer file.
+    """
+    _log.error("%s: a file is damaged, and its copy %s is uploaded in its place: %s", run, file, damage)

@@ -30,7 +30,7 @@ from shardproof.checkpointer.pins import read_pin
 from shardproof.checkpointer.policies import Retention
 from shardproof.checkpointer.retention import StepFacts, retain
 from shardproof.checkpointer.step_folders import PINNED_NAME, parse_step, step_name
-from shardproof.checkpointer.tiers.tiered_run import copies_of
+from shardproof.checkpointer.tiers.tiered_run import copies_of, log_other_copy
 from shardproof.checkpointer.tiers.upload_messages import (
     Skip,
     Upload,
@@ -408,8 +408,12 @@ def _read_index(place: Storage, manifest: Manifest) -> bytes:
     damage: FormatError | None = None
     for copy in copies_of(place, manifest.index.name):
         try:
-            return read_whole_index(copy, manifest.index)
+            index = read_whole_index(copy, manifest.index)
         except FormatError as error:
             damage = damage or error
+            continue
+        if damage is not None:
+            log_other_copy(place.location, f"{copy.location}/{manifest.index.name}", damage)
+        return index
     assert damage is not None
     raise damage

@@ -27,7 +27,7 @@ from shardproof import events
 from shardproof.checkpointer.policies import Retention
 from shardproof.checkpointer.step_folders import step_name
 from shardproof.checkpointer.tiers.throttle import Throttle
-from shardproof.checkpointer.tiers.tiered_run import copies_of
+from shardproof.checkpointer.tiers.tiered_run import copies_of, log_other_copy
 from shardproof.checkpointer.tiers.upload_coordinator import UploadCoordinator
 from shardproof.checkpointer.tiers.upload_messages import Upload, UploadAnswer, UploadReport, UploadRequest
 from shardproof.errors import (
@@ -310,12 +310,7 @@ class Uploader:
                 damage = damage or error
             else:
                 if damage is not None:
-                    _log.error(
-                        "%s: a copy is damaged, and %s is uploaded in its place: %s",
-                        self._first.location,
-                        f"{source.location}/{record.name}",
-                        damage,
-                    )
+                    log_other_copy(self._first.location, f"{source.location}/{record.name}", damage)
                 return
             finally:
                 source.close()
