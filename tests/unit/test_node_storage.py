@@ -21,6 +21,8 @@ from shardproof.checkpointer.nodes import MissingCopies, NodeGroup, NodeStorage
 from shardproof.checkpointer.nodes.file_service import FileService
 from shardproof.checkpointer.nodes.peer_frames import PIECE_BYTES, PeerConnection, Request
 from shardproof.checkpointer.nodes.peer_storage import Peer, PeerStorage, ask_all
+from shardproof.checkpointer.tiers import Uploader
+from shardproof.maintenance import verify
 from shardproof.rendezvous import LocalRendezvous
 from shardproof.storage import LocalStorage
 from shardproof.storage.conformance import StorageConformance
@@ -321,6 +323,30 @@ def test_a_copy_of_a_step_that_is_removed_meanwhile_does_not_stay(
     copies.wait(60)
     assert own.list() == other.list() == [] and own.folders() == []
     assert [record.levelname for record in caplog.records] == ["WARNING"], "that files have one copy"
+
+
+class FailingDevice(LocalStorage):
+    """A disk that cannot read the tensors of shard files."""
+
+    def within(self, prefix: str) -> LocalStorage:
+        return FailingDevice(self.path / prefix)
+
+    def read_into(self, name: str, start: int, buffer: memoryview) -> None:
+        if name.startswith("shards/"):
+            file = str(self.path / name)
+            raise sp.StorageError(f"cannot read {file}: EIO", file=file, errno="EIO", missing=False)
+        super().read_into(name, start, buffer)
+
+
+def test_a_file_on_a_failing_device_is_uploaded_from_its_copy(nodes: Nodes, tmp_path: Path) -> None:
+    storage, far = nodes.storage(replicas=1), LocalStorage(tmp_path / "far")
+    sp.save(storage.within("step-00000001"), {"w": torch.arange(1000.0)}, step=1)
+    storage.group.folders = (FailingDevice(nodes.folders[0].path), *storage.group.folders[1:])
+    uploader = Uploader(storage, far, LocalRendezvous(), None, None, set())
+    uploader.prepare()
+    uploader.begin_round()
+    uploader.settle(60)
+    assert verify(far.within("step-00000001")).ok
 
 
 def test_options_that_do_not_fit_are_refused(tmp_path: Path) -> None:
