@@ -7,8 +7,10 @@ state, bit for bit.
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -21,7 +23,8 @@ import pytest
 import torch
 
 import shardproof as sp
-from shardproof.checkpointer import RestoredStep
+from shardproof.checkpointer import RestoredStep, find_missing_copies
+from shardproof.checkpointer.step_folders import PINNED_NAME
 from shardproof.format import MANIFEST_NAME, read_manifest
 from shardproof.maintenance import verify
 from shardproof.rendezvous import StoreRendezvous
@@ -130,6 +133,7 @@ class Stage:
             restored = run.restore(target)
             assert restored is not None
             assert differences(target, part(int(restored) if salt is None else salt, rank, ranks)) == []
+            run.wait_for_copies(60)
             return restored
 
         return self.job(places, work, **options)
@@ -139,10 +143,11 @@ class Stage:
         return {int(path.name[:5]) for path in (self.root / node / f"step-{step:08d}" / "shards").glob("*")}
 
 
-def _flip(root: Path, step: int, writer: int) -> None:
-    """Changes a byte of a tensor in the file of a rank, in one node's folder."""
+def _flip(root: Path, step: int, writer: int | None) -> None:
+    """Changes a byte of a tensor in the file of a rank, in one node's folder. None: a byte of the index."""
     folder = LocalStorage(root / f"step-{step:08d}")
-    (record,) = (one for one in read_manifest(folder).files if one.rank == writer)
+    manifest = read_manifest(folder)
+    record = next((one for one in manifest.files if one.rank == writer), manifest.index)
     path = folder.path / record.name
     data = bytearray(path.read_bytes())
     data[record.data_start + 4] ^= 1
@@ -244,14 +249,16 @@ def _with_copies(root: str) -> None:
         stage.alone(partial(shutil.rmtree, stage.root / lost))
         stage.alone(partial(os.rename, stage.root / "lost", stage.root / lost))
 
-    # Damage in the folder of one node is read from the other one, by the ranks of both.
-    stage.alone(lambda: _flip(stage.root / "b", 2, 2))
+    # Damage in the folder of one node is read from the other one, by the ranks of both, and replaced.
     for places in (three, ["b", "a", "b"]):
+        stage.alone(lambda: _flip(stage.root / "b", 2, 2))
         restored = stage.restore(places, 2, replicas=1)
         if restored is not None:
             (passed,) = restored.passed_over
             assert restored == 2 and passed.tier.endswith(str(stage.root / "b")) and not passed.damaged
-    stage.alone(lambda: _flip(stage.root / "a", 2, 2))
+        assert verify(LocalStorage(stage.root / "b" / "step-00000002")).ok
+    for node in ("a", "b"):
+        stage.alone(partial(_flip, stage.root / node, 2, 2))
     restored = stage.restore(three, 1, replicas=1)
     assert restored is None or (restored == 1 and restored.passed_over[0].step == 2)
 
@@ -270,12 +277,16 @@ def _with_copies(root: str) -> None:
     stage.save(["a", "b"], 5, salt=9, **options)
     assert stage.shards("a", 5) == stage.shards("b", 5) == {0}, "which has the plain values"
     stage.alone(lambda: shutil.rmtree(stage.root / "b"))
-    stage.restore(["a", "b"], 9, **options)
     stage.save(["a", "b"], 6, salt=9, **options)
     assert stage.shards("a", 6) == stage.shards("b", 6) == {0, 1}
+    # After a restore that made the copies again, it is one.
+    stage.alone(lambda: shutil.rmtree(stage.root / "b"))
+    stage.restore(["a", "b"], 9, **options)
+    stage.save(["a", "b"], 7, salt=9, **options)
+    assert stage.shards("a", 7) == stage.shards("b", 7) == {0}
     stage.alone(lambda: shutil.rmtree(stage.root / "a"))
     restored = stage.restore(["a", "b"], 9, **options)
-    assert restored is None or restored == 6
+    assert restored is None or restored == 7
 
     # Two jobs on the same nodes: one commits, and all ranks of the other one are told.
     places = ["a", "b"] if rank() < 2 else ["b", "a"]
@@ -294,6 +305,112 @@ def _with_copies(root: str) -> None:
 
 def test_nodes_with_copies(tmp_path: Path) -> None:
     play(_with_copies, tmp_path)
+
+
+def _copies_made_again(root: str) -> None:
+    stage = Stage(root)
+    nodes = ["a", "b", "c"]
+
+    def save_and_pin(run: sp.Checkpointer, rank: int, ranks: int) -> None:
+        run.save(1, part(1, rank, ranks)).result()
+        run.pin(1, "good")
+
+    stage.job(nodes, save_and_pin, replicas=1)
+    held = {node: stage.shards(node, 1) for node in nodes}
+    assert held == {"a": {0, 2}, "b": {0, 1}, "c": {1, 2}}
+    # All nodes are replaced, one after the other. What was saved is restored, and is again where it was.
+    for lost in ("b", "a", "c"):
+        stage.alone(partial(shutil.rmtree, stage.root / lost))
+        restored = stage.restore(nodes, 1, replicas=1)
+        assert restored is None or restored == 1
+        assert {node: stage.shards(node, 1) for node in nodes} == held
+        folders = [stage.root / node for node in nodes]
+        assert sum(len(list(folder.glob("step-00000001/index-*"))) for folder in folders) == 2
+        assert all((folder / "step-00000001" / PINNED_NAME).exists() for folder in folders)
+        assert not any(list(folder.rglob("*.tmp")) for folder in folders)
+        assert find_missing_copies(LocalStorage(folders[0]), list(map(LocalStorage, folders[1:]))) == []
+
+    # Neither the restore nor a save waits for the copies. Retention removes the step before they are made.
+    stage.alone(lambda: shutil.rmtree(stage.root / "b"))
+
+    def ends_before_its_copies(run: sp.Checkpointer, rank: int, ranks: int) -> None:
+        may_copy, phases = threading.Event(), []
+
+        def hold(event: sp.events.Event) -> None:
+            if event.action == "nodes" and event.phase == "copy":
+                phases.append((event.kind, event.step))
+                assert may_copy.wait(60)
+
+        with sp.events.subscribe(hold):
+            assert run.restore(blanked(part(0, rank, ranks))) == 1
+            with pytest.raises(TimeoutError):
+                run.wait_for_copies(0.0)
+            run.unpin(1)
+            run.save(2, part(2, rank, ranks)).result()
+            may_copy.set()
+            run.wait_for_copies(60)
+        assert phases == [("begin", 1), ("end", 1)]
+
+    stage.job(nodes, ends_before_its_copies, replicas=1, keep=sp.KeepLatest(1))
+    for node in nodes:
+        assert [path.name for path in (stage.root / node).glob("step-*")] == ["step-00000002"]
+
+    # A copy that cannot be made is an error of `wait_for_copies` on all ranks, and of no save.
+    stage.alone(lambda: shutil.rmtree(stage.root / "b"))
+    stage.alone(lambda: LocalStorage(stage.root / "b").publish("step-00000002/shards", b"not a folder"))
+
+    def cannot_copy(run: sp.Checkpointer, rank: int, ranks: int) -> None:
+        failed: list[sp.events.Event] = []
+        with sp.events.subscribe(lambda event: failed.append(event) if event.kind == "failed" else None):
+            assert run.restore(blanked(part(0, rank, ranks))) == 2
+            ended = attempt(lambda: run.wait_for_copies(60))
+        assert ended.kind == "RankFailure" and "rank 1" in ended.text and "step-00000002/shards" in ended.text
+        assert [(event.phase, event.action) for event in failed] == [("copy", "nodes")] * (rank == 1)
+        run.save(3, part(3, rank, ranks)).result()
+
+    stage.job(nodes, cannot_copy, replicas=1)
+    found = find_missing_copies(LocalStorage(stage.root / "a"), [LocalStorage(stage.root / "b")])
+    assert [(one.severity, one.kind, one.where) for one in found] == [
+        ("note", "one copy", "step-00000002"),
+        ("note", "other nodes", str(stage.root / "a")),
+    ]
+
+
+def test_copies_that_were_lost_are_made_again(tmp_path: Path) -> None:
+    play(_copies_made_again, tmp_path)
+
+
+def _uploads_of_copies(root: str) -> None:
+    stage = Stage(root)
+    places, far = ["a", "a", "b"], stage.root / "far"
+    for step in (1, 2, 3):
+        stage.save(places, step, replicas=1)
+
+    def damage() -> None:
+        _flip(stage.root / "b", 1, 2)  # the own file of rank 2
+        _flip(stage.root / "a", 1, None)
+        next((stage.root / "a" / "step-00000002" / "shards").glob("00001-*")).write_bytes(b"cut")
+        for node in ("a", "b"):
+            _flip(stage.root / node, 3, 0)
+
+    stage.alone(damage)
+    logged: list[str] = []
+    handler = logging.Handler(logging.ERROR)
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("shardproof").addHandler(handler)
+    stage.save(places, 4, replicas=1, then=far)
+    logging.getLogger("shardproof").removeHandler(handler)
+    copies = [text for text in logged if "is uploaded in its place" in text]
+    for writer, file in ((0, "step-00000001/index-"), (1, "shards/00001-"), (2, "shards/00002-")):
+        assert any(file in text for text in copies) == (rank() == writer), copies
+    assert any("step 3 is damaged, and is not uploaded" in text for text in logged) == (rank() == 0)
+    for step in (1, 2, 4):
+        assert verify(LocalStorage(far / f"step-{step:08d}")).ok
+    assert not (far / "step-00000003" / MANIFEST_NAME).exists(), "both copies are damaged"
+
+
+def test_a_damaged_file_is_uploaded_from_its_copy(tmp_path: Path) -> None:
+    play(_uploads_of_copies, tmp_path)
 
 
 def _stopped_and_killed(root: str) -> list[str]:

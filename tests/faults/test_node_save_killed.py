@@ -1,4 +1,4 @@
-"""SIGKILL at every file operation of a node-local save with copies, of a rank and with it of its node.
+"""SIGKILL at every file operation of a node-local save with copies, and of the copies after a restore.
 
 Each job restores, repeats the save that the last job died in, and dies one operation later in a new one. The
 operations of a rank are those of its own save, and those of its service, which writes the copies of the other
@@ -16,7 +16,7 @@ import pytest
 
 import shardproof as sp
 from shardproof.checkpointer.step_folders import step_name
-from shardproof.maintenance import verify
+from shardproof.maintenance import verify, verify_files_here
 from shardproof.rendezvous import LocalRendezvous
 from shardproof.storage import LocalStorage
 from tests.faults.dying import Deadly, die_at_every_operation
@@ -88,3 +88,49 @@ def test_killed_at_every_file_operation(who: int, every: int, tmp_path: Path) ->
     ended = run_ranks(RANKS, killed, str(tmp_path), who, every, timeout=1500)[who].value
     assert ended[-1] in ("", "committed before") and set(ended) <= ENDS
     assert ended.count("killed") > (40 if who == 0 else 30) // every
+
+
+def copy_and_die(root: Path, meetings: Any, number: int, deadly: Deadly) -> str:
+    """Completes the copies in which the last job died, empties node 1, and dies in its copies again."""
+    place = node_of(root, rank())
+    run = sp.Checkpointer(place, node_local=True, replicas=1, rendezvous=meetings, cache="none")
+    if number:
+        assert restored_with_copies(run) == ""
+        assert verify(LocalStorage(place / step_name(1))).ok
+    else:
+        run.save(1, plain_state(rank(), world_size(), 1)).result()
+    if rank() == 1:
+        shutil.rmtree(place / step_name(1))
+    with deadly():
+        return restored_with_copies(run)
+
+
+def restored_with_copies(run: sp.Checkpointer) -> str:
+    target = blanked(plain_state(rank(), world_size(), 0))
+    ended = attempt(lambda: run.restore(target)).kind
+    if not ended:
+        assert differences(target, plain_state(rank(), world_size(), 1)) == []
+        ended = attempt(lambda: run.wait_for_copies(30)).kind
+    return ended
+
+
+def look_at_copies(root: Path, number: int, ended: list[str]) -> None:
+    """A file of node 1 that has its name is whole, and node 0 lost nothing."""
+    emptied = LocalStorage(node_of(root, 1) / step_name(1))
+    assert emptied.size("manifest.json") is None or verify_files_here(emptied) == ()
+    assert verify(LocalStorage(node_of(root, 0) / step_name(1))).ok
+    assert set(ended) <= {"", "killed", "RankSilent", "RankFailure", "StorageError"}, ended
+
+
+def copies_killed(root: str, every: int) -> list[str]:
+    run = Path(root)
+    return die_at_every_operation(
+        partial(copy_and_die, run), partial(look_at_copies, run), 1, everyone=False, every=every
+    )
+
+
+@pytest.mark.timeout(1000)
+@pytest.mark.parametrize("every", [11, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "all"])
+def test_copies_killed_at_every_file_operation(every: int, tmp_path: Path) -> None:
+    ended = run_ranks(RANKS, copies_killed, str(tmp_path), every, timeout=900)[1].value
+    assert ended[-1] == "" and ended.count("killed") > 30 // every, ended

@@ -7,18 +7,22 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
 import shardproof as sp
+from shardproof.checkpointer import delete_steps, plan_removal
 from shardproof.checkpointer.damage import is_damage
-from shardproof.checkpointer.nodes import NodeGroup, NodeStorage
+from shardproof.checkpointer.nodes import MissingCopies, NodeGroup, NodeStorage
 from shardproof.checkpointer.nodes.file_service import FileService
 from shardproof.checkpointer.nodes.peer_frames import PIECE_BYTES, PeerConnection, Request
 from shardproof.checkpointer.nodes.peer_storage import Peer, PeerStorage, ask_all
+from shardproof.checkpointer.tiers import Uploader
+from shardproof.maintenance import verify
 from shardproof.rendezvous import LocalRendezvous
 from shardproof.storage import LocalStorage
 from shardproof.storage.conformance import StorageConformance
@@ -239,6 +243,112 @@ def test_a_silent_node_ends_every_call_in_time(tmp_path: Path) -> None:
     silent.close()
 
 
+class SlowAtTheEnd(PeerStorage):
+    """Another node. Something happens after a copy has read the last bytes of a shard file.
+
+    Args:
+        peer: see `PeerStorage`.
+        root: see `PeerStorage`.
+        path: see `PeerStorage`.
+        at_the_end: what happens.
+    """
+
+    def __init__(self, peer: Peer, root: str, path: str, at_the_end: Callable[[], object]) -> None:
+        super().__init__(peer, root, path)
+        self.at_the_end = at_the_end
+        self.ends = 0
+        """Reads up to the end of a shard file: of its digests, and then of its last bytes."""
+
+    def within(self, prefix: str) -> PeerStorage:
+        return SlowAtTheEnd(self.peer, self._root, prefix, self.at_the_end)
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        data = super().read(name, start, stop)
+        self.ends += name.startswith("shards/") and stop == self.size(name)
+        if self.ends == 2:
+            self.at_the_end()
+        return data
+
+
+def lacking_copies(
+    nodes: Nodes, at_the_end: Callable[[], object], deadline: float = 60.0
+) -> tuple[NodeStorage, MissingCopies, bytes]:
+    """Step 1, whose files node 1 alone has, and the share of a rank on node 0.
+
+    Args:
+        nodes: three nodes.
+        at_the_end: called by the copy of a shard file after the last bytes were read.
+        deadline: of the rendezvous.
+    """
+    own, other, _ = nodes.folders
+    sp.save(other.within("step-00000001"), {"w": torch.arange(1000.0)}, step=1)
+    text = other.read("step-00000001/manifest.json")
+    own.publish("step-00000001/manifest.json", text)
+    storage = nodes.storage(replicas=1)
+    source = SlowAtTheEnd(nodes.peer(1), other.location, "", at_the_end)
+    storage.group.folders = (own, source, storage.group.folders[2])
+    copies = MissingCopies(storage, LocalRendezvous(deadline=deadline))
+    (share,) = copies.plan("step-00000001", text, {})
+    return storage, copies, share
+
+
+def test_a_copy_that_hangs_ends_the_wait(nodes: Nodes) -> None:
+    goes_on = threading.Event()
+    _, copies, share = lacking_copies(nodes, goes_on.wait, deadline=0.2)
+    copies.begin(share)
+    with pytest.raises(sp.StorageError, match="have made no progress for 0 s"):
+        copies.wait(None)
+    goes_on.set()
+    copies.wait(60)
+    assert nodes.folders[0].list() == nodes.folders[1].list()
+
+
+@pytest.mark.parametrize("knows_the_draft", [False, True])
+def test_a_copy_of_a_step_that_is_removed_meanwhile_does_not_stay(
+    nodes: Nodes, knows_the_draft: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Node 1 alone has the files, and the rank on node 0 copies them. The removal may know its draft."""
+    own, other, _ = nodes.folders
+    storage, copies, share = lacking_copies(nodes, lambda: remove())
+    listed = plan_removal(storage, ["step-00000001"])
+
+    def remove() -> None:
+        if knows_the_draft:
+            delete_steps(storage, ["step-00000001"])
+        else:
+            for name in (*listed.manifests, *listed.files):
+                storage.delete(name)
+
+    copies.begin(share)
+    copies.wait(60)
+    assert own.list() == other.list() == [] and own.folders() == []
+    assert [record.levelname for record in caplog.records] == ["WARNING"], "that files have one copy"
+
+
+class FailingDevice(LocalStorage):
+    """A disk that cannot read the tensors of shard files."""
+
+    def within(self, prefix: str) -> LocalStorage:
+        return FailingDevice(self.path / prefix)
+
+    def read_into(self, name: str, start: int, buffer: memoryview) -> None:
+        if name.startswith("shards/"):
+            file = str(self.path / name)
+            raise sp.StorageError(f"cannot read {file}: EIO", file=file, errno="EIO", missing=False)
+        super().read_into(name, start, buffer)
+
+
+def test_a_file_on_a_failing_device_is_uploaded_from_its_copy(nodes: Nodes, tmp_path: Path) -> None:
+    storage, far = nodes.storage(replicas=1), LocalStorage(tmp_path / "far")
+    sp.save(storage.within("step-00000001"), {"w": torch.arange(1000.0)}, step=1)
+    storage.group.folders = (FailingDevice(nodes.folders[0].path), *storage.group.folders[1:])
+    uploader = Uploader(storage, far, LocalRendezvous(), None, None, set())
+    uploader.prepare()
+    uploader.begin_round()
+    uploader.settle(60)
+    assert verify(far.within("step-00000001")).ok
+
+
 def test_options_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     for root, options, text in (
         (tmp_path, {"replicas": 1}, "pass node_local=True, too"),
@@ -257,6 +367,13 @@ def test_one_rank_is_one_node_and_has_no_partner(tmp_path: Path, caplog: pytest.
     state = {"n": 0}
     assert run.restore(state) == 1 and state == {"n": 1}
     assert run.steps() == [1]
+
+
+def test_that_no_scrub_runs_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    options = {"node_local": True, "incremental": True, "rendezvous": LocalRendezvous()}
+    for scrub, warnings in ((None, 0), (1 << 20, 1)):
+        sp.Checkpointer(tmp_path, scrub=scrub, **options)
+        assert caplog.text.count("there is no scrub with node_local=True") == warnings
 
 
 @pytest.mark.parametrize(("patience", "first"), [(30.0, 30), (0.2, 1), (1e9, 32_767)])

@@ -15,7 +15,7 @@ import msgspec
 from shardproof import events
 from shardproof.checkpointer.damage import Damage
 from shardproof.checkpointer.due_saves import DueSaves
-from shardproof.checkpointer.nodes import NodeStorage, NodesView, join_nodes
+from shardproof.checkpointer.nodes import MissingCopies, NodeStorage, NodesView, join_nodes
 from shardproof.checkpointer.page_cache import NewestStep
 from shardproof.checkpointer.pins import Pin, pinned_steps, remove_pin, write_pin
 from shardproof.checkpointer.policies import KeepBest, Retention
@@ -119,7 +119,8 @@ class Checkpointer:
             Each rank writes to its node, and reads what its node lacks from the nodes that have it, over the
             network. All ranks make the `Checkpointer` together. See docs/tiers.md.
         replicas: 1 to keep a copy of each file on a partner node, too, so that a run that loses a node
-            restores without `then`. Needs `node_local`.
+            restores without `then`. After a restore, copies that were lost are made again in the
+            background; see `wait_for_copies`. Needs `node_local`.
 
     Raises:
         ValueError: an argument has an invalid value.
@@ -196,8 +197,10 @@ class Checkpointer:
         self._rendezvous = rendezvous or connect(deadline=deadline)
         self._found_rendezvous = rendezvous is None
         self._nodes: NodeStorage | None = None
+        self._copies: MissingCopies | None = None
         if node_local and isinstance(first, LocalStorage):
             self._nodes = NodeStorage(join_nodes(self._rendezvous, first, replicas))
+            self._copies = MissingCopies(self._nodes, self._rendezvous)
         self._storage: Storage = first if self._nodes is None else self._nodes
         self._runs: list[Storage] = [self._storage] if second is None else [self._storage, second]
         """The run in each tier, nearest first."""
@@ -216,6 +219,12 @@ class Checkpointer:
         self._saver = Saver(self._rendezvous, host_memory_budget=host_memory_budget)
         self._due = DueSaves(every, preemption, mtbf_hours, self._rendezvous, self._storage.location)
         self._scrub = Scrub(self._storage, scrub if incremental else None, _is_saving(self._saver))
+        if self._nodes is not None and incremental and scrub is not None and self._rendezvous.rank == 0:
+            _log.warning(
+                "%s: there is no scrub with node_local=True, because rank 0 does not have all files. Run "
+                "`shardproof doctor FOLDER --scrub` on each node, and pass scrub=None",
+                self._storage.location,
+            )
         weakref.finalize(self, self._scrub.stop)
         self._uploader: Uploader | None = None
         if second is not None:
@@ -408,7 +417,7 @@ class Checkpointer:
         if self._nodes is None or not self._nodes.group.replicas:
             return True
         try:
-            return not self._nodes.lacks_copies(folder.folder, read_manifest(folder))
+            return self._nodes.has_copies(folder.folder, read_manifest(folder))
         except (FormatError, NotCommittedError):
             return False
 
@@ -574,14 +583,17 @@ class Checkpointer:
         if restored is None:
             return None
         folder, self.last_restore = restored
+        shares: list[bytes] = []
         if self._rendezvous.rank == 0:
-            self._confirm(run, folder, whole=options.include is None and options.exclude is None)
+            shares = self._confirm(run, folder, whole=options.include is None and options.exclude is None)
             if not folder.suspect:
                 self._scrub.prepare()
                 self._scrub.begin(folder.name)
         tier = tier_of(run, folder.name).location
-        if self._nodes is not None:
-            self._nodes.group.end_together(f"restore {folder}")
+        if self._nodes is not None and self._copies is not None:
+            share = self._nodes.group.end_together(f"restore {folder}", shares)
+            if share:
+                self._copies.begin(share)
         return RestoredStep(folder.step, self.last_restore, self.passed_over, tier)
 
     def _view(self) -> Storage:
@@ -590,16 +602,23 @@ class Checkpointer:
             return self._nodes.view(self._runs[1] if len(self._runs) > 1 else None)
         return TieredRun(self._runs) if len(self._runs) > 1 else self._storage
 
-    def _confirm(self, run: Storage, folder: StepFolder, *, whole: bool) -> None:
-        """Flushes the restored step. If the load read it `whole`, its commit is confirmed."""
+    def _confirm(self, run: Storage, folder: StepFolder, *, whole: bool) -> list[bytes]:
+        """Flushes the restored step. If the load read it `whole`, its commit is confirmed.
+
+        Returns:
+            What each rank has to do for the missing copies of the step; empty if there are none.
+        """
         storage = run.within(folder.name)
+        shares: list[bytes] = []
         try:
-            if self._nodes is not None and isinstance(storage, NodesView):
-                self._nodes.confirm(storage)
+            if self._nodes is not None and self._copies is not None and isinstance(storage, NodesView):
+                text = self._nodes.confirm(storage)
+                if text is not None:
+                    shares = self._copies.plan(folder.name, text, storage.choice.left_out)
             storage.flush(MANIFEST_NAME)
         except StorageError as error:
             if error.details.get("missing"):
-                return  # another process removed the step after it was read
+                return []  # another process removed the step after it was read
             self._saver.unconfirmed.add(storage)
             _log.warning(
                 "%s: %s was restored, and every byte that was read is verified, but it is not known to be "
@@ -612,6 +631,7 @@ class Checkpointer:
         else:
             if whole:
                 self._saver.unconfirmed.confirm(storage)
+        return shares
 
     def steps(self) -> list[int]:
         """Committed steps of all tiers, ascending, without suspects.
@@ -794,6 +814,29 @@ class Checkpointer:
         """
         if self._uploader is not None:
             self._uploader.settle(timeout)
+
+    def wait_for_copies(self, timeout: float | None = None) -> None:
+        """Waits until the files of the restored step are on two nodes again, on all ranks.
+
+        After a restore with `replicas`, files of the step may have one copy, because a node was replaced. The
+        ranks copy these files in the background. Without such files, this returns at once.
+
+        Args:
+            timeout: seconds to wait at most; None: as long as the ranks make progress.
+
+        Raises:
+            TimeoutError: the copies are not made.
+            ShardproofError: a copy could not be made. The next restore tries it again.
+
+        >>> import shardproof as sp, tempfile, torch
+        >>> checkpointer = sp.Checkpointer(tempfile.mkdtemp(), node_local=True, replicas=1)
+        >>> _ = checkpointer.save(7, {"w": torch.ones(2)}).result()
+        >>> checkpointer.restore({"w": torch.zeros(2)})
+        7
+        >>> checkpointer.wait_for_copies(timeout=60)
+        """
+        if self._copies is not None:
+            self._copies.wait(timeout)
 
     @property
     def damage(self) -> tuple[Damage, ...]:

@@ -15,7 +15,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from shardproof._utils.humanize import age, counted, gigabytes, listed
-from shardproof.checkpointer.damage import is_damage
+from shardproof.checkpointer.damage import Damage, is_damage
+from shardproof.checkpointer.node_mark import read_node_mark
 from shardproof.checkpointer.prune import PrunePlan, plan_prune
 from shardproof.checkpointer.scan import StepInfo, scan_run
 from shardproof.errors import NotCommittedError, ShardproofError, StorageError
@@ -30,7 +31,7 @@ from shardproof.storage import (
     write_file,
 )
 
-__all__ = ["Examination", "Finding", "compare_tiers", "examine_run", "probe_storage", "scrub_run"]
+__all__ = ["Examination", "Finding", "Severity", "compare_tiers", "examine_run", "probe_storage", "scrub_run"]
 
 Severity = Literal["error", "warning", "note"]
 _ORDER: tuple[Severity, ...] = ("error", "warning", "note")
@@ -321,6 +322,8 @@ def scrub_run(
 ) -> list[Finding]:
     """Reads every readable checkpoint of a run and compares every byte with what was saved.
 
+    Of a step that is partial, because this is the folder of one node, it reads the files that are here.
+
     Args:
         storage: the run's folder.
         run: the run, as commands name it.
@@ -330,11 +333,12 @@ def scrub_run(
     Returns:
         An error for each damaged step, and a warning for each step that could not be read.
     """
-    from shardproof.maintenance import verify  # imports torch
+    from shardproof.maintenance import verify, verify_files_here  # imports torch
 
     findings = []
+    mark = read_node_mark(storage)
     for info in scan_run(storage):
-        if info.whole:
+        if info.whole or info.status == "partial":
             place = storage if info.name == "." else storage.within(info.name)
             if isinstance(place, LocalStorage):
                 place = UncachedStorage(place.path)  # the bytes of the device
@@ -347,12 +351,26 @@ def scrub_run(
                     time.sleep(max(0.0, begun + done / bandwidth - time.monotonic()))
 
             try:
-                faults = verify(place, read).faults
+                faults = verify(place, read).faults if info.whole else verify_files_here(place, read)
             except NotCommittedError:
                 continue  # retention removed it meanwhile
-            if faults:
+            if faults and mark is not None and mark.replicas:
+                findings.append(_of_node_faults(storage.location, info.name, faults))
+            elif faults:
                 findings.append(_of_faults(info.name, faults, f"{shlex.quote(run)}/{info.name}"))
     return findings
+
+
+def _of_node_faults(run: str, folder: str, faults: Sequence[ShardproofError]) -> Finding:
+    """The finding for damage on a node whose files have copies on another node."""
+    found = [Damage.of(fault, run, folder) for fault in faults if is_damage(fault)]
+    files = sorted({one.file for one in found if one is not None})
+    if not files:
+        return _of_faults(folder, faults, shlex.quote(f"{run}/{folder}"))
+    text = f"damaged, and restore reads the copy on another node: {faults[0].message}"
+    remove = shlex.join(["rm", *(f"{run}/{file}" for file in files)])
+    mend = f"{remove}; the next restore of this step copies them again. Do not trust this disk (see `dmesg`)"
+    return Finding("error", "damaged", folder, text, mend)
 
 
 def _of_faults(folder: str, faults: Sequence[ShardproofError], path: str) -> Finding:

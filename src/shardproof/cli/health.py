@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import click
@@ -19,6 +21,13 @@ __all__ = ["doctor_command"]
 @click.command("doctor", short_help="Say what is wrong with a run, and what to do.")
 @folder_argument("run")
 @click.option("--then", metavar="URL", help="The second tier of the run: find steps that it lacks.")
+@click.option(
+    "--node",
+    "nodes",
+    metavar="FOLDER",
+    multiple=True,
+    help="RUN on another node, for a run with node_local=True: count the copies of each file. Repeatable.",
+)
 @older_than_option("Files without a manifest that were written to since may belong to a save in progress.")
 @click.option(
     "--probe",
@@ -31,6 +40,7 @@ __all__ = ["doctor_command"]
 def doctor_command(
     run: str,
     then: str | None,
+    nodes: Sequence[str],
     older_than: float,
     probe: bool,
     scrub: bool,
@@ -39,12 +49,19 @@ def doctor_command(
 ) -> int:
     """Say what is wrong with RUN, the worst first, and the command that mends it.
 
-    Looks for dead saves, damaged and lost steps, unsettled suspects, too little space for the next save,
-    clocks that differ, and missing rights. Changes nothing; --probe alone writes a file, and removes it.
+    Looks for dead saves, damaged and lost steps, unsettled suspects, files without a copy on a second node,
+    too little space for the next save, clocks that differ, and missing rights. Changes nothing; --probe alone
+    writes a file, and removes it.
 
     Exit code 0: healthy. 1: something needs attention. 3: the run could not be read.
     """
-    from shardproof.checkpointer import compare_tiers, examine_run, probe_storage, scrub_run
+    from shardproof.checkpointer import (
+        compare_tiers,
+        examine_run,
+        find_missing_copies,
+        probe_storage,
+        scrub_run,
+    )
     from shardproof.cli.terminal import bytes_progress
     from shardproof.storage import storage_at
 
@@ -52,9 +69,14 @@ def doctor_command(
         raise click.UsageError("--bandwidth limits the reads of --scrub: add --scrub")
     if bandwidth == 0:
         raise click.UsageError("--bandwidth is at least 1")
-    storage = storage_at(run)
+    storage, others = storage_at(run), [storage_at(node) for node in nodes]
+    if len({os.path.realpath(one.location) for one in (storage, *others)}) <= len(others):
+        raise click.UsageError(
+            "--node names the folders of other nodes: RUN and each --node are different folders"
+        )
     now = time.time()
     found = examine_run(storage, run, older_than=older_than, now=now)
+    found = found.with_findings(find_missing_copies(storage, others))
     if then is not None:
         second = storage_at(then)
         more = compare_tiers(storage, second, run, then, older_than=older_than, now=now)

@@ -62,6 +62,9 @@ _UPLOADED = "reports its copies; rank 0 checks them and publishes the manifest o
 _JOINED = "finds which ranks see one folder, and how to reach the others. Only with `node_local`"
 _PARTED = "waits until rank 0 needs no other node any more, after a save or restore. Only with `node_local`"
 _PUBLISHED = "uploads its files to an object store; rank 0 then publishes the checkpoint"
+_COPIES = (
+    "makes copies that were lost with a node, and meets the others. Only after a restore with `replicas=1`"
+)
 _APPLY = "replaces plain values and calls `load_state_dict`. Only if a rank has any"
 _AGAIN = "votes on the rerun, with a suspect on the same device as before"
 
@@ -159,6 +162,7 @@ PHASES: tuple[KnownPhase, ...] = (
     _error("schedule", "choose", "meeting", "agrees on the call of `save_if_due` at which all ranks save"),
     _error("nodes", "join", "meeting", _JOINED),
     _error("nodes", "part", "meeting", _PARTED),
+    KnownPhase("nodes", "copy", "background", _COPIES),
     _error("upload", "prepare", "meeting", "agrees on the name of the rendezvous of the uploads, once"),
     _error("upload", "plan", "meeting", "receives its part of the newest step that waits for its upload"),
     KnownPhase(

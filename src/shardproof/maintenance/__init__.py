@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from shardproof.maintenance.copy import make_standalone
 from shardproof.maintenance.copy_file import copy_shard_file as copy_shard_file
+from shardproof.maintenance.copy_file import read_whole_index as read_whole_index
+from shardproof.maintenance.copy_file import verify_files_here as verify_files_here
 from shardproof.maintenance.repair import repair
 from shardproof.maintenance.verify import VerifyReport, verify
 from shardproof.maintenance.verify_foreign import verify_any, verify_foreign

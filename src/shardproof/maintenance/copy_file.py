@@ -7,23 +7,26 @@ from contextlib import nullcontext
 
 import numpy as np
 
-from shardproof.errors import FormatError
+from shardproof.errors import FormatError, ShardproofError
 from shardproof.format import (
     BLOCKS,
     DIGESTS,
     PADDING,
     ChunkVerifier,
     FileRecord,
+    bytes_digest,
     check_size,
     digests_as_bytes,
     file_digest,
+    locate_files,
     read_chunk_digests,
+    read_manifest,
     read_shard_header,
     shard_tail,
 )
 from shardproof.storage import FileWriter, Sink, Storage, aligned_buffer
 
-__all__ = ["copy_shard_file"]
+__all__ = ["copy_shard_file", "read_whole_index", "verify_files_here"]
 
 _ADVICE = "The file was not copied: another copy of the step, or an older step, has to be used"
 _OWN_ENTRIES = {PADDING, BLOCKS, DIGESTS}
@@ -118,3 +121,68 @@ def copy_shard_file(
             moving(len(tail))
             copy.put(tail)
             copy.finish()
+
+
+def read_whole_index(source: Storage, record: FileRecord) -> bytes:
+    """Reads the bytes of an index, and compares them with the digest in its record.
+
+    Args:
+        source: the folder that holds the index.
+        record: of the index, in the manifest of a step.
+
+    Raises:
+        FormatError: the index is damaged.
+        StorageError: the storage failed, or there is no such file.
+    """
+    data = source.read(record.name)
+    if bytes_digest(data) != record.digest:
+        raise FormatError(
+            f"{source.location}/{record.name}: the digest differs from the manifest's. `shardproof repair` "
+            "can write the index again",
+            file=record.name,
+        )
+    return data
+
+
+def verify_files_here(
+    storage: Storage, on_progress: Callable[[int, int], None] | None = None
+) -> tuple[ShardproofError, ...]:
+    """Verifies the index and the shard files of a checkpoint that are there. A missing file is no fault.
+
+    Args:
+        storage: the folder of the checkpoint.
+        on_progress: called with bytes done and bytes in all.
+
+    Returns:
+        The first fault of each damaged file.
+
+    Raises:
+        NotCommittedError: there is no manifest.
+        FormatError: the manifest is damaged.
+        StorageError: the manifest cannot be read, or the storage cannot tell a size.
+    """
+    manifest = read_manifest(storage)
+    located = zip(locate_files(storage, manifest), manifest.files, strict=True)
+    here = [(place, record) for (place, name), record in located if place.size(name) is not None]
+    done, total = 0, sum(record.size for _, record in here)
+
+    def moving(count: int) -> None:
+        nonlocal done
+        done += count
+        if on_progress is not None:
+            on_progress(done, total)
+
+    faults: list[ShardproofError] = []
+    if storage.size(manifest.index.name) is not None:
+        try:
+            read_whole_index(storage, manifest.index)
+        except ShardproofError as error:
+            faults.append(error)
+    for place, record in here:
+        try:
+            copy_shard_file(place, record, None, moving)
+        except ShardproofError as error:
+            faults.append(error)
+        finally:
+            place.close()
+    return tuple(faults)

@@ -123,6 +123,24 @@ class LocalStorage:
         except OSError as error:
             raise unconfirmed_error(error, path) from error
 
+    def rename(self, draft: str, name: str) -> None:
+        """Give a finished file another name in the same folder, durably. It replaces a file of that name.
+
+        Args:
+            draft: name of the file.
+            name: its new name.
+
+        Raises:
+            StorageError: there is no such file, or the system refused.
+        """
+        path = self._path(name)
+        self._forget(name)
+        try:
+            os.replace(self._path(draft), path)
+            flush_folders(path.parent, path.parent)
+        except OSError as error:
+            raise storage_error(error, "rename a file to", path) from error
+
     def flush(self, name: str) -> None:
         """Make the file and its name durable, whichever process wrote it; see `Storage.flush`."""
         path = self._path(name)

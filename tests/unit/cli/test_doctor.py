@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -76,6 +77,76 @@ def test_the_folder_of_one_node_says_that_files_of_others_are_not_here(call: Any
     assert "lost" in findings(call, run_folder)[1]
 
 
+@pytest.fixture
+def two_nodes(run_folder: Path, tmp_path: Path) -> tuple[Path, Path]:
+    """The same run in the folders of two nodes that are partners."""
+    other = tmp_path / "other"
+    shutil.copytree(run_folder, other)
+    for number, folder in enumerate((run_folder, other)):
+        mark = NodeMark(nodes=("a:/run", "b:/run"), own=number, replicas=1)
+        write_node_mark(LocalStorage(folder), mark)
+    return run_folder, other
+
+
+def test_missing_and_stale_copies_on_other_nodes_are_named(call: Any, two_nodes: tuple[Path, Path]) -> None:
+    run, other = two_nodes
+    assert findings(call, run, "--node", other) == (0, {})
+    code, kinds = findings(call, run)
+    (note,) = kinds.pop("other nodes")
+    assert code == 0 and kinds == {} and "1 other node" in note["what"]
+    assert note["mend"] == "add --node FOLDER for each"
+    assert call("doctor", run, "--node", run)[0] == 2, "one folder counts once"
+
+    for step in (2, 3):
+        next((other / f"step-0000000{step}" / "shards").iterdir()).unlink()
+    code, kinds = findings(call, run, "--node", other)
+    newest, older = kinds.pop("one copy")
+    assert code == 1 and kinds == {}
+    assert (newest["severity"], newest["where"]) == ("warning", "step-00000003")
+    assert newest["what"].startswith("at most one of the 2 nodes has shards/00000-")
+    assert "replicas=1" in newest["mend"]
+    assert (older["severity"], older["where"]) == ("note", "step-00000002")
+    # From the folder that lacks the files, the same is certain without the other one.
+    code, kinds = findings(call, other)
+    assert code == 1 and [one["where"] for one in kinds["one copy"]] == ["step-00000003", "step-00000002"]
+
+    # Step 3 is stale on the other node, and that node was emptied of step 2. No node has a file of step 1.
+    shutil.rmtree(other / "step-00000003")
+    write(other / "step-00000003", Sample(STATE, step=3, attempt="old", time=time.time() - 9000))
+    shutil.rmtree(other / "step-00000002")
+    for node in (run, other):
+        next((node / "step-00000001" / "shards").iterdir()).unlink()
+    code, kinds = findings(call, run, "--node", other)
+    (stale,), (emptied,) = kinds["stale"], kinds["no manifest"]
+    assert stale["where"] == "step-00000003" and str(other) in stale["what"]
+    assert emptied["where"] == "step-00000002" and str(other) in emptied["what"]
+    assert [one["where"] for one in kinds["one copy"]] == ["step-00000003", "step-00000002"]
+    assert [one["where"] for one in kinds["lost"]] == ["step-00000001"]
+
+
+def flip(step: Path) -> Path:
+    """Changes a byte of a tensor. Returns the file."""
+    (shard,) = (step / "shards").iterdir()
+    data = bytearray(shard.read_bytes())
+    data[data.index(next(iter(STATE.values())).tobytes()) + 3] ^= 1
+    shard.write_bytes(data)
+    return shard
+
+
+def test_the_scrub_reads_what_a_node_has_and_names_the_file_to_remove(
+    call: Any, two_nodes: tuple[Path, Path]
+) -> None:
+    run, other = two_nodes
+    next((run / "step-00000003").glob("index-*")).unlink()  # partial
+    shards = [flip(run / f"step-0000000{step}") for step in (2, 3)]
+    assert findings(call, run)[1].keys() == {"partial", "one copy", "other nodes"}
+    code, kinds = findings(call, run, "--scrub")
+    assert code == 1 and [one["where"] for one in kinds["damaged"]] == ["step-00000002", "step-00000003"]
+    for one, shard in zip(kinds["damaged"], shards, strict=True):
+        assert one["mend"].startswith(f"rm {shard}; the next restore of this step copies them again")
+    assert "damaged" not in findings(call, other, "--scrub")[1]
+
+
 def lose_the_manifest(step: Path) -> None:
     (step / MANIFEST_NAME).unlink()
 
@@ -143,11 +214,7 @@ def test_what_is_wrong_with_a_step_is_found(call: Any, run_folder: Path, case: s
 
 
 def test_the_scrub_finds_changed_bytes(call: Any, run_folder: Path) -> None:
-    (shard,) = (run_folder / "step-00000002" / "shards").iterdir()
-    data = bytearray(shard.read_bytes())
-    array = next(iter(STATE.values())).tobytes()
-    data[data.index(array) + 3] ^= 1
-    shard.write_bytes(data)
+    flip(run_folder / "step-00000002")
     assert findings(call, run_folder) == (0, {}), "sizes and manifests are right"
     code, kinds = findings(call, run_folder, "--scrub")
     (found,) = kinds["damaged"]

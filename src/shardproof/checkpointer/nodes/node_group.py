@@ -106,23 +106,28 @@ class NodeGroup:
             return None
         return (node + 1) % len(self.folders)
 
-    def end_together(self, what: str) -> None:
+    def end_together(self, what: str, answers: Sequence[bytes] = ()) -> bytes:
         """Returns when no rank needs the files of another node any more. All ranks call it.
 
         A failure loses nothing: a rank may have left before rank 0 could remove old steps. It is logged.
 
         Args:
             what: the save or restore that ends. A rank that missed one finds the meeting of the next by it.
+            answers: on rank 0: what each rank is told. Empty to tell nothing.
+
+        Returns:
+            What this rank is told. Empty after a failure.
         """
         meeting = MeetingSequence(self.meetings, f"nodes of {self.location}, {what}")
         try:
-            meeting.meet("part", bytes, lambda posts: b"")
+            return meeting.meet("part", bytes, lambda posts: answers or b"")
         except ShardproofError as error:
             _log.warning(
                 "%s: the ranks did not end together: %s",
                 self.location,
                 error,
             )
+            return b""
 
 
 def join_nodes(rendezvous: Rendezvous, root: LocalStorage, replicas: int) -> NodeGroup:

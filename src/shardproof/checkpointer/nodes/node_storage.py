@@ -18,28 +18,27 @@ shard file is removed. A node that was away keeps an old step, which the next re
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Iterable, Sequence
+
+import msgspec
 
 from shardproof.checkpointer.nodes.node_group import NodeGroup
 from shardproof.checkpointer.nodes.peer_frames import Request, name_from, name_to
 from shardproof.checkpointer.nodes.peer_storage import PeerSink, PeerStorage, ask_all
+from shardproof.checkpointer.step_folders import PINNED_NAME, read_note
 from shardproof.checkpointer.tiers import Choice, TieredRun
 from shardproof.errors import AlreadyCommittedError, ShardproofError, StorageError
 from shardproof.format import (
     MANIFEST_NAME,
     SEAL_LENGTH,
+    FileRecord,
     Manifest,
-    decode_manifest,
     parse_shard_name,
     read_seal,
 )
 from shardproof.storage import FreeSpace, LocalStorage, Sink, Storage
 
 __all__ = ["NodeSink", "NodeStorage", "NodesView"]
-
-
-_log = logging.getLogger("shardproof")
 
 
 class NodesView(TieredRun):
@@ -262,53 +261,68 @@ class NodeStorage(NodesView):
         """The space for new files on this node."""
         return self._own.free_space()
 
-    def confirm(self, restored: NodesView) -> None:
-        """Gives the manifest of a restored step to the nodes that lack it (note "The commit").
-
-        With `replicas`, logs a warning if files of the step have one copy only.
+    def confirm(self, restored: NodesView) -> bytes | None:
+        """Gives the manifest and the pin of a restored step to the nodes that lack them (note "The commit").
 
         Args:
             restored: the folder of the step, as the restore chose it.
+
+        Returns:
+            The bytes of the manifest; None if no node has it, but only the second tier.
 
         Raises:
             StorageError: a node failed, or another process removed the step.
         """
         if restored._is_second(restored._holder()):
-            return
-        text = restored.read(MANIFEST_NAME)
+            return None
+        text, pin = restored.read(MANIFEST_NAME), read_note(restored, PINNED_NAME)
         for place in restored._places[: len(self.group.folders)]:
             if read_seal(place) != text[-SEAL_LENGTH:]:
                 place.publish(MANIFEST_NAME, text, replace=True)
-        manifest = decode_manifest(text, restored.location)
-        lacking = self.lacks_copies(self.within(restored._path).folder, manifest)
-        if lacking:
-            _log.warning(
-                "%s: one node alone has %s%s. The files of the next save are on two nodes again",
-                restored.location,
-                lacking[0],
-                f" and {len(lacking) - 1} more files" if len(lacking) > 1 else "",
-            )
+                if pin is not None:
+                    place.publish(PINNED_NAME, pin, replace=True)
+        return text
 
-    def lacks_copies(self, folder: str, manifest: Manifest) -> list[str]:
-        """With `replicas`: the files of a step that fewer than two nodes have.
+    def holders(self, folder: str, records: Iterable[FileRecord]) -> dict[FileRecord, set[int]]:
+        """The nodes that have each file of a step.
+
+        Args:
+            folder: of the step.
+            records: of shard files, and of the index.
+
+        Returns:
+            The nodes by record. Each record names its folder, also the step's own.
+
+        Raises:
+            StorageError: a node failed.
+        """
+        named = [msgspec.structs.replace(record, folder=record.folder or folder) for record in records]
+        lists = {
+            name: self.within(name)._ask("list", lambda place: place.list())
+            for name in {record.folder for record in named}
+        }
+        held = {
+            name: {node: frozenset(files) for node, files in found.items() if isinstance(files, list)}
+            for name, found in lists.items()
+        }
+        return {
+            record: {node for node, files in held[record.folder].items() if record.name in files}
+            for record in named
+        }
+
+    def has_copies(self, folder: str, manifest: Manifest) -> bool:
+        """True if every shard file of a step has as many copies as `replicas` asks for.
 
         Args:
             folder: of the step.
             manifest: of the step.
+
+        Raises:
+            StorageError: a node failed.
         """
         if self.group.partner_of(self.group.own) is None:
-            return []
-        folders = {record.folder or folder for record in manifest.files}
-        held = {
-            name: self.within(name)._ask("list", lambda place: place.list("shards"), "shards")
-            for name in folders
-        }
-        lacking = []
-        for record in manifest.files:
-            lists = held[record.folder or folder].values()
-            if sum(record.name in names for names in lists if isinstance(names, list)) < 2:
-                lacking.append(record.place)
-        return lacking
+            return True
+        return all(len(nodes) > 1 for nodes in self.holders(folder, manifest.files).values())
 
     def _at(self, path: str) -> NodeStorage:
         return NodeStorage(self.group, path)

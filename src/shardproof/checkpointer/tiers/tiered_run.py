@@ -11,6 +11,7 @@ the step takes the next copy. Without a next copy, the step is passed over as da
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,9 +21,11 @@ from shardproof.errors import FormatError, ShardproofError, StorageError
 from shardproof.format import MANIFEST_NAME, FileRecord, Manifest, read_manifest, read_seal
 from shardproof.storage import Sink, Storage, check_folder, check_name
 
-__all__ = ["Choice", "NearerCopy", "TieredRun"]
+__all__ = ["Choice", "NearerCopy", "TieredRun", "copies_of", "log_other_copy"]
 
 T = TypeVar("T")
+
+_log = logging.getLogger("shardproof")
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +171,10 @@ class TieredRun:
         """The storage of the nearest copy of a shard file; see `CopiedStorage.nearest`."""
         return self._places[self._tier_of(name)]
 
+    def copies(self, name: str) -> Sequence[Storage]:
+        """The storages that have a shard file or an index, nearest first."""
+        return [self._places[tier] for tier in self._order(name) if self._has(tier, name)]
+
     def use(self, left_out: Mapping[str, Sequence[int]], folder: str, seal: bytes | None) -> None:
         """Takes over the choice of rank 0."""
         self.choice.left_out = {place: [*tiers] for place, tiers in left_out.items()}
@@ -310,3 +317,24 @@ class TieredRun:
         raise StorageError(
             f"cannot write {name!r} to all tiers of {self._runs[0].location} at once", file=name
         )
+
+
+def copies_of(folder: Storage, name: str) -> Sequence[Storage]:
+    """The storages that have a shard file or an index of a step, nearest first; `folder` without any.
+
+    Args:
+        folder: of the step.
+        name: of the file.
+    """
+    return (folder.copies(name) if isinstance(folder, TieredRun) else []) or [folder]
+
+
+def log_other_copy(run: str, file: str, damage: ShardproofError) -> None:
+    """Logs that a copy is uploaded in place of a damaged file.
+
+    Args:
+        run: location of the run.
+        file: path of the copy.
+        damage: of the nearer file.
+    """
+    _log.error("%s: a file is damaged, and its copy %s is uploaded in its place: %s", run, file, damage)

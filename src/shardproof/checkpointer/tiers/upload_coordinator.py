@@ -30,6 +30,7 @@ from shardproof.checkpointer.pins import read_pin
 from shardproof.checkpointer.policies import Retention
 from shardproof.checkpointer.retention import StepFacts, retain
 from shardproof.checkpointer.step_folders import PINNED_NAME, parse_step, step_name
+from shardproof.checkpointer.tiers.tiered_run import copies_of, log_other_copy
 from shardproof.checkpointer.tiers.upload_messages import (
     Skip,
     Upload,
@@ -50,7 +51,6 @@ from shardproof.format import (
     FileRecord,
     Manifest,
     References,
-    bytes_digest,
     check_size,
     decode_manifest,
     named_files,
@@ -59,6 +59,7 @@ from shardproof.format import (
     references_in,
 )
 from shardproof.loading import from_rank
+from shardproof.maintenance import read_whole_index
 from shardproof.saving import publish
 from shardproof.storage import Storage
 
@@ -285,13 +286,7 @@ class UploadCoordinator:
         try:
             text = place.read(MANIFEST_NAME)
             manifest = decode_manifest(text, f"{place.location}/{MANIFEST_NAME}")
-            index = place.read(manifest.index.name)
-            if bytes_digest(index) != manifest.index.digest:
-                raise FormatError(
-                    f"{place.location}/{manifest.index.name}: the digest differs from the manifest's. "
-                    "`shardproof repair` can write the index again",
-                    file=manifest.index.name,
-                )
+            index = _read_index(place, manifest)
         except FormatError as error:
             self._give_up_damaged(step, _seal_of(text), error)
         except StorageError as error:
@@ -401,3 +396,24 @@ def _attempt(run: Storage, step: int) -> str | None:
         return read_manifest(run.within(step_name(step))).attempt
     except (FormatError, NotCommittedError):
         return None
+
+
+def _read_index(place: Storage, manifest: Manifest) -> bytes:
+    """The bytes of the index of a step, from the nearest copy that is not damaged.
+
+    Raises:
+        FormatError: all copies are damaged.
+        StorageError: the storage failed, or there is no copy.
+    """
+    damage: FormatError | None = None
+    for copy in copies_of(place, manifest.index.name):
+        try:
+            index = read_whole_index(copy, manifest.index)
+        except FormatError as error:
+            damage = damage or error
+            continue
+        if damage is not None:
+            log_other_copy(place.location, f"{copy.location}/{manifest.index.name}", damage)
+        return index
+    assert damage is not None
+    raise damage

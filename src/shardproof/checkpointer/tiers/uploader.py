@@ -27,6 +27,7 @@ from shardproof import events
 from shardproof.checkpointer.policies import Retention
 from shardproof.checkpointer.step_folders import step_name
 from shardproof.checkpointer.tiers.throttle import Throttle
+from shardproof.checkpointer.tiers.tiered_run import copies_of, log_other_copy
 from shardproof.checkpointer.tiers.upload_coordinator import UploadCoordinator
 from shardproof.checkpointer.tiers.upload_messages import Upload, UploadAnswer, UploadReport, UploadRequest
 from shardproof.errors import (
@@ -257,7 +258,7 @@ class Uploader:
 
             def alive() -> None:
                 self._progress.moved()
-                self._meetings.progress(done, total)
+                self._meetings.progress(min(done, total), total)  # a file may be copied from two sources
                 self._meetings.waits()
 
             def moving(count: int) -> None:
@@ -265,7 +266,7 @@ class Uploader:
                 self._throttle.take(count, alive)
                 done += count
                 alive()
-                phase.progress(done, total)
+                phase.progress(min(done, total), total)
 
             try:
                 for source in upload.files:
@@ -274,22 +275,47 @@ class Uploader:
             except (ShardproofError, OSError) as error:
                 phase.fail(error)
                 failed = error if isinstance(error, ShardproofError) else StorageError(str(error))
-                is_damage = isinstance(error, (CorruptChunkError, FormatError)) or self._is_lost(source)
+                is_damage = isinstance(error, (CorruptChunkError, FormatError)) or (
+                    source is not None and _is_lost(self._first.within(source.folder), source)
+                )
                 report = UploadReport(failed.to_wire(), is_damage)
         return msgspec.msgpack.encode(report)
 
     def _copy_file(self, record: FileRecord, moving: Callable[[int], None], piece: int) -> None:
-        source, target = self._first.within(record.folder), self._second.within(record.folder)
+        target = self._second.within(record.folder)
         try:
             if target.size(record.name) is not None:  # of a killed upload
                 if self._is_whole(target, record):
                     return
                 target.delete(record.name)
-            sink = target.create(record.name)
-            copy_shard_file(source, record, sink, moving, piece_bytes=piece)
+            self._copy_first_whole(record, target, moving, piece)
         finally:
-            source.close()
             target.close()
+
+    def _copy_first_whole(
+        self, record: FileRecord, target: Storage, moving: Callable[[int], None], piece: int
+    ) -> None:
+        """Copies a file from the nearest storage of the first tier in which it is not damaged.
+
+        Raises:
+            ShardproofError: the nearest copy is damaged, and so are all others; or a storage failed.
+        """
+        damage: ShardproofError | None = None
+        for source in copies_of(self._first.within(record.folder), record.name):
+            try:
+                copy_shard_file(source, record, target.create(record.name), moving, piece_bytes=piece)
+            except ShardproofError as error:
+                if not _is_of_source(error, source, record):
+                    raise
+                damage = damage or error
+            else:
+                if damage is not None:
+                    log_other_copy(self._first.location, f"{source.location}/{record.name}", damage)
+                return
+            finally:
+                source.close()
+        assert damage is not None
+        raise damage
 
     def _is_whole(self, target: Storage, record: FileRecord) -> bool:
         """True if a file on the second tier has the right bytes, and is durable."""
@@ -299,15 +325,6 @@ class Uploader:
             return False
         target.flush(record.name)
         return True
-
-    def _is_lost(self, record: FileRecord | None) -> bool:
-        """True if a file of the first tier is missing or has another size."""
-        if record is None:
-            return False
-        try:
-            return size_fault(self._first.within(record.folder), record.name, record.size) is not None
-        except StorageError:
-            return False
 
     def _decider(
         self, decide: Callable[[Sequence[UploadRequest], Sequence[bytes]], list[bytes]]
@@ -326,3 +343,19 @@ class Uploader:
         rank, world_size = self._rendezvous.rank, self._rendezvous.world_size
         operation = f"{self._operation}/{step_name(step)}"
         return events.phase(operation, name, rank=rank, world_size=world_size, step=step)
+
+
+def _is_lost(folder: Storage, record: FileRecord) -> bool:
+    """True if a file of the first tier is missing or has another size."""
+    try:
+        return size_fault(folder, record.name, record.size) is not None
+    except StorageError:
+        return False
+
+
+def _is_of_source(error: ShardproofError, source: Storage, record: FileRecord) -> bool:
+    """True if a copy failed because its source is damaged, lost, or on a device that fails."""
+    if isinstance(error, (CorruptChunkError, FormatError)) or _is_lost(source, record):
+        return True
+    file = str(error.details.get("file", ""))
+    return error.details.get("errno") == "EIO" and file.startswith(f"{source.location}/")
