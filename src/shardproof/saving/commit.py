@@ -110,14 +110,14 @@ def commit(
 
 
 def publish(
-    storage: Storage, manifest: Manifest, index: bytes, *, overwrite: bool, text: bytes | None = None
+    storage: Storage, manifest: Manifest, index: bytes | None, *, overwrite: bool, text: bytes | None = None
 ) -> bytes:
     """Writes the index, then the manifest, and then removes the files of the replaced checkpoint.
 
     Args:
         storage: storage of the step.
         manifest: the manifest.
-        index: the encoded index.
+        index: the encoded index; None if it is there.
         overwrite: True to replace a committed checkpoint.
         text: the encoded manifest, if it has to keep its bytes; None to encode it.
 
@@ -129,7 +129,8 @@ def publish(
         StorageError: the storage failed.
     """
     text = encode_manifest(manifest) if text is None else text
-    write_file(storage, manifest.index.name, index)
+    if index is not None:
+        write_file(storage, manifest.index.name, index)
     replaced = _committed(storage) if overwrite else None
     storage.publish(MANIFEST_NAME, text, replace=overwrite)
     if replaced is not None:

@@ -89,10 +89,17 @@ class LocalStorage:
 
     def create(self, name: str) -> LocalSink:
         """Begin a new file; see `Storage.create`."""
+        return self._sink(name, replace=False)
+
+    def replace(self, name: str) -> LocalSink:
+        """Begin a file in the place of another; see `ReplacingStorage.replace`."""
+        return self._sink(name, replace=True)
+
+    def _sink(self, name: str, *, replace: bool) -> LocalSink:
         path = self._path(name)
         self._forget(name)
         direct = users_choice() if self._direct is None else self._direct
-        return LocalSink(path, self._root, direct=direct, probes=self._probes)
+        return LocalSink(path, self._root, direct=direct, probes=self._probes, replace=replace)
 
     def publish(self, name: str, data: bytes, *, replace: bool = False) -> None:
         """Make `data` appear under `name`, whole or not at all; see `Storage.publish`."""

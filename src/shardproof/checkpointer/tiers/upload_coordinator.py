@@ -16,6 +16,15 @@ and compares it with its digest.
 Note "Nothing is replaced by accident": the second tier may have another save of a step, by another job or
 from a branch that was given up. The step is then uploaded only if its save was allowed to overwrite the step.
 Otherwise it is skipped with an error. A node that returns with an old disk replaces nothing.
+
+Note "Two jobs": two jobs may upload the same save of a step at once, for example if a job was started again
+and its earlier processes still run. Their files have the same names and bytes. So an upload deletes no file
+of the second tier. It writes a draft, which takes the place of the file in one step. One of the jobs
+publishes the manifest. Of two different saves, one is committed, and the upload of the other fails.
+
+Note "One line of steps": after a rollback, the second tier may have steps that are newer than the one that
+was saved or restored last. They were given up. As in the first tier (see `retention`), they stay, and do not
+displace the steps of the run that continues. Those that still wait are uploaded as without a rollback.
 """
 
 from __future__ import annotations
@@ -89,6 +98,8 @@ class UploadCoordinator:
         self._first, self._second = first, second
         self._keep, self._bandwidth = keep, bandwidth
         self._damaged_before = damaged
+        self.position: int | None = None
+        """The step that was saved or restored last (note "One line of steps"); None: all steps count."""
         self._facts = StepFacts(second, self._holder)
         self._stored: dict[int, bytes] = {}
         """Steps of the second tier as the last round saw them, to their seals."""
@@ -147,12 +158,13 @@ class UploadCoordinator:
         if self._references is not None:
             self._references.add(step_name(step), upload.manifest)
         _log.info("%s: step %d is on %s", self._first.location, step, self._second.location)
-        if self._keep is not None:
+        newest = max(self._in_line(self._stored), default=None)
+        if self._keep is not None and newest is not None:
             self._references = None
             removed = retain(
                 self._second,
                 self._keep,
-                max(self._there),
+                newest,
                 damaged=lambda step: False,
                 is_proved=lambda step: True,
                 facts=self._facts,
@@ -170,7 +182,7 @@ class UploadCoordinator:
     def _answer(self, requests: Sequence[UploadRequest], reports: Sequence[UploadReport]) -> list[bytes]:
         pending, reasons = self._pending(requests)
         while pending and self._under_way is None:
-            newest = max(pending)
+            newest = max(self._in_line(pending) or pending)
             self._under_way = self._read(newest, pending[newest])
             if self._under_way is None:  # without it, keep_then may keep an older one
                 pending, reasons = self._pending(requests)
@@ -270,9 +282,23 @@ class UploadCoordinator:
             return set(steps)
         for step in pending:
             self._facts.forget(step)  # it may have been saved again
-        selected, unreadable = self._facts.select(self._keep, steps)
         pinned = {step for step in pending if read_pin(self._first.within(step_name(step))) is not None}
-        return {*selected, *unreadable, *pinned, steps[-1]}
+        line = self._in_line(steps)
+        if line == steps:
+            return pinned | self._selected(line)
+        return pinned | self._selected(line) | (self._selected(steps) - set(line))
+
+    def _in_line(self, steps: Iterable[int]) -> list[int]:
+        """The steps that were not given up by a rollback (note "One line of steps")."""
+        position = self.position
+        return [step for step in steps if position is None or step <= position]
+
+    def _selected(self, steps: Sequence[int]) -> set[int]:
+        """The steps that the policy keeps of these, which ascend. The newest is one of them."""
+        if self._keep is None or not steps:
+            return set(steps)
+        selected, unreadable = self._facts.select(self._keep, steps)
+        return {*selected, *unreadable, steps[-1]}
 
     def _holder(self, step: int) -> Storage:
         """The tier whose manifest of a step counts for the policy: the first for a step that waits."""
@@ -356,13 +382,13 @@ class UploadCoordinator:
                 advice="The ranks copied this file, but rank 0 does not see it: check that all ranks see one "
                 "second tier",
             )
-        if target.size(manifest.index.name) is not None:
-            target.delete(manifest.index.name)  # of a killed upload
+        target.publish(manifest.index.name, upload.index, replace=True)
         try:
-            publish(target, manifest, upload.index, overwrite=upload.replace, text=upload.text)
+            publish(target, manifest, None, overwrite=upload.replace, text=upload.text)
         except AlreadyCommittedError:
             if read_seal(target) != _seal_of(upload.text):
                 raise
+            _log.warning("%s: another job has uploaded this save at the same time", target.location)
         if read_pin(source) is not None:
             target.publish(PINNED_NAME, source.read(PINNED_NAME), replace=True)
 
