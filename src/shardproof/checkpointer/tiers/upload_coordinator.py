@@ -20,7 +20,8 @@ Otherwise it is skipped with an error. A node that returns with an old disk repl
 Note "Two jobs": two jobs may upload the same save of a step at once, for example if a job was started again
 and its earlier processes still run. Their files have the same names and bytes. So an upload deletes no file
 of the second tier. It writes a draft, which takes the place of the file in one step. One of the jobs
-publishes the manifest. Of two different saves, one is committed, and the upload of the other fails.
+publishes the manifest. Then it removes the drafts that killed uploads left. A rank of another job whose draft
+is gone finds the whole file. Of two different saves, one is committed, and the upload of the other fails.
 
 Note "One line of steps": after a rollback, the second tier may have steps that are newer than the one that
 was saved or restored last. They were given up. As in the first tier (see `retention`), they stay, and do not
@@ -151,6 +152,7 @@ class UploadCoordinator:
             self._give_up_damaged(step, seal, from_rank(rank, len(reports), error))
             return self._answer(requests, reports)
         self._publish(upload)
+        self._remove_drafts(upload)
         self._under_way = None
         self._there[step] = seal
         self._stored = {**self._stored, step: seal}
@@ -391,6 +393,18 @@ class UploadCoordinator:
             _log.warning("%s: another job has uploaded this save at the same time", target.location)
         if read_pin(source) is not None:
             target.publish(PINNED_NAME, source.read(PINNED_NAME), replace=True)
+
+    def _remove_drafts(self, upload: _UnderWay) -> None:
+        """Removes what killed uploads left of the files of a step. A failure only wastes space."""
+        try:
+            for folder in {record.folder or step_name(upload.step) for record in upload.manifest.files}:
+                place = self._second.within(folder)
+                whole = {record.name for record in upload.manifest.files}
+                for name in place.list("shards"):
+                    if name.endswith(".tmp") and name.rsplit(".", 2)[0] in whole:
+                        place.delete(name)
+        except StorageError as error:
+            _log.warning("%s: files of killed uploads stay: %s", self._second.location, error)
 
 
 @dataclass(frozen=True, slots=True)

@@ -292,21 +292,27 @@ class Uploader:
     def _copy_file(self, record: FileRecord, moving: Callable[[int], None], piece: int) -> None:
         source, target = self._first.within(record.folder), self._second.within(record.folder)
         try:
-            if target.size(record.name) is not None and self._is_whole(target, record):
+            if self._is_whole(target, record):
                 return  # of a killed upload, or of another job
             sink = (
                 target.replace(record.name)
                 if isinstance(target, ReplacingStorage)
                 else target.create(record.name)
             )
-            copy_shard_file(source, record, sink, moving, piece_bytes=piece)
+            try:
+                copy_shard_file(source, record, sink, moving, piece_bytes=piece)
+            except StorageError:
+                if not self._is_whole(target, record):  # another job has not written it meanwhile
+                    raise
         finally:
             source.close()
             target.close()
 
     def _is_whole(self, target: Storage, record: FileRecord) -> bool:
-        """True if a file on the second tier has the right bytes, and is durable."""
+        """True if a file is on the second tier, has the right bytes, and is durable."""
         try:
+            if target.size(record.name) is None:
+                return False
             copy_shard_file(target, record, None, lambda count: self._progress.moved())
         except (CorruptChunkError, FormatError, StorageError):
             return False
