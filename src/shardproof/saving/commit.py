@@ -9,7 +9,13 @@ from typing import Any
 
 import msgspec
 
-from shardproof.errors import FormatError, NotCommittedError, StorageError, StructureError
+from shardproof.errors import (
+    AlreadyCommittedError,
+    FormatError,
+    NotCommittedError,
+    StorageError,
+    StructureError,
+)
 from shardproof.format import (
     MANIFEST_NAME,
     SEAL_LENGTH,
@@ -104,7 +110,17 @@ def commit(
         files=files,
         index=FileRecord(index_name(attempt.id), len(index), bytes_digest(index)),
     )
-    _check_visible(storage, manifest)
+    try:
+        _check_visible(storage, manifest)
+    except StorageError as error:
+        if overwrite or storage.size(MANIFEST_NAME) is None:
+            raise
+        # Its retention may have removed what this save refers to.
+        raise AlreadyCommittedError(
+            f"{storage.location} exists: another job has committed it meanwhile. It was not touched: choose "
+            "another place or step, or ask for overwriting",
+            path=storage.location,
+        ) from error
     seal = publish(storage, manifest, index, overwrite=overwrite)
     return manifest, placed.as_base(manifest, storage.folder, seal)
 
