@@ -587,7 +587,7 @@ class _TwoUploads:
             self.broken.append(when)
 
 
-@pytest.mark.parametrize("at", ["write_at", "finish", "publish"])
+@pytest.mark.parametrize("at", ["write_at", "publish"])
 def test_two_jobs_that_upload_one_save_lose_nothing(at: str, near: Path, far: Path) -> None:
     """In any order of their operations. So a job that dies in its upload does no harm to the other one."""
     alone(near).save(1, state(1)).result()
