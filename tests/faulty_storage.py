@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-from shardproof.storage import Sink, Storage
+from shardproof.storage import ReplacingStorage, Sink, Storage
 
 __all__ = ["FaultyStorage", "kill_self"]
 
@@ -63,6 +63,13 @@ class FaultyStorage:
 
     def create(self, name: str) -> Sink:
         sink = self._do("create", name, lambda: self._inner.create(name))
+        return _FaultySink(sink, self._prefix + name, self._trigger)
+
+    def replace(self, name: str) -> Sink:
+        """Counts as "create"."""
+        assert isinstance(self._inner, ReplacingStorage)
+        inner = self._inner
+        sink = self._do("create", name, lambda: inner.replace(name))
         return _FaultySink(sink, self._prefix + name, self._trigger)
 
     def publish(self, name: str, data: bytes, *, replace: bool = False) -> None:

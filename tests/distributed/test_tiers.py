@@ -172,3 +172,51 @@ def test_ranks_with_different_second_tiers_are_refused(tmp_path: Path) -> None:
     for outcome in run_ranks(2, _two_places, str(tmp_path), timeout=120):
         assert f"{tmp_path}/far-0" in outcome.value and f"{tmp_path}/far-1" in outcome.value
     assert not list(tmp_path.glob("**/manifest.json"))
+
+
+def _upload_as_one_of_two_jobs(near: str, far: str) -> None:
+    """Uploads what waits, as a job of one rank."""
+
+    def hook(operation: str, name: str) -> None:
+        if "index-" in name:
+            reach("index")
+        elif operation == "write_at":
+            reach("half")
+
+    reach("begin")
+    second = FaultyStorage(LocalStorage(far), lambda: True, hook, only=("create", "write_at", "publish"))
+    run = sp.Checkpointer(near, then=second, rendezvous=LocalRendezvous(), cache="none")
+    run.restore(blanked(whole_state(1, 0)))
+    run.wait_for_uploads(60)
+    reach("end")
+
+
+def test_a_job_that_dies_in_its_upload_takes_no_file_of_another_job(tmp_path: Path) -> None:
+    """A second job uploads the save meanwhile. The first one dies after the second has committed."""
+    near, far = tmp_path / "near", tmp_path / "far"
+    sp.Checkpointer(near, rendezvous=LocalRendezvous()).save(1, whole_state(1, 1)).result()
+
+    def script(job: Job) -> None:
+        job.until_held(0, "half")
+        job.go(1)
+        job.until_held(1, "end")
+        job.go(0)
+        job.until_held(0, "index")
+        job.kill(0)
+        job.go(1)
+
+    outcomes = run_ranks(
+        2,
+        _upload_as_one_of_two_jobs,
+        str(near),
+        str(far),
+        hold={0: ["half", "index"], 1: ["begin", "end"]},
+        script=script,
+        timeout=120,
+    )
+    assert [outcome.exit_code for outcome in outcomes] == [-signal.SIGKILL, 0]
+    assert verify(LocalStorage(far / "step-00000001")).ok
+    shutil.rmtree(near)
+    target = blanked(whole_state(1, 0))
+    assert sp.Checkpointer(far, rendezvous=LocalRendezvous()).restore(target) == 1
+    assert differences(target, whole_state(1, 1)) == []

@@ -247,7 +247,7 @@ class RunMachine(RuleBasedStateMachine):
             self.prune(model, [None, 1, 3][a % 3])
         elif what == "damage":
             if model.steps:
-                self.damage(model, a, b, ["flip", "cut", "remove"][b % 3])
+                self.damage(model, a, b // 3, ["flip", "cut", "remove"][b % 3])
         else:
             self.second_job(1 + a % 2)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, ClassVar
 
@@ -18,8 +18,8 @@ from hypothesis.stateful import run_state_machine_as_test
 
 import shardproof as sp
 from shardproof.checkpointer import delete_steps
-from shardproof.checkpointer.tiers import Uploader
-from shardproof.errors import ShardproofError
+from shardproof.checkpointer.tiers import TieredRun, Uploader
+from shardproof.errors import CorruptChunkError, ShardproofError
 from shardproof.format.chunk_verifier import ChunkVerifier
 from shardproof.storage import LocalSink
 from shardproof.storage.durable import flush_folders
@@ -104,6 +104,28 @@ def flush_after_the_commit(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LocalSink, "finish", finish)
 
 
+def copies_unverified(patch: pytest.MonkeyPatch) -> None:
+    """An upload compares no digest of a chunk, so damage of the first tier reaches the second."""
+    check = ChunkVerifier.check_pieces
+
+    def unchecked(self: ChunkVerifier, at: int, pieces: Iterable[memoryview]) -> list[bytes]:
+        with suppress(CorruptChunkError):
+            return check(self, at, pieces)
+        return []
+
+    patch.setattr(ChunkVerifier, "check_pieces", unchecked)
+
+
+def leftovers_trusted(patch: pytest.MonkeyPatch) -> None:
+    """A file that a killed upload left is taken as it is."""
+    patch.setattr(Uploader, "_is_whole", lambda self, target, record: True)
+
+
+def damage_ends_the_restore(patch: pytest.MonkeyPatch) -> None:
+    """A step whose first copy is damaged is passed over, although the second tier has a good one."""
+    patch.setattr(TieredRun, "next_copy", lambda self, folder, error: False)
+
+
 def waiting_steps_unprotected(patch: pytest.MonkeyPatch) -> None:
     """Retention of the first tier removes steps that wait for their upload."""
     patch.setattr(Uploader, "protected", lambda self: set())
@@ -118,6 +140,9 @@ def waiting_steps_unprotected(patch: pytest.MonkeyPatch) -> None:
         (RunMachine, flush_after_the_commit, r"hash to|expected .* bytes|cannot be read|damaged"),
         (RunMachine, bytes_unchecked, r"has other values|has salt|is mixed"),
         (UploadMachine, waiting_steps_unprotected, r"were removed before their upload|No such file"),
+        (UploadMachine, copies_unverified, r"CorruptChunkError|other values"),
+        (UploadMachine, leftovers_trusted, r"was uploaded with damage"),
+        (UploadMachine, damage_ends_the_restore, r"is whole|was not restored|was passed over|step \d+: "),
     ],
 )
 def test_the_machine_finds_a_broken_package(

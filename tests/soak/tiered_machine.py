@@ -32,7 +32,12 @@ TIERED_OPERATIONS = [
     *["node loss", "prune far", "roll back far"],
 ]
 
-UPLOAD_OPERATIONS = [*["save"] * 8, *["outage", "damage", "arm"] * 3, *["restore"] * 2, "resize", "node loss"]
+UPLOAD_OPERATIONS = [
+    *["save"] * 8,
+    *["outage", "damage", "arm"] * 3,
+    *["restore", "damage what waits", "damage a killed upload", "damage and restore"] * 2,
+    *["resize", "node loss"],
+]
 
 policies = st.sampled_from(POLICIES)
 
@@ -55,6 +60,10 @@ class TieredMachine(RunMachine):
         self.has_restored = False
         self.by_hand = False
         """True if this operation removed steps that the policies keep."""
+        self.position: int | None = None
+        """The step that the job saved or restored last; None if that is not certain."""
+        self.there: set[int] = set()
+        """The steps of the second tier before this operation."""
 
     @initialize(ranks=ranks_of_a_job, policy=policies, incremental=st.booleans(), keep_then=policies)
     def start(self, ranks: int, policy: Policy | None, incremental: bool, keep_then: Policy | None) -> None:
@@ -71,6 +80,7 @@ class TieredMachine(RunMachine):
         self.outage = max(0, self.outage - 1)
         self.saving = None
         self.has_uploaded = self.has_restored = self.by_hand = False
+        self.there = set(self.far.steps)
         super()._step(what, a, b)
 
     def _act(self, what: str, a: int, b: int) -> None:
@@ -78,7 +88,7 @@ class TieredMachine(RunMachine):
             self.outage = 1 + a % 4
         elif what == "damage far":
             if self.far.steps:
-                self.damage(self.far, a, b, ["flip", "cut", "remove"][b % 3])
+                self.damage(self.far, a, b // 3, ["flip", "cut", "remove"][b % 3])
         elif what == "node loss":
             self.lose_node(1 + a % 3)
         elif what == "roll back far":
@@ -124,7 +134,7 @@ class TieredMachine(RunMachine):
         return f"{self.model.describe()}\n  far: {self.far.describe()}{down}"
 
     def _begin_job(self, ranks: int, policy: Policy | None, incremental: bool) -> None:
-        self.may_replace = set()
+        self.may_replace, self.position = set(), None
         super()._begin_job(ranks, policy, incremental)
 
     def _job_options(self) -> dict[str, Any]:
@@ -166,6 +176,9 @@ class TieredMachine(RunMachine):
         works = self.disk.failed is None and not self.outage
         if pending or any(settled):
             self._record(f"  uploads: {[str(end)[-110:] for end in (*durable, *settled)]}")
+        if pending:
+            certain = all(isinstance(end, SaveResult) for end in saved) and self.saving is not None
+            self.position = self.saving[0] if certain and self.saving is not None else None
         begun = self.has_restored or all(isinstance(end, SaveResult) for end in saved)
         if works and begun:  # else the errors are those of an earlier round
             assert not any(settled), settled
@@ -211,13 +224,22 @@ class TieredMachine(RunMachine):
             assert not lost, f"steps {sorted(lost)} were removed before their upload"
         if self.has_uploaded and not self._is_damaged() and not self.model.seen_bad:
             policy = self.keep_then
-            wanted = (
-                near if policy is None else near & Policy(policy.latest, policy.every).kept(near | far, {})
-            )
+            wanted = near
+            if policy is not None:
+                certain = Policy(policy.latest, policy.every)
+                wanted = near & (certain.kept(near | far, {}) | certain.kept(self._line(near | far), {}))
             assert wanted <= far, f"steps {sorted(wanted - far)} were not uploaded"
             for step in near & far:
                 if self._same_manifest(step):
                     self.far.steps[step].sure = True
+        if not self.interrupted:  # else a step may come back that was damaged before its removal
+            for step in far - self.there:
+                own = {name for name in self.far.steps[step].files if name.startswith(f"step-{step:08d}/")}
+                assert own.isdisjoint(self.far.rotten()), f"step {step} was uploaded with damage"
+
+    def _line(self, steps: set[int]) -> set[int]:
+        """The steps that no rollback gave up, as far as that is certain."""
+        return steps if self.position is None else {step for step in steps if step <= self.position}
 
     def _kept_on_far(self) -> set[int]:
         """The steps of both tiers that the second keeps, whichever of their possible values they have."""
@@ -245,7 +267,8 @@ class TieredMachine(RunMachine):
         if self.keep_then is not None:
             waits = here - set(self.far.observer().steps())
             policy = self.keep_then
-            stays -= waits if policy.best else waits & policy.kept(here, {})
+            line = self._line(here)
+            stays -= waits if policy.best else waits & (policy.kept(here, {}) | policy.kept(line, {}))
         assert len(stays) <= 2, f"retention left {stays}"
 
     def _is_damaged(self) -> bool:
@@ -256,15 +279,13 @@ class TieredMachine(RunMachine):
         return max((step for step in steps if self._is_restorable(step)), default=None)
 
     def _is_restorable(self, step: int) -> bool:
-        near, far = (step in model.steps for model in (self.model, self.far))
         if not any(model.steps[step].sure for model in (self.model, self.far) if step in model.steps):
             return False
-        sound = [
+        return any(
             self._is_sound_in(first, other, step)
             for first, other in ((self.model, self.far), (self.far, self.model))
             if step in first.steps
-        ]
-        return any(sound) if not (near and far) or self._same_save(step) else all(sound)
+        )
 
     def _is_sound_in(self, first: Model, other: Model, step: int) -> bool:
         """True if the manifest and the index of a tier are whole, and each file is in one of the tiers."""
@@ -299,7 +320,7 @@ class TieredMachine(RunMachine):
 
     def _restored_from(self, restored: sp.checkpointer.RestoredStep) -> Model:
         self.has_restored = True
-        step = int(restored)
+        step = self.position = int(restored)
         if self._model_of(restored.tier) is self.far and step in self.model.steps:
             is_later = not self._same_save(step)
             own = {name for name in self.model.steps[step].files if "/shards/" not in name}
@@ -317,3 +338,26 @@ class UploadMachine(TieredMachine):
     def act(self, what: str, a: int, b: int) -> None:
         """See `RunMachine.act`."""
         self._step(what, a, b)
+
+    def _act(self, what: str, a: int, b: int) -> None:
+        if what == "damage what waits":
+            self.outage = 1
+            self.save(1 + a % 3)
+            self._damage_shards(self.model, self.now)
+        elif what == "damage a killed upload":
+            self.arm(20 + a % 40, ["kill", "power"][b % 2])
+            self.save(1)
+            if self.now not in self.far.observer().steps():
+                self._damage_shards(self.far, self.now)
+        elif what == "damage and restore":
+            if self.model.steps:
+                self.damage(self.model, len(self.model.steps) - 1, b // 3, ["flip", "cut", "remove"][b % 3])
+                self._restore(None)
+        else:
+            super()._act(what, a, b)
+
+    def _damage_shards(self, model: Model, step: int) -> None:
+        """The data rots in all shard files that a step wrote, also if it is not committed."""
+        for path in sorted((model.root / f"step-{step:08d}" / "shards").glob("*.safetensors")):
+            self._damage(path, "flip", 1)
+        model._checked.clear()

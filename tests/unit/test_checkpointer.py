@@ -9,6 +9,7 @@ import logging
 import os
 import pickle  # noqa: TID251 a restored step may cross processes
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from shardproof.saving import CheckReplicas
 from shardproof.storage import LocalStorage
 from shardproof.storage.paths import storage_error
 from tests.describing import watch_described
+from tests.faulty_storage import FaultyStorage
 
 
 def state(value: float, *more: str) -> dict[str, Any]:
@@ -388,3 +390,31 @@ def test_retention_reads_the_metadata_of_a_step_that_another_job_saved_anew(tmp_
     other.save(1, state, metadata={"loss": 0.5}).result()
     this.save(3, state, metadata={"loss": 2.0}).result()
     assert this.steps() == [1, 3]
+
+
+def test_a_job_whose_base_another_job_removed_is_told_that_the_step_is_committed(tmp_path: Path) -> None:
+    """The other job saves the same step, and its retention removes the base of both."""
+
+    def job(storage: Any) -> sp.Checkpointer:
+        rendezvous = sp.rendezvous.LocalRendezvous()
+        return sp.Checkpointer(
+            storage, keep=sp.KeepLatest(1), incremental=True, scrub=None, rendezvous=rendezvous
+        )
+
+    state = {"fixed": torch.arange(100.0), "w": torch.zeros(4)}
+    job(tmp_path).save(1, state).result()
+
+    def other_job(operation: str, name: str) -> None:
+        with ThreadPoolExecutor(1) as thread:
+            run = job(tmp_path)
+            thread.submit(
+                lambda: run.save(2, {"fixed": torch.ones(100), "w": torch.ones(4)}).result()
+            ).result(60)
+        assert not list((tmp_path / "step-00000001").glob("**/*.safetensors"))
+
+    storage = FaultyStorage(LocalStorage(tmp_path), 0, other_job, only=("finish",))
+    with pytest.raises(sp.AlreadyCommittedError, match="another job has committed it meanwhile"):
+        job(storage).save(2, {**state, "w": torch.full((4,), 2.0)}).result()
+    target = {"fixed": torch.zeros(100), "w": torch.zeros(4)}
+    assert job(tmp_path).restore(target) == 2
+    assert target["w"].tolist() == [1.0] * 4

@@ -344,7 +344,7 @@ def test_a_file_on_a_failing_device_is_uploaded_from_its_copy(nodes: Nodes, tmp_
     storage.group.folders = (FailingDevice(nodes.folders[0].path), *storage.group.folders[1:])
     uploader = Uploader(storage, far, LocalRendezvous(), None, None, set())
     uploader.prepare()
-    uploader.begin_round()
+    uploader.begin_round(None)
     uploader.settle(60)
     assert verify(far.within("step-00000001")).ok
 

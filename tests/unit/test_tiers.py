@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -92,8 +93,6 @@ def test_restore_takes_the_nearest_tier_and_the_newest_step(near: Path, far: Pat
 
 
 def remove(folder: Path) -> None:
-    import shutil
-
     shutil.rmtree(folder)
 
 
@@ -189,7 +188,7 @@ def test_only_steps_that_keep_then_keeps_are_uploaded_newest_first(
     assert_restores(run, 3)
     run.wait_for_uploads(WAIT)
     assert alone(far).steps() == [2, 3]
-    published = [name for _, name in counted.operations]
+    published = [name for _, name in counted.operations if name.endswith("manifest.json")]
     assert published == ["step-00000003/manifest.json", "step-00000002/manifest.json"]
 
 
@@ -406,6 +405,242 @@ def test_of_two_saves_of_one_step_the_later_one_is_restored(near: Path, far: Pat
     alone(far).save(1, state(1)).result()
     restored = assert_restores(checkpointer(near, far), 1)
     assert restored.tier == str(far)
+
+
+@pytest.mark.parametrize("what", ["manifest", "index", "shard", "missing"])
+@pytest.mark.parametrize("later_is_near", [True, False])
+def test_of_two_saves_of_one_step_the_earlier_one_is_restored_if_the_later_one_is_damaged(
+    later_is_near: bool, what: str, near: Path, far: Path
+) -> None:
+    """Rather than an older step."""
+    earlier, later = (far, near) if later_is_near else (near, far)
+    alone(near).save(1, state(1)).result()
+    alone(earlier).save(2, state(2)).result()
+    alone(later).save(2, state(5)).result()
+    damage(later / "step-00000002", what)
+    run = checkpointer(near, far)
+    restored = assert_restores(run, 2)
+    assert restored.tier == str(earlier)
+    (passed,) = restored.passed_over
+    assert passed.tier == str(later) and passed.damaged == later_is_near
+    run.wait_for_uploads(WAIT)
+    again = checkpointer(near, far)
+    assert_restores(again, 2)
+    assert again.restore(blank(), step=2) == 2
+
+
+def damage(folder: Path, what: str) -> None:
+    """Changes or removes a file of a step of one shard."""
+    (shard,), (index,) = (folder / "shards").iterdir(), folder.glob("index-*")
+    path = {"manifest": folder / "manifest.json", "index": index}.get(what, shard)
+    if what == "missing":
+        path.unlink()
+    else:
+        flip(path, path.stat().st_size // 2)
+
+
+@pytest.mark.parametrize("step", [2, None])
+def test_a_copy_that_vanishes_during_the_restore_is_read_on_the_other_tier(
+    step: int | None, near: Path, far: Path
+) -> None:
+    """At each operation on the first tier. Only a step that is gone from both tiers is gone."""
+    run = checkpointer(near, far)
+    for number in (1, 2):
+        run.save(number, state(number)).durable(WAIT)
+    kept = near.with_name("kept")
+    near.rename(kept)
+    at = 0
+    while True:
+        remove(near) if near.exists() else None
+        shutil.copytree(kept, near)
+        first = FaultyStorage(LocalStorage(near), at, lambda *_: remove(near / "step-00000002"))
+        target = blank()
+        restored = checkpointer(first, far).restore(target, step=step)
+        assert (restored, target["n"]) == (2, 2), f"operation {at}"
+        if len(first.operations) <= at:
+            break
+        at += 1
+    assert at > 10
+
+
+def test_damage_at_other_places_of_one_file_costs_the_steps_that_need_both_places_only(
+    near: Path, far: Path
+) -> None:
+    """A file that three steps share is damaged in "a" on the first tier, and in "b" on the second."""
+    options = {"incremental": True, "scrub": None, "full_every": None}
+    fixed = {"a": torch.arange(3000.0), "b": torch.arange(4000.0) + 0.5}
+    run = checkpointer(near, far, **options)
+    for step, saved in ((1, fixed), (3, fixed), (2, {**fixed, "a": torch.ones(3000)})):
+        run.save(step, saved).result()
+    run.wait_for_uploads(WAIT)
+    for root, key in ((near, "a"), (far, "b")):
+        (shard,) = (root / "step-00000001" / "shards").iterdir()
+        flip(shard, shard.read_bytes().index(fixed[key].numpy().tobytes()))
+    target = {"a": torch.zeros(3000), "b": torch.zeros(4000)}
+    assert checkpointer(near, far, **options).restore(target) == 2
+    assert torch.equal(target["a"], torch.ones(3000)) and torch.equal(target["b"], fixed["b"])
+
+
+def test_steps_that_a_rollback_gave_up_displace_no_others(near: Path, far: Path) -> None:
+    keep = sp.KeepLatest(2)
+    run = checkpointer(near, far, keep_then=keep)
+    for step in (10, 20, 30):
+        run.save(step, state(step)).durable(WAIT)
+    run.wait_for_uploads(WAIT)
+    assert alone(far).steps() == [20, 30]
+    run = checkpointer(near, far, keep=keep, keep_then=keep)
+    assert run.restore(blank(), step=10) == 10
+    for step in (11, 12, 13):
+        run.save(step, state(step)).durable(WAIT)
+    run.wait_for_uploads(WAIT)
+    assert alone(near).steps() == alone(far).steps() == [12, 13, 20, 30]
+    for step in (30, 31):
+        run.save(step, state(step), overwrite=True).durable(WAIT)
+    run.wait_for_uploads(WAIT)
+    assert alone(near).steps() == alone(far).steps() == [30, 31]
+
+
+def test_steps_that_wait_during_a_rollback_stay_and_are_uploaded(near: Path, far: Path) -> None:
+    """Those of the line that continues come first."""
+    down = [True]
+    error = sp.StorageError("no route to host", errno="EHOSTUNREACH")
+    second = FaultyStorage(LocalStorage(far), lambda: down[0], error, only=("create", "publish"))
+    keep = sp.KeepLatest(1)
+    run = checkpointer(near, second, keep_then=keep)
+    for step in (1, 2, 5):
+        pending = run.save(step, state(step))
+        pending.result()
+    assert run.restore(blank(), step=2) == 2
+    run.save(3, state(3)).result()
+    with pytest.raises(sp.StorageError, match="no route"):
+        run.wait_for_uploads(WAIT)
+    down[0] = False
+    second.operations.clear()
+    run.save(4, state(4)).durable(WAIT)
+    pending.durable(WAIT)
+    assert alone(far).steps() == [4, 5]
+    committed = [name for _, name in second.operations if name.endswith("manifest.json")]
+    assert committed == ["step-00000004/manifest.json", "step-00000005/manifest.json"]
+
+
+def upload(near: Path, far: Any) -> sp.ShardproofError | None:
+    """Uploads what waits, as a job that was started again does. Returns the error."""
+    run = checkpointer(near, far)
+    try:
+        run.restore(blank())
+        run.wait_for_uploads(WAIT)
+    except sp.ShardproofError as error:
+        return error
+    return None
+
+
+class _TwoUploads:
+    """Two jobs upload one save. After one of them has ended, the step stays whole, whatever the other does.
+
+    Args:
+        near: the first tier of both.
+        far: the second tier of both; is removed first.
+        at: the second job begins before the first operation of this kind of the first job.
+        stop: the second job stops before this operation, until the first job has ended.
+    """
+
+    def __init__(self, near: Path, far: Path, at: str, stop: int) -> None:
+        if far.exists():
+            remove(far)
+        self.near, self.far, self.at, self.stop = near, far, at, stop
+        self.stopped, self.first_ended = threading.Event(), threading.Event()
+        self.second_ended = False
+        self.broken: list[str] = []
+        self.error: sp.ShardproofError | None = None
+        self.first = FaultyStorage(LocalStorage(far), lambda: True, self.in_first)
+        self.second = FaultyStorage(LocalStorage(far), lambda: True, self.in_second)
+
+    def run(self) -> None:
+        with ThreadPoolExecutor(1) as self.thread:
+            self.error = upload(self.near, self.first)
+            self.first_ended.set()
+        self.look("at the end")
+
+    def in_first(self, operation: str, name: str) -> None:
+        if operation == self.at and not self.stopped.is_set():
+            self.thread.submit(self.run_second)
+            assert self.stopped.wait(WAIT)
+        elif self.second_ended:
+            self.look(f"the first job, {operation} {name}")
+
+    def run_second(self) -> None:
+        error = upload(self.near, self.second)
+        self.second_ended = True
+        self.stopped.set()
+        self.error = self.error or error
+
+    def in_second(self, operation: str, name: str) -> None:
+        if len(self.second.operations) - 1 == self.stop:
+            self.stopped.set()
+            assert self.first_ended.wait(WAIT)
+        if self.first_ended.is_set():
+            self.look(f"the second job, {operation} {name}")
+
+    def look(self, when: str) -> None:
+        storage = LocalStorage(self.far / "step-00000001")
+        if not verify(storage).ok:
+            self.broken.append(when)
+
+
+@pytest.mark.parametrize("at", ["write_at", "publish"])
+def test_two_jobs_that_upload_one_save_lose_nothing(at: str, near: Path, far: Path) -> None:
+    """In any order of their operations. So a job that dies in its upload does no harm to the other one."""
+    alone(near).save(1, state(1)).result()
+    stop = 0
+    while True:
+        jobs = _TwoUploads(near, far, at, stop)
+        jobs.run()
+        assert jobs.broken == [], f"the second job stops at {jobs.second.operations[stop:][:1]}"
+        assert jobs.error is None
+        assert {name: data for name, data in files(far).items() if not name.endswith(".tmp")} == files(near)
+        if len(jobs.second.operations) <= stop:
+            break
+        stop += 1
+    assert stop > 15
+
+
+def test_of_two_jobs_that_upload_other_saves_of_one_step_one_wins_and_one_is_told(
+    near: Path, far: Path
+) -> None:
+    """One job uploads its save at each operation of the upload of the other."""
+    at = won = 0
+    while True:
+        for root in (near, far, near.with_name("other")):
+            if root.exists():
+                remove(root)
+
+        def save(root: Path, second: Any, number: int) -> sp.ShardproofError | None:
+            pending = checkpointer(root, second).save(1, state(number))
+            pending.result()
+            try:
+                pending.durable(WAIT)
+            except sp.ShardproofError as error:
+                return error
+            return None
+
+        ended: list[Any] = []
+
+        def other_job(operation: str, name: str, ended: list[Any] = ended) -> None:
+            ended.append(save(near.with_name("other"), far, 5))
+
+        mine = save(near, FaultyStorage(LocalStorage(far), at, other_job), 1)
+        if not ended:
+            break
+        target = blank()
+        assert alone(far).restore(target) == 1
+        assert verify(LocalStorage(far / "step-00000001")).ok, f"operation {at}"
+        errors = {1: mine, 5: ended[0]}
+        assert errors.pop(target["n"]) is None, f"operation {at}"
+        (told,) = errors.values()
+        assert isinstance(told, (sp.SaveSkipped, sp.AlreadyCommittedError)), f"operation {at}: {told!r}"
+        won += target["n"] == 1
+        at += 1
+    assert 0 < won < at
 
 
 def test_pins_reach_the_second_tier(near: Path, far: Path) -> None:

@@ -579,7 +579,7 @@ class Checkpointer:
             self.passed_over = restore.passed_over
             self._damaged |= restore.damaged
         if self._uploader is not None:
-            self._uploader.begin_round()
+            self._uploader.begin_round(None if restored is None else restored[0].step)
         if restored is None:
             return None
         folder, self.last_restore = restored

@@ -280,6 +280,8 @@ def check_damage(run: Storage, chosen: Chosen) -> None:
     Raises:
         StorageError: this rank can read a newer step.
     """
+    if isinstance(run, TieredRun):
+        run = run.anew()
     for item in chosen.passed:
         if item.damaged and not item.tier and why_unreadable(run, item.folder) is None:
             raise StorageError(

@@ -195,6 +195,8 @@ def choose_after(
             if isinstance(failed.error, CorruptChunkError):  # other errors do not name the bytes
                 damage = Damage.of(failed.error, run.location, last.name)
             passed = [PassedOver(last.step, failed.error.message, True, last.suspect, damage)]
+            if isinstance(run, TieredRun):
+                run.pass_over()
     if step is not None:
         folder = named(run, step, suspect=suspect)
         chosen = Chosen(folder, seal_now(run, folder), changed=changed)
@@ -239,11 +241,17 @@ def _choose_once(run: Storage, known: Sequence[PassedOver], suspect: bool) -> Ch
                 raise
             return None
         if problem is None:
+            if isinstance(run, TieredRun):  # another save of the step may count now
+                seal = seal_now(run, candidate)
+                if seal is None:
+                    return None
             chosen = Chosen(candidate, seal)
             break
         if seal_now(run, candidate) != seal:
             return None
         passed.append(problem)
+        if isinstance(run, TieredRun):
+            run.pass_over()
     if folders[:1] != [chosen.folder]:  # a newer step may have been removed after a still newer one was saved
         newest = newest_committed(run, suspect=suspect)
         if newest is not None and newest not in committed:
@@ -293,8 +301,11 @@ def check_folder(run: Storage, folder: StepFolder, manifest: Manifest) -> None:
 def why_unreadable(run: Storage, folder: StepFolder, known: Sequence[PassedOver] = ()) -> PassedOver | None:
     """The fault of a step according to manifest, index, file sizes and known damage; None if it has none.
 
-    Damage that the load of a newer step found counts if this step has chunks in the same bytes.
+    Damage that the load of a newer step found counts if this step has chunks in the same bytes. With several
+    copies of a file it does not count, because another copy may have these bytes.
     """
+    if isinstance(run, TieredRun):
+        known = ()
     while True:
         try:
             with NativeCheckpoint(run.within(folder.name)) as checkpoint:

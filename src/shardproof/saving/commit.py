@@ -9,7 +9,13 @@ from typing import Any
 
 import msgspec
 
-from shardproof.errors import FormatError, NotCommittedError, StorageError, StructureError
+from shardproof.errors import (
+    AlreadyCommittedError,
+    FormatError,
+    NotCommittedError,
+    StorageError,
+    StructureError,
+)
 from shardproof.format import (
     MANIFEST_NAME,
     SEAL_LENGTH,
@@ -104,20 +110,30 @@ def commit(
         files=files,
         index=FileRecord(index_name(attempt.id), len(index), bytes_digest(index)),
     )
-    _check_visible(storage, manifest)
+    try:
+        _check_visible(storage, manifest)
+    except StorageError as error:
+        if overwrite or storage.size(MANIFEST_NAME) is None:
+            raise
+        # Its retention may have removed what this save refers to.
+        raise AlreadyCommittedError(
+            f"{storage.location} exists: another job has committed it meanwhile. It was not touched: choose "
+            "another place or step, or ask for overwriting",
+            path=storage.location,
+        ) from error
     seal = publish(storage, manifest, index, overwrite=overwrite)
     return manifest, placed.as_base(manifest, storage.folder, seal)
 
 
 def publish(
-    storage: Storage, manifest: Manifest, index: bytes, *, overwrite: bool, text: bytes | None = None
+    storage: Storage, manifest: Manifest, index: bytes | None, *, overwrite: bool, text: bytes | None = None
 ) -> bytes:
     """Writes the index, then the manifest, and then removes the files of the replaced checkpoint.
 
     Args:
         storage: storage of the step.
         manifest: the manifest.
-        index: the encoded index.
+        index: the encoded index; None if it is there.
         overwrite: True to replace a committed checkpoint.
         text: the encoded manifest, if it has to keep its bytes; None to encode it.
 
@@ -129,7 +145,8 @@ def publish(
         StorageError: the storage failed.
     """
     text = encode_manifest(manifest) if text is None else text
-    write_file(storage, manifest.index.name, index)
+    if index is not None:
+        write_file(storage, manifest.index.name, index)
     replaced = _committed(storage) if overwrite else None
     storage.publish(MANIFEST_NAME, text, replace=overwrite)
     if replaced is not None:

@@ -15,6 +15,7 @@ __all__ = [
     "FreeSpace",
     "LimitedStorage",
     "RemoteStorage",
+    "ReplacingStorage",
     "Sink",
     "Storage",
     "check_folder",
@@ -198,6 +199,22 @@ class RemoteStorage(Protocol):
 
     def knowing(self, files: Mapping[str, bytes]) -> Storage:
         """The same storage with the bytes of some files, which `size` and `read` then ask of no server."""
+        ...
+
+
+@runtime_checkable
+class ReplacingStorage(Protocol):
+    """A storage that can write a large file in the place of another. This method is optional for a `Storage`.
+
+    Several processes may then write the same bytes under one name at the same time. Uploads to a second tier
+    do so. In a storage without it, an upload fails if a file of the name is there and is not whole.
+    """
+
+    def replace(self, name: str) -> Sink:
+        """Begin a file that takes its name when `Sink.finish` is called: whole, in one step.
+
+        Until then, and after `Sink.abort`, a file of that name stays as it is.
+        """
         ...
 
 

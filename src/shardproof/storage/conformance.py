@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from shardproof.errors import AlreadyCommittedError, StorageError
-from shardproof.storage.base import Sink, Storage
+from shardproof.storage.base import ReplacingStorage, Sink, Storage
 from shardproof.storage.direct_io import ALIGNMENT, aligned_buffer
 
 __all__ = ["StorageConformance"]
@@ -97,6 +97,22 @@ class StorageConformance:
         sink.finish(0)
         sink.abort()
         assert storage.size("a") == 0
+
+    def test_a_file_takes_the_place_of_another_when_it_is_finished(self, storage: Storage) -> None:
+        if not isinstance(storage, ReplacingStorage):
+            pytest.skip("the storage does not replace large files")
+        _write(storage, "shards/a", b"old")
+        for name, before in (("shards/a", 3), ("shards/b", None)):
+            for is_finished in (False, True):
+                sink = storage.replace(name)
+                sink.write_at(0, memoryview(b"new bytes"))
+                assert storage.size(name) == before
+                if is_finished:
+                    sink.finish(9)
+                sink.abort()
+                assert storage.size(name) == (9 if is_finished else before)
+            assert storage.read(name) == b"new bytes"
+        assert storage.list() == ["shards/a", "shards/b"]
 
     def test_a_closed_sink_takes_nothing(self, storage: Storage) -> None:
         sink = storage.create("a")

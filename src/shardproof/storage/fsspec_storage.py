@@ -97,20 +97,30 @@ class FsspecStorage:
         file = self._file(name)
         if self.size(name) is not None:
             raise StorageError(f"cannot create {file}: there is already a file of this name", file=file)
+        return self._sink(name, replace=False)
 
+    def replace(self, name: str) -> Sink:
+        """Begin a file in the place of another, as far as the file system writes files in one step.
+
+        See `ReplacingStorage.replace`.
+        """
+        return self._sink(name, replace=True)
+
+    def _sink(self, name: str, *, replace: bool) -> Sink:
         def put(data: Any, **how: Any) -> None:
             try:
                 if isinstance(data, bytes):
                     self._fs.pipe_file(self._key(name), data)
                 else:
-                    self._write_pieces(name, data if isinstance(data, Iterator) else _pieces_of(data))
+                    pieces = data if isinstance(data, Iterator) else _pieces_of(data)
+                    self._write_pieces(name, pieces, replace=replace)
             except Exception as error:
                 raise self._error(error, "write", name) from error
 
-        return ObjectSink(put, file)
+        return ObjectSink(put, self._file(name))
 
-    def _write_pieces(self, name: str, pieces: Iterator[bytes]) -> None:
-        """Writes a file in order. A failure leaves nothing under its name."""
+    def _write_pieces(self, name: str, pieces: Iterator[bytes], *, replace: bool) -> None:
+        """Writes a file in order. A failure leaves nothing of it under its name."""
         from fsspec.spec import AbstractBufferedFile
 
         key = self._key(name)
@@ -124,7 +134,8 @@ class FsspecStorage:
                 stream.closed = True  # else the file is completed when Python deletes the object
             else:
                 stream.close()
-            self._remove_quietly(name)
+            if not (replace and isinstance(stream, AbstractBufferedFile)):  # it would be the earlier file
+                self._remove_quietly(name)
             raise
         stream.close()
 

@@ -89,10 +89,17 @@ class LocalStorage:
 
     def create(self, name: str) -> LocalSink:
         """Begin a new file; see `Storage.create`."""
+        return self._sink(name, replace=False)
+
+    def replace(self, name: str) -> LocalSink:
+        """Begin a file in the place of another; see `ReplacingStorage.replace`."""
+        return self._sink(name, replace=True)
+
+    def _sink(self, name: str, *, replace: bool) -> LocalSink:
         path = self._path(name)
         self._forget(name)
         direct = users_choice() if self._direct is None else self._direct
-        return LocalSink(path, self._root, direct=direct, probes=self._probes)
+        return LocalSink(path, self._root, direct=direct, probes=self._probes, replace=replace)
 
     def publish(self, name: str, data: bytes, *, replace: bool = False) -> None:
         """Make `data` appear under `name`, whole or not at all; see `Storage.publish`."""
@@ -122,24 +129,6 @@ class LocalStorage:
             flush_folders(path.parent, None)
         except OSError as error:
             raise unconfirmed_error(error, path) from error
-
-    def rename(self, draft: str, name: str) -> None:
-        """Give a finished file another name in the same folder, durably. It replaces a file of that name.
-
-        Args:
-            draft: name of the file.
-            name: its new name.
-
-        Raises:
-            StorageError: there is no such file, or the system refused.
-        """
-        path = self._path(name)
-        self._forget(name)
-        try:
-            os.replace(self._path(draft), path)
-            flush_folders(path.parent, path.parent)
-        except OSError as error:
-            raise storage_error(error, "rename a file to", path) from error
 
     def flush(self, name: str) -> None:
         """Make the file and its name durable, whichever process wrote it; see `Storage.flush`."""

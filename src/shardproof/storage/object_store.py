@@ -144,6 +144,14 @@ class ObjectStorage:
 
         return ObjectSink(put, file, size)
 
+    def replace(self, name: str) -> Sink:
+        """Begin a file in the place of another; see `ReplacingStorage.replace`."""
+
+        def put(data: Any, **how: Any) -> None:
+            self._put(name, data, "write", **{**how, "mode": "overwrite"})
+
+        return ObjectSink(put, f"{self.location}/{check_name(name, self.location)}")
+
     def publish(self, name: str, data: bytes, *, replace: bool = False) -> None:
         """Make `data` appear under `name`; see `Storage.publish` and the note "What commits"."""
         check_name(name, self.location)

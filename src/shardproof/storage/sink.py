@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import secrets
 from pathlib import Path
 
 from shardproof._utils.memcpy import address
@@ -28,6 +29,7 @@ class LocalSink:
         root: of the storage.
         direct: whether aligned writes go direct. None: the probe decides.
         probes: of the storage.
+        replace: True to write a draft, which takes the name `path` when it is finished.
 
     Note: two descriptors
         Direct writes (O_DIRECT) need offset, length and address to be multiples of `ALIGNMENT`. All other
@@ -36,16 +38,19 @@ class LocalSink:
         older than the disk below it.
     """
 
-    def __init__(self, path: Path, root: Path, *, direct: bool | None, probes: Probes) -> None:
-        self._path = path
+    def __init__(
+        self, path: Path, root: Path, *, direct: bool | None, probes: Probes, replace: bool = False
+    ) -> None:
+        self._name = path
+        self._path = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp") if replace else path
         self._root = root
         self._direct: int | None = None
         self._must_be_direct = direct is True
         self._open = True
         try:
-            self._buffered, self._made = open_new(path, os.O_WRONLY)
+            self._buffered, self._made = open_new(self._path, os.O_WRONLY)
         except OSError as error:
-            raise storage_error(error, "create", path) from error
+            raise storage_error(error, "create", self._path) from error
         self._write_back = WriteBack(self._buffered)
         try:
             self._probe = _probe(os.fstat(self._buffered).st_dev, direct, probes)
@@ -53,7 +58,7 @@ class LocalSink:
                 self._direct = self._open_direct()
         except OSError as error:
             self.abort()
-            raise storage_error(error, "open unbuffered", path) from error
+            raise storage_error(error, "open unbuffered", self._path) from error
         self._trial = Trial(self._probe, self._write_back.wait)
 
     def _open_direct(self) -> int | None:
@@ -123,6 +128,8 @@ class LocalSink:
                 os.fsync(self._buffered)
             finally:
                 self._close()
+            if self._path != self._name:
+                os.replace(self._path, self._name)
             flush_folders(self._path.parent, self._topmost())
         except OSError as error:
             unlink_quietly(self._path)

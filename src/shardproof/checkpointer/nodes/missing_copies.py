@@ -222,14 +222,12 @@ class MissingCopies:
         step = own.within(share.folder)
         if read_seal(step) != share.seal:
             return False
-        draft = f"{record.name}.{secrets.token_hex(8)}.tmp"
         try:
             if record.rank < 0:
                 target.publish(record.name, read_whole_index(source, record), replace=True)
                 moving(record.size)
             else:
-                copy_shard_file(source, record, target.create(draft), moving, piece_bytes=PIECE_BYTES)
-                target.rename(draft, record.name)
+                copy_shard_file(source, record, target.replace(record.name), moving, piece_bytes=PIECE_BYTES)
         except ShardproofError:
             if read_seal(step) == share.seal:
                 raise

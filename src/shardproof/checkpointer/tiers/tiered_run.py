@@ -6,7 +6,11 @@ attempt in its name. If tiers have different manifests of a step, that of the la
 
 Note "Left out": a copy of a file that turned out to be damaged is left out by the number of its tier. Rank 0
 leaves it out, and all ranks do the same, because tiers have the same numbers on all ranks. The next read of
-the step takes the next copy. Without a next copy, the step is passed over as damaged.
+the step takes the next copy. Without a next copy, another save of the step counts, if a tier has one. Without
+that, the step is passed over as damaged, and each file of older steps is read from the nearest copy again.
+
+Note "Copies that vanish": retention or another process may remove a step of the first tier while it is read
+there. The copy on the second tier is then the nearest one. It is not left out for the copy that is gone.
 """
 
 from __future__ import annotations
@@ -14,10 +18,11 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import NoReturn, TypeVar
 
-from shardproof.errors import FormatError, ShardproofError, StorageError
+from shardproof.errors import FormatError, NotCommittedError, ShardproofError, StorageError
 from shardproof.format import MANIFEST_NAME, FileRecord, Manifest, read_manifest, read_seal
 from shardproof.storage import Sink, Storage, check_folder, check_name
 
@@ -50,6 +55,8 @@ class Choice:
     """The seal of the manifest to use, by folder of a step."""
     nearer: list[NearerCopy] = field(default_factory=list)
     """The copies that were left out."""
+    vanished: dict[str, int] = field(default_factory=dict)
+    """How many copies were gone when they were read, by ``folder/file`` (note "Copies that vanish")."""
 
 
 class TieredRun:
@@ -182,12 +189,13 @@ class TieredRun:
             self.choice.seals[folder] = seal
 
     def next_copy(self, folder: str, error: ShardproofError) -> bool:
-        """Leaves out the copy that an error names. False if there is no other copy.
+        """Leaves out the copy that an error names. False if there is no other copy, and no other save.
 
         Args:
             folder: of the step that could not be read.
             error: means damage. Its detail ``rank`` is the rank that read the copy; without it, this one.
         """
+        step = folder
         file, rank = str(error.details.get("file", "")), error.details.get("rank")
         owner, found, name = f"/{file}".rpartition("/shards/")
         if found:
@@ -196,20 +204,54 @@ class TieredRun:
             name = file.rpartition("/")[2]
             name = name if name.startswith("index-") else MANIFEST_NAME
         view = self.within(folder)
-        tier = view._tier_of(name, rank)
-        left_out = [*self.choice.left_out.get(f"{folder}/{name}", ()), tier]
+        tier, place = view._tier_of(name, rank), f"{folder}/{name}"
+        vanished = self.choice.vanished.get(place, 0)
+        if error.details.get("missing") and vanished < len(self._runs) and view._has(tier, name):
+            self.choice.vanished[place] = vanished + 1
+            return True
+        left_out = [*self.choice.left_out.get(place, ()), tier]
         others = [other for other in range(len(self._runs)) if other not in left_out]
         copies = [other for other in others if view._has(other, name)]
         if not copies:
-            return False
-        self.choice.left_out[f"{folder}/{name}"] = left_out
+            return self._next_save(step, error)
+        self.choice.left_out[place] = left_out
         self.choice.seals.pop(folder, None)
         self._leave_out(folder, tier, error.message, damaged=self._is_damage(copies))
         return True
 
-    def _is_damage(self, copies: Sequence[int]) -> bool:
-        """True if the first tier is damaged by the loss of a file of which other tiers have copies."""
+    def _next_save(self, folder: str, error: ShardproofError) -> bool:
+        """Leaves out the save of a step that is in use. False if no tier has another save of the step."""
+        view = self.within(folder)
+        tiers = [tier for tier in view._order(MANIFEST_NAME) if view._has(tier, MANIFEST_NAME)]
+        seals = {tier: read_seal(view._places[tier]) for tier in tiers}
+        used = [tier for tier in tiers if seals[tier] == seals[tiers[0]]]
+        others = [tier for tier in tiers if tier not in used]
+        if not others:
+            return False
+        place = f"{folder}/{MANIFEST_NAME}"
+        self.choice.left_out[place] = [*self.choice.left_out.get(place, ()), *used]
+        self.choice.seals.pop(folder, None)
+        for tier in used:
+            self._leave_out(folder, tier, error.message, damaged=self._is_damage(others))
         return True
+
+    def pass_over(self) -> None:
+        """Lets each file of older steps be read from its nearest copy (note "Left out")."""
+        self.choice.left_out.clear()
+
+    def anew(self) -> TieredRun:
+        """The same run without any choice of copies."""
+        view = copy(self)
+        view.choice = Choice()
+        return view
+
+    def _is_damage(self, copies: Sequence[int]) -> bool:
+        """True if the first tier is damaged by the loss of a file of which other tiers have copies.
+
+        Args:
+            copies: numbers of these tiers.
+        """
+        return 0 not in copies
 
     def note_lost_files(self, folder: str, manifest: Manifest) -> None:
         """Records files of a step that are read from a farther tier than its manifest."""
@@ -297,6 +339,8 @@ class TieredRun:
         """The time of the manifest of a tier. A damaged one counts as the earliest."""
         try:
             return read_manifest(self._places[tier]).time
+        except NotCommittedError:  # removed meanwhile
+            return -math.inf
         except FormatError as error:
             others = [other for other in range(len(self._places)) if other != tier]
             self._leave_out(self._path, tier, error.message, damaged=self._is_damage(others))

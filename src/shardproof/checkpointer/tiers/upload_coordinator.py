@@ -16,6 +16,16 @@ and compares it with its digest.
 Note "Nothing is replaced by accident": the second tier may have another save of a step, by another job or
 from a branch that was given up. The step is then uploaded only if its save was allowed to overwrite the step.
 Otherwise it is skipped with an error. A node that returns with an old disk replaces nothing.
+
+Note "Two jobs": two jobs may upload the same save of a step at once, for example if a job was started again
+and its earlier processes still run. Their files have the same names and bytes. So an upload deletes no file
+of the second tier. It writes a draft, which takes the place of the file in one step. One of the jobs
+publishes the manifest. Then it removes the drafts that killed uploads left. A rank of another job whose draft
+is gone finds the whole file. Of two different saves, one is committed, and the upload of the other fails.
+
+Note "One line of steps": after a rollback, the second tier may have steps that are newer than the one that
+was saved or restored last. They were given up. As in the first tier (see `retention`), they stay, and do not
+displace the steps of the run that continues. Those that still wait are uploaded as without a rollback.
 """
 
 from __future__ import annotations
@@ -61,7 +71,7 @@ from shardproof.format import (
 from shardproof.loading import from_rank
 from shardproof.maintenance import read_whole_index
 from shardproof.saving import publish
-from shardproof.storage import Storage
+from shardproof.storage import Storage, map_requests
 
 __all__ = ["UploadCoordinator"]
 
@@ -90,6 +100,8 @@ class UploadCoordinator:
         self._first, self._second = first, second
         self._keep, self._bandwidth = keep, bandwidth
         self._damaged_before = damaged
+        self.position: int | None = None
+        """The step that was saved or restored last (note "One line of steps"); None: all steps count."""
         self._facts = StepFacts(second, self._holder)
         self._stored: dict[int, bytes] = {}
         """Steps of the second tier as the last round saw them, to their seals."""
@@ -141,6 +153,7 @@ class UploadCoordinator:
             self._give_up_damaged(step, seal, from_rank(rank, len(reports), error))
             return self._answer(requests, reports)
         self._publish(upload)
+        self._remove_drafts(upload)
         self._under_way = None
         self._there[step] = seal
         self._stored = {**self._stored, step: seal}
@@ -148,12 +161,13 @@ class UploadCoordinator:
         if self._references is not None:
             self._references.add(step_name(step), upload.manifest)
         _log.info("%s: step %d is on %s", self._first.location, step, self._second.location)
-        if self._keep is not None:
+        newest = max(self._in_line(self._stored), default=None)
+        if self._keep is not None and newest is not None:
             self._references = None
             removed = retain(
                 self._second,
                 self._keep,
-                max(self._there),
+                newest,
                 damaged=lambda step: False,
                 is_proved=lambda step: True,
                 facts=self._facts,
@@ -171,7 +185,7 @@ class UploadCoordinator:
     def _answer(self, requests: Sequence[UploadRequest], reports: Sequence[UploadReport]) -> list[bytes]:
         pending, reasons = self._pending(requests)
         while pending and self._under_way is None:
-            newest = max(pending)
+            newest = max(self._in_line(pending) or pending)
             self._under_way = self._read(newest, pending[newest])
             if self._under_way is None:  # without it, keep_then may keep an older one
                 pending, reasons = self._pending(requests)
@@ -252,17 +266,12 @@ class UploadCoordinator:
             run: the run in the tier.
             only: steps that matter; None: all.
         """
-        found = {}
-        for name in run.folders():
-            step = parse_step(name)
-            if step is None or (only is not None and step not in only):
-                continue
-            if run is self._first and step in self._damaged_before:
-                continue
-            seal = read_seal(run.within(name))
-            if seal is not None:
-                found[step] = seal
-        return found
+        names = {step: name for name in run.folders() if (step := parse_step(name)) is not None}
+        steps = [step for step in names if only is None or step in only]
+        if run is self._first:
+            steps = [step for step in steps if step not in self._damaged_before]
+        seals = map_requests(run, lambda step: read_seal(run.within(names[step])), steps)
+        return {step: seal for step, seal in zip(steps, seals, strict=True) if seal is not None}
 
     def _kept(self, there: Iterable[int], pending: Iterable[int]) -> set[int]:
         """The steps of both tiers that the policy of the second tier keeps."""
@@ -271,9 +280,23 @@ class UploadCoordinator:
             return set(steps)
         for step in pending:
             self._facts.forget(step)  # it may have been saved again
-        selected, unreadable = self._facts.select(self._keep, steps)
         pinned = {step for step in pending if read_pin(self._first.within(step_name(step))) is not None}
-        return {*selected, *unreadable, *pinned, steps[-1]}
+        line = self._in_line(steps)
+        if line == steps:
+            return pinned | self._selected(line)
+        return pinned | self._selected(line) | (self._selected(steps) - set(line))
+
+    def _in_line(self, steps: Iterable[int]) -> list[int]:
+        """The steps that were not given up by a rollback (note "One line of steps")."""
+        position = self.position
+        return [step for step in steps if position is None or step <= position]
+
+    def _selected(self, steps: Sequence[int]) -> set[int]:
+        """The steps that the policy keeps of these, which ascend. The newest is one of them."""
+        if self._keep is None or not steps:
+            return set(steps)
+        selected, unreadable = self._facts.select(self._keep, steps)
+        return {*selected, *unreadable, steps[-1]}
 
     def _holder(self, step: int) -> Storage:
         """The tier whose manifest of a step counts for the policy: the first for a step that waits."""
@@ -351,15 +374,27 @@ class UploadCoordinator:
                 advice="The ranks copied this file, but rank 0 does not see it: check that all ranks see one "
                 "second tier",
             )
-        if target.size(manifest.index.name) is not None:
-            target.delete(manifest.index.name)  # of a killed upload
+        target.publish(manifest.index.name, upload.index, replace=True)
         try:
-            publish(target, manifest, upload.index, overwrite=upload.replace, text=upload.text)
+            publish(target, manifest, None, overwrite=upload.replace, text=upload.text)
         except AlreadyCommittedError:
             if read_seal(target) != _seal_of(upload.text):
                 raise
+            _log.warning("%s: another job has uploaded this save at the same time", target.location)
         if read_pin(source) is not None:
             target.publish(PINNED_NAME, source.read(PINNED_NAME), replace=True)
+
+    def _remove_drafts(self, upload: _UnderWay) -> None:
+        """Removes what killed uploads left of the files of a step. A failure only wastes space."""
+        try:
+            for folder in {record.folder or step_name(upload.step) for record in upload.manifest.files}:
+                place = self._second.within(folder)
+                whole = {record.name for record in upload.manifest.files}
+                for name in place.list("shards"):
+                    if name.endswith(".tmp") and name.rsplit(".", 2)[0] in whole:
+                        place.delete(name)
+        except StorageError as error:
+            _log.warning("%s: files of killed uploads stay: %s", self._second.location, error)
 
 
 @dataclass(frozen=True, slots=True)

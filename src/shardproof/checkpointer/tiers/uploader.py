@@ -41,7 +41,7 @@ from shardproof.format import FileRecord, size_fault
 from shardproof.maintenance import copy_shard_file
 from shardproof.rendezvous import MeetingSequence, Rendezvous
 from shardproof.saving import Progress, Workers, unfinished
-from shardproof.storage import Storage
+from shardproof.storage import ReplacingStorage, Storage
 
 __all__ = ["Uploader"]
 
@@ -95,6 +95,8 @@ class Uploader:
         self._requests: list[UploadRequest] = []
         self._rounds = 0
         """Rounds that are scheduled and not over."""
+        self._failure: ShardproofError | None = None
+        """The failure of the last round."""
 
     def prepare(self) -> None:
         """Names the rendezvous of the uploads and starts the thread, once in a process. All ranks call it.
@@ -111,6 +113,7 @@ class Uploader:
         self._meetings = self._rendezvous.beside(f"upload/{name}")
         self._workers = Workers("shardproof-tiers", 1)
         self._changed, self._requests, self._rounds = threading.Condition(), [], 0
+        self._failure = None
         self._process = os.getpid()
 
     def committed(self, request: UploadRequest, step: int, attempt: str) -> None:
@@ -118,10 +121,15 @@ class Uploader:
         request.step, request.attempt = step, attempt
         with self._changed:
             self._requests.append(request)
-        self.begin_round()
+        self.begin_round(step)
 
-    def begin_round(self) -> None:
-        """Begins a round of uploads of all steps that wait. All ranks call it; returns at once."""
+    def begin_round(self, step: int | None) -> None:
+        """Begins a round of uploads of all steps that wait. All ranks call it; returns at once.
+
+        Args:
+            step: the step that was saved or restored; None if the run has none.
+        """
+        self._coordinator.position = step
         self._meetings.deadline = self._rendezvous.deadline  # it may have changed
         self._patience = 2 * self._rendezvous.deadline
         with self._changed:
@@ -156,12 +164,14 @@ class Uploader:
 
         Raises:
             TimeoutError: they are not.
-            ShardproofError: the last upload of a step failed.
+            ShardproofError: the last round failed, or the last upload of a step.
         """
         if self._process != os.getpid():
             return
         self._wait_until(lambda: self._rounds == 0, timeout, "the steps of this run")
-        failed = next((one.error for one in self._requests if one.error and not one.is_over), None)
+        failed = self._failure
+        if failed is None:
+            failed = next((one.error for one in self._requests if one.error and not one.is_over), None)
         if failed is not None:
             raise type(failed)(failed.message, **failed.details)
 
@@ -209,6 +219,7 @@ class Uploader:
             )
         with self._changed:
             self._rounds -= 1
+            self._failure = failure
             if failure is not None and self._rounds == 0:  # else the next round tries it now
                 for one in self._requests:
                     if not one.is_over:
@@ -284,11 +295,13 @@ class Uploader:
     def _copy_file(self, record: FileRecord, moving: Callable[[int], None], piece: int) -> None:
         target = self._second.within(record.folder)
         try:
-            if target.size(record.name) is not None:  # of a killed upload
-                if self._is_whole(target, record):
-                    return
-                target.delete(record.name)
-            self._copy_first_whole(record, target, moving, piece)
+            if self._is_whole(target, record):
+                return  # of a killed upload, or of another job
+            try:
+                self._copy_first_whole(record, target, moving, piece)
+            except StorageError:
+                if not self._is_whole(target, record):  # another job has not written it meanwhile
+                    raise
         finally:
             target.close()
 
@@ -303,7 +316,12 @@ class Uploader:
         damage: ShardproofError | None = None
         for source in copies_of(self._first.within(record.folder), record.name):
             try:
-                copy_shard_file(source, record, target.create(record.name), moving, piece_bytes=piece)
+                sink = (
+                    target.replace(record.name)
+                    if isinstance(target, ReplacingStorage)
+                    else target.create(record.name)
+                )
+                copy_shard_file(source, record, sink, moving, piece_bytes=piece)
             except ShardproofError as error:
                 if not _is_of_source(error, source, record):
                     raise
@@ -318,8 +336,10 @@ class Uploader:
         raise damage
 
     def _is_whole(self, target: Storage, record: FileRecord) -> bool:
-        """True if a file on the second tier has the right bytes, and is durable."""
+        """True if a file is on the second tier, has the right bytes, and is durable."""
         try:
+            if target.size(record.name) is None:
+                return False
             copy_shard_file(target, record, None, lambda count: self._progress.moved())
         except (CorruptChunkError, FormatError, StorageError):
             return False
