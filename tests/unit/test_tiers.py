@@ -278,10 +278,11 @@ def test_damage_of_the_first_tier_is_not_uploaded(what: str, near: Path, far: Pa
         assert verify(LocalStorage(far / f"step-0000000{step}")).ok
 
 
-def test_a_manifest_that_is_cut_on_the_second_tier_is_written_again(near: Path, far: Path) -> None:
+@pytest.mark.parametrize("left", [0, 100])
+def test_a_manifest_that_is_cut_on_the_second_tier_is_written_again(left: int, near: Path, far: Path) -> None:
     checkpointer(near, far).save(1, state(1)).durable(WAIT)
     manifest = far / "step-00000001" / "manifest.json"
-    manifest.write_bytes(manifest.read_bytes()[:100])
+    manifest.write_bytes(manifest.read_bytes()[:left])
     run = checkpointer(near, far)
     restored = assert_restores(run, 1)
     (passed,) = restored.passed_over
