@@ -198,6 +198,7 @@ def test_a_job_that_dies_in_its_upload_takes_no_file_of_another_job(tmp_path: Pa
 
     def script(job: Job) -> None:
         job.until_held(0, "half")
+        job.until_held(1, "begin")
         job.go(1)
         job.until_held(1, "end")
         job.go(0)

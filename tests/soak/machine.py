@@ -499,9 +499,8 @@ class RunMachine(RuleBasedStateMachine):
         elif step is None:
             assert expected is None or number >= expected, f"restored {number}, and {expected} is whole"
         self._right_values(number, targets)
-        if step is None:
-            self._passed_over(restored)
-            model.seen_bad |= {item.step for item in restored.passed_over if item.damaged}
+        self._passed_over(restored)
+        model.seen_bad |= {item.step for item in restored.passed_over if item.damaged}
         if self.disk.failed is None:
             self._restored_from(restored).steps[number].sure = True  # a restore flushes the step
             self.unsure.discard(number)

@@ -278,6 +278,19 @@ def test_damage_of_the_first_tier_is_not_uploaded(what: str, near: Path, far: Pa
         assert verify(LocalStorage(far / f"step-0000000{step}")).ok
 
 
+@pytest.mark.parametrize("left", [0, 100])
+def test_a_manifest_that_is_cut_on_the_second_tier_is_written_again(left: int, near: Path, far: Path) -> None:
+    checkpointer(near, far).save(1, state(1)).durable(WAIT)
+    manifest = far / "step-00000001" / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes()[:left])
+    run = checkpointer(near, far)
+    restored = assert_restores(run, 1)
+    (passed,) = restored.passed_over
+    assert (passed.tier, passed.damaged) == (str(far), False)  # a save of this step must not replace it
+    run.wait_for_uploads(WAIT)
+    assert files(near) == files(far)
+
+
 def test_a_damaged_step_takes_no_place_on_the_second_tier(near: Path, far: Path) -> None:
     for step in (1, 2):
         alone(near).save(step, state(step)).result()
