@@ -91,6 +91,8 @@ def test_checkpoint_callbacks_of_lightning_save_through_our_checkpoint_io(tmp_pa
     compare = SCRIPTS / "compare_lightning.py"
     saved = [theirs / "step=4.ckpt", run / "step=4.ckpt"]
     assert "equal: 16 tensors" in train("torch", compare, "callbacks", *saved, nproc=1)
+    with pytest.raises(AssertionError, match="holds no committed checkpoint"):
+        train("torch", compare, "callbacks", run / "step=6.ckpt", nproc=1)
     restored = [tmp_path / "from-theirs", tmp_path / "from-ours"]
     for old, new in zip(saved, restored, strict=True):
         train("torch", SCRIPT, LIGHTNING, "ddp", "io", run, new, old, nproc=2, RESTORED="1")

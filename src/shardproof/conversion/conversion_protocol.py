@@ -17,7 +17,6 @@ from typing import Literal
 import msgspec
 
 from shardproof import events
-from shardproof.conversion.destination import BucketDestination
 from shardproof.conversion.executors import (
     Executor,
     InlineExecutor,
@@ -163,7 +162,9 @@ class _Conversion:
         self._resumed = len(self._work.plan.writer.units) - len(units)
         largest_first = sorted(units, key=lambda at: -self._work.plan.writer.units[at].nbytes)
         share = largest_first[self._ranks.rank :: self._ranks.world_size]
-        self._total = self._passes * sum(self._work.plan.writer.units[at].nbytes for at in share)
+        self._total = self._work.folder.destination.passes * sum(
+            self._work.plan.writer.units[at].nbytes for at in share
+        )
         with self._phase("write"):
             for _ in self._workers(len(share)).run([WriteTask(at) for at in share], self._moved):
                 pass
@@ -233,11 +234,6 @@ class _Conversion:
             (*read_notes, *plan.writer.notes),
             dry_run,
         )
-
-    @property
-    def _passes(self) -> int:
-        """How often the bytes are moved: written and verified, and to an object store sent and compared."""
-        return 4 if isinstance(self._work.folder.destination, BucketDestination) else 2
 
     def _workers(self, tasks: int) -> Executor:
         """The executor, with as many workers as are of use for some tasks."""

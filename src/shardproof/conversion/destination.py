@@ -17,9 +17,11 @@ import hashlib
 import logging
 import os
 import stat
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import ClassVar
 
 from shardproof._utils.humanize import listed
 from shardproof.errors import AlreadyCommittedError, StorageError, StructureError
@@ -45,36 +47,36 @@ _REQUESTS = 8
 """Requests of small files, and of comparisons, in flight."""
 
 
-class FolderDestination:
-    """A path of a file system.
+class Destination(ABC):
+    """The place of the new checkpoint. The coordinator calls `begin`, `publish` and `end`."""
 
-    Args:
-        path: of the new checkpoint.
-    """
+    passes: ClassVar[int]
+    """How often each byte of the new checkpoint is moved, from `begin` to `end`."""
+    location: str
+    is_file: bool
+    """True if the new checkpoint is one file."""
+    work_path: Path
+    """The work folder of conversions to this destination."""
+    space_advice: str
+    """What to do if the work folder has too little space."""
 
-    def __init__(self, path: str) -> None:
-        self._path = Path(os.path.abspath(path))
-        self.location = str(self._path)
-        self.is_file = _is_file_name(self._path.name)
-        """True if the new checkpoint is one file."""
-        self.work_path = self._path.with_name(f"{self._path.name}.converting")
-        """The work folder of conversions to this destination."""
-        self.space_advice = "choose a destination on another file system"
-
+    @abstractmethod
     def begin(self, digest: str) -> None:
-        """Raises if there is something at the destination.
+        """Checks that a conversion may write here.
 
         Args:
             digest: of the plan.
 
         Raises:
-            AlreadyCommittedError: there is.
+            AlreadyCommittedError: there is something at the destination.
+            StructureError: the destination has the objects of another plan.
+            StorageError: the bucket is missing, or does not accept the credentials or the object; or the work
+                folder cannot be made.
         """
-        if os.path.lexists(self._path):
-            raise _exists(self.location)
 
+    @abstractmethod
     def publish(self, files: LocalStorage, names: Sequence[str], last: str) -> None:
-        """Moves the new checkpoint to its place.
+        """Makes the new checkpoint visible.
 
         Args:
             files: where its files are.
@@ -83,8 +85,37 @@ class FolderDestination:
 
         Raises:
             AlreadyCommittedError: something appeared at the destination meanwhile.
-            StorageError: the file system failed.
+            StorageError: the storage failed, or the last object has other bytes than the file.
         """
+
+    @abstractmethod
+    def end(self) -> None:
+        """Removes what `begin` left beside the checkpoint, after the work folder."""
+
+
+class FolderDestination(Destination):
+    """A path of a file system.
+
+    Args:
+        path: of the new checkpoint.
+    """
+
+    passes = 2  # written and verified
+
+    def __init__(self, path: str) -> None:
+        self._path = Path(os.path.abspath(path))
+        self.location = str(self._path)
+        self.is_file = _is_file_name(self._path.name)
+        self.work_path = self._path.with_name(f"{self._path.name}.converting")
+        self.space_advice = "choose a destination on another file system"
+
+    def begin(self, digest: str) -> None:
+        """Raises if there is something at the destination; see `Destination.begin`."""
+        if os.path.lexists(self._path):
+            raise _exists(self.location)
+
+    def publish(self, files: LocalStorage, names: Sequence[str], last: str) -> None:
+        """Moves the new checkpoint to its place; see `Destination.publish`."""
         source = self.work_path / FILES
         publish_path(source / names[0] if self.is_file else source, self._path)
 
@@ -92,7 +123,7 @@ class FolderDestination:
         """Does nothing: the work folder was all."""
 
 
-class BucketDestination:
+class BucketDestination(Destination):
     """A prefix of an object store, or one object.
 
     Args:
@@ -103,6 +134,8 @@ class BucketDestination:
         StructureError: it names a whole bucket.
         StorageError: it is not valid.
     """
+
+    passes = 4  # written and verified, sent and compared
 
     def __init__(self, url: str, temporary: str) -> None:
         self._folder = ObjectStorage(url)
@@ -116,24 +149,12 @@ class BucketDestination:
         self._mark = f"{self._name}.converting"
         """Name of the object beside."""
         self.is_file = _is_file_name(self._name)
-        """True if the new checkpoint is one object."""
         name = hashlib.sha256(self.location.encode()).hexdigest()[:32]
         self.work_path = Path(temporary) / f"shardproof-{name}.converting"
-        """The work folder of conversions to this destination."""
         self.space_advice = "set TMPDIR to a folder of another file system"
 
     def begin(self, digest: str) -> None:
-        """Creates the object beside and the work folder; see note "The object beside".
-
-        Args:
-            digest: of the plan.
-
-        Raises:
-            AlreadyCommittedError: there is something at the destination.
-            StructureError: the destination has the objects of another plan.
-            StorageError: the bucket is missing, or does not accept the credentials or the object; or the work
-                folder cannot be made.
-        """
+        """Creates the object beside and the work folder; see note "The object beside"."""
         mark = f"{self._above.location}/{self._mark}"
         if self._above.size(self._mark) is None:
             if self._above.size(self._name) is not None or self._folder.list():
@@ -204,17 +225,7 @@ class BucketDestination:
         return (self._above, self._name) if self.is_file else (self._folder, name)
 
     def publish(self, files: LocalStorage, names: Sequence[str], last: str) -> None:
-        """Makes the new checkpoint visible. A checkpoint of one file is visible since its upload.
-
-        Args:
-            files: where its files are.
-            names: of its files.
-            last: name of the file that makes it visible.
-
-        Raises:
-            AlreadyCommittedError: another program published a checkpoint here, or wrote or removed objects.
-            StorageError: the last object has other bytes than the file, or the object store failed.
-        """
+        """Uploads the last file. A checkpoint of one file is visible since its upload."""
         if len(names) == 1:
             return
         if other := {*names} ^ {*self._folder.list(), last}:
@@ -230,7 +241,7 @@ class BucketDestination:
             raise self._differs(last, "other bytes")
 
     def end(self) -> None:
-        """Removes the object beside, after the work folder."""
+        """Removes the object beside; see `Destination.end`."""
         try:
             self._above.delete(self._mark)
         except StorageError as error:
@@ -244,9 +255,6 @@ class BucketDestination:
             "is not complete: remove the object, and repeat the conversion",
             file=file,
         )
-
-
-Destination = FolderDestination | BucketDestination
 
 
 def destination_at(location: str, temporary: str) -> Destination:

@@ -89,25 +89,25 @@ def referred(places: Iterable[tuple[str, Storage]]) -> References:
     places = [(name, storage) for name, storage in places if name != _LOST_AND_FOUND]
     if not places:
         return found
-    for (name, _), manifest in zip(places, map_requests(places[0][1], _referring, places), strict=True):
-        if isinstance(manifest, Manifest):
+    looks = map_requests(places[0][1], _referring_manifest, places)
+    for (name, _), (manifest, is_unknown) in zip(places, looks, strict=True):
+        if manifest is not None:
             found.add(name, manifest)
-        elif manifest is None:
+        elif is_unknown:
             found.unknown.append(name)
     return found
 
 
-def _referring(place: tuple[str, Storage]) -> Manifest | bool | None:
-    """The manifest of a folder; False if there is none or it has no references; None if it is unreadable."""
+def _referring_manifest(place: tuple[str, Storage]) -> tuple[Manifest | None, bool]:
+    """The manifest of a folder, if it may have references; and True if a manifest cannot be read."""
     name, storage = place
     try:
-        return read_manifest(storage) if _may_refer(storage) else False
+        return (read_manifest(storage) if _may_refer(storage) else None), False
     except NotCommittedError:
-        return False
+        return None, False
     except (FormatError, StorageError) as error:
-        if error.details.get("lost_link") and STEP_FOLDER.fullmatch(name) is None:
-            return False
-        return False if _is_foreign(storage) else None
+        is_lost_link = error.details.get("lost_link") and STEP_FOLDER.fullmatch(name) is None
+        return None, not is_lost_link and not _is_foreign(storage)
 
 
 def references_in(run: Storage, *, without: Collection[str] = ()) -> References:

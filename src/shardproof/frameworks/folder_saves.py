@@ -32,6 +32,7 @@ __all__ = [
     "FolderSaves",
     "Value",
     "is_committed",
+    "local_path",
     "newest_committed",
     "numbered_folders",
     "remove_folder",
@@ -129,13 +130,14 @@ class FolderSaves:
             then: called on this rank after the commit, such as a rotation. Not called if the save fails.
 
         Raises:
+            ValueError: `folder` is a URL.
             ShardproofError: see `shardproof.save`; or the failure of the previous save.
         """
+        storage, after = LocalStorage(local_path(folder)), partial(self._committed, then)
         saver = self._connected()
         saver.settle()  # the previous save has called `_committed`, or failed
         with self._lock:
             self._uncommitted = True
-        storage, after = LocalStorage(os.path.abspath(folder)), partial(self._committed, then)
         saver.begin(storage, state, step=step, overwrite=True, after=after)
         if not self._background:
             saver.wait()
@@ -149,11 +151,12 @@ class FolderSaves:
             options: see `shardproof.load`.
 
         Raises:
+            ValueError: `folder` is a URL.
             ShardproofError: see `shardproof.load`.
         """
+        source = LocalStorage(local_path(folder))
         self._connected().settle()
         assert self._rendezvous is not None
-        source = LocalStorage(os.path.abspath(folder))
         with self._rendezvous.operation(f"load {source.location}"):
             return load_from(source, state, self._rendezvous, Options(**options, format="shardproof"))
 
@@ -269,6 +272,25 @@ def numbered_folders(folder: str | os.PathLike[str], name: re.Pattern[str]) -> l
     names = os.listdir(folder) if os.path.isdir(folder) else []
     matches = filter(None, map(name.fullmatch, names))
     return sorted((int(match[1]), os.path.join(folder, match[0])) for match in matches)
+
+
+def local_path(folder: str | os.PathLike[str]) -> str:
+    """The absolute path of a checkpoint that a framework names.
+
+    Args:
+        folder: a path.
+
+    Raises:
+        ValueError: it is a URL, which would become a path below the current folder.
+
+    Example:
+        >>> local_path("s3://bucket/run")
+        Traceback (most recent call last):
+        ValueError: s3://bucket/run is a URL, and this adapter saves to folders: give the path of a folder
+    """
+    if "://" in os.fspath(folder):
+        raise ValueError(f"{folder} is a URL, and this adapter saves to folders: give the path of a folder")
+    return os.path.abspath(folder)
 
 
 def is_committed(folder: str | os.PathLike[str]) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 import shardproof as sp
-from shardproof.frameworks.folder_saves import Value, is_committed, remove_folder
+from shardproof.frameworks.folder_saves import Value, local_path, remove_folder
 
 __all__ = ["LIGHTNING", "ShardproofCheckpointIO"]
 
@@ -30,11 +30,12 @@ TorchCheckpointIO: Any = _plugins.TorchCheckpointIO
 class ShardproofCheckpointIO(CheckpointIO):
     """Writes what Lightning collects as a folder of shardproof, committed as a whole and verified by loads.
 
-    Lightning calls it on rank 0 alone, with the state of rank 0, and waits for it. `ShardproofCheckpoint`
-    saves in the background, by all ranks, and their random states and data loaders, too. Prefer it.
+    Lightning calls it on rank 0 alone, with the state of rank 0, and waits for it. Prefer
+    `ShardproofCheckpoint`: each rank saves its part in the background, with its random states and the
+    positions of its data loaders.
 
     `ModelParallelStrategy` and `FSDPStrategy` write sharded checkpoints without a call of a `CheckpointIO`.
-    With them, use `ShardproofCheckpoint`.
+    Use `ShardproofCheckpoint` with the former. It does not support the latter.
 
     Example:
         >>> from shardproof.frameworks.lightning import ShardproofCheckpointIO  # doctest: +SKIP
@@ -53,6 +54,7 @@ class ShardproofCheckpointIO(CheckpointIO):
 
         Raises:
             TypeError: `storage_options` is given.
+            ValueError: `path` is a URL.
             ShardproofError: see `shardproof.save`. Lightning's other ranks then wait until its process group
                 gives up.
         """
@@ -61,7 +63,7 @@ class ShardproofCheckpointIO(CheckpointIO):
         rest = dict(checkpoint)
         weights = rest.pop("state_dict")
         sp.save(
-            os.path.abspath(path),
+            local_path(path),
             {"state_dict": _Weights(weights), "lightning": Value(rest)},
             step=rest.get("global_step"),
             overwrite=True,
@@ -86,7 +88,7 @@ class ShardproofCheckpointIO(CheckpointIO):
             TypeError: `map_location` is no device.
             ShardproofError: see `shardproof.load`.
         """
-        if not os.path.isdir(path) or not is_committed(path):
+        if not os.path.isdir(path):
             options = {} if weights_only is None else {"weights_only": weights_only}
             plain: dict[str, Any] = TorchCheckpointIO().load_checkpoint(path, map_location, **options)
             return plain
@@ -94,7 +96,7 @@ class ShardproofCheckpointIO(CheckpointIO):
             raise TypeError(f"map_location={map_location!r}: pass a device, or None for the CPU")
         weights, rest = _Weights(), Value()
         sp.load(
-            os.path.abspath(path),
+            local_path(path),
             {"state_dict": weights, "lightning": rest},
             rendezvous=sp.rendezvous.LocalRendezvous(),
         )
@@ -112,7 +114,7 @@ class ShardproofCheckpointIO(CheckpointIO):
         Args:
             path: the folder or file.
         """
-        remove_folder(os.path.abspath(path))
+        remove_folder(local_path(path))
 
 
 class _Weights(Value):

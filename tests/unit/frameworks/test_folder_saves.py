@@ -117,3 +117,13 @@ def test_scores_that_come_and_go_are_no_keys(tmp_path: Path) -> None:
         saves.save(tmp_path / f"{step}", {"rest": Value({"best": {f"step={step}": torch.tensor(0.5)}})})
     with sp.open(tmp_path / "1") as first, sp.open(tmp_path / "2") as second:
         assert list(first) == list(second) == ["rest"]
+
+
+def test_a_url_is_refused_and_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a path it would be a folder below the current one."""
+    monkeypatch.chdir(tmp_path)
+    saves = FolderSaves()
+    for call in (saves.save, saves.load):
+        with pytest.raises(ValueError, match="s3://bucket/run is a URL"):
+            call("s3://bucket/run", state())
+    assert list(tmp_path.iterdir()) == []
