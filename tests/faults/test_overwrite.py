@@ -95,10 +95,10 @@ def test_dying_at_any_file_operation_leaves_the_old_or_the_new(
 def refused_then_replaced(root: str) -> list[Any]:
     checkpointer = sp.Checkpointer(root, rendezvous=rendezvous(deadline=10.0))
     checkpointer.save(STEP, plain_state(rank(), world_size(), 1)).result()
-    kept = checkpointer._storage
+    kept = checkpointer._run.storage
     changes = ("create", "write_at", "finish", "publish", "delete")
     watched = FaultyStorage(kept, only=changes)
-    checkpointer._storage = watched  # type: ignore[assignment]
+    checkpointer._run.storage = watched  # type: ignore[assignment]
     refused = attempt(lambda: checkpointer.save(STEP, plain_state(rank(), world_size(), 2)).result())
     operations = list(watched.operations)
     reach("refused")

@@ -98,13 +98,13 @@ class Run:
     @contextmanager
     def faulty(self, at: int | None, fault: Any, *only: str, after: bool = False) -> Iterator[FaultyStorage]:
         """Saves go through a storage with a fault."""
-        kept = self.checkpointer._storage
+        kept = self.checkpointer._run.storage
         storage = FaultyStorage(kept, at, fault, only=only, after=after)
-        self.checkpointer._storage = storage  # type: ignore[assignment]
+        self.checkpointer._run.storage = storage  # type: ignore[assignment]
         try:
             yield storage
         finally:
-            self.checkpointer._storage = kept
+            self.checkpointer._run.storage = kept
 
 
 def collect_fails(run: Run, who: int) -> Callable[[int], Any]:

@@ -61,15 +61,15 @@ def save_three(root: str, point: str) -> list[Any]:
     checkpointer = checkpointer_at(root)
     with without_haste(checkpointer):
         checkpointer.save(1, plain_state(rank(), world_size(), 1)).result()
-    kept = checkpointer._storage
+    kept = checkpointer._run.storage
     if point == "before":
         reach(point)
     else:
         operation, _, when = point.partition(" ")
         storage = FaultyStorage(kept, 0, lambda *_: reach(point), only=(operation,), after=when == "done")
-        checkpointer._storage = storage  # type: ignore[assignment]
+        checkpointer._run.storage = storage  # type: ignore[assignment]
     said = attempt(lambda: checkpointer.save(2, plain_state(rank(), world_size(), 2)).result())
-    checkpointer._storage = kept
+    checkpointer._run.storage = kept
     reach("again")
     with without_haste(checkpointer):
         wrong = restored(checkpointer, 1)
@@ -133,8 +133,8 @@ def save_then_lose_one(root: str, point: str) -> Said:
     with without_haste(checkpointer):
         checkpointer.save(1, plain_state(rank(), world_size(), 1)).result()
     operation, _, when = point.partition(" ")
-    checkpointer._storage = FaultyStorage(  # type: ignore[assignment]
-        checkpointer._storage, 0, lambda *_: reach(point), only=(operation,), after=when == "done"
+    checkpointer._run.storage = FaultyStorage(  # type: ignore[assignment]
+        checkpointer._run.storage, 0, lambda *_: reach(point), only=(operation,), after=when == "done"
     )
     return attempt(lambda: checkpointer.save(2, plain_state(rank(), world_size(), 2)).result())
 
@@ -211,7 +211,7 @@ def one_writes_slowly(root: str, slow: int) -> Said:
     state = {"large": rows(whole((6 * 1024, 2), 1), 0, 6 * 1024 if rank() == slow else 0)}
     if rank() == slow:
         checkpointer._saver._own_cache().buffers = BufferPool(4096, 3)
-        checkpointer._storage = Gated(checkpointer._storage)  # type: ignore[assignment]
+        checkpointer._run.storage = Gated(checkpointer._run.storage)  # type: ignore[assignment]
     return attempt(lambda: checkpointer.save(1, state).result())
 
 
@@ -243,8 +243,8 @@ def one_hangs(root: str) -> Said:
     with without_haste(checkpointer):
         checkpointer.save(1, plain_state(rank(), world_size(), 1)).result()
     if rank() == 1:
-        checkpointer._storage = FaultyStorage(  # type: ignore[assignment]
-            checkpointer._storage, 0, lambda *_: reach("a write"), only=("write_at",)
+        checkpointer._run.storage = FaultyStorage(  # type: ignore[assignment]
+            checkpointer._run.storage, 0, lambda *_: reach("a write"), only=("write_at",)
         )
     return attempt(lambda: checkpointer.save(2, plain_state(rank(), world_size(), 2)).result())
 

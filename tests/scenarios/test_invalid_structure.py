@@ -92,10 +92,10 @@ def save_invalid_then_valid(root: str) -> dict[str, Said]:
     for number, (name, (spoil, _, _)) in enumerate(INVALID.items()):
         state = plain_state(rank(), world_size(), number)
         spoil(state)
-        watched = FaultyStorage(checkpointer._storage, only=CHANGES_STORAGE)
-        kept, checkpointer._storage = checkpointer._storage, watched  # type: ignore[assignment]
+        watched = FaultyStorage(checkpointer._run.storage, only=CHANGES_STORAGE)
+        kept, checkpointer._run.storage = checkpointer._run.storage, watched  # type: ignore[assignment]
         one = attempt(lambda state=state, step=2 * number: checkpointer.save(step, state).result())  # type: ignore[misc]
-        checkpointer._storage = kept
+        checkpointer._run.storage = kept
         one.after["operations"] = watched.operations
         checkpointer.save(2 * number + 1, plain_state(rank(), world_size(), number)).result()
         target = blanked(plain_state(rank(), world_size(), 0))

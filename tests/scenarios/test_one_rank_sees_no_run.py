@@ -37,7 +37,11 @@ def restore(nodes: str, options: dict[str, Any], failing: int = -1, code: int = 
     try:
         return {"step": checkpointer.restore(state, **options), "w": state["w"][0].item()}
     except sp.ShardproofError as error:
-        return {"error": error.to_wire(), "w": state["w"][0].item(), "damaged": checkpointer._damaged}
+        return {
+            "error": error.to_wire(),
+            "w": state["w"][0].item(),
+            "damaged": {item.step for item in checkpointer.passed_over if item.damaged},
+        }
 
 
 def _fail_first_listing(code: int) -> None:

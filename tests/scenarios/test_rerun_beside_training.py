@@ -117,7 +117,7 @@ def train(kind: str, folder: str, faulty: bool) -> dict[str, Any]:
     with process_group():
         trainer, runs, going_on = Trainer(kind), 0, threading.Event()
         checkpointer = sp.Checkpointer(folder)
-        storage: Any = checkpointer._storage
+        storage: Any = checkpointer._run.storage
         data = rerun.ReplayableIterator(batches())
         machine = rerun.RerunMachine(
             inject=Second("transient", steps=[FAULT], ranks=[1]) if faulty else None,
@@ -143,13 +143,13 @@ def train(kind: str, folder: str, faulty: bool) -> dict[str, Any]:
                 norms.append(float(loss))
                 trainer.apply()
                 if step + 1 == SAVED:
-                    checkpointer._storage = FaultyStorage(
+                    checkpointer._run.storage = FaultyStorage(
                         storage, 0, lambda *_: going_on.wait(30), only=("write_at",)
                     )
                     if not faulty:
                         going_on.set()
                     pending = checkpointer.save(SAVED, state)
-                    checkpointer._storage = storage
+                    checkpointer._run.storage = storage
                     saved = trainer.digest()
         pending.result()
         end = trainer.digest()

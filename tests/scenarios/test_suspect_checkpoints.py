@@ -99,11 +99,11 @@ def _settle(root: str, point: str) -> tuple[Said, list[int]]:
     """Settles while the coordinator's publishing reaches a point."""
     checkpointer = at(root)
     checkpointer._rendezvous.deadline = 4.0
-    kept = checkpointer._storage
+    kept = checkpointer._run.storage
     if rank() == 0:
         operation, _, when = point.partition(" ")
         storage = FaultyStorage(kept, 0, lambda *_: reach(point), only=(operation,), after=when == "done")
-        checkpointer._storage = storage  # type: ignore[assignment]
+        checkpointer._run.storage = storage  # type: ignore[assignment]
     said = attempt(lambda: checkpointer.settle_suspect(2, "transient fault"))
     return said, checkpointer.suspects()
 
@@ -140,7 +140,7 @@ def _refused(root: str) -> tuple[Said, list[int]]:
     checkpointer = at(root)
     if rank() == 0:
         full = sp.StorageError("no space left", errno="ENOSPC")
-        checkpointer._storage = FaultyStorage(checkpointer._storage, 0, full, only=("publish",))  # type: ignore[assignment]
+        checkpointer._run.storage = FaultyStorage(checkpointer._run.storage, 0, full, only=("publish",))  # type: ignore[assignment]
     return attempt(lambda: checkpointer.settle_suspect(2, "transient fault")), checkpointer.suspects()
 
 
@@ -172,8 +172,8 @@ def _dies(root: str) -> Said:
     checkpointer = at(root)
     checkpointer._rendezvous.deadline = 1.5
     if rank() == 1:
-        kept = checkpointer._storage
-        checkpointer._storage = FaultyStorage(kept, 0, lambda *_: reach("write"), only=("write_at",))  # type: ignore[assignment]
+        kept = checkpointer._run.storage
+        checkpointer._run.storage = FaultyStorage(kept, 0, lambda *_: reach("write"), only=("write_at",))  # type: ignore[assignment]
     return attempt(lambda: checkpointer.save(5, state(5), suspect=True).result())
 
 
@@ -199,11 +199,11 @@ def test_a_suspect_whose_save_died_is_no_checkpoint_and_is_saved_again(tmp_path:
 def _held(root: str) -> list[int]:
     """Settles a suspect whose save is still under way on all ranks: that comes first."""
     checkpointer = at(root)
-    kept = checkpointer._storage
+    kept = checkpointer._run.storage
     if rank() == 0:
-        checkpointer._storage = FaultyStorage(kept, 0, lambda *_: reach("commit"), only=("publish",))  # type: ignore[assignment]
+        checkpointer._run.storage = FaultyStorage(kept, 0, lambda *_: reach("commit"), only=("publish",))  # type: ignore[assignment]
     checkpointer.save(4, state(4), suspect=True)
-    checkpointer._storage = kept
+    checkpointer._run.storage = kept
     checkpointer.settle_suspect(4, "transient fault")
     return checkpointer.suspects()
 

@@ -37,13 +37,13 @@ def save_as_one_of_two(root: str, point: str) -> Said:
     store = TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), None, is_master=False)
     meetings = StoreRendezvous(store, rank, 2, deadline=20.0, name=f"job-{job}")
     checkpointer = sp.Checkpointer(root, rendezvous=meetings)
-    kept = checkpointer._storage
+    kept = checkpointer._run.storage
     if rank == 0:
         storage = FaultyStorage(kept, 0, lambda *_: reach(point), only=(point,))
-        checkpointer._storage = storage  # type: ignore[assignment]
+        checkpointer._run.storage = storage  # type: ignore[assignment]
     salt = 10 * (job + 1)
     said = attempt(lambda: checkpointer.save(STEP, plain_state(rank, 2, salt)).result())
-    checkpointer._storage = kept
+    checkpointer._run.storage = kept
     winner = 10 * (job + 1) if not said.kind else 10 * (2 - job)
     reach("after")
     target = blanked(plain_state(rank, 2, 0))

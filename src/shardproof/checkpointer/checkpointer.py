@@ -6,43 +6,40 @@ import logging
 import operator
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-import msgspec
-
-from shardproof import events
+from shardproof.checkpointer.after_commit import AfterCommit
+from shardproof.checkpointer.confirm import confirm
 from shardproof.checkpointer.damage import Damage
 from shardproof.checkpointer.due_saves import DueSaves
-from shardproof.checkpointer.nodes import MissingCopies, NodeStorage, NodesView, join_nodes
+from shardproof.checkpointer.nodes import MissingCopies, NodeStorage, join_nodes
+from shardproof.checkpointer.open_run import OpenRun
 from shardproof.checkpointer.page_cache import NewestStep
-from shardproof.checkpointer.pins import Pin, pinned_steps, remove_pin, write_pin
-from shardproof.checkpointer.policies import KeepBest, Retention
+from shardproof.checkpointer.pins import Pin
+from shardproof.checkpointer.policies import Retention
 from shardproof.checkpointer.preemption import Preemption
 from shardproof.checkpointer.restore import Restore
 from shardproof.checkpointer.restored_step import RestoredStep
-from shardproof.checkpointer.retention import StepFacts, retain
+from shardproof.checkpointer.run_marks import change_pin, parse_argument, settle
 from shardproof.checkpointer.schedules import Schedule
 from shardproof.checkpointer.scrub import Scrub
-from shardproof.checkpointer.step_folders import StepFolder, parse_step, step_name
-from shardproof.checkpointer.step_selection import PassedOver, written_folders
-from shardproof.checkpointer.suspects import unsettled_suspects, write_settled
+from shardproof.checkpointer.step_selection import PassedOver
+from shardproof.checkpointer.suspects import unsettled_suspects
 from shardproof.checkpointer.tiers import (
-    TieredRun,
     Uploader,
     UploadRequest,
     check_node_local,
     open_tiers,
     tier_of,
 )
-from shardproof.errors import FormatError, NotCommittedError, StorageError, StructureError
-from shardproof.format import MANIFEST_NAME, read_manifest, shard_name
+from shardproof.errors import StructureError
 from shardproof.interop import foreign_of
 from shardproof.loading import Cast, LoadReport, Options, Patterns, ReadOnce, load_from
 from shardproof.reentrance import guarded, refuse_inside
-from shardproof.rendezvous import MeetingSequence, Rendezvous, check_deadline, check_group, connect
-from shardproof.saving import CheckReplicas, PendingSave, Saver, SaveResult, WhenBusy
+from shardproof.rendezvous import Rendezvous, check_deadline, check_group, connect
+from shardproof.saving import CheckReplicas, PendingSave, Saver, WhenBusy
 from shardproof.storage import LocalStorage, Location, Storage, is_url
 
 if TYPE_CHECKING:
@@ -189,48 +186,41 @@ class Checkpointer:
         """Report of the last `restore`."""
         self.passed_over: tuple[PassedOver, ...] = ()
         """Newer steps that the last `restore` passed over, with the reasons; newest first."""
-        self._keep = keep
-        self._damaged: set[int] = set()
-        """Steps that a restore passed over as damaged. A save of one of them replaces it."""
         first, second = open_tiers(root, then, keep_then, upload_bandwidth, storage_options)
         check_node_local(first, node_local, replicas)
         self._rendezvous = rendezvous or connect(deadline=deadline)
         self._found_rendezvous = rendezvous is None
-        self._nodes: NodeStorage | None = None
+        storage: Storage = first
         self._copies: MissingCopies | None = None
         if node_local and isinstance(first, LocalStorage):
-            self._nodes = NodeStorage(join_nodes(self._rendezvous, first, replicas))
-            self._copies = MissingCopies(self._nodes, self._rendezvous)
-        self._storage: Storage = first if self._nodes is None else self._nodes
-        self._runs: list[Storage] = [self._storage] if second is None else [self._storage, second]
-        """The run in each tier, nearest first."""
+            storage = NodeStorage(join_nodes(self._rendezvous, first, replicas))
+            self._copies = MissingCopies(storage, self._rendezvous)
+            if incremental and scrub is not None and self._rendezvous.rank == 0:
+                _log.warning(
+                    "%s: there is no scrub with node_local=True, because rank 0 does not have all files. Run "
+                    "`shardproof doctor FOLDER --scrub` on each node, and pass scrub=None",
+                    storage.location,
+                )
+        self._saver = Saver(self._rendezvous, host_memory_budget=host_memory_budget)
+        self._scrub = Scrub(storage, scrub if incremental else None, _is_saving(self._saver))
+        weakref.finalize(self, self._scrub.stop)
+        self._run = OpenRun(storage, second, self._rendezvous, self._saver, self._scrub)
+        self._keep = keep
         self._storage_options = storage_options
-        self._facts = StepFacts(self._storage)
         self._when_busy = when_busy
         self._stage_all = snapshot == "stage"
         self._incremental = incremental
         self._full_every = full_every
         self._check_replicas = check_replicas
-        self._newest = (
-            NewestStep(drop_older=not incremental, only_if_cheap=cache == "auto")
-            if cache != "none" and isinstance(first, LocalStorage)
-            else None
-        )
-        self._saver = Saver(self._rendezvous, host_memory_budget=host_memory_budget)
-        self._due = DueSaves(every, preemption, mtbf_hours, self._rendezvous, self._storage.location)
-        self._scrub = Scrub(self._storage, scrub if incremental else None, _is_saving(self._saver))
-        if self._nodes is not None and incremental and scrub is not None and self._rendezvous.rank == 0:
-            _log.warning(
-                "%s: there is no scrub with node_local=True, because rank 0 does not have all files. Run "
-                "`shardproof doctor FOLDER --scrub` on each node, and pass scrub=None",
-                self._storage.location,
-            )
-        weakref.finalize(self, self._scrub.stop)
+        self._newest: NewestStep | None = None
+        if cache != "none" and isinstance(first, LocalStorage):
+            self._newest = NewestStep(drop_older=not incremental, only_if_cheap=cache == "auto")
+        self._due = DueSaves(every, preemption, mtbf_hours, self._rendezvous, storage.location)
         self._uploader: Uploader | None = None
         if second is not None:
-            self._uploader = Uploader(
-                self._storage, second, self._rendezvous, keep_then, upload_bandwidth, self._damaged
-            )
+            damaged = self._run.damaged
+            self._uploader = Uploader(storage, second, self._rendezvous, keep_then, upload_bandwidth, damaged)
+        self._after = AfterCommit(self._run, keep, self._newest, self._uploader, self._due.committed)
 
     def save(
         self,
@@ -272,7 +262,7 @@ class Checkpointer:
             ShardproofError: see `shardproof.save`; or the failure of the previous save.
         """
         self._check_group()
-        number, folder = _named(step, suspect)
+        number, folder = parse_argument(step, suspect=suspect)
         if when_busy is None:
             when_busy = "wait" if suspect else self._when_busy
         if self._rendezvous.rank == 0:
@@ -282,20 +272,20 @@ class Checkpointer:
         upload = None
         if self._uploader is not None and not suspect:
             self._uploader.prepare()
-            upload = UploadRequest(overwrite or number in self._damaged)
-        with self._phase(number, folder, "blocked"):
+            upload = UploadRequest(overwrite or number in self._run.damaged)
+        with self._run.phase(number, folder, "blocked"):
             pending = self._saver.begin(
-                self._storage.within(folder),
+                self._run.storage.within(folder),
                 state,
                 step=number,
                 metadata=metadata,
-                overwrite=overwrite or suspect or number in self._damaged,
+                overwrite=overwrite or suspect or number in self._run.damaged,
                 when_busy=when_busy,
                 stage_all=self._stage_all,
-                base=partial(self._base_of, number) if self._incremental and not suspect else None,
+                base=partial(self._run.base_of, number) if self._incremental and not suspect else None,
                 full_every=self._full_every,
                 check_replicas=self._check_replicas,
-                after=None if suspect else partial(self._after_commit, upload),
+                after=None if suspect else partial(self._after.run, upload),
             )
         if upload is not None and self._uploader is not None:
             pending.wait_for_upload_by(partial(self._uploader.wait, upload))
@@ -346,84 +336,6 @@ class Checkpointer:
         when_busy: WhenBusy | None = "wait" if force or self._due.is_preempted else None
         pending = self.save(step, state, metadata=metadata, overwrite=overwrite, when_busy=when_busy)
         return self._due.began(pending)
-
-    def _after_commit(
-        self, upload: UploadRequest | None, committed: SaveResult, progress: Callable[[int, int], None]
-    ) -> None:
-        """On each rank, in the thread of saves: upload, page cache; on rank 0 also retention and scrub."""
-        if self._nodes is None:
-            self._tidy(upload, committed, progress)
-            return
-        meetings = self._nodes.group.meetings
-        meetings.arrive()
-
-        def moved(done: int, total: int) -> None:
-            progress(done, total)
-            meetings.progress(done, total)
-
-        try:
-            self._tidy(upload, committed, moved)
-        finally:
-            self._nodes.group.end_together(f"save {committed.attempt}")
-
-    def _tidy(
-        self, upload: UploadRequest | None, committed: SaveResult, progress: Callable[[int, int], None]
-    ) -> None:
-        assert committed.step is not None
-        self._due.committed(committed.seconds)
-        if upload is not None and self._uploader is not None:
-            self._uploader.committed(upload, committed.step, committed.attempt)
-        self._damaged.discard(committed.step)
-        folder = self._storage.within(step_name(committed.step))
-        if isinstance(folder, NodeStorage):
-            folder = folder.own()
-        if self._newest is not None and isinstance(folder, LocalStorage):
-            self._newest.committed(folder, shard_name(self._rendezvous.rank, committed.attempt))
-        if self._rendezvous.rank:
-            return
-        self._facts.forget(committed.step)
-        if self._keep is not None:
-            with self._phase(committed.step, step_name(committed.step), "retain"):
-                retain(
-                    self._storage,
-                    self._keep,
-                    committed.step,
-                    self._is_damaged,
-                    lambda step: self._scrub.is_proved(step_name(step)),
-                    progress,
-                    unconfirmed=lambda step: self._storage.within(step_name(step)) in self._saver.unconfirmed,
-                    facts=self._facts,
-                    protected=set if self._uploader is None else self._uploader.protected,
-                )
-        self._scrub.begin(step_name(committed.step))
-
-    def _base_of(self, step: Any) -> Storage | None:
-        """The newest confirmed and undamaged step before this one (note "One line of steps")."""
-        steps = (parse_step(name) for name in self._storage.folders())
-        for earlier in sorted((one for one in steps if one is not None and one < step), reverse=True):
-            folder = self._storage.within(step_name(earlier))
-            try:
-                distrusted = self._is_damaged(earlier) or folder in self._saver.unconfirmed
-                if not distrusted and folder.size(MANIFEST_NAME) is not None and self._has_copies(folder):
-                    return folder
-            except StorageError as error:
-                _log.warning(
-                    "%s: step %s does not build on step %s: %s", self._storage.location, step, earlier, error
-                )
-        return None
-
-    def _has_copies(self, folder: Storage) -> bool:
-        """True if every file of a step has as many copies as `replicas` asks for."""
-        if self._nodes is None or not self._nodes.group.replicas:
-            return True
-        try:
-            return self._nodes.has_copies(folder.folder, read_manifest(folder))
-        except (FormatError, NotCommittedError):
-            return False
-
-    def _is_damaged(self, step: int) -> bool:
-        """True if a restore or the scrub found a committed step damaged."""
-        return step in self._damaged or self._scrub.is_damaged(step_name(step))
 
     def fence(self) -> None:
         """Waits until any code may write to parameters and optimizer state.
@@ -507,9 +419,9 @@ class Checkpointer:
         options = Options(strict, include, exclude, cast, rename, read_once, group)
         if self._uploader is not None:
             self._uploader.prepare()  # an operation of its own, so not within that of the restore
-        with self._rendezvous.operation(f"restore {self._storage.location}"):
+        with self._rendezvous.operation(f"restore {self._run.location}"):
             if step == "best":
-                step = self._best_step()
+                step = self._run.best_step(self._keep)
             if step is None or step == "latest":
                 return self._restore(state, None, suspect, options)
             if isinstance(step, (str, bytes, os.PathLike, Storage)):
@@ -519,31 +431,6 @@ class Checkpointer:
                     f"restore needs a whole number, a path or a storage as step, not {step!r}"
                 )
             return self._restore(state, operator.index(step), suspect, options)
-
-    def _best_step(self) -> int | None:
-        """The step with the best metric, as rank 0 sees it; None if there is no committed step."""
-        policies = KeepBest.within(self._keep)
-        if len(policies) != 1:
-            raise ValueError(
-                f"restore(step='best') needs one KeepBest in keep=, for example KeepBest('loss'), and keep= "
-                f"has {len(policies)}"
-            )
-        best = KeepBest(policies[0].metric, 1, policies[0].mode)
-        self._saver.settle()  # it may be the best
-
-        def decide(posts: Sequence[bytes]) -> bytes:
-            steps = [step for step in self.steps() if not self._is_damaged(step)]
-            facts = self._facts if self._uploader is None else StepFacts(self._view())
-            found, _ = facts.select(best, steps)
-            if steps and not found:
-                raise NotCommittedError(
-                    f"{self._storage.location}: no committed step has a finite {best.metric!r} in its "
-                    "metadata. Save it with metadata=, or restore another step"
-                )
-            return msgspec.msgpack.encode(max(found, default=None))
-
-        meetings = MeetingSequence(self._rendezvous, f"restore {self._storage.location}")
-        return msgspec.msgpack.decode(meetings.meet("choose", bytes, decide), type=int | None)
 
     def _options_for(self, path: Location) -> Mapping[str, Any] | None:
         """The options of this run's store, for a URL of the same store."""
@@ -571,13 +458,13 @@ class Checkpointer:
     def _restore(self, state: Any, step: int | None, suspect: bool, options: Options) -> RestoredStep | None:
         self._saver.settle()
         self.last_restore = None
-        run = self._view()
-        restore = Restore(run, self._rendezvous, step, suspect, options)
+        view = self._run.view()
+        restore = Restore(view, self._rendezvous, step, suspect, options)
         try:
             restored = restore.run(state)
         finally:
             self.passed_over = restore.passed_over
-            self._damaged |= restore.damaged
+            self._run.damaged |= restore.damaged
         if self._uploader is not None:
             self._uploader.begin_round(None if restored is None else restored[0].step)
         if restored is None:
@@ -585,65 +472,28 @@ class Checkpointer:
         folder, self.last_restore = restored
         shares: list[bytes] = []
         if self._rendezvous.rank == 0:
-            shares = self._confirm(run, folder, whole=options.include is None and options.exclude is None)
+            whole = options.include is None and options.exclude is None
+            shares = confirm(self._run, view, folder, self._copies, whole=whole)
             if not folder.suspect:
                 self._scrub.prepare()
                 self._scrub.begin(folder.name)
-        tier = tier_of(run, folder.name).location
-        if self._nodes is not None and self._copies is not None:
-            share = self._nodes.group.end_together(f"restore {folder}", shares)
+        tier = tier_of(view, folder.name).location
+        if self._run.nodes is not None and self._copies is not None:
+            share = self._run.nodes.group.end_together(f"restore {folder}", shares)
             if share:
                 self._copies.begin(share)
         return RestoredStep(folder.step, self.last_restore, self.passed_over, tier)
-
-    def _view(self) -> Storage:
-        """The run as all tiers hold it together, for reading."""
-        if self._nodes is not None:
-            return self._nodes.view(self._runs[1] if len(self._runs) > 1 else None)
-        return TieredRun(self._runs) if len(self._runs) > 1 else self._storage
-
-    def _confirm(self, run: Storage, folder: StepFolder, *, whole: bool) -> list[bytes]:
-        """Flushes the restored step. If the load read it `whole`, its commit is confirmed.
-
-        Returns:
-            What each rank has to do for the missing copies of the step; empty if there are none.
-        """
-        storage = run.within(folder.name)
-        shares: list[bytes] = []
-        try:
-            if self._nodes is not None and self._copies is not None and isinstance(storage, NodesView):
-                text = self._nodes.confirm(storage)
-                if text is not None:
-                    shares = self._copies.plan(folder.name, text, storage.choice.left_out)
-            storage.flush(MANIFEST_NAME)
-        except StorageError as error:
-            if error.details.get("missing"):
-                return []  # another process removed the step after it was read
-            self._saver.unconfirmed.add(storage)
-            _log.warning(
-                "%s: %s was restored, and every byte that was read is verified, but it is not known to be "
-                "durable: %s. No incremental save refers to it and retention does not count it until a "
-                "restore can flush it or it is saved again",
-                self._storage.location,
-                folder,
-                error,
-            )
-        else:
-            if whole:
-                self._saver.unconfirmed.confirm(storage)
-        return shares
 
     def steps(self) -> list[int]:
         """Committed steps of all tiers, ascending, without suspects.
 
         Lists the storage; does not wait for other ranks.
         """
-        found = [written_folders(run, suspect=False) for run in self._runs]
-        return sorted({folder.step for folders in found for folder, there in folders.items() if there})
+        return self._run.steps()
 
     def suspects(self) -> list[int]:
         """Steps with a committed, unsettled suspect, ascending. Lists the storage, as `steps` does."""
-        return [folder.step for folder in unsettled_suspects(self._storage)]
+        return [folder.step for folder in unsettled_suspects(self._run.storage)]
 
     def pin(self, step: int, label: str) -> None:
         """Marks a committed step to stay, whatever `keep` selects. Every rank calls this.
@@ -670,53 +520,20 @@ class Checkpointer:
         >>> checkpointer.steps(), checkpointer.pins()[1].label
         ([1, 3], 'baseline')
         """
-        self._change_pin(step, label)
+        self._pin(step, label)
 
     def unpin(self, step: int) -> None:
         """Removes the pin of a step, if it has one. Every rank calls this; see `pin`."""
-        self._change_pin(step, None)
+        self._pin(step, None)
+
+    def _pin(self, step: int, label: str | None) -> None:
+        refuse_inside("pin")
+        self._check_group()
+        change_pin(self._run, step, label)
 
     def pins(self) -> dict[int, Pin]:
         """Pinned and committed steps, ascending, with label and time. Lists the storage, as `steps` does."""
-        return dict(sorted(pin for run in reversed(self._runs) for pin in pinned_steps(run).items()))
-
-    def _change_pin(self, step: int, label: str | None) -> None:
-        refuse_inside("pin")
-        self._check_group()
-        operation = f"pin {self._storage.location}"
-
-        def describe() -> bytes:
-            number, _ = _named(step, suspect=False)
-            if not isinstance(number, int) or isinstance(number, bool):
-                raise StructureError(f"pin needs a whole number as step, not {step!r}")
-            if label is not None and not isinstance(label, str):
-                raise StructureError(f"pin needs a text as label, not {label!r}")
-            return msgspec.msgpack.encode((number, label))
-
-        def decide(posts: Sequence[bytes]) -> bytes:
-            other = next((rank for rank, post in enumerate(posts) if post != posts[0]), None)
-            if other is not None:
-                raise StructureError(
-                    f"{self._storage.location}: rank 0 and rank {other} pin different steps, or with "
-                    "different labels; nothing was changed. Pass the same arguments on all ranks",
-                    ranks=[0, other],
-                )
-            number, text = msgspec.msgpack.decode(posts[0], type=tuple[int, str | None])
-            for run in self._holders(number):
-                if text is None:
-                    remove_pin(run, number)
-                else:
-                    write_pin(run, number, text)
-            return b""
-
-        with self._rendezvous.operation(operation):
-            self._saver.settle()  # its retention may remove the step
-            MeetingSequence(self._rendezvous, operation).meet("pin", describe, decide)
-
-    def _holders(self, step: int) -> list[Storage]:
-        """The tiers in which a step is committed; the first one without any."""
-        name = f"{step_name(step)}/{MANIFEST_NAME}"
-        return [run for run in self._runs if run.size(name) is not None] or self._runs[:1]
+        return self._run.pins()
 
     def settle_suspect(self, step: int, verdict: str) -> None:
         """Stores the verdict on a suspect durably. Every rank calls this; it waits for the current save.
@@ -746,28 +563,7 @@ class Checkpointer:
         """
         refuse_inside("settle_suspect")
         self._check_group()
-        _, folder = _named(step, suspect=True)
-        meeting = MeetingSequence(self._rendezvous, f"settle {self._storage.location}")
-
-        def decide(posts: Sequence[bytes]) -> bytes:
-            verdicts = [msgspec.msgpack.decode(post, type=tuple[str, str]) for post in posts]
-            other = next((rank for rank, one in enumerate(verdicts) if one != verdicts[0]), None)
-            if other is not None:
-                raise StructureError(
-                    f"{self._storage.location}: rank 0 settles {': '.join(verdicts[0])}, but rank {other} "
-                    f"settles {': '.join(verdicts[other])}; nothing was settled. Pass the same verdict on "
-                    "all ranks",
-                    ranks=[0, other],
-                )
-            if not write_settled(self._storage.within(folder), verdict):
-                _log.warning(
-                    "%s/%s: nothing to settle: there is no committed suspect", self._storage.location, folder
-                )
-            return b""
-
-        with self._rendezvous.operation(f"settle {self._storage.location}"):
-            self._saver.settle()
-            meeting.meet("settle", lambda: msgspec.msgpack.encode(_settling(step, verdict)), decide)
+        settle(self._run, step, verdict)
 
     def wait_for_scrub(self, timeout: float | None = None) -> None:
         """Waits until the scrub has read the references of the step that was saved or restored last.
@@ -847,12 +643,6 @@ class Checkpointer:
         if self._found_rendezvous:
             check_group(self._rendezvous)
 
-    def _phase(self, step: Any, folder: str, name: str) -> events.Phase:
-        number = step if isinstance(step, int) and not isinstance(step, bool) else None
-        rank, world_size = self._rendezvous.rank, self._rendezvous.world_size
-        operation = f"save {self._storage.location}/{folder}"
-        return events.phase(operation, name, rank=rank, world_size=world_size, step=number)
-
 
 def _is_saving(saver: Saver) -> Callable[[], bool]:
     """`Saver.is_saving` by a weak reference: a pass of the scrub must not keep its `Checkpointer` alive."""
@@ -863,22 +653,3 @@ def _is_saving(saver: Saver) -> Callable[[], bool]:
         return alive is not None and alive.is_saving()
 
     return ask
-
-
-def _named(step: Any, suspect: bool) -> tuple[Any, str]:
-    """The step and its folder. The save refuses an invalid step, so that every rank raises the error."""
-    try:
-        number = operator.index(step)
-        return (step if isinstance(step, bool) else number), StepFolder(number, suspect).name
-    except (TypeError, ValueError):
-        return repr(step), "invalid-step"
-
-
-def _settling(step: Any, verdict: Any) -> tuple[str, str]:
-    """The folder and the verdict that a rank reports; all ranks must report the same."""
-    number, folder = _named(step, suspect=True)
-    if not isinstance(number, int):
-        raise StructureError(f"settle_suspect needs a whole number as step, not {step!r}")
-    if not isinstance(verdict, str):
-        raise StructureError(f"settle_suspect needs a text as verdict, not {verdict!r}")
-    return folder, verdict

@@ -28,7 +28,7 @@ from shardproof.checkpointer.step_selection import (
     newest_committed,
     why_unreadable,
 )
-from shardproof.checkpointer.tiers import TieredRun
+from shardproof.checkpointer.tiers import copies_in
 from shardproof.errors import (
     KeyMismatchError,
     NotCommittedError,
@@ -132,8 +132,8 @@ class Restore:
             chosen = msgspec.msgpack.decode(self._meeting().meet("choose", report, decide), type=Chosen)
             for item in chosen.passed:
                 self._pass_over(item)
-            if isinstance(self._run, TieredRun) and chosen.folder is not None:
-                self._run.use(chosen.left_out, chosen.folder.name, chosen.seal)
+            if chosen.folder is not None:
+                copies_in(self._run).use(chosen.left_out, chosen.folder.name, chosen.seal)
             if failed is not None:
                 self._check_progress(failed, chosen)
         except ShardproofError as error:
@@ -227,8 +227,7 @@ def report_view(run: Storage, rank: int, step: int | None, *, suspect: bool) -> 
     if rank == 0 or (step is not None and not suspect):  # there is nothing to choose
         return RestoreReport(step, suspect)
     try:
-        here = run.seen_here() if isinstance(run, TieredRun) else run
-        return RestoreReport(step, suspect, _newest(here, step, suspect))
+        return RestoreReport(step, suspect, _newest(copies_in(run).seen_here(), step, suspect))
     except StorageError as error:
         return RestoreReport(step, suspect, error=error.to_wire())
 
@@ -280,8 +279,7 @@ def check_damage(run: Storage, chosen: Chosen) -> None:
     Raises:
         StorageError: this rank can read a newer step.
     """
-    if isinstance(run, TieredRun):
-        run = run.anew()
+    run = copies_in(run).anew()
     for item in chosen.passed:
         if item.damaged and not item.tier and why_unreadable(run, item.folder) is None:
             raise StorageError(

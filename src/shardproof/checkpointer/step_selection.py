@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from shardproof.checkpointer.damage import Damage, is_damage
 from shardproof.checkpointer.step_folders import StepFolder, is_ours, parse_folder
 from shardproof.checkpointer.suspects import read_settled, unsettled_suspects
-from shardproof.checkpointer.tiers import TieredRun
+from shardproof.checkpointer.tiers import copies_in
 from shardproof.errors import CorruptChunkError, FormatError, NotCommittedError, ShardproofError, StorageError
 from shardproof.format import MANIFEST_NAME, Manifest, read_seal, references_in
 from shardproof.loading import UNREADABLE, NativeCheckpoint
@@ -195,19 +195,15 @@ def choose_after(
             if isinstance(failed.error, CorruptChunkError):  # other errors do not name the bytes
                 damage = Damage.of(failed.error, run.location, last.name)
             passed = [PassedOver(last.step, failed.error.message, True, last.suspect, damage)]
-            if isinstance(run, TieredRun):
-                run.pass_over()
+            copies_in(run).pass_over()
     if step is not None:
         folder = named(run, step, suspect=suspect)
         chosen = Chosen(folder, seal_now(run, folder), changed=changed)
     else:
         chosen = choose(run, [*known, *passed], suspect=suspect)
         chosen = replace(chosen, passed=[*passed, *chosen.passed], changed=changed)
-    if isinstance(run, TieredRun):
-        chosen = replace(
-            chosen, passed=[*chosen.passed, *_nearer_copies(run)], left_out=dict(run.choice.left_out)
-        )
-    return chosen
+    left_out = dict(copies_in(run).choice.left_out)
+    return replace(chosen, passed=[*chosen.passed, *_nearer_copies(run)], left_out=left_out)
 
 
 def _choose_once(run: Storage, known: Sequence[PassedOver], suspect: bool) -> Chosen | None:
@@ -241,7 +237,7 @@ def _choose_once(run: Storage, known: Sequence[PassedOver], suspect: bool) -> Ch
                 raise
             return None
         if problem is None:
-            if isinstance(run, TieredRun):  # another save of the step may count now
+            if copies_in(run).has_several:  # another save of the step may count now
                 seal = seal_now(run, candidate)
                 if seal is None:
                     return None
@@ -250,8 +246,7 @@ def _choose_once(run: Storage, known: Sequence[PassedOver], suspect: bool) -> Ch
         if seal_now(run, candidate) != seal:
             return None
         passed.append(problem)
-        if isinstance(run, TieredRun):
-            run.pass_over()
+        copies_in(run).pass_over()
     if folders[:1] != [chosen.folder]:  # a newer step may have been removed after a still newer one was saved
         newest = newest_committed(run, suspect=suspect)
         if newest is not None and newest not in committed:
@@ -304,15 +299,15 @@ def why_unreadable(run: Storage, folder: StepFolder, known: Sequence[PassedOver]
     Damage that the load of a newer step found counts if this step has chunks in the same bytes. With several
     copies of a file it does not count, because another copy may have these bytes.
     """
-    if isinstance(run, TieredRun):
+    copies = copies_in(run)
+    if copies.has_several:
         known = ()
     while True:
         try:
             with NativeCheckpoint(run.within(folder.name)) as checkpoint:
                 checkpoint.check_files()
                 manifest = checkpoint.manifest
-                if isinstance(run, TieredRun):
-                    run.note_lost_files(folder.name, manifest)
+                copies.note_lost_files(folder.name, manifest)
                 for item in known:
                     if item.damage is not None and item.damage.is_in(folder.name, manifest, checkpoint.table):
                         reason = (
@@ -334,14 +329,12 @@ def why_unreadable(run: Storage, folder: StepFolder, known: Sequence[PassedOver]
 
 def _has_next_copy(run: Storage, folder: StepFolder, error: ShardproofError) -> bool:
     """True if another tier has a copy of what is damaged, which the next read of the step takes."""
-    return isinstance(run, TieredRun) and is_damage(error) and run.next_copy(folder.name, error)
+    return is_damage(error) and copies_in(run).next_copy(folder.name, error)
 
 
 def _nearer_copies(run: Storage) -> list[PassedOver]:
     """The copies of chosen steps that were left out, while another tier has one."""
-    if not isinstance(run, TieredRun):
-        return []
-    found = ((parse_folder(copy.folder), copy) for copy in run.choice.nearer)
+    found = ((parse_folder(copy.folder), copy) for copy in copies_in(run).choice.nearer)
     return [
         PassedOver(folder.step, copy.reason, copy.damaged, folder.suspect, tier=copy.tier)
         for folder, copy in found

@@ -26,7 +26,7 @@ from shardproof.errors import FormatError, NotCommittedError, ShardproofError, S
 from shardproof.format import MANIFEST_NAME, FileRecord, Manifest, read_manifest, read_seal
 from shardproof.storage import Sink, Storage, check_folder, check_name
 
-__all__ = ["Choice", "NearerCopy", "TieredRun", "copies_of", "log_other_copy"]
+__all__ = ["Choice", "NearerCopy", "OneCopy", "TieredRun", "copies_in", "copies_of", "log_other_copy"]
 
 T = TypeVar("T")
 
@@ -78,6 +78,8 @@ class TieredRun:
         (['step-00000001', 'step-00000002'], b'far')
     """
 
+    has_several = True
+    """True if a file may have several copies."""
     _is_settled = True
     """True if the manifest of a folder does not change while this object is in use."""
 
@@ -361,6 +363,46 @@ class TieredRun:
         raise StorageError(
             f"cannot write {name!r} to all tiers of {self._runs[0].location} at once", file=name
         )
+
+
+class OneCopy:
+    """What a restore asks a `TieredRun`, for a run with one copy of each file.
+
+    Args:
+        run: the run.
+    """
+
+    has_several = False
+
+    def __init__(self, run: Storage) -> None:
+        self.choice = Choice()
+        self._run = run
+
+    def next_copy(self, folder: str, error: ShardproofError) -> bool:
+        """False: there is no other copy."""
+        return False
+
+    def pass_over(self) -> None:
+        """Does nothing: no copy is left out."""
+
+    def note_lost_files(self, folder: str, manifest: Manifest) -> None:
+        """Does nothing: a file that is lost has no copy."""
+
+    def use(self, left_out: Mapping[str, Sequence[int]], folder: str, seal: bytes | None) -> None:
+        """Does nothing: all ranks read the one copy."""
+
+    def seen_here(self) -> Storage:
+        """The run."""
+        return self._run
+
+    def anew(self) -> Storage:
+        """The run."""
+        return self._run
+
+
+def copies_in(run: Storage) -> TieredRun | OneCopy:
+    """Which copies of the files of a run count."""
+    return run if isinstance(run, TieredRun) else OneCopy(run)
 
 
 def copies_of(folder: Storage, name: str) -> Sequence[Storage]:

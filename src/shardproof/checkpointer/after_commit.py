@@ -1,0 +1,99 @@
+"""What follows a commit, on each rank, in the thread of saves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from shardproof.checkpointer.nodes import NodeStorage
+from shardproof.checkpointer.open_run import OpenRun
+from shardproof.checkpointer.page_cache import NewestStep
+from shardproof.checkpointer.policies import Retention
+from shardproof.checkpointer.retention import retain
+from shardproof.checkpointer.step_folders import step_name
+from shardproof.checkpointer.tiers import Uploader, UploadRequest
+from shardproof.format import shard_name
+from shardproof.saving import SaveResult
+from shardproof.storage import LocalStorage
+
+__all__ = ["AfterCommit"]
+
+
+class AfterCommit:
+    """Begins the upload, and leaves the step in the page cache. Rank 0 also retains and scrubs.
+
+    Args:
+        run: the run.
+        keep: which steps stay; None for all.
+        newest: leaves the newest step in the page cache; None if it does not.
+        uploader: of the second tier; None without one.
+        note_cost: takes the seconds of a save.
+    """
+
+    def __init__(
+        self,
+        run: OpenRun,
+        keep: Retention | None,
+        newest: NewestStep | None,
+        uploader: Uploader | None,
+        note_cost: Callable[[float], None],
+    ) -> None:
+        self._run, self._keep = run, keep
+        self._newest, self._uploader, self._note_cost = newest, uploader, note_cost
+
+    def run(
+        self, upload: UploadRequest | None, committed: SaveResult, progress: Callable[[int, int], None]
+    ) -> None:
+        """Does the work. With nodes, each rank serves its files until all ranks have done it.
+
+        Args:
+            upload: waits for the commit; None without a second tier.
+            committed: the save.
+            progress: takes what is done and what there is to do.
+        """
+        if self._run.nodes is None:
+            self._tidy(upload, committed, progress)
+            return
+        group = self._run.nodes.group
+        meetings = group.meetings
+        meetings.arrive()
+
+        def moved(done: int, total: int) -> None:
+            progress(done, total)
+            meetings.progress(done, total)
+
+        try:
+            self._tidy(upload, committed, moved)
+        finally:
+            group.end_together(f"save {committed.attempt}")
+
+    def _tidy(
+        self, upload: UploadRequest | None, committed: SaveResult, progress: Callable[[int, int], None]
+    ) -> None:
+        assert committed.step is not None
+        run, name = self._run, step_name(committed.step)
+        self._note_cost(committed.seconds)
+        if upload is not None and self._uploader is not None:
+            self._uploader.committed(upload, committed.step, committed.attempt)
+        run.damaged.discard(committed.step)
+        folder = run.storage.within(name)
+        if isinstance(folder, NodeStorage):
+            folder = folder.own()
+        if self._newest is not None and isinstance(folder, LocalStorage):
+            self._newest.committed(folder, shard_name(run.rendezvous.rank, committed.attempt))
+        if run.rendezvous.rank:
+            return
+        run.facts.forget(committed.step)
+        if self._keep is not None:
+            with run.phase(committed.step, name, "retain"):
+                retain(
+                    run.storage,
+                    self._keep,
+                    committed.step,
+                    run.is_damaged,
+                    lambda step: run.scrub.is_proved(step_name(step)),
+                    progress,
+                    unconfirmed=run.is_unconfirmed,
+                    facts=run.facts,
+                    protected=set if self._uploader is None else self._uploader.protected,
+                )
+        run.scrub.begin(name)

@@ -1,0 +1,150 @@
+"""The run that a `Checkpointer` has open: its tiers, its nodes, and what this rank knows of its steps."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from shardproof import events
+from shardproof.checkpointer.nodes import NodeStorage
+from shardproof.checkpointer.pins import Pin, pinned_steps
+from shardproof.checkpointer.policies import KeepBest, Retention
+from shardproof.checkpointer.retention import StepFacts
+from shardproof.checkpointer.scrub import Scrub
+from shardproof.checkpointer.step_folders import parse_step, step_name
+from shardproof.checkpointer.step_selection import written_folders
+from shardproof.checkpointer.tiers import TieredRun
+from shardproof.errors import FormatError, NotCommittedError, StorageError
+from shardproof.format import MANIFEST_NAME, read_manifest
+from shardproof.rendezvous import MeetingSequence, Rendezvous
+from shardproof.saving import Saver
+from shardproof.storage import Storage
+
+__all__ = ["OpenRun"]
+
+_log = logging.getLogger("shardproof")
+
+
+class OpenRun:
+    """A run, on this rank.
+
+    Args:
+        storage: the run in the first tier.
+        second: the run in the second tier; None without one.
+        rendezvous: of all ranks.
+        saver: saves the steps.
+        scrub: reads the first tier in the background.
+    """
+
+    def __init__(
+        self, storage: Storage, second: Storage | None, rendezvous: Rendezvous, saver: Saver, scrub: Scrub
+    ) -> None:
+        self.storage = storage
+        """The run in the first tier; with nodes, the folders of all nodes."""
+        self.tiers = [storage] if second is None else [storage, second]
+        """The run in each tier, nearest first."""
+        self.nodes = storage if isinstance(storage, NodeStorage) else None
+        """The nodes, if each node has a folder of its own."""
+        self.rendezvous, self.saver, self.scrub = rendezvous, saver, scrub
+        self.facts = StepFacts(storage)
+        self.damaged: set[int] = set()
+        """Steps that a restore passed over as damaged. A save of one of them replaces it."""
+
+    @property
+    def location(self) -> str:
+        """Where the first tier is."""
+        return self.storage.location
+
+    def view(self) -> Storage:
+        """The run as all tiers hold it together, for reading."""
+        if self.nodes is not None:
+            return self.nodes.view(self.tiers[1] if len(self.tiers) > 1 else None)
+        return TieredRun(self.tiers) if len(self.tiers) > 1 else self.storage
+
+    def steps(self) -> list[int]:
+        """Committed steps of all tiers, ascending, without suspects."""
+        found = [written_folders(tier, suspect=False) for tier in self.tiers]
+        return sorted({folder.step for folders in found for folder, there in folders.items() if there})
+
+    def pins(self) -> dict[int, Pin]:
+        """Pinned steps of all tiers, ascending. A pin of the first tier counts before one of the second."""
+        return dict(sorted(pin for tier in reversed(self.tiers) for pin in pinned_steps(tier).items()))
+
+    def holders(self, step: int) -> list[Storage]:
+        """The tiers in which a step is committed; the first one without any."""
+        name = f"{step_name(step)}/{MANIFEST_NAME}"
+        return [tier for tier in self.tiers if tier.size(name) is not None] or self.tiers[:1]
+
+    def best_step(self, keep: Retention | None) -> int | None:
+        """The step with the best metric, as rank 0 sees it; None if there is no committed step.
+
+        Args:
+            keep: has the metric, in a `KeepBest`.
+
+        Raises:
+            ValueError: `keep` has no `KeepBest`, or several.
+            NotCommittedError: no committed step has the metric.
+        """
+        policies = KeepBest.within(keep)
+        if len(policies) != 1:
+            raise ValueError(
+                f"restore(step='best') needs one KeepBest in keep=, for example KeepBest('loss'), and keep= "
+                f"has {len(policies)}"
+            )
+        best = KeepBest(policies[0].metric, 1, policies[0].mode)
+        self.saver.settle()  # it may be the best
+
+        def decide(posts: Sequence[bytes]) -> bytes:
+            steps = [step for step in self.steps() if not self.is_damaged(step)]
+            facts = self.facts if len(self.tiers) == 1 else StepFacts(self.view())
+            found, _ = facts.select(best, steps)
+            if steps and not found:
+                raise NotCommittedError(
+                    f"{self.location}: no committed step has a finite {best.metric!r} in its metadata. Save "
+                    "it with metadata=, or restore another step"
+                )
+            return msgspec.msgpack.encode(max(found, default=None))
+
+        meetings = MeetingSequence(self.rendezvous, f"restore {self.location}")
+        return msgspec.msgpack.decode(meetings.meet("choose", bytes, decide), type=int | None)
+
+    def is_damaged(self, step: int) -> bool:
+        """True if a restore or the scrub found a committed step damaged."""
+        return step in self.damaged or self.scrub.is_damaged(step_name(step))
+
+    def is_unconfirmed(self, step: int) -> bool:
+        """True if a step may not be durable."""
+        return self.storage.within(step_name(step)) in self.saver.unconfirmed
+
+    def base_of(self, step: Any) -> Storage | None:
+        """The newest confirmed and undamaged step before this one (note "One line of steps")."""
+        steps = (parse_step(name) for name in self.storage.folders())
+        for earlier in sorted((one for one in steps if one is not None and one < step), reverse=True):
+            folder = self.storage.within(step_name(earlier))
+            try:
+                distrusted = self.is_damaged(earlier) or self.is_unconfirmed(earlier)
+                if not distrusted and folder.size(MANIFEST_NAME) is not None and self._has_copies(folder):
+                    return folder
+            except StorageError as error:
+                _log.warning("%s: step %s does not build on step %s: %s", self.location, step, earlier, error)
+        return None
+
+    def _has_copies(self, folder: Storage) -> bool:
+        """True if every file of a step has as many copies as `replicas` asks for."""
+        if self.nodes is None or not self.nodes.group.replicas:
+            return True
+        try:
+            return self.nodes.has_copies(folder.folder, read_manifest(folder))
+        except (FormatError, NotCommittedError):
+            return False
+
+    def phase(self, step: Any, folder: str, name: str) -> events.Phase:
+        """A phase of a save of this run."""
+        number = step if isinstance(step, int) and not isinstance(step, bool) else None
+        rank, world_size = self.rendezvous.rank, self.rendezvous.world_size
+        return events.phase(
+            f"save {self.location}/{folder}", name, rank=rank, world_size=world_size, step=number
+        )

@@ -1,0 +1,112 @@
+"""Marks on steps that all ranks set together: pins, and the verdicts on suspects."""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from shardproof.checkpointer.open_run import OpenRun
+from shardproof.checkpointer.pins import remove_pin, write_pin
+from shardproof.checkpointer.step_folders import StepFolder
+from shardproof.checkpointer.suspects import write_settled
+from shardproof.errors import StructureError
+from shardproof.rendezvous import MeetingSequence
+
+__all__ = ["change_pin", "parse_argument", "settle"]
+
+_log = logging.getLogger("shardproof")
+
+
+def change_pin(run: OpenRun, step: Any, label: Any) -> None:
+    """Pins a step, or removes its pin. See `Checkpointer.pin` for the errors.
+
+    Args:
+        run: the run.
+        step: number of the step.
+        label: why it stays; None to remove the pin.
+    """
+    operation = f"pin {run.location}"
+
+    def describe() -> bytes:
+        number, _ = parse_argument(step, suspect=False)
+        if not isinstance(number, int) or isinstance(number, bool):
+            raise StructureError(f"pin needs a whole number as step, not {step!r}")
+        if label is not None and not isinstance(label, str):
+            raise StructureError(f"pin needs a text as label, not {label!r}")
+        return msgspec.msgpack.encode((number, label))
+
+    def decide(posts: Sequence[bytes]) -> bytes:
+        other = next((rank for rank, post in enumerate(posts) if post != posts[0]), None)
+        if other is not None:
+            raise StructureError(
+                f"{run.location}: rank 0 and rank {other} pin different steps, or with different labels; "
+                "nothing was changed. Pass the same arguments on all ranks",
+                ranks=[0, other],
+            )
+        number, text = msgspec.msgpack.decode(posts[0], type=tuple[int, str | None])
+        for tier in run.holders(number):
+            if text is None:
+                remove_pin(tier, number)
+            else:
+                write_pin(tier, number, text)
+        return b""
+
+    with run.rendezvous.operation(operation):
+        run.saver.settle()  # its retention may remove the step
+        MeetingSequence(run.rendezvous, operation).meet("pin", describe, decide)
+
+
+def settle(run: OpenRun, step: Any, verdict: Any) -> None:
+    """Stores the verdict on a suspect. See `Checkpointer.settle_suspect` for the errors.
+
+    Args:
+        run: the run.
+        step: number of the suspect.
+        verdict: any text.
+    """
+    operation = f"settle {run.location}"
+    number, folder = parse_argument(step, suspect=True)
+
+    def describe() -> bytes:
+        if not isinstance(number, int):
+            raise StructureError(f"settle_suspect needs a whole number as step, not {step!r}")
+        if not isinstance(verdict, str):
+            raise StructureError(f"settle_suspect needs a text as verdict, not {verdict!r}")
+        return msgspec.msgpack.encode((folder, verdict))
+
+    def decide(posts: Sequence[bytes]) -> bytes:
+        verdicts = [msgspec.msgpack.decode(post, type=tuple[str, str]) for post in posts]
+        other = next((rank for rank, one in enumerate(verdicts) if one != verdicts[0]), None)
+        if other is not None:
+            raise StructureError(
+                f"{run.location}: rank 0 settles {': '.join(verdicts[0])}, but rank {other} settles "
+                f"{': '.join(verdicts[other])}; nothing was settled. Pass the same verdict on all ranks",
+                ranks=[0, other],
+            )
+        if not write_settled(run.storage.within(folder), verdict):
+            _log.warning("%s/%s: nothing to settle: there is no committed suspect", run.location, folder)
+        return b""
+
+    with run.rendezvous.operation(operation):
+        run.saver.settle()
+        MeetingSequence(run.rendezvous, operation).meet("settle", describe, decide)
+
+
+def parse_argument(step: Any, *, suspect: bool) -> tuple[Any, str]:
+    """A step that a caller passes, and its folder. An invalid one becomes a text.
+
+    A save reports the text to rank 0, so that every rank raises the error.
+
+    Args:
+        step: the argument.
+        suspect: True for the folder of a suspect.
+    """
+    try:
+        number = operator.index(step)
+        return (step if isinstance(step, bool) else number), StepFolder(number, suspect).name
+    except (TypeError, ValueError):
+        return repr(step), "invalid-step"
