@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -33,38 +30,6 @@ PROCESSES = {
     *("test_forks", "test_hybrid_shards", "test_node_plan", "test_perfetto", "test_process"),
     *("test_memory_store", "test_public_names", "test_simulated_device", "test_state_slot_order"),
 }
-
-
-MEMORY = Path("/dev/shm")
-"""A file system in memory, where there is one."""
-LEAST_MEMORY = 6 << 30
-"""Bytes that must be free there. The files of a test are removed when it passes."""
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds the options of these tests."""
-    parser.addoption(
-        "--in-memory",
-        action="store_true",
-        help="keep temporary files in /dev/shm if it has room: tests wait for a disk most of their time",
-    )
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Moves temporary files to memory, also those of the workers and of all ranks."""
-    is_worker = hasattr(config, "workerinput")
-    if is_worker or not config.getoption("--in-memory") or not MEMORY.is_dir():
-        return
-    if shutil.disk_usage(MEMORY).free < LEAST_MEMORY:
-        return
-    folder = tempfile.mkdtemp(prefix="shardproof-tests-", dir=MEMORY)
-    config.add_cleanup(partial(shutil.rmtree, folder, ignore_errors=True))
-    os.environ["TMPDIR"] = tempfile.tempdir = folder
-
-
-def pytest_report_header() -> str:
-    """The first lines of a run say where its temporary files are."""
-    return f"temporary files: {tempfile.gettempdir()}"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

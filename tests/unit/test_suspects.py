@@ -150,7 +150,7 @@ def test_a_suspect_is_saved_over_without_asking_and_is_open_again(
 
 def test_a_settled_suspect_whose_replacement_died_stays_settled(run: sp.Checkpointer, tmp_path: Path) -> None:
     run.settle_suspect(3, "transient fault")
-    run._storage = FaultyStorage(run._storage, 0, StorageError("full"), only=("publish",))  # type: ignore[assignment]
+    run._run.storage = FaultyStorage(run._run.storage, 0, StorageError("full"), only=("publish",))  # type: ignore[assignment]
     with pytest.raises(sp.ShardproofError):
         run.save(3, state(33), suspect=True).result()
     again = sp.Checkpointer(tmp_path)
