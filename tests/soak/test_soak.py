@@ -78,10 +78,10 @@ def retention_first(patch: pytest.MonkeyPatch) -> None:
     def removing(self: Any, step: int, state: Any, **options: Any) -> Any:
         if self._rendezvous.rank == 0 and self._keep is not None:
             steps = self.steps()
-            kept = {int(one) for one in self._facts.select(self._keep, [*steps])[0]}
+            kept = {int(one) for one in self._run.facts.select(self._keep, [*steps])[0]}
             names = [f"step-{one:08d}" for one in steps if one not in kept or one == min(steps, default=0)]
             with suppress(ShardproofError):
-                delete_steps(self._storage, names)
+                delete_steps(self._run.storage, names)
         return save(self, step, state, **options)
 
     patch.setattr(sp.Checkpointer, "save", removing)
@@ -118,7 +118,7 @@ def copies_unverified(patch: pytest.MonkeyPatch) -> None:
 
 def leftovers_trusted(patch: pytest.MonkeyPatch) -> None:
     """A file that a killed upload left is taken as it is."""
-    patch.setattr(Uploader, "_is_whole", lambda self, target, record: True)
+    patch.setattr(Uploader, "_is_whole", lambda self, target, record: target.size(record.name) is not None)
 
 
 def damage_ends_the_restore(patch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import torch
 
 import shardproof as sp
 from shardproof.cli.group import run as run_cli
+from shardproof.storage import LocalStorage
 
 
 def save(run: Path, *steps: int, keep: int | None = None) -> None:
@@ -194,3 +195,20 @@ def test_a_linked_folder_of_shards(run: Path, capsys: pytest.CaptureFixture[str]
     assert restored(run) == 2
     assert [info["status"] for info in call(capsys, "ls", run)["checkpoints"]] == ["committed"] * 2
     assert call(capsys, "prune", run, "--damaged", "--yes")["lost"] == []
+
+
+def test_a_folder_that_another_process_removes_is_no_lost_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, real = tmp_path / "step-00000001", os.path.lexists
+    folder.mkdir()
+
+    def removed_after_the_look(path: os.PathLike[str]) -> bool:
+        found = real(path)
+        if Path(path) == folder:
+            folder.rmdir()
+        return found
+
+    monkeypatch.setattr(os.path, "lexists", removed_after_the_look)
+    assert LocalStorage(tmp_path).size("step-00000001/manifest.json") is None
+    assert not folder.exists()

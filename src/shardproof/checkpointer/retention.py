@@ -7,6 +7,10 @@ Note "The manifest goes first": deleting a step deletes its manifest, durably, a
 the manifest names. A crash in between leaves files without a manifest. They are a leftover like that of a
 dead save, and never a committed step that lacks files.
 
+Note "Removals are flushed": a process may die after it removed a manifest and before that was durable. A
+crash of the machine may then bring the manifest back. So the folders without a manifest are flushed before
+any file goes that such a manifest may name.
+
 Note "Lent files stay": an incremental step refers to files of earlier steps. If such an earlier step is
 deleted, its manifest goes, so that it is no checkpoint any more. The files that other steps refer to stay,
 until the last of these steps is deleted. The manifests of the remaining steps name these files.
@@ -37,7 +41,7 @@ from shardproof.checkpointer.step_folders import (
     step_name,
 )
 from shardproof.checkpointer.suspects import settled_suspects
-from shardproof.errors import FormatError, NotCommittedError
+from shardproof.errors import FormatError, NotCommittedError, StorageError
 from shardproof.format import (
     MANIFEST_NAME,
     FileRecord,
@@ -48,13 +52,14 @@ from shardproof.format import (
     references_in,
     unreferenced_files,
 )
-from shardproof.storage import Storage, map_requests
+from shardproof.storage import RemoteStorage, Storage, map_requests
 
 __all__ = [
     "Leftover",
     "Removal",
     "StepFacts",
     "delete_steps",
+    "flush_removals",
     "leftovers",
     "plan_removal",
     "remove_leftover",
@@ -76,6 +81,8 @@ class Removal:
     """Folders of deleted steps some of whose files stay, to the folders of the steps that refer to these."""
     unknown: tuple[str, ...] = ()
     """Folders with unreadable manifests. They may refer to any shard file, so all shard files stay."""
+    uncommitted: tuple[str, ...] = ()
+    """Folders of steps without a manifest (note "Removals are flushed")."""
 
 
 def plan_removal(storage: Storage, names: Sequence[str]) -> Removal:
@@ -107,13 +114,14 @@ def plan_removal(storage: Storage, names: Sequence[str]) -> Removal:
     elsewhere = [record for record in borrowed if record.folder not in gone]
     released = {record.place for record in unreferenced_files(elsewhere, references, storage.within)}
     manifests = tuple(f"{name}/{MANIFEST_NAME}" for name in names)
-    return Removal(manifests, (*files, *sorted(released)), lent, tuple(references.unknown))
+    uncommitted = tuple(name for name in references.uncommitted if parse_folder(name) is not None)
+    return Removal(manifests, (*files, *sorted(released)), lent, tuple(references.unknown), uncommitted)
 
 
 def delete_steps(
     storage: Storage, names: Sequence[str], on_progress: Callable[[int, int], None] | None = None
 ) -> Removal:
-    """Deletes steps (notes "Only our files", "The manifest goes first", "Lent files stay").
+    """Deletes steps (notes "Only our files", "The manifest goes first", "Removals are flushed").
 
     Args:
         storage: the run's folder.
@@ -128,8 +136,34 @@ def delete_steps(
     for done, file in enumerate(gone):
         if on_progress is not None:
             on_progress(done, len(gone))
+        if done == len(removal.manifests):
+            flush_removals(storage, removal.uncommitted)
         storage.delete(file)
     return removal
+
+
+def flush_removals(storage: Storage, uncommitted: Sequence[str]) -> None:
+    """Makes it durable that some folders have no manifest (note "Removals are flushed").
+
+    Args:
+        storage: the run's folder.
+        uncommitted: folders without a manifest.
+
+    Raises:
+        StorageError: the storage failed.
+    """
+    if isinstance(storage, RemoteStorage):
+        return  # a removal there is durable when it returns
+    for folder in uncommitted:
+        place = storage.within(folder)
+        file = next((name for name in place.list() if is_ours(name, folder)), None)
+        if file is None:
+            continue
+        try:
+            place.flush(file)  # and the folders above it
+        except StorageError as error:
+            if not error.details.get("missing"):  # else another process removed the file
+                raise
 
 
 class StepFacts:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from shardproof.errors import FormatError, NotCommittedError, StorageError
 from shardproof.format.checkpoint_files import read_manifest
@@ -49,6 +50,8 @@ class References:
     """Folder to file name to the folders of the steps that refer to the file."""
     unknown: list[str] = field(default_factory=list)
     """Folders whose manifest cannot be read, so that their references are unknown."""
+    uncommitted: list[str] = field(default_factory=list)
+    """Folders without a manifest."""
 
     def add(self, user: str, manifest: Manifest) -> None:
         """Adds the references of the step in the folder `user`."""
@@ -90,24 +93,31 @@ def referred(places: Iterable[tuple[str, Storage]]) -> References:
     if not places:
         return found
     looks = map_requests(places[0][1], _referring_manifest, places)
-    for (name, _), (manifest, is_unknown) in zip(places, looks, strict=True):
-        if manifest is not None:
-            found.add(name, manifest)
-        elif is_unknown:
+    for (name, _), look in zip(places, looks, strict=True):
+        if isinstance(look, Manifest):
+            found.add(name, look)
+        elif look == "unknown":
             found.unknown.append(name)
+        elif look == "uncommitted":
+            found.uncommitted.append(name)
     return found
 
 
-def _referring_manifest(place: tuple[str, Storage]) -> tuple[Manifest | None, bool]:
-    """The manifest of a folder, if it may have references; and True if a manifest cannot be read."""
+def _referring_manifest(
+    place: tuple[str, Storage],
+) -> Manifest | Literal["no references", "uncommitted", "unknown"]:
+    """The manifest of a folder if it may have references; else why there is none."""
     name, storage = place
     try:
-        return (read_manifest(storage) if _may_refer(storage) else None), False
+        size = storage.size(MANIFEST_NAME)
+        if size is None:
+            return "uncommitted"
+        return read_manifest(storage) if _may_refer(storage, size) else "no references"
     except NotCommittedError:
-        return None, False
+        return "uncommitted"
     except (FormatError, StorageError) as error:
         is_lost_link = error.details.get("lost_link") and STEP_FOLDER.fullmatch(name) is None
-        return None, not is_lost_link and not _is_foreign(storage)
+        return "no references" if is_lost_link or _is_foreign(storage) else "unknown"
 
 
 def references_in(run: Storage, *, without: Collection[str] = ()) -> References:
@@ -179,12 +189,10 @@ def has_no_references(storage: Storage) -> bool:
     Raises:
         StorageError: the manifest exists and the storage cannot read it now.
     """
-    return storage.size(MANIFEST_NAME) is not None and not _may_refer(storage)
-
-
-def _may_refer(storage: Storage) -> bool:
-    """True if there is a manifest and its first bytes are not those of one without references."""
     size = storage.size(MANIFEST_NAME)
-    if size is None:
-        return False
+    return size is not None and not _may_refer(storage, size)
+
+
+def _may_refer(storage: Storage, size: int) -> bool:
+    """True if the first bytes of a manifest of this size are not those of one without references."""
     return storage.read(MANIFEST_NAME, 0, min(size, len(USUAL_BEGINNING))) != USUAL_BEGINNING

@@ -50,7 +50,7 @@ def absolute(path: StrOrBytesPath) -> Path:
 def lost_link(path: Path) -> StorageError | None:
     """The error for a `path` behind a dangling symbolic link, most often a lost mount; None without one."""
     lowest = next(above for above in (path, *path.parents) if os.path.lexists(above))
-    if os.path.exists(lowest):
+    if os.path.exists(lowest) or not os.path.islink(lowest):  # another process may remove it meanwhile
         return None
     return StorageError(
         f"cannot look at {printable(path)}: {printable(lowest)} is a symbolic link to "
