@@ -41,7 +41,14 @@ __all__ = [
 # What nearly every rank imports, some of it (torch._dynamo) when an optimizer is made: once for all of them.
 # Packages of shardproof load their modules lazily, so the modules are named.
 _PRELOAD = [
-    *("torch.distributed.fsdp", "torch._dynamo", "torch.profiler._cupti_monitor", "numpy.ma"),
+    *(
+        "pytest",
+        "hypothesis",
+        "torch.distributed.fsdp",
+        "torch._dynamo",
+        "torch.profiler._cupti_monitor",
+        "numpy.ma",
+    ),
     *("shardproof.checkpointer.checkpointer", "shardproof.checkpointer.agreed_calls"),
     *("shardproof.loading.load_protocol", "shardproof.maintenance.verify", "shardproof.optim.distributed"),
 ]

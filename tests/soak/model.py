@@ -159,6 +159,9 @@ class Model:
         known = self.steps.get(step)
         if known is None:
             self.steps[step] = Step({salt}, False, {salt: loss})
+            if (ghost := self.ghosts.get(step)) is not None:  # its removal may be undone in this save
+                self.steps[step].salts |= ghost.salts
+                self.steps[step].loss |= ghost.loss
         elif replaces:
             known.salts.add(salt)
             known.loss[salt] = loss
@@ -168,6 +171,7 @@ class Model:
         """A save has ended without an error."""
         known = self.steps[step]
         known.salts, known.sure = {salt}, True
+        self.ghosts.pop(step, None)
         self.seen_bad.discard(step)
         self.redo(step)
 
