@@ -51,6 +51,7 @@ _PRELOAD = [
     ),
     *("shardproof.checkpointer.checkpointer", "shardproof.checkpointer.agreed_calls"),
     *("shardproof.loading.load_protocol", "shardproof.maintenance.verify", "shardproof.optim.distributed"),
+    *("shardproof.rerun.machine", "shardproof.fsdp.unit", "shardproof.layouts.module_tensors"),
 ]
 _to_parent: list[Connection] = []
 
