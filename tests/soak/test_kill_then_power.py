@@ -66,7 +66,7 @@ def test_no_step_comes_back_without_its_files(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.CRITICAL, "shardproof")
-    killed_after, ended = 24, False  # the commit has 24 operations
+    killed_after, ended = 24, False  # retention begins later
     while not ended:
         for chance, operations in enumerate(power_after):
             with Disk(_new(tmp_path)) as disk:

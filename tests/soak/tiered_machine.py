@@ -351,7 +351,8 @@ class UploadMachine(TieredMachine):
             self.save(1 + a % 3)
             self._damage_shards(self.model, self.now)
         elif what == "damage a killed upload":
-            self.arm(20 + a % 40, ["kill", "power"][b % 2])
+            # Each rank adds operations to the save, and the failure is to come in the upload after it.
+            self.arm(20 * self._job.ranks + a % (30 * self._job.ranks), ["kill", "power"][b % 2])
             self.save(1)
             if self.now not in self.far.observer().steps():
                 self._damage_shards(self.far, self.now)

@@ -221,7 +221,7 @@ def prune(storage: Storage, plan: PrunePlan) -> list[str]:
     Raises:
         StorageError: the storage failed. Some of the files may be removed. Uploads go last.
     """
-    flush_removals(storage, plan_removal(storage, ()).uncommitted)
+    flush_removals(storage, references_in(storage).uncommitted)
     spared = [leftover.folder for leftover in plan.leftovers if not remove_leftover(storage, leftover)]
     lost = [name for name in plan.lost if _is_lost(storage.within(name))]
     settled = [name for name in plan.settled if read_settled(storage.within(name)) is not None]

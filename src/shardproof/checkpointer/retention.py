@@ -82,7 +82,7 @@ class Removal:
     unknown: tuple[str, ...] = ()
     """Folders with unreadable manifests. They may refer to any shard file, so all shard files stay."""
     uncommitted: tuple[str, ...] = ()
-    """Folders of steps without a manifest (note "Removals are flushed")."""
+    """Folders without a manifest (note "Removals are flushed")."""
 
 
 def plan_removal(storage: Storage, names: Sequence[str]) -> Removal:
@@ -114,8 +114,8 @@ def plan_removal(storage: Storage, names: Sequence[str]) -> Removal:
     elsewhere = [record for record in borrowed if record.folder not in gone]
     released = {record.place for record in unreferenced_files(elsewhere, references, storage.within)}
     manifests = tuple(f"{name}/{MANIFEST_NAME}" for name in names)
-    uncommitted = tuple(name for name in references.uncommitted if parse_folder(name) is not None)
-    return Removal(manifests, (*files, *sorted(released)), lent, tuple(references.unknown), uncommitted)
+    unknown, uncommitted = tuple(references.unknown), tuple(references.uncommitted)
+    return Removal(manifests, (*files, *sorted(released)), lent, unknown, uncommitted)
 
 
 def delete_steps(
@@ -155,6 +155,8 @@ def flush_removals(storage: Storage, uncommitted: Sequence[str]) -> None:
     if isinstance(storage, RemoteStorage):
         return  # a removal there is durable when it returns
     for folder in uncommitted:
+        if parse_folder(folder) is None:
+            continue
         place = storage.within(folder)
         file = next((name for name in place.list() if is_ours(name, folder)), None)
         if file is None:
