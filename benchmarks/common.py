@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -39,8 +40,13 @@ _BLOCK = 16 << 20
 _SPAN = 2 * BLOCK_BYTES
 
 
-def parser(description: str | None) -> argparse.ArgumentParser:
-    """The options that every benchmark takes."""
+def parser(description: str | None, *, device: bool = True) -> argparse.ArgumentParser:
+    """The options that every benchmark takes.
+
+    Args:
+        description: of the benchmark.
+        device: the benchmark can keep its state on an accelerator.
+    """
     options = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -51,11 +57,12 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     options.add_argument("--repeats", type=int, default=5, help="measured rounds (default 5)")
     options.add_argument("--folder", type=Path, help="where to write (default: a temporary folder)")
     json_option(options)
-    options.add_argument(
-        "--device",
-        default="cpu",
-        help="where the state lives: cpu (default), cuda, or auto for what there is",
-    )
+    if device:
+        options.add_argument(
+            "--device",
+            default="cpu",
+            help="where the state lives: cpu (default), cuda, or auto for what there is",
+        )
     return options
 
 
@@ -81,7 +88,7 @@ def launched(
         f"--nproc-per-node={ranks}",
         *sys.argv,
     ]
-    variables = os.environ | {"OMP_NUM_THREADS": "1", "SHARDPROOF_BENCH_FOLDER": str(folder)}
+    variables = {"OMP_NUM_THREADS": "1"} | os.environ | {"SHARDPROOF_BENCH_FOLDER": str(folder)}
     try:
         return subprocess.run(
             command, env=variables | dict(environment or {}), timeout=timeout, check=False
@@ -155,8 +162,10 @@ def rounds(
             if prepare is not None:
                 prepare(name, number)
             dist.barrier()
+            settle_device()
             begun = time.perf_counter()
             way(number)
+            settle_device()
             taken = torch.tensor(time.perf_counter() - begun, dtype=torch.float64)
             dist.all_reduce(taken, dist.ReduceOp.MAX)
             if number >= 0:
@@ -192,7 +201,7 @@ def gpt_state(
         for name, shape in shapes.items():
             key = f"h.{layer}.{name}"
             parameter, exp_avg, exp_avg_sq = (sharded(shape, mesh, placement, filled) for _ in range(3))
-            step = torch.tensor(1000.0 if filled else -1.0)
+            step = torch.tensor(1000.0 if filled else -1.0, device=mesh.device_type)  # as a fused AdamW needs
             state["model"][key] = parameter
             state["optimizer"][key] = {"step": step, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
     return state
@@ -264,12 +273,41 @@ class RawFile:
             os.close(handle)
 
     def read(self, into: list[torch.Tensor], start: int = 0) -> None:
-        """Reads the file from a byte on into memory in use already, a device's by way of the buffer."""
-        self._read(into, start, _BLOCK, lambda span: None)
+        """Reads the file from a byte on into memory in use already."""
+        if into and into[0].device.type != "cpu":
+            self.read_to_device(into, start)
+        else:
+            self._read(into, start, _BLOCK, lambda span: None)
 
     def read_and_hash(self, into: list[torch.Tensor]) -> None:
         """Reads it from `LARGE_IN_PAGE` on in spans of 512 KiB, each hashed when it was read."""
         self._read(into, LARGE_IN_PAGE, _SPAN, _hash_back)
+
+    def read_to_device(self, into: list[torch.Tensor], start: int = 0) -> None:
+        """Reads the file into tensors of a device: four threads, each with a page-locked buffer."""
+        parts: list[tuple[int, torch.Tensor]] = []
+        for tensor in into:
+            onto = tensor.reshape(-1).view(torch.uint8)
+            parts += [(start + begin, onto[begin : begin + _BLOCK]) for begin in range(0, len(onto), _BLOCK)]
+            start += len(onto)
+        own = threading.local()
+        handle = os.open(self.path, os.O_RDONLY)
+
+        def read(part: tuple[int, torch.Tensor]) -> None:
+            at, onto = part
+            if not hasattr(own, "buffer"):
+                own.buffer = torch.empty(_BLOCK, dtype=torch.uint8, pin_memory=True)
+            host = own.buffer[: len(onto)]
+            assert os.preadv(handle, [host.numpy().data], at) == len(onto)
+            onto.copy_(host, non_blocking=True)
+            torch.accelerator.current_stream().synchronize()
+
+        try:
+            with ThreadPoolExecutor(4) as pool:
+                for _ in pool.map(read, parts):
+                    pass
+        finally:
+            os.close(handle)
 
     def _read(
         self, into: list[torch.Tensor], start: int, step: int, then: Callable[[memoryview], object]
@@ -277,9 +315,6 @@ class RawFile:
         handle = os.open(self.path, os.O_RDONLY)
         try:
             for tensor in into:
-                if tensor.device.type != "cpu":
-                    start += self._read_to_device(handle, start, tensor)
-                    continue
                 memory = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
                 for begin in range(0, len(memory), step):
                     span = memory[begin : begin + step]
@@ -287,15 +322,6 @@ class RawFile:
                     then(span)
         finally:
             os.close(handle)
-
-    def _read_to_device(self, handle: int, start: int, tensor: torch.Tensor) -> int:
-        onto = tensor.reshape(-1).view(torch.uint8)
-        host = torch.frombuffer(self.buffer, dtype=torch.uint8)
-        for begin in range(0, len(onto), _BLOCK):
-            part = onto[begin : begin + _BLOCK]
-            os.preadv(handle, [self.buffer[: len(part)]], start + begin)
-            part.copy_(host[: len(part)])
-        return len(onto)
 
 
 def _hash_back(span: memoryview) -> None:
@@ -393,8 +419,13 @@ def machine() -> str:
     return (
         f"{os.cpu_count()} cores ({model}), {int(total) / (1 << 20):.0f} GiB, Linux {platform.release()}, "
         f"Python {platform.python_version()}, torch {torch.__version__}, "
-        + ("no accelerator" if device is None else f"{torch.accelerator.device_count()} x {device.type}")
+        + ("no accelerator" if device is None else _devices(device))
     )
+
+
+def _devices(device: torch.device) -> str:
+    name = getattr(torch.get_device_module(device), "get_device_name", lambda: device.type)()
+    return f"{torch.accelerator.device_count()} x {name}"
 
 
 def file_system(path: Path) -> str:
@@ -402,6 +433,15 @@ def file_system(path: Path) -> str:
     mounts = [line.split()[1:3] for line in _lines("/proc/mounts")]
     holding = [mount for mount in mounts if path.resolve().is_relative_to(mount[0])]
     return max(holding, key=lambda mount: len(mount[0]))[1] if holding else "unknown"
+
+
+def settle_device() -> None:
+    """Waits for the work on the current stream of the accelerator, if there is one.
+
+    Other streams go on: a save copies on its own.
+    """
+    if accelerator() is not None:
+        torch.accelerator.current_stream().synchronize()
 
 
 def accelerator() -> torch.device | None:

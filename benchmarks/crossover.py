@@ -64,7 +64,7 @@ HEADER = 2
 
 
 def main() -> None:
-    options = with_points(parser(__doc__)).parse_args()
+    options = with_points(parser(__doc__, device=False)).parse_args()
     if not is_rank():
         launch(options, options.ranks)
     dist.init_process_group("gloo")

@@ -46,7 +46,7 @@ _BUFFER = 8 << 20
 
 
 def main() -> None:
-    options = parser(__doc__).parse_args()
+    options = parser(__doc__, device=False).parse_args()
     if not is_rank():
         launch(options, options.ranks)
     dist.init_process_group("gloo")

@@ -41,7 +41,7 @@ BUCKET = "bench"
 
 
 def main() -> None:
-    options = parser(__doc__)
+    options = parser(__doc__, device=False)
     options.set_defaults(gib=1.0)
     options.add_argument("--alone", action="store_true", help="without the peers")
     given = options.parse_args()

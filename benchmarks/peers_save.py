@@ -14,18 +14,32 @@ has processes and a state of its own, as in a job (see peers/apart.py): there mu
 
 from __future__ import annotations
 
+import statistics
 import tempfile
 from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from common import GIB, RawFile, device_type, folder, is_rank, local_bytes, remove, start
 from peers.apart import Turns, measure_apart
-from peers.figures import Clock, Figures, Row, flush, launch_each, made, options, releases, rounds, show
+from peers.figures import (
+    Clock,
+    Figures,
+    Row,
+    flush,
+    launch_each,
+    made,
+    options,
+    releases,
+    rounds,
+    show,
+    slowest,
+)
 from peers.roster import Missing, every_way
-from peers.subject import gpt, small
+from peers.subject import Subject, gpt, small
 from peers.training import Trainer
 from peers.way import Way
 
@@ -72,8 +86,36 @@ def limits(raw: RawFile) -> list[tuple[Row, Callable[[int], Figures]]]:
     ]
 
 
-def print_table(given: Namespace, rows: list[Row], missing: list[Missing], nbytes: int, ranks: int) -> None:
-    """All figures, with their ratios to ours and to the faster raw write."""
+def copied_to_host(subject: Subject) -> float:
+    """Seconds of a copy of a device's tensors to existing page-locked memory, on the slowest rank."""
+    host = [torch.empty(part.shape, dtype=part.dtype, pin_memory=True) for part in subject.tensors]
+    seconds = []
+    for _ in range(3):
+        clock = Clock()
+        for onto, part in zip(host, subject.tensors, strict=True):
+            onto.copy_(part, non_blocking=True)
+        seconds.append(clock())
+    return slowest({"copied": statistics.median(seconds)})["copied"]
+
+
+def print_table(
+    given: Namespace,
+    rows: list[Row],
+    missing: list[Missing],
+    nbytes: int,
+    ranks: int,
+    copied: float | None = None,
+) -> None:
+    """All figures, with their ratios to ours and to the faster raw write.
+
+    Args:
+        given: the options.
+        rows: the figures.
+        missing: ways that could not be measured.
+        nbytes: of the state.
+        ranks: processes.
+        copied: seconds that the ranks take to copy the state to the host, if it is on a device.
+    """
     limit = min(row.median("durable") for row in rows if row.way is None)
     ours = {
         figure: min(row.median(figure) for row in rows if row.name.startswith(OURS))
@@ -97,7 +139,10 @@ def print_table(given: Namespace, rows: list[Row], missing: list[Missing], nbyte
         },
         missing,
         to=given.json,
-        notes=[releases(rows)],
+        notes=[
+            releases(rows),
+            *([] if copied is None else [f"A copy of the state to page-locked memory takes {copied:.3f} s."]),
+        ],
         where=given.folder or Path(tempfile.gettempdir()),
     )
 
@@ -116,13 +161,14 @@ def measure(given: Namespace) -> None:
         ways, missing = made(given.only, wanted=partial(is_fit, given))
     elif turns.name != RAW:
         ways, missing = made(turns.name, wanted=lambda way: way.__name__ == turns.name)
+    copied = copied_to_host(subject) if mesh.device_type != "cpu" else None
     trainer = Trainer(subject, mesh) if ways and subject.module is not None else None
     for way in ways:
         way.prepare(subject)
         measures.append((Row(way.name, way), partial(save, way, trainer, given.change_at_once)))
     if turns is None:
         rows = rounds(measures, given.repeats, missing)
-        print_table(given, rows, missing, nbytes, dist.get_world_size())
+        print_table(given, rows, missing, nbytes, dist.get_world_size(), copied)
     else:
         turns.answer(rounds(measures, given.repeats, missing, turns.round), missing, nbytes=nbytes)
     for way in ways:

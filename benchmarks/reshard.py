@@ -50,7 +50,7 @@ CROSSOVER_GIB = 0.25
 
 
 def main() -> None:
-    given = parser(__doc__)
+    given = parser(__doc__, device=False)
     given.add_argument("--cold", action="store_true", help="with nothing of the files in the page cache")
     options = given.parse_args()
     if not is_rank():

@@ -36,7 +36,7 @@ def main() -> None:
 
     from shardproof.storage import MemoryStorage
 
-    options = parser(__doc__)
+    options = parser(__doc__, device=False)
     given = options.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="shardproof-bench-", dir=given.folder))
     memory = MemoryStorage(f"memory://{folder.name}")

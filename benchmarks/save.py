@@ -19,9 +19,9 @@ from common import (
     remove,
     report,
     rounds,
+    start,
     total_bytes,
 )
-from torch.distributed.device_mesh import init_device_mesh
 
 import shardproof as sp
 
@@ -30,8 +30,7 @@ def main() -> None:
     options = parser(__doc__).parse_args()
     if not is_rank():
         launch(options, options.ranks)
-    dist.init_process_group("gloo")
-    state = gpt_state(options.gib, init_device_mesh("cpu", (options.ranks,)))
+    state = gpt_state(options.gib, start(options))
     nbytes = total_bytes(state)
     checkpointer = sp.Checkpointer(folder() / "ours")
     raw = RawFile(folder() / f"raw-{dist.get_rank()}", local_bytes(state))

@@ -9,8 +9,19 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from common import folder, is_rank, launch, parser, remove, report, rounds, sharded, tensors_of, total_bytes
-from torch.distributed.device_mesh import init_device_mesh
+from common import (
+    folder,
+    is_rank,
+    launch,
+    parser,
+    remove,
+    report,
+    rounds,
+    sharded,
+    start,
+    tensors_of,
+    total_bytes,
+)
 
 import shardproof as sp
 
@@ -21,8 +32,7 @@ def main() -> None:
     options = options.parse_args()
     if not is_rank():
         launch(options, options.ranks)
-    dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (options.ranks,))
+    mesh = start(options)
     names = [f"layers.{number // 20}.part.{number % 20}" for number in range(options.tensors)]
 
     def build(filled: bool) -> dict[str, torch.Tensor]:

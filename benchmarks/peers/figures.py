@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from common import file_system, folder, launched, machine, parser, table
+from common import file_system, folder, launched, machine, parser, settle_device, table
 from recording import STDOUT, record
 
 from peers.roster import Missing, every_way
@@ -112,10 +112,12 @@ class Clock:
     """Seconds since all ranks met."""
 
     def __init__(self) -> None:
+        settle_device()
         dist.barrier()
         self.begun = time.perf_counter()
 
     def __call__(self) -> float:
+        settle_device()
         return time.perf_counter() - self.begun
 
 

@@ -95,11 +95,14 @@ def wrapped(key: str, tensor: torch.Tensor) -> ShardedTensor:
     return ShardedTensor.from_rank_offsets(key, local(tensor).detach(), (placement.dim, rank, world))
 
 
+STAND_INS = "torch.cuda's current_device and synchronize answered with the CPU; triton by an empty module"
+
+
 class Megatron(Way):
     name = "Megatron torch_dist"
     package = "megatron-core"
     flushes = "fsync of each file"
-    driven = "torch.cuda's current_device and synchronize answered with the CPU; triton by an empty module"
+    driven = "" if torch.cuda.is_available() else STAND_INS
     in_place = False
 
     def prepare(self, subject: Subject) -> None:
@@ -128,7 +131,9 @@ class Megatron(Way):
 
 class MegatronFullyParallel(Megatron):
     name = "Megatron torch_dist, fully parallel"
-    driven = Megatron.driven + '; so are the tensors on "cuda" that its load exchanges over'
+    driven = (
+        Megatron.driven and Megatron.driven + '; so are the tensors on "cuda" that its load exchanges over'
+    )
 
     def prepare(self, subject: Subject) -> None:
         super().prepare(subject)
@@ -139,8 +144,8 @@ class MegatronFullyParallel(Megatron):
 class MegatronAsync(Megatron):
     name = "Megatron torch_dist, async process"
     driven = (
-        Megatron.driven + "; its `mcore` strategy: a process forked for each save, which holds the values"
-    )
+        Megatron.driven and Megatron.driven + "; "
+    ) + "its `mcore` strategy: a process forked for each save, which holds the values"
     asynchronous = True
 
     def __init__(self, folder: Path) -> None:

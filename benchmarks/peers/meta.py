@@ -42,9 +42,10 @@ class TorchCheckpointing(Way):
     package = "torch_checkpointing"
     flushes = "no"
     driven = (
-        "the gather of its metadata, which needs CUDA tensors, answered by all_gather_object; "
-        "use_direct_io=False, for with O_DIRECT, its default, its unaligned writes fail here (EINVAL)"
-    )
+        ""
+        if torch.cuda.is_available()
+        else "the gather of its metadata, which needs CUDA tensors, answered by all_gather_object; "
+    ) + ("use_direct_io=False, for with O_DIRECT, its default, its unaligned writes fail here (EINVAL)")
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -75,12 +76,14 @@ class TorchCheckpointingProcess(TorchCheckpointing):
     name = "torch_checkpointing, async process"
     driven = (
         TorchCheckpointing.driven
-        + "; no pinned memory, no non-blocking copies; a change waits for manager.lock()"
+        + ("" if torch.cuda.is_available() else "; no pinned memory, no non-blocking copies")
+        + "; a change waits for manager.lock()"
     )
     asynchronous = True
 
     def saver(self) -> CheckpointSaverConfig:
-        staging = CheckpointStagerConfig(use_pinned_memory=False, use_non_blocking_copy=False)
+        on_gpu = torch.cuda.is_available()
+        staging = CheckpointStagerConfig(use_pinned_memory=on_gpu, use_non_blocking_copy=on_gpu)
         process = CheckpointProcessConfig(subprocess_init_timeout_secs=300)
         return AsyncCheckpointSaverConfig(staging_config=staging, process_config=process)
 

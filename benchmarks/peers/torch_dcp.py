@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -38,15 +39,21 @@ class TorchDcpThread(TorchDcp):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        # Pinned memory and non-blocking copies need an accelerator. A stage in the background is torn by the
+        # A stage in the background is torn by the
         # next step unless the loop waits for it, so it is a way of its own.
-        self.stager = DefaultStager(StagingOptions(False, self.shared, self.in_background(), False))
+        self.stager = self.new_stager()
         self.group = dist.new_group(backend="gloo")
+
+    def new_stager(self) -> DefaultStager:
+        pinned = torch.accelerator.is_available()  # so are non-blocking copies
+        return DefaultStager(StagingOptions(pinned, self.shared, self.in_background(), pinned))
 
     def in_background(self) -> bool:
         return False
 
     def begin(self, number: int) -> Save:
+        if not self.stager._state_dict_stager._deepcopy_dispatch:  # torch 2.11 closes it after a save
+            self.stager = self.new_stager()
         answer = dcp.async_save(
             self.tree,
             checkpoint_id=self.path(number),

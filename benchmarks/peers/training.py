@@ -13,6 +13,7 @@ import time
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from common import settle_device
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -61,6 +62,7 @@ class Trainer:
         if callable(before_change):
             before_change()
         self.optimizer.step()
+        settle_device()
         dist.barrier()
         return time.perf_counter() - begun
 

@@ -98,16 +98,16 @@ def test_memory_of_a_temporary_is_not_given_to_training(
     assert all(bool((other == 7).all()) for other in others)
 
 
-def test_nothing_is_copied_any_more_when_copies_are_finished(
+def test_nothing_is_copied_any_more_when_a_wait_has_ended(
     background: ThreadPoolExecutor, enqueued: threading.Event, weight: torch.Tensor, buffer: memoryview
 ) -> None:
     copies = DeviceCopies(weight.device)
     with simulated.held(side_of(copies)):
         background.submit(copies.copy, weight, buffer)
         assert enqueued.wait(LIMIT)
-        finishing = background.submit(copies.finish)
-        assert goes_on(finishing)
-    finishing.result(LIMIT)
+        waiting = background.submit(copies.wait)
+        assert goes_on(waiting)
+    waiting.result(LIMIT)
     assert all_are(buffer, 1)
 
 

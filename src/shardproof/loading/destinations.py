@@ -11,11 +11,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from shardproof._utils.streams import CurrentStreams
+from shardproof._utils.streams import CurrentStreams, has_streams
 from shardproof.dtypes import DTYPES
 from shardproof.format import TensorRecord
 from shardproof.geometry import row_major_strides
 from shardproof.loading.block_reader import Extents
+from shardproof.loading.uploads import DeviceRun
 from shardproof.planning import ChunkTable, ReadPlan
 from shardproof.state import is_plain_memory
 
@@ -72,8 +73,11 @@ class DestinationWriter:
         self._table = table
         self._plan = plan
         self._destinations = destinations
-        devices = {there.view.device for there in destinations if not (there.is_plain or there.view.is_cpu)}
-        self.streams = CurrentStreams(devices)
+        self.devices = {
+            there.view.device for there in destinations if not (there.is_plain or there.view.is_cpu)
+        }
+        """Devices of the destinations, the host's left out."""
+        self.streams = CurrentStreams(self.devices)
         """Streams of the thread that made this, for helper threads to enter."""
         tensor, volumes = table.tensor[plan.chunk], plan.sizes.prod(axis=1)
         tensor_of = np.zeros(len(destinations), np.int64)
@@ -98,9 +102,13 @@ class DestinationWriter:
         into = np.array(base, np.uint64)[plan.requested]
         is_run = plan.chunk_stop - plan.chunk_start == volumes
         straight = is_run & (plan.run_start >= 0) & (into != 0)
-        inside = (plan.run_start * itemsizes).astype(np.uint64)
-        self._address = np.where(straight, into + inside, np.uint64(0))
+        inside = plan.run_start * itemsizes
+        self._address = np.where(straight, into + inside.astype(np.uint64), np.uint64(0))
         """By part: destination address; 0 if the part is not contiguous in both, or needs a conversion."""
+        self._uploaded = np.where(
+            is_run & (plan.run_start >= 0) & self._is_uploaded()[plan.requested], inside, -1
+        )
+        """By part: first byte in a destination in contiguous memory of a device; -1 as 0 of `_address`."""
         self._begin = plan.chunk_start * itemsizes
         """By part: first byte in the chunk."""
         self._end = plan.chunk_stop * itemsizes
@@ -134,13 +142,52 @@ class DestinationWriter:
         begin[alone], nbytes[alone] = self._begin[part], self.part_bytes[part]
         return Runs(address.tolist(), begin.tolist(), nbytes.tolist())
 
+    def device_runs(self, rows: Sequence[int], least: int) -> dict[int, DeviceRun]:
+        """The bytes to copy unchanged to contiguous memory of a device, by position in `rows`.
+
+        Args:
+            rows: of the chunk table.
+            least: bytes of such a copy; smaller ones are left out.
+        """
+        if not self.devices:
+            return {}
+        first = np.searchsorted(self._plan.chunk, rows, "left")
+        alone = np.flatnonzero(np.searchsorted(self._plan.chunk, rows, "right") - first == 1)
+        part = first[alone]
+        large = (self._uploaded[part] >= 0) & (self.part_bytes[part] >= least)
+        runs: dict[int, DeviceRun] = {}
+        for at, row in zip(alone[large].tolist(), part[large].tolist(), strict=True):
+            view = self._destinations[self._want[row]].view.detach().reshape(-1).view(torch.uint8)
+            start, count = int(self._uploaded[row]), int(self.part_bytes[row])
+            runs[at] = DeviceRun(view[start : start + count], int(self._begin[row]))
+        return runs
+
     def parts_of(self, rows: Sequence[int]) -> list[range]:
         """The parts of each row of the chunk table."""
         first = np.searchsorted(self._plan.chunk, rows, "left").tolist()
         last = np.searchsorted(self._plan.chunk, rows, "right").tolist()
         return [range(one, other) for one, other in zip(first, last, strict=True)]
 
-    def put(self, row: int, parts: range, stored: torch.Tensor, first: int = 0) -> None:
+    def _is_uploaded(self) -> NDArray[np.bool_]:
+        """By destination: True for contiguous memory of a device, of the stored dtype."""
+        found = np.zeros(len(self._destinations), bool)
+        if not self.devices:
+            return found
+        for row, (there, dtype) in enumerate(zip(self._destinations, self._dtypes, strict=True)):
+            if (
+                not there.is_plain
+                and (view := there.view).device in self.devices
+                and has_streams(view.device)
+            ):
+                found[row] = (
+                    view.dtype == dtype and view.is_contiguous() and not view.is_conj() and not view.is_neg()
+                )
+        found[self.overlapping] = False
+        return found
+
+    def put(
+        self, row: int, parts: range, stored: torch.Tensor, first: int = 0, *, non_blocking: bool = False
+    ) -> None:
         """Copies the parts of a chunk to their destinations.
 
         Args:
@@ -148,16 +195,19 @@ class DestinationWriter:
             parts: of the chunk.
             stored: (count,) uint8 host memory: the chunk, or a range of it that contains the parts.
             first: first byte of that range in the chunk, a multiple of the item size.
+            non_blocking: True if copies to a device may end after this returned.
         """
         if len(parts) == 1 and (address := int(self._address[parts.start])):
             begin, count = int(self._begin[parts.start]), int(self.part_bytes[parts.start])
             ctypes.memmove(address, stored.data_ptr() + begin - first, count)
             return
         if not self.is_aligned(parts, stored):
-            stored = stored.clone()
+            stored, non_blocking = stored.clone(), False
         with torch.no_grad():
             for target, source in self.views(row, parts, stored, first):
-                target.copy_(source)
+                # torch converts or arranges host values in temporary memory, which no copy may outlive.
+                is_direct = non_blocking and source.is_contiguous() and source.dtype == target.dtype
+                target.copy_(source, non_blocking=is_direct)
 
     def is_aligned(self, parts: range, stored: torch.Tensor) -> bool:
         """True if the memory begins at a multiple of the item size, as `views` needs."""

@@ -3,7 +3,8 @@
 A large part that is contiguous in the chunk and in a host tensor is read straight into the tensor. The rest
 of its first and last block is read for the digest alone. All other parts pass through scratch memory, where
 neighbouring chunks share one read. In both cases a block is hashed in the memory that it was read into,
-while it is in the processor's cache. A `Fetcher` reads what the page cache does not have.
+while it is in the processor's cache. Parts of a device are read into page-locked memory, and copied to the
+device during the next reads. A `Fetcher` reads what the page cache does not have.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from shardproof._utils.gc_pause import no_garbage_collection
 from shardproof._utils.memcpy import address as address_of
 from shardproof._utils.memcpy import copy_runs
 from shardproof.format import BLOCK_BYTES
-from shardproof.loading.chunk_reader import Chunks
+from shardproof.loading.chunk_reader import Chunks, Fetch
 from shardproof.loading.cold_reads import (
     MEMORY_BYTES,
     REMOTE_MEMORY_BYTES,
@@ -30,7 +31,9 @@ from shardproof.loading.cold_reads import (
 )
 from shardproof.loading.destinations import DestinationWriter
 from shardproof.loading.threads import in_threads
+from shardproof.loading.uploads import UPLOAD_BYTES, UploadBuffers, Uploads
 from shardproof.planning import LARGE_BYTES
+from shardproof.storage import Storage
 
 __all__ = ["read_chunks"]
 
@@ -66,7 +69,11 @@ def read_chunks(
     """
     with no_garbage_collection():
         job = _Job(chunks, writer, moved, cold)
-    in_threads(job.run, job.batches, max(threads, job.fetching), writer.streams.entered)
+    try:
+        with job.uploads.entered():
+            in_threads(job.run, job.batches, max(threads, job.fetching), job.uploads.entered)
+    finally:
+        job.uploads.finish()
     job.report_rest()
     return job.read
 
@@ -91,8 +98,10 @@ class _Job:
             address != 0 and nbytes >= least
             for address, nbytes in zip(self._straight.address, self._straight.nbytes, strict=True)
         ]
+        self.uploads = Uploads(writer.devices)
+        self._device_runs = writer.device_runs(chunks.rows, least) if self.uploads.devices else {}
         alone = list(self._direct)
-        for at in chunks.extents:
+        for at in (*chunks.extents, *self._device_runs):
             alone[at] = True
         self.batches = chunks.batches(alone, most)
         self._fetcher: Fetcher | None = None
@@ -115,6 +124,8 @@ class _Job:
             address, begin, nbytes = (column[batch.start] for column in self._straight)
             run = memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
             read = self._chunks.read_run(batch.start, begin, run, self._scratch(BLOCK_BYTES)[1])
+        elif batch.start in self._device_runs:
+            read = self._upload(batch.start, UPLOAD_BYTES, self._read_to_buffer)
         elif batch.start in self._chunks.extents:
             read = self._read_part_through_scratch(batch.start)
         else:
@@ -151,6 +162,8 @@ class _Job:
                     ctypes.memmove(address + low - begin, address_of(piece) + low - first, high - low)
                 read += len(piece)
             return read
+        if at in self._device_runs:
+            return self._upload(at, REQUEST_BYTES, fetcher.read)
         if at in chunks.extents:
             ((first, piece),) = list(chunks.pieces(at, chunks.count[at], fetcher.read))
             low, high = chunks.extents[at]
@@ -162,14 +175,56 @@ class _Job:
         self._place(batch, _tensor_of(span))
         return len(span)
 
+    def _upload(self, at: int, request: int, fetch: Fetch) -> int:
+        """Reads a chunk piece by piece, and copies the pieces to a device.
+
+        Args:
+            at: position of the chunk.
+            request: bytes of one piece.
+            fetch: reads a piece. `_read_to_buffer` reads the next pieces during the copy.
+        """
+        target, begin = self._device_runs[at]
+        end, read = begin + target.numel(), 0
+        buffers = self._buffers() if fetch == self._read_to_buffer else None
+        for first, piece in self._chunks.pieces(at, request, fetch):
+            read += len(piece)
+            low, high = max(first, begin), min(first + len(piece), end)
+            if low >= high:
+                continue
+            source = _tensor_of(piece) if buffers is None else buffers.tensor
+            target[low - begin : high - begin].copy_(
+                source[low - first : high - first], non_blocking=buffers is not None
+            )
+            if buffers is not None:
+                buffers.enqueued()
+        return read
+
+    def _read_to_buffer(self, storage: Storage, name: str, start: int, count: int) -> memoryview:
+        memory = self._buffers().next(count)
+        storage.read_into(name, start, memory)
+        return memory
+
+    def _buffers(self) -> UploadBuffers:
+        buffers: UploadBuffers | None = getattr(self._local, "buffers", None)
+        if buffers is None:
+            buffers = self._local.buffers = UploadBuffers(self.uploads.devices)
+        return buffers
+
     def _read_through_scratch(self, batch: range) -> int:
         span = self._chunks.span(batch)
+        if self.uploads.devices and span <= _BATCH_BYTES:
+            buffers = self._buffers()
+            memory = buffers.next(span)
+            read = self._chunks.read(batch, memory)
+            self._place(batch, buffers.tensor, non_blocking=True)
+            buffers.enqueued()
+            return read
         scratch, memory = self._scratch(span)
         read = self._chunks.read(batch, memory[:span])
         self._place(batch, scratch)
         return read
 
-    def _place(self, batch: range, scratch: torch.Tensor) -> None:
+    def _place(self, batch: range, scratch: torch.Tensor, *, non_blocking: bool = False) -> None:
         """Fills the destinations of neighbouring chunks from memory that begins with the first of them."""
         address, base = scratch.data_ptr(), self._chunks.start[batch.start]
         starts, counts = self._chunks.start, self._chunks.count
@@ -182,7 +237,9 @@ class _Job:
             for at, straight in zip(batch, into, strict=True):
                 if not straight:
                     stored = scratch[starts[at] - base :][: counts[at]]
-                    self._writer.put(self._chunks.rows[at], self._parts[at], stored)
+                    self._writer.put(
+                        self._chunks.rows[at], self._parts[at], stored, non_blocking=non_blocking
+                    )
 
     def _read_part_through_scratch(self, at: int) -> int:
         first, end = self._chunks.extents[at]

@@ -9,11 +9,11 @@ Note: Side waits for main, once
     next forward and backward. The caller joins work on other streams to the current one, as any use of its
     results requires.
 
-Note: The host waits for each copy
-    `copy` returns when the bytes are in host memory. Code that overwrites a tensor after its copy (see "Why
-    no torn value can be written") waits on the host until `copy` returns. So main gets that work after the
-    copy is done, and does not wait for side. For the same reason no `record_stream` is needed: the caller
-    holds a reference until `copy` returns, and after that no work of side reads the tensor.
+Note: The host waits for copies
+    `copy` returns when the bytes are in host memory; `enqueue` leaves that to `wait`. Code that overwrites a
+    tensor after its copy (see "Why no torn value can be written") waits on the host until then. So main gets
+    that work after the copy is done, and does not wait for side. For the same reason no `record_stream` is
+    needed: the caller holds a reference until then, and after that no work of side reads the tensor.
 
 Note: Temporaries belong to side
     A strided, conjugated or negated tensor is first copied into row-major order on the device. Side is the
@@ -27,7 +27,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from shardproof._utils.memcpy import address
+from shardproof._utils.page_locked import page_locked
 from shardproof._utils.streams import has_streams, on_stream
 from shardproof.storage import ALIGNMENT, aligned_buffer
 
@@ -47,7 +47,7 @@ class DeviceCopies:
     >>> copies.copy(torch.tensor([[1, 2], [3, 4]], dtype=torch.uint8).T, bytes_of)
     >>> bytes_of.tolist()
     [1, 3, 2, 4]
-    >>> copies.finish()
+    >>> copies.wait()
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -69,19 +69,35 @@ class DeviceCopies:
         Raises:
             torch.OutOfMemoryError: the device has no room for a row-major copy of a strided `source`.
         """
+        if (done := self._enqueued(source, into)) is not None:
+            done.synchronize()
+
+    def enqueue(self, source: torch.Tensor, into: memoryview) -> None:
+        """As `copy`, but the elements are in host memory only when a later `wait` has returned.
+
+        So the host prepares the next copy during this one.
+        """
+        self._enqueued(source, into)
+
+    def wait(self) -> None:
+        """Waits for all copies, including those whose `copy` ended with an error."""
+        if self._side is not None:
+            self._side.synchronize()
+
+    def _enqueued(self, source: torch.Tensor, into: memoryview) -> torch.Event | None:
         assert len(into) == source.numel() * source.element_size(), (len(into), source.shape, source.dtype)
         if len(into) == 0:
-            return
+            return None
         target = torch.frombuffer(into, dtype=torch.uint8).view(source.dtype).view(source.shape)
         if self._side is None:
             target.copy_(source.detach())
-            return
+            return None
         with on_stream(self._side, self._device):
             row_major = source.detach().resolve_conj().resolve_neg().contiguous()
             target.copy_(row_major, non_blocking=True)
             done = self._side.record_event()
             del row_major  # see "Temporaries belong to side"
-        done.synchronize()
+        return done
 
     def gathered(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """The concatenation of 1-D tensors of one dtype, in host memory.
@@ -94,11 +110,6 @@ class DeviceCopies:
         with on_stream(self._side, self._device):
             return torch.cat(list(parts)).cpu()
 
-    def finish(self) -> None:
-        """Waits for all copies, including those whose `copy` ended with an error."""
-        if self._side is not None:
-            self._side.synchronize()
-
 
 def copies_of(tensors: Iterable[torch.Tensor]) -> dict[torch.device, DeviceCopies]:
     """A `DeviceCopies` for each device that a tensor is on; none for host memory."""
@@ -109,32 +120,12 @@ def copies_of(tensors: Iterable[torch.Tensor]) -> dict[torch.device, DeviceCopie
 def pinned_buffer(nbytes: int) -> memoryview:
     """New memory that starts on a page; page-locked if this process uses an accelerator that supports it.
 
-    Otherwise, and if the system refuses to lock more memory, it is `aligned_buffer(nbytes)`. An accelerator
-    that the process has not used stays unused, since locking would load its driver. The allocator may round
-    up to a power of two, and caches freed memory.
+    Otherwise, and if the system refuses to lock more memory, it is `aligned_buffer(nbytes)`. See
+    `page_locked`.
 
     >>> buffer = pinned_buffer(10_000)
-    >>> len(buffer), buffer.readonly, address(buffer) % ALIGNMENT
-    (10000, False, 0)
+    >>> len(buffer), buffer.readonly
+    (10000, False)
     """
-    if nbytes > 0 and _locks_pages():
-        for spare in (0, ALIGNMENT):
-            try:
-                memory = (
-                    torch.empty(nbytes + spare, dtype=torch.uint8, pin_memory=True, device="cpu").numpy().data
-                )
-            except RuntimeError:  # the limit of locked memory, or of the backend
-                break
-            skip = -address(memory) % ALIGNMENT
-            if skip <= spare:
-                return memory[skip : skip + nbytes]
-    return aligned_buffer(nbytes)
-
-
-def _locks_pages() -> bool:
-    """Whether this process already uses an accelerator."""
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None or not torch.accelerator.is_available():
-        return False
-    is_used = getattr(torch.get_device_module(accelerator), "is_initialized", None)
-    return is_used is None or bool(is_used())
+    locked = page_locked(nbytes, ALIGNMENT) if nbytes > 0 else None
+    return aligned_buffer(nbytes) if locked is None else locked

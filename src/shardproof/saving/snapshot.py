@@ -45,6 +45,8 @@ _log = logging.getLogger("shardproof")
 _POLL_SECONDS = 0.1
 _BATCH_BYTES = 256 << 10
 """Bytes of small chunks to stage under one lock: taking the lock costs as much as copying 4 KiB."""
+_DEVICE_BATCH_BYTES = 32 << 20
+"""As `_BATCH_BYTES` for device memory: the host waits once for all copies of a batch."""
 
 
 class Snapshot:
@@ -207,9 +209,10 @@ class Snapshot:
     def _from_the_last(self, fenced: bool) -> Iterator[list[int]]:
         """The chunks to stage, from the last to the first; small ones in batches."""
         watch, rows, size = self._watch, list[int](), 0
+        most = _DEVICE_BATCH_BYTES if self._copies else _BATCH_BYTES
         for row in range(len(self._count) - 1, -1, -1):
             if fenced or watch is None or not watch.is_fenced(self._source.piece[row]):
-                if rows and size + self._count[row] > _BATCH_BYTES:
+                if rows and size + self._count[row] > most:
                     yield rows
                     rows, size = [], 0
                 rows.append(row)
@@ -220,11 +223,14 @@ class Snapshot:
     def _stage(self, rows: Sequence[int]) -> bool:
         """Stages chunks, in order; False if the chunks before them are not live either."""
         with self._changed:
-            for row in rows:
-                if row >= self._front and not self._over and not self._try_to_stage(row):
-                    self._wait_to_stage(row)
-                if row < self._front or self._over:
-                    return False
+            try:
+                for row in rows:
+                    if row >= self._front and not self._over and not self._try_to_stage(row):
+                        self._wait_to_stage(row)
+                    if row < self._front or self._over:
+                        return False
+            finally:
+                self._source.wait()  # before other threads may use the copies
         return True
 
     def _try_to_stage(self, row: int) -> bool:
@@ -237,7 +243,7 @@ class Snapshot:
             return False
         try:
             self._check_memory(row)
-            self._source.read(row, staged.address)
+            self._source.read(row, staged.address, wait=False)
         except BaseException:
             self._pool.give(staged)
             raise
@@ -247,6 +253,7 @@ class Snapshot:
 
     def _wait_to_stage(self, row: int) -> None:
         """Waits until a chunk is not live, or the save has failed. The caller holds `changed`."""
+        self._source.wait()
         self._ask_for_memory(row)
         seen, since, waiting = -1, time.monotonic(), 0.0
         while row >= self._front and not self._over and not self._try_to_stage(row):
@@ -260,7 +267,7 @@ class Snapshot:
                 self._over = True
                 break
             begun = time.monotonic()
-            self._changed.wait(_POLL_SECONDS)
+            self._changed.wait(_POLL_SECONDS)  # nothing is enqueued: `_try_to_stage` failed
             waiting += time.monotonic() - begun
         self._warn_of_wait(waiting)
 

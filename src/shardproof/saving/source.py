@@ -64,17 +64,23 @@ class SliceSource:
         pointer = self._pointers[at := self.piece[row]]
         return not pointer or self._pieces[at].view.data_ptr() == pointer
 
-    def read(self, row: int, to: int) -> None:
+    def read(self, row: int, to: int, *, wait: bool = True) -> None:
         """Copies a whole slice.
 
         Args:
             row: row of the slice.
             to: address of the destination.
+            wait: False if the caller calls `wait` before it uses the copy.
         """
         if (address := self.addresses[row]) != 0:
             ctypes.memmove(to, address, self.byte_counts[row])
         else:
-            self._gather(row, to)
+            self._gather(row, to, wait)
+
+    def wait(self) -> None:
+        """Waits for all copies of device memory."""
+        for copies in self._devices.values():
+            copies.wait()
 
     @cached_property
     def _boxes(self) -> tuple[list[int], list[int], list[int]]:
@@ -84,7 +90,7 @@ class SliceSource:
         return row_pointers(ndims).tolist(), offsets.tolist(), sizes.tolist()
 
     @torch.no_grad()
-    def _gather(self, row: int, to: int) -> None:
+    def _gather(self, row: int, to: int, wait: bool) -> None:
         """Copies a slice that is in device memory, or in another order than row-major."""
         count = self.byte_counts[row]
         piece = self._pieces[self.piece[row]]
@@ -100,10 +106,13 @@ class SliceSource:
             gathered = part.resolve_conj().resolve_neg().contiguous()
             ctypes.memmove(to, gathered.data_ptr(), count)
         else:
-            copies.copy(part, memoryview((ctypes.c_char * count).from_address(to)).cast("B"))
+            into = memoryview((ctypes.c_char * count).from_address(to)).cast("B")
+            if wait:
+                copies.copy(part, into)
+            else:
+                copies.enqueue(part, into)
 
     def finish(self) -> None:
         """Waits for all copies, and releases the pieces."""
-        for copies in self._devices.values():
-            copies.finish()
+        self.wait()
         self._pieces = ()

@@ -90,7 +90,7 @@ def test_side_waits_for_main_and_the_host_for_each_copy(log: list[str]) -> None:
     assert torch.accelerator.current_stream().name == "main"
     assert torch.frombuffer(memory, dtype=torch.int64).tolist() == [0, 4, 8, 1, 5, 9, 2, 6, 10, 3, 7, 11]
     log.clear()
-    copies.finish()
+    copies.wait()
     assert log == ["host waits for side"]
 
 
@@ -134,7 +134,7 @@ def test_an_accelerator_without_streams_copies_as_anybody_would(
     monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace())
     copies = DeviceCopies(torch.device("cpu"))
     copies.copy(torch.zeros(4), memoryview(bytearray(16)))
-    copies.finish()
+    copies.wait()
     assert log == ["copy on main, blocking"]
 
 
@@ -211,7 +211,7 @@ def test_copies_are_of_the_values_when_the_save_began_and_run_beside_training() 
         weight.fill_(-1)  # what the next step does, after the fence
         found = torch.frombuffer(buffer, dtype=torch.float32)
         assert (found == step).all()
-        copies.finish()
+        copies.wait()
 
 
 @pytest.mark.gpu

@@ -1,0 +1,110 @@
+"""Copies of what a load reads to devices, concurrent with its reads.
+
+Note: Uploads have a stream of their own
+    The threads of a load enqueue copies on a *side* stream of each device. Side waits once for the work that
+    the caller had enqueued when the load began, which may still use the destinations. A load waits on the
+    host for side before it returns, so the caller's later work finds the values. Hence no `record_stream` is
+    needed for destinations, and temporaries belong to side.
+
+Note: A thread reads while the device copies
+    A copy from page-locked memory runs without the host. Each thread reads into two buffers in turn, and
+    waits for the copies from a buffer before it reads into it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
+
+import torch
+
+from shardproof._utils.page_locked import page_locked
+from shardproof._utils.streams import has_streams, on_stream
+
+__all__ = ["DeviceRun", "UploadBuffers", "Uploads"]
+
+UPLOAD_BYTES = 8 << 20
+"""Bytes of one copy, at most. With smaller ones, threads wait for the interpreter's lock."""
+
+
+class DeviceRun(NamedTuple):
+    """A contiguous range of a chunk that is copied unchanged to contiguous memory of a device."""
+
+    target: torch.Tensor
+    """(n,) uint8."""
+    begin: int
+    """First byte in the chunk."""
+
+
+class Uploads:
+    """The side streams of one load.
+
+    Args:
+        devices: the devices of the destinations. Those without streams are ignored.
+
+    >>> uploads = Uploads([torch.device("cpu")])
+    >>> uploads.devices
+    []
+    >>> with uploads.entered():
+    ...     value = torch.ones(2)
+    >>> uploads.finish()
+    """
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self.devices = [device for device in devices if has_streams(device)]
+        """The devices with streams."""
+        self._sides = [torch.Stream(device) for device in self.devices]
+        for side, device in zip(self._sides, self.devices, strict=True):
+            side.wait_event(torch.accelerator.current_stream(device).record_event())
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Makes the side streams current in the calling thread. Several threads may enter at once."""
+        with ExitStack() as stack:
+            for side, device in zip(self._sides, self.devices, strict=True):
+                stack.enter_context(on_stream(side, device))
+            yield
+
+    def finish(self) -> None:
+        """Waits for all copies, including those of a thread that ended with an error."""
+        for side in self._sides:
+            side.synchronize()
+
+
+class UploadBuffers:
+    """Two page-locked buffers of one thread.
+
+    Args:
+        devices: the devices that the thread copies to.
+    """
+
+    def __init__(self, devices: list[torch.device]) -> None:
+        self._devices = devices
+        self._memory = [memoryview(b""), memoryview(b"")]
+        self._tensors = [torch.empty(0, dtype=torch.uint8, device="cpu")] * 2
+        self._copied: list[list[torch.Event]] = [[], []]
+        self._at = 0
+
+    def next(self, count: int) -> memoryview:
+        """Memory of `count` bytes that no copy uses. The previous memory stays valid until the next call."""
+        at = self._at = 1 - self._at
+        for event in self._copied[at]:
+            event.synchronize()
+        self._copied[at].clear()
+        if len(self._memory[at]) < count:
+            locked = page_locked(count)
+            self._memory[at] = memoryview(bytearray(count)) if locked is None else locked
+            self._tensors[at] = torch.frombuffer(self._memory[at], dtype=torch.uint8)
+        return self._memory[at][:count]
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The memory of the last `next`, and perhaps more behind it, as uint8."""
+        return self._tensors[self._at]
+
+    def enqueued(self) -> None:
+        """Notes that all copies from the memory of the last `next` are on the current streams."""
+        self._copied[self._at] = [
+            torch.accelerator.current_stream(device).record_event() for device in self._devices
+        ]

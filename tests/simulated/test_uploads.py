@@ -1,0 +1,74 @@
+"""Copies of a load to the device, with streams that are held where it matters."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+import shardproof as sp
+from shardproof.loading.uploads import UploadBuffers, Uploads
+from tests import simulated
+from tests.accelerator import first_device
+from tests.simulated.waiting import LIMIT, goes_on
+
+pytestmark = pytest.mark.gpu
+
+COUNT = 1 << 16
+
+
+def send(buffers: UploadBuffers, value: int, target: torch.Tensor) -> None:
+    """Fills the next buffer and enqueues its copy."""
+    buffers.next(COUNT)[:] = bytes([value]) * COUNT
+    target.copy_(buffers.tensor[:COUNT], non_blocking=True)
+    buffers.enqueued()
+
+
+def test_a_buffer_is_filled_again_when_its_copy_is_done(background: ThreadPoolExecutor) -> None:
+    device = first_device()
+    targets = torch.zeros(3, COUNT, dtype=torch.uint8, device=device)
+    uploads = Uploads([device])
+    with uploads.entered():
+        side = torch.accelerator.current_stream(device)
+        buffers = UploadBuffers(uploads.devices)
+        with simulated.held(side):
+            send(buffers, 1, targets[0])
+            send(buffers, 2, targets[1])
+            third = background.submit(buffers.next, COUNT)
+            assert goes_on(third)
+        third.result(LIMIT)[:] = bytes([3]) * COUNT
+        uploads.finish()
+    assert targets[0].cpu().unique().tolist() == [1]
+    assert targets[1].cpu().unique().tolist() == [2]
+
+
+def test_a_wait_lasts_until_all_copies_are_done(background: ThreadPoolExecutor) -> None:
+    device = first_device()
+    target = torch.zeros(COUNT, dtype=torch.uint8, device=device)
+    uploads = Uploads([device])
+    with uploads.entered(), simulated.held(torch.accelerator.current_stream(device)):
+        send(UploadBuffers(uploads.devices), 1, target)
+        finishing = background.submit(uploads.finish)
+        assert goes_on(finishing)
+    finishing.result(LIMIT)
+
+
+@pytest.mark.parametrize("layout", ["row-major", "small", "strided"])
+def test_values_are_there_when_a_load_returns(layout: str, tmp_path: Path) -> None:
+    """For a stream that waits for no other."""
+    device = first_device()
+    shape = (8, 16) if layout == "small" else (600, 300)
+    sp.save(tmp_path / "c", {str(at): torch.full(shape, float(at)) for at in range(8)})
+    state = {str(at): torch.full(shape, -1.0, device=device) for at in range(8)}
+    if layout == "strided":
+        state = {key: torch.full((*shape, 2), -1.0, device=device)[..., 0] for key in state}
+    torch.accelerator.synchronize()
+    simulated.set_delays(0.05)
+    sp.load(tmp_path / "c", state)
+    simulated.set_delays(0.0)
+    with torch.Stream(device) as other:
+        doubled = {key: value * 2 for key, value in state.items()}
+        other.synchronize()
+    assert [float(doubled[str(at)].cpu().unique()) for at in range(8)] == [2.0 * at for at in range(8)]
