@@ -1,6 +1,6 @@
-"""A process dies at any operation of its retention, the run goes on, and then the machine loses power.
+"""A process dies at any operation of a save or its retention, the run goes on, and the machine loses power.
 
-A removal that was not flushed may then be undone. No step that comes back may lack a file.
+A removal or a replacement that was not flushed may then be undone. No step that comes back may lack a file.
 """
 
 from __future__ import annotations
@@ -86,10 +86,49 @@ def test_no_step_comes_back_without_its_files(
     assert killed_after > 30
 
 
-def _check(root: Path) -> None:
+def retain_two(root: Path) -> None:
+    """Saves a third step. Its retention removes the first."""
+    later = sp.Checkpointer(root, keep=sp.KeepLatest(2), cache="none", rendezvous=LocalRendezvous())
+    later.save(3, state(3)).result()
+
+
+def prune_to_one(root: Path) -> None:
+    """Removes the first step."""
+    storage = LocalStorage(root)
+    prune(storage, plan_prune(storage, lambda name: None, older_than=0.0, now=time.time(), keep=1))
+
+
+@pytest.mark.parametrize("then", [retain_two, prune_to_one])
+def test_no_replaced_manifest_comes_back_without_its_files(
+    tmp_path: Path, then: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Step 2 refers to a file of step 1, and is then saved again, without references."""
+    caplog.set_level(logging.CRITICAL, "shardproof")
+    killed_after, ended = 0, False
+    while not ended:
+        for chance in range(4):
+            with Disk(_new(tmp_path)) as disk:
+                root = disk.folder / "run"
+                options: dict[str, Any] = {"cache": "none", "rendezvous": LocalRendezvous()}
+                first = sp.Checkpointer(root, incremental=True, **options)
+                for step in (1, 2):
+                    first.save(step, state(step)).result()
+                disk.fail(killed_after, "kill")
+                with suppress(ShardproofError):
+                    sp.Checkpointer(root, **options).save(2, state(2), overwrite=True).result()
+                ended = disk.failed is None
+                disk.restart("kill", Random(0))
+                then(root)
+                disk.restart("power", Random(chance))
+                _check(root, least=2)
+        killed_after += 1
+    assert killed_after > 10
+
+
+def _check(root: Path, least: int = 3) -> None:
     """Every committed step can be read, and one is there."""
     found = sp.Checkpointer(root, rendezvous=LocalRendezvous()).steps()
-    assert found[-1] >= 3
+    assert found[-1] >= least
     for step in found:
         target = {"frozen": torch.zeros(600), "w": torch.zeros(600)}
         sp.load(root / f"step-{step:08d}", target, rendezvous=LocalRendezvous())

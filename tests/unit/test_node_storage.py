@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
@@ -21,12 +23,14 @@ from shardproof.checkpointer.nodes import MissingCopies, NodeGroup, NodeStorage
 from shardproof.checkpointer.nodes.file_service import FileService
 from shardproof.checkpointer.nodes.peer_frames import PIECE_BYTES, PeerConnection, Request
 from shardproof.checkpointer.nodes.peer_storage import Peer, PeerStorage, ask_all
+from shardproof.checkpointer.retention import flush_folders
 from shardproof.checkpointer.tiers import Uploader
 from shardproof.maintenance import verify
 from shardproof.rendezvous import LocalRendezvous
 from shardproof.storage import LocalStorage
 from shardproof.storage.conformance import StorageConformance
 from tests.scenarios.states import attempt
+from tests.soak.disk import Disk
 
 SECRET = b"s" * 32
 
@@ -107,6 +111,30 @@ def test_a_file_is_where_its_rank_is_and_on_the_partner(nodes: Nodes) -> None:
     for name in (first, second, *published):
         everywhere.delete(name)
     assert [folder.list() for folder in nodes.folders] == [[], [], []]
+
+
+@pytest.mark.parametrize("chance", range(4))
+def test_names_are_flushed_on_every_node(tmp_path: Path, chance: int) -> None:
+    """Each node has a manifest that replaced another, as a dead process left it: not flushed."""
+    (tmp_path / "disk").mkdir()
+    with Disk(tmp_path / "disk") as disk:
+        nodes = Nodes(disk.folder, 3)
+        try:
+            storage = nodes.storage()
+            storage.publish("step-00000002/manifest.json", b"old")
+            for folder in nodes.folders:
+                draft = folder.path / "step-00000002" / "draft"
+                file = os.open(draft, os.O_WRONLY | os.O_CREAT)
+                os.pwrite(file, b"new", 0)
+                os.fsync(file)
+                os.close(file)
+                os.replace(draft, draft.with_name("manifest.json"))
+            flush_folders(storage, set())
+        finally:
+            nodes.stop()
+        disk.restart("power", Random(chance))
+        manifests = [folder.path / "step-00000002" / "manifest.json" for folder in nodes.folders]
+        assert [manifest.read_bytes() for manifest in manifests] == [b"new"] * 3
 
 
 def write(storage: sp.storage.Storage, name: str, data: bytes) -> None:

@@ -11,7 +11,7 @@ from shardproof.checkpointer.policies import KeepLatest
 from shardproof.checkpointer.retention import (
     Leftover,
     delete_steps,
-    flush_removals,
+    flush_folders,
     leftovers,
     plan_removal,
     remove_leftover,
@@ -221,12 +221,13 @@ def prune(storage: Storage, plan: PrunePlan) -> list[str]:
     Raises:
         StorageError: the storage failed. Some of the files may be removed. Uploads go last.
     """
-    flush_removals(storage, references_in(storage).uncommitted)
+    flushed: set[str] = set()
+    flush_folders(storage, flushed)
     spared = [leftover.folder for leftover in plan.leftovers if not remove_leftover(storage, leftover)]
     lost = [name for name in plan.lost if _is_lost(storage.within(name))]
     settled = [name for name in plan.settled if read_settled(storage.within(name)) is not None]
     steps = [name for name in plan.steps if read_pin(storage.within(name)) is None]
-    delete_steps(storage, [*steps, *settled, *lost])
+    delete_steps(storage, [*steps, *settled, *lost], flushed=flushed)
     _abort_uploads(storage, plan.uploads)
     return [
         *spared,

@@ -7,9 +7,9 @@ Note "The manifest goes first": deleting a step deletes its manifest, durably, a
 the manifest names. A crash in between leaves files without a manifest. They are a leftover like that of a
 dead save, and never a committed step that lacks files.
 
-Note "Removals are flushed": a process may die after it removed a manifest and before that was durable. A
-crash of the machine may then bring the manifest back. So the folders without a manifest are flushed before
-any file goes that such a manifest may name.
+Note "Names are flushed": a process may die after it removed or replaced a manifest and before that was
+durable. A crash of the machine may then bring the old manifest back. It may name any file that no manifest
+names now. So the names in all folders of steps are flushed before such a file goes.
 
 Note "Lent files stay": an incremental step refers to files of earlier steps. If such an earlier step is
 deleted, its manifest goes, so that it is no checkpoint any more. The files that other steps refer to stay,
@@ -52,14 +52,14 @@ from shardproof.format import (
     references_in,
     unreferenced_files,
 )
-from shardproof.storage import RemoteStorage, Storage, map_requests
+from shardproof.storage import NameFlush, RemoteStorage, Storage, map_requests
 
 __all__ = [
     "Leftover",
     "Removal",
     "StepFacts",
     "delete_steps",
-    "flush_removals",
+    "flush_folders",
     "leftovers",
     "plan_removal",
     "remove_leftover",
@@ -81,8 +81,6 @@ class Removal:
     """Folders of deleted steps some of whose files stay, to the folders of the steps that refer to these."""
     unknown: tuple[str, ...] = ()
     """Folders with unreadable manifests. They may refer to any shard file, so all shard files stay."""
-    uncommitted: tuple[str, ...] = ()
-    """Folders without a manifest (note "Removals are flushed")."""
 
 
 def plan_removal(storage: Storage, names: Sequence[str]) -> Removal:
@@ -114,19 +112,22 @@ def plan_removal(storage: Storage, names: Sequence[str]) -> Removal:
     elsewhere = [record for record in borrowed if record.folder not in gone]
     released = {record.place for record in unreferenced_files(elsewhere, references, storage.within)}
     manifests = tuple(f"{name}/{MANIFEST_NAME}" for name in names)
-    unknown, uncommitted = tuple(references.unknown), tuple(references.uncommitted)
-    return Removal(manifests, (*files, *sorted(released)), lent, unknown, uncommitted)
+    return Removal(manifests, (*files, *sorted(released)), lent, tuple(references.unknown))
 
 
 def delete_steps(
-    storage: Storage, names: Sequence[str], on_progress: Callable[[int, int], None] | None = None
+    storage: Storage,
+    names: Sequence[str],
+    on_progress: Callable[[int, int], None] | None = None,
+    flushed: set[str] | None = None,
 ) -> Removal:
-    """Deletes steps (notes "Only our files", "The manifest goes first", "Removals are flushed").
+    """Deletes steps (notes "Only our files", "The manifest goes first", "Names are flushed").
 
     Args:
         storage: the run's folder.
         names: folders of the steps.
         on_progress: called with files removed and files in all.
+        flushed: folders whose manifest is known to be durable, or to be durably gone. Gets the other folders.
 
     Raises:
         StorageError: the storage failed. Steps that were deleted in part are no checkpoints.
@@ -137,35 +138,46 @@ def delete_steps(
         if on_progress is not None:
             on_progress(done, len(gone))
         if done == len(removal.manifests):
-            flush_removals(storage, removal.uncommitted)
+            flush_folders(storage, set() if flushed is None else flushed)
         storage.delete(file)
     return removal
 
 
-def flush_removals(storage: Storage, uncommitted: Sequence[str]) -> None:
-    """Makes it durable that some folders have no manifest (note "Removals are flushed").
+def flush_folders(storage: Storage, flushed: set[str]) -> None:
+    """Makes it durable which manifest each step has, or that it has none (note "Names are flushed").
 
     Args:
         storage: the run's folder.
-        uncommitted: folders without a manifest.
+        flushed: folders that are passed over. Gets all others.
 
     Raises:
         StorageError: the storage failed.
     """
     if isinstance(storage, RemoteStorage):
-        return  # a removal there is durable when it returns
-    for folder in uncommitted:
-        if parse_folder(folder) is None:
+        return  # changes there are durable when they return
+    for name in storage.folders():
+        if name in flushed or parse_folder(name) is None:
             continue
-        place = storage.within(folder)
-        file = next((name for name in place.list() if is_ours(name, folder)), None)
-        if file is None:
+        folder = storage.within(name)
+        if folder.linked:
             continue
-        try:
-            place.flush(file)  # and the folders above it
-        except StorageError as error:
-            if not error.details.get("missing"):  # else another process removed the file
-                raise
+        if isinstance(folder, NameFlush):
+            folder.flush_names()
+        else:
+            _flush_any_file(folder, name)
+        flushed.add(name)
+
+
+def _flush_any_file(folder: Storage, name: str) -> None:
+    """Flushes the manifest of a step, or another file, and with it the names in the folder."""
+    files = [file for file in folder.list() if is_ours(file, name)]
+    if not files:
+        return
+    try:
+        folder.flush(MANIFEST_NAME if MANIFEST_NAME in files else files[0])
+    except StorageError as error:
+        if not error.details.get("missing"):  # else another process removed the file
+            raise
 
 
 class StepFacts:
@@ -180,6 +192,8 @@ class StepFacts:
         self._run = run
         self._holder = holder
         self._known: dict[int, tuple[float, Mapping[str, Any]]] = {}
+        self.flushed: set[str] = set()
+        """Folders whose names are durable (note "Names are flushed")."""
 
     def select(self, policy: Retention, steps: Sequence[int]) -> tuple[set[int], set[int]]:
         """The steps that a policy keeps, and those whose manifest it needs and that cannot be read."""
@@ -200,8 +214,10 @@ class StepFacts:
                 )
 
     def forget(self, step: int) -> None:
-        """Reads the manifest of a step again when needed. Call it after a save or a removal of the step."""
+        """Reads and flushes the manifest of a step again when needed. Call it after a save or a removal."""
         self._known.pop(step, None)
+        again = [name for name in self.flushed if (folder := parse_folder(name)) and folder.step == step]
+        self.flushed.difference_update(again)
 
     def _read(self, step: int) -> tuple[float, Mapping[str, Any]]:
         facts = self._known.get(step)
@@ -302,19 +318,24 @@ def retain(
         if dropped:
             for step in dropped:
                 facts.forget(step)  # another job may save a step of this number
-            _delete(run, [step_name(step) for step in dropped], on_progress)
+            _delete(run, [step_name(step) for step in dropped], on_progress, facts.flushed)
             removed = [step_name(step) for step in dropped]
         settled = [folder for folder in settled_suspects(run) if folder.step < newest]
         if settled:
-            _delete(run, [folder.name for folder in settled], on_progress)
+            _delete(run, [folder.name for folder in settled], on_progress, facts.flushed)
     except Exception as error:
         _log.warning("%s: old steps could not be removed: %s", run.location, error)
     return removed
 
 
-def _delete(run: Storage, names: Sequence[str], on_progress: Callable[[int, int], None] | None) -> None:
+def _delete(
+    run: Storage,
+    names: Sequence[str],
+    on_progress: Callable[[int, int], None] | None,
+    flushed: set[str],
+) -> None:
     """Deletes steps. Logs a warning if that frees no space, because the disk may fill."""
-    unknown = delete_steps(run, names, on_progress).unknown
+    unknown = delete_steps(run, names, on_progress, flushed).unknown
     if unknown:
         _log.warning(
             "%s: the shard files of %s stay: %s", run.location, ", ".join(names), kept_files_message(unknown)

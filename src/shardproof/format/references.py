@@ -50,8 +50,6 @@ class References:
     """Folder to file name to the folders of the steps that refer to the file."""
     unknown: list[str] = field(default_factory=list)
     """Folders whose manifest cannot be read, so that their references are unknown."""
-    uncommitted: list[str] = field(default_factory=list)
-    """Folders without a manifest."""
 
     def add(self, user: str, manifest: Manifest) -> None:
         """Adds the references of the step in the folder `user`."""
@@ -98,23 +96,21 @@ def referred(places: Iterable[tuple[str, Storage]]) -> References:
             found.add(name, look)
         elif look == "unknown":
             found.unknown.append(name)
-        elif look == "uncommitted":
-            found.uncommitted.append(name)
     return found
 
 
 def _referring_manifest(
     place: tuple[str, Storage],
-) -> Manifest | Literal["no references", "uncommitted", "unknown"]:
+) -> Manifest | Literal["no references", "unknown"]:
     """The manifest of a folder if it may have references; else why there is none."""
     name, storage = place
     try:
         size = storage.size(MANIFEST_NAME)
         if size is None:
-            return "uncommitted"
+            return "no references"
         return read_manifest(storage) if _may_refer(storage, size) else "no references"
     except NotCommittedError:
-        return "uncommitted"
+        return "no references"
     except (FormatError, StorageError) as error:
         is_lost_link = error.details.get("lost_link") and STEP_FOLDER.fullmatch(name) is None
         return "no references" if is_lost_link or _is_foreign(storage) else "unknown"

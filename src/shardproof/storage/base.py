@@ -250,6 +250,21 @@ class LimitedStorage(Protocol):
 
 
 @runtime_checkable
+class NameFlush(Protocol):
+    """A storage that can make the names in a folder durable. This method is optional for a `Storage`."""
+
+    def flush_names(self) -> None:
+        """Make durable which files are in this folder, whichever process added or removed them.
+
+        Does nothing if there is no folder.
+
+        Raises:
+            StorageError: the storage failed.
+        """
+        ...
+
+
+@runtime_checkable
 class CopiedStorage(Protocol):
     """A storage whose files have copies in several places. This method is optional for a `Storage`."""
 

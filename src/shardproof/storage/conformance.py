@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from shardproof.errors import AlreadyCommittedError, StorageError
-from shardproof.storage.base import ReplacingStorage, Sink, Storage
+from shardproof.storage.base import NameFlush, ReplacingStorage, Sink, Storage
 from shardproof.storage.direct_io import ALIGNMENT, aligned_buffer
 
 __all__ = ["StorageConformance"]
@@ -190,6 +190,15 @@ class StorageConformance:
         with pytest.raises(StorageError) as missing:
             storage.flush("run/none")
         assert missing.value.details["missing"]
+
+    def test_flush_of_names(self, storage: Storage) -> None:
+        if not isinstance(storage, NameFlush):
+            pytest.skip("the storage flushes names with files alone")
+        storage.publish("run/manifest.json", b"one")
+        for place in (storage, storage.within("run"), storage.within("none")):
+            assert isinstance(place, NameFlush)
+            place.flush_names()
+        assert storage.list() == ["run/manifest.json"]
 
     def test_one_publisher_of_many_wins(self, storage: Storage) -> None:
         ready = threading.Barrier(8)

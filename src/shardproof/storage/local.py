@@ -140,6 +140,15 @@ class LocalStorage:
         except OSError as error:
             raise storage_error(error, "flush", path) from error
 
+    def flush_names(self) -> None:
+        """Make durable which files are in this folder; see `NameFlush.flush_names`."""
+        try:
+            flush_folders(self.path, self.path)
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        except OSError as error:
+            raise storage_error(error, "flush", self.path) from error
+
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         """Bytes `start` to `stop` of the file as it is now; see `Storage.read`."""
         path = self._path(name)

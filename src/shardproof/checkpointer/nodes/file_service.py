@@ -151,13 +151,14 @@ def _names(names: list[str]) -> list[bytes]:
     return [name_to(name) for name in names]
 
 
-_CALLS: dict[str, Callable[[Storage, str, Request, bytes], bool | int | list[bytes] | None]] = {
+_CALLS: dict[str, Callable[[LocalStorage, str, Request, bytes], bool | int | list[bytes] | None]] = {
     "size": lambda place, name, request, data: place.size(name),
     "list": lambda place, name, request, data: _names(place.list(name)),
     "folders": lambda place, name, request, data: _names(place.folders()),
     "siblings": lambda place, name, request, data: _names(place.siblings()),
     "linked": lambda place, name, request, data: place.linked,
     "flush": lambda place, name, request, data: place.flush(name),
+    "flush_names": lambda place, name, request, data: place.flush_names(),
     "delete": lambda place, name, request, data: place.delete(name),
     "publish": lambda place, name, request, data: place.publish(name, data, replace=request.replace),
 }

@@ -36,7 +36,7 @@ from shardproof.format import (
     parse_shard_name,
     read_seal,
 )
-from shardproof.storage import FreeSpace, LocalStorage, Sink, Storage
+from shardproof.storage import FreeSpace, LocalStorage, NameFlush, Sink, Storage
 
 __all__ = ["NodeSink", "NodeStorage", "NodesView"]
 
@@ -252,6 +252,15 @@ class NodeStorage(NodesView):
     def flush(self, name: str) -> None:
         """Make the nearest copy of a file durable."""
         self._places[self._tier_of(name)].flush(name)
+
+    def flush_names(self) -> None:
+        """Make durable which files are in this folder on each node; see `NameFlush.flush_names`."""
+
+        def flush(place: Storage) -> None:
+            assert isinstance(place, NameFlush)
+            place.flush_names()
+
+        self._ask("flush_names", flush)
 
     def delete(self, name: str) -> None:
         """Remove a file on all nodes (note "Removal")."""

@@ -251,6 +251,10 @@ class PeerStorage:
         """Make a file durable there; see `Storage.flush`."""
         self.peer.ask(self._request("flush", name))
 
+    def flush_names(self) -> None:
+        """Make durable which files are in the folder there; see `NameFlush.flush_names`."""
+        self.peer.ask(self._request("flush_names"))
+
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         """Bytes `start` to `stop` of the file there; see `Storage.read`."""
         if stop is not None and not 0 <= start <= stop:
