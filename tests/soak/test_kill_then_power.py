@@ -98,7 +98,7 @@ def prune_to_one(root: Path) -> None:
     prune(storage, plan_prune(storage, lambda name: None, older_than=0.0, now=time.time(), keep=1))
 
 
-@pytest.mark.parametrize("then", [retain_two, prune_to_one])
+@pytest.mark.parametrize("then", [retain_two, pytest.param(prune_to_one, marks=pytest.mark.slow)])
 def test_no_replaced_manifest_comes_back_without_its_files(
     tmp_path: Path, then: Callable[[Path], None], caplog: pytest.LogCaptureFixture
 ) -> None:

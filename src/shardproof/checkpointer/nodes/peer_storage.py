@@ -322,7 +322,7 @@ class PeerStorage:
         self.peer.close()
 
     def _request(self, do: str, name: str = "", **facts: Any) -> Request:
-        if name or do not in ("linked", "folders", "siblings", "list"):
+        if name or do not in ("linked", "folders", "siblings", "list", "flush_names"):
             check_name(name, self.location)
         return Request(do, name_to(self._path), name_to(name), **facts)
 
