@@ -263,7 +263,7 @@ class ObjectStorage:
             data = memoryview(obstore.get_range(self._store, self._key(name), start=start, end=stop))
         except Exception as error:
             # Only such an answer is worth a second request, which may take as long as the first.
-            size = self.size(name) if "416" in _first_line(error) else None
+            size = self.size(name) if "status code: 416 " in _first_line(error) else None
             if size is not None and size <= start:
                 raise self._short(name, start, stop, size) from error
             raise self._error(error, "read", name) from error
