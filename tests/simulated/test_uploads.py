@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -32,7 +35,7 @@ def test_a_buffer_is_filled_again_when_its_copy_is_done(background: ThreadPoolEx
     uploads = Uploads([device])
     with uploads.entered():
         side = torch.accelerator.current_stream(device)
-        buffers = UploadBuffers(uploads.devices)
+        buffers = uploads.new_buffers()
         with simulated.held(side):
             send(buffers, 1, targets[0])
             send(buffers, 2, targets[1])
@@ -49,10 +52,34 @@ def test_a_wait_lasts_until_all_copies_are_done(background: ThreadPoolExecutor) 
     target = torch.zeros(COUNT, dtype=torch.uint8, device=device)
     uploads = Uploads([device])
     with uploads.entered(), simulated.held(torch.accelerator.current_stream(device)):
-        send(UploadBuffers(uploads.devices), 1, target)
+        send(uploads.new_buffers(), 1, target)
         finishing = background.submit(uploads.finish)
         assert goes_on(finishing)
     finishing.result(LIMIT)
+
+
+def test_memory_of_a_thread_that_ended_is_not_freed_before_its_copies() -> None:
+    """Torch gives freed page-locked memory to the next that asks, who overwrites it."""
+    device = first_device()
+    target = torch.zeros(COUNT, dtype=torch.uint8, device=device)
+    uploads = Uploads([device])
+    memory = list[weakref.ref[torch.Tensor]]()
+
+    def work() -> None:
+        with uploads.entered():
+            buffers = uploads.new_buffers()
+            send(buffers, 1, target)
+            memory.append(weakref.ref(buffers.tensor))
+
+    with uploads.entered(), simulated.held(torch.accelerator.current_stream(device)):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join(LIMIT)
+        gc.collect()
+        assert memory[0]() is not None
+    uploads.finish()
+    gc.collect()
+    assert memory[0]() is None
 
 
 @pytest.mark.parametrize("layout", ["row-major", "small", "strided"])

@@ -207,7 +207,7 @@ class _Job:
     def _buffers(self) -> UploadBuffers:
         buffers: UploadBuffers | None = getattr(self._local, "buffers", None)
         if buffers is None:
-            buffers = self._local.buffers = UploadBuffers(self.uploads.devices)
+            buffers = self._local.buffers = self.uploads.new_buffers()
         return buffers
 
     def _read_through_scratch(self, batch: range) -> int:

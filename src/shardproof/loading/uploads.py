@@ -8,7 +8,8 @@ Note: Uploads have a stream of their own
 
 Note: A thread reads while the device copies
     A copy from page-locked memory runs without the host. Each thread reads into two buffers in turn, and
-    waits for the copies from a buffer before it reads into it again.
+    waits for the copies from a buffer before it reads into it again. A thread may end before its last
+    copies. Torch gives freed page-locked memory to other threads, so `Uploads` owns the buffers.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch
 from shardproof._utils.page_locked import page_locked
 from shardproof._utils.streams import has_streams, on_stream
 
-__all__ = ["DeviceRun", "UploadBuffers", "Uploads"]
+__all__ = ["UPLOAD_BYTES", "DeviceRun", "UploadBuffers", "Uploads"]
 
 UPLOAD_BYTES = 8 << 20
 """Bytes of one copy, at most. With smaller ones, threads wait for the interpreter's lock."""
@@ -38,7 +39,7 @@ class DeviceRun(NamedTuple):
 
 
 class Uploads:
-    """The side streams of one load.
+    """The side streams of one load, and the buffers of its threads.
 
     Args:
         devices: the devices of the destinations. Those without streams are ignored.
@@ -57,6 +58,13 @@ class Uploads:
         self._sides = [torch.Stream(device) for device in self.devices]
         for side, device in zip(self._sides, self.devices, strict=True):
             side.wait_event(torch.accelerator.current_stream(device).record_event())
+        self._buffers: list[UploadBuffers] = []
+
+    def new_buffers(self) -> UploadBuffers:
+        """Buffers for the calling thread, which live until `finish`."""
+        buffers = UploadBuffers(self.devices)
+        self._buffers.append(buffers)
+        return buffers
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -67,13 +75,14 @@ class Uploads:
             yield
 
     def finish(self) -> None:
-        """Waits for all copies, including those of a thread that ended with an error."""
+        """Waits for all copies, including those of a thread that ended with an error. Drops the buffers."""
         for side in self._sides:
             side.synchronize()
+        self._buffers.clear()
 
 
 class UploadBuffers:
-    """Two page-locked buffers of one thread.
+    """Two page-locked buffers of one thread. The owner keeps them until their copies are done.
 
     Args:
         devices: the devices that the thread copies to.
