@@ -1,4 +1,4 @@
-"""What tests marked `gpu` run on: a GPU, or the simulated device of `tests/simulated`."""
+"""The device that tests marked `gpu` run on: a GPU, or the simulated device of `tests/simulated`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def first_device() -> torch.device:
 
 
 def late_one(device: torch.device, products: int, side: int) -> torch.Tensor:
-    """A one that the device knows only after products of matrices. The simulated device is late by itself."""
+    """A scalar one that the device has only after matrix products. The simulated device is late by itself."""
     if device.type == "simulated":
         side = 16
     spin = torch.ones(side, side, device=device)

@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 # connection would take 5 or 10 seconds, more than the deadlines that are tested: ask once, for a second.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
-# Examples share the cores with ranks and other tests: their time says nothing. A failure in CI must repeat.
+# Hypothesis examples share the cores with ranks and other tests, so they have no time limit. A failure in CI
+# must repeat.
 settings.register_profile("local", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", settings.get_profile("local"), derandomize=True, print_blob=True)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
@@ -33,7 +34,7 @@ PROCESSES = {
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks what starts other processes, and what needs an environment of tests/interop."""
+    """Marks tests that start other processes, and tests that need an environment of tests/interop."""
     for item in items:
         if item.path.stem in PROCESSES or item.name.startswith("test_python_blocks_of_a_page"):
             item.add_marker("processes")
@@ -43,12 +44,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _is_short(item: pytest.Item) -> bool:
-    """True for tests of this process alone. They run last, so that the workers end at the same time."""
+    """True for tests that start no process. They run last, so that the workers end at the same time."""
     return UNIT in item.path.parents and item.get_closest_marker("processes") is None
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """What is marked `gpu` needs an accelerator. A simulated one: `tests/unit/test_simulated_device.py`."""
+    """Skips tests marked `gpu` where there is no accelerator.
+
+    `tests/unit/test_simulated_device.py` runs them on a simulated one.
+    """
     if item.get_closest_marker("gpu") is not None and not torch.accelerator.is_available():
         pytest.skip("no accelerator on this machine")
 

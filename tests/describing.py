@@ -1,4 +1,4 @@
-"""Watches which tensors are described anew."""
+"""Records which tensors are described again, instead of reusing a cached description."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from shardproof.state import visitor as visiting
 
 
 def watch_described(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The keys of tensors that are described from now on, in a list that grows."""
+    """Returns a list to which each call of `describe_tensors` from now on appends its keys."""
     described: list[str] = []
     describe = visiting.describe_tensors
 
-    def noted(keys: Sequence[str], *given: Any, **options: Any) -> Any:
+    def recording(keys: Sequence[str], *args: Any, **options: Any) -> Any:
         described.extend(keys)
-        return describe(keys, *given, **options)
+        return describe(keys, *args, **options)
 
-    monkeypatch.setattr(visiting, "describe_tensors", noted)
+    monkeypatch.setattr(visiting, "describe_tensors", recording)
     return described

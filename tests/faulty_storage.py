@@ -1,4 +1,4 @@
-"""A storage that fails, or does anything else, at its k-th operation."""
+"""A storage that raises an error or calls a hook at its k-th operation."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ class FaultyStorage:
 
     Args:
         inner: the storage that does the work.
-        at: which operation; None: none, to count them; or a function: each one for which it is true.
+        at: number of the operation; None: no fault, only count; or a function: a fault at each operation
+            for which it returns true.
         fault: raised, if an exception; called with operation and name, if a hook.
         only: operations that count; None: all. Those of sinks are "write_at", "finish" and "abort".
         after: do the operation first, then the fault.
 
-    Every operation that counted is in `operations`, those of `within` too.
+    `operations` lists every operation that counted, also those of storages from `within` and `sibling`.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class FaultyStorage:
 
 
 def kill_self(operation: str, name: str) -> None:
-    """A hook: this process ends as if the machine's operator had shot it."""
+    """A hook that ends this process with SIGKILL."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -1,4 +1,4 @@
-"""System calls of this process that fail: the functions of `os`, as far as they touch one folder."""
+"""Makes functions of `os` fail in this process, for calls that touch one folder."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
 @dataclass(frozen=True)
 class Fault:
-    """Which calls fail, counted over those that change something, or over those that only look.
+    """Which calls fail. Counts the calls that change something, or the calls that only read.
 
     Attributes:
-        at: the first call that fails, counted from 0; None: none, to count them.
+        at: the first call that fails, counted from 0; None: no call fails, only count.
         code: the error number.
         mode: "once"; "onward": all calls from there on, reads too if the code is EIO; "late": the call takes
             effect and then fails, once.

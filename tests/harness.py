@@ -1,12 +1,12 @@
-"""Real processes for tests: a few ranks, a store, a time limit, and what became of each rank.
+"""Real processes for tests: a few ranks, a store, a time limit, and the outcome of each rank.
 
     outcomes = run_ranks(3, save_once, path, timeout=30)
     assert [outcome.value for outcome in outcomes] == ["saved"] * 3
 
 `save_once` stands at the top of its module. It finds its rank in the environment (`rank()`), as under
-torchrun, and may call `reach("writing")`: the parent then lets it go on, or does to it what the test wants
-(`kill={2: "writing"}`, or a `script` that gets the `Job`). Processes are forked from a server that has
-imported torch, so a start is cheap.
+torchrun. It may call `reach("writing")`, which waits for the parent. The parent lets the rank go on, kills it
+(`kill={2: "writing"}`), or holds it for a `script` that gets the `Job`. Processes are forked from a server
+that has imported torch, so a start is cheap.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ __all__ = [
     "world_size",
 ]
 
-# What nearly every rank imports, some of it (torch._dynamo) when an optimizer is made: once for all of them.
+# Modules that nearly every rank imports, some (torch._dynamo) when it makes an optimizer. The fork server
+# imports them once for all ranks.
 # Packages of shardproof load their modules lazily, so the modules are named.
 _PRELOAD = [
     *(
@@ -57,12 +58,12 @@ _to_parent: list[Connection] = []
 
 
 class RanksTimedOut(AssertionError):
-    """Ranks were still running when the time was up. They have been ended; their stacks are on stderr."""
+    """Ranks were still running at the time limit. The parent killed them; their stacks are on stderr."""
 
 
 @dataclass
 class Outcome:
-    """What became of a rank."""
+    """How a rank ended."""
 
     rank: int
     result: Any = None
@@ -71,16 +72,16 @@ class Outcome:
     """The error's ``__cause__``."""
     trace: str = ""
     exit_code: int | None = None
-    """0, or minus the signal that ended it."""
+    """0, or minus the number of the signal that killed the rank."""
     seconds: float = 0.0
-    """From start of all ranks to the end of the target."""
+    """From the start of this rank to the end of the target."""
     reached: list[str] = field(default_factory=list)
     job: list[Outcome] = field(default_factory=list, repr=False, compare=False)
-    """Of all ranks: what a rank died of may be another's fault."""
+    """Outcomes of all ranks: the cause of one rank's failure may show in another's outcome."""
 
     @property
     def value(self) -> Any:
-        """The result; raises what the rank raised, or says how it ended, and what became of the others."""
+        """The result. If the rank failed, raises AssertionError that tells how each rank ended."""
         if self.error is None and self.exit_code == 0:
             return self.result
         others = "".join(f"\n{other._end()}" for other in self.job if other is not self)
@@ -119,7 +120,7 @@ class Job:
         self.signal(rank, signal.SIGCONT)
 
     def kill(self, rank: int) -> None:
-        """SIGKILL; returns when the process has ended, also if it ended before, of another rank's death."""
+        """SIGKILL; returns when the process has ended. It may have ended before."""
         with suppress(ProcessLookupError):
             self.signal(rank, signal.SIGKILL)
         self.processes[rank].join(10)
@@ -142,7 +143,7 @@ class Job:
             self.pump(0.05)
 
     def pump(self, seconds: float) -> None:
-        """Take what ranks say for so long, and raise when time is up."""
+        """Receive messages of ranks for `seconds`; raise `RanksTimedOut` past the time limit."""
         if time.monotonic() > self.ends:
             alive = [number for number, process in enumerate(self.processes) if process.is_alive()]
             raise RanksTimedOut(
@@ -184,17 +185,17 @@ def run_ranks(
     store: str = "parent",
     environment: Mapping[str, str] | None = None,
 ) -> list[Outcome]:
-    """Run `target(*args)` in `world_size` processes and say what became of each.
+    """Run `target(*args)` in `world_size` processes and return the outcome of each.
 
     Args:
         world_size: number of ranks.
         target: a function at the top of a module.
         args: for the target; picklable.
-        timeout: seconds for everything; then all ranks are ended and `RanksTimedOut` is raised.
-        kill: rank to the point (see `reach`) at which it is ended with SIGKILL.
+        timeout: seconds for everything; then all ranks are killed and `RanksTimedOut` is raised.
+        kill: rank to the point (see `reach`) at which it is killed with SIGKILL.
         hold: rank to the point or points at which it waits for the script's `Job.go`.
         script: runs in the parent while the ranks run.
-        store: who serves the TCPStore: ``"parent"``, or ``"rank 0"`` (whoever makes it there).
+        store: which process serves the TCPStore: ``"parent"``, or ``"rank 0"``, where the target makes it.
         environment: more variables for every rank.
     """
     from torch.distributed import TCPStore
@@ -256,14 +257,14 @@ def world_size() -> int:
 
 
 def reach(point: str) -> None:
-    """Tell the parent where this rank is, and wait until it may go on. Outside `run_ranks`: nothing."""
+    """Tell the parent where this rank is, and wait until it may go on. Outside of `run_ranks`, do nothing."""
     if _to_parent:
         _to_parent[0].send(("reached", point))
         _to_parent[0].recv()
 
 
 def open_files() -> list[str]:
-    """What this process has open, but for sockets: gloo closes one of its own some time after connecting."""
+    """Open files of this process, without sockets: gloo closes one of its own some time after connecting."""
     gc.collect()
     names = []
     for entry in os.listdir("/proc/self/fd"):
@@ -275,7 +276,7 @@ def open_files() -> list[str]:
 def rendezvous(*, deadline: float, name: str = "shardproof") -> Any:
     """A new `StoreRendezvous` of all ranks over the parent's store. Waits until all ranks make theirs.
 
-    So that it counts for no silence when a rank starts later than the others.
+    The wait keeps the late start of a rank from counting as silence.
     """
     from torch.distributed import TCPStore
 
@@ -285,9 +286,9 @@ def rendezvous(*, deadline: float, name: str = "shardproof") -> Any:
     store = TCPStore(
         "127.0.0.1", port, None, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30)
     )
-    came = store.add(f"harness/{name}", 1)
-    together = f"harness/{name}/{(came - 1) // world_size()}"  # nobody makes another before all made one
-    if came % world_size() == 0:
+    arrived = store.add(f"harness/{name}", 1)
+    together = f"harness/{name}/{(arrived - 1) // world_size()}"  # no rank makes a second before all made one
+    if arrived % world_size() == 0:
         store.set(together, "")
     store.wait([together], timedelta(seconds=30))
     return StoreRendezvous(_Connected(store), rank(), world_size(), deadline=deadline, name=name)
@@ -330,7 +331,7 @@ def _rank_main(
     import torch
 
     torch._C._set_print_stack_traces_on_fatal_signal(True)  # threads without Python too
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # which it takes for fatal
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # torch takes SIGINT for fatal
     torch.set_num_threads(1)
     _to_parent[:] = [pipe]
     result: Any = None

@@ -1,4 +1,4 @@
-"""What work costs, counted: on a busy machine seconds say nothing of the code."""
+"""Counts the instructions that a call runs. On a busy machine, seconds do not measure code."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardproof._utils.gc_pause import no_garbage_collection
 
 
 def count_instructions(work: Callable[[], object]) -> int:
-    """How many instructions of Python a piece of work runs on this thread; what C does counts as one.
+    """Number of Python instructions that `work` runs on this thread. A call into C counts as one.
 
     >>> count_instructions(lambda: sorted(range(2))) == count_instructions(lambda: sorted(range(900)))
     True
@@ -28,7 +28,7 @@ def count_instructions(work: Callable[[], object]) -> int:
         return seen
 
     before = sys.gettrace()
-    with no_garbage_collection():  # whoever listens to collections would be counted
+    with no_garbage_collection():  # callbacks of a collection would be counted
         sys.settrace(seen)
         try:
             work()

@@ -36,7 +36,10 @@ class LoggingStream:
 
 
 def streams_that_log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What happens on an accelerator that is called cpu; each thread has its own current stream."""
+    """Patches torch to log stream operations on an accelerator called cpu; returns the log.
+
+    Each thread has its own current stream.
+    """
     events: list[str] = []
     state = threading.local()
 

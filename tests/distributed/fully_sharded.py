@@ -1,4 +1,4 @@
-"""A small model, its data, and what plain training makes of them: for the tests of `fsdp.fully_shard`."""
+"""A small model, its data, and its training without sharding: for the tests of `fsdp.fully_shard`."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def train(
 def plain(
     model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3, first: int = 0, max_norm: float = 0
 ) -> list[float]:
-    """Training without parallelism on what all ranks see: this rank's losses."""
+    """Training without parallelism on the batches of all ranks: this rank's losses."""
     losses = []
     for step in range(first, first + steps):
         optimizer.zero_grad()
@@ -133,13 +133,13 @@ def same(full: dict[str, Any], model: nn.Module) -> None:
         assert torch.equal(full[name], value), f"{name} differs by up to {difference}"
 
 
-class Recorded:
+class CollectiveLog:
     """Collectives of `shardproof.fsdp`, in order: name and elements."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, int]] = []
 
-    def __enter__(self) -> Recorded:
+    def __enter__(self) -> CollectiveLog:
         import torch.distributed as dist
 
         from shardproof.fsdp import flat_buffer, reduce

@@ -1,4 +1,4 @@
-"""Saves that let training go on before the ranks have agreed: what they hold, and what keeps them from it."""
+"""Saves that return before the ranks have agreed: their values, and which saves wait for all ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Net(nn.Module):
 
 
 class Training:
-    """The same on all ranks; what is kept by rank is in the state besides."""
+    """A training run with equal values on all ranks, and a `PerRank` object beside them."""
 
     def __init__(self, root: str, **options: Any) -> None:
         torch.manual_seed(0)
@@ -48,7 +48,7 @@ class Training:
         return {"net": self.net, "optimizer": self.optimizer, "mine": mine, **self.more}
 
     def step(self) -> None:
-        """Changes every tensor: statistics in forward, parameters and slots in the step, the rest by hand."""
+        """Changes every tensor: statistics in forward, parameters and slots in the step, the others here."""
         self.optimizer.zero_grad()
         self.net(torch.randn(8, 64)).sum().backward()
         self.optimizer.step()
@@ -56,8 +56,8 @@ class Training:
         for tensor in self.more.values():
             tensor += 1
 
-    def lose_patience(self) -> None:
-        """A deadline for saves to which a rank never comes; a busy machine does not keep it in the others."""
+    def shorten_deadline(self) -> None:
+        """Sets a deadline of 1 s, for a save that a rank never joins. Busy machines need more in others."""
         self.rendezvous.deadline = 1.0
 
     def copies(self) -> list[torch.Tensor]:
@@ -66,13 +66,13 @@ class Training:
         held = [*self.net.state_dict().values(), *slots, self.calls, *self.more.values()]
         return [tensor.detach().clone() for tensor in held]
 
-    def wrong(self, step: int, want: list[torch.Tensor]) -> list[int]:
-        """Restores a step, and says which tensors are not as they were."""
+    def restore_and_compare(self, step: int, want: list[torch.Tensor]) -> list[int]:
+        """Restores a step, and returns the positions of the tensors that differ from `want`."""
         assert self.checkpointer.restore(self.state, step=step) == step
         return [at for at, pair in enumerate(zip(self.copies(), want, strict=True)) if not torch.equal(*pair)]
 
 
-def _return_before_the_others_come(root: str) -> list[int]:
+def _return_before_the_other_rank_saves(root: str) -> list[int]:
     training = Training(root)
     training.checkpointer.save(1, training.state).result(LIMIT)
     if rank() == 1:
@@ -82,10 +82,10 @@ def _return_before_the_others_come(root: str) -> list[int]:
     reach("returned")
     training.step()
     pending.result(LIMIT)
-    return training.wrong(2, want)
+    return training.restore_and_compare(2, want)
 
 
-def _let_go_when_rank_0_has_returned(job: Job) -> None:
+def _hold_rank_1_until_rank_0_has_returned(job: Job) -> None:
     job.until_held(1, "the other has returned")
     job.until_held(0, "returned")
     job.go(1)
@@ -94,17 +94,21 @@ def _let_go_when_rank_0_has_returned(job: Job) -> None:
     job.go(1)
 
 
-def test_a_save_returns_before_the_other_ranks_have_come(tmp_path: Path) -> None:
-    """Rank 1 saves when rank 0 has returned from its save, and not before."""
+def test_a_save_returns_before_the_other_ranks_save(tmp_path: Path) -> None:
+    """Rank 1 saves only after rank 0 has returned from its save."""
     hold = {0: "returned", 1: ["the other has returned", "returned"]}
     outcomes = run_ranks(
-        2, _return_before_the_others_come, str(tmp_path), hold=hold, script=_let_go_when_rank_0_has_returned
+        2,
+        _return_before_the_other_rank_saves,
+        str(tmp_path),
+        hold=hold,
+        script=_hold_rank_1_until_rank_0_has_returned,
     )
     assert [outcome.value for outcome in outcomes] == [[], []]
 
 
-def _step_before_the_others_come(root: str) -> list[int]:
-    """Rank 0 steps while it is not even known that rank 1 saves: the fence has to wait for that."""
+def _step_before_the_other_rank_saves(root: str) -> list[int]:
+    """Rank 0 steps before rank 1 saves: the fence must wait until the ranks have agreed."""
     training = Training(root)
     training.checkpointer.save(1, training.state).result(LIMIT)
     want = training.copies()
@@ -120,7 +124,7 @@ def _step_before_the_others_come(root: str) -> list[int]:
         stepping.start()
     pending.result(LIMIT)
     stepping.join(LIMIT)
-    return training.wrong(2, want)
+    return training.restore_and_compare(2, want)
 
 
 def test_a_step_waits_until_the_ranks_have_agreed(tmp_path: Path) -> None:
@@ -131,12 +135,12 @@ def test_a_step_waits_until_the_ranks_have_agreed(tmp_path: Path) -> None:
         job.go(1)
 
     hold = {0: "in its step", 1: "comes late"}
-    outcomes = run_ranks(2, _step_before_the_others_come, str(tmp_path), hold=hold, script=script)
+    outcomes = run_ranks(2, _step_before_the_other_rank_saves, str(tmp_path), hold=hold, script=script)
     assert [outcome.value for outcome in outcomes] == [[], []]
 
 
 def _grow_on_one_rank(root: str, odd: int) -> list[list[int]]:
-    """A tensor more from the second save on, which either writes; one more on one rank from the fourth."""
+    """From save 2 on, all ranks have one more tensor. From save 4 on, rank `odd` has another."""
     training = Training(root)
     wrong = []
     for number in range(1, 6):
@@ -149,15 +153,13 @@ def _grow_on_one_rank(root: str, odd: int) -> list[list[int]]:
         training.step()
         training.step()
         pending.result(LIMIT)
-        wrong.append(training.wrong(number, want))
+        wrong.append(training.restore_and_compare(number, want))
     return wrong
 
 
 @pytest.mark.parametrize("odd", [0, 1])
-def test_values_are_those_of_the_save_also_where_another_rank_makes_a_new_plan_necessary(
-    odd: int, tmp_path: Path
-) -> None:
-    """The rank without news goes on with its plan, and learns in the background that there is another one."""
+def test_values_are_those_of_the_call_when_another_rank_needs_a_new_plan(odd: int, tmp_path: Path) -> None:
+    """The unchanged rank continues with its cached plan, and gets the new plan in the background."""
     outcomes = run_ranks(2, _grow_on_one_rank, str(tmp_path), odd)
     assert [outcome.value for outcome in outcomes] == [[[]] * 5] * 2
 
@@ -167,21 +169,19 @@ def _fail_on_one_rank(root: str, odd: int) -> tuple[str, str, list[int]]:
     training.checkpointer.save(1, training.state).result(LIMIT)
     if rank() == odd:
         training.more["strange"] = object()  # type: ignore[assignment]
-    said = ("", "")
+    failure = ("", "")
     try:
         training.checkpointer.save(2, training.state).result(LIMIT)
     except ShardproofError as error:
-        said = (type(error).__name__, str(error))
+        failure = (type(error).__name__, str(error))
     training.more.clear()
     training.step()
     training.checkpointer.save(3, training.state).result(LIMIT)
-    return (*said, training.checkpointer.steps())
+    return (*failure, training.checkpointer.steps())
 
 
 @pytest.mark.parametrize("odd", [0, 1])
-def test_the_failure_of_a_rank_that_others_did_not_wait_for_is_the_answer_of_all(
-    odd: int, tmp_path: Path
-) -> None:
+def test_all_ranks_report_the_failure_of_a_rank_that_they_did_not_wait_for(odd: int, tmp_path: Path) -> None:
     outcomes = run_ranks(2, _fail_on_one_rank, str(tmp_path), odd)
     assert [outcome.value for outcome in outcomes] == [outcomes[0].value] * 2
     kind, text, steps = outcomes[0].value
@@ -190,8 +190,8 @@ def test_the_failure_of_a_rank_that_others_did_not_wait_for_is_the_answer_of_all
     assert "strange" in text
 
 
-def _nobody_asks(root: str, odd: int) -> tuple[list[str], list[int]]:
-    """One failed save, whose result nobody asks for, and what comes of those after it."""
+def _fail_and_save_again(root: str, odd: int) -> tuple[list[str], list[int]]:
+    """Fails save 2 without a call of `result`. Returns how the saves after it end, and the steps."""
     training = Training(root)
     training.checkpointer.save(1, training.state).result(LIMIT)
     if rank() == odd:
@@ -216,9 +216,9 @@ def _nobody_asks(root: str, odd: int) -> tuple[list[str], list[int]]:
 
 
 @pytest.mark.parametrize("odd", [0, 1])
-def test_a_failure_that_some_ranks_were_told_of_does_not_go_round(odd: int, tmp_path: Path) -> None:
-    """The rank that failed knows at once; the other tells all at the next save. Then it is over."""
-    outcomes = run_ranks(2, _nobody_asks, str(tmp_path), odd)
+def test_a_failure_is_raised_by_the_next_save_and_by_no_later_one(odd: int, tmp_path: Path) -> None:
+    """The failed rank raises at once. At the next save all ranks raise, because the other rank reports it."""
+    outcomes = run_ranks(2, _fail_and_save_again, str(tmp_path), odd)
     assert [outcome.value for outcome in outcomes] == [
         (["RankFailure", "begun", "begun", "begun"], [1, 4, 5, 6])
     ] * 2
@@ -228,38 +228,38 @@ ONE_SAVES = {0: "over", 1: "does not save"}
 
 
 def _until_one_is_done(job: Job) -> None:
-    """Rank 1 is there, and does not save, until rank 0 is done."""
+    """Holds rank 1, which does not save, until rank 0 is done."""
     job.until_held(1, "does not save")
     job.until_held(0, "over")
     job.go(0)
     job.go(1)
 
 
-def _never_come(root: str) -> tuple[str, bool]:
-    """Rank 1 does not save. Rank 0 trains on, and is told at its next save."""
+def _save_without_rank_1(root: str) -> tuple[str, bool]:
+    """Rank 1 does not save. Rank 0 trains on, and `wait` raises the failure."""
     training = Training(root)
     training.checkpointer.save(1, training.state).result(LIMIT)
     if rank() == 1:
         reach("does not save")
         return "", True
-    training.lose_patience()
+    training.shorten_deadline()
     pending = training.checkpointer.save(2, training.state)
     training.step()
     with pytest.raises(ShardproofError):
         pending._future.result(LIMIT)  # type: ignore[union-attr]
     reach("over")
-    with pytest.raises(ShardproofError) as told:
+    with pytest.raises(ShardproofError) as caught:
         training.checkpointer.wait()
-    return type(told.value).__name__, bool(training.calls == 2)
+    return type(caught.value).__name__, bool(training.calls == 2)
 
 
-def test_training_goes_on_when_a_rank_never_comes(tmp_path: Path) -> None:
-    outcomes = run_ranks(2, _never_come, str(tmp_path), hold=ONE_SAVES, script=_until_one_is_done)
+def test_training_goes_on_when_a_rank_never_saves(tmp_path: Path) -> None:
+    outcomes = run_ranks(2, _save_without_rank_1, str(tmp_path), hold=ONE_SAVES, script=_until_one_is_done)
     assert outcomes[0].value == ("RankSilent", True)
 
 
 def _meet_meanwhile(root: str) -> tuple[list[bytes], list[bool]]:
-    """Meetings of the caller's own, and of other saves, right after saves that have not agreed yet."""
+    """Runs the caller's meetings, and other saves, directly after saves that have not agreed yet."""
     training = Training(root)
     training.checkpointer.save(1, training.state).result(LIMIT)
     answers, skipped = [], []
@@ -281,15 +281,15 @@ def _joined(posts: list[bytes]) -> bytes:
     return b" ".join(posts)
 
 
-def test_meetings_of_the_caller_keep_their_order_among_those_of_saves(tmp_path: Path) -> None:
+def test_meetings_of_the_caller_keep_their_order_beside_background_saves(tmp_path: Path) -> None:
     outcomes = run_ranks(2, _meet_meanwhile, str(tmp_path))
     (answers, skipped), (_, also) = (outcome.value for outcome in outcomes)
     assert answers == outcomes[1].value[0] == [b"20 21", b"30 31", b"40 41", b"50 51"]
     assert skipped == also
 
 
-def _waits_for_all(root: str, why: str) -> bool:
-    """Whether rank 0 returned from its second save before rank 1 came to it."""
+def _returns_without_rank_1(root: str, why: str) -> bool:
+    """True if rank 0 returns from its second save, which rank 1 never joins."""
     options: dict[str, Any] = {
         "stage": {"snapshot": "stage"},
         "incremental": {"incremental": True},
@@ -305,7 +305,7 @@ def _waits_for_all(root: str, why: str) -> bool:
     if rank() == 1:
         reach("does not save")
         return False
-    training.lose_patience()
+    training.shorten_deadline()
     try:
         training.checkpointer.save(2, training.state)
     except ShardproofError:
@@ -319,7 +319,9 @@ def _waits_for_all(root: str, why: str) -> bool:
     "why", ["nothing", "first", "structure", "stage", "loose", "incremental", "replicas"]
 )
 def test_which_saves_wait_for_all_ranks(why: str, tmp_path: Path) -> None:
-    """Rank 1 never comes: a save that waits for it fails, and the others return."""
+    """Rank 1 never saves: a save that waits for it fails, and the others return."""
 
-    outcomes = run_ranks(2, _waits_for_all, str(tmp_path), why, hold=ONE_SAVES, script=_until_one_is_done)
+    outcomes = run_ranks(
+        2, _returns_without_rank_1, str(tmp_path), why, hold=ONE_SAVES, script=_until_one_is_done
+    )
     assert outcomes[0].value is (why == "nothing")

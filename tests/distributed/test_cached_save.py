@@ -1,4 +1,4 @@
-"""What ranks say to each other when only values have changed: two meetings, a few bytes, no planning."""
+"""A save in which only values have changed has two meetings, sends a few bytes and does not plan."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ RANKS, TENSORS = 3, 300
 
 
 @dataclass(frozen=True)
-class Met:
-    """One meeting, as this rank took part in it."""
+class MeetingSizes:
+    """The bytes that this rank posted and received at one meeting."""
 
     phase: str
     posted: int
     answered: int
 
 
-class Counted:
-    """A rendezvous that keeps account of its meetings, and of those of every other one made beside it."""
+class CountingRendezvous:
+    """A rendezvous that records its meetings, and those of every rendezvous that its `beside` makes."""
 
-    def __init__(self, inner: Any, meetings: list[Met]) -> None:
+    def __init__(self, inner: Any, meetings: list[MeetingSizes]) -> None:
         self._inner = inner
         self._meetings = meetings
 
@@ -45,25 +45,25 @@ class Counted:
 
     def meet(self, operation: str, phase: str, post: Any, decide: Any) -> bytes:
         answer = self._inner.meet(operation, phase, post, decide)
-        self._meetings.append(Met(phase, len(post) if isinstance(post, bytes) else -1, len(answer)))
+        self._meetings.append(MeetingSizes(phase, len(post) if isinstance(post, bytes) else -1, len(answer)))
         return answer
 
-    def beside(self, name: str) -> Counted:
-        return Counted(self._inner.beside(name), self._meetings)
+    def beside(self, name: str) -> CountingRendezvous:
+        return CountingRendezvous(self._inner.beside(name), self._meetings)
 
 
 def state_of(value: float, tensors: int) -> dict[str, Any]:
-    """Replicas, the same on all ranks, under names that are long enough to be seen if they travelled."""
+    """Replicas with names so long that the byte counts show whether the names were sent."""
     named = {
         f"layers.{number:05d}.some.long.name.weight": torch.full((8, 4), value) for number in range(tensors)
     }
     return {"model": named, "epoch": 3}
 
 
-def save_three_times(root: str, metadata: dict[str, Any], check: Any) -> list[list[Met]]:
-    """Meetings of a first save, of one with other values, and of one with a tensor more on rank 1."""
-    log: list[Met] = []
-    counted = Counted(rendezvous(deadline=10.0), log)
+def save_three_times(root: str, metadata: dict[str, Any], check: Any) -> list[list[MeetingSizes]]:
+    """Meetings of a first save, of one with other values, and of one with one more tensor on rank 1."""
+    log: list[MeetingSizes] = []
+    counted = CountingRendezvous(rendezvous(deadline=10.0), log)
     checkpointer = sp.Checkpointer(root, rendezvous=counted, check_replicas=check)
     meetings = []
     for step, extra in enumerate((0, 0, int(rank() == 1)), start=1):
@@ -91,7 +91,7 @@ def test_a_second_save_agrees_in_a_few_bytes_and_does_not_plan(
         assert second[0].posted <= room
         assert second[0].answered <= room
     posted = sum(outcome.value[1][1].posted for outcome in outcomes)
-    # 16 bytes for each chunk, whoever wrote it, and what every rank says of its file and its objects; and of
-    # every rank 16 for each replica, if they are compared.
+    # 16 bytes for each chunk, and each rank's record of its file and its objects. If replicas are compared,
+    # each rank posts 16 bytes for each replica too.
     replicas = 16 * TENSORS * RANKS if check else 0
     assert replicas <= posted <= replicas + 16 * TENSORS + RANKS * 200

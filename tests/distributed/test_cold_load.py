@@ -1,4 +1,4 @@
-"""Ranks of one node read past the page cache only what no other of them reads."""
+"""Ranks of one node read past the page cache only the data that no other rank of the node reads."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests.harness import rank, rendezvous, run_ranks, world_size
 ROWS = 4096
 
 
-class Uncached(LocalStorage):
-    """Says that the page cache has nothing, and counts bytes read past it and through it."""
+class ColdStorage(LocalStorage):
+    """Reports an empty page cache, and counts the bytes read past it and through it."""
 
     past = through = 0
 
@@ -33,8 +33,8 @@ class Uncached(LocalStorage):
 
 
 def load(folder: str, replicas: bool) -> tuple[int, int]:
-    """A load of a rank's half of the rows, or of all; bytes past and through the page cache."""
-    storage, whole = Uncached(folder), torch.arange(ROWS * 64, dtype=torch.float32).reshape(ROWS, 64)
+    """Loads half of the rows, or all rows. Returns the bytes read past and through the page cache."""
+    storage, whole = ColdStorage(folder), torch.arange(ROWS * 64, dtype=torch.float32).reshape(ROWS, 64)
     height = ROWS // world_size()
     mine = whole if replicas else whole[rank() * height : (rank() + 1) * height]
     target = torch.zeros_like(mine)

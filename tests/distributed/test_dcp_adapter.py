@@ -31,7 +31,7 @@ BOUND = 20.0
 
 
 class Run:
-    """A sharded model with all that a training run keeps."""
+    """A sharded model with the other objects of a training run."""
 
     def __init__(self, seed: int) -> None:
         from torch.distributed.device_mesh import init_device_mesh
@@ -238,7 +238,7 @@ def fail_in_every_way(path: str) -> list[tuple[str, str]]:
         return errors
 
 
-def test_a_rank_that_fails_is_every_ranks_error_and_the_next_save_works(tmp_path: Path) -> None:
+def test_all_ranks_report_the_failure_of_one_rank_and_the_next_save_works(tmp_path: Path) -> None:
     outcomes = run_ranks(3, fail_in_every_way, str(tmp_path), timeout=60)
     by_rank = [outcome.value for outcome in outcomes]
     causes = [
@@ -276,7 +276,7 @@ def save_mesh(path: str, kind: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", ["hsdp", "fsdp+tp"])
 def test_two_dimensional_meshes(kind: str, tmp_path: Path) -> None:
-    """Replicas are written once, and strided shards, which tensor parallelism gives, in their places."""
+    """Replicas are written once, and strided shards of tensor parallelism in their places."""
     weights = run_ranks(4, save_mesh, str(tmp_path), kind, timeout=SECONDS)[0].value
     with sp.open(tmp_path / "ours") as ours, sp.open(tmp_path / "torchs") as torchs:
         assert list(ours) == list(torchs) and len(ours) > 25
@@ -345,16 +345,16 @@ def test_the_ranks_of_a_process_group_save_without_the_others(tmp_path: Path) ->
 
 
 def save_in_a_group_that_fails(path: str) -> list[str]:
-    """Ranks 1 and 2 save in the background, and do not ask how it ended."""
+    """Ranks 1 and 2 save in the background, and do not ask for the result."""
     with process_group():
         group = dist.new_group([1, 2])
         tensor = torch.ones(4)
         with full_disk():
             if rank() > 0:
                 dcp.async_save({"w": tensor}, checkpoint_id=f"{path}/group", process_group=group)
-            said = error_of(lambda: dcp.save({"w": tensor}, checkpoint_id=f"{path}/all"))[1]
+            text = error_of(lambda: dcp.save({"w": tensor}, checkpoint_id=f"{path}/all"))[1]
         dcp.save({"w": tensor}, checkpoint_id=f"{path}/all")
-        return [said]
+        return [text]
 
 
 def test_a_save_of_all_ranks_reports_the_failed_save_of_a_group(tmp_path: Path) -> None:

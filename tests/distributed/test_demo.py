@@ -1,4 +1,4 @@
-"""The main job, and the parts that would let it claim more than it has shown."""
+"""The main job of the demo, and the checks that keep it from claiming more than it has shown."""
 
 from __future__ import annotations
 

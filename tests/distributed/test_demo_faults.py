@@ -1,4 +1,4 @@
-"""The demo of a fault: every kind is found to be what it is, and no claim holds by itself."""
+"""The demo of a fault: every kind of fault gets its verdict, and changed facts fail the claim about them."""
 
 from __future__ import annotations
 
@@ -82,11 +82,11 @@ def text_of(report: FaultReport) -> str:
     return console.file.getvalue()
 
 
-# ---- claims: what is not so must not be claimed
+# ---- claims: a false claim must fail
 
 
-class Seen:
-    """A story that went well, as its files tell it, to be falsified."""
+class RecordedStory:
+    """The files of a successful story, which tests change so that a claim becomes false."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -99,20 +99,20 @@ class Seen:
         self.log = folder / "rejected.jsonl"
 
     def failed(self, facts: list[FaultRunFacts], records: list[RunRecords], log: Path) -> list[str]:
-        """The claims that do not hold of this."""
+        """The false claims."""
         runs = list(zip(facts, records, strict=True))
         return [claim.what for claim in claims_of(self.story, self.reference, runs, log) if not claim.ok]
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    return Seen(tmp_path_factory.mktemp("demo") / "run")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> RecordedStory:
+    return RecordedStory(tmp_path_factory.mktemp("demo") / "run")
 
 
-def test_a_persistent_fault_on_one_rank(seen: Seen) -> None:
-    check(seen.report)
-    assert seen.report.folder == str(seen.folder.resolve())
-    assert seen.failed(list(seen.report.runs), seen.records, seen.log) == []
+def test_a_persistent_fault_on_one_rank(recorded: RecordedStory) -> None:
+    check(recorded.report)
+    assert recorded.report.folder == str(recorded.folder.resolve())
+    assert recorded.failed(list(recorded.report.runs), recorded.records, recorded.log) == []
 
 
 @pytest.mark.parametrize(
@@ -127,10 +127,12 @@ def test_a_persistent_fault_on_one_rank(seen: Seen) -> None:
         (0, {"decisions": 2}, "decided equally"),
     ],
 )
-def test_other_facts_are_seen(seen: Seen, run: int, changes: dict[str, Any], claim: str) -> None:
-    facts = list(seen.report.runs)
+def test_changed_facts_fail_their_claim(
+    recorded: RecordedStory, run: int, changes: dict[str, Any], claim: str
+) -> None:
+    facts = list(recorded.report.runs)
     facts[run] = replace(facts[run], **changes)
-    (failed,) = seen.failed(facts, seen.records, seen.log)
+    (failed,) = recorded.failed(facts, recorded.records, recorded.log)
     assert claim in failed
 
 
@@ -145,12 +147,14 @@ def test_other_facts_are_seen(seen: Seen, run: int, changes: dict[str, Any], cla
         ("second", "nan", "the result of the rerun"),
     ],
 )
-def test_another_log_is_seen(seen: Seen, tmp_path: Path, name: str, value: Any, claim: str) -> None:
+def test_a_changed_log_fails_its_claim(
+    recorded: RecordedStory, tmp_path: Path, name: str, value: Any, claim: str
+) -> None:
     log = tmp_path / "log"
-    log.write_text(json.dumps(json.loads(seen.log.read_text()) | {name: value}) + "\n")
-    assert seen.failed(list(seen.report.runs), seen.records, log) == [claim]
+    log.write_text(json.dumps(json.loads(recorded.log.read_text()) | {name: value}) + "\n")
+    assert recorded.failed(list(recorded.report.runs), recorded.records, log) == [claim]
     log.write_text("")
-    assert claim in seen.failed(list(seen.report.runs), seen.records, log)
+    assert claim in recorded.failed(list(recorded.report.runs), recorded.records, log)
 
 
 def moved(record: Record, name: str, value: Any) -> Record:
@@ -167,10 +171,12 @@ def moved(record: Record, name: str, value: Any) -> Record:
         (lambda r: moved(r, "tensors", {"w": ["00", 1]}), "tensors at the end"),
     ],
 )
-def test_another_course_is_seen(seen: Seen, change: Callable[[Record], Record], claim: str) -> None:
-    records = list(seen.records)
+def test_changed_training_records_fail_their_claim(
+    recorded: RecordedStory, change: Callable[[Record], Record], claim: str
+) -> None:
+    records = list(recorded.records)
     records[2] = RunRecords(tuple(tuple(map(change, rank)) for rank in records[2].ranks))
-    (failed,) = seen.failed(list(seen.report.runs), records, seen.log)
+    (failed,) = recorded.failed(list(recorded.report.runs), records, recorded.log)
     assert claim in failed
 
 
@@ -193,9 +199,9 @@ def test_facts_come_from_the_records_of_all_ranks() -> None:
     assert facts((restored,), (restored | {"folder": "step-00000004"},)).source == "ranks differ"
 
 
-def test_a_report_with_a_claim_that_does_not_hold_says_so(seen: Seen) -> None:
-    first, *others = seen.report.claims
-    report = replace(seen.report, claims=(replace(first, found="17, 16, 0"), *others))
+def test_a_report_shows_its_false_claims(recorded: RecordedStory) -> None:
+    first, *others = recorded.report.claims
+    report = replace(recorded.report, claims=(replace(first, found="17, 16, 0"), *others))
     assert not report.ok
     assert report.to_json()["claims"][0]["ok"] is False
     shown = text_of(report)
@@ -212,7 +218,7 @@ def test_ranks_to_resume_on_are_refused_beside_a_fault() -> None:
     assert "--resume-ranks does not go with --inject" in done.output
 
 
-def test_what_makes_no_story_is_refused(tmp_path: Path) -> None:
+def test_arguments_that_make_no_story_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not one of transient, persistent, correct"):
         run_fault_demo("sporadic")
     with pytest.raises(ValueError, match="steps"):

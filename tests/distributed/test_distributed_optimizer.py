@@ -128,7 +128,7 @@ VARIANTS: list[dict[str, Any]] = [
 
 
 def train_unevenly(clip: float | None, microbatches: int) -> list[dict[str, Any]]:
-    """By variant, where rank 0 alone uses `extra`: parameters, norms, collectives and slots."""
+    """By variant: parameters, norms, collectives and slots. Only rank 0 uses `extra`."""
     with process_group():
         return [train_variant(options, clip, microbatches) for options in VARIANTS]
 
@@ -224,12 +224,12 @@ def test_gradients_on_one_rank_only(clip: float | None, microbatches: int) -> No
         assert sum(call.startswith("all_reduce") for call in calls) == 1 + 4, "one small sum a step"
         assert sum(call.startswith("reduce_scatter") for call in calls) == 4 * buckets
         assert 4 < sum(call.startswith("all_gather") for call in calls) < 4 * buckets, (
-            "what none stepped is not gathered"
+            "a bucket that no rank stepped is not gathered"
         )
 
 
 def reduce_early() -> list[int]:
-    """Buckets under way when backward returns: in no_sync; outside; with a first layer not used, twice."""
+    """Buckets under way when backward returns: in no_sync; outside; twice without the last layer."""
     from shardproof.optim import DistributedOptimizer
 
     calls: list[str] = []
@@ -259,7 +259,7 @@ def reduce_early() -> list[int]:
 
 
 def test_buckets_are_reduced_during_backward_and_not_within_no_sync() -> None:
-    """What gradients are waited for in vain is sent when backward ends."""
+    """A bucket that still lacks gradients is sent when backward ends."""
     assert on_ranks(2, reduce_early) == [[0, 6, 6, 6, 0, 0, 0, 0]] * 2
 
 
@@ -316,7 +316,7 @@ HOWS = [None, "recomputing", "reentrant"]
 
 
 def train_checkpointed(shared: bool) -> list[tuple[Values, int]]:
-    """By kind of checkpoint: the parameters, and how many reductions there were."""
+    """By kind of checkpoint: the parameters, and the number of reductions."""
     from shardproof.optim import DistributedOptimizer
 
     results = []
@@ -338,7 +338,7 @@ def train_checkpointed(shared: bool) -> list[tuple[Values, int]]:
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_activation_checkpointing_changes_nothing(shared: bool) -> None:
-    """A reentrant one gives a shared layer's gradient in parts, the last of them after its bucket is sent."""
+    """A reentrant checkpoint gives a shared layer's gradient in parts, the last after its bucket is sent."""
     for (plain, reductions), recomputing, (reentrant, again) in on_ranks(2, train_checkpointed, shared):
         assert reductions == 3 * 8
         assert recomputing == (plain, reductions)
@@ -349,7 +349,7 @@ def test_activation_checkpointing_changes_nothing(shared: bool) -> None:
 
 
 def thaw() -> list[bool]:
-    """By step: equal to a plain optimizer, where a layer is frozen now and then, another on rank 1 alone."""
+    """By step: equal to a plain optimizer. A layer is frozen in some steps, another on rank 1 alone."""
     from shardproof.optim import DistributedOptimizer
 
     equal = []
@@ -413,7 +413,7 @@ def test_gradients_that_were_not_expected_are_not_lost() -> None:
 
 
 def abandon() -> tuple[list[str], Values]:
-    """A backward pass whose gradients are thrown away, where only rank 0 could send all its buckets."""
+    """Throws the gradients of a backward pass away. In it, only rank 0 has gradients for all buckets."""
     from shardproof.optim import DistributedOptimizer
 
     calls: list[str] = []
@@ -502,11 +502,11 @@ def overflow() -> list[Any]:
         return seen
 
 
-def test_an_inf_on_one_rank_leaves_the_step_out_on_all() -> None:
+def test_an_inf_on_one_rank_skips_the_step_on_all_ranks() -> None:
     results = on_ranks(3, overflow)
     for *steps, parameters in results:
         assert [skipped for skipped, _, _ in steps] == [False, True, False, False, False]
-        assert [kept for _, kept, _ in steps] == [False, True, False, False, False]
+        assert [unchanged for _, unchanged, _ in steps] == [False, True, False, False, False]
         scales = [shared["loss_scale"]["value"] for _, _, shared in steps]
         assert scales == [16.0, 8.0, 8.0, 16.0, 16.0]
         assert parameters == results[0][-1]
@@ -649,7 +649,7 @@ def test_tensor_parallel_parameters_train_and_norms_count_replicas_once() -> Non
         assert found == pytest.approx(norm, rel=1e-4)
 
 
-# What goes wrong
+# Errors
 
 
 def disagree() -> str:
@@ -693,7 +693,9 @@ def read_elsewhere() -> bool:
             optimizer.zero_grad()
             waits.append({w.name: w.bucket.gathering is not None for w in optimizer._weights})
             net.state_dict() if len(waits) == 2 else net(torch.tensor([0]))
-            assert not any(w.bucket.gathering for w in optimizer._weights), "whoever reads has waited"
+            assert not any(w.bucket.gathering for w in optimizer._weights), (
+                "each reader waits for the gathers"
+            )
         return all(
             not pending["embedding.weight"] and pending["body.weight"] and pending["body.bias"]
             for pending in waits
@@ -701,7 +703,7 @@ def read_elsewhere() -> bool:
 
 
 def load_at_once() -> tuple[list[bool], bool]:
-    """`load_state_dict` straight after a step: what is under way then, and that the values stay."""
+    """`load_state_dict` directly after a step: if gathers run before and after it, and if its values stay."""
     from shardproof.optim import DistributedOptimizer
 
     with process_group():

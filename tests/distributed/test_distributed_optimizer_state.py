@@ -51,17 +51,17 @@ def train(module: nn.Module, optimizer: Any, steps: range) -> None:
 
 
 def stored(path: Path) -> dict[str, Any]:
-    """All that a checkpoint holds, exactly."""
+    """All tensors and objects of a checkpoint, exactly."""
     import shardproof as sp
 
-    held: dict[str, Any] = {}
+    items: dict[str, Any] = {}
     with sp.open(path) as checkpoint:
         for key in checkpoint.keys():  # noqa: SIM118
             value = checkpoint[key]
             if hasattr(value, "shape"):
                 value = (str(value.dtype), list(value.shape), value[...].double().flatten().tolist())
-            held[key] = value
-    return held
+            items[key] = value
+    return items
 
 
 def alone(target: Any, *args: Any) -> Any:
@@ -130,7 +130,7 @@ def test_three_ranks_to_two_to_plain_adamw_and_back(tmp_path: Path) -> None:
     assert stored(on[0]) == stored(on[1]), "training goes on alike"
 
 
-def test_state_of_no_step_is_no_state_anywhere(tmp_path: Path) -> None:
+def test_state_before_the_first_step_is_empty_in_every_optimizer(tmp_path: Path) -> None:
     two, plain, back = (tmp_path / name for name in ("two", "plain", "back"))
     assert on_ranks(2, save_trained, two, 0, torch.float32, {}) == [0, 0]
     alone(load_plain, two, plain, 0)
@@ -183,7 +183,7 @@ def test_a_save_before_the_first_step_changes_nothing(tmp_path: Path) -> None:
 
 
 def load_model_only(path: Path) -> bool:
-    """Masters of before must not undo the load at the next step."""
+    """The optimizer's old masters must not undo the load at the next step."""
     import shardproof as sp
 
     with process_group():
@@ -280,7 +280,7 @@ class Mixture(nn.Module):
 
 
 def mixture(experts_over: int) -> tuple[Mixture, Any]:
-    """Four experts, dealt out to so many ranks; ranks with the same experts share them."""
+    """Four experts over `experts_over` positions; ranks of one position share its experts."""
     count = 4 // experts_over
     groups = [
         dist.new_group(list(range(position, world_size(), experts_over))) for position in range(experts_over)

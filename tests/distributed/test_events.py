@@ -1,4 +1,4 @@
-"""Real ranks that save and load: what listeners, traces and lines say of it."""
+"""Events of real ranks that save and load: in listeners, traces and printed lines."""
 
 from __future__ import annotations
 
@@ -44,19 +44,19 @@ def save_under_trace(folder: str) -> tuple[list[tuple[str, str, int | None]], st
         for subscription in subscriptions:
             subscription()
         checkpointer.restore(state)
-    told = [(event.kind, event.phase, event.step) for event in seen if event.action == "save"]
-    return [one for one in told if one[0] != "progress"], shown.getvalue()
+    events = [(event.kind, event.phase, event.step) for event in seen if event.action == "save"]
+    return [one for one in events if one[0] != "progress"], shown.getvalue()
 
 
-def test_two_ranks_on_one_time_line(tmp_path: Path) -> None:
+def test_traces_of_two_ranks_merge_into_one_time_line(tmp_path: Path) -> None:
     outcomes = run_ranks(2, save_under_trace, str(tmp_path), timeout=120)
     for outcome in outcomes:
-        told, shown = outcome.value
-        begun = [phase for kind, phase, _ in told if kind == "begin"]
-        assert sorted(phase for kind, phase, _ in told if kind == "end") == sorted(begun)
+        events, shown = outcome.value
+        begun = [phase for kind, phase, _ in events if kind == "begin"]
+        assert sorted(phase for kind, phase, _ in events if kind == "end") == sorted(begun)
         for sequence in (FOREGROUND, BACKGROUND):  # each in its own thread, side by side
             assert [phase for phase in begun if phase in sequence] == sequence
-        assert {step for _, _, step in told} == {2}
+        assert {step for _, _, step in events} == {2}
         lines = shown.splitlines()
         assert (outcome.rank == 0) == bool(lines)
         if lines:
@@ -73,7 +73,7 @@ def test_two_ranks_on_one_time_line(tmp_path: Path) -> None:
     for meeting in ("agree", "commit"):
         ends = [second[number][meeting]["ts"] + second[number][meeting]["dur"] for number in (0, 1)]
         begins = [second[number][meeting]["ts"] for number in (0, 1)]
-        # No rank leaves a meeting before the last has come: true of the time line only if clocks are aligned.
+        # No rank leaves a meeting before the last one joins. The time line shows it only with aligned clocks.
         assert max(begins) <= min(ends) + MILLISECOND, (meeting, begins, ends)
     assert sum(second[number]["write"]["args"]["bytes"] for number in (0, 1)) > 4 * (1 << 18)
 
@@ -111,37 +111,37 @@ def fail_on_rank_1(folder: str) -> list[tuple[str, str, str | None]]:
     return [(event.kind, event.phase, event.error) for event in seen if event.kind in ("end", "failed")]
 
 
-def test_the_rank_that_failed_is_told_apart(tmp_path: Path) -> None:
+def test_events_tell_the_failed_rank_from_the_others(tmp_path: Path) -> None:
     zero, one = (outcome.value for outcome in run_ranks(2, fail_on_rank_1, str(tmp_path), timeout=60))
     assert zero[0] == ("end", "collect", None)
     assert one[0][:2] == ("failed", "collect") and "PlainDataError" in one[0][2]
-    for told in (zero, one):
-        kind, phase, error = told[1]
+    for events in (zero, one):
+        kind, phase, error = events[1]
         assert (kind, phase) == ("failed", "agree") and error.startswith("RankFailure: ")
 
 
 def wait_for_rank_1() -> list[Any]:
-    """Rank 0 is at the meeting; rank 1 has done a part, and comes when rank 0 has heard of it."""
+    """Rank 0 waits at the meeting. Rank 1 reports its progress, and joins when rank 0 has received it."""
     seen: list[Any] = []
-    told = {1: (250, 1000)}
+    progress = {1: (250, 1000)}
 
     def listen(event: sp.events.Event) -> None:
         seen.append((event.kind, event.rank, event.phase))
-        if event.facts == {"ranks": told} and ("told",) not in seen:
-            seen.append(("told",))
+        if event.facts == {"ranks": progress} and ("received",) not in seen:
+            seen.append(("received",))
             reach("heard")
 
     meeting = rendezvous(deadline=10.0)
     meeting.meet("save a", "collect", b"", lambda posts: b"")
     with sp.events.subscribe(listen):
         if rank() == 1:
-            meeting.progress(*told[1])
+            meeting.progress(*progress[1])
             reach("half way")
         meeting.meet("save a", "write", b"", lambda posts: b"")
     return seen
 
 
-def test_rank_0_hears_of_the_progress_of_those_it_waits_for() -> None:
+def test_rank_0_receives_the_progress_of_the_ranks_it_waits_for() -> None:
     def script(job: Job) -> None:
         job.until_held(1, "half way")
         job.until_held(0, "heard")
@@ -151,7 +151,7 @@ def test_rank_0_hears_of_the_progress_of_those_it_waits_for() -> None:
     held = {0: "heard", 1: "half way"}
     zero, one = run_ranks(2, wait_for_rank_1, timeout=60, hold=held, script=script)
     assert one.value == []
-    assert ("heard", 0, "write") in zero.value and ("told",) in zero.value
+    assert ("heard", 0, "write") in zero.value and ("received",) in zero.value
 
 
 def save_beside_a_slow_rank(folder: str) -> tuple[dict[str, Any], str]:

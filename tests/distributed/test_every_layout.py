@@ -1,4 +1,4 @@
-"""What is saved from any layout on 1 to 4 ranks loads into any other, to the bit, on real processes."""
+"""A checkpoint of any layout on 1 to 4 ranks loads into any other layout, to the bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every rank resumes from the folder that rank 0 chooses, also if it sees others."""
+"""Every rank resumes from the folder that rank 0 chooses, even if it sees other folders."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ NAMES = sorted(
 
 
 _WRONG = {"zarr_mc11_handmade_w2": {"row"}}
-"""Keys whose expectation is not what is stored; `tests/unit/interop/test_megatron_zarr.py` shows it."""
+"""Keys whose expected bytes are not the stored ones; `tests/unit/interop/test_megatron_zarr.py` shows it."""
 
 
 def _path(folder: Path, name: str) -> Path:

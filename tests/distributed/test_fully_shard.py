@@ -1,4 +1,4 @@
-"""`fsdp.fully_shard` on real ranks: equal to plain training and to FSDP2, whatever is sharded."""
+"""`fsdp.fully_shard` on real ranks: equal to plain training and to FSDP2, with each strategy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tests.distributed.fully_sharded import (
-    Recorded,
+    CollectiveLog,
     adamw,
     flat,
     loss_of,
@@ -236,7 +236,7 @@ def accumulate() -> None:
                     one.zero_grad()
                 for parameter, first, second in zip(reference.parameters(), *sums, strict=True):
                     parameter.grad = (first + second) / 2
-                with Recorded() as quiet, no_sync(model):
+                with CollectiveLog() as quiet, no_sync(model):
                     loss_of(model, words_of(step, 2 * rank())).backward()
                     once = len(quiet.calls)
                     with torch.no_grad():
@@ -335,5 +335,5 @@ def mixed() -> None:
         )
 
 
-def test_mixed_precision_is_fsdp2s() -> None:
+def test_mixed_precision_equals_that_of_fsdp2() -> None:
     values(run_ranks(2, mixed, timeout=120))

@@ -1,4 +1,4 @@
-"""The life of flat units: meta devices, missing gradients, order of collectives, memory, what is visible."""
+"""Flat units: meta devices, missing gradients, order of collectives, memory, visible parameters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 import shardproof as sp
 from tests.distributed.fully_sharded import (
-    Recorded,
+    CollectiveLog,
     adamw,
     flat,
     loss_of,
@@ -85,7 +85,7 @@ def missing() -> None:
         for name, parameter in model.named_parameters():
             assert (parameter.grad is None) == name.startswith("unused"), name
             assert (parameter in optimizer.state) == (parameter.grad is not None)
-        # A gradient on one rank only is every rank's.
+        # A gradient on one rank gives every rank one.
         chosen = Chosen()
         flat(chosen, mesh_of())
         chosen(rank() == 1).backward()
@@ -125,13 +125,13 @@ def one_has_none() -> list:
             start = torch.ones((), requires_grad=True)
             with no_sync(model):
                 model(rank() == 0, start).backward()
-            with Recorded() as recorded:
+            with CollectiveLog() as recorded:
                 model(rank() == 0, start).backward()
             calls.append(recorded.calls)
     return calls
 
 
-def test_a_rank_without_any_gradient_runs_the_others_collectives() -> None:
+def test_a_rank_without_any_gradient_runs_the_same_collectives() -> None:
     first, second = values(run_ranks(2, one_has_none, timeout=40))
     assert first == second
 
@@ -142,20 +142,20 @@ def ordered() -> list:
     with process_group():
         model = flat(made(unused=True), mesh_of())
         optimizer = adamw(model.parameters())
-        with Recorded() as recorded:
+        with CollectiveLog() as recorded:
             train(model, optimizer, 2)
             half = len(recorded.calls)
             train(model, optimizer, 1)
-        held: list[int] = []
+        gathered: list[int] = []
         units = units_in(model)
         for block in model.blocks:
-            block.register_forward_hook(lambda *_: held.append(sum(unit.has_gathered for unit in units)))
-            block.register_full_backward_hook(lambda *_: held.append(sum(u.has_gathered for u in units)))
+            block.register_forward_hook(lambda *_: gathered.append(sum(unit.has_gathered for unit in units)))
+            block.register_full_backward_hook(lambda *_: gathered.append(sum(u.has_gathered for u in units)))
         train(model, optimizer, 1)
         assert not any(unit.has_gathered for unit in units)
-        assert max(held) <= 3 < len(units)  # the outermost, the one that runs, one ahead
+        assert max(gathered) <= 3 < len(units)  # the outermost, the one that runs, one ahead
         assert all(unit.buffers[0].whole.untyped_storage().size() == 0 for unit in units)
-        with Recorded() as describing:
+        with CollectiveLog() as describing:
             model.state_dict()
             [parameter._shardproof_local for parameter in model.parameters()]
         assert describing.calls == []
@@ -188,7 +188,7 @@ def loaded(path: str) -> None:
                 with torch.no_grad():
                     for parameter in model.parameters():
                         parameter.zero_()
-                if pass_before == "forward":  # its backward never comes
+                if pass_before == "forward":  # without a backward pass
                     model(words)
                 elif pass_before == "no sync":
                     with no_sync(model):
@@ -210,7 +210,7 @@ def interrupted(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def test_a_forward_after_a_load_uses_what_was_loaded(tmp_path: Path) -> None:
+def test_a_forward_after_a_load_uses_the_loaded_values(tmp_path: Path) -> None:
     values(run_ranks(3, loaded, str(tmp_path), timeout=90))
 
 
@@ -222,27 +222,27 @@ def visible() -> None:
             model = flat(made(), mesh_of(), strategy=strategy)
             before = dict(model.named_parameters())
 
-            def seen(model: nn.Module = model, before: dict = before) -> None:
+            def check(model: nn.Module = model, before: dict = before) -> None:
                 now = model.state_dict(keep_vars=True)
                 assert all(now[name] is parameter for name, parameter in before.items())
                 assert all(isinstance(parameter, DTensor) for parameter in now.values())
 
             loss = loss_of(model, words_of(0, rank()))
-            seen()
+            check()
             loss.backward()
-            seen()
+            check()
             with pytest.raises(IndexError):
                 model(torch.full((1, 1), 99))
-            seen()
-            loss_of(model, words_of(0, rank()))  # its backward never comes
+            check()
+            loss_of(model, words_of(0, rank()))  # without a backward pass
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.zero_()
             assert (model(words_of(0, 0)) == 0).all()  # written shards are gathered again
-            seen()
+            check()
 
 
-def test_the_world_sees_sharded_parameters_outside_of_forward_and_backward() -> None:
+def test_the_module_shows_sharded_parameters_outside_of_forward_and_backward() -> None:
     values(run_ranks(2, visible))
 
 
@@ -268,8 +268,8 @@ def refused() -> None:
         outer = nn.Sequential(
             fully_shard(nn.Linear(3, 3), mesh=mesh), fully_shard(nn.Linear(3, 2), mesh=mesh)
         )
-        fully_shard(outer, mesh=mesh)  # holds its units together, and has no parameters of its own
-        with Recorded() as recorded:
+        fully_shard(outer, mesh=mesh)  # a root of units, without parameters of its own
+        with CollectiveLog() as recorded:
             outer(torch.ones(1, 3)).sum().backward()
         assert [name for name, _ in recorded.calls].count("all_reduce") == 1
         for call in (full_state_dict, lambda module: no_sync(module).__enter__()):
@@ -288,5 +288,5 @@ class Scalar(nn.Module):
         self.value = nn.Parameter(torch.tensor(1.0))
 
 
-def test_what_does_not_fit_is_refused_and_tied_weights_train() -> None:
+def test_unsupported_modules_are_refused_and_tied_weights_train() -> None:
     values(run_ranks(2, refused))

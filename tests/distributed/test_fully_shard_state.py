@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 import shardproof as sp
-from tests.distributed.fully_sharded import Recorded, adamw, flat, made, mesh_of, plain, same, train
+from tests.distributed.fully_sharded import CollectiveLog, adamw, flat, made, mesh_of, plain, same, train
 from tests.distributed.test_fully_shard import values
 from tests.harness import process_group, run_ranks
 
@@ -29,7 +29,7 @@ def save_on_three(path: str) -> list[dict]:
             optimizer = adamw(model.parameters())
             sp.save(f"{path}/{strategy}-fresh", {"model": model, "optimizer": optimizer})
             train(model, optimizer)
-            with Recorded() as recorded:
+            with CollectiveLog() as recorded:
                 sp.save(f"{path}/{strategy}", {"model": model, "optimizer": optimizer})
             assert recorded.calls == []
             saved.append(arrays(full_state_dict(model)))

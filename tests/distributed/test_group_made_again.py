@@ -17,11 +17,11 @@ from tests import harness
 from tests.harness import Job, reach, run_ranks
 
 Lives = list[list[int]]
-"""The ranks of each process group."""
+"""The ranks of each process group, in order. A life is the time of one process group."""
 
 
 def save_in_each(folder: str, lives: Lives, address: str) -> list[Any]:
-    """What each life restored and then saved. All ranks begin a life together."""
+    """Returns for each life the restored step and the saved value. All ranks begin a life together."""
     seen: list[Any] = []
     for number, ranks in enumerate(lives, 1):
         reach(f"life {number}")
@@ -67,7 +67,7 @@ def run_lives(folder: str, lives: Lives, address: str) -> list[Any]:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             environment[f"PORT_{number}"] = str(free.getsockname()[1])
-    # gloo finds the addresses of an earlier life in a store that lives on, and may connect to them.
+    # In a store that outlives a life, gloo finds the addresses of that life, and may connect to them.
     environment["TORCH_GLOO_LAZY_INIT"] = "1"
     points = [f"life {number}" for number in range(1, len(lives) + 1)]
     outcomes = run_ranks(
@@ -96,7 +96,7 @@ def test_saves_in_each_process_group(tmp_path: Any, lives: Lives, address: str) 
 
 
 def keep_the_checkpointer(folder: str) -> list[str]:
-    """What a checkpointer of one process group says in the next one, which is smaller. A new one saves."""
+    """Uses the checkpointer of one process group in the next, smaller one. Returns its error texts."""
     join_group(1, 2, "one store")
     checkpointer, state = sp.Checkpointer(folder, deadline=20.0), {"weight": torch.ones(4)}
     checkpointer.save(1, state).result()

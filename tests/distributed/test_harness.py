@@ -1,4 +1,4 @@
-"""What the harness says of ranks that fail: of all of them, and of threads that Python knows nothing of."""
+"""The harness reports every failed rank, and native stacks of threads that Python did not start."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.harness import rank, run_ranks
 
 
 def die(folder: str) -> None:
-    """Rank 0 of a thread that Python did not start, rank 1 of an exception."""
+    """Rank 0 dies in a thread that Python did not start, rank 1 raises."""
     if rank() == 1:
         raise ValueError("mine")
     os.dup2(os.open(f"{folder}/stderr", os.O_WRONLY | os.O_CREAT), 2)
@@ -24,15 +24,13 @@ def die(folder: str) -> None:
     threading.Event().wait(50)
 
 
-def test_a_rank_that_died_is_told_with_its_native_stack_and_with_what_became_of_the_others(
-    tmp_path: Path,
-) -> None:
+def test_a_dead_rank_is_reported_with_its_native_stack_and_the_ends_of_the_others(tmp_path: Path) -> None:
     outcomes = run_ranks(2, die, str(tmp_path))
     assert outcomes[0].exit_code == -signal.SIGSEGV
-    with pytest.raises(AssertionError) as told:
+    with pytest.raises(AssertionError) as caught:
         _ = outcomes[0].value
-    assert f"rank 0 ended with exit code {-signal.SIGSEGV} after []" in str(told.value)
-    assert "rank 1 raised ValueError('mine'), ended with exit code 0 after []" in str(told.value)
+    assert f"rank 0 ended with exit code {-signal.SIGSEGV} after []" in str(caught.value)
+    assert "rank 1 raised ValueError('mine'), ended with exit code 0 after []" in str(caught.value)
     with pytest.raises(
         AssertionError, match=r"(?s)rank 1 raised .*in die\n.*rank 0 ended with exit code -11"
     ):

@@ -34,7 +34,7 @@ def state(model: int, optimizer: int) -> dict[str, Any]:
 
 
 def alone(model: int, optimizer: int) -> dict[str, Any]:
-    """The same, as one process holds it."""
+    """The same state, whole, in one process."""
     return {
         "model": whole((HEIGHT, 500), model),
         "bias": whole((7,), model),
@@ -48,20 +48,20 @@ OPTIMIZER = 4 * HEIGHT * 300
 
 
 def train(root: str, steps: list[tuple[int, int, int]]) -> list[tuple[int, int, list[str]]]:
-    """Saves (step, model, optimizer) each; bytes, bytes not written again, and where the ranks met."""
+    """Saves each (step, model, optimizer). Returns for each its bytes, its reused bytes and its meetings."""
     meetings = Phases(rendezvous(deadline=20.0))
     checkpointer = sp.Checkpointer(root, rendezvous=meetings, incremental=True, keep=sp.KeepLatest(2))
-    said = []
+    saves = []
     for step, model, optimizer in steps:
         meetings.met.clear()
         done = checkpointer.save(step, state(model, optimizer)).result()
         checkpointer.wait_for_scrub(timeout=30)
-        said.append((done.bytes, done.reused, list(meetings.met)))
+        saves.append((done.bytes, done.reused, list(meetings.met)))
     target = blanked(state(0, 0))
     last, model, optimizer = steps[-1]
     assert checkpointer.restore(target) == last
     assert differences(target, state(model, optimizer)) == []
-    return said
+    return saves
 
 
 def check(root: Path, step: int, model: int, optimizer: int) -> None:
@@ -72,26 +72,26 @@ def check(root: Path, step: int, model: int, optimizer: int) -> None:
     assert differences(target, alone(model, optimizer)) == []
 
 
-def test_two_ranks_write_what_changed_and_meet_no_more_often(tmp_path: Path) -> None:
+def test_two_ranks_write_only_changes_and_meet_twice(tmp_path: Path) -> None:
     steps = [(1, 1, 1), (2, 1, 2), (3, 1, 3), (4, 2, 3)]
     outcomes = run_ranks(2, train, str(tmp_path), steps)
-    said = outcomes[0].value
-    assert outcomes[1].value == said or [item[:2] for item in outcomes[1].value] == [
-        item[:2] for item in said
+    saves = outcomes[0].value
+    assert outcomes[1].value == saves or [item[:2] for item in outcomes[1].value] == [
+        item[:2] for item in saves
     ]
-    assert [reused for _, reused, _ in said] == [0, MODEL, MODEL, OPTIMIZER]
-    assert said[0][0] > MODEL + OPTIMIZER and said[1][0] < OPTIMIZER + 40_000
-    assert said[2][2] == ["collect", "write"], "what both sides know is not sent again"
+    assert [reused for _, reused, _ in saves] == [0, MODEL, MODEL, OPTIMIZER]
+    assert saves[0][0] > MODEL + OPTIMIZER and saves[1][0] < OPTIMIZER + 40_000
+    assert saves[2][2] == ["collect", "write"], "no plan and no base are sent again"
     for step, model, optimizer in steps[-2:]:
         check(tmp_path, step, model, optimizer)
-    assert not list((tmp_path / step_name(1)).rglob("manifest.json")), "retention let the step go"
+    assert not list((tmp_path / step_name(1)).rglob("manifest.json")), "retention removed the step"
 
 
-def test_another_number_of_ranks_goes_on_and_is_right(tmp_path: Path) -> None:
+def test_another_number_of_ranks_continues_the_run(tmp_path: Path) -> None:
     run_ranks(3, train, str(tmp_path), [(1, 1, 1), (2, 1, 2)])
     two = run_ranks(2, train, str(tmp_path), [(3, 1, 2), (4, 1, 3)])[0].value
     bias_and_alone = 4 * (7 + 400)
-    assert two[0][1] == bias_and_alone, "other boxes are written, those that are the same are not"
+    assert two[0][1] == bias_and_alone, "boxes that changed are written, the others are reused"
     assert two[1][1] == MODEL
     check(tmp_path, 3, 1, 2)
     check(tmp_path, 4, 1, 3)
@@ -103,15 +103,15 @@ def test_another_number_of_ranks_goes_on_and_is_right(tmp_path: Path) -> None:
     assert {record.folder for record in manifest.borrowed_files} == {step_name(1)}
 
 
-def test_a_new_job_goes_on_from_what_is_stored(tmp_path: Path) -> None:
+def test_a_new_job_reuses_the_stored_chunks(tmp_path: Path) -> None:
     run_ranks(2, train, str(tmp_path), [(1, 1, 1)])
-    said = run_ranks(2, train, str(tmp_path), [(2, 1, 2), (3, 1, 3)])[0].value
-    assert [reused for _, reused, _ in said] == [MODEL, MODEL]
-    assert said[0][2] == ["collect", "plan", "base", "write"] and said[1][2] == ["collect", "write"]
+    saves = run_ranks(2, train, str(tmp_path), [(2, 1, 2), (3, 1, 3)])[0].value
+    assert [reused for _, reused, _ in saves] == [MODEL, MODEL]
+    assert saves[0][2] == ["collect", "plan", "base", "write"] and saves[1][2] == ["collect", "write"]
     check(tmp_path, 3, 1, 3)
 
 
-def test_a_standalone_copy_of_many_ranks_by_one(tmp_path: Path) -> None:
+def test_one_process_makes_a_standalone_copy_of_many_ranks(tmp_path: Path) -> None:
     run_ranks(3, train, str(tmp_path / "run"), [(1, 1, 1), (2, 1, 2)])
     source = LocalStorage(tmp_path / "run" / step_name(2))
     copy = make_standalone(source, LocalStorage(tmp_path / "copy" / step_name(2)))
@@ -128,13 +128,13 @@ def restore_copy(root: str) -> list[str]:
     return differences(target, state(1, 2))
 
 
-def some_ask(root: str) -> str:
+def ask_on_rank_0(root: str) -> str:
     checkpointer = sp.Checkpointer(root, rendezvous=rendezvous(deadline=20.0), incremental=rank() == 0)
     with pytest.raises(sp.StructureError, match="incremental") as caught:
         checkpointer.save(1, {"w": torch.ones(3)})
     return caught.value.message
 
 
-def test_all_ranks_must_ask_for_it(tmp_path: Path) -> None:
-    said = [outcome.value for outcome in run_ranks(2, some_ask, str(tmp_path))]
-    assert said[0] == said[1]
+def test_an_incremental_save_must_be_asked_for_on_all_ranks(tmp_path: Path) -> None:
+    texts = [outcome.value for outcome in run_ranks(2, ask_on_rank_0, str(tmp_path))]
+    assert texts[0] == texts[1]

@@ -1,4 +1,4 @@
-"""Meetings of a load: what there is nothing to agree on costs none."""
+"""Meetings of a load: ranks meet after the reads only if one of them loads objects."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.harness import rank, rendezvous, run_ranks
 
 
 class Counter:
-    """An object of the state, which may refuse what is loaded."""
+    """An object of the state, which may refuse its loaded state."""
 
     def __init__(self, count: int, refuses: bool = False) -> None:
         self.count, self.refuses = count, refuses
@@ -29,7 +29,7 @@ class Counter:
 
 
 def _load(folder: str, asks: int | None, refuses: bool) -> tuple[list[str], list[float], int | None, str]:
-    """Of a rank the phases of a load, and what it has then. Rank `asks` asks for the counter, too."""
+    """The phases of a load, the loaded values, and the error. Rank `asks` loads the counter, too."""
     phases: list[str] = []
 
     def note(event: sp.events.Event) -> None:
@@ -39,30 +39,30 @@ def _load(folder: str, asks: int | None, refuses: bool) -> tuple[list[str], list
     target: dict[str, Any] = {"w": torch.zeros(4)}
     if rank() == asks:
         target["counter"] = Counter(0, refuses)
-    said = ""
+    message = ""
     with sp.events.subscribe(note):
         try:
             sp.load(folder, target, strict=asks is not None, rendezvous=rendezvous(deadline=20.0))
         except RankFailure as failure:
-            said = failure.message
-    return phases, target["w"].tolist(), target["counter"].count if rank() == asks else None, said
+            message = failure.message
+    return phases, target["w"].tolist(), target["counter"].count if rank() == asks else None, message
 
 
 @pytest.mark.parametrize("asks", [None, 0, 1])
-def test_ranks_meet_after_the_reading_only_if_one_has_more_to_fill_than_tensors(
-    asks: int | None, tmp_path: Path
-) -> None:
+def test_ranks_meet_after_the_reads_only_if_one_loads_objects(asks: int | None, tmp_path: Path) -> None:
     sp.save(tmp_path / "c", {"w": torch.arange(4.0), "counter": Counter(7)})
     for outcome in run_ranks(2, _load, str(tmp_path / "c"), asks, False):
-        phases, values, count, said = outcome.value
+        phases, values, count, message = outcome.value
         assert phases == (["match", "read"] if asks is None else ["match", "read", "apply"])
         assert values == [0.0, 1.0, 2.0, 3.0]
         assert count == (7 if outcome.rank == asks else None)
-        assert not said
+        assert not message
 
 
 @pytest.mark.parametrize("asks", [0, 1])
-def test_an_object_that_refuses_its_state_on_one_rank_is_everyones_failure(asks: int, tmp_path: Path) -> None:
+def test_an_object_that_refuses_its_state_on_one_rank_fails_the_load_of_all(
+    asks: int, tmp_path: Path
+) -> None:
     sp.save(tmp_path / "c", {"w": torch.arange(4.0), "counter": Counter(7)})
     outcomes = run_ranks(2, _load, str(tmp_path / "c"), asks, True)
     texts = {outcome.value[3] for outcome in outcomes}

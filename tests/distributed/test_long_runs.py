@@ -1,4 +1,4 @@
-"""What a process keeps from save to save: no descriptor, no thread and no key of the store for each."""
+"""Saves leave no descriptors, threads or keys of the store behind."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import shardproof as sp
 from tests.harness import rank, rendezvous, run_ranks
 
 SAVES = 60
-"""Something that stays of every second save shows as a difference of 20 or more between early and late."""
+"""A leak in every second save makes a difference of 10 or more between early and late counts."""
 BEATS = 4
-"""From its first long wait on, each of 2 ranks has a key for its signs of life in each of 2 rendezvous."""
+"""After its first long wait, each of 2 ranks has a heartbeat key in each of 2 rendezvous."""
 
 
 def counts(store: object) -> tuple[int, int, int]:
@@ -43,7 +43,7 @@ def test_descriptors_threads_and_keys_do_not_grow_with_saves(tmp_path: Path) -> 
     for outcome in run_ranks(2, save_again_and_again, str(tmp_path), timeout=90):
         found, _ = outcome.value
         early, late = found[4:20], found[40:]
-        # Background work may still hold some at a count, so the least is compared with the most.
+        # Background work may still use some, so the minimum is compared with the maximum.
         for what, count in enumerate(("descriptors", "threads", "keys")):
             most, least = max(one[what] for one in early), min(one[what] for one in late)
             bound = most + BEATS if what == "keys" else most

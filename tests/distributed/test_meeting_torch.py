@@ -1,9 +1,9 @@
 """Checkpoints of torch's ways to distribute training, and of ours, each loaded into each other, bit for bit.
 
-Every job trains for real, from a seed of its own, and what it holds is gathered for comparison without this
-package: `full_tensor` of DTensors, `consolidate_state_dict` of a ZeroRedundancyOptimizer, the stages of a
-pipeline put together, the parts of our own optimizer and shards end to end. Saves and loads run where every
-collective is an error. A job is one entry of `JOBS`.
+Every job trains from a seed of its own. Its values are gathered for comparison without this package:
+`full_tensor` of DTensors, `consolidate_state_dict` of a ZeroRedundancyOptimizer, the stages of a pipeline,
+the parts of our own optimizer and shards end to end. In a save and a load every collective is an error. A job
+is one entry of `JOBS`.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def slots_by_torch(job: Job) -> Values:
-    """Every slot, whole, of an optimizer that keeps them in `state`."""
+    """Every slot, whole, of an optimizer that has them in `state`."""
     return {
         f"{name} {slot}": job.whole(value)
         for name, parameter in job.parameters().items()
@@ -104,7 +104,7 @@ class Job:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     backward: Callable[[torch.Tensor], None] | None = None
-    """One forward and backward pass; None: as everyone does it."""
+    """One forward and backward pass. None: `loss_of(model(inputs)).backward()`."""
     slots: Callable[[Job], Values] = slots_by_torch
     uneven: bool = False
     """Whether DTensors are sharded by rows as this package's `fully_shard` does it."""
@@ -132,7 +132,7 @@ class Job:
         return {name.removeprefix("module."): parameter for name, parameter in named}
 
     def gathered(self) -> Values:
-        """Everything on all ranks of the job, put together by torch: parameters, slots, options by name."""
+        """Parameters, slots and options of all ranks of the job by name, gathered by torch."""
         if isinstance(self.optimizer, DistributedOptimizer):
             self.optimizer.synchronize()
         parameters = self.parameters()
@@ -151,7 +151,7 @@ class Job:
         return together
 
     def everywhere(self, here: Any) -> list[Any]:
-        """What each rank of the job has."""
+        """`here` of each rank of the job."""
         found: list[Any] = [None] * dist.get_world_size(self.group)
         dist.all_gather_object(found, here, group=self.group)
         return found
@@ -188,7 +188,7 @@ def fsdp_offloaded(seed: int, mesh: DeviceMesh) -> Job:
 
 def tensor_parallel(seed: int, mesh: DeviceMesh) -> Job:
     model = Net(seed)
-    uneven = ColwiseParallel(use_local_output=False)  # what a plain tensor says of shards holds for even ones
+    uneven = ColwiseParallel(use_local_output=False)  # a plain tensor describes even shards only
     plan = {"layers.*.up": uneven, "layers.*.down": RowwiseParallel()}
     parallelize_module(model, mesh, plan)
     return Job(mesh.get_group(), model, adamw(model))
@@ -249,7 +249,7 @@ def hybrid(seed: int, mesh: DeviceMesh) -> Job:
 
 
 def slots_by_shard(job: Job) -> Values:
-    """Slots that are plain tensors, of the shape of what the rank holds of an FSDP2 parameter."""
+    """Slots that are plain tensors of the shape of the rank's shard of an FSDP2 parameter."""
     found: Values = {}
     for name, parameter in job.parameters().items():
         assert isinstance(parameter, DTensor)
@@ -280,7 +280,7 @@ def distributed(seed: int, mesh: DeviceMesh) -> Job:
 
 
 def slots_by_range(job: Job) -> Values:
-    """Slots that each rank has a flat range of, end to end."""
+    """Slots of which each rank has a flat range, joined end to end."""
     names = {id(parameter): name for name, parameter in job.parameters().items()}
     found: Values = {}
     for slots in slots_of(job.optimizer):
@@ -295,7 +295,7 @@ def slots_by_range(job: Job) -> Values:
 
 
 def flat(seed: int, mesh: DeviceMesh) -> Job:
-    """Our fully sharded data parallel: some ranks have nothing of some parameters."""
+    """Our fully sharded data parallel: some ranks have no elements of some parameters."""
     model = Net(seed)
     for layer in [*model.layers.values()]:
         shardproof.fsdp.fully_shard(layer, mesh=mesh)
@@ -317,7 +317,7 @@ JOBS: list[tuple[Callable[[int, DeviceMesh], Job], int]] = [
 
 
 def save_and_load(folder: str) -> tuple[list[str], int]:
-    """What differed, and how many values were compared."""
+    """The differences, and the number of compared values."""
     from shardproof.rendezvous import LocalRendezvous, StoreRendezvous
 
     problems: list[str] = []
@@ -339,10 +339,10 @@ def save_and_load(folder: str) -> tuple[list[str], int]:
                 reference = job.gathered()
                 with no_collectives():
                     sp.save(f"{folder}/{number}", job.tree, rendezvous=meetings[n])
-            told = [reference]
-            dist.broadcast_object_list(told, src=0)
+            shared = [reference]
+            dist.broadcast_object_list(shared, src=0)
             sources.append(job)
-            references.append(told[0])
+            references.append(shared[0])
         for target, (make, n) in enumerate(JOBS):
             if rank() >= n:
                 continue
@@ -378,15 +378,15 @@ def _differences(found: Values, wanted: Values, route: str) -> list[str]:
 
 
 @pytest.mark.timeout(240)
-def test_each_job_loads_the_checkpoint_of_each(tmp_path: Path) -> None:
+def test_each_job_loads_the_checkpoint_of_every_job(tmp_path: Path) -> None:
     values = [outcome.value for outcome in run_ranks(RANKS, save_and_load, str(tmp_path), timeout=220)]
     assert [problems for problems, _ in values] == [[]] * RANKS
     parameters = 20
     assert values[0][1] == len(JOBS) ** 2 * (parameters * (1 + 3 + 1) + 1)  # itself, three slots, options
 
 
-def aliases_on_the_last_rank() -> list[str]:
-    """Keys that its rank takes for repetitions of others."""
+def aliases_on_this_rank() -> list[str]:
+    """Keys that this rank takes for aliases of others."""
     with process_group():
         mesh = DeviceMesh("cpu", torch.arange(world_size()))
         model = flat(0, mesh).model
@@ -394,6 +394,6 @@ def aliases_on_the_last_rank() -> list[str]:
         return [entry.key for entry in collect({"model": model}).tensors if entry.alias_of]
 
 
-def test_parameters_that_a_rank_has_nothing_of_are_not_taken_for_tied() -> None:
+def test_parameters_without_elements_on_a_rank_are_not_taken_for_tied() -> None:
     """Their local tensors are empty parts of one buffer."""
-    assert [outcome.value for outcome in run_ranks(3, aliases_on_the_last_rank)] == [[]] * 3
+    assert [outcome.value for outcome in run_ranks(3, aliases_on_this_rank)] == [[]] * 3

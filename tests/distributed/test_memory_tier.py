@@ -125,8 +125,8 @@ def test_a_job_resumes_from_memory_and_without_it_from_disk(url: str, tmp_path: 
         origin = f"{tmp_path}/disk/step-00000002"
         assert found == {"restored": 2, "origin": origin, "same": True, "step": 2, "files": []}
     for number in range(2):
-        said = (tmp_path / f"2-{number}.log").read_text()
-        assert f"{url}: no keeper process on this node, so nothing is in memory" in said
+        log = (tmp_path / f"2-{number}.log").read_text()
+        assert f"{url}: no keeper process on this node, so nothing is in memory" in log
     _check_step_3(url)
 
 

@@ -1,8 +1,8 @@
 """Runs on local disks: each node is a folder, which only its own ranks open.
 
-One start of processes plays many jobs. Between two jobs a folder is deleted, emptied, replaced by an older
-one, or damaged; the ranks are renumbered, or their number changes. What is restored has to be the saved
-state, bit for bit.
+The processes of a test run many jobs. Between two jobs a folder is deleted, emptied, replaced by an older
+one, or damaged; the ranks are renumbered, or their number changes. Each restore must give the saved state,
+bit for bit.
 """
 
 from __future__ import annotations
@@ -77,12 +77,12 @@ class Stage:
         self._barrier.meet("test", "together", b"", lambda posts: b"")
 
     def posts(self, post: bytes) -> list[bytes]:
-        """What each process posts."""
+        """The posts of all processes."""
         answer = self._barrier.meet("test", "posts", post, msgspec.msgpack.encode)
         return msgspec.msgpack.decode(answer, type=list[bytes])
 
     def alone(self, work: Callable[[], object]) -> None:
-        """One process does something while no job runs."""
+        """Calls `work` in one process while no job runs."""
         self.together()
         if rank() == 0:
             work()
@@ -126,7 +126,7 @@ class Stage:
         self.job(places, work, **options)
 
     def restore(self, places: Sequence[str], salt: int | None, **options: Any) -> RestoredStep | None:
-        """A job that restores the state with this salt; any state of a step without."""
+        """A job that restores the state with this salt. None: the salt is the restored step."""
 
         def work(run: sp.Checkpointer, rank: int, ranks: int) -> RestoredStep:
             target = blanked(part(0, rank, ranks))
@@ -155,7 +155,7 @@ def _flip(root: Path, step: int, writer: int | None) -> None:
 
 
 def play(jobs: Callable[[str], None], root: Path) -> None:
-    """Plays the jobs; the first process that failed fails the test."""
+    """Runs the jobs. The first process that failed fails the test."""
     outcomes = run_ranks(RANKS, jobs, str(root), timeout=120)
     for outcome in sorted(outcomes, key=lambda one: one.seconds if one.error is not None else 1e9):
         assert outcome.value is None
@@ -201,7 +201,7 @@ def _without_copies(root: str) -> None:
     for node in ("a", "b", "c"):
         assert [path.name for path in (stage.root / node).glob("s*")] == ["step-00000003"]
 
-    # The second tier has what a lost node had.
+    # The second tier has the files of a lost node.
     far = stage.root / "far"
     stage.save(three, 4, then=far)
     assert verify(LocalStorage(far / "step-00000004")).ok
@@ -275,11 +275,11 @@ def _with_copies(root: str) -> None:
     options = {"replicas": 1, "incremental": True, "scrub": None}
     stage.save(["a", "b"], 4, salt=9, **options)
     stage.save(["a", "b"], 5, salt=9, **options)
-    assert stage.shards("a", 5) == stage.shards("b", 5) == {0}, "which has the plain values"
+    assert stage.shards("a", 5) == stage.shards("b", 5) == {0}, "rank 0 wrote the plain values"
     stage.alone(lambda: shutil.rmtree(stage.root / "b"))
     stage.save(["a", "b"], 6, salt=9, **options)
     assert stage.shards("a", 6) == stage.shards("b", 6) == {0, 1}
-    # After a restore that made the copies again, it is one.
+    # After a restore has made the copies again, the file is a base.
     stage.alone(lambda: shutil.rmtree(stage.root / "b"))
     stage.restore(["a", "b"], 9, **options)
     stage.save(["a", "b"], 7, salt=9, **options)
@@ -288,7 +288,7 @@ def _with_copies(root: str) -> None:
     restored = stage.restore(["a", "b"], 9, **options)
     assert restored is None or restored == 7
 
-    # Two jobs on the same nodes: one commits, and all ranks of the other one are told.
+    # Two jobs on the same nodes: one commits, and all ranks of the other one get an error.
     places = ["a", "b"] if rank() < 2 else ["b", "a"]
     salt = 20 + rank() // 2
 
@@ -318,7 +318,7 @@ def _copies_made_again(root: str) -> None:
     stage.job(nodes, save_and_pin, replicas=1)
     held = {node: stage.shards(node, 1) for node in nodes}
     assert held == {"a": {0, 2}, "b": {0, 1}, "c": {1, 2}}
-    # All nodes are replaced, one after the other. What was saved is restored, and is again where it was.
+    # All nodes are replaced, one after the other. Each restore makes the lost copies again.
     for lost in ("b", "a", "c"):
         stage.alone(partial(shutil.rmtree, stage.root / lost))
         restored = stage.restore(nodes, 1, replicas=1)
@@ -414,7 +414,7 @@ def test_a_damaged_file_is_uploaded_from_its_copy(tmp_path: Path) -> None:
 
 
 def _stopped_and_killed(root: str) -> list[str]:
-    """Rank 0 asks the other node while that is stopped, and when it is gone."""
+    """Rank 0 lists the steps while the other node is stopped, and after it was killed."""
     run = sp.Checkpointer(
         Path(root) / f"node-{rank()}", node_local=True, rendezvous=rendezvous(deadline=3.0), cache="none"
     )

@@ -1,4 +1,4 @@
-"""Values of each rank's own on fewer ranks: what no rank takes is named, or gathered, or refused."""
+"""`PerRank` values on fewer ranks: values that no rank loads are named, gathered or refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.harness import rank, rendezvous, run_ranks
 
 
 class Loader:
-    """Keeps a place in the data and what it has shuffled, too much for the JSON of a manifest."""
+    """Has a place in the data and a shuffled order, which is too large for the JSON of a manifest."""
 
     def __init__(self, place: int = -1) -> None:
         self.state: dict[str, Any] = {"place": place, "order": torch.full((100,), place)}
@@ -44,8 +44,8 @@ def saved(root: Path, ranks: int) -> str:
     return str(root)
 
 
-class Heard(logging.Handler):
-    """What the library warns of."""
+class WarningLog(logging.Handler):
+    """Collects the library's warnings."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,23 +57,23 @@ class Heard(logging.Handler):
 
 
 def plain(value: Any) -> Any:
-    """The same with lists for tensors."""
+    """The value with lists in place of tensors."""
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     return value.tolist() if isinstance(value, torch.Tensor) else value
 
 
 def _load(root: str, fewer: str, lacks: tuple[int, ...] = (), exclude: tuple[str, ...] = ()) -> Any:
-    """Loads all but generators; ranks that lack have no loader in their target."""
-    heard, state = Heard(), tree(-1, fewer=fewer)
+    """Loads all but generators. Ranks in `lacks` have no loader in their target."""
+    warnings, state = WarningLog(), tree(-1, fewer=fewer)
     if rank() in lacks:
         del state["loader"]
     report = sp.load(root, state, exclude=["rng", *exclude], rendezvous=rendezvous(deadline=10))
     gathered = {key: plain(value.gathered) for key, value in state.items()}
-    return report.dropped, report.unexpected, heard.texts, state["own"].value["id"], gathered
+    return report.dropped, report.unexpected, warnings.texts, state["own"].value["id"], gathered
 
 
-def test_with_fewer_ranks_what_no_rank_takes_is_named(tmp_path: Path) -> None:
+def test_values_that_no_rank_loads_are_named(tmp_path: Path) -> None:
     root = saved(tmp_path, 3)
     names = ("deep.@rank-2", "leaf.@rank-2", "loader.@rank-2", "own.@rank-2")
     first, second = run_ranks(2, _load, root, "drop")
@@ -81,7 +81,7 @@ def test_with_fewer_ranks_what_no_rank_takes_is_named(tmp_path: Path) -> None:
     assert [first.value[3], second.value[3]] == [0, 1]
     (text,) = first.value[2]
     assert root in text and all(name in text for name in names)
-    assert second.value[2] == [], "one rank tells of it"
+    assert second.value[2] == [], "only rank 0 warns"
 
 
 def _load_generators(root: str) -> tuple[str, ...]:
@@ -89,12 +89,12 @@ def _load_generators(root: str) -> tuple[str, ...]:
     return sp.load(root, state, include=["rng"], rendezvous=rendezvous(deadline=10)).dropped
 
 
-def test_generators_that_no_rank_takes_are_named(tmp_path: Path) -> None:
+def test_generators_that_no_rank_loads_are_named(tmp_path: Path) -> None:
     (outcome,) = run_ranks(1, _load_generators, saved(tmp_path, 2))
     assert outcome.value == ("rng.@rank-1",)
 
 
-def test_on_as_many_ranks_nothing_is_dropped_or_gathered(tmp_path: Path) -> None:
+def test_on_the_same_number_of_ranks_nothing_is_dropped_or_gathered(tmp_path: Path) -> None:
     root = saved(tmp_path, 2)
     for fewer in ("drop", "gather", "error"):
         for number, outcome in enumerate(run_ranks(2, _load, root, fewer)):
@@ -106,15 +106,15 @@ def test_a_value_that_the_target_of_its_rank_lacks_is_named(tmp_path: Path) -> N
         assert outcome.value[:2] == (("loader.@rank-1",), ())
 
 
-def test_what_is_left_out_is_not_named(tmp_path: Path) -> None:
+def test_excluded_values_are_not_named(tmp_path: Path) -> None:
     (outcome,) = run_ranks(1, _load, saved(tmp_path, 2), "drop", (), ("loader", "own", "deep"))
     assert outcome.value[0] == ("leaf.@rank-1",)
 
 
 def test_gathered_values_reach_every_rank_that_loads(tmp_path: Path) -> None:
     for number, outcome in enumerate(run_ranks(2, _load, saved(tmp_path, 4), "gather")):
-        dropped, unexpected, heard, mine, gathered = outcome.value
-        assert (dropped, unexpected, heard, mine) == ((), (), [], number)
+        dropped, unexpected, warnings, mine, gathered = outcome.value
+        assert (dropped, unexpected, warnings, mine) == ((), (), [], number)
         assert gathered == {
             "own": {value: {"id": value, "t": [value] * 2} for value in (2, 3)},
             "leaf": {2: 2, 3: 3},

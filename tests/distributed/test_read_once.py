@@ -1,4 +1,4 @@
-"""Reading once and handing on, between real ranks: every layout, every failure, and what it reads."""
+"""The read-once exchange between real ranks: layouts, failures, and the bytes that are read."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.harness import Job, open_files, process_group, rank, reach, rendezvou
 ROWS, COLUMNS = 24, 36
 
 
-class Counting(LocalStorage):
+class CountingStorage(LocalStorage):
     """Counts the bytes that are read from shard files."""
 
     count = 0
@@ -49,7 +49,7 @@ class Counting(LocalStorage):
 
 
 def stored() -> dict[str, torch.Tensor]:
-    """Some dtypes, one row a chunk of the matrices; the bytes shift what follows off its alignment."""
+    """Several dtypes; each row of a matrix is a chunk. The 13 bytes misalign the tensors after them."""
     grid = torch.arange(ROWS * COLUMNS).reshape(ROWS, COLUMNS)
     tensors = {
         "a.bytes": torch.arange(13, dtype=torch.uint8),
@@ -95,15 +95,15 @@ def expected(key: str, target: Any) -> bool:
 
 
 def small_rounds(round_bytes: int) -> None:
-    """From now on this process plans rounds of so many bytes, memory for three of them, and units of 512."""
+    """Makes this process plan rounds of `round_bytes`, memory for three rounds, and units of 512 bytes."""
     over_group: Any = partial(plan_once, round_bytes=round_bytes, unit_bytes=512)
     on_node: Any = partial(plan_node, round_bytes=round_bytes, ring_bytes=3 * round_bytes, unit_bytes=512)
     agreement.plan_once, agreement.plan_node = over_group, on_node  # type: ignore[attr-defined]
     wanted_parts.CUT_BYTES = 64
 
 
-def go_through(way: str) -> None:
-    """From now on this process hands on through shared memory alone, or over the group alone."""
+def transfer_only_through(way: str) -> None:
+    """Makes this process transfer only through shared memory, or only over the group."""
     if way == "memory":
         for name in ("all_reduce", "all_to_all_single"):
             setattr(dist, name, _no_collective)
@@ -112,7 +112,7 @@ def go_through(way: str) -> None:
 
 
 def _no_collective(*args: Any, **kwargs: Any) -> None:
-    raise AssertionError("a collective that nobody asked for")
+    raise AssertionError("an unexpected collective")
 
 
 WAYS = pytest.mark.parametrize("way", ["memory", "group"])
@@ -121,9 +121,9 @@ WAYS = pytest.mark.parametrize("way", ["memory", "group"])
 def load_layout(
     folder: str, way: str, dim: int | None, cast: bool, wide: bool, round_bytes: int
 ) -> tuple[LoadReport, int]:
-    go_through(way)
+    transfer_only_through(way)
     small_rounds(round_bytes)
-    storage = Counting(folder)
+    storage = CountingStorage(folder)
     with process_group():
         state = {
             key: part(
@@ -166,8 +166,8 @@ def test_every_byte_is_read_by_one_rank(
         assert sum(report.needed for report in reports) == nbytes + (ranks - 1) * replicated
 
 
-def seen_from_outside(folder: str, way: str) -> tuple[list[str], int, LoadReport]:
-    """Phases of the meetings, and bytes that were reported as they moved."""
+def record_meetings_and_progress(folder: str, way: str) -> tuple[list[str], int, LoadReport]:
+    """Phases of the meetings, and the bytes that were reported as progress."""
     phases: list[str] = []
     counts: list[int] = []
     meet, moved = load_protocol.MeetingSequence.meet, load_protocol._Moved.__call__
@@ -186,9 +186,9 @@ def seen_from_outside(folder: str, way: str) -> tuple[list[str], int, LoadReport
     return phases, sum(counts), report
 
 
-def test_ranks_of_a_node_meet_once_to_share_out_and_all_that_moves_is_reported(tmp_path: Path) -> None:
+def test_ranks_of_a_node_meet_once_for_their_plan_and_all_bytes_are_reported(tmp_path: Path) -> None:
     save(tmp_path)
-    for outcome in run_ranks(3, seen_from_outside, str(tmp_path), "memory"):
+    for outcome in run_ranks(3, record_meetings_and_progress, str(tmp_path), "memory"):
         phases, moved, report = outcome.value
         assert phases == ["match", "share", "read"]
         assert report.received and moved == report.bytes + report.received
@@ -200,15 +200,15 @@ def with_threads(folder: str, threads: int) -> LoadReport:
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_reads_in_flight_keep_to_the_memory_that_is_free(tmp_path: Path, threads: int) -> None:
+def test_reads_in_flight_stay_within_the_free_memory(tmp_path: Path, threads: int) -> None:
     nbytes = save(tmp_path)
     for _ in range(3):
         outcomes = run_ranks(4, with_threads, str(tmp_path), threads, timeout=120)
         assert sum(outcome.value.bytes for outcome in outcomes) == nbytes
 
 
-def from_two_to_four(folder: str, way: str) -> float:
-    go_through(way)
+def load_on_a_two_by_two_mesh(folder: str, way: str) -> float:
+    transfer_only_through(way)
     with process_group():
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -232,15 +232,15 @@ def from_two_to_four(folder: str, way: str) -> float:
 
 
 @WAYS
-def test_rows_of_two_become_grids_and_replicas_of_four(way: str, tmp_path: Path) -> None:
-    outcomes = run_ranks(4, from_two_to_four, str(tmp_path), way)
+def test_dtensors_of_a_two_by_two_mesh_are_read_once(way: str, tmp_path: Path) -> None:
+    outcomes = run_ranks(4, load_on_a_two_by_two_mesh, str(tmp_path), way)
     assert sum(outcome.value for outcome in outcomes) == 3 * 48 * 4
 
 
-def tied_and_absent(folder: str, way: str) -> tuple[int, int]:
-    """Rank 0 wants two names of one tensor, rank 1 one, rank 2 nothing of any tensor."""
-    go_through(way)
-    storage = Counting(folder)
+def load_tied_and_empty(folder: str, way: str) -> tuple[int, int]:
+    """Rank 0 loads two names into one tensor, rank 1 into two, and rank 2 has no elements of them."""
+    transfer_only_through(way)
+    storage = CountingStorage(folder)
     with process_group():
         if rank() == 2:
             state: dict[str, Any] = {
@@ -259,10 +259,10 @@ def tied_and_absent(folder: str, way: str) -> tuple[int, int]:
 
 
 @WAYS
-def test_tied_tensors_and_ranks_that_want_nothing(way: str, tmp_path: Path) -> None:
+def test_tied_tensors_and_ranks_without_elements(way: str, tmp_path: Path) -> None:
     value = torch.arange(200.0).reshape(50, 4)
     sp.save(tmp_path, {"one": value, "two": value})
-    outcomes = run_ranks(3, tied_and_absent, str(tmp_path), way)
+    outcomes = run_ranks(3, load_tied_and_empty, str(tmp_path), way)
     assert [outcome.value[0] for outcome in outcomes][2] == 0
     assert sum(outcome.value[0] for outcome in outcomes) == 800
 
@@ -277,7 +277,7 @@ def plain_load(folder: str) -> int:
         return report.bytes
 
 
-def test_without_being_asked_every_rank_reads_and_no_collective_runs(tmp_path: Path) -> None:
+def test_by_default_every_rank_reads_and_no_collective_runs(tmp_path: Path) -> None:
     nbytes = save(tmp_path)
     assert [outcome.value for outcome in run_ranks(2, plain_load, str(tmp_path))] == [nbytes] * 2
 
@@ -293,7 +293,7 @@ def damage(folder: Path, key: str) -> None:
 
 
 def failing(folder: str, way: str, round_bytes: int, unreadable_on: int | None) -> dict[str, Any]:
-    go_through(way)
+    transfer_only_through(way)
     small_rounds(round_bytes)
     storage = LocalStorage(folder)
     if unreadable_on == rank():
@@ -325,7 +325,7 @@ def test_a_corrupt_chunk_is_the_same_error_on_every_rank(tmp_path: Path, way: st
 
 
 @WAYS
-def test_a_rank_that_cannot_go_on_takes_nobody_with_it_into_a_hang(way: str, tmp_path: Path) -> None:
+def test_a_read_that_fails_on_one_rank_is_an_error_on_all_ranks(way: str, tmp_path: Path) -> None:
     save(tmp_path)
     outcomes = run_ranks(3, failing, str(tmp_path), way, 600, 1, timeout=120)
     errors = [outcome.value for outcome in outcomes]
@@ -335,7 +335,7 @@ def test_a_rank_that_cannot_go_on_takes_nobody_with_it_into_a_hang(way: str, tmp
 
 
 def in_third_read(folder: str, act: Callable[[], None]) -> str:
-    """Rank 1 acts in its third read; what the load of each rank ends with."""
+    """Rank 1 calls `act` in its third read. Returns the error of this rank's load."""
     small_rounds(600)
     storage = LocalStorage(folder)
     read_into, reads = storage.read_into, []
@@ -355,7 +355,7 @@ def in_third_read(folder: str, act: Callable[[], None]) -> str:
 
 
 def dying(folder: str, way: str) -> str:
-    go_through(way)
+    transfer_only_through(way)
     return in_third_read(folder, lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
@@ -370,19 +370,21 @@ def test_a_rank_that_is_killed_in_the_exchange_ends_it_for_all(way: str, tmp_pat
 
 
 def stuck(folder: str) -> str:
-    """Rank 1 does not come back from its read until the others have given it up."""
+    """Rank 1 stays in its read until the loads of the other ranks have failed."""
     return in_third_read(folder, lambda: reach("third read"))
 
 
-def until_given_up(job: Job) -> None:
+def hold_rank_1_until_the_others_end(job: Job) -> None:
     job.until_held(1, "third read")
     job.until_done(0, 2)
     job.go(1)
 
 
-def test_a_rank_that_is_stuck_in_its_reading_is_given_up(tmp_path: Path) -> None:
+def test_a_rank_that_is_stuck_in_a_read_fails_the_load_of_all(tmp_path: Path) -> None:
     save(tmp_path)
-    outcomes = run_ranks(3, stuck, str(tmp_path), timeout=60, hold={1: "third read"}, script=until_given_up)
+    outcomes = run_ranks(
+        3, stuck, str(tmp_path), timeout=60, hold={1: "third read"}, script=hold_rank_1_until_the_others_end
+    )
     texts = [outcome.value for outcome in outcomes]
     assert texts[0] == texts[2]
     assert "partly overwritten" in texts[0] and "rank 1" in texts[0], texts[0]
@@ -390,8 +392,8 @@ def test_a_rank_that_is_stuck_in_its_reading_is_given_up(tmp_path: Path) -> None
 
 
 def behind_a_slow_reader(folder: str, way: str) -> LoadReport:
-    """Rank 1 reads for longer than the deadline what ranks 0 and 2 do not want; then something for rank 2."""
-    go_through(way)
+    """Rank 1 reads tensors of ranks 1 and 3 for longer than the deadline, and then one of rank 2."""
+    transfer_only_through(way)
     small_rounds(400)
     wanted = [f"a{number:02}" for number in range(32)]
     asks = [[], [*wanted, "z"], ["big 2", "z"], [*wanted, "big 3"]][rank()]
@@ -412,7 +414,7 @@ def behind_a_slow_reader(folder: str, way: str) -> LoadReport:
 
 
 @WAYS
-def test_who_waits_for_a_rank_that_moves_is_not_silent(way: str, tmp_path: Path) -> None:
+def test_a_rank_that_waits_for_a_slow_reader_is_not_silent(way: str, tmp_path: Path) -> None:
     sizes = {"big 2": 5000, "big 3": 5000, "z": 100} | {f"a{number:02}": 100 for number in range(32)}
     state = {key: torch.ones(size) for key, size in sizes.items()}
     Saver(LocalRendezvous(), chunk_bytes=40_000).save(LocalStorage(tmp_path), state)
@@ -432,7 +434,7 @@ def _no_room(*args: Any) -> Any:
 
 
 @WAYS
-def test_a_rank_that_fails_before_it_hands_on_takes_nobody_into_a_hang(way: str, tmp_path: Path) -> None:
+def test_a_failure_before_the_transfers_is_an_error_on_all_ranks(way: str, tmp_path: Path) -> None:
     save(tmp_path)
     errors = [outcome.value for outcome in run_ranks(3, failing_before, str(tmp_path), way, timeout=60)]
     assert errors[0] == errors[1] == errors[2]
@@ -452,7 +454,7 @@ def choosing(folder: str, pays: bool, worth: int) -> tuple[bool, int]:
 @pytest.mark.parametrize(
     ("pays", "worth", "once"), [(True, 0, True), (False, 0, False), (True, 1 << 30, False)]
 )
-def test_the_choice_is_one_for_all_ranks(tmp_path: Path, pays: bool, worth: int, once: bool) -> None:
+def test_all_ranks_make_the_same_choice(tmp_path: Path, pays: bool, worth: int, once: bool) -> None:
     nbytes = save(tmp_path)
     found = [outcome.value for outcome in run_ranks(2, choosing, str(tmp_path), pays, worth)]
     assert [read_once for read_once, _ in found] == [once] * 2
@@ -472,7 +474,7 @@ def without_reach(folder: str, read_once: Any) -> tuple[bool, int]:
 
 
 def without_files(folder: str, read_once: Any) -> tuple[bool, int]:
-    """The system refuses rank 1 files without a name."""
+    """The system refuses anonymous files to rank 1."""
 
     def refused(*given: Any) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
@@ -489,7 +491,7 @@ def without_files(folder: str, read_once: Any) -> tuple[bool, int]:
 
 @pytest.mark.parametrize("lacking", [without_reach, without_files])
 @pytest.mark.parametrize("read_once", [True, "auto"])
-def test_where_memory_cannot_be_shared_the_group_hands_on_if_asked(
+def test_without_shared_memory_the_group_transfers_only_if_asked_for(
     tmp_path: Path, read_once: Any, lacking: Any
 ) -> None:
     nbytes = save(tmp_path)
@@ -527,7 +529,7 @@ def descriptors(folder: str) -> tuple[list[str], list[str]]:
         return found[0], found[2]
 
 
-def test_memory_is_let_go_of_after_each_load(tmp_path: Path) -> None:
+def test_each_load_closes_its_shared_memory(tmp_path: Path) -> None:
     save(tmp_path)
     for outcome in run_ranks(2, descriptors, str(tmp_path)):
         first, last = outcome.value
@@ -535,7 +537,7 @@ def test_memory_is_let_go_of_after_each_load(tmp_path: Path) -> None:
 
 
 def peers_open(folder: str) -> dict[str, tuple[bool, int]]:
-    """Whether tensors were handed on, and how many processes were watched while this rank read."""
+    """By `read_once`: if ranks exchanged data, and the number of processes watched during the reads."""
     watched: list[int] = []
     load_protocol.check_shared_memory = lambda *given: watched.append(
         open_files().count("anon_inode:[pidfd]")
@@ -549,13 +551,13 @@ def peers_open(folder: str) -> dict[str, tuple[bool, int]]:
     return found
 
 
-def test_memory_of_others_is_let_go_of_where_all_read(tmp_path: Path) -> None:
+def test_shared_memory_of_peers_is_closed_if_every_rank_reads(tmp_path: Path) -> None:
     save(tmp_path)
     for outcome in run_ranks(3, peers_open, str(tmp_path)):
         assert outcome.value == {"auto": (False, 0), "True": (True, 2)}
 
 
-def failing_to_place(folder: str) -> str:
+def failing_to_prepare(folder: str) -> str:
     def refused(*given: Any) -> None:
         raise MemoryError("no room")
 
@@ -566,9 +568,9 @@ def failing_to_place(folder: str) -> str:
     return caught.value.message
 
 
-def test_a_rank_that_fails_to_prepare_is_named_to_all(tmp_path: Path) -> None:
+def test_a_rank_that_fails_to_prepare_is_named_on_all_ranks(tmp_path: Path) -> None:
     save(tmp_path)
-    messages = [outcome.value for outcome in run_ranks(2, failing_to_place, str(tmp_path))]
+    messages = [outcome.value for outcome in run_ranks(2, failing_to_prepare, str(tmp_path))]
     assert messages[0] == messages[1] and "rank 1" in messages[0] and "no room" in messages[0]
 
 
@@ -592,7 +594,7 @@ def misused(folder: str) -> list[str]:
     return texts
 
 
-def test_without_a_group_of_these_ranks_it_is_refused_and_auto_reads_all(tmp_path: Path) -> None:
+def test_without_a_group_of_these_ranks_read_once_is_refused_and_auto_reads_on_each(tmp_path: Path) -> None:
     save(tmp_path)
     one, other = (outcome.value for outcome in run_ranks(2, misused, str(tmp_path)))
     assert one == other
@@ -617,7 +619,7 @@ def subgroup(folder: str) -> int | None:
         return report.bytes
 
 
-def test_a_group_of_some_ranks(tmp_path: Path) -> None:
+def test_some_ranks_read_once_over_a_group_of_their_own(tmp_path: Path) -> None:
     nbytes = save(tmp_path)
     found = [outcome.value for outcome in run_ranks(3, subgroup, str(tmp_path))]
     assert found[0] is None and found[1] + found[2] == nbytes

@@ -1,4 +1,4 @@
-"""Reading once and handing on, into memory of the simulated device: threads work on their caller's stream."""
+"""The read-once exchange into memory of the simulated device: threads use their caller's stream."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardproof.rendezvous import LocalRendezvous, connect
 from shardproof.saving import Saver
 from shardproof.storage import LocalStorage
 from tests import simulated
-from tests.distributed.test_read_once import go_through, small_rounds
+from tests.distributed.test_read_once import small_rounds, transfer_only_through
 from tests.harness import process_group, rank, run_ranks
 
 pytestmark = pytest.mark.skipif(bool(simulated.why_not()), reason=simulated.why_not())
@@ -33,7 +33,7 @@ def value(number: int) -> torch.Tensor:
 def load_late(folder: str, way: str) -> bool:
     simulated.load()
     load_protocol.reading_threads = lambda: 3  # type: ignore[attr-defined]
-    go_through(way)
+    transfer_only_through(way)
     small_rounds(4096)
     own = torch.Stream("simulated:0")
     with process_group(), on_stream(own, own.device):
@@ -55,7 +55,7 @@ def load_late(folder: str, way: str) -> bool:
 
 
 @pytest.mark.parametrize("way", ["memory", "group"])
-def test_a_load_is_ordered_with_what_its_caller_enqueues(way: str, tmp_path: Path) -> None:
+def test_a_load_is_ordered_with_its_callers_stream(way: str, tmp_path: Path) -> None:
     simulated.library()
     state = {str(number): value(number) for number in range(COUNT)}
     Saver(LocalRendezvous(), chunk_bytes=512).save(LocalStorage(tmp_path), state)
@@ -66,8 +66,8 @@ def test_a_load_is_ordered_with_what_its_caller_enqueues(way: str, tmp_path: Pat
 PROBE = group_collectives._PROBE_BYTES
 
 
-class Full(TorchDispatchMode):
-    """The device has no memory left for tensors of so many bytes."""
+class FullDevice(TorchDispatchMode):
+    """Fails the device's allocations of these sizes."""
 
     def __init__(self, sizes: range) -> None:
         super().__init__()
@@ -81,15 +81,13 @@ class Full(TorchDispatchMode):
         return result
 
 
-class Over:
-    """Work that is done."""
-
+class FinishedWork:
     def wait(self) -> None:
         pass
 
 
-def over_the_device() -> None:
-    """From now on the group takes tensors of the simulated device alone, as NCCL takes those of a GPU."""
+def use_device_collectives() -> None:
+    """Makes the group take only tensors of the simulated device, as NCCL takes only those of a GPU."""
     all_reduce, all_to_all = dist.all_reduce, dist.all_to_all_single
 
     def reduce(tensor: torch.Tensor, op: Any, group: Any) -> None:
@@ -98,12 +96,14 @@ def over_the_device() -> None:
         all_reduce(host, op, group=group)
         tensor.copy_(host)
 
-    def exchanged(into: torch.Tensor, sent: torch.Tensor, *sizes: Any, group: Any, async_op: bool) -> Over:
+    def exchanged(
+        into: torch.Tensor, sent: torch.Tensor, *sizes: Any, group: Any, async_op: bool
+    ) -> FinishedWork:
         assert async_op and (into.device.type, sent.device.type) == ("simulated", "simulated")
         host = torch.empty(into.shape, dtype=into.dtype)
         all_to_all(host, sent.cpu(), *sizes, group=group)
         into.copy_(host)
-        return Over()
+        return FinishedWork()
 
     dist.all_reduce, dist.all_to_all_single = reduce, exchanged  # type: ignore[assignment]
     group_collectives._device_of = lambda group: torch.device("simulated", 0)
@@ -111,14 +111,14 @@ def over_the_device() -> None:
 
 def load_over_the_device(folder: str, read_once: Any, full: range) -> tuple[str, dict[str, str]]:
     simulated.load()
-    go_through("group")
+    transfer_only_through("group")
     small_rounds(600)
     cost_model.WORTH_BYTES = 0
     with process_group():
-        over_the_device()
+        use_device_collectives()
         state = {str(number): torch.empty(SHAPE) for number in range(COUNT)}
         try:
-            with Full(full if rank() == 1 else range(0)):
+            with FullDevice(full if rank() == 1 else range(0)):
                 load_from(LocalStorage(folder), state, connect(), Options(read_once=read_once))
         except RankFailure as error:
             dist.barrier()  # the group is still in step
@@ -132,7 +132,7 @@ def load_over_the_device(folder: str, read_once: Any, full: range) -> tuple[str,
     [(True, range(0), "loaded"), (True, range(5, PROBE), "read"), ("auto", range(PROBE, PROBE + 1), "share")],
     ids=["there is room", "no room for a round", "no room to measure"],
 )
-def test_a_group_on_a_device_that_is_full_on_one_rank_fails_on_every_rank(
+def test_a_full_device_on_one_rank_is_an_error_on_every_rank(
     read_once: Any, full: range, ends: str, tmp_path: Path
 ) -> None:
     simulated.library()

@@ -28,7 +28,7 @@ LIMIT = 60.0
 
 
 def flip(tensor: torch.Tensor, bit: int = 0) -> None:
-    """Turns one bit of this rank's memory of a tensor around, as a faulty device would: unseen by torch."""
+    """Flips one bit of this rank's memory of a tensor, unseen by torch, as a faulty device would."""
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     memory = local.detach().data
     assert memory.is_contiguous()
@@ -117,14 +117,14 @@ def slot(job: Job) -> torch.Tensor:
 def saves_with_a_flip(
     root: str, make: Callable[[], Job], where: Place, culprit: int, incremental: bool
 ) -> tuple[tuple[Any, ...], ...]:
-    """Three saves: as it should be; with a bit turned around on one rank; and as it was again."""
+    """Three saves: with equal replicas, with a flipped bit on one rank, and with the bit flipped back."""
     torch.manual_seed(0)
     with process_group():
         job = make()
         for _ in range(2):
             job.step()
         saver = Saver(rendezvous(deadline=20.0))
-        said: list[tuple[Any, ...]] = []
+        results: list[tuple[Any, ...]] = []
         for number, flips in enumerate([False, True, False]):
             if rank() == culprit and number > 0:
                 flip(where(job), bit=5)
@@ -137,8 +137,8 @@ def saves_with_a_flip(
             ).result(LIMIT)
             assert len(done.diverged) == done.diverged_count
             assert flips or done.diverged == ()
-            said.append(done.diverged)
-        return tuple(said)
+            results.append(done.diverged)
+        return tuple(results)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_one_bit_is_found_and_its_rank_named(
 
 
 def state_of(value: float) -> dict[str, Any]:
-    """Replicas of several kinds, and what each rank has of its own."""
+    """Replicas of several kinds, and a value of each rank's own."""
     return {
         "weight": torch.arange(200.0).reshape(20, 10) + value,
         "turned": torch.arange(60.0).reshape(6, 10).t(),
@@ -206,41 +206,41 @@ def samples(root: str, culprit: int) -> list[tuple[int, list[str], int]]:
         if event.phase == "replicas" and event.kind == "end":
             compared.append(event.done)
 
-    said = []
+    results = []
     with events.subscribe(listen):
         for number in range(20):
             meetings.met.clear()
             done = saver.begin(
                 LocalStorage(f"{root}/{number}"), state, step=number, check_replicas="sample"
             ).result(LIMIT)
-            said.append((compared[-1], [one.key for one in done.diverged], len(meetings.met)))
-    return said
+            results.append((compared[-1], [one.key for one in done.diverged], len(meetings.met)))
+    return results
 
 
 def test_samples_cover_everything_and_cost_at_most_their_bound(tmp_path: Path) -> None:
     outcomes = run_ranks(3, samples, str(tmp_path), 1)
-    said = outcomes[0].value
-    assert [outcome.value for outcome in outcomes] == [said] * 3
-    sizes = [size for size, _, _ in said]
+    results = outcomes[0].value
+    assert [outcome.value for outcome in outcomes] == [results] * 3
+    sizes = [size for size, _, _ in results]
     assert max(sizes) <= SAMPLE
     total = 4 * 200 + 4 * 60 + 2 * 33 + 8 + 8 * 5 + 4 * 3
     turns = next(at for at in range(1, 20) if sum(sizes[:at]) >= total)
     assert sum(sizes[:turns]) == total
     assert sizes[turns:] == sizes[: 20 - turns], "the same again, in the same order"
-    found = [at for at, (_, keys, _) in enumerate(said) if keys]
+    found = [at for at, (_, keys, _) in enumerate(results) if keys]
     assert len([at for at in found if at < turns]) == 1
-    assert {tuple(keys) for _, keys, _ in said} == {(), ("weight",)}
-    assert [number for _, _, number in said[1:]] == [2] * 19, (
+    assert {tuple(keys) for _, keys, _ in results} == {(), ("weight",)}
+    assert [number for _, _, number in results[1:]] == [2] * 19, (
         "a cached save meets twice, whatever it compares"
     )
 
 
-def test_a_sample_is_64_mib_unless_said_otherwise() -> None:
+def test_a_sample_is_64_mib_by_default() -> None:
     assert SAMPLE_BYTES == 64 << 20
 
 
 def flip_while_training(root: str) -> list[list[str]]:
-    """Saves while training goes on. Once the third has begun, a bit of one rank is turned around."""
+    """Saves while training goes on. After the third save has begun, a bit of one rank is flipped."""
     torch.manual_seed(0)
     with process_group():
         job = replicas_of_all()
@@ -248,7 +248,7 @@ def flip_while_training(root: str) -> list[list[str]]:
         saver, gate = Saver(rendezvous(deadline=20.0)), Gate(pytest.MonkeyPatch())
         gate.open()
         saver.save(LocalStorage(f"{root}/first"), job.state)
-        said = []
+        results = []
         for number in range(4):
             gate.close()  # nothing is written until it is opened
             pending = saver.begin(LocalStorage(f"{root}/{number}"), job.state, check_replicas="all")
@@ -258,11 +258,11 @@ def flip_while_training(root: str) -> list[list[str]]:
             gate.open()
             job.step()
             job.step()
-            said.append([one.key for one in pending.result(LIMIT).diverged])
-        return said
+            results.append([one.key for one in pending.result(LIMIT).diverged])
+        return results
 
 
-def test_what_changes_after_the_save_began_is_not_the_saves(tmp_path: Path) -> None:
+def test_a_bit_that_flips_after_a_save_began_is_found_by_the_next(tmp_path: Path) -> None:
     outcomes = run_ranks(2, flip_while_training, str(tmp_path))
     first, second, third, fourth = outcomes[0].value
     assert [outcome.value for outcome in outcomes] == [outcomes[0].value] * 2
@@ -276,22 +276,22 @@ def modes(root: str, asked: list[Any]) -> list[tuple[list[str], int, bool]]:
     state = state_of(2.0)
     if rank() == 0:
         flip(state["half"])
-    said = []
+    results = []
     for number, mode in enumerate(asked):
         meetings.met.clear()
         storage = LocalStorage(f"{root}/{number}")
         done: SaveResult = saver.begin(storage, state, check_replicas=mode).result(LIMIT)
-        said.append(([one.key for one in done.diverged], done.diverged_count, "plan" in str(meetings.met)))
+        results.append(([one.key for one in done.diverged], done.diverged_count, "plan" in str(meetings.met)))
     done = saver.save(LocalStorage(f"{root}/waited"), state, check_replicas="all")
-    said.append(([one.key for one in done.diverged], done.diverged_count, False))
+    results.append(([one.key for one in done.diverged], done.diverged_count, False))
     done = sp.save(
         f"{root}/once", state, check_replicas="sample", rendezvous=rendezvous(deadline=20.0, name="b")
     )
-    said.append(([one.key for one in done.diverged], done.diverged_count, False))
-    return said
+    results.append(([one.key for one in done.diverged], done.diverged_count, False))
+    return results
 
 
-def test_the_mode_may_change_while_the_plan_holds(tmp_path: Path) -> None:
+def test_the_mode_may_change_with_a_cached_plan(tmp_path: Path) -> None:
     outcomes = run_ranks(3, modes, str(tmp_path), [None, "all", None, "sample", "all"])
     found = ["half"], 1
     expected = [([], 0, True), (*found, False), ([], 0, False), (*found, False), (*found, False)]
@@ -315,19 +315,21 @@ def asked_differently(root: str, asked: list[Any]) -> tuple[str, str]:
         (["all", "most"], "RankFailure", "check_replicas is 'sample', 'all' or None, not 'most'"),
     ],
 )
-def test_all_ranks_must_ask_for_the_same(asked: list[Any], kind: str, text: str, tmp_path: Path) -> None:
+def test_all_ranks_must_ask_for_the_same_comparison(
+    asked: list[Any], kind: str, text: str, tmp_path: Path
+) -> None:
     outcomes = run_ranks(2, asked_differently, str(tmp_path), asked)
     assert outcomes[0].value == outcomes[1].value
     assert outcomes[0].value[0] == kind
     assert re.search(text, outcomes[0].value[1], re.DOTALL), outcomes[0].value[1]
 
 
-def told(root: str, culprits: list[int]) -> tuple[list[str], list[Any]]:
-    """What this rank logs, and how many differences its phase "commit" tells of."""
+def save_and_log(root: str, culprits: list[int]) -> tuple[list[str], list[Any]]:
+    """This rank's warnings, and the number of differences in its events of "commit"."""
     logged: list[str] = []
     facts: list[Any] = []
 
-    class Keep(logging.Handler):
+    class LogHandler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             logged.append(record.getMessage())
 
@@ -335,7 +337,7 @@ def told(root: str, culprits: list[int]) -> tuple[list[str], list[Any]]:
         if event.phase == "commit" and event.kind == "end":
             facts.append(event.facts.get("diverged"))
 
-    logging.getLogger("shardproof").addHandler(Keep(logging.WARNING))
+    logging.getLogger("shardproof").addHandler(LogHandler(logging.WARNING))
     state = {f"weight-{number}": torch.ones(4, 4) for number in range(12)}
     if rank() in culprits:
         for tensor in state.values():
@@ -348,8 +350,8 @@ def told(root: str, culprits: list[int]) -> tuple[list[str], list[Any]]:
     return logged, facts
 
 
-def test_rank_0_and_those_at_fault_are_told(tmp_path: Path) -> None:
-    outcomes = run_ranks(4, told, str(tmp_path), [2])
+def test_rank_0_and_the_ranks_at_fault_log_the_differences(tmp_path: Path) -> None:
+    outcomes = run_ranks(4, save_and_log, str(tmp_path), [2])
     for outcome in outcomes:
         logged, facts = outcome.value
         assert facts == [None, 12]
@@ -395,7 +397,7 @@ def test_a_rank_that_cannot_compare_fails_the_save_of_all(culprit: int, tmp_path
 
 
 def hashes_slowly(root: str) -> int:
-    """Rank 1 takes longer for its replicas than a rank may be silent, but not for any one of them."""
+    """Rank 1 hashes its replicas for longer than the deadline, but each one in less."""
     import shardproof.saving.replica_check.replica_digests as replicas
 
     meetings = rendezvous(deadline=20.0)

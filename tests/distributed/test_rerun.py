@@ -1,7 +1,7 @@
-"""The rerun machine on real ranks, with restarts: faults are put down to the right device, and cost no bit.
+"""The rerun machine on real ranks, with restarts: faults are attributed to the right device, and cost no bit.
 
 A job trains a small network on data-parallel and tensor-parallel ranks, saves every second step, and does
-with the machine what its documentation says. Nodes have made-up names: a restart lands where it should.
+with the machine what its documentation says. A test chooses the node of each start by a made-up name.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WIDTH, HIDDEN = 6, 8
 
 @dataclass(frozen=True)
 class Plan:
-    """What one start of a job shall do."""
+    """The options of one start of a job."""
 
     folder: str
     node: str = "node-a"
@@ -46,8 +46,8 @@ class Plan:
 
 
 @dataclass
-class Told:
-    """What a rank tells of it."""
+class RankResult:
+    """The result of one start on one rank."""
 
     code: int | None = None
     restored: int | None = None
@@ -127,7 +127,7 @@ def groups(data: int, tensor: int) -> tuple[Any, Any]:
     return mine[0], mine[1]
 
 
-def job(plan: Plan) -> Told:
+def job(plan: Plan) -> RankResult:
     """One process of a job, from its start to its end or exit."""
     if world_size() == 1:
         return train(plan, None, None, None)
@@ -137,7 +137,7 @@ def job(plan: Plan) -> Told:
         return train(plan, data_group, tensor_group, vote_group)
 
 
-def train(plan: Plan, data_group: Any, tensor_group: Any, vote_group: Any) -> Told:
+def train(plan: Plan, data_group: Any, tensor_group: Any, vote_group: Any) -> RankResult:
     _, parts = LAYOUTS[world_size()]
     random.seed(rank())
     np.random.seed(rank())
@@ -159,14 +159,14 @@ def train(plan: Plan, data_group: Any, tensor_group: Any, vote_group: Any) -> To
     own = {"network": network, "optimizer": optimizer, "loader": loader}
     state = {"own": sp.PerRank(own), "rng": sp.RandomState(), "rerun": machine}
     checkpointer = sp.Checkpointer(f"{plan.folder}/checkpoints")
-    told = Told(restored=checkpointer.restore(state, suspect=True))
+    result = RankResult(restored=checkpointer.restore(state, suspect=True))
     with machine:
         while machine.step < plan.steps:
             step = machine.step
             while machine.should_run(data):
                 optimizer.zero_grad()
                 batch = next(data)
-                told.batches.append(float(batch["x"].sum()))
+                result.batches.append(float(batch["x"].sum()))
                 loss = ((network(batch["x"]) - batch["y"]) ** 2).mean()
                 loss.backward()
                 batch["x"].zero_()
@@ -175,40 +175,40 @@ def train(plan: Plan, data_group: Any, tensor_group: Any, vote_group: Any) -> To
                         dist.all_reduce(parameter.grad, group=data_group)
                 seen = float(loss)
                 if plan.noisy_rank == rank():
-                    seen += len(told.batches) * 1e-6
+                    seen += len(result.batches) * 1e-6
                 machine.validate(seen, math.isnan, fatal=plan.fatal, message="loss")
             decision = machine.decide()
-            told.decisions.append(f"{step}: checkpoint {decision.checkpoint} code {decision.code}")
-            told.kinds.append(decision.attribution and str(decision.attribution))
+            result.decisions.append(f"{step}: checkpoint {decision.checkpoint} code {decision.code}")
+            result.kinds.append(decision.attribution and str(decision.attribution))
             if decision.checkpoint:
                 checkpointer.save(step, state, suspect=True).result()
             if decision.settles:
                 checkpointer.settle_suspect(step, str(decision.attribution))
             if decision.exit:
-                told.code = decision.code
+                result.code = decision.code
                 break
             optimizer.step()
             if machine.step % 2 == 0:
                 checkpointer.save(machine.step, state).result()
-    told.step = machine.step
-    told.report = machine.report()
+    result.step = machine.step
+    result.report = machine.report()
     digest = hashlib.sha256()
     for tensor in (*network.state_dict().values(), torch.get_rng_state()):
         digest.update(tensor.detach().numpy().tobytes())
-    told.weights = digest.hexdigest()
-    return told
+    result.weights = digest.hexdigest()
+    return result
 
 
-def start(ranks: int, plan: Plan, **options: Any) -> list[Told]:
+def start(ranks: int, plan: Plan, **options: Any) -> list[RankResult]:
     return [outcome.value for outcome in run_ranks(ranks, job, plan, timeout=60, **options)]
 
 
 @pytest.fixture(scope="module")
 def clean(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What each rank ends with where there is no fault, by world size."""
-    known: dict[int, list[Told]] = {}
+    """By world size, the results of all ranks without a fault."""
+    known: dict[int, list[RankResult]] = {}
 
-    def of(ranks: int) -> list[Told]:
+    def of(ranks: int) -> list[RankResult]:
         if ranks not in known:
             known[ranks] = start(ranks, Plan(str(tmp_path_factory.mktemp(f"clean-{ranks}")), mode="disabled"))
         return known[ranks]
@@ -216,15 +216,15 @@ def clean(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return of
 
 
-def same_end(told: list[Told], clean: list[Told]) -> None:
-    assert [one.weights for one in told] == [one.weights for one in clean]
-    assert all(one.code is None and one.step == STEPS for one in told)
+def same_end(results: list[RankResult], clean: list[RankResult]) -> None:
+    assert [one.weights for one in results] == [one.weights for one in clean]
+    assert all(one.code is None and one.step == STEPS for one in results)
 
 
-def equal_on_all(told: list[Told]) -> list[str]:
-    """What was decided, which is the same on all ranks."""
-    assert all((one.decisions, one.kinds) == (told[0].decisions, told[0].kinds) for one in told)
-    return told[0].decisions
+def equal_on_all(results: list[RankResult]) -> list[str]:
+    """The decisions, which must be the same on all ranks."""
+    assert all((one.decisions, one.kinds) == (results[0].decisions, results[0].kinds) for one in results)
+    return results[0].decisions
 
 
 CASES = [(1, 0), (2, 0), (2, 1), (4, 0), (4, 3)]
@@ -235,17 +235,17 @@ def test_a_transient_fault_is_found_in_place_and_costs_no_bit(
     ranks: int, faulty: int, tmp_path: Path, clean: Any
 ) -> None:
     inject = {"kind": "transient", "steps": [FAULT], "ranks": [faulty]}
-    told = start(ranks, Plan(str(tmp_path), inject=inject))
-    assert equal_on_all(told) == [f"{step}: checkpoint False code 0" for step in range(STEPS)]
-    assert [kind is not None for kind in told[0].kinds] == [step == FAULT for step in range(STEPS)]
+    results = start(ranks, Plan(str(tmp_path), inject=inject))
+    assert equal_on_all(results) == [f"{step}: checkpoint False code 0" for step in range(STEPS)]
+    assert [kind is not None for kind in results[0].kinds] == [step == FAULT for step in range(STEPS)]
     (record,) = rerun.read_rejected(tmp_path / "rejected.jsonl")
     assert (record.verdict, record.step, record.rank) == ("transient fault", FAULT, faulty)
     assert (record.node, record.device, record.index) == ("node-a", f"uuid-node-a-{faulty}", faulty)
     assert math.isnan(record.first) and math.isfinite(record.second)
     assert sp.Checkpointer(tmp_path / "checkpoints").suspects() == []
-    for one in told:
+    for one in results:
         assert len(one.batches) == STEPS + 1 and one.batches[FAULT] == one.batches[FAULT + 1]
-    same_end(told, clean(ranks))
+    same_end(results, clean(ranks))
 
 
 @pytest.mark.parametrize(("ranks", "faulty"), CASES)
@@ -278,7 +278,7 @@ def test_a_persistent_fault_is_found_on_another_device_and_not_on_the_same_one(
 
 
 @pytest.mark.parametrize(("ranks", "faulty"), CASES)
-def test_a_result_that_comes_up_on_another_device_is_correct(
+def test_a_result_that_another_device_repeats_is_correct(
     ranks: int, faulty: int, tmp_path: Path, clean: Any
 ) -> None:
     plan = Plan(str(tmp_path), fatal=False, inject={"kind": "correct", "steps": [FAULT], "ranks": [faulty]})
@@ -293,7 +293,7 @@ def test_a_result_that_comes_up_on_another_device_is_correct(
     same_end(other, clean(ranks))
 
 
-def test_a_correct_result_that_is_fatal_ends_the_job_and_the_next_start_takes_the_step_before(
+def test_a_correct_result_that_is_fatal_ends_the_job_and_the_next_restores_the_step_before(
     tmp_path: Path,
 ) -> None:
     plan = Plan(str(tmp_path), inject={"kind": "correct", "steps": [FAULT], "ranks": [1]})
@@ -308,25 +308,23 @@ def test_a_correct_result_that_is_fatal_ends_the_job_and_the_next_start_takes_th
 @pytest.mark.parametrize("kind", ["transient", "persistent"])
 def test_votes_over_a_group_decide_the_same(kind: str, tmp_path: Path, clean: Any) -> None:
     plan = Plan(str(tmp_path), grouped=True, inject={"kind": kind, "steps": [FAULT], "ranks": [1]})
-    told = start(2, plan)
+    results = start(2, plan)
     if kind == "persistent":
-        assert told[0].code == 16
-        told = start(2, replace(plan, node="node-b"))
+        assert results[0].code == 16
+        results = start(2, replace(plan, node="node-b"))
     (record,) = rerun.read_rejected(tmp_path / "rejected.jsonl")
     assert (record.verdict, record.rank) == (f"{kind} fault", 1)
-    same_end(told, clean(2))
+    same_end(results, clean(2))
 
 
-def test_report_mode_names_what_is_not_deterministic_and_is_silent_elsewhere(
-    tmp_path: Path, clean: Any
-) -> None:
-    told = start(2, Plan(str(tmp_path), mode="report", noisy_rank=1))
-    assert f"loss: {STEPS} compared, none differed" in told[0].report
-    assert f"loss: {STEPS} compared, {STEPS} differed" in told[1].report
-    same_end(told, clean(2))
+def test_report_mode_counts_the_results_that_differ_when_run_again(tmp_path: Path, clean: Any) -> None:
+    results = start(2, Plan(str(tmp_path), mode="report", noisy_rank=1))
+    assert f"loss: {STEPS} compared, none differed" in results[0].report
+    assert f"loss: {STEPS} compared, {STEPS} differed" in results[1].report
+    same_end(results, clean(2))
 
 
-def test_a_pending_rerun_needs_the_ranks_it_was_saved_by_or_is_dropped(tmp_path: Path) -> None:
+def test_a_pending_rerun_needs_the_layout_that_saved_it_or_is_dropped(tmp_path: Path) -> None:
     plan = Plan(str(tmp_path), inject={"kind": "persistent", "steps": [FAULT], "ranks": [0]})
     start(2, plan)
     for outcome in run_ranks(2, job, replace(plan, layout="another"), timeout=60):

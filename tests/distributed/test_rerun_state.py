@@ -1,4 +1,4 @@
-"""The rerun machine in checkpoints of several ranks: there from the first, or not, in any world size."""
+"""The rerun machine in checkpoints of several ranks: saved with it or without it, in any world size."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_checkpoints_without_the_machine_load_into_runs_with_it_and_the_other_wa
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_a_pending_rerun_is_refused_in_another_world_size_with_the_choice_or_dropped(
+def test_a_pending_rerun_in_another_world_size_is_refused_unless_it_is_dropped(
     ranks: int, tmp_path: Path
 ) -> None:
     run_ranks(2, save, str(tmp_path), True, True)
@@ -77,14 +77,14 @@ def test_a_pending_rerun_is_refused_in_another_world_size_with_the_choice_or_dro
 
 
 def appear(folder: str) -> list[Any]:
-    """A machine that nobody declared appears on one rank, on a fault, when the plan has long been cached."""
+    """An undeclared machine appears on one rank, on a fault, after the plan was cached."""
     state: dict[str, Any] = {"w": torch.ones(3)}
     checkpointer = sp.Checkpointer(folder)
     for number in range(3):
         checkpointer.save(number, state).result()
     if rank() == 1:
-        kept = torch.arange(1000, dtype=torch.uint8)
-        state["undeclared"] = sp.PerRank({"step_data": kept, "state": "will rerun"})
+        data = torch.arange(1000, dtype=torch.uint8)
+        state["undeclared"] = sp.PerRank({"step_data": data, "state": "will rerun"})
     checkpointer.save(3, state, suspect=True).result()
 
     found: dict[str, Any] = {"w": torch.zeros(3)}
@@ -106,7 +106,7 @@ def test_state_that_appears_on_a_fault_on_one_rank_with_a_cached_plan_is_saved_a
 
 
 def grow(folder: str) -> list[int]:
-    """With a cached plan the saved step's data grows from nothing to something, and is nothing again."""
+    """With a cached plan, the data of the pending step appears in the state, and is gone after it settles."""
     machine, sizes = machine_of(inject=rerun.FaultInjector("correct", steps=[2], ranks=[1])), []
     state = {"w": torch.ones(3), "rerun": machine}
     checkpointer = sp.Checkpointer(folder)
@@ -128,7 +128,7 @@ def grow(folder: str) -> list[int]:
     return sizes
 
 
-def test_a_pending_step_travels_with_a_cached_plan_each_rank_its_own(tmp_path: Path) -> None:
+def test_a_cached_plan_saves_the_pending_step_of_each_rank(tmp_path: Path) -> None:
     for outcome in run_ranks(2, grow, str(tmp_path)):
         pending, settled = outcome.value
         assert pending > 400 * (outcome.rank + 1) and settled == 0

@@ -1,4 +1,4 @@
-"""How ranks of the rerun machine hear of each other: what it costs, and what happens when one is lost."""
+"""Votes of the rerun machine's ranks: their cost, and votes after a rank failed or left."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from shardproof.rerun import votes
 from tests.harness import Job, process_group, rank, reach, rendezvous, run_ranks
 
 DEADLINE = 4.0
-"""Of those whose rank leaves; the others keep one that a busy machine keeps."""
+"""Of tests in which a rank leaves. Other tests have a longer deadline, for busy machines."""
 
 
-class Counted:
+class CountingRendezvous:
     """A rendezvous that counts its meetings."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
         self.sizes: list[int] = []
-        """Bytes that this rank posted and was answered, for each meeting."""
+        """Bytes that this rank posted and received, for each meeting."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -42,7 +42,7 @@ def step(machine: rerun.RerunMachine, value: float = 1.0) -> rerun.Decision:
 
 
 def count_meetings(mode: Any, grouped: bool) -> list[int]:
-    counted = Counted(rendezvous(deadline=30.0))
+    counted = CountingRendezvous(rendezvous(deadline=30.0))
     with process_group():
         import torch.distributed as dist
 
@@ -98,13 +98,11 @@ def raise_on(raising: int, where: str, grouped: bool) -> str:
 @pytest.mark.parametrize("raising", [0, 2])
 @pytest.mark.parametrize("where", ["in the step", "between steps"])
 @pytest.mark.parametrize("grouped", [False, True])
-def test_a_rank_that_raises_is_everyones_failure_at_their_next_vote(
-    raising: int, where: str, grouped: bool
-) -> None:
+def test_a_rank_that_raises_fails_the_next_vote_of_all_ranks(raising: int, where: str, grouped: bool) -> None:
     outcomes = run_ranks(3, raise_on, raising, where, grouped, timeout=25)  # the deadline is longer
     for outcome in outcomes:
-        told = f"{{{raising}: 'ZeroDivisionError: the loader broke'}}"
-        assert outcome.value == ("own: the loader broke" if outcome.rank == raising else told)
+        cause = f"{{{raising}: 'ZeroDivisionError: the loader broke'}}"
+        assert outcome.value == ("own: the loader broke" if outcome.rank == raising else cause)
 
 
 def save_while_another_raises(folder: str) -> str:
@@ -170,7 +168,7 @@ def out_of_step(grouped: bool) -> None:
 
 
 @pytest.mark.parametrize("grouped", [False, True])
-def test_ranks_in_different_steps_are_told(grouped: bool) -> None:
+def test_ranks_in_different_steps_get_an_error(grouped: bool) -> None:
     for outcome in run_ranks(2, out_of_step, grouped):
         assert isinstance(outcome.error, sp.StructureError), outcome.trace
         assert "validate step 0" in str(outcome.error) and "validate step 5" in str(outcome.error)
@@ -185,7 +183,7 @@ def reject_on_one(folder: str) -> tuple[int, bool]:
     return decision.code, decision.checkpoint
 
 
-def test_what_one_rank_rejects_from_outside_ends_the_job_on_all(tmp_path: Any) -> None:
+def test_a_rejection_by_one_rank_ends_the_job_on_all_ranks(tmp_path: Any) -> None:
     assert [one.value for one in run_ranks(3, reject_on_one, str(tmp_path))] == [(17, False)] * 3
     (record,) = rerun.read_rejected(tmp_path / "log.jsonl")
     assert (record.step, record.rank, record.message) == (1, 2, "replicas of model.weight differ")
@@ -211,7 +209,7 @@ def raise_while_one_is_away(raising: int) -> str:
 def test_a_rank_that_raises_does_not_wait_for_one_that_waits_for_it(
     raising: int, ends_first: tuple[int, ...]
 ) -> None:
-    """Rank 0's word is also heard by the others meanwhile. All that long before the deadline."""
+    """If rank 0 raises, the other ranks get its error at once. All this ends long before the deadline."""
 
     def script(job: Job) -> None:
         job.until_held(1, "away")
@@ -233,7 +231,7 @@ def suspect_on(values: dict[int, list[float]], log: str) -> tuple[int, str, list
     return decision.code, str(decision.attribution), [suspect["rank"] for suspect in pending]
 
 
-def test_of_several_suspects_those_that_come_up_again_are_looked_at_elsewhere(tmp_path: Any) -> None:
+def test_only_suspects_that_fail_again_need_another_device(tmp_path: Any) -> None:
     log = str(tmp_path / "log.jsonl")
     values = {1: [math.nan, 2.0], 2: [math.nan, math.nan]}
     for outcome in run_ranks(3, suspect_on, values, log):
@@ -242,7 +240,7 @@ def test_of_several_suspects_those_that_come_up_again_are_looked_at_elsewhere(tm
     assert (record.rank, record.verdict, record.second) == (1, "transient fault", 2.0)
 
 
-def test_several_suspects_that_do_not_come_up_again_are_all_named(tmp_path: Any) -> None:
+def test_several_suspects_that_do_not_fail_again_are_all_named(tmp_path: Any) -> None:
     values = {1: [math.nan, 2.0], 2: [math.nan, 3.0]}
     for outcome in run_ranks(3, suspect_on, values, str(tmp_path / "log.jsonl")):
         code, text, pending = outcome.value

@@ -1,4 +1,4 @@
-"""Saves under way when a rank fails, is busy, leaves its process group, ends or is told to end."""
+"""Saves under way when a rank fails, is busy, leaves its process group, ends or gets SIGTERM."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ def skip_if_any_is_busy(root: str) -> tuple[bool, bool, list[int]]:
     return skipped.skipped, under_way, checkpointer.steps()
 
 
-def test_all_skip_if_one_is_busy(tmp_path: Path) -> None:
+def test_all_ranks_skip_while_one_writes(tmp_path: Path) -> None:
     outcomes = run_ranks(2, skip_if_any_is_busy, str(tmp_path))
     assert [outcome.value for outcome in outcomes] == [(True, True, [1, 3])] * 2
 
 
-def skip_if_one_has_something_left(root: str) -> tuple[bool, bool]:
-    """The save is over on rank 0; on rank 1 what comes after the commit is still under way."""
+def skip_while_one_has_work_after_the_commit(root: str) -> tuple[bool, bool]:
+    """The save is over on rank 0; rank 1 still runs the work after the commit."""
     saver, gate = Saver(rendezvous(deadline=20.0)), threading.Event()
 
     def tidy(*_: Any) -> None:
@@ -77,8 +77,8 @@ def skip_if_one_has_something_left(root: str) -> tuple[bool, bool]:
     return over, skipped.skipped
 
 
-def test_all_skip_if_only_one_is_busy(tmp_path: Path) -> None:
-    outcomes = run_ranks(2, skip_if_one_has_something_left, str(tmp_path))
+def test_all_ranks_skip_while_one_has_work_after_the_commit(tmp_path: Path) -> None:
+    outcomes = run_ranks(2, skip_while_one_has_work_after_the_commit, str(tmp_path))
     assert [outcome.value for outcome in outcomes] == [(True, True), (False, True)]
     assert not (tmp_path / "2").exists()
 
@@ -106,11 +106,11 @@ def fails_on_one_rank(root: str, ask: str) -> tuple[str, str, list[int]]:
             checkpointer.save(3, state_of(3))
         else:
             checkpointer.save(3, state_of(3))
-        said = ("", "")
+        failure = ("", "")
     except ShardproofError as error:
-        said = (type(error).__name__, str(error))
+        failure = (type(error).__name__, str(error))
     checkpointer.save(4, state_of(4)).result(LIMIT)
-    return (*said, checkpointer.steps())
+    return (*failure, checkpointer.steps())
 
 
 @pytest.mark.parametrize("ask", ["save", "wait", "one asked"])
@@ -139,7 +139,7 @@ def change_all(root: str, snapshot: Any) -> list[str]:
             optimizer.step()
             optimizer.zero_grad()
 
-        def held() -> list[torch.Tensor]:
+        def local_tensors() -> list[torch.Tensor]:
             tensors = [parameter.to_local() for parameter in model.parameters()]
             slots = [slot for slots in optimizer.state.values() for slot in slots.values()]
             return [*tensors, *(slot.to_local() if hasattr(slot, "to_local") else slot for slot in slots)]
@@ -148,20 +148,20 @@ def change_all(root: str, snapshot: Any) -> list[str]:
         checkpointer = sp.Checkpointer(root, snapshot=snapshot)
         wrong = []
         for number in range(1, 6):
-            want = [tensor.detach().clone() for tensor in held()]
+            want = [tensor.detach().clone() for tensor in local_tensors()]
             pending = checkpointer.save(number, state)
             step()
             step()
             pending.result(LIMIT)
             assert checkpointer.restore(state) == number
-            for at, (tensor, before) in enumerate(zip(held(), want, strict=True)):
+            for at, (tensor, before) in enumerate(zip(local_tensors(), want, strict=True)):
                 if not torch.equal(tensor, before):
                     wrong.append(f"{number}: {at}")
         return wrong
 
 
 @pytest.mark.parametrize("snapshot", ["fence", "stage"])
-def test_sharded_training_goes_on_while_it_is_saved(snapshot: str, tmp_path: Path) -> None:
+def test_sharded_training_goes_on_during_a_save(snapshot: str, tmp_path: Path) -> None:
     outcomes = run_ranks(2, change_all, str(tmp_path), snapshot)
     assert [outcome.value for outcome in outcomes] == [[], []]
 
@@ -172,7 +172,7 @@ def save_on_nodes(root: str, nodes: list[str]) -> None:
     checkpointer.save(1, {f"shared-{row}": torch.ones(1 << 18) for row in range(12)}).result(LIMIT)
 
 
-def test_what_all_ranks_hold_is_written_evenly_by_nodes(tmp_path: Path) -> None:
+def test_nodes_write_equal_shares_of_replicas(tmp_path: Path) -> None:
     run_ranks(3, save_on_nodes, str(tmp_path), ["a", "a", "b"])
     shards = sorted((tmp_path / "step-00000001" / "shards").iterdir())
     assert [round(shard.stat().st_size / 2**20) for shard in shards] == [3, 3, 6]
@@ -253,7 +253,7 @@ def run_script(root: Path, how: str, ranks: int) -> list[int]:
 @pytest.mark.parametrize(
     ("how", "code", "ranks"), [("end", 0, 1), ("exit", 3, 2), ("exit early", 3, 2), ("raise", 1, 1)]
 )
-def test_a_program_that_ends_has_its_save_finished(how: str, code: int, ranks: int, tmp_path: Path) -> None:
+def test_a_program_finishes_its_save_before_it_ends(how: str, code: int, ranks: int, tmp_path: Path) -> None:
     assert run_script(tmp_path, how, ranks) == [code] * ranks
     assert sp.Checkpointer(tmp_path).steps() == [1, 2]
     with sp.open(tmp_path / "step-00000002") as checkpoint:
@@ -261,13 +261,13 @@ def test_a_program_that_ends_has_its_save_finished(how: str, code: int, ranks: i
 
 
 @pytest.mark.parametrize("how", ["destroy", "destroy early"])
-def test_a_process_group_that_is_destroyed_takes_no_save_with_it(how: str, tmp_path: Path) -> None:
+def test_a_save_outlives_its_process_group(how: str, tmp_path: Path) -> None:
     assert run_script(tmp_path, how, 2) == [0, 0]
     assert sp.Checkpointer(tmp_path).steps() == [1, 2]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_program_that_is_told_to_end_leaves_no_half_checkpoint(ranks: int, tmp_path: Path) -> None:
+def test_sigterm_leaves_no_partial_checkpoint(ranks: int, tmp_path: Path) -> None:
     assert run_script(tmp_path, "term", ranks) == [-signal.SIGTERM] * ranks
     assert sp.Checkpointer(tmp_path).steps() == [1]
     state = {"weight": torch.zeros(100_000)}

@@ -1,4 +1,4 @@
-"""Ranks with other clocks and speeds save at the same call; a notice to any rank ends all after a save."""
+"""Ranks with other clocks and speeds save at the same call; a notice to one rank ends all after a save."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def calls_that_save(steps: int, quiet: int) -> list[int]:
     """The numbers of the calls that save, on a rank whose clock and speed are its own.
 
     The clock of rank 0 stands still for `quiet` calls, and then goes on one second a call. Those of the other
-    ranks run away. Each rank works another time between two calls, and no rank waits for the others, but for
+    ranks run away. Each rank works another time between two calls, and no rank waits for the others except in
     the "save".
     """
     calls = 0
@@ -134,7 +134,7 @@ def test_signals_to_all_ranks_at_different_steps(tmp_path: Path) -> None:
 
 
 class Slow:
-    """An object of the state that stops each save of step 200 on its way."""
+    """An object of the state that waits in each save of step 200."""
 
     def __init__(self) -> None:
         self.step = 0

@@ -21,7 +21,7 @@ ALONE = PART + PART // 2
 
 
 class Limited(LocalStorage):
-    """A folder on a file system of which a test says how full it is."""
+    """A folder on a file system whose free space a test sets."""
 
     def __init__(self, root: Any, spaces: list[FreeSpace | None]) -> None:
         super().__init__(root)
@@ -42,7 +42,7 @@ def state() -> dict[str, Any]:
 
 
 def refused(checkpointer: sp.Checkpointer, step: int, **how: Any) -> dict[str, Any]:
-    """The details of the error of a save, and how its first words read."""
+    """The details and the text of the error of a save."""
     with pytest.raises(sp.NoSpaceError) as caught:
         checkpointer.save(step, state(), **how).result()
     return {**caught.value.details, "text": str(caught.value)}
@@ -71,7 +71,7 @@ def save_to_full_systems(root: str) -> dict[str, Any]:
     seen["folders"] = run.folders()
 
     seen["warnings before"] = [text for text in warnings if "may fail" in text]
-    spaces.append(FreeSpace(7, ALONE, None))  # it may compress: nothing is certain
+    spaces.append(FreeSpace(7, ALONE, None))  # the file system may compress, so nothing is certain
     seen["uncertain"] = checkpointer.save(3, state()).result().step
     seen["warnings"] = [text for text in warnings if "may fail" in text]
     return seen

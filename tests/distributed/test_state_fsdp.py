@@ -1,4 +1,4 @@
-"""Collecting and binding under real FSDP2 and tensor parallelism: what torch holds is what pieces say."""
+"""Collecting and binding under real FSDP2 and tensor parallelism: pieces have the values of torch."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def collect_trained(kind: str, folder: str) -> None:
         assert len(optimizer.state) == 0
         train(model, optimizer, 2)
         collected = collect({"m": model, "o": optimizer}, rank=rank(), world_size=world_size())
-        # torch's own account of the whole, by collectives that the state package must do without
+        # torch gathers the whole tensors by collectives, which the state package must do without
         full = {f"m.{name}": tensor.full_tensor() for name, tensor in model.state_dict().items()}
         for name, parameter in model.named_parameters():
             for slot, value in optimizer.state[parameter].items():
@@ -98,7 +98,7 @@ def load_and_compare(kind: str, folder: str, saved: int) -> None:
 
 @pytest.mark.timeout(2 * SECONDS)
 @pytest.mark.parametrize(("kind", "ranks"), [("fsdp", 4), ("hsdp", 4), ("fsdp+tp", 4)])
-def test_pieces_are_what_torch_holds_and_load_into_other_layouts(
+def test_pieces_have_the_values_of_torch_and_load_into_other_layouts(
     kind: str, ranks: int, tmp_path: Path
 ) -> None:
     for outcome in run_ranks(ranks, collect_trained, kind, str(tmp_path), timeout=SECONDS):
@@ -108,8 +108,10 @@ def test_pieces_are_what_torch_holds_and_load_into_other_layouts(
     for key, whole in parts[0][1].items():
         assert torch.equal(checkpoint.full[key], whole), key
         expected = ranks if key.endswith(".step") else None
-        held = checkpoint.holders(key)
-        assert (held == held.flatten()[0]).all() and (expected is None or (held == expected).all()), key
+        holders = checkpoint.holders(key)
+        assert (holders == holders.flatten()[0]).all() and (
+            expected is None or (holders == expected).all()
+        ), key
     others = {"fsdp": ("fsdp", 3), "hsdp": ("one", 1), "fsdp+tp": ("fsdp+tp", 4)}
     for outcome in run_ranks(
         others[kind][1], load_and_compare, others[kind][0], str(tmp_path), ranks, timeout=SECONDS

@@ -1,4 +1,4 @@
-"""Parts of a state over real ranks: each its own, refused or left by all together, or on some ranks only."""
+"""Parts of a state over real ranks: of each rank, refused or left by all ranks, or on some ranks only."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Plain:
 
 
 class Machine:
-    """What all ranks share, and of each rank its number and as many bytes."""
+    """A part with a value that all ranks share, and with each rank's number and as many bytes."""
 
     def __init__(self, job: str = "", own: int = -1, answer: bool | str | None = None) -> None:
         self.job = Plain({"name": job})
@@ -56,7 +56,7 @@ def _save(root: str, with_machine: bool = True) -> None:
 
 
 def _load(root: str, answers: list[Any]) -> tuple[Any, ...]:
-    """Loads with a machine that answers so; "none": this rank has no machine."""
+    """Loads with a machine that gives this rank's answer; "none": this rank has no machine."""
     answer = answers[rank()]
     machine, w = Machine("here", -1, answer), torch.zeros(2)
     state = {"w": w} if answer == "none" else {"w": w, "rerun": machine}
@@ -72,19 +72,19 @@ def saved(root: Path, ranks: int, *args: Any) -> str:
     return str(root)
 
 
-def test_each_rank_gets_its_own_and_all_get_what_they_share(tmp_path: Path) -> None:
+def test_each_rank_loads_its_own_value_and_all_load_the_shared_one(tmp_path: Path) -> None:
     root = saved(tmp_path, 3)
     for number, outcome in enumerate(run_ranks(3, _load, root, [None, True, None])):
         assert outcome.value == ((), (), 2, ("saved", number, [number] * number, 1))
 
 
-def test_with_more_ranks_the_new_ones_keep_their_own(tmp_path: Path) -> None:
+def test_with_more_ranks_the_new_ones_keep_their_own_values(tmp_path: Path) -> None:
     first, second = run_ranks(2, _load, saved(tmp_path, 1), [None, None])
     assert first.value == ((), (), 2, ("saved", 0, [], 1))
     assert second.value == (("rerun.@part.own.@rank-1",), (), 2, ("saved", -1, [], 1))
 
 
-def test_with_fewer_ranks_what_the_others_had_is_left(tmp_path: Path) -> None:
+def test_with_fewer_ranks_the_values_of_the_others_are_not_loaded(tmp_path: Path) -> None:
     (outcome,) = run_ranks(1, _load, saved(tmp_path, 3), [None])
     assert outcome.value == ((), (), 2, ("saved", 0, [], 1))
 
@@ -93,19 +93,21 @@ def test_with_fewer_ranks_what_the_others_had_is_left(tmp_path: Path) -> None:
     ("answers", "rank"),
     [([None, "rerun pending"], 1), (["rerun pending"] * 2, 0), ([False, "rerun pending"], 1)],
 )
-def test_who_refuses_stops_all_before_anything_changes(tmp_path: Path, answers: list[Any], rank: int) -> None:
+def test_a_rank_that_refuses_stops_all_ranks_before_anything_changes(
+    tmp_path: Path, answers: list[Any], rank: int
+) -> None:
     for outcome in run_ranks(2, _load, saved(tmp_path, 2), answers):
         kind, text, filled, seen = outcome.value
         assert (kind, text) == ("StructureError", f"rank {rank}: rerun pending")
         assert (filled, seen) == (0, ("here", -1, [], 0))
 
 
-def test_all_ranks_may_leave_it(tmp_path: Path) -> None:
+def test_all_ranks_may_leave_a_part(tmp_path: Path) -> None:
     for outcome in run_ranks(2, _load, saved(tmp_path, 2), [False, False]):
         assert outcome.value == (("rerun.@part",), (), 2, ("here", -1, [], 0))
 
 
-def test_ranks_leave_it_together_or_not_at_all(tmp_path: Path) -> None:
+def test_ranks_leave_a_part_together_or_not_at_all(tmp_path: Path) -> None:
     for outcome in run_ranks(2, _load, saved(tmp_path, 2), [None, False]):
         kind, text, filled, seen = outcome.value
         assert kind == "StructureError"
@@ -114,26 +116,26 @@ def test_ranks_leave_it_together_or_not_at_all(tmp_path: Path) -> None:
         assert (filled, seen) == (0, ("here", -1, [], 0))
 
 
-def test_a_rank_without_it_does_without(tmp_path: Path) -> None:
+def test_one_rank_may_lack_a_part(tmp_path: Path) -> None:
     first, second = run_ranks(2, _load, saved(tmp_path, 2), [None, "none"])
     assert first.value == ((), (), 2, ("saved", 0, [], 1))
     assert second.value == ((), (), 2, ("here", -1, [], 0))
 
 
-def test_no_rank_has_it(tmp_path: Path) -> None:
+def test_all_ranks_may_lack_a_part(tmp_path: Path) -> None:
     for outcome in run_ranks(2, _load, saved(tmp_path, 2), ["none", "none"]):
-        kept, unexpected, filled, _ = outcome.value
-        assert (kept, filled) == ((), 2)
+        unchanged, unexpected, filled, _ = outcome.value
+        assert (unchanged, filled) == ((), 2)
         assert [key for key in unexpected if "@rank" not in key] == ["rerun.@part.job"]
 
 
-def test_the_checkpoint_does_not_have_it(tmp_path: Path) -> None:
+def test_a_checkpoint_may_lack_a_part(tmp_path: Path) -> None:
     for outcome in run_ranks(2, _load, saved(tmp_path, 2, False), [None, None]):
         assert outcome.value == (("rerun.@part",), (), 2, ("here", -1, [], 0))
 
 
 def _appears(root: str) -> list[Any]:
-    """The bytes of one rank's own grow between two saves with a plan that is kept, and come back."""
+    """The bytes of the last rank grow between two saves with a cached plan. Returns the restored values."""
     meetings = rendezvous(deadline=10)
     checkpointer = sp.Checkpointer(root, rendezvous=meetings)
     machine = Machine("saved", 0)
@@ -150,7 +152,7 @@ def _appears(root: str) -> list[Any]:
     return seen
 
 
-def test_what_appears_on_one_rank_with_a_kept_plan_is_saved(tmp_path: Path) -> None:
+def test_state_that_appears_on_one_rank_with_a_cached_plan_is_saved(tmp_path: Path) -> None:
     first, second = run_ranks(2, _appears, str(tmp_path))
     idle: tuple[Any, ...] = ("saved", 0, [], 1)
     assert first.value == [idle, idle]
@@ -174,7 +176,7 @@ def _restore_step(root: str) -> Any:
 def test_per_rank_values_of_a_damaged_step_are_not_kept(
     tmp_path: Path, newest_by: int, mixture: bool
 ) -> None:
-    """Only rank 1 keeps something, and only where the damaged step had it does it count; all ranks agree."""
+    """Step 1 has no value of rank 1. The restore fails only if the damaged step 2 has one."""
     run_ranks(1, _save_step, str(tmp_path), 1)
     run_ranks(newest_by, _save_step, str(tmp_path), 2)
     shard = min((tmp_path / "step-00000002" / "shards").iterdir())

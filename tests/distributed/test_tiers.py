@@ -140,7 +140,9 @@ def _corrupt(near: str, far: str) -> tuple[int, str, list[str], list[tuple[int, 
     return int(restored), restored.tier, differences(target, part(int(restored))), passed
 
 
-def test_a_failure_of_one_rank_is_the_answer_of_all_and_damage_is_read_elsewhere(tmp_path: Path) -> None:
+def test_all_ranks_report_the_failure_of_one_and_read_a_damaged_file_from_the_second_tier(
+    tmp_path: Path,
+) -> None:
     near, far = tmp_path / "near", tmp_path / "far"
     outcomes = [
         outcome.value for outcome in run_ranks(RANKS, _one_rank_fails, str(near), str(far), timeout=120)
@@ -160,7 +162,7 @@ def test_a_failure_of_one_rank_is_the_answer_of_all_and_damage_is_read_elsewhere
         assert outcome.value == (2, str(near), [], [(2, str(near))])
 
 
-def _two_places(root: str) -> str:
+def _two_second_tiers(root: str) -> str:
     second = f"{root}/far-{rank()}"
     run = sp.Checkpointer(f"{root}/near", then=second, rendezvous=rendezvous(deadline=60.0), cache="none")
     with pytest.raises(sp.StructureError) as caught:
@@ -169,13 +171,13 @@ def _two_places(root: str) -> str:
 
 
 def test_ranks_with_different_second_tiers_are_refused(tmp_path: Path) -> None:
-    for outcome in run_ranks(2, _two_places, str(tmp_path), timeout=120):
+    for outcome in run_ranks(2, _two_second_tiers, str(tmp_path), timeout=120):
         assert f"{tmp_path}/far-0" in outcome.value and f"{tmp_path}/far-1" in outcome.value
     assert not list(tmp_path.glob("**/manifest.json"))
 
 
 def _upload_as_one_of_two_jobs(near: str, far: str) -> None:
-    """Uploads what waits, as a job of one rank."""
+    """Uploads the waiting step, as a job of one rank."""
 
     def hook(operation: str, name: str) -> None:
         if "index-" in name:
@@ -191,7 +193,7 @@ def _upload_as_one_of_two_jobs(near: str, far: str) -> None:
     reach("end")
 
 
-def test_a_job_that_dies_in_its_upload_takes_no_file_of_another_job(tmp_path: Path) -> None:
+def test_a_job_that_dies_in_its_upload_removes_no_file_of_another_job(tmp_path: Path) -> None:
     """A second job uploads the save meanwhile. The first one dies after the second has committed."""
     near, far = tmp_path / "near", tmp_path / "far"
     sp.Checkpointer(near, rendezvous=LocalRendezvous()).save(1, whole_state(1, 1)).result()

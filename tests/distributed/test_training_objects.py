@@ -1,4 +1,4 @@
-"""What a training loop of torch holds, saved on 2 ranks and restored on 3, bit for bit."""
+"""The objects of a torch training loop, saved on 2 ranks and restored on 3, bit for bit."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def save(name: str, folder: str) -> dict[str, Any]:
 
 
 def load(name: str, folder: str) -> dict[str, Any]:
-    """Loads into other values. Returns the state, which goes on with training."""
+    """Loads into other values. Returns the loaded state, and trains one more step."""
     with process_group():
         state = BUILDERS[name](1)
         sp.load(f"{folder}/{name}", state)
@@ -159,7 +159,7 @@ def load(name: str, folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", BUILDERS)
-def test_it_is_restored_on_another_number_of_ranks(name: str, tmp_path: Path) -> None:
+def test_objects_are_restored_on_another_number_of_ranks(name: str, tmp_path: Path) -> None:
     expected = run_ranks(2, save, name, str(tmp_path), timeout=90)[0].value
     for outcome in run_ranks(3, load, name, str(tmp_path), timeout=90):
         assert outcome.value.keys() == expected.keys()

@@ -1,4 +1,4 @@
-"""Small checkpoints of known values, ways to damage their files, and what readers make of them."""
+"""Small checkpoints of known values, ways to damage their files, and checks of what readers return."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from shardproof.storage import LocalStorage
 
 __all__ = [
     "ROWS",
+    "LoadResult",
     "Region",
-    "Seen",
     "damaged",
     "faults_of",
     "flipped",
@@ -47,14 +47,14 @@ __all__ = [
 
 ROWS = 8
 BEFORE = -99
-"""What plain values of a target are before a load; its tensors are all ones."""
+"""Plain values of a target before a load; its tensors are all ones."""
 
 
 def sample(salt: int, rank: int = 0, world_size: int = 1, *, of_rank: bool = False) -> dict[str, Any]:
     """A state of many kinds of values, all of which depend on `salt`.
 
     Args:
-        of_rank: whether the tensor "w" is what `rank` holds of it, half of the rows, or the whole.
+        of_rank: True if the tensor "w" is the shard of `rank`, False if it is the whole tensor.
     """
     whole = torch.arange(ROWS * 5, dtype=torch.float32).reshape(ROWS, 5) + 100 * salt
     height = ROWS // world_size
@@ -151,7 +151,7 @@ def regions(folder: Path) -> tuple[Manifest, list[Region]]:
 
 
 def resealed(shard: bytes) -> bytes:
-    """A shard file whose header was changed, with the digest in it as if it had been written so."""
+    """A shard file with a changed header, and the digest in it computed again."""
     try:
         header = parse_header(shard, len(shard), "shard")
     except FormatError:
@@ -167,7 +167,7 @@ def resealed(shard: bytes) -> bytes:
 
 @contextmanager
 def flipped(path: Path, at: int, bit: int) -> Iterator[None]:
-    """One bit of a file is the other one, for a while."""
+    """Within it, one bit of a file is flipped."""
     with path.open("r+b") as file:
         file.seek(at)
         byte = file.read(1)[0]
@@ -183,9 +183,9 @@ def flipped(path: Path, at: int, bit: int) -> Iterator[None]:
 
 @contextmanager
 def damaged(path: Path, damage: Callable[[Path], object]) -> Iterator[None]:
-    """A file is damaged, for a while."""
-    kept = path.with_name(path.name + ".kept")
-    shutil.copy2(path, kept)
+    """Within it, a file is damaged."""
+    backup = path.with_name(path.name + ".kept")
+    shutil.copy2(path, backup)
     try:
         damage(path)
         yield
@@ -194,40 +194,40 @@ def damaged(path: Path, damage: Callable[[Path], object]) -> Iterator[None]:
             path.unlink()
         elif path.is_dir():
             path.rmdir()
-        kept.replace(path)
+        backup.replace(path)
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """What reading a damaged checkpoint gave: the right values, or an error."""
+class LoadResult:
+    """Result of loading a damaged checkpoint: the right values, or an error."""
 
     error: ShardproofError | None
     touched: bool = False
     """Whether a tensor of the target has other bytes than before."""
 
 
-def load_and_judge(folder: Path, wanted: dict[str, Any]) -> Seen:
-    """Loads, and asserts that it ended in exactly the right values or in an error that tells the truth."""
+def load_and_judge(folder: Path, wanted: dict[str, Any]) -> LoadResult:
+    """Loads, and asserts that the target has exactly the right values, or that the error describes it."""
     target = target_like(wanted)
     before = values_of(target)
-    seen = None
+    failure = None
     try:
         sp.load(folder, target)
     except ShardproofError as error:
-        seen = error
+        failure = error
     after = values_of(target)
-    if seen is None:
+    if failure is None:
         assert after == values_of(wanted), "a wrong value in silence"
-        return Seen(None)
+        return LoadResult(None)
     changed = {key for key, value in after.items() if value != before[key]}
     tensors = {key for key, value in target.items() if isinstance(value, torch.Tensor)}
     assert changed <= tensors, "plain values and objects stay as they were"
-    assert not changed or "partly overwritten" in seen.message
-    return Seen(seen, bool(changed))
+    assert not changed or "partly overwritten" in failure.message
+    return LoadResult(failure, bool(changed))
 
 
 def open_and_judge(folder: Path, wanted: dict[str, Any]) -> dict[str, ShardproofError]:
-    """Reads every tensor whole; asserts that each is right or an error, and gives the errors by key."""
+    """Reads every tensor whole; asserts that each is right or raises. Returns the errors by key."""
     found: dict[str, ShardproofError] = {}
     try:
         opened = sp.open(folder)
@@ -246,7 +246,7 @@ def open_and_judge(folder: Path, wanted: dict[str, Any]) -> dict[str, Shardproof
 
 
 def faults_of(folder: Path) -> list[ShardproofError]:
-    """What `verify` says, NotCommittedError included."""
+    """The faults that `verify` reports, or the error that it raises."""
     try:
         return verify(LocalStorage(folder)).faults
     except ShardproofError as error:

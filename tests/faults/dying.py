@@ -1,7 +1,7 @@
-"""Death at every file operation of a save: job after job, each of which dies one operation later.
+"""Kills jobs at every file operation of a save: each job one operation later than the job before.
 
-A rank of `run_ranks` forks a child for each job, while it has no thread of its own, so that a job is cheap.
-The children of all ranks are the job: they meet under a name of their own, and are ended with SIGKILL.
+Each rank of `run_ranks` forks a child for each job, while it has no threads, so that a job is cheap. The
+children of all ranks form the job. They meet under a name of their own, and are killed with SIGKILL.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.harness import rank, world_size
 __all__ = ["Deadly", "Job", "die_at_every_operation"]
 
 DEADLINE = 0.7
-"""Seconds after which survivors give up: who is killed says nothing more, and these saves are quick."""
+"""Seconds after which survivors give up on a killed rank. These saves are quick."""
 
 _TOO_BUSY = {"RankSilent", "RankFailure"}
 """How a save ends on a machine that is too busy for so short a deadline."""
@@ -32,23 +32,23 @@ _CALLS = ("open", "pwrite", "ftruncate", "fsync", "mkdir", "rmdir", "link", "unl
 """Functions of `os` through which a local storage changes files. Opening a folder begins its flush."""
 
 Deadly = Callable[[], AbstractContextManager[None]]
-"""Makes the context in which the victim dies, on all ranks."""
+"""Makes the context in which the victim is killed. All ranks enter it."""
 
 Job = Callable[[Any, int, Deadly], str]
-"""Called with rendezvous, number of the job and `Deadly`; returns what became of the save, for `look`."""
+"""Called with rendezvous, number of the job and `Deadly`; returns how the save ended, for `look`."""
 
 
 def die_at_every_operation(
     job: Job, look: Callable[[int, list[str]], None], who: int, everyone: bool, every: int = 1
 ) -> list[str]:
-    """Runs jobs 0, 1, ... until one gets through. Called by every rank.
+    """Runs jobs 0, 1, ... until one is not killed. Called by every rank.
 
     Args:
         job: what a child does.
         look: called on rank 0 after each job with its number and how each rank ended: what `job` returned,
             or "killed".
-        who: the rank that dies before its ``k * every``-th file operation in job k.
-        everyone: whether all ranks die then.
+        who: the rank that is killed before its ``k * every``-th file operation in job k.
+        everyone: whether all ranks are killed then.
         every: 1 for a job for each operation, 3 for each third one.
 
     Returns:
@@ -68,17 +68,17 @@ def die_at_every_operation(
         _, status = os.waitpid(child, 0)
         if os.WIFSIGNALED(status):
             store.set(f"{name}/ended/{rank()}", "killed")
-        said = [store.get(f"{name}/ended/{member}").decode() for member in range(world_size())]
+        ends = [store.get(f"{name}/ended/{member}").decode() for member in range(world_size())]
         if rank() == 0:
-            _guarded(store, f"{name}/looked", partial(look, number, said))
+            _guarded(store, f"{name}/looked", partial(look, number, ends))
         trouble = store.get(f"{name}/looked").decode()
         assert not trouble, trouble
-        assert not any(text.startswith("Traceback") for text in said), said
-        if "killed" not in said and not _TOO_BUSY.isdisjoint(said) and repeated < 5:
-            repeated += 1  # nobody died: the machine was too busy for so short a deadline
+        assert not any(text.startswith("Traceback") for text in ends), ends
+        if "killed" not in ends and not _TOO_BUSY.isdisjoint(ends) and repeated < 5:
+            repeated += 1  # no rank was killed: the machine was too busy for so short a deadline
             continue
-        ended.append(said[who])
-        if "killed" not in said:
+        ended.append(ends[who])
+        if "killed" not in ends:
             return ended
         number, repeated = number + 1, 0
 
@@ -115,17 +115,17 @@ def _run_child(job: Job, name: str, number: int, operation: int, who: int, every
 
 
 def _guarded(store: Any, key: str, call: Callable[[], str | None]) -> None:
-    """Puts what the call returned, or its traceback, into the store."""
+    """Puts the result of the call, or its traceback, into the store."""
     try:
-        said = call() or ""
+        text = call() or ""
     except BaseException:
-        said = traceback.format_exc()
-    store.set(key, said)
+        text = traceback.format_exc()
+    store.set(key, text)
 
 
 @contextmanager
 def _file_operations(at: int | None, pids: list[int]) -> Iterator[None]:
-    """Within it, the file operation number `at` is not carried out: those processes are killed instead."""
+    """Within it, file operation number `at` kills the processes `pids` instead of running."""
     lock = threading.Lock()
     seen = 0
 

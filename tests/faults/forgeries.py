@@ -18,7 +18,7 @@ CASES: dict[str, Forge] = {}
 VALUES: dict[str, Any] = {}
 """Plain values that `shardproof.state` never writes."""
 SHARDS: dict[str, Forge] = {}
-"""Forgeries of a shard file, for those who read its header."""
+"""Forgeries of a shard file, for readers of its header."""
 
 
 def _set(*path: Any, to: Any) -> Forge:
@@ -183,7 +183,7 @@ def _a_chunk_elsewhere(forgery: Forgery) -> None:
 
 
 def _one_chunk_for_all(forgery: Forgery) -> None:
-    """All chunks of a tensor are the bytes of its first, with its digest: much from little."""
+    """All chunks of a tensor refer to the bytes and the digest of its first chunk."""
     rows = forgery.chunks_of("w")
     for name in ("byte_start", "digest_hi", "digest_lo"):
         forgery.columns[name][rows] = forgery.columns[name][rows[0]]

@@ -31,7 +31,7 @@ _DTYPES = {"I64": "<i8", "U64": "<u8"}
 
 
 def state() -> dict[str, Any]:
-    """What is saved before it is forged."""
+    """The state that is saved and then forged."""
     return {
         "w": torch.arange(24.0).reshape(6, 4),
         "b": torch.ones(5, dtype=torch.bfloat16),
@@ -45,7 +45,7 @@ class Forgery:
 
     Args:
         folder: where it is saved first, and written again.
-        saved: whether a checkpoint is there already, and that one is taken apart.
+        saved: whether `folder` already has the checkpoint to take apart.
     """
 
     def __init__(self, folder: Path, *, saved: bool = False) -> None:
@@ -102,7 +102,7 @@ class Forgery:
         self.shard = resealed(self.shard)
 
     def header_before(self) -> bytes:
-        """The text of the shard's header, as it is."""
+        """The text of the shard's header, without padding."""
         return self.shard[8 : 8 + int.from_bytes(self.shard[:8], "little")].rstrip()
 
     def header_text(self, text: bytes) -> None:
@@ -112,11 +112,11 @@ class Forgery:
         self.shard = len(padded).to_bytes(8, "little") + padded + self.shard[8 + length :]
 
     def declare(self, **more: Any) -> None:
-        """Changes what the shard says of its save."""
+        """Changes what the shard's header declares about its save."""
 
         def change(header: dict[str, Any]) -> None:
-            said = json.loads(header["__metadata__"]["shardproof"]) | more
-            header["__metadata__"]["shardproof"] = json.dumps(said)
+            declared = json.loads(header["__metadata__"]["shardproof"]) | more
+            header["__metadata__"]["shardproof"] = json.dumps(declared)
 
         self.change_header(change)
 

@@ -152,24 +152,24 @@ class _Entry:
 
 
 def _change_shard(forgery: Forgery, random: Random) -> None:
-    """Entries of the shard file, its tables of digests, or what it says of its save."""
+    """Entries of the shard file, its tables of digests, or its declaration of the save."""
     raw = forgery.shard
     try:
         header = parse_header(raw, len(raw), "shard")
-        said = json.loads(header.metadata["shardproof"])
+        declared = json.loads(header.metadata["shardproof"])
     except Exception:
-        return  # a change before this one
+        return  # an earlier change broke the header
     entries = [_Entry(name, code, list(shape), raw[a:b]) for name, code, shape, a, b in header.entries]
     chunks = [entry for entry in entries if not entry.name.startswith("@")]
-    part = random.choice(["said", "chunks", "tables"])
-    if part == "said":
-        _change_json(said, random)
+    part = random.choice(["declaration", "chunks", "tables"])
+    if part == "declaration":
+        _change_json(declared, random)
     elif part == "chunks":
         chunks = _changed_chunks(chunks, random)
     tables = _tables(chunks)
     if part == "tables":
         tables = _changed_tables(tables, random)
-    forgery.shard = _shard([*chunks, *tables], json.dumps(said))
+    forgery.shard = _shard([*chunks, *tables], json.dumps(declared))
     start = 8 + int.from_bytes(forgery.shard[:8], "little")
     record = forgery.manifest["files"][0]
     forgery.columns["byte_start"] += start - record[3]
@@ -236,7 +236,7 @@ def _changed_tables(tables: list[_Entry], random: Random) -> list[_Entry]:
     return tables
 
 
-def _shard(entries: list[_Entry], said: str) -> bytes:
+def _shard(entries: list[_Entry], declared: str) -> bytes:
     counts = np.array([len(entry.data) for entry in entries], np.int64)
     starts = np.cumsum(counts) - counts
     texts = [
@@ -254,7 +254,10 @@ def _shard(entries: list[_Entry], said: str) -> bytes:
         )
     except Exception:
         pass  # no writer makes such entries, so no digest of them is right
-    return shard_header(plain, {"shardproof": said, "digest": bytes_digest(said.encode() + written)}) + data
+    return (
+        shard_header(plain, {"shardproof": declared, "digest": bytes_digest(declared.encode() + written)})
+        + data
+    )
 
 
 PARTS: dict[str, Callable[[Forgery, Random], None]] = {

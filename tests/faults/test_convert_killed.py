@@ -1,4 +1,4 @@
-"""A conversion that is killed goes on where it was, and publishes what one without a kill publishes."""
+"""A killed conversion continues where it stopped, and publishes all tensors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def source(tmp_path: Path) -> Path:
 
 
 def _convert(source: str, there: str, units: int | None, workers: int = 1) -> tuple[int, int]:
-    """Converts, and kills itself when so many units are written."""
+    """Converts; kills its own process when `units` units are written."""
     add, written = WorkFolder.add, []
 
     def counted(folder: WorkFolder, record: Any) -> None:
@@ -51,7 +51,7 @@ def _convert(source: str, there: str, units: int | None, workers: int = 1) -> tu
 
 
 @pytest.mark.parametrize("units", [1, 2, 3])
-def test_a_killed_conversion_goes_on_where_it_was(source: Path, tmp_path: Path, units: int) -> None:
+def test_a_killed_conversion_continues_where_it_stopped(source: Path, tmp_path: Path, units: int) -> None:
     there = tmp_path / "there"
     (killed,) = run_ranks(1, _convert, str(source), str(there), units)
     assert killed.exit_code == -9
@@ -89,7 +89,7 @@ def test_ranks_share_the_units(source: Path, tmp_path: Path) -> None:
 
 
 def test_a_rank_that_dies_is_named_and_the_others_end(source: Path, tmp_path: Path) -> None:
-    outcomes = run_ranks(2, _dies_on_one, str(source), str(tmp_path / "there"), timeout=60)
+    outcomes = run_ranks(2, _convert_and_kill_rank_1, str(source), str(tmp_path / "there"), timeout=60)
     assert outcomes[1].exit_code == -9
     assert "1" in outcomes[0].value
     assert not (tmp_path / "there").exists()
@@ -97,7 +97,7 @@ def test_a_rank_that_dies_is_named_and_the_others_end(source: Path, tmp_path: Pa
     assert outcomes[0].value[1] >= 1
 
 
-def _dies_on_one(source: str, there: str) -> str:
+def _convert_and_kill_rank_1(source: str, there: str) -> str:
     meeting = rendezvous(deadline=3.0)
     if meeting.rank == 1:
         WorkFolder.add = lambda folder, record: os.kill(os.getpid(), 9)  # type: ignore[method-assign]
@@ -159,8 +159,8 @@ def test_workers_that_stop_are_given_up_after_the_deadline(source: Path, tmp_pat
     assert not (tmp_path / "there").exists()
 
 
-def _peak_of(source: str, there: str, memory: int) -> int:
-    """Bytes by which the conversion raises the most memory that this process ever had."""
+def _peak_memory_of(source: str, there: str, memory: int) -> int:
+    """Bytes by which the conversion raises the peak memory of this process."""
     sp.save(f"{there}-small", {"w": torch.ones(8)})
     sp.convert(f"{there}-small", f"{there}-first", to="safetensors", rendezvous=rendezvous(deadline=30.0))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -168,9 +168,9 @@ def _peak_of(source: str, there: str, memory: int) -> int:
     return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10
 
 
-def test_memory_is_bounded_for_a_checkpoint_that_is_larger(tmp_path: Path) -> None:
+def test_a_conversion_takes_less_memory_than_the_checkpoint_has(tmp_path: Path) -> None:
     large = torch.arange(96 << 20, dtype=torch.int32)  # 384 MiB
     sp.save(tmp_path / "source", {"large": large.reshape(-1, 1024), "flat": large[: 8 << 20]})
     del large
-    (outcome,) = run_ranks(1, _peak_of, str(tmp_path / "source"), str(tmp_path / "there"), 64 << 20)
+    (outcome,) = run_ranks(1, _peak_memory_of, str(tmp_path / "source"), str(tmp_path / "there"), 64 << 20)
     assert outcome.value < 96 << 20

@@ -1,4 +1,4 @@
-"""Damage to any file of a checkpoint is found and named; what is loaded is right, or is an error."""
+"""Readers find and name damage to any file of a checkpoint. A load returns the right values or raises."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _names(error: ShardproofError, file: str) -> bool:
 
 
 def _positions(region: Region, folder: Path) -> list[int]:
-    """Every byte of a chunk and of the text; of long runs of one byte some, and both ends of the region."""
+    """Every byte of chunks and of text, some bytes of padding, and both ends of the region."""
     data = (folder / region.file).read_bytes()[region.start : region.stop]
     edges = {region.start, region.stop - 1}
     interesting = [at for at, byte in enumerate(data) if region.key or byte not in (0x20, 0, 0xFF)]
@@ -109,9 +109,9 @@ def test_a_flipped_bit_of_a_chunk_is_named_with_file_and_key(folder: Path) -> No
                 assert fault.details["byte_start"] == region.start
                 assert region.file in fault.message and repr(region.key) in fault.message
                 if at in (region.start, region.stop - 1):
-                    seen = load_and_judge(folder, sample(1))
-                    assert isinstance(seen.error, CorruptChunkError), (region, at)
-                    assert seen.error.details["key"] == region.key and _names(seen.error, region.file)
+                    loaded = load_and_judge(folder, sample(1))
+                    assert isinstance(loaded.error, CorruptChunkError), (region, at)
+                    assert loaded.error.details["key"] == region.key and _names(loaded.error, region.file)
                     stored = {"tied": "half"}.get(region.key or "", region.key)
                     errors = open_and_judge(folder, sample(1))
                     of_tied = {"half", "tied"} if stored == "half" else {stored}
@@ -130,7 +130,7 @@ def test_a_flipped_bit_of_manifest_or_index_is_named_and_nothing_loads(folder: P
                 assert open_and_judge(folder, sample(1))[""].message == fault.message
 
 
-def test_a_flipped_bit_that_no_tensor_needs_is_found_by_verify_and_loads_right(folder: Path) -> None:
+def test_verify_finds_a_flipped_bit_that_no_load_needs(folder: Path) -> None:
     rest = [region for region in regions(folder)[1][2:] if region.key is None]
     assert {region.file for region in rest} == {record.name for record in regions(folder)[0].files}
     for region in rest:
@@ -162,9 +162,9 @@ def test_a_file_cut_short_is_named(folder: Path) -> None:
             with damaged(path, lambda path, length=length: os.truncate(path, length)):  # type: ignore[misc]
                 faults = faults_of(folder)
                 assert faults and all(_names(fault, file) for fault in faults), (file, length, faults)
-                seen = load_and_judge(folder, sample(1))
-                assert seen.error is not None and _names(seen.error, file), (file, length)
-                assert not seen.touched, "a short file is known before anything is copied"
+                loaded = load_and_judge(folder, sample(1))
+                assert loaded.error is not None and _names(loaded.error, file), (file, length)
+                assert not loaded.touched, "a short file is known before anything is copied"
                 for error in open_and_judge(folder, sample(1)).values():
                     assert _names(error, file)
 
@@ -174,8 +174,8 @@ def test_a_file_with_bytes_appended_is_named(folder: Path) -> None:
         with damaged(folder / file, lambda path: path.write_bytes(path.read_bytes() + b"\n")):
             faults = faults_of(folder)
             assert faults and all(_names(fault, file) for fault in faults)
-            seen = load_and_judge(folder, sample(1))
-            assert seen.error is not None and _names(seen.error, file) and not seen.touched
+            loaded = load_and_judge(folder, sample(1))
+            assert loaded.error is not None and _names(loaded.error, file) and not loaded.touched
 
 
 def _remove(path: Path) -> None:
@@ -212,12 +212,12 @@ def test_a_file_removed_or_of_another_kind_is_named(folder: Path, damage: Callab
         with damaged(folder / file, damage):
             faults = faults_of(folder)
             assert faults and all(_names(fault, file) for fault in faults), faults
-            seen = load_and_judge(folder, sample(1))
-            assert seen.error is not None and _names(seen.error, file) and not seen.touched
+            loaded = load_and_judge(folder, sample(1))
+            assert loaded.error is not None and _names(loaded.error, file) and not loaded.touched
             for error in open_and_judge(folder, sample(1)).values():
                 assert _names(error, file)
             if file == MANIFEST_NAME and damage is _remove:
-                assert isinstance(seen.error, NotCommittedError)
+                assert isinstance(loaded.error, NotCommittedError)
 
 
 def _counterparts(root: Path) -> dict[str, list[tuple[Path, Path]]]:
@@ -241,7 +241,7 @@ def _counterparts(root: Path) -> dict[str, list[tuple[Path, Path]]]:
     "which",
     ["manifest", "index", "manifest and index", "one shard", "last shard", "all shards", "index and shards"],
 )
-def test_files_of_another_step_are_not_taken_for_this_ones(root: Path, folder: Path, which: str) -> None:
+def test_files_of_another_step_are_refused(root: Path, folder: Path, which: str) -> None:
     swapped = _counterparts(root)[which]
     kept = {ours: ours.read_bytes() for ours, _ in swapped}
     try:
@@ -255,15 +255,15 @@ def test_files_of_another_step_are_not_taken_for_this_ones(root: Path, folder: P
         else:
             named = {fault.details["file"] for fault in faults}
             assert any(str(path).endswith(name) for path, _ in swapped for name in named), faults
-        seen = load_and_judge(folder, sample(1))
-        assert seen.error is not None
+        loaded = load_and_judge(folder, sample(1))
+        assert loaded.error is not None
         open_and_judge(folder, sample(1))
     finally:
         for ours, data in kept.items():
             ours.write_bytes(data)
 
 
-def test_a_manifest_under_the_index_of_its_own_step_but_foreign_shards(root: Path, tmp_path: Path) -> None:
+def test_shards_of_another_step_under_the_right_names_are_found(root: Path, tmp_path: Path) -> None:
     """Manifest and index of step 2, and its shard names, over the bytes of step 1's shards."""
     folder = tmp_path / "mixed"
     shutil.copytree(_folder(root, 2), folder)
@@ -289,10 +289,10 @@ def test_large_chunks_are_read_in_place_and_the_message_says_what_was_overwritte
             with flipped(tmp_path / region.file, at, at % 8):
                 (fault,) = faults_of(tmp_path)
                 assert fault.details["key"] == region.key
-                seen = load_and_judge(tmp_path, wanted)
-                assert isinstance(seen.error, CorruptChunkError) and seen.touched
-                assert seen.error.details["key"] == region.key
-                assert "partly overwritten" in seen.error.message
+                loaded = load_and_judge(tmp_path, wanted)
+                assert isinstance(loaded.error, CorruptChunkError) and loaded.touched
+                assert loaded.error.details["key"] == region.key
+                assert "partly overwritten" in loaded.error.message
     assert load_and_judge(tmp_path, wanted).error is None
 
 
@@ -333,20 +333,20 @@ def meet_damage_on_one_rank(root: str) -> dict[str, Any]:
     """Loads the damaged step 2, then restores; only the second rank's rows are damaged."""
     meeting = rendezvous(deadline=20.0)
     state = target_like(sample(2, rank(), world_size(), of_rank=True))
-    told: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     try:
         sp.load(_folder(root, 2), state, rendezvous=meeting)
     except ShardproofError as error:
-        told["error"] = (type(error).__name__, error.message, error.details)
-    told["plain"] = values_of({key: state[key] for key in ("plain", "blob", "own")})
+        result["error"] = (type(error).__name__, error.message, error.details)
+    result["plain"] = values_of({key: state[key] for key in ("plain", "blob", "own")})
     checkpointer = sp.Checkpointer(root, rendezvous=meeting)
-    told["restored"] = checkpointer.restore(state)
-    told["passed over"] = [(item.step, item.reason) for item in checkpointer.passed_over]
-    told["right"] = values_of(state) == values_of(sample(1, rank(), world_size(), of_rank=True))
-    return told
+    result["restored"] = checkpointer.restore(state)
+    result["passed over"] = [(item.step, item.reason) for item in checkpointer.passed_over]
+    result["right"] = values_of(state) == values_of(sample(1, rank(), world_size(), of_rank=True))
+    return result
 
 
-def test_damage_that_one_rank_meets_is_every_ranks_error_and_restore_takes_the_older_step(
+def test_damage_on_one_rank_fails_all_ranks_and_restore_takes_the_older_step(
     tmp_path: Path,
 ) -> None:
     assert [outcome.value for outcome in run_ranks(2, save_two_steps, str(tmp_path))] == [None, None]
@@ -362,9 +362,9 @@ def test_damage_that_one_rank_meets_is_every_ranks_error_and_restore_takes_the_o
     assert (details["file"], details["key"], details["rank"]) == (region.file, "w", 1)
     blank = values_of({key: value for key, value in target_like(sample(2)).items() if key in first["plain"]})
     assert first["plain"] == second["plain"] == blank
-    for told in (first, second):
-        assert told["restored"] == 1 and told["right"]
-        ((step, reason),) = told["passed over"]
+    for result in (first, second):
+        assert result["restored"] == 1 and result["right"]
+        ((step, reason),) = result["passed over"]
         assert step == 2 and region.file in reason and "'w'" in reason
 
 

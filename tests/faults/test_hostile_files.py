@@ -1,4 +1,4 @@
-"""Files written to harm: a clear error in bounded memory and time, from every reader, and no code is run."""
+"""Hostile files: every reader raises a clear error in bounded memory and time, and runs no code."""
 
 from __future__ import annotations
 
@@ -77,15 +77,15 @@ def _repair(folder: Path) -> Any:
 def _command_line(folder: Path) -> Any:
     from shardproof.cli.group import run
 
-    said = {}
+    answers = {}
     for words in ("verify", "verify --json", "inspect", "inspect --json"):
         with (
             contextlib.redirect_stdout(io.StringIO()) as out,
             contextlib.redirect_stderr(io.StringIO()) as err,
         ):
             code = run([*words.split(), str(folder)])
-        said[words] = (code, "Traceback" in out.getvalue() + err.getvalue())
-    return json.dumps(said)
+        answers[words] = (code, "Traceback" in out.getvalue() + err.getvalue())
+    return json.dumps(answers)
 
 
 READERS: dict[str, Callable[[Path], Any]] = {
@@ -99,7 +99,7 @@ READERS: dict[str, Callable[[Path], Any]] = {
 
 
 def read_all(folders: dict[str, str], readers: list[str]) -> dict[str, dict[str, tuple[str, str, float]]]:
-    """What each reader made of each folder: the kind of error, its text, seconds. Under limits."""
+    """Runs each reader on each folder under limits: the kind of error, its text or the result, seconds."""
     sp.load, sp.open  # noqa: B018  (imported before memory and time are limited)
     for command in ("check", "look"):
         importlib.import_module(f"shardproof.cli.{command}")
@@ -128,7 +128,7 @@ def read_all(folders: dict[str, str], readers: list[str]) -> dict[str, dict[str,
 Answers = dict[str, dict[str, tuple[str, str, float]]]
 
 
-def _judged(root: Path, cases: dict[str, Forge], readers: list[str]) -> Answers:
+def _read_forgeries(root: Path, cases: dict[str, Forge], readers: list[str]) -> Answers:
     folders = {}
     for number, (name, forge) in enumerate(cases.items()):
         forgery = Forgery(root / str(number))
@@ -141,18 +141,20 @@ def _judged(root: Path, cases: dict[str, Forge], readers: list[str]) -> Answers:
 
 @pytest.fixture(scope="module")
 def forged(tmp_path_factory: pytest.TempPathFactory) -> Answers:
-    return _judged(tmp_path_factory.mktemp("forged"), CASES, ["load", "open", "verify", "command line"])
+    return _read_forgeries(
+        tmp_path_factory.mktemp("forged"), CASES, ["load", "open", "verify", "command line"]
+    )
 
 
 @pytest.fixture(scope="module")
 def strange(tmp_path_factory: pytest.TempPathFactory) -> Answers:
     cases = {name: with_value(value) for name, value in VALUES.items()}
-    return _judged(tmp_path_factory.mktemp("strange"), cases, ["load evil", "open"])
+    return _read_forgeries(tmp_path_factory.mktemp("strange"), cases, ["load evil", "open"])
 
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Answers:
-    return _judged(tmp_path_factory.mktemp("shards"), SHARDS, ["load", "verify", "repair"])
+    return _read_forgeries(tmp_path_factory.mktemp("shards"), SHARDS, ["load", "verify", "repair"])
 
 
 def _is_clear(answer: tuple[str, str, float]) -> None:
@@ -161,8 +163,8 @@ def _is_clear(answer: tuple[str, str, float]) -> None:
     assert seconds < SECONDS and len(text) < 2000 and "\n\n" not in text
 
 
-def test_what_is_forged_is_right_before_it_is_forged(tmp_path: Path) -> None:
-    answers = _judged(
+def test_every_reader_accepts_the_checkpoint_before_it_is_forged(tmp_path: Path) -> None:
+    answers = _read_forgeries(
         tmp_path, {"nothing": lambda forgery: None}, ["load", "open", "verify", "repair", "verify"]
     )
     assert [answer[:2] for answer in answers["nothing"].values()] == [
@@ -178,13 +180,13 @@ def test_a_hostile_manifest_or_index_is_a_clear_error(name: str, forged: Answers
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_command_line_says_bad_without_a_traceback(name: str, forged: Answers) -> None:
+def test_the_command_line_reports_a_fault_without_a_traceback(name: str, forged: Answers) -> None:
     kind, text, _ = forged[name]["command line"]
     assert not kind, text
-    said = json.loads(text)
-    assert said["verify"] == said["verify --json"] == [1, False]
-    assert said["inspect"] in ([0, False], [1, False]), "it reads no shard"
-    assert said["inspect --json"] == said["inspect"]
+    answers = json.loads(text)
+    assert answers["verify"] == answers["verify --json"] == [1, False]
+    assert answers["inspect"] in ([0, False], [1, False]), "it reads no shard"
+    assert answers["inspect --json"] == answers["inspect"]
 
 
 @pytest.mark.parametrize("name", VALUES)
@@ -210,7 +212,7 @@ def test_a_large_sparse_manifest_is_refused_by_its_size(tmp_path: Path) -> None:
     assert forgery.manifest["step"] == 1
 
 
-def test_a_large_tensor_takes_no_memory_before_its_file_is_seen_to_be_short(tmp_path: Path) -> None:
+def test_a_large_tensor_takes_no_memory_before_the_size_of_its_file_is_checked(tmp_path: Path) -> None:
     forgery = Forgery(tmp_path)
     a_large_tensor(forgery)
     forgery.seal()
@@ -221,7 +223,7 @@ def test_a_large_tensor_takes_no_memory_before_its_file_is_seen_to_be_short(tmp_
         checkpoint["w"].read()
 
 
-def test_what_cannot_be_proved_is_reported_like_any_fault(tmp_path: Path) -> None:
+def test_verify_reports_a_tiling_that_it_cannot_prove(tmp_path: Path) -> None:
     forgery = Forgery(tmp_path)
     cut_along_all(forgery)
     forgery.seal()
@@ -264,7 +266,7 @@ def _watch(event: str, arguments: tuple[Any, ...]) -> None:
 
 @contextlib.contextmanager
 def _no_code() -> Iterator[list[tuple[str, str]]]:
-    """What would run code is noted, and what unpickles raises."""
+    """Within it, audit events that run code are recorded, and unpickling raises."""
     import pickle  # noqa: TID251
 
     def refuse(*arguments: Any, **named: Any) -> Any:
@@ -301,7 +303,7 @@ def _training() -> dict[str, Any]:
 
 
 def watch_readers(root: str) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-    """What would run code while a training state is read in every way; and while a pickle is read."""
+    """Audit events that run code: while a training state is read in every way, and while a pickle is read."""
     import pickle  # noqa: TID251
 
     meeting = rendezvous(deadline=20.0)
@@ -316,7 +318,7 @@ def watch_readers(root: str) -> tuple[list[tuple[str, str]], list[tuple[str, str
 
     for name in ("first", "second"):
         sp.save(Path(root) / name, _training(), rendezvous=meeting)
-    read(Path(root) / "first")  # what is imported late is imported here
+    read(Path(root) / "first")  # late imports happen here
     state_ = _training()  # of another run: its modules are loaded too
     with _no_code() as found:
         sp.load(Path(root) / "second", state_, rendezvous=meeting)

@@ -1,8 +1,8 @@
 """SIGKILL at every file operation of an incremental save and of the retention after it.
 
-Job after job restores, saves a step on top of what is there, and dies in the save after it, one operation
-later than the job before. Between the jobs one process reads every committed step whole: each must have all
-that it refers to.
+Each job restores, saves one step, and is killed in the save after it, one operation later than the job
+before. Between the jobs, one process reads every committed step whole: each must have all files that it
+refers to.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.scenarios.states import attempt, blanked, differences, rows, whole
 
 
 def state(step: int) -> dict[str, Any]:
-    """What never changes, what changes every third step, and what always does."""
+    """Tensors that never change, that change every third step, and that change every step."""
     part = 8 // world_size()
     mine = rank() * part, (rank() + 1) * part
     return {
@@ -36,7 +36,7 @@ def state(step: int) -> dict[str, Any]:
     }
 
 
-def alone(step: int) -> dict[str, Any]:
+def state_of_one_process(step: int) -> dict[str, Any]:
     return {
         "frozen": whole((8, 30), 1),
         "slow": whole((8, 20), step // 3),
@@ -45,8 +45,8 @@ def alone(step: int) -> dict[str, Any]:
     }
 
 
-def go_on(root: Path, meetings: Any, number: int, deadly: Deadly) -> str:
-    """Restores, saves one step (which catches up on retention), and dies in the save of the step after."""
+def resume_and_save(root: Path, meetings: Any, number: int, deadly: Deadly) -> str:
+    """Restores, saves one step (which catches up on retention), and is killed in the next save."""
     checkpointer = sp.Checkpointer(
         root, rendezvous=meetings, cache="none", incremental=True, keep=sp.KeepLatest(2)
     )
@@ -62,17 +62,17 @@ def go_on(root: Path, meetings: Any, number: int, deadly: Deadly) -> str:
 
 
 def look(root: Path, number: int, ended: list[str]) -> None:
-    """All committed steps are whole, two at least once there were two."""
+    """All committed steps are whole and have their values."""
     checkpointer = sp.Checkpointer(root, rendezvous=LocalRendezvous())
     steps = checkpointer.steps()
     assert steps
     for step in steps:
         report = verify(LocalStorage(root / step_name(step)))
         assert report.ok, (number, step, report.faults)
-        target = blanked(alone(0))
+        target = blanked(state_of_one_process(0))
         sp.load(root / step_name(step), target, rendezvous=LocalRendezvous())
-        assert differences(target, alone(step)) == []
-    if number % 5 == 4:  # prune must not take what is referred to
+        assert differences(target, state_of_one_process(step)) == []
+    if number % 5 == 4:  # prune must not remove files that other steps refer to
         storage = LocalStorage(root)
         for leftover in leftovers(storage, lambda name: 0.0):
             assert remove_leftover(storage, leftover)
@@ -83,7 +83,7 @@ def look(root: Path, number: int, ended: list[str]) -> None:
 
 def killed(root: str, who: int) -> list[str]:
     run = Path(root)
-    return die_at_every_operation(partial(go_on, run), partial(look, run), who, everyone=False)
+    return die_at_every_operation(partial(resume_and_save, run), partial(look, run), who, everyone=False)
 
 
 @pytest.mark.parametrize(
@@ -103,6 +103,6 @@ def test_killed_at_every_file_operation(ranks: int, who: int, tmp_path: Path) ->
     lent = {parse_step(name) for name in storage.folders()} - set(committed)
     assert lent, "steps that were removed lend to those that stay"
     for step in committed:
-        target = blanked(alone(0))
+        target = blanked(state_of_one_process(0))
         sp.load(root / step_name(step), target, rendezvous=LocalRendezvous())
-        assert differences(target, alone(step)) == []
+        assert differences(target, state_of_one_process(step)) == []

@@ -1,4 +1,4 @@
-"""Files changed at random, with right digests: every reader succeeds or says why it does not.
+"""Files changed at random, with right digests: every reader succeeds or raises an error of ours.
 
 The changes know the structure of the files: lengths, types, shapes, order and values of the index's columns,
 of the tables of digests, of headers and of every number in the manifest.
@@ -91,7 +91,7 @@ def _repair(run: Path, *lost: str) -> None:
 
 
 def _save_after(run: Path) -> None:
-    """An incremental save may build on the step, and must be whole whatever it finds there."""
+    """An incremental save may build on the changed step, and must be whole."""
     sp.Checkpointer(run, incremental=True).save(3, state()).result()
     sp.load(run / "step-00000003", target_like(state()))
 
@@ -131,13 +131,13 @@ WRITERS: dict[str, Callable[[Path], None]] = {
     "repair the index": lambda run: _repair(run, "index-*"),
     "repair both": lambda run: _repair(run, MANIFEST_NAME, "index-*"),
 }
-"""What may change the run, and so gets a copy of it."""
+"""Operations that may change the run. Each gets a copy of it."""
 SAVES: dict[str, Callable[[Path], None]] = {"save after": _save_after, "save over": _save_over}
-"""The same, and slower: for every fifth change."""
+"""Slower operations on a copy of the run, for every fifth seed."""
 
 
 def _save(run: Path, *, incremental: bool) -> None:
-    """The checkpoint that is changed; whether it refers to files of a step before it."""
+    """Saves the checkpoint to change. An incremental one refers to files of the step before it."""
     if not incremental:
         Forgery(run / STEP)
         return
@@ -147,17 +147,19 @@ def _save(run: Path, *, incremental: bool) -> None:
     assert read_manifest(LocalStorage(run / STEP)).borrowed_files
 
 
-def judge(root: str, part: str, incremental: bool, seeds: range) -> tuple[list[tuple[int, str, str]], int]:
-    """Answers that are neither success nor an error of ours (seed, reader, text); how many succeeded."""
+def run_all_on_mutated(
+    root: str, part: str, incremental: bool, seeds: range
+) -> tuple[list[tuple[int, str, str]], int]:
+    """Answers that are neither success nor an error of ours (seed, reader, text); number of successes."""
     top = Path(root)
     logging.getLogger("shardproof").setLevel(logging.CRITICAL)
     signal.signal(signal.SIGALRM, _out_of_time)
     threading.stack_size(1 << 20)
     os.fsync = lambda descriptor: None  # no machine crashes here
-    with blocks_of(16):  # so that chunks have several
+    with blocks_of(16):  # so that chunks have several blocks
         _save(top / "template", incremental=incremental)
         Forgery(top / GOOD)
-        for call in (READERS | WRITERS | SAVES).values():  # what is imported late is imported here
+        for call in (READERS | WRITERS | SAVES).values():  # late imports happen here
             shutil.copytree(top / "template", top / "work")
             with contextlib.suppress(ShardproofError):
                 call(top / "work")
@@ -175,17 +177,17 @@ def judge(root: str, part: str, incremental: bool, seeds: range) -> tuple[list[t
                 place = run
                 if name not in READERS:
                     place = Path(shutil.copytree(run, top / "work"))
-                said = _answer(call, place)
-                succeeded += said == ""
-                if said:
-                    wrong.append((seed, name, said))
+                answer = _answer(call, place)
+                succeeded += answer == ""
+                if answer:
+                    wrong.append((seed, name, answer))
                 shutil.rmtree(top / "work", ignore_errors=True)
             shutil.rmtree(run)
         return wrong, succeeded
 
 
 def _answer(call: Callable[[Path], None], run: Path) -> str | None:
-    """Empty: it succeeded; None: an error of ours; else what it was."""
+    """Empty if the call succeeded, None for an error of ours, otherwise the error's type and text."""
     signal.setitimer(signal.ITIMER_REAL, SECONDS)
     try:
         call(run)
@@ -204,10 +206,10 @@ def _answer(call: Callable[[Path], None], run: Path) -> str | None:
 @pytest.mark.parametrize(
     "seeds", [range(20), pytest.param(range(20, 500), marks=pytest.mark.slow)], ids=["few", "many"]
 )
-def test_every_reader_succeeds_or_says_what_is_wrong(
+def test_every_reader_succeeds_or_raises_an_error_of_ours(
     part: str, incremental: bool, seeds: range, tmp_path: Path
 ) -> None:
-    (outcome,) = run_ranks(1, judge, str(tmp_path), part, incremental, seeds, timeout=280)
+    (outcome,) = run_ranks(1, run_all_on_mutated, str(tmp_path), part, incremental, seeds, timeout=280)
     wrong, succeeded = outcome.value
     assert wrong == []
     assert 0 < succeeded < len(seeds) * len(READERS | WRITERS), "some changes matter, and some do not"

@@ -1,8 +1,8 @@
 """SIGKILL at every file operation of a node-local save with copies, and of the copies after a restore.
 
-Each job restores, repeats the save that the last job died in, and dies one operation later in a new one. The
-operations of a rank are those of its own save, and those of its service, which writes the copies of the other
-node and publishes. Between the jobs either node is lost, in turn: what was saved is restored without it.
+Each job restores, repeats the save in which the last job was killed, and is killed one operation later in a
+new save. The operations of a rank are those of its own save and of its service. The service writes the copies
+of the other node and publishes. Between the jobs, one process restores from each node alone.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def node_of(root: Path, number: int) -> Path:
 
 
 def resume_and_save(root: Path, meetings: Any, number: int, deadly: Deadly) -> str:
-    """Saves step `number` + 1, whatever is left of it, and dies in the save of the step after it."""
-    # Every other job has its ranks on the other nodes.
+    """Saves step `number` + 1 over any leftovers, and is killed in the save of the next step."""
+    # In every other job, the ranks swap nodes.
     place = node_of(root, (rank() + number) % RANKS)
     run = sp.Checkpointer(
         place, node_local=True, replicas=1, keep=sp.KeepLatest(2), rendezvous=meetings, cache="none"
@@ -53,7 +53,7 @@ def resume_and_save(root: Path, meetings: Any, number: int, deadly: Deadly) -> s
 
 
 def look(root: Path, number: int, ended: list[str]) -> None:
-    """Without either node, the newest step is there whose save has returned, or a newer one."""
+    """From each node alone, restores the newest step whose save has returned, or a newer one."""
     for lost in range(RANKS):
         there = node_of(root, 1 - lost)
         alone = sp.Checkpointer(there, node_local=True, replicas=1, rendezvous=LocalRendezvous())
@@ -63,8 +63,8 @@ def look(root: Path, number: int, ended: list[str]) -> None:
         assert differences(target, whole_state(RANKS, int(restored))) == []
         assert verify(LocalStorage(there / step_name(int(restored)))).ok
     assert set(ended) <= ENDS, ended
-    # A job that dies in the retention leaves older steps. With each of them, the next job would have more
-    # operations, and might die at the same one for ever.
+    # A job that is killed in retention leaves older steps. With each of them the next job has more
+    # operations, and could be killed at the same one for ever.
     for place in (node_of(root, number) for number in range(RANKS)):
         for folder in place.glob("step-*"):
             if folder.name < step_name(number + 1):
@@ -91,7 +91,7 @@ def test_killed_at_every_file_operation(who: int, every: int, tmp_path: Path) ->
 
 
 def copy_and_die(root: Path, meetings: Any, number: int, deadly: Deadly) -> str:
-    """Completes the copies in which the last job died, empties node 1, and dies in its copies again."""
+    """Completes the copies of the last job, empties node 1, and is killed while it copies again."""
     place = node_of(root, rank())
     run = sp.Checkpointer(place, node_local=True, replicas=1, rendezvous=meetings, cache="none")
     if number:
@@ -115,7 +115,7 @@ def restored_with_copies(run: sp.Checkpointer) -> str:
 
 
 def look_at_copies(root: Path, number: int, ended: list[str]) -> None:
-    """A file of node 1 that has its name is whole, and node 0 lost nothing."""
+    """Node 1 has no manifest, or all its files are whole. Node 0 lost nothing."""
     emptied = LocalStorage(node_of(root, 1) / step_name(1))
     assert emptied.size("manifest.json") is None or verify_files_here(emptied) == ()
     assert verify(LocalStorage(node_of(root, 0) / step_name(1))).ok

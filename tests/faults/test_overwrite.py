@@ -1,4 +1,4 @@
-"""Saving over a committed step and dying at any file operation leaves the old one or the new one, whole."""
+"""A save over a committed step, killed at any operation, leaves the old or the new checkpoint whole."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tests.faults.dying import Deadly, die_at_every_operation
 from tests.faulty_storage import FaultyStorage
 from tests.harness import Job, rank, reach, rendezvous, run_ranks, world_size
 from tests.scenarios.states import (
-    agreed,
+    assert_one_attempt,
     attempt,
     blanked,
     differences,
     files_below,
-    only_its_own,
     plain_state,
+    same_on_all_ranks,
     whole_state,
 )
 
@@ -33,9 +33,9 @@ STEP = 7
 
 
 def salt_found(root: Path) -> int:
-    """The salt of the one whole checkpoint that this process alone finds."""
+    """The salt of the one checkpoint, which this process reads whole."""
     folder = root / step_name(STEP)
-    only_its_own(folder, leftovers=True)
+    assert_one_attempt(folder, leftovers=True)
     target = blanked(whole_state(RANKS, 0))
     sp.load(folder, target, rendezvous=LocalRendezvous(), exclude="own")
     salt = int(target["epoch"])
@@ -56,7 +56,7 @@ def save_over(root: Path, meetings: Any, number: int, deadly: Deadly) -> str:
 
 
 def look(root: Path, seen: dict[int, int], number: int, ended: list[str]) -> None:
-    """Notes which salt is there; it is that of this job or the one from before."""
+    """Records the salt that is there. It is the salt of this job or of the one before."""
     found, before = salt_found(root), list(seen.values())[-1]
     assert found in (before, number + 2), f"job {number} left {found}, before it was {before}"
     if set(ended) == {""}:
@@ -78,7 +78,7 @@ def killed_everywhere(root: str, who: int, everyone: bool, every: int) -> tuple[
     ],
     ids=["the coordinator, each third", "the coordinator", "a follower", "all"],
 )
-def test_dying_at_any_file_operation_leaves_the_old_or_the_new(
+def test_a_killed_overwrite_leaves_the_old_or_the_new_checkpoint(
     who: int, everyone: bool, every: int, tmp_path: Path
 ) -> None:
     outcomes = run_ranks(RANKS, killed_everywhere, str(tmp_path), who, everyone, every, timeout=250)
@@ -87,7 +87,7 @@ def test_dying_at_any_file_operation_leaves_the_old_or_the_new(
     assert set(ended) == {"", "killed"}
     assert ended.count("killed") > (30 if who == 0 else 10) // every
     new = [number for number in range(ended.count("killed")) if seen[number] == number + 2]
-    # Death comes before the commit, or while the coordinator removes the files of the old checkpoint.
+    # A kill comes before the commit, or while the coordinator removes the files of the old checkpoint.
     assert bool(new) == (who == 0)
     assert len(new) < len(ended) - 10 // every
 
@@ -108,13 +108,13 @@ def refused_then_replaced(root: str) -> list[Any]:
     return [refused, operations, replaced]
 
 
-def test_overwriting_must_be_asked_for(tmp_path: Path) -> None:
+def test_a_save_over_a_committed_step_needs_overwrite(tmp_path: Path) -> None:
     found = []
 
     def script(job: Job) -> None:
         for number in range(RANKS):
             job.until_held(number, "refused")
-        only_its_own(tmp_path / step_name(STEP))
+        assert_one_attempt(tmp_path / step_name(STEP))
         found.append(salt_found(tmp_path))
         for number in range(RANKS):
             job.go(number)
@@ -123,13 +123,13 @@ def test_overwriting_must_be_asked_for(tmp_path: Path) -> None:
     values = [
         o.value for o in run_ranks(RANKS, refused_then_replaced, str(tmp_path), hold=hold, script=script)
     ]
-    refused = agreed([value[0] for value in values])
+    refused = same_on_all_ranks([value[0] for value in values])
     assert refused.kind == "AlreadyCommittedError"
     assert "overwrite=True" in refused.text
     assert [value[1] for value in values] == [[], []]
     assert found == [1]
-    assert agreed([value[2] for value in values]).kind == ""
-    only_its_own(tmp_path / step_name(STEP))
+    assert same_on_all_ranks([value[2] for value in values]).kind == ""
+    assert_one_attempt(tmp_path / step_name(STEP))
     assert salt_found(tmp_path) == 3
 
 
@@ -141,10 +141,10 @@ def other_layout(root: str) -> Any:
     return checkpointer.steps()
 
 
-def test_fewer_files_than_before(tmp_path: Path) -> None:
+def test_an_overwrite_with_fewer_files_leaves_no_old_file(tmp_path: Path) -> None:
     assert [outcome.value for outcome in run_ranks(RANKS, other_layout, str(tmp_path))] == [[STEP], [STEP]]
     folder = tmp_path / step_name(STEP)
-    only_its_own(folder)
+    assert_one_attempt(folder)
     assert len(files_below(folder)) == 3
     assert MANIFEST_NAME in files_below(folder)
     assert verify(LocalStorage(folder)).chunks == 0

@@ -32,8 +32,8 @@ def meet_and_go_on(
     return type(error).__name__, error.details | {"message": error.message}, cause, answer
 
 
-def agreed(outcomes: list[Outcome]) -> tuple[str, dict]:  # type: ignore[type-arg]
-    """What all ranks were told, which must be one thing; and all have met again."""
+def same_error(outcomes: list[Outcome]) -> tuple[str, dict]:  # type: ignore[type-arg]
+    """The error that all ranks got, which must be the same. All ranks must have met again."""
     values = [outcome.value for outcome in outcomes]
     assert all(value[:2] == values[0][:2] for value in values), values
     assert [value[3] for value in values] == [b",".join(b"%d" % r for r in range(len(values)))] * len(values)
@@ -46,9 +46,9 @@ def rank_raises(failing: Sequence[int], phase: str) -> tuple[str, dict, str, byt
 
 
 @pytest.mark.parametrize(("failing", "phase"), [([1], "collect"), ([0], "plan"), ([0, 2], "write")])
-def test_a_rank_raises(failing: list[int], phase: str) -> None:
+def test_an_error_on_a_rank_reaches_all_ranks(failing: list[int], phase: str) -> None:
     outcomes = run_ranks(3, rank_raises, failing, phase)
-    kind, details = agreed(outcomes)
+    kind, details = same_error(outcomes)
     assert kind == "RankFailure"
     assert details["phase"] == phase
     assert details["causes"] == {str(rank): f"OSError: [Errno 28] full on {rank}" for rank in failing}
@@ -69,8 +69,8 @@ def answer_too_few(posts: list[bytes]) -> list[bytes]:
     return [b"1"]
 
 
-def test_decide_raises_an_error_of_ours() -> None:
-    kind, details = agreed(run_ranks(2, meet_and_go_on, b"", "plan", refuse))
+def test_an_error_of_ours_in_decide_reaches_all_ranks() -> None:
+    kind, details = same_error(run_ranks(2, meet_and_go_on, b"", "plan", refuse))
     assert (kind, details["missing"], details["message"]) == (
         "KeyMismatchError",
         ["w"],
@@ -82,20 +82,20 @@ def test_decide_raises_an_error_of_ours() -> None:
     ("decide", "cause"),
     [(stumble, "IndexError: no such post"), (answer_too_few, "ValueError: 1 answers for 2 ranks")],
 )
-def test_decide_raises_anything_else(decide: object, cause: str) -> None:
+def test_any_other_error_in_decide_is_a_rank_failure(decide: object, cause: str) -> None:
     outcomes = run_ranks(2, meet_and_go_on, b"", "plan", decide)
-    kind, details = agreed(outcomes)
+    kind, details = same_error(outcomes)
     assert kind == RankFailure.__name__
     assert details["causes"] == {"0": cause}
     assert outcomes[0].value[2] == cause
 
 
-def different_things() -> tuple[str, dict, str, bytes]:  # type: ignore[type-arg]
+def meet_in_different_phases() -> tuple[str, dict, str, bytes]:  # type: ignore[type-arg]
     return meet_and_go_on(b"", "write" if harness.rank() == 2 else "agree")
 
 
-def test_ranks_meet_for_different_phases() -> None:
-    kind, details = agreed(run_ranks(3, different_things))
+def test_ranks_in_different_phases_all_get_one_error() -> None:
+    kind, details = same_error(run_ranks(3, meet_in_different_phases))
     assert kind == StructureError.__name__
     assert details["meetings"] == {
         "0": ["save a", "agree"],
@@ -105,7 +105,7 @@ def test_ranks_meet_for_different_phases() -> None:
     assert "ranks 0-1: save a, phase agree" in details["message"]
 
 
-def large() -> list[int]:
+def meet_with_large_posts() -> list[int]:
     meetings = harness.rendezvous(deadline=10.0)
     size = (20 << 20) + harness.rank()
     own = bytes([harness.rank()]) * size
@@ -116,6 +116,6 @@ def large() -> list[int]:
     return [len(one), len(each)]
 
 
-def test_large_posts_and_answers_are_cut() -> None:
-    values = [outcome.value for outcome in run_ranks(2, large)]
+def test_large_posts_and_answers_arrive_whole() -> None:
+    values = [outcome.value for outcome in run_ranks(2, meet_with_large_posts)]
     assert values == [[(20 << 20) + 1, 20 << 20], [(20 << 20) + 1, (20 << 20) + 1]]

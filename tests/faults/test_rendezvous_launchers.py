@@ -23,11 +23,11 @@ from shardproof.rendezvous import connect
 mode, folder = sys.argv[1:]
 rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 join = lambda posts: b",".join(posts)
-said = []
+answers = []
 
 def meet(note):
     assert connect(deadline=20.0) is connect()
-    said.append(connect().meet("save a", "agree", f"{attempt}:{note}:{rank}".encode(), join).decode())
+    answers.append(connect().meet("save a", "agree", f"{attempt}:{note}:{rank}".encode(), join).decode())
 
 meet("before")
 if mode == "group":
@@ -40,7 +40,7 @@ if mode == "group":
         dist.destroy_process_group()
 meet("after")
 with open(f"{folder}/{attempt}-{rank}.json", "w") as file:
-    json.dump(said, file)
+    json.dump(answers, file)
 if mode == "restart" and attempt == 0:
     meet("only in the first life")
     sys.exit(3 if rank == 1 else 0)
@@ -48,7 +48,7 @@ if mode == "restart" and attempt == 0:
 
 
 @pytest.mark.parametrize("mode", ["plain", "group", "restart"])
-def test_torchrun(mode: str, tmp_path: Path) -> None:
+def test_ranks_meet_under_torchrun(mode: str, tmp_path: Path) -> None:
     script = tmp_path / "job.py"
     script.write_text(SCRIPT)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]
@@ -70,11 +70,11 @@ def test_torchrun(mode: str, tmp_path: Path) -> None:
     attempts = [0, 1] if mode == "restart" else [0]
     for attempt in attempts:
         for rank in range(2):
-            said = json.loads((tmp_path / f"{attempt}-{rank}.json").read_text())
-            assert said == [f"{attempt}:{life}:0,{attempt}:{life}:1" for life in lives]
+            answers = json.loads((tmp_path / f"{attempt}-{rank}.json").read_text())
+            assert answers == [f"{attempt}:{life}:0,{attempt}:{life}:1" for life in lives]
 
 
-def without_agent() -> list[bytes]:
+def meet_without_agent() -> list[bytes]:
     """Rank 0 serves the store itself, and a process group made later shares the port."""
     from shardproof.rendezvous import connect
 
@@ -84,5 +84,7 @@ def without_agent() -> list[bytes]:
     return [first, second]
 
 
-def test_environment_without_torchrun() -> None:
-    assert [outcome.value for outcome in run_ranks(2, without_agent, store="rank 0")] == [[b"11", b"22"]] * 2
+def test_ranks_meet_without_torchrun() -> None:
+    assert [outcome.value for outcome in run_ranks(2, meet_without_agent, store="rank 0")] == [
+        [b"11", b"22"]
+    ] * 2

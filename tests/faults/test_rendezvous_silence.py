@@ -1,4 +1,4 @@
-"""Ranks that never arrive, stop, die or are merely slow: who is named, when, and what happens afterwards."""
+"""Ranks that never arrive, stop, die or are merely slow: which rank is named, when, and what happens then."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def two_meetings() -> list[Any]:
 
 
 def named(outcomes: list[Outcome], silent: list[int]) -> dict[str, Any]:
-    """The one RankSilent that those outcomes hold for the first meeting, in time."""
+    """The details of the RankSilent error that all these ranks got in their first meeting."""
     firsts = [outcome.value[0] for outcome in outcomes]
     answers = [answer for answer, _ in firsts]
     assert all(answer == answers[0] for answer in answers), answers
@@ -64,7 +64,7 @@ ALL = [b"0,1,2"] * 3
 
 
 @pytest.mark.parametrize("silent", [1, 0])
-def test_a_stopped_rank_is_named_and_comes_back_in_step(silent: int) -> None:
+def test_a_stopped_rank_is_named_and_meets_again_later(silent: int) -> None:
     others = [rank for rank in range(3) if rank != silent]
 
     def script(job: Job) -> None:
@@ -107,7 +107,7 @@ def one_never_comes() -> Any:
     return [attempt(meetings)]
 
 
-def test_a_rank_that_never_arrived() -> None:
+def test_a_rank_that_never_arrives_is_named() -> None:
     outcomes = run_ranks(3, one_never_comes)
     details = named([outcomes[0], outcomes[2]], [1])
     assert details["last_heard"] == {"1": None}
@@ -149,13 +149,13 @@ def one_is_slow(slow: int) -> Any:
 
 
 @pytest.mark.parametrize("slow", [1, 0])
-def test_a_slow_rank_that_moves_is_waited_for(slow: int) -> None:
+def test_the_others_wait_for_a_slow_rank_that_makes_progress(slow: int) -> None:
     outcomes = run_ranks(3, one_is_slow, slow)
     assert [outcome.value[0] for outcome in outcomes] == ALL
     assert all(outcome.value[1] > 4.0 for outcome in outcomes if outcome.rank != slow)
 
 
-def progress_then_stand_still() -> Any:
+def one_stops_making_progress() -> Any:
     meetings = harness.rendezvous(deadline=20.0)
     meetings.meet("save a", "agree", b"", join)
     meetings.deadline = DEADLINE
@@ -167,8 +167,8 @@ def progress_then_stand_still() -> Any:
     return [attempt(meetings)]
 
 
-def test_a_rank_that_stands_still_is_named_with_its_progress() -> None:
-    outcomes = run_ranks(3, progress_then_stand_still)
+def test_a_rank_that_stops_making_progress_is_named_with_its_progress() -> None:
+    outcomes = run_ranks(3, one_stops_making_progress)
     details = named(outcomes, [1])
     assert details["progress"] == {"1": "15.0 MiB of 64.0 MiB"}
     assert outcomes[0].value[0][1] > DEADLINE + 1.0
@@ -186,17 +186,17 @@ def hang(posts: list[bytes]) -> bytes:
     return join(posts)
 
 
-def decision(decide: Any) -> Any:
+def meet_with_decide(decide: Any) -> Any:
     return [attempt(harness.rendezvous(deadline=DEADLINE), decide=decide)]
 
 
-def test_a_coordinator_that_computes_is_waited_for() -> None:
-    outcomes = run_ranks(3, decision, think)
+def test_the_others_wait_for_a_coordinator_that_computes() -> None:
+    outcomes = run_ranks(3, meet_with_decide, think)
     assert [outcome.value[0][0] for outcome in outcomes] == ALL
 
 
-def test_a_coordinator_that_hangs_is_named_and_told_so() -> None:
-    named(run_ranks(3, decision, hang), [0])
+def test_all_ranks_name_a_coordinator_that_hangs() -> None:
+    named(run_ranks(3, meet_with_decide, hang), [0])
 
 
 def one_fails_one_is_gone() -> Any:
@@ -209,14 +209,14 @@ def one_fails_one_is_gone() -> Any:
     return caught.value.causes, caught.value.details["silent"], time.monotonic() - began
 
 
-def test_a_failure_is_not_hidden_by_a_silence() -> None:
+def test_a_silent_rank_does_not_hide_the_failure_of_another() -> None:
     for outcome in run_ranks(3, one_fails_one_is_gone)[:2]:
         causes, silent, seconds = outcome.value
         assert (causes, silent) == ({1: "ValueError: bad"}, [2])
         assert seconds < DEADLINE + SLACK
 
 
-def test_the_store_dies() -> None:
+def test_a_store_that_dies_is_named() -> None:
     def script(job: Job) -> None:
         for rank in range(3):
             job.until_held(rank, "work")
@@ -244,7 +244,7 @@ def store_at_rank_0() -> list[Any]:
     return [first, attempt(meetings, "save b")]
 
 
-def test_rank_0_serves_the_store_and_dies() -> None:
+def test_the_death_of_rank_0_is_named_where_it_serves_the_store() -> None:
     outcomes = run_ranks(3, store_at_rank_0, store="rank 0", kill={0: "work"})
     for outcome in outcomes[1:]:
         (kind, details, _), seconds = outcome.value[0]
@@ -252,7 +252,7 @@ def test_rank_0_serves_the_store_and_dies() -> None:
         assert seconds < DEADLINE + SLACK
 
 
-def test_rank_0_serves_the_store_and_is_stopped() -> None:
+def test_ranks_meet_again_after_rank_0_was_stopped_while_it_serves_the_store() -> None:
     def script(job: Job) -> None:
         job.until_held(0, "work")
         job.stop(0)

@@ -62,7 +62,7 @@ def _files(folder: Path) -> dict[str, bytes]:
 
 
 def _is_as_saved(folder: Path, saved: Path) -> Manifest:
-    """Asserts that everything but the mark of the repair is as it was."""
+    """Asserts that everything but the mark of the repair is as it was saved."""
     before, after = read_manifest(LocalStorage(saved)), read_manifest(LocalStorage(folder))
     assert after.repaired and not before.repaired
     assert after.writer == before.writer
@@ -115,7 +115,7 @@ LOSSES: dict[str, Callable[[Path], Any]] = {
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("which", ["manifest", "index", "both"])
-def test_what_was_lost_is_rebuilt_and_loads_the_same(
+def test_a_lost_manifest_or_index_is_rebuilt_and_loads_the_same(
     folder: Path, saved: Path, which: str, loss: str
 ) -> None:
     manifest = read_manifest(LocalStorage(folder))
@@ -128,7 +128,7 @@ def test_what_was_lost_is_rebuilt_and_loads_the_same(
     assert given == _is_as_saved(folder, saved)
 
 
-def test_nothing_is_repaired_that_is_whole(folder: Path) -> None:
+def test_a_whole_checkpoint_is_not_repaired(folder: Path) -> None:
     before = _files(folder)
     with pytest.raises(AlreadyCommittedError, match="nothing to repair"):
         repair(LocalStorage(folder))
@@ -144,7 +144,7 @@ def test_a_missing_shard_is_refused(folder: Path, which: str) -> None:
 
 
 @pytest.mark.parametrize("loss", ["removed", "cut", "emptied"])
-def test_a_lost_shard_beside_a_whole_manifest_is_no_checkpoint_that_is_fine(folder: Path, loss: str) -> None:
+def test_a_lost_shard_beside_a_whole_manifest_is_refused(folder: Path, loss: str) -> None:
     name = read_manifest(LocalStorage(folder)).files[-1].name
     LOSSES[loss](folder / name)
     error = _refused(folder, FormatError, "cannot be repaired: restore another step")
@@ -152,8 +152,8 @@ def test_a_lost_shard_beside_a_whole_manifest_is_no_checkpoint_that_is_fine(fold
 
 
 @pytest.mark.parametrize("which", ["manifest", "index"])
-def test_damage_to_a_shard_is_refused_wherever_it_is(folder: Path, saved: Path, which: str) -> None:
-    """A flipped bit anywhere in a shard, and its name in the error."""
+def test_damage_anywhere_in_a_shard_is_refused(folder: Path, saved: Path, which: str) -> None:
+    """Flips bits all over a shard. Each error names the shard."""
     manifest, found = regions(folder)
     lost = folder / (MANIFEST_NAME if which == "manifest" else manifest.index.name)
     lost.unlink()
@@ -186,15 +186,15 @@ def test_a_shard_of_another_rank_is_refused(folder: Path) -> None:
     (folder / MANIFEST_NAME).unlink()
     source = folder / manifest.files[0].name
     shutil.copyfile(source, folder / shard_name(7, manifest.attempt))
-    found = repair(LocalStorage(folder))  # the copy says that it is of rank 0: it is none of the files
+    found = repair(LocalStorage(folder))  # the copy declares rank 0, so it is none of the files
     assert [record.name for record in found.files] == [record.name for record in manifest.files]
     (folder / MANIFEST_NAME).unlink()
     (folder / manifest.files[-1].name).unlink()
     _refused(folder, FormatError, "copied or renamed")
 
 
-def test_the_manifests_digest_of_a_file_counts_when_only_the_index_is_lost(folder: Path) -> None:
-    """A whole, self-consistent shard of the right name that is not the one that was committed."""
+def test_a_shard_that_differs_from_its_digest_in_the_manifest_is_refused(folder: Path) -> None:
+    """Only the index is lost. A consistent shard of the right name is not the committed one."""
     manifest = read_manifest(LocalStorage(folder))
     (folder / manifest.index.name).unlink()
     name = manifest.files[0].name
@@ -206,10 +206,10 @@ def test_the_manifests_digest_of_a_file_counts_when_only_the_index_is_lost(folde
 
 @pytest.mark.parametrize("leftover", ["older", "newer"])
 @pytest.mark.parametrize("which", ["manifest", "index", "both"])
-def test_an_attempt_that_died_beside_it_is_not_taken(
+def test_files_of_a_dead_attempt_are_not_taken(
     folder: Path, saved: Path, tmp_path: Path, which: str, leftover: str
 ) -> None:
-    """A complete set of shards of another attempt, which never came as far as an index."""
+    """The folder also has all shards of another attempt, which never wrote an index."""
     save(tmp_path / "other", sample(4), 4, LocalRendezvous())
     other = read_manifest(LocalStorage(tmp_path / "other"))
     ours = read_manifest(LocalStorage(folder))
@@ -225,7 +225,7 @@ def test_an_attempt_that_died_beside_it_is_not_taken(
     if which != "manifest":
         (folder / ours.index.name).unlink()
     if which == "both" and leftover == "newer":
-        return  # nothing tells which of two whole attempts was committed: the newest is taken
+        return  # no file tells which of two whole attempts was committed: the newest is taken
     found = repair(LocalStorage(folder))
     assert found.attempt == ours.attempt
     for name in names:
@@ -246,8 +246,8 @@ def test_of_two_whole_attempts_the_newest_is_taken(tmp_path: Path) -> None:
     assert load_and_judge(tmp_path, sample(4)).error is None
 
 
-def test_an_older_attempt_is_not_brought_back_in_silence(tmp_path: Path) -> None:
-    """The newest attempt came to its commit and lost a shard since: that is an error, not a step back."""
+def test_an_older_attempt_does_not_replace_a_damaged_newer_one(tmp_path: Path) -> None:
+    """The newest attempt was committed and lost a shard since. Repair raises and restores no older one."""
     save(tmp_path, sample(3), 3, LocalRendezvous())
     kept = {name: data for name, data in _files(tmp_path).items() if name.startswith("shards")}
     save(tmp_path, sample(4), 4, LocalRendezvous(), overwrite=True)
@@ -267,15 +267,15 @@ def test_an_older_attempt_is_not_brought_back_in_silence(tmp_path: Path) -> None
     assert load_and_judge(tmp_path, sample(4)).error is None
 
 
-def save_on_ranks_and_keep(folder: str) -> None:
-    """A first attempt of two ranks, then, in the same place, a second."""
+def save_two_attempts(folder: str) -> None:
+    """Both ranks save one attempt, then another one in a folder beside it."""
     meeting = rendezvous(deadline=20.0)
     save(folder, sample(3, rank(), world_size(), of_rank=True), 3, meeting)
     save(folder + "-other", sample(4, rank(), world_size(), of_rank=True), 4, meeting)
 
 
 def test_shards_of_two_attempts_do_not_make_one(tmp_path: Path) -> None:
-    assert run_ranks(2, save_on_ranks_and_keep, str(tmp_path / "step"))[0].value is None
+    assert run_ranks(2, save_two_attempts, str(tmp_path / "step"))[0].value is None
     ours = read_manifest(LocalStorage(tmp_path / "step"))
     theirs = read_manifest(LocalStorage(tmp_path / "step-other"))
     (tmp_path / "step" / ours.files[1].name).unlink()
@@ -302,7 +302,7 @@ def test_shards_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_hole_is_refused_although_every_file_is_there(folder: Path) -> None:
-    """The names of two chunks say one box twice: every digest is right, the tensor is not covered."""
+    """Two chunks name the same box: every digest is right, and the tensor is not covered."""
     manifest = read_manifest(LocalStorage(folder))
     (folder / MANIFEST_NAME).unlink()
     changed = 0
@@ -316,7 +316,7 @@ def test_a_hole_is_refused_although_every_file_is_there(folder: Path) -> None:
     _refused(folder, TilingError, "'w'")
 
 
-def test_zero_size_tensors_alone_tied_ones_too(tmp_path: Path) -> None:
+def test_a_checkpoint_of_zero_size_tensors_alone_is_rebuilt(tmp_path: Path) -> None:
     nothing = torch.zeros(2, 0, dtype=torch.float64)
     state = {"a": nothing, "b": nothing, "c": torch.zeros(0), "note": 1}
     save(tmp_path, state, 1, LocalRendezvous())
@@ -327,7 +327,7 @@ def test_zero_size_tensors_alone_tied_ones_too(tmp_path: Path) -> None:
     assert load_and_judge(tmp_path, state).error is None
 
 
-def test_an_empty_place_has_nothing_to_repair(tmp_path: Path) -> None:
+def test_an_empty_folder_has_nothing_to_repair(tmp_path: Path) -> None:
     _refused(tmp_path, FormatError, "there are none")
 
 

@@ -1,7 +1,7 @@
-"""A rank fails in its own `state_dict`, in planning, writing or committing: all ranks are told who and why.
+"""A rank fails in `state_dict`, planning, writing or committing. All ranks name that rank and the cause.
 
-Each case is a save between two that work. Nothing of it is committed, the save before it restores bit for
-bit, and the save after it works.
+Each case is a save between two saves that work. It commits nothing, the save before it restores bit for bit,
+and the save after it works.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from shardproof.storage.paths import storage_error
 from tests.faulty_storage import FaultyStorage
 from tests.harness import rank, rendezvous, run_ranks, world_size
 from tests.scenarios.states import (
-    Said,
-    agreed,
+    CallResult,
+    assert_one_attempt,
     attempt,
     blanked,
     differences,
     files_below,
-    only_its_own,
     plain_state,
     rows,
+    same_on_all_ranks,
     whole,
 )
 from tests.small_disk import small_disk
@@ -44,11 +44,11 @@ from tests.small_disk import small_disk
 RANKS = 3
 DEADLINE = 20.0
 SOON = 4.0
-"""Who is told by another rank hears of a failure long before the deadline."""
+"""Seconds within which all ranks learn of a rank's failure, long before the deadline."""
 
 
 class Loader:
-    """A stateful object whose state cannot be had on one rank."""
+    """A stateful object whose `state_dict` raises on one rank."""
 
     def __init__(self, error: BaseException | None) -> None:
         self.error = error
@@ -68,25 +68,25 @@ def state_of(salt: int, error: BaseException | None = None) -> dict[str, Any]:
 
 
 class Run:
-    """One rank's side of a case: a good save, the one that fails, what is left, and a good save again."""
+    """One rank's side of a case: a good save, a failing one, checks of what is left, and another good one."""
 
     def __init__(self, root: str) -> None:
         self.checkpointer = sp.Checkpointer(root, rendezvous=rendezvous(deadline=DEADLINE))
         self.step = 0
 
-    def case(self, save: Callable[[int], Any]) -> Said:
+    def case(self, save: Callable[[int], Any]) -> CallResult:
         before, failing, after = self.step + 1, self.step + 2, self.step + 3
         self.step += 3
         self.checkpointer.save(before, state_of(before)).result()
-        said = attempt(lambda: save(failing))
-        said.after["wrong before"] = self.restored(before)
+        result = attempt(lambda: save(failing))
+        result.after["wrong before"] = self.restored(before)
         self.checkpointer.save(after, state_of(after)).result()
-        said.after["wrong after"] = self.restored(after)
-        said.after["steps"] = self.checkpointer.steps()[-2:] == [before, after]
-        return said
+        result.after["wrong after"] = self.restored(after)
+        result.after["steps"] = self.checkpointer.steps()[-2:] == [before, after]
+        return result
 
     def restored(self, step: int) -> list[str]:
-        """What a restore of the newest step got wrong."""
+        """What a restore of the newest step gets wrong."""
         target = blanked(plain_state(rank(), world_size(), 0)) | {"loader": Loader(None)}
         found = self.checkpointer.restore(target)
         loader = target.pop("loader")
@@ -124,7 +124,7 @@ def planning_fails(run: Run, who: int) -> Callable[[int], Any]:
 
 
 def preparing_fails(run: Run, who: int) -> Callable[[int], Any]:
-    """After the plan was handed out, a rank cannot make its part of it."""
+    """A rank fails to prepare its part of the plan that it received."""
 
     def save(step: int) -> Any:
         changed = state_of(step) | {f"new-{step}": torch.ones(2)}
@@ -175,7 +175,7 @@ def file_size_limit(run: Run, who: int) -> Callable[[int], Any]:
 
 
 def file_instead_of_folder(run: Run, who: int) -> Callable[[int], Any]:
-    """A file has the name of the folder for shards: every rank meets it."""
+    """A file has the name of the folder for shards, on every rank."""
 
     def save(step: int) -> Any:
         folder = Path(run.checkpointer.root, f"step-{step:08d}")
@@ -203,60 +203,62 @@ CASES: dict[str, tuple[Callable[[Run, int], Callable[[int], Any]], int, str, str
 }
 
 
-def run_cases(root: str) -> dict[str, Said]:
+def run_cases(root: str) -> dict[str, CallResult]:
     run = Run(root)
     return {name: run.case(case(run, who)) for name, (case, who, _, _) in CASES.items()}
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[Said]]]:
+def case_results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[CallResult]]]:
     root = tmp_path_factory.mktemp("run")
     outcomes = run_ranks(RANKS, run_cases, str(root), timeout=120)
     return root, {name: [outcome.value[name] for outcome in outcomes] for name in CASES}
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_rank_learns_rank_phase_and_cause(name: str, told: tuple[Path, dict[str, list[Said]]]) -> None:
+def test_every_rank_learns_rank_phase_and_cause(
+    name: str, case_results: tuple[Path, dict[str, list[CallResult]]]
+) -> None:
     _, who, phase, cause = CASES[name]
-    said = agreed(told[1][name])
-    assert said.kind == "RankFailure", said.text
-    assert said.details["phase"] == phase
-    assert list(said.details["causes"]) == [str(who)]
-    assert cause in said.details["causes"][str(who)]
-    assert f"rank {who}" in said.text
-    assert phase in said.text
-    assert cause in said.text
-    assert max(one.seconds for one in told[1][name]) < SOON
+    result = same_on_all_ranks(case_results[1][name])
+    assert result.kind == "RankFailure", result.text
+    assert result.details["phase"] == phase
+    assert list(result.details["causes"]) == [str(who)]
+    assert cause in result.details["causes"][str(who)]
+    assert f"rank {who}" in result.text
+    assert phase in result.text
+    assert cause in result.text
+    assert max(one.seconds for one in case_results[1][name]) < SOON
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_is_committed_and_the_steps_around_it_are_good(
-    name: str, told: tuple[Path, dict[str, list[Said]]]
+    name: str, case_results: tuple[Path, dict[str, list[CallResult]]]
 ) -> None:
-    root, saids = told
-    for said in saids[name]:
-        assert said.after == {"wrong before": [], "wrong after": [], "steps": True}
+    root, results = case_results
+    for result in results[name]:
+        assert result.after == {"wrong before": [], "wrong after": [], "steps": True}
     step = 3 * list(CASES).index(name) + 2
     assert files_below(root / f"step-{step:08d}") == []
-    only_its_own(root / f"step-{step - 1:08d}")
-    only_its_own(root / f"step-{step + 1:08d}")
+    assert_one_attempt(root / f"step-{step - 1:08d}")
+    assert_one_attempt(root / f"step-{step + 1:08d}")
 
 
-def all_meet_a_file(root: str) -> Said:
+def save_beside_a_file(root: str) -> CallResult:
     run = Run(root)
     return run.case(file_instead_of_folder(run, 0))
 
 
-def test_a_file_where_a_folder_is_needed(tmp_path: Path) -> None:
-    saids = [outcome.value for outcome in run_ranks(RANKS, all_meet_a_file, str(tmp_path))]
-    said = agreed(saids)
-    assert (said.kind, said.details["phase"]) == ("RankFailure", "write")
-    assert said.details["causes"].keys() == {"0", "1", "2"}
-    assert all("shards" in cause and "StorageError" in cause for cause in said.details["causes"].values())
-    assert saids[0].after == {"wrong before": [], "wrong after": [], "steps": True}
+def test_a_file_in_place_of_a_folder_fails_all_ranks(tmp_path: Path) -> None:
+    results = [outcome.value for outcome in run_ranks(RANKS, save_beside_a_file, str(tmp_path))]
+    result = same_on_all_ranks(results)
+    assert (result.kind, result.details["phase"]) == ("RankFailure", "write")
+    assert result.details["causes"].keys() == {"0", "1", "2"}
+    assert all("shards" in cause and "StorageError" in cause for cause in result.details["causes"].values())
+    assert results[0].after == {"wrong before": [], "wrong after": [], "steps": True}
 
 
-def as_nobody(root: str) -> Said:
+def save_as_user_nobody(root: str) -> CallResult:
     """Rank 1 has no right to write into the run's folder."""
     run = Run(root)
 
@@ -273,21 +275,21 @@ def as_nobody(root: str) -> Said:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_a_folder_that_one_rank_may_not_write_to(tmp_path: Path) -> None:
+def test_a_rank_without_write_permission_fails_all_ranks(tmp_path: Path) -> None:
     for folder in (tmp_path, *list(tmp_path.parents)[:2]):
-        folder.chmod(0o755)  # it may look, not write
+        folder.chmod(0o755)  # rank 1 may read, not write
     root = tmp_path / "run"
     root.mkdir(mode=0o755)
-    saids = [outcome.value for outcome in run_ranks(2, as_nobody, str(root))]
-    said = agreed(saids)
-    assert (said.kind, said.details["phase"]) == ("RankFailure", "write")
-    assert list(said.details["causes"]) == ["1"]
-    assert "EACCES" in said.details["causes"]["1"]
-    assert [one.after for one in saids] == [{"wrong before": [], "wrong after": [], "steps": True}] * 2
+    results = [outcome.value for outcome in run_ranks(2, save_as_user_nobody, str(root))]
+    result = same_on_all_ranks(results)
+    assert (result.kind, result.details["phase"]) == ("RankFailure", "write")
+    assert list(result.details["causes"]) == ["1"]
+    assert "EACCES" in result.details["causes"]["1"]
+    assert [one.after for one in results] == [{"wrong before": [], "wrong after": [], "steps": True}] * 2
     assert files_below(root / "step-00000002") == []
 
 
-def fill_the_disk(root: str) -> Said:
+def fill_the_disk(root: str) -> CallResult:
     run = Run(root)
 
     def save(step: int) -> Any:
@@ -298,38 +300,38 @@ def fill_the_disk(root: str) -> Said:
     return run.case(save)
 
 
-def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
+def test_a_full_disk_fails_all_ranks(tmp_path: Path) -> None:
     root = tmp_path / "disk"
     with small_disk(root, 1 << 20):
-        saids = [outcome.value for outcome in run_ranks(2, fill_the_disk, str(root))]
-        said = agreed(saids)
-        assert (said.kind, said.details["phase"]) == ("RankFailure", "write")
-        causes = said.details["causes"]
-        assert "1" in causes  # and rank 0, too, if it writes just before the large file is removed again
+        results = [outcome.value for outcome in run_ranks(2, fill_the_disk, str(root))]
+        result = same_on_all_ranks(results)
+        assert (result.kind, result.details["phase"]) == ("RankFailure", "write")
+        causes = result.details["causes"]
+        assert "1" in causes  # and rank 0, too, if it writes before the large file is removed again
         assert all("ENOSPC" in cause for cause in causes.values())
-        assert "The disk is full" in said.text
-        assert [one.after for one in saids] == [{"wrong before": [], "wrong after": [], "steps": True}] * 2
+        assert "The disk is full" in result.text
+        assert [one.after for one in results] == [{"wrong before": [], "wrong after": [], "steps": True}] * 2
         assert files_below(root / "step-00000002") == []
-        only_its_own(root / "step-00000003")
+        assert_one_attempt(root / "step-00000003")
 
 
-def value_differs(root: str) -> Said:
+def value_differs(root: str) -> CallResult:
     run = Run(root)
     return run.case(lambda step: run.checkpointer.save(step, state_of(step) | {"seed": rank() // 2}).result())
 
 
-def test_a_plain_value_that_differs_between_ranks(tmp_path: Path) -> None:
-    saids = [outcome.value for outcome in run_ranks(RANKS, value_differs, str(tmp_path))]
-    said = agreed(saids)
-    assert said.kind == "StructureError"
-    assert said.details["key"] == "seed"
-    assert said.details["ranks"] == [0, 2]
-    assert "sp.PerRank" in said.text
-    assert saids[0].after == {"wrong before": [], "wrong after": [], "steps": True}
+def test_a_plain_value_that_differs_between_ranks_is_refused(tmp_path: Path) -> None:
+    results = [outcome.value for outcome in run_ranks(RANKS, value_differs, str(tmp_path))]
+    result = same_on_all_ranks(results)
+    assert result.kind == "StructureError"
+    assert result.details["key"] == "seed"
+    assert result.details["ranks"] == [0, 2]
+    assert "sp.PerRank" in result.text
+    assert results[0].after == {"wrong before": [], "wrong after": [], "steps": True}
     assert files_below(tmp_path / "step-00000002") == []
 
 
-def one_exits(root: str) -> Said | str:
+def one_exits(root: str) -> CallResult | str:
     run = Run(root)
     error = SystemExit("out of quota") if rank() == 1 else None
     try:
@@ -339,18 +341,18 @@ def one_exits(root: str) -> Said | str:
 
 
 def test_a_rank_that_exits_tells_the_others_and_exits(tmp_path: Path) -> None:
-    told, exited = (outcome.value for outcome in run_ranks(2, one_exits, str(tmp_path)))
+    result, exited = (outcome.value for outcome in run_ranks(2, one_exits, str(tmp_path)))
     assert exited == "out of quota"
-    assert (told.kind, told.details["phase"]) == ("RankFailure", "collect")
-    assert told.details["causes"] == {"1": "SystemExit: out of quota"}
+    assert (result.kind, result.details["phase"]) == ("RankFailure", "collect")
+    assert result.details["causes"] == {"1": "SystemExit: out of quota"}
     assert files_below(tmp_path) == []
 
 
 INTERRUPTED = "interrupted beside the meetings"
 
 
-def one_is_interrupted(root: str, within: str, begin: bool) -> tuple[Said | str, Said]:
-    """Between two meetings of a save; and what the same step ends in when it is saved again by all."""
+def one_is_interrupted(root: str, within: str, begin: bool) -> tuple[CallResult | str, CallResult]:
+    """Rank 1 is interrupted between two meetings of a save. Then all ranks save the step again."""
     saver = Saver(rendezvous(deadline=DEADLINE))
     storage = LocalStorage(f"{root}/c")
 
@@ -360,76 +362,76 @@ def one_is_interrupted(root: str, within: str, begin: bool) -> tuple[Said | str,
             return saver.begin(storage, state, check_replicas="all").result()
         return saver.save(storage, state, check_replicas="all")
 
-    said: Said | str
+    result: CallResult | str
     with ExitStack() as stack:
         if rank() == 1:
             error = KeyboardInterrupt(INTERRUPTED)
             stack.enter_context(mock.patch(f"shardproof.saving.save_protocol.{within}", side_effect=error))
         try:
-            said = attempt(save)
+            result = attempt(save)
         except KeyboardInterrupt as caught:
-            said = str(caught)
-    return said, attempt(save)
+            result = str(caught)
+    return result, attempt(save)
 
 
 @pytest.mark.parametrize("begin", [False, True])
 @pytest.mark.parametrize("within", ["prepare_shard", "hash_replicas"])
-def test_a_rank_that_is_interrupted_between_two_meetings_tells_the_others(
+def test_a_rank_interrupted_between_two_meetings_tells_the_others(
     within: str, begin: bool, tmp_path: Path
 ) -> None:
     outcomes = run_ranks(RANKS, one_is_interrupted, str(tmp_path), within, begin)
     (first, _), (interrupted, _), (third, _) = (outcome.value for outcome in outcomes)
     assert interrupted == INTERRUPTED
-    told = agreed([first, third])
-    assert (told.kind, told.details["phase"]) == ("RankFailure", "write")
-    assert told.details["causes"] == {"1": f"KeyboardInterrupt: {INTERRUPTED}"}
+    result = same_on_all_ranks([first, third])
+    assert (result.kind, result.details["phase"]) == ("RankFailure", "write")
+    assert result.details["causes"] == {"1": f"KeyboardInterrupt: {INTERRUPTED}"}
     assert max(first.seconds, third.seconds) < SOON
     assert [outcome.value[1].error for outcome in outcomes] == [("", "", {})] * RANKS
 
 
-def one_cannot_start_a_thread(root: str) -> tuple[Said, Said]:
-    """The background's connections are opened while the process may have no more threads."""
+def one_cannot_start_a_thread(root: str) -> tuple[CallResult, CallResult]:
+    """Rank 1 opens its background connections while the process may start no more threads."""
     run = Run(root)
     refused = RuntimeError("can't start new thread")
     with ExitStack() as stack:
         if rank() == 1:
             stack.enter_context(mock.patch.object(StoreRendezvous, "arrive", side_effect=refused))
-        said = attempt(lambda: run.checkpointer.save(1, state_of(1)).result())
-    return said, attempt(lambda: run.checkpointer.save(1, state_of(1)).result())
+        result = attempt(lambda: run.checkpointer.save(1, state_of(1)).result())
+    return result, attempt(lambda: run.checkpointer.save(1, state_of(1)).result())
 
 
 def test_a_rank_that_cannot_start_a_thread_tells_the_others_and_stays_in_step(tmp_path: Path) -> None:
     outcomes = run_ranks(RANKS, one_cannot_start_a_thread, str(tmp_path))
-    told = agreed([outcome.value[0] for outcome in outcomes])
-    assert (told.kind, told.details["phase"]) == ("RankFailure", "write")
-    assert told.details["causes"] == {"1": "RuntimeError: can't start new thread"}
+    result = same_on_all_ranks([outcome.value[0] for outcome in outcomes])
+    assert (result.kind, result.details["phase"]) == ("RankFailure", "write")
+    assert result.details["causes"] == {"1": "RuntimeError: can't start new thread"}
     assert max(outcome.value[0].seconds for outcome in outcomes) < SOON
     assert [outcome.value[1].error for outcome in outcomes] == [("", "", {})] * RANKS
 
 
-def published_then_fails(root: str) -> Said:
+def published_then_fails(root: str) -> CallResult:
     """The manifest is in place, and then the flush of its folder fails."""
     run = Run(root)
     error = storage_error(OSError(errno.EIO, os.strerror(errno.EIO)), "publish", "manifest.json")
     run.checkpointer.save(1, state_of(1)).result()
     with run.faulty(0 if rank() == 0 else None, error, "publish", after=True):
-        said = attempt(lambda: run.checkpointer.save(2, state_of(2)).result())
-    said.after["wrong"] = run.restored(2)
-    return said
+        result = attempt(lambda: run.checkpointer.save(2, state_of(2)).result())
+    result.after["wrong"] = run.restored(2)
+    return result
 
 
-def test_a_manifest_that_is_visible_is_never_left_without_its_files(tmp_path: Path) -> None:
-    saids = [outcome.value for outcome in run_ranks(2, published_then_fails, str(tmp_path))]
-    said = agreed(saids)
-    assert (said.kind, said.details["phase"]) == ("RankFailure", "commit")
-    assert "EIO" in said.text
-    assert "committed, but not known to be durable" in said.text
-    assert [one.after["wrong"] for one in saids] == [[], []]
-    only_its_own(tmp_path / "step-00000002")
+def test_a_visible_manifest_keeps_its_files(tmp_path: Path) -> None:
+    results = [outcome.value for outcome in run_ranks(2, published_then_fails, str(tmp_path))]
+    result = same_on_all_ranks(results)
+    assert (result.kind, result.details["phase"]) == ("RankFailure", "commit")
+    assert "EIO" in result.text
+    assert "committed, but not known to be durable" in result.text
+    assert [one.after["wrong"] for one in results] == [[], []]
+    assert_one_attempt(tmp_path / "step-00000002")
 
 
 class StaleView:
-    """A storage as a node sees it that does not know of the manifest yet."""
+    """A storage as a node with a stale cache sees it: without the new manifest."""
 
     def __init__(self, inner: LocalStorage) -> None:
         self._inner = inner
@@ -446,7 +448,7 @@ class StaleView:
         return self._inner.read(name, start, stop)
 
 
-def published_and_seen_late(root: str) -> Said:
+def published_and_seen_late(root: str) -> CallResult:
     """The flush after the commit fails on rank 0; rank 1 does not see the manifest."""
     saver = Saver(rendezvous(deadline=DEADLINE))
     inner = LocalStorage(f"{root}/c")
@@ -457,7 +459,9 @@ def published_and_seen_late(root: str) -> Said:
 
 
 def test_a_rank_that_does_not_see_the_manifest_yet_keeps_its_file(tmp_path: Path) -> None:
-    said = agreed([outcome.value for outcome in run_ranks(2, published_and_seen_late, str(tmp_path))])
-    assert "committed, but not known to be durable" in said.text
-    assert said.details["committed"] is True
-    only_its_own(tmp_path / "c")
+    result = same_on_all_ranks(
+        [outcome.value for outcome in run_ranks(2, published_and_seen_late, str(tmp_path))]
+    )
+    assert "committed, but not known to be durable" in result.text
+    assert result.details["committed"] is True
+    assert_one_attempt(tmp_path / "c")

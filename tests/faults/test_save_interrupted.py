@@ -1,4 +1,4 @@
-"""An interrupt on one rank never takes a file from a checkpoint that the others commit."""
+"""An interrupt on one rank never removes a file of a checkpoint that the others commit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _state(value: float) -> dict[str, Any]:
 
 
 def _save_held(folder: str, overwrite: bool) -> str:
-    """Rank 0 is held in its write; rank 1 is done, and waits for the verdict, when its signal comes."""
+    """Rank 0 is held in its write. Rank 1 has written, and waits for the answer when its signal comes."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
     meeting: StoreRendezvous = rendezvous(deadline=20)
     saver = Saver(meeting)
@@ -35,23 +35,23 @@ def _save_held(folder: str, overwrite: bool) -> str:
     if rank() == 0:
         storage = FaultyStorage(storage, 0, lambda *_: reach("a write"), only=("write_at",))
     elif rank() == 1:
-        storage = _Told(storage)
+        storage = _ReportsFinish(storage)
     try:
         saver.save(storage, _state(2), overwrite=overwrite)
-    except SystemExit as told:
-        return f"exit {told.code}"
+    except SystemExit as caught:
+        return f"exit {caught.code}"
     return "committed"
 
 
-class _Told(FaultyStorage):
-    """Says when this rank's shard is finished: what follows is the wait for the others."""
+class _ReportsFinish(FaultyStorage):
+    """Tells the parent when this rank finishes its shard. Then the rank waits for the others."""
 
     def __init__(self, inner: Any) -> None:
         super().__init__(inner, 0, lambda *_: reach("finishing"), only=("finish",))
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_a_rank_that_is_told_to_exit_while_it_waits(overwrite: bool, tmp_path: Path) -> None:
+def test_a_rank_that_exits_while_it_waits_leaves_a_whole_checkpoint(overwrite: bool, tmp_path: Path) -> None:
     def script(job: Job) -> None:
         job.until_held(0, "a write")
         job.until_held(1, "finishing")
@@ -59,9 +59,8 @@ def test_a_rank_that_is_told_to_exit_while_it_waits(overwrite: bool, tmp_path: P
         shards = tmp_path / "c" / "shards"
         while len([item for item in shards.iterdir() if item.name.startswith("00001-")]) < 1 + overwrite:
             job.pump(0.05)
-        job.pump(
-            0.5
-        )  # the rank posts and waits: an earlier signal finds it in its own work, which is as good
+        # The rank posts and waits. An earlier signal finds it in its own work, which is a valid case, too.
+        job.pump(0.5)
         job.signal(1, signal.SIGTERM)
         job.until_done(1)
         job.go(0)
@@ -78,17 +77,17 @@ def test_a_rank_that_is_told_to_exit_while_it_waits(overwrite: bool, tmp_path: P
     assert outcomes[1].value == "exit 3"
     if outcomes[0].error is None:
         assert outcomes[0].value == "committed"
-    else:  # the signal was early, and rank 1 said so; a file that it took away would be another error
+    else:  # the signal was early, and rank 1 reported it; a removed file would be another error
         assert "SystemExit" in str(outcomes[0].error)
     if outcomes[0].error is None or overwrite:
         assert verify(LocalStorage(tmp_path / "c")).faults == []
 
 
 def _save_apart(folder: str) -> str:
-    """A place that looks the same and is not shared."""
+    """Saves to a folder of this rank alone, whose location is the same on all ranks."""
     meeting = rendezvous(deadline=10)
     storage = LocalStorage(f"{folder}/{rank()}")
-    named = _Renamed(storage)
+    named = _SameLocation(storage)
     try:
         Saver(meeting).save(named, _state(1))
     except sp.RankFailure as error:
@@ -96,7 +95,7 @@ def _save_apart(folder: str) -> str:
     return "committed"
 
 
-class _Renamed:
+class _SameLocation:
     location = "/scratch/run"
 
     def __init__(self, inner: LocalStorage) -> None:
@@ -106,7 +105,7 @@ class _Renamed:
         return getattr(self._inner, name)
 
 
-def test_a_place_that_is_not_shared_is_found_out_before_the_commit(tmp_path: Path) -> None:
+def test_a_storage_that_is_not_shared_is_refused_before_the_commit(tmp_path: Path) -> None:
     for outcome in run_ranks(2, _save_apart, str(tmp_path), timeout=60):
         assert "check that all nodes share this storage" in outcome.value
     assert not list(tmp_path.rglob("manifest.json"))

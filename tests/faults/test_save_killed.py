@@ -1,7 +1,7 @@
 """SIGKILL at every file operation of a save, of one rank and of all.
 
-Each job restores, repeats the save that the last job died in, and dies one operation later in a new one,
-until a save gets through to its end. Between the jobs a process of its own looks at the files.
+Each job restores, repeats the save in which the last job was killed, and is killed one operation later in a
+new save, until a save completes. Between the jobs, another process checks the files.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from shardproof.storage import LocalStorage
 from tests.faults.dying import Deadly, die_at_every_operation
 from tests.harness import rank, run_ranks, world_size
 from tests.scenarios.states import (
+    assert_one_attempt,
     attempt,
     blanked,
     differences,
     files_below,
-    only_its_own,
     plain_state,
     whole_state,
 )
@@ -35,7 +35,7 @@ RANKS = 2
 
 
 def resume_and_save(root: Path, meetings: Any, number: int, deadly: Deadly) -> str:
-    """Saves step `number` + 1, whatever is left of it, and dies in the save of the step after it."""
+    """Saves step `number` + 1 over any leftovers, and is killed in the save of the next step."""
     checkpointer = sp.Checkpointer(root, rendezvous=meetings, cache="none")
     step = number + 1
     target = blanked(plain_state(rank(), world_size(), 0))
@@ -54,7 +54,7 @@ def resume_and_save(root: Path, meetings: Any, number: int, deadly: Deadly) -> s
 
 
 def look(root: Path, number: int, ended: list[str]) -> None:
-    """One process alone restores the newest committed step; every committed one is of one attempt."""
+    """One process restores the newest committed step. Each committed step has one attempt's files."""
     checkpointer = sp.Checkpointer(root, rendezvous=LocalRendezvous())
     committed = checkpointer.steps()
     step = number + 1
@@ -65,7 +65,7 @@ def look(root: Path, number: int, ended: list[str]) -> None:
     assert passed_over <= {step + 1} - set(committed)  # nothing but the save that died
     assert differences(target, whole_state(RANKS, committed[-1])) == []
     for found in committed[-2:]:
-        only_its_own(root / step_name(found), leftovers=True)
+        assert_one_attempt(root / step_name(found), leftovers=True)
     if number % 4 == 3:  # at other times leftovers stay, in the way of the next save
         prune(root)
     assert set(ended) <= {"", "killed", "RankSilent", "RankFailure", "committed before"}, ended

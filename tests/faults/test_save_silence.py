@@ -1,4 +1,4 @@
-"""Ranks that never come to a save, stop, die or hang in it are named in time; one that moves is not."""
+"""Ranks that never join a save, stop, die or hang in it are named in time; a slow rank is waited for."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from shardproof.saving.shard_writer import BufferPool
 from tests.faulty_storage import FaultyStorage
 from tests.harness import Job, Outcome, rank, reach, rendezvous, run_ranks, world_size
 from tests.scenarios.states import (
-    Said,
-    agreed,
+    CallResult,
+    assert_one_attempt,
     attempt,
     blanked,
     differences,
     files_below,
-    only_its_own,
     plain_state,
     rows,
+    same_on_all_ranks,
     whole,
 )
 
 RANKS = 3
 DEADLINE = 3.0
 SLACK = 4.0
-"""Two cores may be busy with other tests."""
+"""Seconds. The machine may be busy with other tests."""
 
 
 def checkpointer_at(root: str, deadline: float = DEADLINE) -> sp.Checkpointer:
@@ -38,8 +38,8 @@ def checkpointer_at(root: str, deadline: float = DEADLINE) -> sp.Checkpointer:
 
 
 @contextmanager
-def without_haste(checkpointer: sp.Checkpointer) -> Iterator[None]:
-    """A deadline that a busy machine keeps, for what is not put to the test."""
+def with_long_deadline(checkpointer: sp.Checkpointer) -> Iterator[None]:
+    """A deadline that a busy machine keeps, for the steps that are not under test."""
     meetings: Any = checkpointer._rendezvous
     meetings.deadline, short = 20.0, meetings.deadline
     try:
@@ -59,7 +59,7 @@ def restored(checkpointer: sp.Checkpointer, step: int) -> list[str]:
 def save_three(root: str, point: str) -> list[Any]:
     """A save; one in which `point` is reached; then, past the point "again", a restore and a save."""
     checkpointer = checkpointer_at(root)
-    with without_haste(checkpointer):
+    with with_long_deadline(checkpointer):
         checkpointer.save(1, plain_state(rank(), world_size(), 1)).result()
     kept = checkpointer._run.storage
     if point == "before":
@@ -68,27 +68,27 @@ def save_three(root: str, point: str) -> list[Any]:
         operation, _, when = point.partition(" ")
         storage = FaultyStorage(kept, 0, lambda *_: reach(point), only=(operation,), after=when == "done")
         checkpointer._run.storage = storage  # type: ignore[assignment]
-    said = attempt(lambda: checkpointer.save(2, plain_state(rank(), world_size(), 2)).result())
+    result = attempt(lambda: checkpointer.save(2, plain_state(rank(), world_size(), 2)).result())
     checkpointer._run.storage = kept
     reach("again")
-    with without_haste(checkpointer):
+    with with_long_deadline(checkpointer):
         wrong = restored(checkpointer, 1)
         checkpointer.save(3, plain_state(rank(), world_size(), 3)).result()
-        return [said, wrong + restored(checkpointer, 3)]
+        return [result, wrong + restored(checkpointer, 3)]
 
 
-def in_time(outcomes: list[Outcome], silent: int, phase: str) -> Said:
-    """All were told that this rank is silent, since when, and soon enough."""
-    saids = [outcome.value[0] for outcome in outcomes]
-    said = agreed(saids)
-    assert said.kind == "RankSilent", said.text
-    assert said.details["ranks"] == [silent]
-    assert said.details["phase"] == phase
-    assert f"rank {silent}" in said.text
-    assert 0 < said.details["last_heard"][str(silent)] < DEADLINE + SLACK
-    assert "last heard" in said.text
-    assert DEADLINE / 2 < max(one.seconds for one in saids) < DEADLINE + SLACK
-    return said
+def in_time(outcomes: list[Outcome], silent: int, phase: str) -> CallResult:
+    """Asserts that all ranks got one RankSilent error for this rank, within the deadline."""
+    results = [outcome.value[0] for outcome in outcomes]
+    result = same_on_all_ranks(results)
+    assert result.kind == "RankSilent", result.text
+    assert result.details["ranks"] == [silent]
+    assert result.details["phase"] == phase
+    assert f"rank {silent}" in result.text
+    assert 0 < result.details["last_heard"][str(silent)] < DEADLINE + SLACK
+    assert "last heard" in result.text
+    assert DEADLINE / 2 < max(one.seconds for one in results) < DEADLINE + SLACK
+    return result
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def in_time(outcomes: list[Outcome], silent: int, phase: str) -> Said:
         (0, "finish done", "write"),
     ],
 )
-def test_a_stopped_rank_is_named_and_later_in_step_again(
+def test_a_stopped_rank_is_named_and_saves_again_later(
     silent: int, point: str, phase: str, tmp_path: Path
 ) -> None:
     others = [number for number in range(RANKS) if number != silent]
@@ -121,16 +121,16 @@ def test_a_stopped_rank_is_named_and_later_in_step_again(
     outcomes = run_ranks(RANKS, save_three, str(tmp_path), point, hold=hold, script=script)
     in_time([outcomes[number] for number in others], silent, phase)
     late = outcomes[silent].value[0]
-    assert late.error == outcomes[others[0]].value[0].error  # the one that slept is told the same
+    assert late.error == outcomes[others[0]].value[0].error  # the stopped rank gets the same error
     assert [outcome.value[1] for outcome in outcomes] == [[]] * RANKS
     assert "manifest.json" not in files_below(tmp_path / "step-00000002")
-    only_its_own(tmp_path / "step-00000001")
-    only_its_own(tmp_path / "step-00000003")
+    assert_one_attempt(tmp_path / "step-00000001")
+    assert_one_attempt(tmp_path / "step-00000003")
 
 
-def save_then_lose_one(root: str, point: str) -> Said:
+def save_then_lose_one(root: str, point: str) -> CallResult:
     checkpointer = checkpointer_at(root)
-    with without_haste(checkpointer):
+    with with_long_deadline(checkpointer):
         checkpointer.save(1, plain_state(rank(), world_size(), 1)).result()
     operation, _, when = point.partition(" ")
     checkpointer._run.storage = FaultyStorage(  # type: ignore[assignment]
@@ -140,7 +140,7 @@ def save_then_lose_one(root: str, point: str) -> Said:
 
 
 def restart(root: str) -> list[str]:
-    """The job started anew: what is there is step 1, and the step that was lost can be saved."""
+    """The restarted job restores step 1, and saves the lost step."""
     checkpointer = checkpointer_at(root, 20.0)
     wrong = restored(checkpointer, 1)
     checkpointer.save(2, plain_state(rank(), world_size(), 2)).result()
@@ -160,24 +160,24 @@ def test_a_killed_rank_is_named_and_the_job_can_start_again(silent: int, point: 
     assert "manifest.json" not in files_below(tmp_path / "step-00000002")
     again = run_ranks(RANKS, restart, str(tmp_path))
     assert [outcome.value for outcome in again] == [[]] * RANKS
-    only_its_own(tmp_path / "step-00000002", leftovers=True)
+    assert_one_attempt(tmp_path / "step-00000002", leftovers=True)
 
 
-def one_never_comes(root: str) -> Said | None:
+def one_never_comes(root: str) -> CallResult | None:
     checkpointer = checkpointer_at(root)
     if rank() == 1:
         return None
     return attempt(lambda: checkpointer.save(1, plain_state(rank(), world_size(), 1)).result())
 
 
-def test_a_rank_that_never_arrives(tmp_path: Path) -> None:
+def test_a_rank_that_never_arrives_is_named(tmp_path: Path) -> None:
     outcomes = run_ranks(RANKS, one_never_comes, str(tmp_path))
-    saids = [outcomes[0].value, outcomes[2].value]
-    said = agreed(saids)
-    assert (said.kind, said.details["ranks"], said.details["phase"]) == ("RankSilent", [1], "collect")
-    assert said.details["last_heard"] == {"1": None}
-    assert "never heard" in said.text
-    assert max(one.seconds for one in saids) < DEADLINE + SLACK
+    results = [outcomes[0].value, outcomes[2].value]
+    result = same_on_all_ranks(results)
+    assert (result.kind, result.details["ranks"], result.details["phase"]) == ("RankSilent", [1], "collect")
+    assert result.details["last_heard"] == {"1": None}
+    assert "never heard" in result.text
+    assert max(one.seconds for one in results) < DEADLINE + SLACK
     assert files_below(tmp_path) == []
 
 
@@ -205,7 +205,7 @@ class _EveryTime:
         return work()
 
 
-def one_writes_slowly(root: str, slow: int) -> Said:
+def one_writes_slowly(root: str, slow: int) -> CallResult:
     """Buffers of 4 KiB, so that every 4 KiB is a write of its own and a step of progress."""
     checkpointer = checkpointer_at(root, deadline=5.0)
     state = {"large": rows(whole((6 * 1024, 2), 1), 0, 6 * 1024 if rank() == slow else 0)}
@@ -216,13 +216,13 @@ def one_writes_slowly(root: str, slow: int) -> Said:
 
 
 @pytest.mark.parametrize("slow", [0, 1])
-def test_a_rank_that_writes_slowly_is_waited_for(slow: int, tmp_path: Path) -> None:
+def test_the_others_wait_for_a_rank_that_writes_slowly(slow: int, tmp_path: Path) -> None:
     held_back = 10  # writes: more than a deadline together
 
     def script(job: Job) -> None:
         for _ in range(held_back):
             job.until_held(slow, "a write")
-            job.pump(0.7)  # this long a write takes
+            job.pump(0.7)  # the duration of a write
             job.go(slow)
         job.hold.clear()
         while job.held or job.processes[slow].is_alive():
@@ -231,16 +231,16 @@ def test_a_rank_that_writes_slowly_is_waited_for(slow: int, tmp_path: Path) -> N
             job.pump(0.05)
 
     outcomes = run_ranks(2, one_writes_slowly, str(tmp_path), slow, hold={slow: "a write"}, script=script)
-    saids = [outcome.value for outcome in outcomes]
-    assert [said.kind for said in saids] == ["", ""], saids
-    assert min(said.seconds for said in saids) > 6.0
-    only_its_own(tmp_path / "step-00000001")
+    results = [outcome.value for outcome in outcomes]
+    assert [result.kind for result in results] == ["", ""], results
+    assert min(result.seconds for result in results) > 6.0
+    assert_one_attempt(tmp_path / "step-00000001")
 
 
-def one_hangs(root: str) -> Said:
-    """Alive, and inside of a write that never ends."""
+def one_hangs(root: str) -> CallResult:
+    """Rank 1 is alive, inside a write that does not end."""
     checkpointer = checkpointer_at(root)
-    with without_haste(checkpointer):
+    with with_long_deadline(checkpointer):
         checkpointer.save(1, plain_state(rank(), world_size(), 1)).result()
     if rank() == 1:
         checkpointer._run.storage = FaultyStorage(  # type: ignore[assignment]
@@ -259,6 +259,6 @@ def test_a_rank_that_hangs_in_a_write_is_named(tmp_path: Path) -> None:
     late = outcomes[1].value
     for outcome in outcomes:
         outcome.result = [outcome.result]
-    said = in_time([outcomes[0], outcomes[2]], 1, "write")
-    assert late.error == said.error
+    result = in_time([outcomes[0], outcomes[2]], 1, "write")
+    assert late.error == result.error
     assert "manifest.json" not in files_below(tmp_path / "step-00000002")

@@ -28,7 +28,7 @@ def at(server: Any, world_size: int) -> dict[str, str]:
     return {"MASTER_PORT": str(server.port), "WORLD_SIZE": str(world_size)}
 
 
-def meetings_of_this_life(deadline: float) -> Any:
+def new_rendezvous(deadline: float) -> Any:
     from shardproof.rendezvous import StoreRendezvous
 
     port = int(os.environ["MASTER_PORT"])
@@ -38,7 +38,7 @@ def meetings_of_this_life(deadline: float) -> Any:
 
 def meet(deadline: float) -> list[Any]:
     """Two meetings; the points before, between and after are those at which a rank may be killed."""
-    meetings = meetings_of_this_life(deadline)
+    meetings = new_rendezvous(deadline)
     ends: list[Any] = []
     for point in ("begin", "middle"):
         reach(point)
@@ -55,7 +55,7 @@ def meet(deadline: float) -> list[Any]:
     return ends
 
 
-def test_ranks_meet_after_a_life_in_which_the_coordinator_was_alone(server: Any) -> None:
+def test_ranks_meet_after_a_job_in_which_the_coordinator_was_alone(server: Any) -> None:
     (first,) = run_ranks(1, meet, 0.5, environment=at(server, 2))
     assert first.value == [("RankSilent", [1])] * 2
     for _ in range(2):
@@ -64,7 +64,7 @@ def test_ranks_meet_after_a_life_in_which_the_coordinator_was_alone(server: Any)
 
 
 @pytest.mark.parametrize("dies", [{1: "begin"}, {0: "middle"}, {0: "end", 1: "middle"}])
-def test_ranks_meet_after_a_life_in_which_some_were_killed(server: Any, dies: dict[int, str]) -> None:
+def test_ranks_meet_after_a_job_in_which_some_were_killed(server: Any, dies: dict[int, str]) -> None:
     first = run_ranks(2, meet, 2.0, kill=dies, environment=at(server, 2))
     assert [outcome.exit_code for outcome in first] == [-9 if rank in dies else 0 for rank in range(2)]
     ends = [outcome.value for outcome in run_ranks(2, meet, LONG, environment=at(server, 2))]
@@ -72,12 +72,12 @@ def test_ranks_meet_after_a_life_in_which_some_were_killed(server: Any, dies: di
 
 
 def save_and_restore(folder: str, step: int) -> list[int]:
-    """A job's attempt: restore what there is, save one step more."""
+    """Restores the newest step, if any, and saves one more step."""
     import torch
 
     import shardproof as sp
 
-    checkpointer = sp.Checkpointer(folder, rendezvous=meetings_of_this_life(LONG))
+    checkpointer = sp.Checkpointer(folder, rendezvous=new_rendezvous(LONG))
     state = {"weight": torch.zeros(4)}
     found = checkpointer.restore(state)
     state["weight"] += 1
@@ -94,8 +94,8 @@ def test_a_job_goes_on_after_an_attempt_that_left_a_rank_alone(server: Any, tmp_
 
 
 def test_keys_of_killed_ranks_do_not_pile_up(server: Any) -> None:
-    kept = []
+    counts = []
     for _ in range(4):
         run_ranks(2, meet, LONG, kill={0: "end", 1: "end"}, environment=at(server, 2))
-        kept.append(server.num_keys())
-    assert max(kept) <= 18, kept  # signs of life come and go; four lives leave 29, uncleaned
+        counts.append(server.num_keys())
+    assert max(counts) <= 18, counts  # heartbeat keys come and go; without cleaning, four jobs leave 29

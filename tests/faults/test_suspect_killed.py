@@ -24,8 +24,8 @@ def state(salt: int) -> dict[str, Any]:
     return plain_state(rank(), world_size(), salt)
 
 
-def taken(root: Path) -> tuple[int | None, int]:
-    """What one process alone restores, suspects counted: the step, and the salt of its state."""
+def restored_alone(root: Path) -> tuple[int | None, int]:
+    """The step and the salt that one process restores, suspects included."""
     target = {"epoch": 0}
     found = sp.Checkpointer(root, rendezvous=LocalRendezvous()).restore(target, suspect=True, include="epoch")
     return found, target["epoch"]
@@ -50,7 +50,7 @@ def settle(root: Path, meetings: Any, number: int, deadly: Deadly) -> str:
 
 
 def settled_or_not(root: Path, seen: list[Any], number: int, ended: list[str]) -> None:
-    found = taken(folder(root, number))
+    found = restored_alone(folder(root, number))
     assert found in ((2, 2), (1, 1))
     assert verify(LocalStorage(folder(root, number) / "suspect-00000002")).ok
     seen.append(found == (1, 1))
@@ -64,8 +64,8 @@ def save_over(root: Path, meetings: Any, number: int, deadly: Deadly) -> str:
 
 
 def settled_or_new(root: Path, seen: list[Any], number: int, ended: list[str]) -> None:
-    """The old one is settled and the new one is not: whichever is there, the verdict is of the old one."""
-    found = taken(folder(root, number))
+    """The old suspect is settled, the new one is not. The verdict counts for the old one alone."""
+    found = restored_alone(folder(root, number))
     assert found in ((1, 1), (2, 3)), (
         "the old one is never taken again, the new one is never taken for settled"
     )
@@ -82,7 +82,9 @@ def remove(root: Path, meetings: Any, number: int, deadly: Deadly) -> str:
 
 
 def settled_or_gone(root: Path, seen: list[Any], number: int, ended: list[str]) -> None:
-    assert taken(folder(root, number)) == (1, 1), "a settled suspect is not open again while it is removed"
+    assert restored_alone(folder(root, number)) == (1, 1), (
+        "a settled suspect is not open again while it is removed"
+    )
     storage = LocalStorage(folder(root, number))
     gone = storage.size("suspect-00000002/manifest.json") is None
     for left in leftovers(storage, lambda name: 0.0):
@@ -108,7 +110,7 @@ def killed_everywhere(root: str, case: str) -> tuple[list[str], list[bool]]:
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[pytest.mark.slow] * (case != "settle")) for case in CASES]
 )
-def test_dying_leaves_a_suspect_open_or_settled_and_nothing_between(case: str, tmp_path: Path) -> None:
+def test_a_killed_job_leaves_a_suspect_either_open_or_settled(case: str, tmp_path: Path) -> None:
     outcomes = run_ranks(RANKS, killed_everywhere, str(tmp_path), case, timeout=250)
     ended, seen = outcomes[0].value
     assert ended[-1] == ""

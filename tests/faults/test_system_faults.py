@@ -1,7 +1,8 @@
-"""Each system call of a save fails in turn: what the error says of the commit is what a fresh reader sees.
+"""Each system call of a save fails in turn: the error states the commit as a fresh reader sees it.
 
-A save that failed committed nothing, unless its text says so. A commit that the storage could not flush is
-said to be in place and not known to be durable, keeps its files, and is not trusted before it is confirmed.
+A failed save committed nothing, unless its error says so. If the storage could not flush a commit, the error
+says that it is committed, but not known to be durable. Such a commit keeps its files, and is not trusted
+before it is confirmed.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def files_in(folder: Path) -> list[Path]:
 def faults_of(
     calls: list[tuple[str, str]], publishing: int, codes: tuple[int, ...] = (errno.EIO, errno.EROFS)
 ) -> Iterator[Fault]:
-    """Every call once, from there on, and late; from the publishing on with each of these error numbers."""
+    """Each mode at every call. From the publishing on, mode "onward" has each of `codes`."""
     for at in range(len(calls)):
         code = CODES[at % len(CODES)]
         yield Fault(at, code, "once")
@@ -103,7 +104,7 @@ class Trial:
         self.top, self.way, self.count = top, way, 0
 
     def run(self, fault: Fault) -> tuple[list[tuple[str, str]], str]:
-        """Saves step 2 with the fault and checks all claims; the calls, and which claim was made."""
+        """Saves step 2 with the fault and checks what the error claims. Returns the calls and the claim."""
         self.count += 1
         root = self.top / str(self.count)
         way, folder = self.way, root / self.way.folder
@@ -139,7 +140,7 @@ class Trial:
         return claims[0] if claims else NOTHING
 
     def _goes_on(self, root: Path, checkpointer: sp.Checkpointer, new: bool) -> None:
-        """A fresh process restores what is there; the same one saves the step again."""
+        """A fresh checkpointer restores what is there. The old one saves the step again."""
         suspect = bool(self.way.arguments.get("suspect"))
         target = state(0)
         found = sp.Checkpointer(root).restore(target, suspect=suspect)
@@ -208,7 +209,7 @@ def test_no_incremental_save_refers_to_a_commit_that_is_not_confirmed(tmp_path: 
     checkpointer.save(3, state(2)).result()
     manifest = read_manifest(LocalStorage(tmp_path / "step-00000003"))
     assert {record.folder for record in manifest.borrowed_files} == {"step-00000001"}
-    checkpointer.save(2, state(2), overwrite=True).result()  # confirmed: it counts again
+    checkpointer.save(2, state(2), overwrite=True).result()  # confirmed: saves may refer to it again
     checkpointer.save(4, state(5)).result()
     again = sp.Checkpointer(tmp_path, incremental=True)
     again.save(5, state(6)).result()
@@ -258,7 +259,7 @@ def test_a_restore_that_cannot_flush_says_so_and_does_not_trust_the_step(
 def every_fault_of(
     top: Path, make: Callable[[Path], Path], work: Callable[[Path], Any]
 ) -> Iterator[tuple[Path, ShardproofError | None]]:
-    """Folders in which `work` met one fault after another, and the error."""
+    """Runs `work` with each fault in a fresh folder. Yields the folder and the error."""
     number = 0
 
     def fresh() -> Path:
@@ -302,7 +303,7 @@ def test_every_system_call_of_a_repair_fails_in_turn(tmp_path: Path) -> None:
     assert in_place > 10
 
 
-def test_a_repair_does_not_call_a_commit_fine_that_it_cannot_flush(tmp_path: Path) -> None:
+def test_a_repair_raises_if_it_cannot_flush_a_whole_commit(tmp_path: Path) -> None:
     sp.save(tmp_path / "c", state(1))
     with pytest.raises(StorageError, match="ENOSPC"), faulty_system(tmp_path, Fault(0, errno.ENOSPC)):
         repair(LocalStorage(tmp_path / "c"))
@@ -390,7 +391,7 @@ def verify_and_open(run: Path) -> None:
     ],
     ids=["save and restore", "verify and open", "load", "copy", "repair", "settle"],
 )
-def test_a_look_at_the_storage_that_fails_is_an_error_of_ours(
+def test_a_failed_read_of_the_storage_is_an_error_of_ours(
     work: Callable[[Path], Any], tmp_path: Path
 ) -> None:
     checkpointer = sp.Checkpointer(tmp_path / "template", incremental=True)

@@ -1,8 +1,8 @@
 """SIGKILL at every file operation of an upload to a second tier, of one rank.
 
-Each job completes the upload in which the last job died, saves the next step on the first tier alone, and
-dies one operation later in its upload. Between the jobs rank 0 looks at both tiers: what is committed on the
-second tier is whole, and equal to the first.
+Each job completes the upload in which the last job was killed, and saves the next step on the first tier
+alone. It is killed one operation later in the upload of that step. Between the jobs, rank 0 checks both
+tiers: every committed step of the second tier is whole and equal to the first tier's.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.scenarios.states import attempt, blanked, differences, plain_state, w
 
 
 def upload_and_die(root: Path, meetings: Any, number: int, deadly: Deadly) -> str:
-    """Commits step `number` + 1 on the first tier, and dies in its upload."""
+    """Commits step `number` + 1 on the first tier, and is killed in its upload."""
     keep = sp.KeepLatest(2)
     run = sp.Checkpointer(
         root / "near", keep=keep, then=root / "far", keep_then=keep, rendezvous=meetings, cache="none"
@@ -60,8 +60,8 @@ def look(root: Path, number: int, ended: list[str]) -> None:
         place = far.within(step_name(committed[-1]))
         sp.load(place, target, exclude="own", rendezvous=LocalRendezvous())
         assert differences(target, whole_state(world_size(), committed[-1])) == []
-    # A job that dies in the retention leaves older steps or their folders. With each of them, the next job
-    # would have more operations, and might die at the same one for ever.
+    # A job that is killed in retention leaves older steps or their folders. With each of them the next job
+    # has more operations, and could be killed at the same one for ever.
     for name in far.folders():
         if name < step_name(number):
             shutil.rmtree(far.path / name)

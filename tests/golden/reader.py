@@ -58,7 +58,7 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def _digest(data: bytes) -> str:
-    """Of a chunk: that of its bytes, or of its blocks' digests."""
+    """The digest of a chunk: that of its bytes, or of its blocks' digests."""
     if len(data) <= BLOCK:
         return xxhash.xxh3_128_hexdigest(data)
     parts = [data[start : start + BLOCK] for start in range(0, len(data), BLOCK)]

@@ -69,7 +69,7 @@ def pattern(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def plain(rank: int, ranks: int, *, blank: bool = False) -> dict[str, Any]:
-    """Tensors of every dtype and layout, plain data of every kind, and what each rank has for itself."""
+    """Tensors of every dtype and layout, plain data of every kind, and values of each rank."""
     seed = 50 if blank else 0
 
     def whole(*shape: int, dtype: torch.dtype = torch.float32, at: int = 0) -> torch.Tensor:
@@ -277,7 +277,7 @@ class TensorParallel(nn.Module):
         layouts.vocabulary(self.vocabulary, "weight", 7, rank=rank, ranks=ranks)
 
     def fill(self, rank: int, ranks: int, seed: int) -> None:
-        """Values by their place in the whole model."""
+        """Sets values by their place in the whole model."""
 
         def part(whole: torch.Tensor, *sizes: int) -> torch.Tensor:
             return torch.cat([block.chunk(ranks)[rank] for block in whole.split(sizes)])
@@ -333,7 +333,7 @@ def raw(tensor: torch.Tensor) -> bytes:
 
 
 def digest(data: bytes) -> str:
-    """As the format has it: XXH3 with 128 bits."""
+    """The digest of the format: XXH3 with 128 bits."""
     return xxhash.xxh3_128_hexdigest(data)
 
 

@@ -113,7 +113,7 @@ RUNS: dict[str, tuple[int, Callable[[Path, int, int], None]]] = {
     "standalone-1": (1, standalone),
     "repaired-1": (1, repaired),
 }
-"""Name to the number of ranks and what each of them does."""
+"""Name to the number of ranks and the function that each of them runs."""
 
 PLAIN_FILES = ("incremental-1",)
 """Runs whose files are committed as they are. The files of the others are in an archive, to save space."""
@@ -125,7 +125,7 @@ def command(*arguments: str) -> None:
 
 
 def on_rank(name: str, root: Path, rank: int, ranks: int, store: str) -> None:
-    """What the process of one rank does."""
+    """Runs in the process of one rank."""
     import torch
     import torch.distributed as dist
 
@@ -138,7 +138,7 @@ def on_rank(name: str, root: Path, rank: int, ranks: int, store: str) -> None:
 
 
 def write(name: str, into: Path) -> None:
-    """Writes one run in processes of its own, and what is expected of it."""
+    """Writes one run in processes of its own, and its `expected.json`."""
     target = into / name
     if target.exists():
         raise SystemExit(f"{target} is there already, and a golden checkpoint is never written again")

@@ -54,7 +54,7 @@ class PeerResult:
     objects: dict[str, Any]
     """By key, every other value, as `encoded` in `peers/peer_result.py` and `expected.json` write it."""
     facts: dict[str, Any]
-    """What the script says about the read: versions, missing keys, what the peer refused."""
+    """Facts of the read: versions, missing keys, what the peer refused."""
 
 
 def python_of(environment: str) -> Path:
@@ -168,16 +168,16 @@ class _Ranks:
 
 
 def _variables(rank: int, nproc: int, folder: Path, timeout: float) -> dict[str, str]:
-    """The environment variables of a rank: this process's, without what points Python to our packages.
+    """The environment variables of a rank: those of this process that do not point Python to our packages.
 
     Of our packages, a script sees the shardproof under test alone.
     """
-    kept = {
+    inherited = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith(("PYTHON", "PYTEST", "COV_")) and name != "VIRTUAL_ENV"
     }
-    return kept | {
+    return inherited | {
         "PYTHONPATH": str(Path(sp.__file__).resolve().parents[1]),
         "PEER_RESULT": str(folder),
         "PEER_TIMEOUT": str(timeout),

@@ -18,13 +18,13 @@ SCRIPT = SCRIPTS / "train_accelerate.py"
 
 
 def test_example_is_killed_in_a_save_and_resumes(tmp_path: Path) -> None:
-    """On as many ranks, the end is that of a run that was not interrupted."""
+    """On the same number of ranks, training ends like an uninterrupted run."""
     example = EXAMPLES / "accelerate_loop.py"
     train("torch", example, tmp_path / "whole", nproc=2)
     train("torch", example, tmp_path / "run", nproc=2, kill_in_save=4)
     saved = tmp_path / "run" / "checkpoints"
     committed = sorted(folder.parent.name for folder in saved.glob("*/manifest.json"))
-    assert committed == ["checkpoint_1", "checkpoint_2"], "older ones go after the commit alone"
+    assert committed == ["checkpoint_1", "checkpoint_2"], "older ones are removed only after the commit"
     shutil.copytree(tmp_path / "run", tmp_path / "narrow")
     train("torch", example, tmp_path / "run", nproc=2)
     for name in ("checkpoint_4", "checkpoint_5"):
@@ -36,7 +36,7 @@ def test_example_is_killed_in_a_save_and_resumes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model", ["ddp", "fsdp2"])
-def test_restores_what_was_saved_on_another_number_of_ranks(model: str, tmp_path: Path) -> None:
+def test_a_save_is_restored_on_another_number_of_ranks(model: str, tmp_path: Path) -> None:
     train("torch", SCRIPT, model, "save", tmp_path / "saved", nproc=2)
     train("torch", SCRIPT, model, "restore", tmp_path / "saved", tmp_path / "restored", nproc=3)
     assert_same_checkpoints(tmp_path / "restored", tmp_path / "saved", ranks=2, but=["accelerate"])

@@ -1,4 +1,4 @@
-"""A conversion on a Ray cluster of one node writes what one in this process writes, within its deadline."""
+"""A conversion on a Ray cluster of one node writes every tensor, and keeps its deadline."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_units_are_written_and_verified_by_actors(tmp_path: Path) -> None:
         assert all(torch.equal(checkpoint[key].read(), value) for key, value in state.items())
 
 
-def test_an_actor_without_progress_is_given_up_and_a_slow_one_is_not(tmp_path: Path) -> None:
+def test_an_actor_without_progress_fails_and_a_slow_one_does_not(tmp_path: Path) -> None:
     sp.save(tmp_path / "source", {"w": torch.ones(3)})
     slow, stalled, killed = run_on_ray(DEADLINES, tmp_path / "source", tmp_path / "there")
     assert slow == ["done", 6]

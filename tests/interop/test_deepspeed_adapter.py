@@ -86,29 +86,29 @@ def test_masters_follow_a_load_of_the_model_alone(saved: tuple[Path, PeerResult]
 
 
 def test_wrong_use_says_what_to_change(tmp_path: Path) -> None:
-    said = train("wrong", tmp_path, ["x:2:float32"], nproc=2).facts
-    assert '"zero_optimization": {"stage": 1}' in said["x.0"]
-    assert re.search(r"step .*1.* for .* and .*5.* for b\.weight.*separate groups", said["x.1"])
+    errors = train("wrong", tmp_path, ["x:2:float32"], nproc=2).facts
+    assert '"zero_optimization": {"stage": 1}' in errors["x.0"]
+    assert re.search(r"step .*1.* for .* and .*5.* for b\.weight.*separate groups", errors["x.1"])
 
 
 def test_a_tag_that_latest_does_not_name_is_saved_again(tmp_path: Path) -> None:
-    """And an error of rank 0 when it replaces ``latest`` is raised by every rank."""
-    said = train("again", tmp_path, ["x:1:float32"], nproc=2).facts
-    assert "rank 0" in said["x"] and f"{tmp_path / 'x' / 'latest'}" in said["x"]
+    """If rank 0 cannot replace ``latest``, every rank raises its error."""
+    error = train("again", tmp_path, ["x:1:float32"], nproc=2).facts["x"]
+    assert "rank 0" in error and f"{tmp_path / 'x' / 'latest'}" in error
 
 
 def test_rank_0_finds_the_format_for_all_ranks(tmp_path: Path) -> None:
-    said = train("other_format", tmp_path, ["x:1:float32"], nproc=2).facts["x"]
-    assert f"{tmp_path / 'x' / 'nothing'}" in said
+    error = train("other_format", tmp_path, ["x:1:float32"], nproc=2).facts["x"]
+    assert f"{tmp_path / 'x' / 'nothing'}" in error
 
 
-def test_files_that_one_rank_cannot_open_are_the_error_of_all_ranks(tmp_path: Path) -> None:
-    said = train("unreadable", tmp_path, ["x:1:float32"], nproc=2).facts["x"]
-    assert "phase open: rank 1 of 2 failed" in said
+def test_files_that_one_rank_cannot_open_are_an_error_on_all_ranks(tmp_path: Path) -> None:
+    error = train("unreadable", tmp_path, ["x:1:float32"], nproc=2).facts["x"]
+    assert "phase open: rank 1 of 2 failed" in error
 
 
 def test_an_error_between_two_meetings_of_a_load_is_raised_by_every_rank(tmp_path: Path) -> None:
-    """At once, and not when the others have waited for the deadline."""
+    """At once, and not after the deadline."""
     match, finish = train("unfit", tmp_path, ["x:1:float32"], nproc=2).facts["x"]
     assert "phase match: rank 1 of 2 failed" in match and "no memory for a slot" in match
     assert "phase finish: rank 1 of 2 failed" in finish and "no memory for a slot" in finish

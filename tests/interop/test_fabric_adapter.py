@@ -18,7 +18,7 @@ SCRIPT = SCRIPTS / "train_fabric.py"
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-def test_restores_what_was_saved_on_another_number_of_ranks(strategy: str, tmp_path: Path) -> None:
+def test_a_save_is_restored_on_another_number_of_ranks(strategy: str, tmp_path: Path) -> None:
     train("torch", SCRIPT, strategy, "save", tmp_path / "saved", nproc=2)
     assert len(list((tmp_path / "saved" / "shards").iterdir())) == 2, "each rank writes its own part"
     train("torch", SCRIPT, strategy, "restore", tmp_path / "saved", tmp_path / "restored", nproc=3)

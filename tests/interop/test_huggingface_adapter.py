@@ -49,7 +49,7 @@ CASES = [
 def test_files_to_sharded_model_to_files(
     family: str, way: str, ranks: int, dtype: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """A model on meta is what `from_pretrained` gives; exported after a step, `from_pretrained` opens it."""
+    """The loaded model equals that of `from_pretrained`, which opens the export after a step."""
     written = run_peer("torch", "write_hf.py", tmp_path / "model", family, "20KB")
     read = run_peer(
         "torch",
@@ -74,7 +74,7 @@ def test_files_to_sharded_model_to_files(
     assert not (tmp_path / "export.exporting").exists()
 
 
-def test_a_rank_reads_and_holds_its_share(tmp_path: Path) -> None:
+def test_a_rank_reads_and_allocates_its_share(tmp_path: Path) -> None:
     written = run_peer("torch", "write_hf.py", tmp_path / "model", "mixtral", "20KB")
     read = run_peer(
         "torch", "huggingface_adapter.py", "fsdp", tmp_path / "model", tmp_path / "export", nproc=2
@@ -86,7 +86,7 @@ def test_a_rank_reads_and_holds_its_share(tmp_path: Path) -> None:
         assert nbytes < 0.6 * total  # with gaps that are shorter than a read
 
 
-def test_what_does_not_fit_is_named_on_every_rank(tmp_path: Path) -> None:
+def test_keys_that_do_not_fit_are_named_on_every_rank(tmp_path: Path) -> None:
     for family in ("llama", "mixtral"):
         run_peer("torch", "write_hf.py", tmp_path / family, family)
     read = run_peer(
@@ -114,7 +114,7 @@ def test_what_does_not_fit_is_named_on_every_rank(tmp_path: Path) -> None:
         assert read.facts[case][0] == kind and text in read.facts[case][1], (case, read.facts[case])
 
 
-def test_a_killed_export_leaves_no_folder_and_the_next_one_removes_its_rest(tmp_path: Path) -> None:
+def test_a_killed_export_leaves_no_folder_and_the_next_one_removes_its_files(tmp_path: Path) -> None:
     run_peer("torch", "write_hf.py", tmp_path / "model", "mixtral")
     args = ("huggingface_adapter.py", "whole", tmp_path / "model", tmp_path / "export")
     with pytest.raises(PeerFailed, match="exit code -9"):
@@ -128,7 +128,7 @@ def test_a_killed_export_leaves_no_folder_and_the_next_one_removes_its_rest(tmp_
 def run_example(source: Path, run: Path, steps: int, ranks: int, until: str | None = None) -> str:
     """Runs the example, and kills every rank once rank 0 has written `until`. Returns what rank 0 wrote."""
     command = [str(python_of("torch")), str(EXAMPLE), str(source), str(run), str(steps)]
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "COV_"))}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "COV_"))}
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -146,7 +146,7 @@ def run_example(source: Path, run: Path, steps: int, ranks: int, until: str | No
             stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
             stderr=subprocess.STDOUT,
             text=True,
-            env=kept | variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            env=inherited | variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
         for rank in range(ranks)
     ]
@@ -167,7 +167,7 @@ def run_example(source: Path, run: Path, steps: int, ranks: int, until: str | No
 
 
 def test_the_example_is_killed_and_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
-    """The export is that of a run that nobody killed."""
+    """The export equals that of an uninterrupted run."""
     example = EXAMPLE.read_text().splitlines()
     assert len(example) <= 40
     shown = PAGE.read_text().split("```diff\n")[1].split("```")[0].splitlines()

@@ -19,9 +19,9 @@ LIGHTNING = "lightning.pytorch"
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-def test_killed_in_a_save_within_an_epoch_and_resumed(strategy: str, tmp_path: Path) -> None:
-    """On as many ranks, the end is that of a run that was not interrupted. On more, the start is what was
-    saved."""
+def test_a_run_that_is_killed_in_a_save_within_an_epoch_resumes(strategy: str, tmp_path: Path) -> None:
+    """On the same number of ranks, training ends like an uninterrupted run. On more ranks, it begins with the
+    saved state."""
     whole, run = tmp_path / "whole", tmp_path / "run"
     train("torch", SCRIPT, LIGHTNING, strategy, "ours", whole, tmp_path / "expected", nproc=2)
     train("torch", SCRIPT, LIGHTNING, strategy, "ours", run, tmp_path / "none", nproc=2, kill_in_save=3)
@@ -72,7 +72,7 @@ def test_checkpoint_of_lightning_resumes(package: str, tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_callback_of_lightning_beside_ours_saves_with_shardproof(tmp_path: Path) -> None:
-    """Its rotation removes what it saved before, and a trainer without it resumes."""
+    """Its rotation removes its earlier checkpoint, and a trainer without it resumes."""
     run, beside, last = tmp_path / "run", tmp_path / "beside", tmp_path / "last"
     train("torch", SCRIPT, LIGHTNING, "ddp", "ours", run, last, nproc=2, BESIDE=str(beside))
     (kept,) = beside.iterdir()
@@ -123,7 +123,7 @@ def test_averaged_weights_are_restored(tmp_path: Path) -> None:
         assert not torch.equal(average.read(), current.read())
 
 
-def test_a_loose_load_is_loose_for_the_weights_alone(tmp_path: Path) -> None:
+def test_a_loose_load_is_strict_for_all_but_the_weights(tmp_path: Path) -> None:
     run, last = tmp_path / "run", tmp_path / "last"
     train("torch", SCRIPT, LIGHTNING, "ddp", "ours", run, last, nproc=1, WEIGHTS_ONLY="1")
     options = {"nproc": 1, "LOOSE": "1"}

@@ -1,4 +1,4 @@
-"""What writers of other projects lose or refuse without a word is complete in what shardproof writes."""
+"""Values that writers of other projects lose or refuse are complete in the files of shardproof."""
 
 from __future__ import annotations
 

@@ -58,20 +58,20 @@ def test_other_layouts_load_bit_for_bit(environment: str, tmp_path: Path) -> Non
     assert_same_tensors(tensors(at["on_again"]), tensors(at["on"]))  # training goes on as if never stopped
 
 
-def test_background_saves_hold_the_state_of_their_call(tmp_path: Path) -> None:
+def test_background_saves_have_the_state_of_their_call(tmp_path: Path) -> None:
     """Megatron's queue and `begin_save`, while the next step changes every weight."""
     at = {name: tmp_path / name for name in ("own1", "queued", "own2", "begun")}
     steps = [("train", 1), ("reference", at["own1"]), ("queue", at["queued"])]
     steps += [("reference", at["own2"]), ("begin", at["begun"])]
     train("megatron", steps, {**DP4, "kind": "dp_reshardable"}, nproc=2)
-    kept = [
+    others = [
         {key: value for key, value in tensors(at[name]).items() if not key.startswith("optimizer")}
         for name in at
     ]
-    assert_same_tensors(kept[1], kept[0])
-    assert_same_tensors(kept[3], kept[2])
+    assert_same_tensors(others[1], others[0])
+    assert_same_tensors(others[3], others[2])
     assert not torch.equal(
-        kept[1]["embedding.word_embeddings.weight"], kept[3]["embedding.word_embeddings.weight"]
+        others[1]["embedding.word_embeddings.weight"], others[3]["embedding.word_embeddings.weight"]
     )
 
 
@@ -103,7 +103,7 @@ def test_saves_without_a_strategy_share_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("environment", ENVIRONMENTS)
 def test_rank_0_finds_the_format_for_all_ranks(environment: str, tmp_path: Path) -> None:
-    """And an error of one rank that reads the common state is raised by all ranks."""
+    """All ranks raise the error of a rank that cannot read the common state."""
     failure = unit("other_format", tmp_path / "step", environment).facts["failure"]
     assert "rank 1" in failure and "NoneType" in failure
 
@@ -121,7 +121,7 @@ def test_the_registry_of_016_finds_the_backend(tmp_path: Path) -> None:
         ("padded", ["'norm' has the global shape [4]", "[5]"]),
     ],
 )
-def test_a_contradiction_is_the_error_of_all_ranks(case: str, expected: list[str], tmp_path: Path) -> None:
+def test_a_contradiction_is_an_error_on_all_ranks(case: str, expected: list[str], tmp_path: Path) -> None:
     """It names key and ranks. Before it, the case asserts what works: all modes of `strict`, padding."""
     error = unit(case, tmp_path / "step").facts["error"]
     assert [text for text in expected if text not in error] == []

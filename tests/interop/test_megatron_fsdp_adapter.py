@@ -81,10 +81,10 @@ def test_masters_follow_a_load_of_the_model_alone(saved: tuple[Path, PeerResult]
 
 
 def test_wrong_use_says_what_to_change(tmp_path: Path) -> None:
-    said = run_peer("megatron", "train_megatron_fsdp.py", "wrong", tmp_path, "x:3:float32").facts
-    assert "shardproof.frameworks.megatron_fsdp.module_state(model)" in said["x.0"]
-    assert "not the module inside" in said["x.1"]
-    assert "after fully_shard_model" in said["x.2"]
+    errors = run_peer("megatron", "train_megatron_fsdp.py", "wrong", tmp_path, "x:3:float32").facts
+    assert "shardproof.frameworks.megatron_fsdp.module_state(model)" in errors["x.0"]
+    assert "not the module inside" in errors["x.1"]
+    assert "after fully_shard_model" in errors["x.2"]
 
 
 def test_the_example_is_killed_and_resumes_on_other_ranks(tmp_path: Path) -> None:

@@ -37,11 +37,11 @@ NEEDS_GPU = {
     ),
     "requests of nvrx": ("nvidia_resiliency_ext", {}, {}),
 }
-"""What Megatron-Core has on a GPU alone: the package that it needs there, the layout, the options."""
+"""Features that Megatron-Core has on a GPU alone: the package that it needs, the layout, the options."""
 
 
 def remembered(folder: Path) -> list[dict[str, Any]]:
-    """What each rank remembered: scheduler, random state, rerun state."""
+    """The scheduler, random state and rerun state of each rank, from the operation `remember`."""
     return [json.loads((folder / f"rank-{at}.json").read_text()) for at in range(len(list(folder.iterdir())))]
 
 
@@ -154,7 +154,7 @@ def test_each_sharding_type_of_the_optimizer(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("part", NEEDS_GPU)
-def test_what_needs_a_gpu(part: str, tmp_path: Path) -> None:
+def test_features_that_need_a_gpu(part: str, tmp_path: Path) -> None:
     """Saved, and loaded with other weights. Megatron's own saves are compared."""
     package, layout, options = NEEDS_GPU[part]
     ranks = layout.get("context_parallel_size", 1)

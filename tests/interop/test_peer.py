@@ -1,4 +1,4 @@
-"""`run_peer` returns what a script read, and ends what does not end by itself."""
+"""`run_peer` returns the values that a script read, and ends processes that do not end by themselves."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_error_has_the_output_of_each_rank_and_ends_the_others(scripts: Path, tm
         run_peer("zarr", "fails.py", nproc=2)
 
 
-def test_timeout_ends_what_the_script_started(scripts: Path, tmp_path: Path) -> None:
+def test_timeout_ends_the_children_of_the_script(scripts: Path, tmp_path: Path) -> None:
     """The script's child holds a pipe open: its end shows that the child has ended."""
     (scripts / "hangs.py").write_text(
         "import os, signal, sys\n"

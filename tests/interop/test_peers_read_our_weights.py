@@ -79,7 +79,7 @@ def test_safe_open(golden: Golden, to: str, max_file_bytes: int | None, tmp_path
 
 
 def texts(read: PeerResult) -> set[tuple[str, str]]:
-    """What the files have in ``__metadata__``."""
+    """The texts that the files have in ``__metadata__``."""
     return {pair for file in read.facts["metadata"].values() for pair in (file or {}).items()}
 
 
@@ -111,7 +111,7 @@ def test_zarr(golden: Golden, script: str, tmp_path: Path) -> None:
 
 
 def named_by_attributes(tensors: dict[str, torch.Tensor], path: Path) -> dict[str, torch.Tensor]:
-    """Arrays under their keys and in their dtypes, where the attributes of the array tell them."""
+    """Arrays under the keys and in the dtypes that the attributes of the arrays give."""
     found = {}
     for name, tensor in tensors.items():
         attributes = json.loads((path / name / "zarr.json").read_text())["attributes"]

@@ -18,15 +18,15 @@ EXAMPLE = EXAMPLES / "ray_loop.py"
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # each start of a cluster and its workers takes a minute
-def test_killed_workers_restore_and_so_does_another_number_of_them(tmp_path: Path) -> None:
+def test_killed_workers_restore_on_the_same_and_on_another_number(tmp_path: Path) -> None:
     run = tmp_path / "run"
     text = train("ray_train", SCRIPT, run, 2, 4, 3, nproc=1, timeout=400, RAY_TMPDIR="/tmp")
     assert "reported {'step': 4}" in text
     restored = {folder.name for folder in tmp_path.glob("run-restored-*")}
     # Ray's controller may not have registered the report of step 2 when its workers die in step 3.
     assert len(restored) == 1 and restored <= {"run-restored-1", "run-restored-2"}
-    kept = sorted(folder.name for folder in run.glob("checkpoint_*/"))
-    assert kept == ["checkpoint_00000003", "checkpoint_00000004"]
+    remaining = sorted(folder.name for folder in run.glob("checkpoint_*/"))
+    assert remaining == ["checkpoint_00000003", "checkpoint_00000004"]
 
     train("ray_train", SCRIPT, run, 3, 5, 0, nproc=1, timeout=400, RAY_TMPDIR="/tmp")
     assert_same_checkpoints(tmp_path / "run-restored-4", run / "checkpoint_00000004", ranks=2)

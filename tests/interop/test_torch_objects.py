@@ -1,4 +1,4 @@
-"""What torchao, torchdata, schedulefree and peft hold is saved on n ranks and restored on m, bit for bit."""
+"""Objects of torchao, torchdata, schedulefree and peft, saved on n ranks and restored on m, bit for bit."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_data_loader_with_workers_goes_on_after_the_batch_of_the_save(tmp_path
     assert [len(batches) for batches in saved.objects["batches"]] == [5, 5]
 
 
-def test_shards_that_cut_a_block_are_refused_in_a_sentence(tmp_path: Path) -> None:
+def test_shards_that_cut_a_block_are_refused(tmp_path: Path) -> None:
     run_peer("torchao", SCRIPT, "save", "AdamW8bit cut", tmp_path / "c", timeout=180)
     with pytest.raises(
         PeerFailed, match="cuts a block of 256 elements that .*OptimState8bit quantises together"

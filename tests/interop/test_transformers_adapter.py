@@ -19,7 +19,7 @@ SCRIPT = SCRIPTS / "train_transformers.py"
 
 
 def test_example_is_killed_in_a_save_and_resumes(tmp_path: Path) -> None:
-    """On as many ranks, the end is that of a run that was not interrupted."""
+    """On the same number of ranks, training ends like an uninterrupted run."""
     example, last = EXAMPLES / "hf_trainer.py", "checkpoint-12/shardproof"
     train("torch", example, tmp_path / "whole", nproc=2)
     train("torch", example, tmp_path / "run", nproc=2, kill_in_save=4)
@@ -34,7 +34,7 @@ def test_example_is_killed_in_a_save_and_resumes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("who", ["ours", "ours-peft"])
-def test_restores_what_was_saved_on_another_number_of_ranks(who: str, tmp_path: Path) -> None:
+def test_a_save_is_restored_on_another_number_of_ranks(who: str, tmp_path: Path) -> None:
     """The save that was killed is not resumed, and the checkpoint before it stays until the commit."""
     run, restored = tmp_path / "run", tmp_path / "restored"
     train("torch", SCRIPT, who, run, 8, nproc=2, kill_in_save=3)
@@ -70,7 +70,7 @@ def test_trained_prompt_is_restored(who: str, count: int, tmp_path: Path) -> Non
 
 
 def test_checkpoint_of_the_trainer_resumes(tmp_path: Path) -> None:
-    """The end is that of the Trainer's own run."""
+    """Training ends like the Trainer's own run."""
     train("torch", SCRIPT, "theirs", tmp_path / "theirs", 8, nproc=2)
     shutil.copytree(tmp_path / "theirs" / "checkpoint-4", tmp_path / "ours" / "checkpoint-4")
     train("torch", SCRIPT, "ours", tmp_path / "ours", 8, nproc=2)
@@ -105,7 +105,7 @@ def test_failed_last_save_removes_nothing(tmp_path: Path) -> None:
 
 
 def test_rotation_counts_committed_checkpoints(tmp_path: Path) -> None:
-    """What a killed save left is removed, and does not take the place of a checkpoint."""
+    """The files of a killed save are removed, and do not count as a checkpoint."""
     run = tmp_path / "run"
     train("torch", SCRIPT, "ours-two", run, 4, nproc=1)
     (run / "checkpoint-5" / "shardproof" / "shards").mkdir(parents=True)

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.interop, pytest.mark.processes]
 SCRIPT = SCRIPTS / "train_verl.py"
 
 
-def test_restores_what_was_saved_on_another_number_of_ranks(tmp_path: Path) -> None:
+def test_a_save_is_restored_on_another_number_of_ranks(tmp_path: Path) -> None:
     """verl's own manager has a file for each rank, and finds none on another number of ranks."""
     train("verl", SCRIPT, "save", tmp_path / "saved", nproc=2)
     with sp.open(tmp_path / "saved") as checkpoint:
@@ -27,7 +27,7 @@ def test_restores_what_was_saved_on_another_number_of_ranks(tmp_path: Path) -> N
 
 
 def test_checkpoints_of_verl_load_on_another_number_of_ranks(tmp_path: Path) -> None:
-    """Those that its own manager writes, with the values that ours saves at the same step."""
+    """Checkpoints of verl's own manager, with the values that ours saves at the same step."""
     train("verl", SCRIPT, "save", tmp_path / "saved", nproc=2)
     with sp.open(tmp_path / "saved-own") as checkpoint:
         assert checkpoint.world_size == 2 and checkpoint["optimizer.state.0.step"].read() == 3

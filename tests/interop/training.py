@@ -113,12 +113,12 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def _variables(rank: int, nproc: int, port: int, folder: Path) -> dict[str, str]:
     """The environment variables of a rank. Of our packages it sees the shardproof under test alone."""
-    kept = {
+    inherited = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith(("PYTHON", "PYTEST", "COV_")) and name != "VIRTUAL_ENV"
     }
-    return kept | {
+    return inherited | {
         "PYTHONPATH": os.pathsep.join([str(Path(sp.__file__).resolve().parents[1]), str(SCRIPTS)]),
         "PYTHONNOUSERSITE": "1",
         "RANK": str(rank),

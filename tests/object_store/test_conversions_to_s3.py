@@ -52,7 +52,7 @@ def leftovers(tmp_path: Path) -> list[str]:
     return [path.name for path in (tmp_path / "temporary").glob("shardproof-*")]
 
 
-class AtPut:
+class PutHook:
     """Calls a function before the n-th PUT, and before all later ones."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, then: Callable[[], None]) -> None:
@@ -85,7 +85,7 @@ def test_every_format_is_whole_or_invisible(
     expected = objects_of_folder(tmp_path / "local")
     there = f"{url}/run/there"
     with monkeypatch.context() as patch:
-        puts = AtPut(patch, die)
+        puts = PutHook(patch, die)
         for interrupted in range(len(expected) + 1):  # before the object beside, and before each file
             puts.left = min(interrupted, 1)
             with pytest.raises((Killed, sp.ShardproofError), match="killed here"):
@@ -97,14 +97,14 @@ def test_every_format_is_whole_or_invisible(
                 with pytest.raises(sp.ShardproofError):
                     sp.open(there)
             if interrupted == 2:
-                shutil.rmtree(tmp_path / "temporary" / leftovers(tmp_path)[0])  # another machine goes on
+                shutil.rmtree(tmp_path / "temporary" / leftovers(tmp_path)[0])  # another machine continues
         puts.left = 1
         patch.setattr("shardproof.conversion.work_folder.shutil.rmtree", lambda *_: die())
         with pytest.raises((Killed, sp.ShardproofError), match="killed here"):
             sp.convert(source, there, **how)
         assert_whole(there)
     with monkeypatch.context() as patch:
-        AtPut(patch, die).left = 1  # of the last file, which the store refuses
+        PutHook(patch, die).left = 1  # of the last file, which the store refuses
         report = sp.convert(source, there, **how)
     assert report.location == there and report.verified == report.bytes == 4 * 64 * 4
     assert objects(there) == expected
@@ -162,7 +162,7 @@ def _convert(
     return report.units, report.resumed
 
 
-def test_ranks_share_the_uploads_and_one_that_dies_loses_nothing(
+def test_ranks_share_the_uploads_and_a_dead_rank_loses_nothing(
     source: Path, s3: S3Server, url: str, tmp_path: Path
 ) -> None:
     there, temporary = f"{url}/there", str(tmp_path / "temporary")
@@ -196,8 +196,8 @@ def test_workers_upload(source: Path, url: str, tmp_path: Path) -> None:
     assert leftovers(tmp_path) == []
 
 
-class Between(LocalRendezvous):
-    """Does something before the decision of a phase."""
+class HookedRendezvous(LocalRendezvous):
+    """Calls a function before the meeting of a phase."""
 
     def __init__(self, phase: str, action: Callable[[], None]) -> None:
         super().__init__()
@@ -209,12 +209,14 @@ class Between(LocalRendezvous):
         return super().meet(operation, phase, post, decide)
 
 
-def test_what_others_wrote_is_not_touched(source: Path, url: str, tmp_path: Path) -> None:
+def test_objects_of_other_writers_are_not_touched(source: Path, url: str, tmp_path: Path) -> None:
     storage = ObjectStorage(f"{url}/there")
 
     def convert(phase: str, name: str, dtype: str | None = None) -> None:
         action = lambda: storage.publish(name, b"mine")  # noqa: E731
-        sp.convert(source, storage.location, to="shardproof", dtype=dtype, rendezvous=Between(phase, action))
+        sp.convert(
+            source, storage.location, to="shardproof", dtype=dtype, rendezvous=HookedRendezvous(phase, action)
+        )
 
     with pytest.raises(sp.AlreadyCommittedError, match=r"removed objects.*: mine\. Nothing was published"):
         convert("publish", "mine")
@@ -239,7 +241,7 @@ def test_what_others_wrote_is_not_touched(source: Path, url: str, tmp_path: Path
     assert storage.read(shard) == shard_bytes
 
 
-def test_what_the_store_refuses_is_told_before_anything_is_written(
+def test_a_store_that_refuses_is_reported_before_anything_is_written(
     source: Path, url: str, s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for location, match in (

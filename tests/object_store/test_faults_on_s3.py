@@ -30,8 +30,8 @@ def save(url: str, options: dict[str, str], step: int, who: int, at: int | None)
     checkpointer = sp.Checkpointer(storage, rendezvous=meetings, keep=sp.KeepLatest(1))
     meetings.meet("test", "ready", b"", lambda posts: b"")
     meetings.deadline = DEADLINE
-    said = attempt(lambda: checkpointer.save(step, plain_state(rank(), world_size(), step)).result())
-    return said.kind, [operation for operation, _ in storage.operations]
+    ended = attempt(lambda: checkpointer.save(step, plain_state(rank(), world_size(), step)).result())
+    return ended.kind, [operation for operation, _ in storage.operations]
 
 
 def restored(url: str, options: dict[str, str]) -> int | None:
@@ -45,7 +45,7 @@ def restored(url: str, options: dict[str, str]) -> int | None:
 
 
 def die(url: str, s3: S3Server, step: int, who: int, at: int) -> bool:
-    """Whether rank `who` died in its save of the step. The run holds the step or the one before, whole."""
+    """True if rank `who` died in its save of the step. The run must have that step or the one before."""
     outcomes = run_ranks(RANKS, save, url, s3.options, step, who, at, timeout=120)
     dead = outcomes[who].exit_code != 0
     if dead:
@@ -90,8 +90,8 @@ def stop_in_a_save(url: str, options: dict[str, str]) -> str:
     checkpointer = sp.Checkpointer(storage, rendezvous=meetings)
     meetings.meet("test", "ready", b"", lambda posts: b"")
     meetings.deadline = DEADLINE
-    said = attempt(lambda: checkpointer.save(2, plain_state(rank(), world_size(), 2)).result())
-    return f"{said.kind} {said.details.get('ranks') or said.details.get('rank')}"
+    ended = attempt(lambda: checkpointer.save(2, plain_state(rank(), world_size(), 2)).result())
+    return f"{ended.kind} {ended.details.get('ranks') or ended.details.get('rank')}"
 
 
 def test_a_silent_rank_is_named_and_the_step_before_stays(s3: S3Server, url: str) -> None:

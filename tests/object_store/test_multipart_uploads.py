@@ -1,4 +1,4 @@
-"""Multipart uploads of dead saves: `prune` removes them, `doctor` names them, and neither touches another."""
+"""Multipart uploads of dead saves: `prune` removes them, `doctor` names them. Other uploads stay."""
 
 from __future__ import annotations
 
@@ -71,16 +71,16 @@ def test_prune_removes_the_uploads_of_dead_saves_and_nothing_else(
 
     young = plan_prune(storage, storage.modified, older_than=HOUR, now=now)
     assert young.empty and [one.id for one in young.young_uploads] == [dead]
-    code, told = answer(capsys, "doctor", url)
-    assert (code, [(one["severity"], one["kind"]) for one in told["findings"]]) == (
+    code, report = answer(capsys, "doctor", url)
+    assert (code, [(one["severity"], one["kind"]) for one in report["findings"]]) == (
         0,
         [("note", "in progress")],
     )
     assert run(["prune", url]) == 0
     assert "save may be in progress" in capsys.readouterr().out
 
-    code, told = answer(capsys, "doctor", url, "--older-than", "0s")
-    ((kind, where, what),) = [(one["kind"], one["where"], one["what"]) for one in told["findings"]]
+    code, report = answer(capsys, "doctor", url, "--older-than", "0s")
+    ((kind, where, what),) = [(one["kind"], one["where"], one["what"]) for one in report["findings"]]
     assert (code, kind, where) == (1, "uploads", "step-00000002") and what.startswith("0.0168 GB in 1 upl")
     assert run(["prune", url, "--older-than", "0s", "--dry-run"]) == 0
     assert "shards/00000-dead.safetensors, whose upload did not complete" in " ".join(
@@ -135,7 +135,7 @@ def test_an_upload_is_as_old_as_its_last_part(
     assert not plan.uploads and len(plan.young_uploads) == 1
 
 
-def test_a_policy_that_forbids_it_leaves_uploads_and_says_so(
+def test_a_policy_that_forbids_the_removal_of_uploads_is_named(
     s3: S3Server, url: str, begin: Callable[[ObjectStorage, str], str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     storage = ObjectStorage(url)
@@ -167,11 +167,11 @@ def test_a_policy_that_forbids_it_leaves_uploads_and_says_so(
         def uploads(self, parts_before: float) -> Any:
             return refused.uploads(parts_before)
 
-    kept = MayNotListUploads(url)
-    plan = plan_prune(kept, kept.modified, older_than=HOUR, now=later)
+    unlistable = MayNotListUploads(url)
+    plan = plan_prune(unlistable, unlistable.modified, older_than=HOUR, now=later)
     assert plan.uploads == () and len(plan.leftovers) == 1
     assert "403" in plan.uploads_fault and "s3:ListBucketMultipartUploads" in plan.uploads_fault
-    prune(kept, plan)
+    prune(unlistable, plan)
     assert storage.list() == []
 
 
@@ -185,7 +185,7 @@ def test_all_pages_are_read(url: str, begin: Callable[[ObjectStorage, str], str]
     assert paged.list(below, time.time() + HOUR) == whole.list(below, time.time() + HOUR)
 
 
-def test_a_failing_store_is_asked_again_until_the_deadline(s3: S3Server, url: str) -> None:
+def test_requests_to_a_failing_store_are_retried_until_the_deadline(s3: S3Server, url: str) -> None:
     proxy = FaultyProxy(s3.endpoint)
     try:
         storage = ObjectStorage(url, {**s3.options, "endpoint": proxy.endpoint})
@@ -242,8 +242,8 @@ def test_the_signature_is_that_of_the_description() -> None:
         "&X-Amz-Credential=AKIAIOSFODNN7EXAMPLE%2F20130524%2Fus-east-1%2Fs3%2Faws4_request"
         "&X-Amz-Date=20130524T000000Z&X-Amz-Expires=86400&X-Amz-SignedHeaders=host"
     )
-    told = "aeeed9bbccd4d02ee5c0109b86d86835f995330da4c265957d157751f604d404"
-    assert signature(SECRET, "GET", example) == told
+    expected = "aeeed9bbccd4d02ee5c0109b86d86835f995330da4c265957d157751f604d404"
+    assert signature(SECRET, "GET", example) == expected
 
 
 @pytest.mark.parametrize(
@@ -285,7 +285,7 @@ def test_requests_are_signed_as_amazon_describes(
         assert fields.get("X-Amz-Security-Token") == token
 
 
-def test_another_url_than_the_one_meant_is_not_sent(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signed_url_of_another_request_is_not_sent(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import obstore
 
     sign = obstore.sign
@@ -294,7 +294,7 @@ def test_another_url_than_the_one_meant_is_not_sent(url: str, monkeypatch: pytes
         ObjectStorage(url).uploads(0.0)
 
 
-def test_stores_without_such_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stores_that_cannot_list_uploads(monkeypatch: pytest.MonkeyPatch) -> None:
     key = {"account_name": "a", "account_key": "a2V5"}
     assert ObjectStorage("az://container/run", key).uploads(0.0) == []
     with pytest.raises(sp.StorageError, match="lists them for HMAC keys only"):

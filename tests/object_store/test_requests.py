@@ -1,4 +1,4 @@
-"""How many requests the saves of a long run send to a bucket."""
+"""The number of requests that the saves of a long run send to a bucket."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def growth(checkpointer: sp.Checkpointer, sent: Counter[str]) -> float:
 def test_a_save_sends_few_requests_for_each_step_of_the_run(
     url: str, sent: Counter[str], tmp_path: Path
 ) -> None:
-    """One: whether the step is committed. As the second tier: its seal before and after the upload, in two
-    requests each, and whether it is committed."""
+    """One request: whether the step is committed. A second tier needs four more for the seal of the step: two
+    before the upload and two after it."""
     assert growth(sp.Checkpointer(f"{url}/alone", keep=sp.KeepAll()), sent) == 1
     tiered = sp.Checkpointer(tmp_path, then=f"{url}/then", keep=sp.KeepLatest(2), keep_then=sp.KeepAll())
     assert growth(tiered, sent) == 5

@@ -132,7 +132,7 @@ def test_each_rank_reports_a_manifest_that_is_missing(s3: S3Server, url: str) ->
         assert isinstance(outcome.error, sp.NotCommittedError)
 
 
-def test_two_committers_of_one_step_are_told_apart(s3: S3Server, url: str) -> None:
+def test_one_of_two_committers_of_one_step_wins(s3: S3Server, url: str) -> None:
     """Both write; the conditional PUT of the manifest decides."""
     outcomes = [outcome.value for outcome in run_ranks(2, _race, url, s3.options)]
     assert sorted(won for won, _ in outcomes) == [False, True]

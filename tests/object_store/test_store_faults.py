@@ -134,7 +134,7 @@ def test_every_operation_ends_at_the_deadline_that_its_error_names(
 def test_a_lost_answer_to_the_commit_is_no_conflict(
     s3: S3Server, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The store has the manifest, and the client asks again: it finds its own bytes."""
+    """The store has the manifest. The client repeats the PUT, and finds its own bytes."""
     storage = ObjectStorage(url)
     put = ObjectStorage._put_new
 

@@ -24,7 +24,7 @@ class Collective(Exception):
 
 
 class _NoCollectiveOps(TorchDispatchMode):
-    """Refuses the operators that collectives end in, whoever calls them."""
+    """Refuses the operators that collectives call, from any caller."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -95,12 +95,12 @@ class Worlds:
 
 
 class Job:
-    """A model and its optimizer in training on the first n ranks. Made, trained and saved by those alone.
+    """A model and its optimizer in training on the first n ranks. Only those ranks make, train and save it.
 
     Args:
         setup: how it trains.
-        worlds: of which one is used.
-        n: its size.
+        worlds: the worlds of the test.
+        n: number of ranks.
         seed: of the weights.
         order: shuffles the parameters of each of the optimizer's groups, where this rank may do so alone.
     """
@@ -142,9 +142,9 @@ class Job:
         return float(total) / share
 
     def save(self, path: str) -> None:
-        """Every collective is an error, and so is a change of the generator or of anything that is saved.
+        """Saves. Asserts that no collective runs, and that the generator and the state stay as they were.
 
-        A distributed optimizer may still be gathering: it is not looked at beforehand, which would end that.
+        A distributed optimizer may still be gathering. Reading it would end that, so it is not compared.
         """
         before = None if "distributed" in self.setup.optimizer else self.memory()
         generator = torch.get_rng_state()
@@ -231,7 +231,7 @@ def content(path: str) -> dict[str, Any]:
 
 
 def unequal(left: dict[str, Any], right: dict[str, Any]) -> list[str]:
-    """Names at which two are not bit for bit the same."""
+    """Names whose values are not bit for bit the same."""
     wrong = sorted(left.keys() ^ right.keys())
     for name in sorted(left.keys() & right.keys()):
         a, b = left[name], right[name]

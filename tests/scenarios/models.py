@@ -1,4 +1,4 @@
-"""A small language model with the weights whose state is hardest to keep.
+"""A small language model with the weights whose state is hardest to save.
 
 Each block has a gated delta net, whose `in_proj` is six weights in one and whose `conv1d` is three, and a
 feed-forward layer with gate and up projection fused (SwiGLU). Both are cut by heads and by hidden units under
@@ -23,7 +23,7 @@ __all__ = ["Net", "Sizes", "tokens"]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Such that three ranks divide hardly anything, and two tensor-parallel ranks everything they must."""
+    """Three ranks divide hardly any size. Two tensor-parallel ranks divide all sizes that they must."""
 
     vocabulary: int = 11
     width: int = 6
@@ -191,7 +191,7 @@ def tokens(step: int, first: int = 0, last: int = 6) -> Tensor:
 
 
 def _part(name: str, whole: Tensor, sizes: Sizes, ways: int, place: int) -> Tensor:
-    """What a tensor-parallel rank has of a parameter, by hand: each fused part is cut by itself."""
+    """A tensor-parallel rank's part of a parameter, cut by hand: each fused part by itself."""
     keys, values = sizes.heads * sizes.key_width, sizes.heads * sizes.value_width
     fused = {
         "in_proj": [keys, keys, values, values, sizes.heads, sizes.heads],

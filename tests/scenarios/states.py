@@ -1,4 +1,4 @@
-"""States of known values for tests of saves, what became of a call, and the files of a checkpoint."""
+"""States of known values for tests of saves, results of calls, and checks of a checkpoint's files."""
 
 from __future__ import annotations
 
@@ -21,36 +21,36 @@ from shardproof.rendezvous.protocol import Decide
 from shardproof.storage import LocalStorage
 
 __all__ = [
+    "CallResult",
     "Phases",
-    "Said",
-    "agreed",
+    "assert_one_attempt",
     "attempt",
     "blanked",
     "differences",
     "files_below",
-    "only_its_own",
     "plain_state",
     "rows",
+    "same_on_all_ranks",
     "whole",
     "whole_state",
 ]
 
 
 def whole(shape: tuple[int, ...], salt: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """A global tensor whose every element tells place and salt."""
+    """A global tensor whose elements encode their position and the salt."""
     count = int(torch.Size(shape).numel())
     return (torch.arange(count, dtype=torch.float64) + 1000 * salt + 1).reshape(shape).to(dtype)
 
 
 def rows(tensor: torch.Tensor, first: int, last: int) -> sp.LocalShards:
-    """The rows [first, last) of a global tensor, as what one rank holds of it."""
+    """The rows [first, last) of a global tensor, as one rank's shard."""
     offsets = (first, *(0,) * (tensor.dim() - 1))
     pieces = [(tensor[first:last].clone(), offsets)] if last > first else []
     return sp.LocalShards(tuple(tensor.shape), pieces, dtype=tensor.dtype)
 
 
 def plain_state(rank: int, world_size: int, salt: int) -> dict[str, Any]:
-    """Something of every kind: sharded over the ranks, replicated, on rank 0 alone, per rank, and plain."""
+    """Values of every kind: sharded over the ranks, replicated, on rank 0 alone, per rank, and plain."""
     height = 4 * world_size
     return {
         "model": {
@@ -114,7 +114,7 @@ def _leaves(tree: dict[str, Any], path: str) -> Iterator[tuple[str, Callable[[An
 
 
 class Phases:
-    """A rendezvous that notes the phases in which its ranks met."""
+    """A rendezvous that records the phases of its meetings."""
 
     def __init__(self, inner: Rendezvous) -> None:
         self._inner = inner
@@ -125,7 +125,7 @@ class Phases:
         return self._inner.meet(operation, phase, post, decide)
 
     def beside(self, name: str) -> Phases:
-        """Another one, whose meetings are recorded here too."""
+        """Another rendezvous, whose phases are recorded in the same list."""
         other = Phases(self._inner.beside(name))
         other.met = self.met
         return other
@@ -135,8 +135,8 @@ class Phases:
 
 
 @dataclass
-class Said:
-    """What a call on one rank ended in."""
+class CallResult:
+    """How a call on one rank ended."""
 
     kind: str
     """Name of the error's class; empty for none."""
@@ -145,29 +145,29 @@ class Said:
     seconds: float
     value: Any = None
     after: dict[str, Any] = field(default_factory=dict)
-    """Room for what a test saw afterwards."""
+    """What a test observes afterwards."""
 
     @property
     def error(self) -> tuple[str, str, dict[str, Any]]:
-        """What must be the same on all ranks."""
+        """The parts that must be the same on all ranks."""
         return self.kind, self.text, self.details
 
 
-def attempt(call: Callable[[], Any]) -> Said:
-    """Calls, and keeps the package's error instead of raising it."""
+def attempt(call: Callable[[], Any]) -> CallResult:
+    """Calls, and returns an error of the package instead of raising it."""
     began = time.monotonic()
     try:
         value = call()
     except ShardproofError as error:
         seconds = time.monotonic() - began
-        return Said(type(error).__name__, error.message, error.details, seconds)
-    return Said("", "", {}, time.monotonic() - began, value)
+        return CallResult(type(error).__name__, error.message, error.details, seconds)
+    return CallResult("", "", {}, time.monotonic() - began, value)
 
 
-def agreed(said: list[Said]) -> Said:
-    """The first, if all ranks were told the same."""
-    assert all(one.error == said[0].error for one in said), [one.error for one in said]
-    return said[0]
+def same_on_all_ranks(results: list[CallResult]) -> CallResult:
+    """Asserts that all ranks got the same error or none. Returns the first rank's result."""
+    assert all(one.error == results[0].error for one in results), [one.error for one in results]
+    return results[0]
 
 
 def files_below(folder: str | Path) -> list[str]:
@@ -178,12 +178,12 @@ def files_below(folder: str | Path) -> list[str]:
     return sorted(found)
 
 
-def only_its_own(folder: str | Path, *, leftovers: bool = False) -> str:
+def assert_one_attempt(folder: str | Path, *, leftovers: bool = False) -> str:
     """Asserts that a committed checkpoint is whole and made of one attempt's files; returns the attempt.
 
     Args:
         folder: of the checkpoint.
-        leftovers: whether files that the manifest does not name may lie beside.
+        leftovers: whether other files, which the manifest does not name, are allowed.
     """
     storage = LocalStorage(folder)
     manifest = read_manifest(storage)

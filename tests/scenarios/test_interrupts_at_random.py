@@ -18,7 +18,7 @@ from tests.harness import rank, rendezvous, run_ranks
 SAVES = 40
 DEADLINE = 3.0
 LATEST = 0.02
-"""Seconds after the begin of a save within which the signal comes: some come when it is over."""
+"""Seconds after the start of a save within which the signal comes. Some come when the save is over."""
 
 
 class Interrupts:
@@ -57,7 +57,7 @@ def end_of(checkpointer: sp.Checkpointer, step: int, state: object, interrupts: 
 
 
 def save_under_interrupts(root: str, seed: int) -> tuple[list[str], int]:
-    """What each save ended with on this rank, and the step of one that nothing disturbs."""
+    """How each save ended on this rank, and the step of a last save without interrupts."""
     chance, interrupts = random.Random(100 * seed + rank()), Interrupts()
     meetings = rendezvous(deadline=DEADLINE)
     steps = rendezvous(deadline=60.0, name="steps")  # ranks that train begin each step together
@@ -70,9 +70,8 @@ def save_under_interrupts(root: str, seed: int) -> tuple[list[str], int]:
         ends.append(end_of(checkpointer, step, weights, interrupts))
         if timer is not None:
             timer.join(60)
-    with suppress(
-        sp.ShardproofError
-    ):  # why the last save failed, where an interrupt came before that was told
+    # An interrupt may have come before the last save reported its failure, which `wait` then raises.
+    with suppress(sp.ShardproofError):
         checkpointer.wait()
     steps.meet("step", "begin", b"", lambda posts: b"")
     return ends, checkpointer.save(SAVES, weights).result().step or 0

@@ -12,15 +12,15 @@ import shardproof as sp
 from tests.faulty_storage import FaultyStorage
 from tests.harness import rank, rendezvous, run_ranks, world_size
 from tests.scenarios.states import (
-    Said,
-    agreed,
+    CallResult,
+    assert_one_attempt,
     attempt,
     blanked,
     differences,
     files_below,
-    only_its_own,
     plain_state,
     rows,
+    same_on_all_ranks,
     whole,
 )
 
@@ -85,10 +85,10 @@ INVALID: dict[str, tuple[Any, str, list[str]]] = {
 }
 
 
-def save_invalid_then_valid(root: str) -> dict[str, Said]:
+def save_invalid_then_valid(root: str) -> dict[str, CallResult]:
     """Every invalid state under a step of its own, each followed by a valid save, with one Checkpointer."""
     checkpointer = sp.Checkpointer(root, rendezvous=rendezvous(deadline=10.0))
-    said = {}
+    results = {}
     for number, (name, (spoil, _, _)) in enumerate(INVALID.items()):
         state = plain_state(rank(), world_size(), number)
         spoil(state)
@@ -101,43 +101,47 @@ def save_invalid_then_valid(root: str) -> dict[str, Said]:
         target = blanked(plain_state(rank(), world_size(), 0))
         one.after["restored"] = checkpointer.restore(target)
         one.after["wrong"] = differences(target, plain_state(rank(), world_size(), number))
-        said[name] = one
-    return said
+        results[name] = one
+    return results
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Said]]]:
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, CallResult]]]:
     root = tmp_path_factory.mktemp("run")
     return root, [outcome.value for outcome in run_ranks(RANKS, save_invalid_then_valid, str(root))]
 
 
 @pytest.mark.parametrize("name", INVALID)
-def test_all_ranks_get_the_same_error(name: str, outcomes: tuple[Path, list[dict[str, Said]]]) -> None:
+def test_all_ranks_get_the_same_error_for_an_invalid_structure(
+    name: str, outcomes: tuple[Path, list[dict[str, CallResult]]]
+) -> None:
     _, kind, words = INVALID[name]
-    one = agreed([said[name] for said in outcomes[1]])
+    one = same_on_all_ranks([results[name] for results in outcomes[1]])
     assert one.kind == kind
     for word in words:
         assert word in one.text, one.text
 
 
 @pytest.mark.parametrize("name", INVALID)
-def test_nothing_is_written(name: str, outcomes: tuple[Path, list[dict[str, Said]]]) -> None:
-    root, saids = outcomes
-    assert [said[name].after["operations"] for said in saids] == [[]] * RANKS
+def test_a_refused_save_writes_nothing(name: str, outcomes: tuple[Path, list[dict[str, CallResult]]]) -> None:
+    root, ranks = outcomes
+    assert [results[name].after["operations"] for results in ranks] == [[]] * RANKS
     step = 2 * list(INVALID).index(name)
     assert not (root / f"step-{step:08d}").exists()
 
 
 @pytest.mark.parametrize("name", INVALID)
-def test_the_next_valid_save_works_and_loads(name: str, outcomes: tuple[Path, list[dict[str, Said]]]) -> None:
-    root, saids = outcomes
+def test_the_next_valid_save_works_and_loads(
+    name: str, outcomes: tuple[Path, list[dict[str, CallResult]]]
+) -> None:
+    root, ranks = outcomes
     step = 2 * list(INVALID).index(name) + 1
-    assert [said[name].after["restored"] for said in saids] == [step] * RANKS
-    assert [said[name].after["wrong"] for said in saids] == [[]] * RANKS
-    only_its_own(root / f"step-{step:08d}")
+    assert [results[name].after["restored"] for results in ranks] == [step] * RANKS
+    assert [results[name].after["wrong"] for results in ranks] == [[]] * RANKS
+    assert_one_attempt(root / f"step-{step:08d}")
 
 
-def test_only_the_valid_steps_are_there(outcomes: tuple[Path, list[dict[str, Said]]]) -> None:
+def test_only_the_valid_steps_are_stored(outcomes: tuple[Path, list[dict[str, CallResult]]]) -> None:
     root, _ = outcomes
     steps = {name.split("/")[0] for name in files_below(root)}
     assert steps == {f"step-{2 * number + 1:08d}" for number in range(len(INVALID))}

@@ -8,7 +8,7 @@ from typing import Any
 
 import shardproof as sp
 from tests.harness import rank, rendezvous, run_ranks, world_size
-from tests.scenarios.states import Phases, blanked, differences, only_its_own, plain_state
+from tests.scenarios.states import Phases, assert_one_attempt, blanked, differences, plain_state
 
 RANKS = 3
 
@@ -46,7 +46,8 @@ def test_any_key_order_is_the_same_state(tmp_path: Path) -> None:
     values = [outcome.value for outcome in run_ranks(RANKS, save_in_any_order, str(tmp_path))]
     for phases, _, wrong in values:
         assert wrong == [[]] * 4
-        assert phases == [["collect", "plan", "write"]] + [["collect", "write"]] * 3  # one plan holds for all
+        # The first save plans. Its plan is valid for all key orders.
+        assert phases == [["collect", "plan", "write"]] + [["collect", "write"]] * 3
     assert len({order for _, orders, _ in values for order in orders}) == 4 * RANKS
     for step in range(4):
-        only_its_own(tmp_path / f"step-{step:08d}")
+        assert_one_attempt(tmp_path / f"step-{step:08d}")

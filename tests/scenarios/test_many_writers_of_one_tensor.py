@@ -1,12 +1,12 @@
-"""Many ranks write parts of one tensor at once, however they are held up: no element is lost.
+"""Many ranks write parts of one tensor at once, delayed in any order: no element is lost.
 
 Elsewhere, the shards of an optimizer came back as zeros: several ranks wrote slices of one chunk of an array,
 each by reading the chunk, changing its slice and writing the chunk back, and the last to finish undid the
 others. No error was raised.
 
-Here four ranks are held at their file operations, so that all have begun before any writes and all have
-written before any finishes, in another order each time. A storage that keeps the ranks' files in one that is
-read, changed and written back shows that a shared chunk would not get through.
+Here four ranks are held at their file operations: all begin before any rank writes, and all write before any
+rank finishes, in another order each time. In a broken storage, all ranks read, change and write back one
+chunk. It shows that the test finds such a loss.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ def cuts(draw: random.Random, count: int, parts: int) -> list[tuple[int, int]]:
 def split(
     shapes: random.Random, draw: random.Random, salt: int, who: int
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Tensors of random shapes, cut at random: what one rank holds of them, and what they are as a whole.
+    """Tensors of random shapes, cut at random: one rank's shards of them, and the whole tensors.
 
-    All ranks draw alike. Each tensor's parts are dealt to the ranks in an order of its own.
+    All ranks draw the same numbers. The ranks get the parts of each tensor in a random order.
     """
     state: dict[str, Any] = {}
     every: dict[str, torch.Tensor] = {}
@@ -82,11 +82,11 @@ def split(
     first, size = ((0, middle), (middle, half - middle))[place // 2]
     start, stop = ranges[place // 2][place % 2]
     both = Boxes.of(((0, 0), (size, width)), ((size, 0), (size, width)))
-    embedding = IndexMap(
+    index_map = IndexMap(
         (2 * size, width), (2 * half, width), both, np.array([[first, 0], [half + first, 0]])
     )
     mine = torch.cat([fused[first : first + size], fused[half + first : half + first + size]]).flatten()
-    state["fused"] = sp.FlatShard(mine[start:stop].clone(), fused.shape, start, stop, embedding)
+    state["fused"] = sp.FlatShard(mine[start:stop].clone(), fused.shape, start, stop, index_map)
 
     twice = tensor("twice", shapes.randint(2, 6), 3)  # each box is on two ranks, of which one writes
     top, bottom = cuts(draw, len(twice), 2)[seat() // 2]
@@ -99,7 +99,7 @@ def split(
 
 
 def parts(state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Views of what one rank holds, by name and place."""
+    """Views of one rank's shards, by name and offsets."""
     found = {}
     for name, value in state.items():
         sharded = value.sharded() if isinstance(value, sp.FlatShard) else value
@@ -108,7 +108,7 @@ def parts(state: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 Schedule = list[tuple[str, int]]
-"""Stages of ranks, in the order in which they are let through."""
+"""Stages of ranks, in the order in which they run."""
 
 
 def interleaved(draw: random.Random) -> Schedule:
@@ -123,7 +123,7 @@ def one_after_another(draw: random.Random) -> Schedule:
 
 @dataclass
 class Turns:
-    """Holds a rank before each stage until all that come earlier in the schedule are through."""
+    """Holds a rank before each stage until all earlier stages of the schedule are done."""
 
     store: Any
     name: str
@@ -138,7 +138,7 @@ class Turns:
 
 
 class HeldStorage:
-    """A storage at which this rank takes turns in `create`, in its one write and in `finish`."""
+    """A storage in which this rank waits for its turn in `create`, in its one write and in `finish`."""
 
     def __init__(self, inner: Storage, turns: Turns) -> None:
         self._inner = inner
@@ -147,7 +147,7 @@ class HeldStorage:
 
     def create(self, name: str) -> Sink:
         if not name.startswith("shards/"):
-            return self._inner.create(name)  # the index: the coordinator's, once all have written
+            return self._inner.create(name)  # the index: the coordinator writes it after all ranks
         self.created.append(name)
         sinks: list[Sink] = []
         self._turns.take("create", lambda: sinks.append(self._inner.create(name)))
@@ -173,8 +173,8 @@ class _HeldSink:
 
 
 class SharedChunk:
-    """A broken storage: the shard files of all ranks are slices of one, which each rank reads, changes and
-    writes back, as the writers of an array with shared chunks do."""
+    """A broken storage: the shard files of all ranks are slices of one chunk. Each rank reads, changes and
+    writes back that chunk, as writers of an array with shared chunks do."""
 
     SLICE = 1 << 16
 
@@ -231,7 +231,7 @@ class _Slice:
 
 
 def lost(storage: Storage, every: dict[str, torch.Tensor]) -> list[str]:
-    """Tensors of a checkpoint, read by one process, of which an element is not what was saved."""
+    """Tensors of a checkpoint, read by one process, with an element that differs from what was saved."""
     wrong = []
     checkpoint = NativeCheckpoint(storage)
     for name, wanted in every.items():
@@ -250,7 +250,7 @@ def lost(storage: Storage, every: dict[str, torch.Tensor]) -> list[str]:
 def repeat(
     root: str, repetitions: int, schedule: Callable[[random.Random], Schedule], shared: bool
 ) -> list[list[str]]:
-    """What was lost in each repetition."""
+    """Tensors with lost elements, in each repetition."""
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), None, is_master=False)
@@ -259,7 +259,7 @@ def repeat(
     found: list[list[str]] = []
     for repetition in range(repetitions):
         wrong: list[str] = []
-        for again in range(2 if repetition % 8 == 0 else 1):  # again: other values, by the plan that is kept
+        for again in range(2 if repetition % 8 == 0 else 1):  # again: other values, by the cached plan
             name, salt = f"{repetition}-{again}", 10 * (2 * repetition + again)
             shape = f"shapes {repetition}"
             state, every = split(random.Random(shape), random.Random(f"cuts {repetition}"), salt, rank())
@@ -289,20 +289,20 @@ def test_no_element_is_lost(tmp_path: Path) -> None:
     assert [outcome.value for outcome in outcomes] == [[[]] * REPETITIONS] * RANKS
 
 
-def test_a_chunk_that_ranks_share_would_be_caught(tmp_path: Path) -> None:
+def test_a_loss_in_a_shared_chunk_is_found(tmp_path: Path) -> None:
     outcomes = run_ranks(RANKS, repeat, str(tmp_path), 8, interleaved, True)
     found = outcomes[0].value
     assert all(any(one.startswith("row") for one in wrong) for wrong in found), found
     assert [outcome.value for outcome in outcomes[1:]] == [[[]] * 8] * (RANKS - 1)
 
 
-def test_it_is_the_holding_that_catches_it(tmp_path: Path) -> None:
+def test_no_loss_is_found_where_ranks_write_one_after_another(tmp_path: Path) -> None:
     outcomes = run_ranks(RANKS, repeat, str(tmp_path), 2, one_after_another, True)
     assert [outcome.value for outcome in outcomes] == [[[]] * 2] * RANKS
 
 
 def test_splits_differ_and_cover_everything() -> None:
-    """The test's own parts: every element of every tensor is held, and the cuts vary."""
+    """Checks the test itself: the shards cover every element of every tensor, and the cuts vary."""
     seen = set()
     for repetition in range(REPETITIONS):
         counts: dict[str, torch.Tensor] = {}

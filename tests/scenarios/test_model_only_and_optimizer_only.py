@@ -1,12 +1,12 @@
 """Parts of a checkpoint: the model without its optimizer, the optimizer without its model, parameters that
 were frozen, added or removed since.
 
-Elsewhere, such loads went wrong in silence: optimizer state landed on the parameter that took the place of a
-removed one, since state was kept by position; weights that were loaded without the optimizer were undone at
-the next step by the optimizer's own copies of the old ones; and what did not fit was skipped without a word.
+Elsewhere, such loads went wrong without an error. Optimizer state was stored by position, and was loaded for
+the parameter that took the place of a removed one. Weights were loaded without the optimizer, and its own
+copies of the old weights undid them at the next step. Values that did not fit were skipped.
 
-Each way to train goes through the same cases. What a job holds is read from a checkpoint of it, so every way
-is seen with the same eyes; and after each case every way must train on exactly as plain AdamW does.
+Each way to train goes through the same cases. The test reads a job's values from a checkpoint of the job, so
+that all ways are compared alike. After each case, every way must train on exactly as plain AdamW does.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import shardproof.fsdp
 from shardproof.loading import StoredTensor
 from shardproof.optim import DistributedOptimizer, HybridDeviceOptimizer
 from tests.harness import process_group, rendezvous, run_ranks
-from tests.scenarios.states import Said, agreed, attempt
+from tests.scenarios.states import CallResult, attempt, same_on_all_ranks
 
 RANKS = 2
 SOURCE, TARGET = 1, 2
@@ -65,7 +65,7 @@ Parameters = list[nn.Parameter]
 
 
 def trained(net: nn.Module, variant: str) -> Parameters:
-    """What the optimizer is given."""
+    """The parameters that the optimizer gets."""
     everything = variant == "frozen, in a group"
     return [parameter for parameter in net.parameters() if everything or parameter.requires_grad]
 
@@ -153,14 +153,14 @@ def weights(job: Job) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True)
 class Case:
-    """One load, and what must come of it."""
+    """One load, and its expected result."""
 
     options: dict[str, Any] = field(default_factory=dict)
     """Of `sp.load`."""
     taken: Callable[[str], bool] = lambda key: False
-    """Keys that become the checkpoint's. All others stay as they are."""
+    """Keys that get the checkpoint's values. All others stay as they are."""
     refused: tuple[str, ...] = ()
-    """What the error says; without it the load succeeds."""
+    """Parts of the error's text. If empty, the load succeeds."""
     saved: str = "both"
     """What the checkpoint holds: the model, or both."""
     tree: str = "both"
@@ -266,28 +266,28 @@ def contents(path: str) -> dict[str, Any]:
         }
 
 
-Seen = tuple[Said, list[str], dict[str, list[float]]]
+CaseResult = tuple[CallResult, list[str], dict[str, list[float]]]
 
 
-def go_through(case: Case, steps: int, session: Session) -> Seen:
-    """What the load ended in, what is not as it must be, and the weights after two more steps."""
+def run_case(case: Case, steps: int, session: Session) -> CaseResult:
+    """The result of the load, the values that are wrong, and the weights after two more steps."""
     path, there = session.source(case.source, case.saved)
     job = session.way(case.target, TARGET)
     train(job, steps)
     before = session.held(job)
-    said = attempt(
+    result = attempt(
         lambda: sp.load(path, tree_of(job, case.tree), rendezvous=session.meetings, **case.options)
     )
-    said.value = None
+    result.value = None
     after = session.held(job)
     taken = {} if case.refused else {key: value for key, value in there.items() if case.taken(key)}
     wrong = differing(after, with_group_options(before, taken))
     train(job, 2)
-    return said, wrong, {name: weight.flatten().tolist() for name, weight in weights(job).items()}
+    return result, wrong, {name: weight.flatten().tolist() for name, weight in weights(job).items()}
 
 
 def with_group_options(before: dict[str, Any], taken: dict[str, Any]) -> dict[str, Any]:
-    """What a job holds after it took something. The options of its one group are those that were taken."""
+    """The values that a job must have after a load. Its one group gets the options that were loaded."""
     wanted = before | taken
     options = [value["options"] for key, value in taken.items() if key.endswith(".@options")]
     for key, value in before.items():
@@ -306,14 +306,14 @@ def differing(found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
     return wrong
 
 
-Found = dict[tuple[str, int], Seen]
+WayResult = dict[tuple[str, int], CaseResult]
 
 
-def every_case(root: str, name: str) -> Found:
+def every_case(root: str, name: str) -> WayResult:
     with process_group():
         session = Session(WAYS[name], f"{root}/{name}")
         found = {
-            (title, steps): go_through(case, steps, session)
+            (title, steps): run_case(case, steps, session)
             for title, case in CASES.items()
             for steps in case.steps
         }
@@ -321,14 +321,14 @@ def every_case(root: str, name: str) -> Found:
     return found
 
 
-class Results(dict[str, list[Found]]):
-    """What each way's ranks found; run when first asked for."""
+class Results(dict[str, list[WayResult]]):
+    """Results of the ranks for each way to train, computed at first access."""
 
     def __init__(self, root: Path) -> None:
         super().__init__()
         self._root = str(root)
 
-    def __missing__(self, name: str) -> list[Found]:
+    def __missing__(self, name: str) -> list[WayResult]:
         outcomes = run_ranks(RANKS, every_case, self._root, name, timeout=120)
         self[name] = [outcome.value for outcome in outcomes]
         return self[name]
@@ -340,14 +340,14 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 
 @pytest.mark.parametrize("name", WAYS)
-def test_what_was_asked_for_is_loaded_and_nothing_else(name: str, results: Results) -> None:
+def test_a_load_takes_what_was_asked_for_and_nothing_else(name: str, results: Results) -> None:
     for title, case in CASES.items():
         for steps in case.steps:
             at = f"{title}, after {steps} steps"
             ranks = [found[title, steps] for found in results[name]]
-            said = agreed([said for said, _, _ in ranks])
-            assert said.kind == ("KeyMismatchError" if case.refused else ""), f"{at}: {said.text}"
-            assert all(part in said.text for part in case.refused), f"{at}: {said.text}"
+            result = same_on_all_ranks([result for result, _, _ in ranks])
+            assert result.kind == ("KeyMismatchError" if case.refused else ""), f"{at}: {result.text}"
+            assert all(part in result.text for part in case.refused), f"{at}: {result.text}"
             assert [wrong for _, wrong, _ in ranks] == [[]] * RANKS, at
             reference = results["plain"][0][title, steps][2]
             assert [trained_on for _, _, trained_on in ranks] == [reference] * RANKS, at

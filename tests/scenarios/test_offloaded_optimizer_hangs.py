@@ -65,14 +65,14 @@ TENSOR_PARALLEL = [
 ]
 
 Size = tuple[int, int]
-"""Ranks, of which so many are tensor parallel."""
+"""Number of ranks, and tensor-parallel size."""
 
 
-def live(root: str, setup: Setup, sizes: list[Size]) -> dict[str, Any]:
-    """Trains and saves on the first size; from each of its saves goes on there, on all the others, and back.
+def train_save_and_resume(root: str, setup: Setup, sizes: list[Size]) -> dict[str, Any]:
+    """Trains and saves on the first size. Each save is loaded there, on all other sizes, and there again.
 
     Returns:
-        What is wrong by aspect: names, or losses.
+        What is wrong, by aspect: names, or losses.
     """
     found: dict[str, Any] = {}
     with Worlds(sizes[0][0]) as worlds:
@@ -116,7 +116,7 @@ def live(root: str, setup: Setup, sizes: list[Size]) -> dict[str, Any]:
 def _moved(
     at: str, to: str, setup: Setup, worlds: Worlds, n: int, saved: int, losses: list[float]
 ) -> dict[str, Any]:
-    """A checkpoint into fewer ranks, with other fractions and without offload: all train on alike."""
+    """Loads a checkpoint on other ranks, with other fractions and without offload: all train on alike."""
     found: dict[str, Any] = {}
     jobs = [Job(other, worlds, n, seed=3 + number) for number, other in enumerate(_others(setup))]
     jobs[0].train(0, 2)  # a target may have trained
@@ -126,11 +126,11 @@ def _moved(
     if rank() == 0:
         found[f"{to}: stored"] = unequal(content(to), content(at))
     until = min(saved + MOVED, END)
-    went = [job.train(saved, until) for job in jobs]
+    trained = [job.train(saved, until) for job in jobs]
     rough = 2e-2 if setup.bf16 or setup.mixed else 1e-5
     expected = torch.tensor(losses[saved:until])
-    for job, own in zip(jobs, went, strict=True):
-        found[f"{to}: {job.setup}: losses"] = own != went[0]
+    for job, own in zip(jobs, trained, strict=True):
+        found[f"{to}: {job.setup}: losses"] = own != trained[0]
         found[f"{to}: {job.setup}: trained on"] = unequal(job.memory(), jobs[0].memory())
         if not torch.allclose(torch.tensor(own), expected, rtol=rough, atol=0):
             found[f"{to}: {job.setup}: far losses"] = own, losses[saved:until]
@@ -138,7 +138,7 @@ def _moved(
 
 
 def _unlike_plain(stored: dict[str, Any], worlds: Worlds, steps: int) -> list[str]:
-    """Where a checkpoint is not, to rounding, what AdamW on one rank comes to."""
+    """Keys whose values differ, by more than rounding, from those of AdamW on one rank."""
     job = Job(Setup(), worlds, 1)
     job.train(0, steps)
     expected = {f"model.{name}": parameter for name, parameter in job.net.named_parameters()}
@@ -181,18 +181,22 @@ def _others(setup: Setup) -> list[Setup]:
 
 
 @pytest.mark.parametrize("setup", FAST, ids=str)
-def test_goes_on_bit_for_bit(setup: Setup, tmp_path: Path) -> None:
-    outcomes = run_ranks(3, live, str(tmp_path), setup, [(3, 1), (2, 1), (1, 1)], timeout=180)
+def test_a_loaded_job_trains_on_bit_for_bit(setup: Setup, tmp_path: Path) -> None:
+    outcomes = run_ranks(
+        3, train_save_and_resume, str(tmp_path), setup, [(3, 1), (2, 1), (1, 1)], timeout=180
+    )
     assert [outcome.value for outcome in outcomes] == [{}] * 3
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("setup", [setup for setup in ALL if setup not in FAST], ids=str)
-def test_goes_on_bit_for_bit_whatever_the_combination(setup: Setup, tmp_path: Path) -> None:
-    test_goes_on_bit_for_bit(setup, tmp_path)
+def test_a_loaded_job_trains_on_bit_for_bit_in_every_combination(setup: Setup, tmp_path: Path) -> None:
+    test_a_loaded_job_trains_on_bit_for_bit(setup, tmp_path)
 
 
 @pytest.mark.parametrize("setup", TENSOR_PARALLEL, ids=str)
-def test_goes_on_without_tensor_parallelism(setup: Setup, tmp_path: Path) -> None:
-    outcomes = run_ranks(4, live, str(tmp_path), setup, [(4, 2), (3, 1), (2, 2), (1, 1)], timeout=180)
+def test_a_loaded_job_trains_on_without_tensor_parallelism(setup: Setup, tmp_path: Path) -> None:
+    outcomes = run_ranks(
+        4, train_save_and_resume, str(tmp_path), setup, [(4, 2), (3, 1), (2, 2), (1, 1)], timeout=180
+    )
     assert [outcome.value for outcome in outcomes] == [{}] * 4

@@ -1,4 +1,4 @@
-"""A rank that does not see the run (a lost mount), or an older state of it: never "nothing was committed".
+"""A rank that does not see the run (a lost mount) or sees an older state of it is an error, not an empty run.
 
 Every rank names the run by one path, below its own working directory. So each rank may see another folder
 there, as nodes with different mounts do.
@@ -28,7 +28,7 @@ def save(root: str) -> None:
 
 
 def restore(nodes: str, options: dict[str, Any], failing: int = -1, code: int = 0) -> dict[str, Any]:
-    """Restores the run of this rank's node; what came of it. The first listing of one rank fails."""
+    """Restores the run of this rank's node; the result. The first listing of rank `failing` fails."""
     os.chdir(Path(nodes, str(rank())))
     if rank() == failing:
         _fail_first_listing(code)
@@ -85,7 +85,7 @@ def _hide(node: Path, view: str) -> None:
         ("a link to a lost mount", "is a symbolic link to"),
     ],
 )
-def test_rank_0_does_not_see_what_another_rank_sees(nodes: Path, view: str, text: str) -> None:
+def test_a_run_that_rank_0_does_not_see_is_an_error(nodes: Path, view: str, text: str) -> None:
     _hide(nodes / "0", view)
     for outcome in run_ranks(2, restore, str(nodes), {}):
         found = outcome.value
@@ -103,7 +103,7 @@ def test_rank_0_does_not_see_what_another_rank_sees(nodes: Path, view: str, text
         ("a link to a lost mount", "is a symbolic link to"),
     ],
 )
-def test_another_rank_does_not_see_what_rank_0_sees(nodes: Path, view: str, text: str) -> None:
+def test_a_run_that_rank_1_does_not_see_is_an_error(nodes: Path, view: str, text: str) -> None:
     _hide(nodes / "1", view)
     for outcome in run_ranks(2, restore, str(nodes), {}):
         found = outcome.value
@@ -112,7 +112,7 @@ def test_another_rank_does_not_see_what_rank_0_sees(nodes: Path, view: str, text
 
 
 @pytest.mark.parametrize("file", ["index-*", "shards/*"])
-def test_a_file_that_rank_0_alone_does_not_see(nodes: Path, file: str) -> None:
+def test_a_file_that_only_rank_0_does_not_see_is_an_error(nodes: Path, file: str) -> None:
     (hidden,) = (nodes / "0" / "run" / "step-00000002").glob(file)
     hidden.unlink()
     for outcome in run_ranks(2, restore, str(nodes), {}):
@@ -125,7 +125,7 @@ def test_a_file_that_rank_0_alone_does_not_see(nodes: Path, file: str) -> None:
         assert outcome.value == {"step": 1, "w": 1.0}, "damage that both ranks see is passed over"
 
 
-def test_no_run_only_if_no_rank_sees_one(nodes: Path) -> None:
+def test_a_restore_finds_no_run_only_if_no_rank_sees_one(nodes: Path) -> None:
     _hide(nodes / "0", "no folder")
     _hide(nodes / "1", "empty folder")
     assert [outcome.value for outcome in run_ranks(2, restore, str(nodes), {})] == [
@@ -133,7 +133,7 @@ def test_no_run_only_if_no_rank_sees_one(nodes: Path) -> None:
     ] * 2
 
 
-def test_one_listing_that_finds_no_folder(nodes: Path) -> None:
+def test_a_listing_that_finds_no_folder_is_no_empty_run(nodes: Path) -> None:
     for outcome in run_ranks(2, restore, str(nodes), {}, 0, errno.ENOENT):
         assert "rank 0 sees no run" in outcome.value["error"]["message"]
     for outcome in run_ranks(1, restore, str(nodes), {}, 0, errno.ENOENT):
@@ -142,14 +142,14 @@ def test_one_listing_that_finds_no_folder(nodes: Path) -> None:
 
 @pytest.mark.parametrize("failing", [0, 1])
 @pytest.mark.parametrize("code", [errno.ENOTCONN, errno.ESTALE])
-def test_one_listing_that_fails(nodes: Path, failing: int, code: int) -> None:
+def test_a_listing_that_fails_is_an_error_on_all_ranks(nodes: Path, failing: int, code: int) -> None:
     for outcome in run_ranks(2, restore, str(nodes), {}, failing, code):
         error = outcome.value["error"]
         assert error["type"] == "StorageError" and error["details"]["errno"] == errno.errorcode[code]
         assert ("rank 1: " in error["message"]) == (failing == 1)
 
 
-def test_a_suspect_that_rank_0_does_not_see(nodes: Path) -> None:
+def test_a_suspect_that_rank_0_does_not_see_is_an_error(nodes: Path) -> None:
     os.rename(nodes / "1" / "run" / "step-00000002", nodes / "1" / "run" / "suspect-00000002")
     shutil.rmtree(nodes / "0" / "run" / "step-00000002")
     for options in ({"suspect": True}, {"suspect": True, "step": 2}):

@@ -1,4 +1,4 @@
-"""Ranks that are asked for different things all learn of it, and nothing happens."""
+"""Ranks that call with different arguments all get an error, and nothing changes."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ def _disagree(root: str) -> list[str]:
         lambda: checkpointer.save(3 + rank(), state).result(),
         lambda: checkpointer.save(3, {"gen": torch.Generator().manual_seed(rank())}).result(),
     ]
-    said = []
+    ends = []
     for call in calls:
         try:
             call()
-            said.append("done")
+            ends.append("done")
         except sp.StructureError as error:
-            said.append(error.message)
+            ends.append(error.message)
     assert checkpointer.steps() == [1, 2]
     checkpointer.save(5, state).result()
-    return said
+    return ends
 
 
-def test_every_rank_gets_the_same_refusal(tmp_path: Path) -> None:
+def test_calls_with_different_arguments_are_refused_alike_on_all_ranks(tmp_path: Path) -> None:
     outcomes = run_ranks(2, _disagree, str(tmp_path), timeout=60)
-    said = outcomes[0].value
-    assert outcomes[1].value == said
+    ends = outcomes[0].value
+    assert outcomes[1].value == ends
     for text, expected in zip(
-        said,
+        ends,
         ["different steps", "strict=", "overwrite=", "metadata", "step-00000003", "sp.PerRank"],
         strict=True,
     ):

@@ -1,4 +1,4 @@
-"""A rank that sees other files than rank 0 (a stale cache, a missing mount): no damage, so no fall back."""
+"""A rank that sees other files than rank 0 (a stale cache, a missing mount) is an error, not damage."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.harness import rank, rendezvous, run_ranks
 
 
 class _Elsewhere(LocalStorage):
-    """A folder beside step 2, which passes for it."""
+    """A folder beside step 2 that has the location of step 2."""
 
     @property
     def location(self) -> str:
@@ -75,7 +75,7 @@ def save(root: str) -> None:
         ("00001", "StorageError", "Rank 0 sees it"),
     ],
 )
-def test_what_one_rank_does_not_see_is_not_passed_over(
+def test_a_step_that_one_rank_sees_differently_is_not_passed_over(
     tmp_path: Path, view: str, kind: str, text: str
 ) -> None:
     run_ranks(2, save, str(tmp_path))

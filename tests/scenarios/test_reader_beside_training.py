@@ -26,7 +26,7 @@ def _training(root: str, incremental: bool) -> sp.Checkpointer:
 
 
 def train_or_read(root: str, steps: int, incremental: bool) -> list[tuple[int, list[Any]]]:
-    """Rank 0 trains. Rank 1 restores until it has the last step: each step, and what was damaged there."""
+    """Rank 0 trains. Rank 1 restores until it has the last step; returns each step and damaged ones."""
     rendezvous(deadline=10)  # both begin together
     if rank() == 0:
         training = _training(root, incremental)
@@ -53,14 +53,14 @@ def _check(found: list[tuple[int, list[Any]]]) -> None:
 
 
 @pytest.mark.parametrize("incremental", [False, True])
-def test_a_reader_beside_training(tmp_path: Path, incremental: bool) -> None:
+def test_a_reader_beside_training_gets_whole_steps(tmp_path: Path, incremental: bool) -> None:
     outcomes = run_ranks(2, train_or_read, str(tmp_path / "run"), 60, incremental)
     _check(outcomes[1].value)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("incremental", [False, True])
-def test_a_reader_beside_long_training(tmp_path: Path, incremental: bool) -> None:
+def test_a_reader_beside_long_training_gets_whole_steps(tmp_path: Path, incremental: bool) -> None:
     outcomes = run_ranks(2, train_or_read, str(tmp_path / "run"), 500, incremental, timeout=300)
     _check(outcomes[1].value)
 
@@ -87,7 +87,9 @@ def read_together(root: str, phase: str, incremental: bool) -> tuple[int | None,
 
 @pytest.mark.parametrize("phase", ["match", "read"])
 @pytest.mark.parametrize("incremental", [False, True])
-def test_ranks_that_read_beside_training(tmp_path: Path, phase: str, incremental: bool) -> None:
+def test_ranks_that_read_beside_training_get_one_whole_step(
+    tmp_path: Path, phase: str, incremental: bool
+) -> None:
     for outcome in run_ranks(2, read_together, str(tmp_path / "run"), phase, incremental):
         step, values, passed_over = outcome.value
         assert step in (2, 3, 4) and passed_over == 0

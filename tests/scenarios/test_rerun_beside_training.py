@@ -1,8 +1,8 @@
-"""A step runs again under everything that keeps something between backward passes, while a save is under way.
+"""A step runs again, with components that keep state between backward passes, while a save is under way.
 
-Reducers, gathered parameters, flat gradient buffers, loss scales and autocast all remember what the run
-before did. And the checkpoint of the step before is still being written: it reads the parameters that the
-step uses. None of this may show afterwards: not in the weights, not in the checkpoint, not in the generators.
+Reducers, gathered parameters, flat gradient buffers, loss scales and autocast keep state of the first run.
+Meanwhile, the save of the step before reads the parameters that the step uses. Neither may change the
+weights, the checkpoint or the generators.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Trainer:
         torch.manual_seed(50 + rank())
 
     def gradients(self, batch: torch.Tensor, *, last: bool) -> torch.Tensor:
-        """Of one microbatch, and its loss."""
+        """Computes the gradients of one microbatch; returns its loss."""
         waits = {"ddp and a loss scale": self.model, "DistributedOptimizer": self.optimizer}.get(self.kind)
         lazy = nullcontext() if last or waits is None else waits.no_sync()
         with lazy, torch.autocast("cpu", torch.bfloat16, enabled=self.scaler is not None):
@@ -93,7 +93,7 @@ class Trainer:
         return {"model": self.model, "optimizer": self.optimizer}
 
     def digest(self) -> str:
-        """Of all that this rank has."""
+        """Digest of this rank's parameters, optimizer state and generator."""
         digest = hashlib.sha256()
         if self.kind == "DistributedOptimizer":
             self.optimizer.synchronize()
@@ -115,7 +115,7 @@ def batches() -> Iterator[torch.Tensor]:
 
 def train(kind: str, folder: str, faulty: bool) -> dict[str, Any]:
     with process_group():
-        trainer, runs, going_on = Trainer(kind), 0, threading.Event()
+        trainer, runs, release = Trainer(kind), 0, threading.Event()
         checkpointer = sp.Checkpointer(folder)
         storage: Any = checkpointer._run.storage
         data = rerun.ReplayableIterator(batches())
@@ -130,7 +130,7 @@ def train(kind: str, folder: str, faulty: bool) -> dict[str, Any]:
                 while machine.should_run(data):
                     runs += 1
                     if faulty and runs == FAULT + 2:
-                        going_on.set()  # the second run of the step: the save went on for all of the first
+                        release.set()  # the second run of the step: the save was held through the first
                     trainer.optimizer.zero_grad()
                     for last in (False, True):
                         loss = trainer.gradients(next(data), last=last)
@@ -144,10 +144,10 @@ def train(kind: str, folder: str, faulty: bool) -> dict[str, Any]:
                 trainer.apply()
                 if step + 1 == SAVED:
                     checkpointer._run.storage = FaultyStorage(
-                        storage, 0, lambda *_: going_on.wait(30), only=("write_at",)
+                        storage, 0, lambda *_: release.wait(30), only=("write_at",)
                     )
                     if not faulty:
-                        going_on.set()
+                        release.set()
                     pending = checkpointer.save(SAVED, state)
                     checkpointer._run.storage = storage
                     saved = trainer.digest()

@@ -1,9 +1,9 @@
 """Faults that come together, in a row, right after a resume, and in jobs that are killed at the worst moment.
 
-A job of two or three ranks draws a number for each microbatch and adds up what counted. Results are wrong
-where a step's fault says so: once, on one node always, or everywhere. A start of the job lands on the nodes
-that the test names; in the end it must have added up what a job without faults does, and its log must name
-the devices that were wrong and no others.
+A job of two or three ranks draws a number for each microbatch and sums those of its steps. A fault makes the
+result of a step wrong once, always on one node, or everywhere. Each start of the job runs on the nodes that
+the test names. In the end, its sums must be those of a job without faults, and its log must name the devices
+that were wrong and no others.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Start:
 
 
 class Loader:
-    """Moves on as it gives."""
+    """Advances its position with each batch."""
 
     def __init__(self) -> None:
         self.position = 0
@@ -65,13 +65,13 @@ class Loader:
 
 def die(start: Start, where: str) -> None:
     if start.dies[1] == where:
-        connect(deadline=3.0)  # from now on: who is killed says nothing more
+        connect(deadline=3.0)  # a short deadline from now on: a killed rank falls silent
     if start.dies == (rank(), where):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def job(start: Start) -> tuple[int, list[float]]:
-    """The code that it ends with, and what was added up."""
+    """The exit code and the sum."""
     torch.manual_seed(rank())
     total, loader, tries = torch.zeros(1), Loader(), Counter[int]()
     data = rerun.ReplayableIterator(loader)
@@ -131,7 +131,7 @@ def totals(outcomes: list[Outcome]) -> list[list[float]]:
 
 
 def found(start: Start) -> list[tuple[str, int, int, str]]:
-    """What the log says, in its order."""
+    """The records of the log, in its order."""
     log = rerun.read_rejected(f"{start.folder}/log.jsonl")
     return [(record.verdict, record.step, record.rank, record.device) for record in log]
 
@@ -141,7 +141,7 @@ def clean(tmp_path_factory: pytest.TempPathFactory) -> list[list[float]]:
     return totals(run(Start(str(tmp_path_factory.mktemp("clean")))))
 
 
-def test_faults_in_a_row_and_right_after_a_resume_and_injected_ones_beside_real_ones(
+def test_faults_in_a_row_and_right_after_a_resume_change_no_result(
     tmp_path: Path, clean: list[list[float]]
 ) -> None:
     start = Start(
@@ -225,8 +225,8 @@ def test_a_program_with_other_validate_calls_after_the_restart_finds_the_result_
     assert found(start) == [("correct result", 4, 0, "uuid-a-0")]
 
 
-def terminated(stops: int) -> str:
-    """A rank is told to end by SIGTERM while it waits in a vote for one that is late."""
+def end_in_a_vote(stops: int) -> str:
+    """Rank `stops` gets SIGTERM while it waits in a vote for a late rank."""
     signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(SystemExit(143)))
     machine = rerun.RerunMachine(rendezvous=rendezvous(deadline=20.0))
     try:
@@ -244,27 +244,27 @@ def terminated(stops: int) -> str:
 
 
 @pytest.mark.parametrize("stops", [0, 1])
-def test_a_rank_that_is_told_to_end_in_a_vote_ends_and_the_others_learn_why(stops: int) -> None:
+def test_a_rank_that_gets_sigterm_in_a_vote_ends_and_the_others_learn_why(stops: int) -> None:
     def script(job: Job) -> None:
         job.until_held(2, "late")
         job.until_held(stops, "about to vote")
         job.go(stops)
-        job.pump(0.5)  # it may or may not be waiting by now: both must do
+        job.pump(0.5)  # it may or may not be waiting by now: both must work
         job.signal(stops, signal.SIGTERM)
         if stops == 0:
-            job.until_done(1)  # rank 0 leads: the others hear of it without the one that is late
+            job.until_done(1)  # rank 0 is the coordinator: the others learn of it without the late rank
         job.go(2)
 
     held = {2: "late", stops: "about to vote"}
-    outcomes = run_ranks(3, terminated, stops, hold=held, script=script, timeout=40)
+    outcomes = run_ranks(3, end_in_a_vote, stops, hold=held, script=script, timeout=40)
     assert isinstance(outcomes[stops].error, SystemExit), outcomes[stops].trace
     for outcome in outcomes:
         if outcome.rank != stops:
             assert "SystemExit" in outcome.value, outcome.value
 
 
-def many(steps: int) -> tuple[list[int], list[int]]:
-    """Keys in the store, and threads, in the course of many steps with faults now and then."""
+def many_steps(steps: int) -> tuple[list[int], list[int]]:
+    """Numbers of keys in the store and of threads, during many steps with occasional faults."""
     meeting_place = rendezvous(deadline=20.0)
     machine = rerun.RerunMachine(
         rendezvous=meeting_place, inject=rerun.FaultInjector("transient", rate=0.02, seed=4)
@@ -283,8 +283,8 @@ def many(steps: int) -> tuple[list[int], list[int]]:
     return keys, threads
 
 
-def test_nothing_grows_with_the_number_of_steps() -> None:
-    for outcome in run_ranks(2, many, 1500, timeout=60):
+def test_keys_and_threads_do_not_grow_with_the_number_of_steps() -> None:
+    for outcome in run_ranks(2, many_steps, 1500, timeout=60):
         keys, threads = outcome.value
-        # What a meeting left is deleted some time after it, so single looks differ by a few keys.
+        # The keys of a meeting are deleted some time after it, so single counts differ by a few keys.
         assert min(keys[-5:]) <= max(keys[:3]) + 4 and min(threads[-5:]) <= max(threads[:3])

@@ -40,7 +40,7 @@ def shard_of(root: Path, step: int) -> Path:
 
 
 def flip_bit(path: Path, frozen: float) -> int:
-    """Flips a bit of "frozen" in a shard file; the byte."""
+    """Flips a bit of "frozen" in a shard file; returns the byte's position."""
     raw = bytearray(path.read_bytes())
     at = raw.index(state(frozen, 0)["frozen"].numpy().tobytes()) + 2_000
     raw[at] ^= 1
@@ -126,7 +126,7 @@ def test_all_ranks_fall_back_past_a_broken_base_alike(rotten: Path) -> None:
 
 
 def saved(root: Path, steps: Any, *, restart: bool = False, **options: Any) -> list[int]:
-    """Saves steps of which "frozen" does not change, and gives the bytes that each did not write again."""
+    """Saves steps in which "frozen" does not change; returns the bytes that each save reused."""
     reused, checkpointer = [], sp.Checkpointer(root, incremental=True, **options)
     for step in steps:
         checkpointer = sp.Checkpointer(root, incremental=True, **options) if restart else checkpointer
@@ -162,13 +162,15 @@ def test_the_default_bounds_the_chain(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("full_every", "full"), [(None, [1]), (1, list(range(1, 25)))])
-def test_no_bound_and_the_tightest(tmp_path: Path, full_every: int | None, full: list[int]) -> None:
+def test_a_chain_may_have_no_bound_or_no_references(
+    tmp_path: Path, full_every: int | None, full: list[int]
+) -> None:
     reused = saved(tmp_path, range(1, 25), full_every=full_every)
     assert [step for step, count in enumerate(reused, 1) if count == 0] == full
 
 
 @pytest.mark.parametrize("full_every", [0, -1, True, 2.5, "3"])
-def test_full_every_is_a_number_of_saves(tmp_path: Path, full_every: Any) -> None:
+def test_full_every_must_be_a_number_of_saves(tmp_path: Path, full_every: Any) -> None:
     with pytest.raises(ValueError, match="full_every"):
         sp.Checkpointer(tmp_path, full_every=full_every)
 
@@ -228,6 +230,6 @@ def test_ranks_bound_the_chain_alike_and_meet_no_more_often(tmp_path: Path) -> N
     assert one[3][1] == other[3][1] == ["collect", "write"]
 
 
-def test_ranks_that_ask_for_different_bounds_are_told(tmp_path: Path) -> None:
+def test_ranks_with_different_bounds_all_get_the_error(tmp_path: Path) -> None:
     one, other = (outcome.value for outcome in run_ranks(2, trained, str(tmp_path), None))
     assert one == other and "full_every=2" in one and "full_every=3" in one

@@ -1,10 +1,10 @@
-"""Optimizers whose state does not exist yet, or never will: saved as exactly that, without a collective.
+"""Optimizers whose state does not exist yet, or never will, are saved without that state or a collective.
 
 Elsewhere, saving before the first step raised `KeyError: 'exp_avg'` on one rank while its peers waited in a
 gather, and a rank with an empty shard, which had no state, took part in fewer collectives than the others.
 Offloading optimizers took a trial step with zero gradients to make the state they were asked for, which moved
 parameters by weight decay and stepped generators. Here two ranks train with torch's optimizers on FSDP2, and
-three with distributed, hybrid and flat-sharded ones; some shards are empty.
+three ranks with distributed, hybrid and flat-sharded ones. Some shards are empty.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import shardproof as sp
 from tests.harness import process_group, rank, run_ranks
 from tests.scenarios.collectives import Collective, no_collectives
 from tests.scenarios.jobs import Job, Setup, Worlds, content, unequal
-from tests.scenarios.states import Said, agreed, attempt, files_below
+from tests.scenarios.states import CallResult, attempt, files_below, same_on_all_ranks
 
 RANKS = 2
 
@@ -120,7 +120,7 @@ CASES: dict[str, tuple[Optimizer, int, Optimizer]] = {
 
 
 def save_and_load(root: str) -> dict[str, dict[str, list[str]]]:
-    """Each case into targets that have stepped 0 and 3 times; what is wrong by aspect."""
+    """Loads each case into targets that have stepped 0 and 3 times; what is wrong, by aspect."""
     found: dict[str, dict[str, list[str]]] = {}
     with process_group():
         for name, (make, steps, make_target) in CASES.items():
@@ -154,7 +154,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[s
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_there_is_kept_and_nothing_else(name: str, results: tuple[Path, list[Any]]) -> None:
+def test_a_save_has_the_state_that_exists_and_nothing_else(
+    name: str, results: tuple[Path, list[Any]]
+) -> None:
     root, found = results
     for wrong in found:
         assert {aspect: keys for aspect, keys in wrong[name].items() if keys} == {}
@@ -166,8 +168,8 @@ def test_what_is_there_is_kept_and_nothing_else(name: str, results: tuple[Path, 
     assert not any(key.startswith("optimizer.unused.") for key in slots)
 
 
-def state_on_one_rank(root: str) -> list[Said]:
-    """Rank 1 alone has made state for one parameter; then for none; each is saved."""
+def state_on_one_rank(root: str) -> list[CallResult]:
+    """Saves while rank 1 alone has state, for one parameter; then saves while no rank has state."""
     with process_group():
         net, optimizer = build(1, adamw)
         names = dict(net.named_parameters())
@@ -187,16 +189,16 @@ def state_on_one_rank(root: str) -> list[Said]:
     return [refused, saved]
 
 
-def test_state_that_one_rank_alone_has_is_refused_alike(tmp_path: Path) -> None:
+def test_state_that_one_rank_alone_has_is_refused_on_all_ranks(tmp_path: Path) -> None:
     values = [outcome.value for outcome in run_ranks(RANKS, state_on_one_rank, str(tmp_path))]
-    refused = agreed([value[0] for value in values])
+    refused = same_on_all_ranks([value[0] for value in values])
     assert refused.kind in ("TilingError", "StructureError")
     assert "optimizer.inner.weight" in refused.text
     assert [value[1].kind for value in values] == ["", ""]
     assert not any(name.startswith("refused") for name in files_below(tmp_path))
 
 
-def groups_that_disagree(root: str) -> Said:
+def load_into_one_group(root: str) -> CallResult:
     """Parameters saved with different learning rates go into one group."""
     with process_group():
         net, optimizer = build(1, two_groups)
@@ -204,17 +206,17 @@ def groups_that_disagree(root: str) -> Said:
         sp.save(f"{root}/saved", {"model": net, "optimizer": optimizer})
         target = build(2, one_group)
         before = memory(*target)
-        said = attempt(lambda: sp.load(f"{root}/saved", {"model": target[0], "optimizer": target[1]}))
-        said.after["changed"] = unequal(memory(*target), before)
-    return said
+        result = attempt(lambda: sp.load(f"{root}/saved", {"model": target[0], "optimizer": target[1]}))
+        result.after["changed"] = unequal(memory(*target), before)
+    return result
 
 
 def test_one_group_for_different_options_is_refused(tmp_path: Path) -> None:
-    values = [outcome.value for outcome in run_ranks(RANKS, groups_that_disagree, str(tmp_path))]
-    said = agreed(values)
-    assert said.kind == "KeyMismatchError"
-    assert "lr=" in said.text
-    assert "weight_decay=" in said.text
+    values = [outcome.value for outcome in run_ranks(RANKS, load_into_one_group, str(tmp_path))]
+    result = same_on_all_ranks(values)
+    assert result.kind == "KeyMismatchError"
+    assert "lr=" in result.text
+    assert "weight_decay=" in result.text
     assert [value.after["changed"] for value in values] == [[], []]
 
 
@@ -264,7 +266,7 @@ MORE_JOBS = [
 
 
 def as_if_never_saved(root: str, setup: Setup) -> dict[str, Any]:
-    """A job that is never saved, one that is, and targets fresh and trained; what is wrong by aspect."""
+    """Trains jobs that were never saved, were saved, or loaded the save; what is wrong, by aspect."""
     found: dict[str, Any] = {}
     with Worlds(3) as worlds:
         never, saved, fresh, trained = (Job(setup, worlds, 3, seed=seed) for seed in (1, 1, 2, 3))
@@ -292,33 +294,33 @@ def test_training_goes_on_as_if_never_saved(setup: Setup, tmp_path: Path) -> Non
     assert [outcome.value for outcome in outcomes] == [{}] * 3
 
 
-def stepped_on_one_rank(root: str, setup: Setup) -> Said:
-    """Gradients are there on all ranks; rank 0 alone steps, all save; the others step, all save."""
+def stepped_on_one_rank(root: str, setup: Setup) -> CallResult:
+    """All ranks have gradients. Rank 0 alone steps, all save; the others step, all save."""
     with Worlds(3) as worlds:
         job, target = (Job(setup, worlds, 3, seed=seed) for seed in (1, 2))
         job.backward(0)
         if rank() == 0:
             job.optimizer.step()
         with no_collectives():
-            said = attempt(lambda: sp.save(f"{root}/some", job.state, rendezvous=job.meeting))
-        said.value = None
+            result = attempt(lambda: sp.save(f"{root}/some", job.state, rendezvous=job.meeting))
+        result.value = None
         if rank() != 0:
             job.optimizer.step()
         job.save(f"{root}/all")
         target.load(f"{root}/all")
         same_losses = target.train(1, 3) == job.train(1, 3)
-        said.after["trained on"] = [] if same_losses else ["losses"]
-        said.after["trained on"] += unequal(target.memory(), job.memory())
-    return said
+        result.after["trained on"] = [] if same_losses else ["losses"]
+        result.after["trained on"] += unequal(target.memory(), job.memory())
+    return result
 
 
 @pytest.mark.parametrize(
     "setup", [Setup("fsdp2"), Setup("fsdp2", "hybrid", 0.5), Setup("flat all", "hybrid", 0.5)], ids=str
 )
-def test_a_step_that_one_rank_alone_took_is_refused_alike(setup: Setup, tmp_path: Path) -> None:
+def test_a_step_that_one_rank_alone_took_is_refused_on_all_ranks(setup: Setup, tmp_path: Path) -> None:
     values = [outcome.value for outcome in run_ranks(3, stepped_on_one_rank, str(tmp_path), setup)]
-    said = agreed(values)
-    assert said.kind in ("StructureError", "TilingError")
-    assert "optimizer." in said.text
+    result = same_on_all_ranks(values)
+    assert result.kind in ("StructureError", "TilingError")
+    assert "optimizer." in result.text
     assert not any(name.startswith("some/") for name in files_below(tmp_path))
     assert [value.after["trained on"] for value in values] == [[]] * 3

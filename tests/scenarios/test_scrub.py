@@ -36,7 +36,7 @@ def run(root: Path, **options: Any) -> sp.Checkpointer:
 
 
 def save(checkpointer: sp.Checkpointer, step: int, *, scrubbed: bool = True) -> int:
-    """Saves a step of which "frozen" has not changed; the bytes that were not written again."""
+    """Saves a step in which "frozen" has not changed; returns the bytes that the save reused."""
     reused = checkpointer.save(step, state(1, step)).result().reused
     if scrubbed:
         checkpointer.wait_for_scrub(timeout=60)
@@ -47,7 +47,7 @@ def lenders(root: Path, step: int) -> set[str]:
     return {record.folder for record in read_manifest(LocalStorage(root / step_name(step))).borrowed_files}
 
 
-# Rot is found and told, and no save refers to it.
+# The scrub finds and reports rot, and no save refers to it.
 
 
 def test_rot_is_found_and_the_next_save_writes_the_chunks_again(
@@ -102,7 +102,7 @@ def test_a_step_that_needs_other_bytes_of_the_file_remains_a_base(tmp_path: Path
     assert checkpointer.damage == () and verify(LocalStorage(tmp_path / step_name(3))).ok
 
 
-def test_a_header_that_is_damaged_counts_for_the_whole_file(tmp_path: Path) -> None:
+def test_a_damaged_header_makes_the_whole_file_damaged(tmp_path: Path) -> None:
     checkpointer = run(tmp_path)
     for step in (1, 2):
         save(checkpointer, step)
@@ -125,26 +125,26 @@ def test_the_scrub_reads_the_device_and_not_the_cache(
     opened: list[tuple[str, int]] = []
     real = os.open
 
-    def noted(path: Any, flags: int, *args: Any, **options: Any) -> int:
+    def recording(path: Any, flags: int, *args: Any, **options: Any) -> int:
         if threading.current_thread().name == "shardproof-scrub" and str(path).endswith(".safetensors"):
             opened.append((str(path), flags & os.O_DIRECT))
         return real(path, flags, *args, **options)
 
-    monkeypatch.setattr(os, "open", noted)
+    monkeypatch.setattr(os, "open", recording)
     save(checkpointer, 2)
     assert str(shard_of(tmp_path, 1)) in {path for path, _ in opened}
     assert {path for path, _ in opened} == {path for path, is_direct in opened if is_direct}
 
 
 @pytest.mark.parametrize(("code", "is_damage"), [(errno.EIO, True), (errno.ESTALE, False)])
-def test_a_file_that_cannot_be_read(
+def test_a_file_is_damaged_only_if_its_device_fails(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     code: int,
     is_damage: bool,
 ) -> None:
-    """A device that fails has lost the bytes; a storage that is out of reach just now has not."""
+    """A device that fails has lost the bytes. A storage that cannot be reached now has not."""
     checkpointer = run(tmp_path)
     for step in (1, 2):
         save(checkpointer, step)
@@ -163,10 +163,10 @@ def test_a_file_that_cannot_be_read(
     assert save(checkpointer, 4) == (0 if is_damage else FROZEN_BYTES)
 
 
-# What goes and what stays.
+# Which steps retention removes.
 
 
-def test_the_last_proved_step_stays(tmp_path: Path) -> None:
+def test_retention_keeps_the_last_proved_step(tmp_path: Path) -> None:
     checkpointer = run(tmp_path, keep=sp.KeepLatest(1), scrub=FOREVER)
     for step in (1, 2, 3, 4):
         save(checkpointer, step, scrubbed=False)
@@ -174,7 +174,7 @@ def test_the_last_proved_step_stays(tmp_path: Path) -> None:
     assert verify(LocalStorage(tmp_path / step_name(1))).ok
 
 
-def test_a_step_that_the_scrub_has_proved_lets_the_older_go(tmp_path: Path) -> None:
+def test_retention_removes_older_steps_once_a_step_is_proved(tmp_path: Path) -> None:
     checkpointer = run(tmp_path, keep=sp.KeepLatest(1))
     found = []
     for step in (1, 2, 3, 4):
@@ -194,7 +194,7 @@ def test_a_step_that_was_restored_is_read_again(tmp_path: Path) -> None:
     assert restarted.steps() == [2, 3], "step 2 is proved, and takes the place of step 1"
 
 
-def test_two_kept_steps_of_which_one_is_proved_are_enough(tmp_path: Path) -> None:
+def test_retention_keeps_no_other_step_if_one_of_two_is_proved(tmp_path: Path) -> None:
     checkpointer = run(tmp_path, keep=sp.KeepLatest(2))
     for step in (1, 2, 3, 4):
         save(checkpointer, step)
@@ -213,7 +213,7 @@ def test_a_step_without_references_is_proved_by_its_commit(tmp_path: Path) -> No
     assert plain.steps() == [6]
 
 
-def test_a_damaged_step_is_not_the_proved_one(tmp_path: Path) -> None:
+def test_a_damaged_step_is_not_proved(tmp_path: Path) -> None:
     checkpointer = run(tmp_path, keep=sp.KeepLatest(1))
     sp.save(tmp_path / step_name(0), state(7, 0), step=0)
     checkpointer.save(1, state(7, 1)).result()  # refers to step 0
@@ -222,7 +222,7 @@ def test_a_damaged_step_is_not_the_proved_one(tmp_path: Path) -> None:
     checkpointer.save(3, state(1, 3)).result()  # refers to step 2
     flip_bit(shard_of(tmp_path, 2), 1)
     checkpointer.wait_for_scrub(timeout=60)
-    if not checkpointer.damage:  # the pass over step 3 was over before
+    if not checkpointer.damage:  # the pass over step 3 ended before the flip
         checkpointer.save(4, state(1, 4)).result()
         checkpointer.wait_for_scrub(timeout=60)
     assert len(checkpointer.damage) == 1
@@ -255,7 +255,7 @@ def test_a_step_that_is_removed_while_it_is_read_is_no_damage(
     assert caplog.records == [], "retention removes steps all the time: there is nothing to tell"
 
 
-# It yields, and it ends.
+# A pass yields to saves, and ends with its checkpointer.
 
 
 def test_no_save_waits_for_a_pass(tmp_path: Path) -> None:
@@ -347,7 +347,7 @@ def test_a_child_process_has_a_scrub_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rate", [0, -1, True, 1.5, "fast"])
-def test_a_rate_is_a_number_of_bytes_a_second(tmp_path: Path, rate: Any) -> None:
+def test_a_rate_must_be_a_number_of_bytes_a_second(tmp_path: Path, rate: Any) -> None:
     with pytest.raises(ValueError, match="scrub"):
         sp.Checkpointer(tmp_path, scrub=rate)
 

@@ -2,9 +2,9 @@
 
 Elsewhere ranks walked their own optimizer state and called one collective for each entry. Dictionaries in
 different orders exchanged bytes of different tensors; one entry less on one rank, and its peers waited in a
-gather until the watchdog ended the job. Here no order matters that is free, and a slot that one rank lacks is
-either absent for all or refused on all with one error, whether that rank holds elements of the parameter or
-none. The next valid save is not held up by it.
+gather until the watchdog ended the job. Here no free order matters. A slot that one rank lacks is absent for
+all ranks, or all ranks refuse it with one error. This holds whether or not that rank has elements of the
+parameter. The next valid save works.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shardproof.state import ParameterSlots, SlotProvider, slots_of
 from tests.harness import rank, run_ranks
 from tests.scenarios.collectives import no_collectives
 from tests.scenarios.jobs import Job, Setup, Worlds, content, unequal
-from tests.scenarios.states import Said, agreed, attempt
+from tests.scenarios.states import CallResult, attempt, same_on_all_ranks
 
 RANKS = 3
 
@@ -54,10 +54,10 @@ SMALL = "blocks.1.mlp_gain.weight"
 
 
 def shuffle(job: Job, order: random.Random) -> None:
-    """All that is free gets another order: registration, groups' parameters, state and its slots."""
+    """Changes every free order: of registration, of groups' parameters, of state and of its slots."""
     for module in job.net.modules():
         _shuffle(module._parameters, order)
-        if not isinstance(module, nn.ModuleList):  # that order is the forward's
+        if not isinstance(module, nn.ModuleList):  # the forward depends on that order
             _shuffle(module._modules, order)
     if isinstance(job.optimizer, SlotProvider):
         describe = type(job.optimizer).describe_slots
@@ -76,7 +76,7 @@ def shuffle(job: Job, order: random.Random) -> None:
             order.shuffle(group["params"])
 
 
-def shuffled_life(root: str, setup: Setup) -> dict[str, Any]:
+def train_and_save_shuffled(root: str, setup: Setup) -> dict[str, Any]:
     found: dict[str, Any] = {}
     order = random.Random(rank())
     with Worlds(RANKS) as worlds:
@@ -107,14 +107,14 @@ def shuffled_life(root: str, setup: Setup) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("setup", ENTRIES, ids=str)
-def test_no_free_order_matters(setup: Setup, tmp_path: Path) -> None:
-    outcomes = run_ranks(RANKS, shuffled_life, str(tmp_path), setup, timeout=120)
+def test_a_save_is_the_same_in_any_order_of_keys_and_slots(setup: Setup, tmp_path: Path) -> None:
+    outcomes = run_ranks(RANKS, train_and_save_shuffled, str(tmp_path), setup, timeout=120)
     assert [outcome.value for outcome in outcomes] == [{}] * RANKS
 
 
 @contextmanager
 def lacking(job: Job, name: str, slots: Collection[str]) -> Iterator[None]:
-    """The optimizer keeps nothing in these slots of a parameter, while this lasts."""
+    """Within it, the optimizer has nothing in these slots of a parameter."""
     parameter, optimizer = job.net.get_parameter(name), job.optimizer
     if isinstance(optimizer, SlotProvider):
         whole = slots_of(optimizer)
@@ -129,9 +129,9 @@ def lacking(job: Job, name: str, slots: Collection[str]) -> Iterator[None]:
         optimizer.state[parameter] = whole
 
 
-def lacking_life(root: str, setup: Setup) -> dict[str, Said]:
-    """Rank 1 lacks a slot, or all, of a parameter; after each such save comes one of everything."""
-    said = {}
+def save_with_lacking_slots(root: str, setup: Setup) -> dict[str, CallResult]:
+    """Rank 1 lacks one slot or all slots of a parameter. A save of everything follows each such save."""
+    results = {}
     with Worlds(RANKS) as worlds:
         job = Job(setup, worlds, RANKS)
         job.train(0, 2)
@@ -140,25 +140,28 @@ def lacking_life(root: str, setup: Setup) -> dict[str, Said]:
                 at = f"{name} without {len(slots)}"
                 save = partial(sp.save, f"{root}/{at}", job.state, rendezvous=job.meeting)
                 with lacking(job, name, slots) if rank() == 1 else nullcontext(), no_collectives():
-                    said[at] = attempt(save)
-                said[at].value = None
+                    results[at] = attempt(save)
+                results[at].value = None
                 job.save(f"{root}/{at}, then whole")
-    return said
+    return results
 
 
 @pytest.mark.parametrize("setup", ENTRIES, ids=str)
 def test_a_slot_that_one_rank_lacks_is_absent_or_refused_alike(setup: Setup, tmp_path: Path) -> None:
-    values = [outcome.value for outcome in run_ranks(RANKS, lacking_life, str(tmp_path), setup, timeout=120)]
+    values = [
+        outcome.value
+        for outcome in run_ranks(RANKS, save_with_lacking_slots, str(tmp_path), setup, timeout=120)
+    ]
     for at in values[0]:
-        said = agreed([value[at] for value in values])
+        result = same_on_all_ranks([value[at] for value in values])
         name, _, _ = at.partition(" ")
         whole = content(str(tmp_path / f"{at}, then whole"))
         assert f"optimizer.{name}.exp_avg" in whole
-        if said.kind:
-            assert said.kind in ("StructureError", "TilingError")
-            assert f"optimizer.{name}" in said.text
+        if result.kind:
+            assert result.kind in ("StructureError", "TilingError")
+            assert f"optimizer.{name}" in result.text
             assert not (tmp_path / at).exists() or not any((tmp_path / at).iterdir())
-        else:  # no element was that rank's to give: what is stored is whole
+        else:  # that rank has no element of it: the stored tensor is whole
             assert name == SMALL
             assert unequal(content(str(tmp_path / at)), whole) == []
 
@@ -178,7 +181,7 @@ def _shuffled(items: Mapping[str, Any], order: random.Random) -> dict[str, Any]:
 
 
 def _shuffle(items: dict[Any, Any], order: random.Random) -> None:
-    """In place: a module's dictionaries are known to others."""
+    """In place: other objects refer to a module's dictionaries."""
     keys = list(items)
     order.shuffle(keys)
     for key in keys:

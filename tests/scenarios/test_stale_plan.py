@@ -14,13 +14,13 @@ import torch
 
 import shardproof as sp
 from tests.harness import rank, rendezvous, run_ranks, world_size
-from tests.scenarios.states import Phases, blanked, differences, only_its_own, plain_state, whole
+from tests.scenarios.states import Phases, assert_one_attempt, blanked, differences, plain_state, whole
 
 RANKS = 3
 
 
 class Watcher:
-    """A stateful object that has something to keep only once it has seen something."""
+    """A stateful object whose state is empty until it has seen something."""
 
     def __init__(self, seen: dict[str, Any]) -> None:
         self.seen = seen
@@ -57,8 +57,8 @@ def save_five_steps(root: str, who: int) -> tuple[list[bool], list[str]]:
         target["watcher"] = watcher
         restored = checkpointer.restore(target)
         del target["watcher"]
-        found, kept = watcher.value.seen, wanted.value.seen
-        wrong += differences(target, expected) + differences(found, kept)
+        found, saved = watcher.value.seen, wanted.value.seen
+        wrong += differences(target, expected) + differences(found, saved)
         wrong += [] if restored == step else [f"restored {restored}"]
     return planned, wrong
 
@@ -68,7 +68,7 @@ def test_state_that_appears_on_one_rank_is_saved(who: int, tmp_path: Path) -> No
     values = [outcome.value for outcome in run_ranks(RANKS, save_five_steps, str(tmp_path), who)]
     assert [wrong for _, wrong in values] == [[]] * RANKS
     assert [planned for planned, _ in values] == [[True, False, True, False, False]] * RANKS
-    only_its_own(tmp_path / "step-00000005")
+    assert_one_attempt(tmp_path / "step-00000005")
     with sp.open(tmp_path / "step-00000005") as checkpoint:
         assert torch.equal(checkpoint["rerun.candidate"][...], whole((4, 4), 5, torch.float64))
         assert checkpoint["rerun.step"] == 5

@@ -1,11 +1,11 @@
 """One rank's state gets a part that no other rank has, in the middle of a run that saves by a cached plan.
 
-Elsewhere, the plan of a save was kept and compared with itself. Then a rank met a fault and its rerun state
-had something to keep, or a moving average began on one rank: the saves that followed succeeded without it,
+Elsewhere, the plan of a save was cached and compared with itself. Then a rank met a fault and its rerun state
+had something to save, or a moving average began on one rank: the saves that followed succeeded without it,
 and the first restart could not load.
 
 Three ranks train under DDP with ZeroRedundancyOptimizer, through one such change after another. Each save
-must hold all of it, load again on the same ranks and in one process, and use the kept plan just when
+must hold all of it, load again on the same ranks and in one process, and use the cached plan exactly when
 nothing has changed.
 """
 
@@ -27,7 +27,7 @@ import shardproof as sp
 from shardproof.loading import StoredTensor
 from tests.harness import process_group, rank, rendezvous, run_ranks
 from tests.scenarios.collectives import no_collectives
-from tests.scenarios.states import Phases, only_its_own
+from tests.scenarios.states import Phases, assert_one_attempt
 
 RANKS = 3
 FAULTY, AVERAGING = 1, 2
@@ -107,13 +107,13 @@ def nothing(job: Job, step: int) -> None:
 
 
 def other_values(job: Job, step: int) -> None:
-    """As much of the fault as before."""
+    """The fault has as many values as before."""
     if rank() == FAULTY:
         job.rerun.fault(step, rows=2)
 
 
 def longer_batch(job: Job, step: int) -> None:
-    """The same keys, and one shape is another."""
+    """The same keys, with one other shape."""
     if rank() == FAULTY:
         job.rerun.fault(step, rows=3)
 
@@ -157,7 +157,7 @@ STEPS: list[tuple[Callable[[Job, int], None], bool]] = [
 
 
 def train_and_save(root: str) -> tuple[list[bool], list[str], list[dict[str, Any]]]:
-    """Which saves planned, what did not come back, and what was there at each save."""
+    """Whether each save planned, what the restores got wrong, and the values at each save."""
     planned, wrong, memories = [], [], []
     with process_group():
         meetings = Phases(rendezvous(deadline=20.0))
@@ -191,19 +191,19 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
     return root, [outcome.value for outcome in run_ranks(RANKS, train_and_save, str(root), timeout=120)]
 
 
-def test_it_comes_back_on_the_ranks_that_had_it(run: tuple[Path, list[Any]]) -> None:
+def test_state_of_one_rank_is_restored_on_that_rank(run: tuple[Path, list[Any]]) -> None:
     assert [wrong for _, wrong, _ in run[1]] == [[]] * RANKS
 
 
-def test_a_plan_is_used_again_just_when_nothing_has_changed(run: tuple[Path, list[Any]]) -> None:
+def test_a_cached_plan_is_used_exactly_when_nothing_has_changed(run: tuple[Path, list[Any]]) -> None:
     assert [planned for planned, _, _ in run[1]] == [[needed for _, needed in STEPS]] * RANKS
 
 
 @pytest.mark.parametrize("step", range(len(STEPS)))
-def test_one_process_finds_all_of_it(step: int, run: tuple[Path, list[Any]]) -> None:
+def test_one_process_reads_the_state_of_all_ranks(step: int, run: tuple[Path, list[Any]]) -> None:
     root, ranks = run
     folder = root / f"step-{step:08d}"
-    only_its_own(folder)
+    assert_one_attempt(folder)
     memories = [dict(memories[step]) for _, _, memories in ranks]
     with sp.open(folder) as checkpoint:
         stored = {key: checkpoint[key] for key in checkpoint.keys()}  # noqa: SIM118

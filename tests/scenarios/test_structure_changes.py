@@ -1,7 +1,7 @@
 """Changes of structure between saves that share a Checkpointer: what is loaded is exactly what was saved.
 
-A plan is kept from save to save. Every way to go from one structure to another is taken once, with saves of
-the same structure and refused ones in between.
+A plan is cached from save to save. The saves make every transition from one structure to another once, with
+saves of the same structure and refused saves in between.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import torch
 import shardproof as sp
 from tests.harness import rank, rendezvous, run_ranks
 from tests.scenarios.states import (
+    CallResult,
     Phases,
-    Said,
-    agreed,
+    assert_one_attempt,
     attempt,
     blanked,
     differences,
-    only_its_own,
     rows,
+    same_on_all_ranks,
     whole,
 )
 
@@ -84,7 +84,7 @@ def replicated(salt: int) -> State:
 
 
 def tensor_on_one(salt: int) -> State:
-    """A tensor that only rank 1 has heard of."""
+    """A tensor that only rank 1 has."""
     return base(salt) | ({"rerun": whole((5,), salt)} if rank() == 1 else {})
 
 
@@ -165,12 +165,12 @@ def every_transition(n: int) -> list[int]:
     return walk[::-1]
 
 
-def save_every_transition(root: str) -> tuple[list[str], list[Said]]:
+def save_every_transition(root: str) -> tuple[list[str], list[CallResult]]:
     """Saves along the walk, with a refused save at every eighth step; returns what went wrong."""
     meetings = Phases(rendezvous(deadline=20.0))
     checkpointer = sp.Checkpointer(root, rendezvous=meetings, keep=sp.KeepLatest(1))
     wrong: list[str] = []
-    refused: list[Said] = []
+    refused: list[CallResult] = []
     before = -1
     for step, which in enumerate(every_transition(len(VALID))):
         build = VALID[which]
@@ -189,18 +189,21 @@ def save_every_transition(root: str) -> tuple[list[str], list[Said]]:
             spoiled = INVALID[step // 8 % len(INVALID)]
             refused.append(attempt(lambda: checkpointer.save(10**6, spoiled(0)).result()))  # noqa: B023
             if spoiled is not not_storable:
-                before = -1  # the plan of before was given up for one that came to nothing
+                before = -1  # the refused save dropped the cached plan
     return wrong, refused
 
 
 @pytest.mark.timeout(240)
-def test_every_structure_after_every_other(tmp_path: Path) -> None:
+def test_every_structure_after_every_other_is_restored_as_saved(tmp_path: Path) -> None:
     outcomes = run_ranks(RANKS, save_every_transition, str(tmp_path), timeout=220)
     assert [outcome.value[0] for outcome in outcomes] == [[]] * RANKS
-    refused = [agreed(list(said)) for said in zip(*(outcome.value[1] for outcome in outcomes), strict=True)]
-    assert {said.kind for said in refused} == {"TilingError", "StructureError", "RankFailure"}
+    refused = [
+        same_on_all_ranks(list(ranks))
+        for ranks in zip(*(outcome.value[1] for outcome in outcomes), strict=True)
+    ]
+    assert {result.kind for result in refused} == {"TilingError", "StructureError", "RankFailure"}
     (left,) = sorted(tmp_path.iterdir())
-    only_its_own(left)
+    assert_one_attempt(left)
 
 
 def test_the_walk_takes_every_pair_once() -> None:
@@ -227,7 +230,7 @@ def save_the_same_twice(root: str) -> tuple[list[list[str]], list[str]]:
     return phases, wrong
 
 
-def test_a_plan_that_holds_is_used_again_and_values_are_fresh(tmp_path: Path) -> None:
+def test_a_save_by_a_cached_plan_has_the_current_values(tmp_path: Path) -> None:
     for outcome in run_ranks(RANKS, save_the_same_twice, str(tmp_path)):
         phases, wrong = outcome.value
         assert phases == [["collect", "plan", "write"], ["collect", "write"], ["collect", "write"]]

@@ -14,7 +14,15 @@ import shardproof as sp
 from shardproof.format import MANIFEST_NAME
 from tests.faulty_storage import FaultyStorage
 from tests.harness import Job, rank, reach, rendezvous, run_ranks, world_size
-from tests.scenarios.states import Said, agreed, attempt, blanked, differences, only_its_own, plain_state
+from tests.scenarios.states import (
+    CallResult,
+    assert_one_attempt,
+    attempt,
+    blanked,
+    differences,
+    plain_state,
+    same_on_all_ranks,
+)
 
 RANKS = 3
 
@@ -28,7 +36,7 @@ def state(salt: int) -> dict[str, Any]:
 
 
 def restored(checkpointer: sp.Checkpointer, salt: int, **options: Any) -> tuple[int | None, list[str]]:
-    """What was restored, and where it differs from the state of that salt."""
+    """The restored step, and where the state differs from that of the salt."""
     target = blanked(state(0))
     step = checkpointer.restore(target, **options)
     return step, differences(target, state(salt))
@@ -39,14 +47,14 @@ def _life(root: str) -> list[Any]:
     checkpointer = at(root, keep=sp.KeepLatest(1))
     checkpointer.save(10, state(1)).result()
     checkpointer.save(17, state(2), suspect=True).result()
-    said = [restored(checkpointer, 1), restored(checkpointer, 2, suspect=True), checkpointer.suspects()]
+    results = [restored(checkpointer, 1), restored(checkpointer, 2, suspect=True), checkpointer.suspects()]
     checkpointer.settle_suspect(17, "persistent fault: node 3")
-    said += [checkpointer.suspects(), restored(checkpointer, 1, suspect=True)]
+    results += [checkpointer.suspects(), restored(checkpointer, 1, suspect=True)]
     checkpointer.save(20, state(3)).result()
-    return [*said, restored(checkpointer, 3, suspect=True), sorted(os.listdir(root))]
+    return [*results, restored(checkpointer, 3, suspect=True), sorted(os.listdir(root))]
 
 
-def test_from_the_failed_step_to_the_verdict(tmp_path: Path) -> None:
+def test_a_run_restarts_from_a_suspect_until_it_is_settled(tmp_path: Path) -> None:
     for outcome in run_ranks(RANKS, _life, str(tmp_path)):
         assert outcome.value == [(10, []), (17, []), [17], [], (10, []), (20, []), ["step-00000020"]]
 
@@ -64,24 +72,24 @@ def _disagree(root: str) -> list[str]:
         lambda: checkpointer.settle_suspect(2, f"the verdict of {rank()}"),
         lambda: checkpointer.settle_suspect(2, "transient" if first else None),  # type: ignore[arg-type]
     ]
-    said = []
+    results = []
     for call in calls:
         try:
             call()
-            said.append("done")
+            results.append("done")
         except sp.ShardproofError as error:
-            said.append(error.message)
+            results.append(error.message)
     assert (checkpointer.steps(), checkpointer.suspects()) == ([1], [2])
     checkpointer.settle_suspect(2, "transient fault")
-    return said
+    return results
 
 
-def test_ranks_asked_for_different_things_all_learn_of_it(tmp_path: Path) -> None:
+def test_calls_with_different_arguments_are_refused_alike_on_all_ranks(tmp_path: Path) -> None:
     outcomes = run_ranks(2, _disagree, str(tmp_path))
-    said = outcomes[0].value
-    assert outcomes[1].value == said
+    results = outcomes[0].value
+    assert outcomes[1].value == results
     for text, expected in zip(
-        said,
+        results,
         [
             "some of them with suspect=True; nothing was changed",
             "different steps: ['1', '2']; nothing was changed",
@@ -95,8 +103,8 @@ def test_ranks_asked_for_different_things_all_learn_of_it(tmp_path: Path) -> Non
         assert expected in text
 
 
-def _settle(root: str, point: str) -> tuple[Said, list[int]]:
-    """Settles while the coordinator's publishing reaches a point."""
+def _settle(root: str, point: str) -> tuple[CallResult, list[int]]:
+    """Settles. The coordinator reaches a point in its publishing."""
     checkpointer = at(root)
     checkpointer._rendezvous.deadline = 4.0
     kept = checkpointer._run.storage
@@ -104,8 +112,8 @@ def _settle(root: str, point: str) -> tuple[Said, list[int]]:
         operation, _, when = point.partition(" ")
         storage = FaultyStorage(kept, 0, lambda *_: reach(point), only=(operation,), after=when == "done")
         checkpointer._run.storage = storage  # type: ignore[assignment]
-    said = attempt(lambda: checkpointer.settle_suspect(2, "transient fault"))
-    return said, checkpointer.suspects()
+    result = attempt(lambda: checkpointer.settle_suspect(2, "transient fault"))
+    return result, checkpointer.suspects()
 
 
 def _prepare(root: str) -> None:
@@ -114,7 +122,7 @@ def _prepare(root: str) -> None:
     checkpointer.save(2, state(2), suspect=True).result()
 
 
-def _take(root: str) -> tuple[list[int], tuple[int | None, list[str]], list[int]]:
+def _restore_and_settle(root: str) -> tuple[list[int], tuple[int | None, list[str]], list[int]]:
     checkpointer = at(root)
     before = checkpointer.suspects()
     found = restored(checkpointer, 2 if before else 1, suspect=True)
@@ -128,15 +136,15 @@ def test_a_coordinator_that_dies_while_it_settles_is_named(tmp_path: Path, point
     assert [outcome.value for outcome in run_ranks(RANKS, _prepare, root)] == [None] * RANKS
     outcomes = run_ranks(RANKS, _settle, root, point, kill={0: point})
     assert outcomes[0].exit_code == -signal.SIGKILL
-    said = agreed([outcome.value[0] for outcome in outcomes[1:]])
-    assert (said.kind, said.details["ranks"]) == ("RankSilent", [0])
+    result = same_on_all_ranks([outcome.value[0] for outcome in outcomes[1:]])
+    assert (result.kind, result.details["ranks"]) == ("RankSilent", [0])
     left = [] if settled else [2]
     assert [outcome.value[1] for outcome in outcomes[1:]] == [left] * (RANKS - 1)
     expected: tuple[Any, ...] = (left, (1, []) if settled else (2, []), [])
-    assert [outcome.value for outcome in run_ranks(RANKS, _take, root)] == [expected] * RANKS
+    assert [outcome.value for outcome in run_ranks(RANKS, _restore_and_settle, root)] == [expected] * RANKS
 
 
-def _refused(root: str) -> tuple[Said, list[int]]:
+def _refused(root: str) -> tuple[CallResult, list[int]]:
     checkpointer = at(root)
     if rank() == 0:
         full = sp.StorageError("no space left", errno="ENOSPC")
@@ -144,10 +152,10 @@ def _refused(root: str) -> tuple[Said, list[int]]:
     return attempt(lambda: checkpointer.settle_suspect(2, "transient fault")), checkpointer.suspects()
 
 
-def test_a_verdict_that_cannot_be_written_is_everyones_error(tmp_path: Path) -> None:
+def test_a_verdict_that_cannot_be_written_is_an_error_on_all_ranks(tmp_path: Path) -> None:
     run_ranks(2, _prepare, str(tmp_path))
     outcomes = run_ranks(2, _refused, str(tmp_path))
-    assert agreed([outcome.value[0] for outcome in outcomes]).kind == "StorageError"
+    assert same_on_all_ranks([outcome.value[0] for outcome in outcomes]).kind == "StorageError"
     assert [outcome.value[1] for outcome in outcomes] == [[2], [2]]
 
 
@@ -168,7 +176,7 @@ def test_a_damaged_suspect_is_passed_over_on_all_ranks(tmp_path: Path, pattern: 
         assert outcome.value == [(1, []), [(2, True, True)]]
 
 
-def _dies(root: str) -> Said:
+def _save_and_reach_write(root: str) -> CallResult:
     checkpointer = at(root)
     checkpointer._rendezvous.deadline = 1.5
     if rank() == 1:
@@ -187,17 +195,17 @@ def _after(root: str) -> list[Any]:
 
 def test_a_suspect_whose_save_died_is_no_checkpoint_and_is_saved_again(tmp_path: Path) -> None:
     run_ranks(2, _prepare, str(tmp_path))
-    outcomes = run_ranks(2, _dies, str(tmp_path), kill={1: "write"})
+    outcomes = run_ranks(2, _save_and_reach_write, str(tmp_path), kill={1: "write"})
     assert outcomes[0].value.kind == "RankSilent"
     for outcome in run_ranks(2, _after, str(tmp_path)):
         found, passed, again, suspects = outcome.value
         assert (found, again, suspects) == ((2, []), (5, []), [2, 5])
         assert passed in ([(5, True, False)], []), "empty if not a byte of it had been written"
-    only_its_own(tmp_path / "suspect-00000005", leftovers=True)
+    assert_one_attempt(tmp_path / "suspect-00000005", leftovers=True)
 
 
 def _held(root: str) -> list[int]:
-    """Settles a suspect whose save is still under way on all ranks: that comes first."""
+    """Settles a suspect whose save is still under way on all ranks: the save ends first."""
     checkpointer = at(root)
     kept = checkpointer._run.storage
     if rank() == 0:
@@ -226,7 +234,7 @@ def _fewer(root: str) -> tuple[int | None, list[str], list[int]]:
     return step, [str(target["epoch"])], checkpointer.suspects()
 
 
-def test_another_world_size_takes_and_settles_it(tmp_path: Path) -> None:
+def test_another_world_size_restores_and_settles_a_suspect(tmp_path: Path) -> None:
     run_ranks(3, _prepare, str(tmp_path))
     for outcome in run_ranks(2, _fewer, str(tmp_path)):
         assert outcome.value == (2, ["2"], [])

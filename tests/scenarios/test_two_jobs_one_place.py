@@ -1,4 +1,4 @@
-"""Two jobs save to one step at once: one commits, the other is told, and nothing of theirs is mixed."""
+"""Two jobs save to one step at once: one commits, the other gets an error, and their files are not mixed."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from tests import harness
 from tests.faulty_storage import FaultyStorage
 from tests.harness import Job, reach, run_ranks
 from tests.scenarios.states import (
-    Said,
-    agreed,
+    CallResult,
+    assert_one_attempt,
     attempt,
     blanked,
     differences,
-    only_its_own,
     plain_state,
+    same_on_all_ranks,
     whole_state,
 )
 
 STEP = 5
 
 
-def save_as_one_of_two(root: str, point: str) -> Said:
+def save_as_one_of_two(root: str, point: str) -> CallResult:
     """Ranks 0 and 1 are one job, 2 and 3 the other; the coordinator of each reaches a point in its save."""
     from torch.distributed import TCPStore
 
@@ -42,23 +42,23 @@ def save_as_one_of_two(root: str, point: str) -> Said:
         storage = FaultyStorage(kept, 0, lambda *_: reach(point), only=(point,))
         checkpointer._run.storage = storage  # type: ignore[assignment]
     salt = 10 * (job + 1)
-    said = attempt(lambda: checkpointer.save(STEP, plain_state(rank, 2, salt)).result())
+    result = attempt(lambda: checkpointer.save(STEP, plain_state(rank, 2, salt)).result())
     checkpointer._run.storage = kept
-    winner = 10 * (job + 1) if not said.kind else 10 * (2 - job)
+    winner = 10 * (job + 1) if not result.kind else 10 * (2 - job)
     reach("after")
     target = blanked(plain_state(rank, 2, 0))
     assert checkpointer.restore(target) == STEP
-    said.after["wrong"] = differences(target, plain_state(rank, 2, winner))
-    return said
+    result.after["wrong"] = differences(target, plain_state(rank, 2, winner))
+    return result
 
 
 @pytest.mark.parametrize(
     ("first", "point"), [(0, "publish"), (2, "publish"), (None, "publish"), (2, "create"), (None, "size")]
 )
-def test_one_commits_and_the_other_is_told(first: int | None, point: str, tmp_path: Path) -> None:
+def test_one_job_commits_and_the_other_gets_an_error(first: int | None, point: str, tmp_path: Path) -> None:
     def script(job: Job) -> None:
         for coordinator in (0, 2):
-            job.until_held(coordinator, point)  # both have come as far; neither further
+            job.until_held(coordinator, point)  # both are at the point
         for coordinator in (0, 2) if first is None else (first, 2 - first):
             job.go(coordinator)
             if first is not None:
@@ -70,16 +70,16 @@ def test_one_commits_and_the_other_is_told(first: int | None, point: str, tmp_pa
 
     hold = {rank: [point, "after"] if rank % 2 == 0 else "after" for rank in range(4)}
     outcomes = run_ranks(4, save_as_one_of_two, str(tmp_path), point, hold=hold, script=script)
-    said = [outcome.value for outcome in outcomes]
-    jobs = [agreed(said[:2]), agreed(said[2:])]
+    results = [outcome.value for outcome in outcomes]
+    jobs = [same_on_all_ranks(results[:2]), same_on_all_ranks(results[2:])]
     assert sorted(job.kind for job in jobs) == ["", "AlreadyCommittedError"]
     won = 0 if not jobs[0].kind else 1
     if first is not None:
         assert won == first // 2
     assert step_name(STEP) in jobs[1 - won].text
-    assert [one.after["wrong"] for one in said] == [[]] * 4
+    assert [one.after["wrong"] for one in results] == [[]] * 4
     folder = tmp_path / step_name(STEP)
-    assert only_its_own(folder) == said[2 * won].value.attempt
+    assert assert_one_attempt(folder) == results[2 * won].value.attempt
     target = blanked(whole_state(2, 0))
     sp.load(folder, target, exclude="own")
     assert differences(target, whole_state(2, 10 * (won + 1))) == []

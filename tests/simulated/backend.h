@@ -1,4 +1,4 @@
-// What torch asks of a device: memory, streams, events, generators.
+// The interfaces of torch to a device: memory, streams, events, generators.
 #pragma once
 
 #include "runtime.h"
@@ -161,7 +161,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
 };
 
-// The CPU's generator under the device's name, for the CPU's kernels refuse one of another device.
+// The CPU's generator under the device's name. The CPU's kernels refuse a generator of another device.
 struct Generator final : c10::GeneratorImpl {
   Generator(c10::DeviceIndex device, at::Generator within)
       : GeneratorImpl({kDevice, device}, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)),

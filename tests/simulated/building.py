@@ -1,4 +1,4 @@
-"""The simulated device's library: compiled where it is not there yet."""
+"""The simulated device's library: compiled if it does not exist yet."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SOURCES = [Path(__file__).parent / name for name in ("device.cpp", "call.h", "b
 
 
 def why_not() -> str:
-    """Why the simulated device cannot be here; empty where it can."""
+    """Why the simulated device is not available; empty if it is."""
     if sys.platform != "linux":
         return f"the simulated device is not written for {sys.platform}"
     if torch.__version__ < (2, 13):
@@ -38,10 +38,10 @@ def _compiler() -> list[str]:
 
 
 def library() -> Path:
-    """Where the compiled library is.
+    """The path of the compiled library.
 
-    Its name tells what it was made of. It is moved to its place when it is whole: of two processes that
-    compile at once, either's is as good.
+    Its name has a digest of the sources. A complete file is moved to that path, so two processes may compile
+    at the same time.
     """
     found = _folder() / f"simulated-{_digest()}.so"
     if found.exists():

@@ -2,13 +2,13 @@
 //
 // Note: Operators are those of the CPU
 //     An operator is enqueued on the current stream of its device. When its turn comes, the CPU's kernel runs
-//     on tensors that have the same shapes and the memory at its true address. As on a GPU, what is enqueued
+//     on tensors that have the same shapes and the memory at its true address. As on a GPU, enqueued work
 //     holds addresses, and no references.
 //
 // Note: When the host waits
-//     What an operator returns is allocated at once, in the shape that the Meta kernel tells. Where there is
-//     none, or where the values decide (`nonzero`, `item`), and where random numbers are drawn, the host
-//     waits for the current stream, for no other, and computes itself.
+//     Results are allocated at once, in the shape that the Meta kernel gives. If there is no Meta kernel, if
+//     the result depends on values (`nonzero`, `item`), or if random numbers are drawn, the host waits for
+//     the current stream only, and computes the result itself.
 #pragma once
 
 #include "backend.h"
@@ -57,14 +57,14 @@ inline Tensor empty_as(const Tensor& other, c10::Device device) {
   return empty(other.sizes(), dtype, {}, device, {}, {});
 }
 
-// What is a number in Python decides on no dtype.
+// A Python number does not decide the dtype.
 inline Tensor numbered_as(const Tensor& other, Tensor tensor) {
   if (other.unsafeGetTensorImpl()->is_wrapped_number())
     tensor.unsafeGetTensorImpl()->set_wrapped_number(true);
   return tensor;
 }
 
-// A tensor of the CPU over the same memory, which it does not keep.
+// A CPU tensor over the same memory, which it does not own.
 class Aliases {
  public:
   Tensor operator()(const Tensor& tensor) {
@@ -99,7 +99,7 @@ class Aliases {
   std::map<c10::StorageImpl*, c10::Storage> storages_;
 };
 
-// The shape without values. What is a scalar of the host stays one.
+// The shape without values. A scalar of the host stays one.
 inline Tensor described(const Tensor& tensor) {
   if (!is_here(tensor)) return tensor;
   return at::detail::empty_strided_meta(tensor.sizes(), tensor.strides(), tensor.scalar_type());
@@ -156,7 +156,7 @@ class Call {
   }
 
  private:
-  // As on a GPU, where only scalars and indices may be the host's.
+  // As on a GPU, only scalars and indices may be on the host.
   void check_devices() {
     for (size_t at = 0; at < given_.size(); ++at) {
       if (given_[at].isOptionalTensorList()) continue;
@@ -194,7 +194,7 @@ class Call {
     return !draws();
   }
 
-  // What an operator returns of what it was given.
+  // The argument that an operator returns as a result.
   const IValue& returned(const c10::Argument& result) const {
     for (size_t at = 0; at < given_.size(); ++at) {
       const auto* alias = schema_.arguments()[at].alias_info();
@@ -217,7 +217,7 @@ class Call {
     return all;
   }
 
-  // Views change no memory: they need no queue.
+  // Views change no memory, so they need no queue.
   Values viewed() {
     Aliases alias;
     auto values = arguments(alias, at::kCPU);
@@ -231,7 +231,7 @@ class Call {
     return {view};
   }
 
-  // Results without values, or nothing where only a run can tell.
+  // Results without values, or nothing if only the CPU's kernel can determine them.
   std::optional<Values> described_results() const {
     if (draws() || op_.hasTag(at::Tag::data_dependent_output) || op_.hasTag(at::Tag::dynamic_output_shape) ||
         !op_.hasKernelForDispatchKey(c10::DispatchKey::Meta) ||
@@ -240,7 +240,7 @@ class Call {
     auto values = arguments(described, at::kMeta);
     try {
       op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &values);
-    } catch (const std::exception&) {  // the CPU's kernel says what is wrong, or does what Meta's cannot
+    } catch (const std::exception&) {  // the CPU's kernel raises the error, or does what Meta's cannot
       return std::nullopt;
     }
     for (const auto& value : values)

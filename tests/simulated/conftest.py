@@ -1,4 +1,4 @@
-"""The simulated device's own tests run where it was loaded before them: see `plugin.py`."""
+"""The tests of the simulated device run only in a process that has loaded it: see `plugin.py`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ collect_ignore_glob = [] if hasattr(torch, "simulated") else ["test_*.py"]
 
 @pytest.fixture
 def enqueued(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Set when a copy has been enqueued, and has been waited for if it is one that the host waits for."""
+    """Set when `copy_` has returned: the copy is enqueued, and done if the host waits for it."""
     event, original = threading.Event(), torch.Tensor.copy_
 
     def copy_(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:

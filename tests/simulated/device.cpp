@@ -1,11 +1,10 @@
 // A simulated accelerator: torch's PrivateUse1 device, with queues that run late and memory of its own.
 //
 // Note: Copies between host and device
-//     They are ordered as CUDA's are. `non_blocking` runs beside the host where the host's memory is
-//     page-locked and row-major: it is read or written when the queue gets there. Of other host memory a
-//     source is read before the call returns, and a destination is filled. Where the device's memory is not
-//     row-major, the elements arrive in order, and the queue puts them in place later: the host never waits
-//     for that.
+//     They are ordered as CUDA's are. `non_blocking` runs beside the host if the host's memory is page-locked
+//     and row-major: the memory is read or written when the queue reaches the copy. Other host memory is read
+//     or filled before the call returns. If the device's memory is not row-major, the elements arrive in
+//     order, and the queue puts them in place later: the host never waits for that.
 #include "call.h"
 
 #include <ATen/ops/empty_like.h>
@@ -116,7 +115,7 @@ const bool registered = [] {
   return true;
 }();
 
-// What Python calls beside torch's own interfaces.
+// Functions for Python, beside torch's own interfaces.
 TORCH_LIBRARY(simulated, library) {
   library.def("set_delays(float seconds, int seed) -> ()", [](double most, int64_t seed) {
     delays().set(most, seed);

@@ -1,4 +1,4 @@
-"""`torch.simulated`: what torch and its users look for in the module of a device."""
+"""`torch.simulated`: the names that torch and its users need in the module of a device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["held", "load", "set_delays"]
 
 
 def load() -> None:
-    """Makes the simulated device this process's accelerator, once and for all."""
+    """Makes the simulated device the accelerator of this process until it ends."""
     torch.ops.load_library(str(library()))
     torch.utils.rename_privateuse1_backend("simulated")
     torch._register_device_module("simulated", _module())
@@ -24,13 +24,13 @@ def load() -> None:
 
 
 def set_delays(seconds: float, seed: int = 0) -> None:
-    """Lets each operation of a stream be late by a random time. 0: none is."""
+    """Delays operations of all streams at random, by at most this time. 0: no delays."""
     torch.ops.simulated.set_delays(seconds, seed)
 
 
 @contextlib.contextmanager
 def held(stream: torch.Stream) -> Iterator[None]:
-    """A stream that runs nothing of what it is given until this ends."""
+    """Keeps a stream from running its work until the context ends."""
     place = stream.device_index, stream.stream_id
     torch.ops.simulated.hold(*place, True)
     try:

@@ -1,4 +1,4 @@
-"""For pytest: the simulated device is there before tests are collected (``-p tests.simulated.plugin``)."""
+"""A pytest plugin that loads the simulated device before collection (``-p tests.simulated.plugin``)."""
 
 from __future__ import annotations
 

@@ -1,18 +1,18 @@
 // Queues of work and memory of the simulated devices. Nothing here knows of tensors.
 //
 // Note: Addresses of device memory
-//     Device memory is host memory. What torch gets as its address is the true one plus kShift, which no page
-//     of a process has: the host dies where it reads device memory. Only work in a queue uses true addresses.
+//     Device memory is host memory. Torch gets the true address plus kShift, which is in no page of a process,
+//     so a host that reads device memory dies. Only work in a queue uses true addresses.
 //
-// Note: Freed memory is another's at once
-//     A block belongs to the queue that was current when it was allocated. Freed, it is the next one that
-//     this queue hands out, and its bytes are overwritten when the queue gets there. What the same queue was
-//     given before is not hurt; another queue that still uses the block reads and writes what is not its own,
-//     unless the block was recorded on it.
+// Note: Freed memory is reused at once
+//     A block belongs to the queue that was current when it was allocated. A freed block is the next one that
+//     this queue hands out, and the queue overwrites its bytes. Earlier work of the same queue is safe. Another
+//     queue that still uses the block reads and writes memory of the next owner, unless the block was recorded
+//     on that queue.
 //
 // Note: Freed page-locked memory waits for its copies
-//     It is handed out again after those copies that were known to be its own: of tensors that have it for
-//     their storage, or whose elements start where it does. A view that torch did not make is not known.
+//     It is handed out again after its known copies: of tensors whose storage it is, or whose elements start
+//     at its address. A copy of a view that torch did not make is not known.
 #pragma once
 
 #include <array>
@@ -69,7 +69,7 @@ inline Delays& delays() {
 // Work that runs in order on a thread of its own.
 class Queue {
  public:
-  // Answers the number of the work, from 1.
+  // Returns the number of the work, from 1.
   uint64_t enqueue(std::function<void()> work) {
     std::lock_guard lock(mutex_);
     if (!started_) {
@@ -97,7 +97,7 @@ class Queue {
       throw std::runtime_error("a queue of the simulated device did not get on: is it held?");
   }
 
-  // The host's wait also hears of what failed.
+  // The host's wait also raises the error of failed work.
   void synchronize(uint64_t number) {
     await(number);
     std::lock_guard lock(mutex_);
@@ -144,13 +144,13 @@ class Queue {
   std::string error_;
 };
 
-// Queues are never destroyed: their threads and what is freed last outlive everything.
+// Queues are never destroyed: their threads, and memory that is freed last, outlive everything.
 inline Queue& queue(int device, int64_t number) {
   static auto* all = new std::array<std::array<Queue, kQueues>, kDevices>;
   return all->at(device).at(number);
 }
 
-// A place in a queue: all that was enqueued before it.
+// A place in a queue, after all work that was enqueued before.
 struct Mark {
   Queue* of = nullptr;
   uint64_t number = 0;
@@ -187,7 +187,7 @@ inline void* pages(size_t size) {
   return memory;
 }
 
-// See "Freed memory is another's at once".
+// See "Freed memory is reused at once".
 class DeviceMemory {
  public:
   Block* take(size_t nbytes, Queue& owner) {
@@ -260,7 +260,7 @@ class PinnedMemory {
     free_.push_back(address(memory));
   }
 
-  // A copy that was just enqueued; answers whether this is the memory of a block, from its start.
+  // Records a copy that was just enqueued. Returns true if the memory is the start of a block.
   bool record(const void* memory, Queue& user) {
     std::lock_guard lock(mutex_);
     const auto block = blocks_.find(address(memory));

@@ -11,7 +11,7 @@ import torch
 from shardproof.saving.device_copy import DeviceCopies, pinned_buffer
 from tests import simulated
 from tests.accelerator import first_device
-from tests.simulated.waiting import LIMIT, goes_on
+from tests.simulated.waiting import LIMIT, still_waits
 
 pytestmark = pytest.mark.gpu
 
@@ -20,7 +20,7 @@ SHAPE = (100, 200)
 
 @pytest.fixture
 def buffer() -> memoryview:
-    torch.zeros(1, device=first_device())  # from now on page-locked
+    torch.zeros(1, device=first_device())  # with a device in use, the buffer is page-locked
     memory = pinned_buffer(4 * SHAPE[0] * SHAPE[1])
     memory[:] = bytes(len(memory))
     return memory
@@ -40,7 +40,7 @@ def all_are(buffer: memoryview, value: float) -> bool:
     return bool((torch.frombuffer(buffer, dtype=torch.float32) == value).all())
 
 
-def test_a_copy_waits_for_what_main_was_given_before(
+def test_a_copy_waits_for_earlier_work_of_the_main_stream(
     background: ThreadPoolExecutor, enqueued: threading.Event, weight: torch.Tensor, buffer: memoryview
 ) -> None:
     main = torch.accelerator.current_stream()
@@ -50,12 +50,12 @@ def test_a_copy_waits_for_what_main_was_given_before(
         copies = DeviceCopies(weight.device)
         copying = background.submit(copies.copy, weight, buffer)
         assert enqueued.wait(LIMIT)
-        assert goes_on(copying)
+        assert still_waits(copying)
     copying.result(LIMIT)
     assert all_are(buffer, 2)
 
 
-def test_a_copy_waits_for_nothing_that_main_is_given_later(
+def test_a_copy_does_not_wait_for_later_work_of_the_main_stream(
     background: ThreadPoolExecutor, weight: torch.Tensor, buffer: memoryview
 ) -> None:
     other = torch.ones(SHAPE, device=first_device())
@@ -69,14 +69,14 @@ def test_a_copy_waits_for_nothing_that_main_is_given_later(
     assert all_are(buffer, 1)
 
 
-def test_a_copy_returns_when_the_bytes_are_there(
+def test_a_copy_returns_when_its_bytes_have_arrived(
     background: ThreadPoolExecutor, enqueued: threading.Event, weight: torch.Tensor, buffer: memoryview
 ) -> None:
     copies = DeviceCopies(weight.device)
     with simulated.held(side_of(copies)):
         copying = background.submit(copies.copy, weight, buffer)
         assert enqueued.wait(LIMIT)
-        assert goes_on(copying)
+        assert still_waits(copying)
         assert not all_are(buffer, 1)
     copying.result(LIMIT)
     assert all_are(buffer, 1)
@@ -90,7 +90,7 @@ def test_memory_of_a_temporary_is_not_given_to_training(
     with simulated.held(side_of(copies)):
         copying = background.submit(copies.copy, weight.t(), buffer)
         assert enqueued.wait(LIMIT)
-        assert goes_on(copying)  # its temporary has been freed by now
+        assert still_waits(copying)  # its temporary has been freed by now
         others = [torch.full(SHAPE, 7.0, device=first_device()) for _ in range(5)]
         main.synchronize()
     copying.result(LIMIT)
@@ -98,7 +98,7 @@ def test_memory_of_a_temporary_is_not_given_to_training(
     assert all(bool((other == 7).all()) for other in others)
 
 
-def test_nothing_is_copied_any_more_when_a_wait_has_ended(
+def test_a_wait_ends_when_all_copies_are_done(
     background: ThreadPoolExecutor, enqueued: threading.Event, weight: torch.Tensor, buffer: memoryview
 ) -> None:
     copies = DeviceCopies(weight.device)
@@ -106,12 +106,12 @@ def test_nothing_is_copied_any_more_when_a_wait_has_ended(
         background.submit(copies.copy, weight, buffer)
         assert enqueued.wait(LIMIT)
         waiting = background.submit(copies.wait)
-        assert goes_on(waiting)
+        assert still_waits(waiting)
     waiting.result(LIMIT)
     assert all_are(buffer, 1)
 
 
-def test_devices_and_streams_stay_the_current_ones(buffer: memoryview) -> None:
+def test_a_copy_changes_no_current_device_or_stream(buffer: memoryview) -> None:
     weight = torch.ones(SHAPE, device="simulated:1")
     here, there = torch.Stream("simulated:0"), torch.accelerator.current_stream("simulated:1")
     with here:

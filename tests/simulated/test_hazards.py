@@ -1,6 +1,6 @@
-"""Done wrongly, what is a race on a GPU gives wrong values here, every time; done rightly, right ones.
+"""A race on a GPU gives wrong values here, every time; work that is ordered gives the right ones.
 
-Streams are held, so that what is late is late for sure. Reading a tensor (`tolist`) waits for the current
+Streams are held, so that their work is late for sure. Reading a tensor (`tolist`) waits for the current
 stream, which is main.
 """
 

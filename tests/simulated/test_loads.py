@@ -14,7 +14,7 @@ import shardproof as sp
 from shardproof.loading import checkpoint as loader
 from tests import simulated
 from tests.accelerator import first_device
-from tests.simulated.waiting import LIMIT, goes_on
+from tests.simulated.waiting import LIMIT, still_waits
 
 pytestmark = pytest.mark.gpu
 
@@ -23,7 +23,7 @@ SHAPE, COUNT = (600, 300), 8
 
 @pytest.mark.parametrize("threads", [1, 4])
 @pytest.mark.parametrize("layout", ["row-major", "strided"])
-def test_a_load_waits_for_what_its_caller_enqueued(
+def test_a_load_is_ordered_with_the_work_of_its_callers_stream(
     layout: str,
     threads: int,
     tmp_path: Path,
@@ -31,7 +31,7 @@ def test_a_load_waits_for_what_its_caller_enqueued(
     enqueued: threading.Event,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And what the caller enqueues next waits for it, where the device is to lay out what has arrived."""
+    """Later work of the stream waits for the load, also if the device must rearrange the values."""
     monkeypatch.setattr("shardproof.loading.load_protocol.reading_threads", lambda: threads)
     sp.save(tmp_path / "c", {str(number): torch.full(SHAPE, float(number)) for number in range(COUNT)})
     own = torch.Stream(first_device())
@@ -61,7 +61,7 @@ def test_a_load_waits_for_what_its_caller_enqueued(
             enqueued.clear()
             loading = background.submit(load, state)
             assert reads.wait(LIMIT)
-            assert goes_on(loading) and not enqueued.is_set()
+            assert still_waits(loading) and not enqueued.is_set()
         loading.result(LIMIT)
         simulated.set_delays(0.05)
         doubled = [tensor * 2 for tensor in state.values()]

@@ -1,4 +1,4 @@
-"""The simulated device computes what the CPU does, and is what torch takes for an accelerator."""
+"""The simulated device computes the results of the CPU, and torch accepts it as an accelerator."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ CALLS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_it_computes_what_the_cpu_does(name: str) -> None:
+def test_it_computes_the_results_of_the_cpu(name: str) -> None:
     x = torch.randn(4, 6)
     expected, found = CALLS[name](x), CALLS[name](x.to(DEVICE))
     assert found.device == DEVICE
@@ -88,7 +88,7 @@ def test_tensors_of_two_devices_do_not_mix() -> None:
             torch.index_select(other, 0, x.long())
 
 
-def test_work_that_fails_says_so_when_the_host_waits() -> None:
+def test_failed_work_raises_when_the_host_waits() -> None:
     torch.zeros(3, device=DEVICE).index_fill_(0, torch.tensor([7], device=DEVICE), 1.0)
     with pytest.raises(RuntimeError, match="on the simulated device"):
         torch.accelerator.synchronize(DEVICE)
@@ -109,7 +109,7 @@ def test_threads_have_their_own_device_and_streams() -> None:
         torch.accelerator.set_device_index(0)
 
 
-def test_page_locked_memory_is_known_by_any_address_within() -> None:
+def test_page_locked_memory_is_recognised_by_any_address_within() -> None:
     memory = torch.empty(10_000, dtype=torch.uint8, pin_memory=True)
     assert memory.is_pinned()
     assert torch.frombuffer(memory.numpy().data[9_000:], dtype=torch.uint8).is_pinned()

@@ -14,7 +14,7 @@ from shardproof.optim.hybrid.transfers import SideStreams
 from tests import simulated
 from tests.accelerator import first_device
 from tests.simulated.values import COUNT, all_are, device_memory, page_locked
-from tests.simulated.waiting import LIMIT, goes_on, is_done_soon
+from tests.simulated.waiting import LIMIT, is_done_soon, still_waits
 
 pytestmark = pytest.mark.gpu
 
@@ -47,14 +47,14 @@ def test_down_waits_for_main(setting: Setting, background: ThreadPoolExecutor) -
     with simulated.held(setting.main):
         setting.gradient.fill_(3)
         stepping = background.submit(setting.optimizer.step)
-        assert goes_on(stepping)
+        assert still_waits(stepping)
     stepping.result(LIMIT)
     assert all_are(setting.weight.detach(), -2)
 
 
 @pytest.fixture
 def laid_out_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every gradient is, as one that is sharded in another way than its parameter."""
+    """Lays every gradient out again, like one that is sharded in another way than its parameter."""
 
     def laid_out(gradient: torch.Tensor, *others: Any) -> torch.Tensor:
         return gradient.clone()
@@ -70,19 +70,19 @@ def test_down_waits_for_a_gradient_that_is_laid_out_anew(
     setting.main.synchronize()
     with simulated.held(setting.main):
         stepping = background.submit(setting.optimizer.step)
-        assert goes_on(stepping)
+        assert still_waits(stepping)
     stepping.result(LIMIT)
     assert all_are(setting.weight.detach(), -2)
 
 
 @pytest.mark.usefixtures("laid_out_anew")
-def test_a_gradient_that_is_laid_out_anew_is_held_while_it_is_copied(
+def test_a_gradient_that_is_laid_out_anew_lives_until_its_copy_is_done(
     setting: Setting, background: ThreadPoolExecutor
 ) -> None:
     setting.weight.grad = setting.gradient.fill_(3)
     with simulated.held(setting.down):
         stepping = background.submit(setting.optimizer.step)
-        assert goes_on(stepping)
+        assert still_waits(stepping)
         others = [torch.full((COUNT,), 7.0, device=first_device()) for _ in range(5)]
         setting.main.synchronize()
     stepping.result(LIMIT)
@@ -90,10 +90,10 @@ def test_a_gradient_that_is_laid_out_anew_is_held_while_it_is_copied(
     assert all(all_are(other, 7) for other in others)
 
 
-def test_a_second_step_waits_for_what_the_first_one_sends(
+def test_a_second_step_waits_for_the_uploads_of_the_first(
     setting: Setting, background: ThreadPoolExecutor
 ) -> None:
-    """Also on a stream that knows nothing of the first one's."""
+    """Also on a stream that has not waited for the first one's."""
     setting.weight.grad = setting.gradient.fill_(3)
     setting.main.synchronize()
     own = torch.Stream(first_device())
@@ -105,21 +105,21 @@ def test_a_second_step_waits_for_what_the_first_one_sends(
     with simulated.held(setting.up):
         setting.optimizer.step()
         stepping = background.submit(step_on_own)
-        assert goes_on(stepping)
+        assert still_waits(stepping)
     stepping.result(LIMIT)
     own.synchronize()
     assert all_are(setting.weight.detach(), -5)
 
 
-def test_a_load_waits_for_what_was_sent(setting: Setting, background: ThreadPoolExecutor) -> None:
+def test_a_load_waits_for_the_uploads_of_a_step(setting: Setting, background: ThreadPoolExecutor) -> None:
     setting.weight.grad = setting.gradient.fill_(3)
     setting.main.synchronize()
     with simulated.held(setting.up):
         setting.optimizer.step()
         stepped = setting.optimizer._copies[setting.weight]
-        taking = background.submit(stepped.take_values, torch.full((COUNT,), 9.0))
-        assert goes_on(taking)
-    taking.result(LIMIT)
+        loading = background.submit(stepped.take_values, torch.full((COUNT,), 9.0))
+        assert still_waits(loading)
+    loading.result(LIMIT)
     assert all_are(setting.weight.detach(), -2)
 
 
@@ -153,7 +153,7 @@ def test_main_waits_for_up(transfers: SideStreams) -> None:
 
 
 def test_main_waits_for_down(transfers: SideStreams) -> None:
-    """What an error has left there reads a gradient that main may write to next."""
+    """After an error, a copy on that stream may still read a gradient that main writes next."""
     gradient, arrived = device_memory(1.0), page_locked(0)
     with simulated.held(transfers._down):
         transfers.begin()

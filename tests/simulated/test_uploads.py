@@ -15,7 +15,7 @@ import shardproof as sp
 from shardproof.loading.uploads import UploadBuffers, Uploads
 from tests import simulated
 from tests.accelerator import first_device
-from tests.simulated.waiting import LIMIT, goes_on
+from tests.simulated.waiting import LIMIT, still_waits
 
 pytestmark = pytest.mark.gpu
 
@@ -40,7 +40,7 @@ def test_a_buffer_is_filled_again_when_its_copy_is_done(background: ThreadPoolEx
             send(buffers, 1, targets[0])
             send(buffers, 2, targets[1])
             third = background.submit(buffers.next, COUNT)
-            assert goes_on(third)
+            assert still_waits(third)
         third.result(LIMIT)[:] = bytes([3]) * COUNT
         uploads.finish()
     assert targets[0].cpu().unique().tolist() == [1]
@@ -54,12 +54,12 @@ def test_a_wait_lasts_until_all_copies_are_done(background: ThreadPoolExecutor) 
     with uploads.entered(), simulated.held(torch.accelerator.current_stream(device)):
         send(uploads.new_buffers(), 1, target)
         finishing = background.submit(uploads.finish)
-        assert goes_on(finishing)
+        assert still_waits(finishing)
     finishing.result(LIMIT)
 
 
 def test_memory_of_a_thread_that_ended_is_not_freed_before_its_copies() -> None:
-    """Torch gives freed page-locked memory to the next that asks, who overwrites it."""
+    """Torch reuses freed page-locked memory, and the next user overwrites it."""
     device = first_device()
     target = torch.zeros(COUNT, dtype=torch.uint8, device=device)
     uploads = Uploads([device])
@@ -83,8 +83,8 @@ def test_memory_of_a_thread_that_ended_is_not_freed_before_its_copies() -> None:
 
 
 @pytest.mark.parametrize("layout", ["row-major", "small", "strided"])
-def test_values_are_there_when_a_load_returns(layout: str, tmp_path: Path) -> None:
-    """For a stream that waits for no other."""
+def test_values_have_arrived_when_a_load_returns(layout: str, tmp_path: Path) -> None:
+    """A stream that waits for no other reads them."""
     device = first_device()
     shape = (8, 16) if layout == "small" else (600, 300)
     sp.save(tmp_path / "c", {str(at): torch.full(shape, float(at)) for at in range(8)})

@@ -13,14 +13,14 @@ COUNT = 1000
 
 
 def device_memory(value: float) -> torch.Tensor:
-    """On the device, and there when this returns."""
+    """A tensor on the device, filled when this returns."""
     tensor = torch.full((COUNT,), float(value), device=first_device())
     torch.accelerator.synchronize(first_device())
     return tensor
 
 
 def page_locked(value: float) -> torch.Tensor:
-    """On the host."""
+    """A tensor in page-locked memory of the host."""
     return torch.empty(COUNT, pin_memory=True).fill_(value)
 
 

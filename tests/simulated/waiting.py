@@ -1,4 +1,4 @@
-"""What does not happen while a stream is held: looked at for a moment, in which it would."""
+"""Checks that something does not happen while a stream is held: each waits for a moment in which it would."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from concurrent.futures import Future, wait
 
 import torch
 
-__all__ = ["LIMIT", "goes_on", "is_done_soon"]
+__all__ = ["LIMIT", "is_done_soon", "still_waits"]
 
 LIMIT = 60.0
-"""Seconds within which everything has to happen."""
+"""Seconds within which each awaited event must happen."""
 _MOMENT = 0.1
 
 
-def goes_on(future: Future[None]) -> bool:
-    """Whether a call is still waiting."""
+def still_waits(future: Future[None]) -> bool:
+    """True if a call still waits after a moment."""
     return bool(wait([future], _MOMENT).not_done)
 
 
 def is_done_soon(stream: torch.Stream) -> bool:
-    """Whether a stream does all that it was given."""
+    """True if a stream finishes its work within a moment."""
     end, pause = time.monotonic() + _MOMENT, threading.Event()
     while not (done := stream.query()) and time.monotonic() < end:
         pause.wait(0.001)

@@ -1,1 +1,1 @@
-"""Long runs of arbitrary operations and faults, held against a simple model."""
+"""Long runs of arbitrary operations and faults, compared with a simple model."""

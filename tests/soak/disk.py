@@ -117,15 +117,15 @@ class Disk:
             patch.stop()
 
     def fail(self, after: int, how: Failure) -> None:
-        """Lets the operation `after` the next ones fail. "power" and "kill" fail all later ones, too."""
+        """Fails one operation after `after` more. "power" and "kill" fail all later ones, too."""
         self._due = self.operations + after, how
 
     def heal(self) -> None:
-        """Ends a failure that the processes outlive, and one that did not happen."""
+        """Ends a failure that the processes survive, and cancels one that has not happened."""
         self.failed, self._due = None, None
 
     def restart(self, how: Failure, chance: Random) -> None:
-        """Puts the folder into the state in which processes find it that start after the failure."""
+        """Puts the folder into the state that processes find after the failure."""
         with self._lock:
             if how == "power":
                 image = self._after_loss(self._root, chance)

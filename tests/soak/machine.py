@@ -61,14 +61,14 @@ OPERATIONS = [
     *["settle", "unpin", "restore best"],
     *["damage"] * 2,
 ]
-"""The operations of the machine, as often as they come up."""
+"""The operations of the machine. The number of repeats is the weight of an operation."""
 
 small = st.integers(0, 255)
 ranks_of_a_job = st.integers(1, 3)
 
 
 class Census:
-    """What this process holds: descriptors, threads, bytes of memory, shared files, keys of a job's store."""
+    """Resources of this process: descriptors, threads, memory, shared files, and keys of a job's store."""
 
     def __init__(self, keys: int) -> None:
         gc.collect()
@@ -119,7 +119,7 @@ class Job:
         ]
 
     def on_ranks(self, work: Callable[[sp.Checkpointer, int], Any]) -> list[Any]:
-        """What each rank returned, or the `ShardproofError` that it raised."""
+        """Returns each rank's result, or the `ShardproofError` that it raised."""
 
         def run(rank: int) -> Any:
             try:
@@ -148,7 +148,7 @@ class RunMachine(RuleBasedStateMachine):
     """See the module."""
 
     census: ClassVar[list[Census] | None] = None
-    """If a list, the machine adds what the process holds after each job."""
+    """If a list, the machine adds a census after each job."""
     total_steps = 0
 
     def __init__(self) -> None:
@@ -164,7 +164,7 @@ class RunMachine(RuleBasedStateMachine):
         self.history: list[str] = []
         self.salt = 0
         self.now = 0
-        """The step that training is at."""
+        """The current step of training."""
         self.unsure: set[int] = set()
         """Steps whose save has failed in this job, although they may be committed."""
         self.saves_refused = 0
@@ -310,7 +310,7 @@ class RunMachine(RuleBasedStateMachine):
         self._after()
 
     def prune(self, model: Model, keep: int | None) -> None:
-        """The command that removes what dead saves left. No job may save meanwhile."""
+        """Runs the command that removes the files of dead saves. No job may save meanwhile."""
         if keep is not None:
             model.pruned(keep)
 
@@ -467,7 +467,7 @@ class RunMachine(RuleBasedStateMachine):
         self._after()
 
     def _retention_works(self, goes: set[int]) -> None:
-        """Of the steps that may go, one at most stays: the last that is proved readable."""
+        """At most one of the removable steps stays: the last that is proved readable."""
         stays = (goes - set(self.model.pins)) & set(self.model.observer().steps())
         assert len(stays) <= 1, f"retention left {stays}"
 
@@ -571,7 +571,7 @@ class RunMachine(RuleBasedStateMachine):
         self.disk.overwrite(path, bytes(data))
 
     def _no_leftovers(self, model: Model) -> None:
-        """Every file belongs to a step that is there, or is lent to one."""
+        """Every file belongs to a listed step, or a listed step refers to it."""
         if model.damaged:
             return
         model.check()

@@ -42,7 +42,7 @@ def values(salt: int, rank: int, ranks: int) -> dict[str, Any]:
 
 
 def whole_values(salt: int) -> dict[str, Any]:
-    """The same as one process holds it."""
+    """The same state, whole, in one process."""
     return {
         "frozen": whole((HEIGHT, 5), 1),
         "slow": whole((HEIGHT, 4), salt // 4),
@@ -53,13 +53,13 @@ def whole_values(salt: int) -> dict[str, Any]:
 
 
 def target(rank: int, ranks: int) -> dict[str, Any]:
-    """What one rank restores into."""
+    """A blank destination for the restore of one rank."""
     return blanked(values(0, rank, ranks))
 
 
 @dataclass(frozen=True)
 class Policy:
-    """A retention policy, and what it keeps by a definition of its own."""
+    """A retention policy, and an independent definition of the steps that it keeps."""
 
     latest: int
     every: int | None = None
@@ -75,7 +75,7 @@ class Policy:
         return keep
 
     def kept(self, steps: Iterable[int], losses: dict[int, float]) -> set[int]:
-        """The steps that must stay of these."""
+        """The steps among these that must stay."""
         found = sorted(steps)
         kept = set(found[-self.latest :])
         if self.every is not None:
@@ -92,16 +92,16 @@ class Step:
     salts: set[int]
     """The values that it may have."""
     sure: bool
-    """True if a loss of power may not take it."""
+    """True if a loss of power must not remove it."""
     loss: dict[int, float] = field(default_factory=dict)
     """Its metric, by salt."""
     files: frozenset[str] = frozenset()
-    """Files of the run that it needs, with those of other steps."""
+    """Files of the run that it needs, also in the folders of other steps."""
 
 
 @dataclass
 class Model:
-    """What the operations so far promise about a run.
+    """The guarantees about a run after the operations so far.
 
     Args:
         root: folder or URL of the run.
@@ -139,7 +139,7 @@ class Model:
         return storage_at(self.root, self.options)
 
     def observer(self) -> sp.Checkpointer:
-        """A process that only looks."""
+        """A checkpointer that only reads."""
         return sp.Checkpointer(
             self.root, rendezvous=LocalRendezvous(), cache="none", scrub=None, storage_options=self.options
         )
@@ -193,7 +193,7 @@ class Model:
         return goes
 
     def kept(self, policy: Policy, steps: list[int]) -> set[int]:
-        """What the policy keeps, whichever of its possible values each step has."""
+        """The steps that the policy keeps for every combination of their possible values."""
         choices = [
             sorted({self.steps[step].loss[salt] for salt in self.steps[step].salts}) if policy.best else [0.0]
             for step in steps
@@ -204,17 +204,17 @@ class Model:
         )
 
     def redo(self, step: int) -> None:
-        """The step has to be looked at again."""
+        """The next check reads the step again."""
         self._checked.discard((step, False))
 
     def lost_power(self) -> None:
-        """Everything has to be looked at again."""
+        """The next check reads every step again."""
         self._checked.clear()
 
     def pruned(self, keep: int) -> None:
-        """`prune` has kept this many steps: those that it sees to be damaged take no place.
+        """`prune` has kept this many steps, and did not count those that it found damaged.
 
-        It reads manifests, and looks at the sizes of the other files.
+        It reads manifests, and the sizes of the other files.
         """
         damaged = self.rotten()
         seen = [
@@ -230,10 +230,10 @@ class Model:
             self.suspects[step].sure = False
 
     def check(self, *, interrupted: bool = False) -> None:
-        """Compares the run with the model, and learns which of the possible states came true.
+        """Compares the run with the model, and drops the possible states that the run is not in.
 
         Args:
-            interrupted: True if an operation was. What it removed may come back after a loss of power.
+            interrupted: True if an operation was. Steps that it removed may come back after a loss of power.
 
         Raises:
             AssertionError: a step is lost, a step is there that nothing saved, or a step has wrong values.
@@ -261,11 +261,11 @@ class Model:
         unsettled = {step for step, one in self.suspects.items() if one.sure and step not in self.settled}
         assert unsettled <= suspects <= set(self.suspects), f"suspects: {suspects}, expected {unsettled}"
         for step in listed:
-            self._look_at(run, f"step-{step:08d}", step, self.steps[step], suspect=False)
+            self._check_step(run, f"step-{step:08d}", step, self.steps[step], suspect=False)
         for step in suspects:
-            self._look_at(run, f"suspect-{step:08d}", step, self.suspects[step], suspect=True)
+            self._check_step(run, f"suspect-{step:08d}", step, self.suspects[step], suspect=True)
 
-    def _look_at(self, run: Storage, folder: str, step: int, one: Step, *, suspect: bool) -> None:
+    def _check_step(self, run: Storage, folder: str, step: int, one: Step, *, suspect: bool) -> None:
         if (step, suspect) in self._checked:
             return
         try:
@@ -290,5 +290,5 @@ class Model:
 
 
 def local_files(root: Path, names: Iterable[str]) -> list[str]:
-    """The names of those files that are there."""
+    """The names of the files that exist."""
     return sorted(name for name in names if (root / name).is_file())

@@ -1,4 +1,4 @@
-"""The simulated disk itself: what is flushed stays, and what is not may go."""
+"""The simulated disk itself: flushed data stays, and other data may be lost."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_flushed_bytes_under_flushed_names_stay(disk: Disk, seed: int) -> None:
     assert after_loss(disk, seed) == {"a": b"data"}
 
 
-def test_bytes_names_and_folders_that_were_not_flushed_may_go(tmp_path: Path) -> None:
+def test_bytes_names_and_folders_that_were_not_flushed_may_be_lost(tmp_path: Path) -> None:
     """Each outcome that the note lists comes up."""
     names, contents, inner = set(), set(), set()
     for seed in range(40):
@@ -88,9 +88,7 @@ def test_a_kill_loses_nothing_and_ends_every_later_change(disk: Disk) -> None:
 
 
 @pytest.mark.parametrize("replace", [False, True])
-def test_a_publication_is_whole_or_not_at_all_and_stays_once_it_returned(
-    tmp_path: Path, replace: bool
-) -> None:
+def test_a_publication_is_whole_or_absent_and_stays_after_it_returned(tmp_path: Path, replace: bool) -> None:
     """The disk fails at each operation; 8 outcomes of a loss of power for each."""
     operation, done = 0, False
     while not done:

@@ -49,7 +49,7 @@ def go_on(root: Path) -> None:
 
 
 def clean_up(root: Path) -> None:
-    """Removes what the dead save left."""
+    """Removes the files of the dead save."""
     storage = LocalStorage(root)
     prune(storage, plan_prune(storage, lambda name: 0.0, older_than=0.0, now=time.time(), keep=None))
 

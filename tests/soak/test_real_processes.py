@@ -16,8 +16,8 @@ from tests.soak.model import Model, Policy, target, values
 ROUNDS, SAVES = 40, 3
 
 
-def train(root: str, salt: int, at: int, who: int, incremental: bool) -> None:
-    """Restores, and saves steps until rank `who` dies. Rank 0 notes each save that has ended."""
+def train(root: str, salt: int, at: int, dying_rank: int, incremental: bool) -> None:
+    """Restores, and saves steps until rank `dying_rank` dies. Rank 0 notes each save that has ended."""
     meetings = rendezvous(deadline=60.0)
     checkpointer = sp.Checkpointer(
         root, rendezvous=meetings, keep=POLICY.make(), incremental=incremental, cache="none"
@@ -27,7 +27,7 @@ def train(root: str, salt: int, at: int, who: int, incremental: bool) -> None:
     if step:
         assert differences(state, values(state["salt"], rank(), world_size())) == []
     meetings.deadline = 2.0
-    with _file_operations(at if rank() == who else None, [own_pid()]):
+    with _file_operations(at if rank() == dying_rank else None, [own_pid()]):
         for number in range(1, SAVES + 1):
             note(root, "begun", step + number, salt + number)
             checkpointer.save(step + number, values(salt + number, rank(), world_size())).result()

@@ -53,14 +53,14 @@ def test_no_committed_step_is_lost_and_no_broken_one_accepted(machine: type[RunM
 @pytest.mark.parametrize(
     ("machine", "number"), [(RunMachine, 1), (RunMachine, 2), (TieredMachine, 1), (TieredMachine, 2)]
 )
-def test_a_thousand_steps_lose_nothing_and_hold_nothing(machine: type[RunMachine], number: int) -> None:
-    class Counted(machine):  # type: ignore[misc,valid-type]
+def test_a_thousand_steps_lose_nothing_and_leak_nothing(machine: type[RunMachine], number: int) -> None:
+    class CountedMachine(machine):  # type: ignore[misc,valid-type]
         census: ClassVar[list[Census] | None] = []
         total_steps = 0
 
-    run(Counted, 4, STEPS // 2, number=number)
-    assert Counted.total_steps >= STEPS
-    found = Counted.census
+    run(CountedMachine, 4, STEPS // 2, number=number)
+    assert CountedMachine.total_steps >= STEPS
+    found = CountedMachine.census
     assert found is not None
     assert len(found) > 40
     early, late = found[len(found) // 4 : len(found) // 2], found[-len(found) // 4 :]
@@ -117,7 +117,7 @@ def copies_unverified(patch: pytest.MonkeyPatch) -> None:
 
 
 def leftovers_trusted(patch: pytest.MonkeyPatch) -> None:
-    """A file that a killed upload left is taken as it is."""
+    """An upload does not verify a file that a killed upload left."""
     patch.setattr(Uploader, "_is_whole", lambda self, target, record: target.size(record.name) is not None)
 
 
@@ -154,10 +154,10 @@ def test_the_machine_finds_a_broken_package(
     break_it(monkeypatch)
     failures: list[str] = []
 
-    class Noted(machine):  # type: ignore[misc,valid-type]
+    class RecordingMachine(machine):  # type: ignore[misc,valid-type]
         def failed(self, error: BaseException) -> None:
             failures.append(repr(error))
 
     with pytest.raises(BaseException):  # noqa: B017, PT011 a group, where threads came in another order
-        run(Noted, 12, 100, number=3)
+        run(RecordingMachine, 12, 100, number=3)
     assert re.search(found, failures[0]), failures[0]

@@ -65,7 +65,7 @@ class TieredMachine(RunMachine):
         self.there: set[int] = set()
         """The steps of the second tier before this operation."""
         self.damaged_there: set[int] = set()
-        """Those that were damaged before the restore of this operation. The upload after it may mend them."""
+        """The steps that were damaged before this operation's restore. The next upload may repair them."""
 
     @initialize(ranks=ranks_of_a_job, policy=policies, incremental=st.booleans(), keep_then=policies)
     def start(self, ranks: int, policy: Policy | None, incremental: bool, keep_then: Policy | None) -> None:
@@ -171,7 +171,7 @@ class TieredMachine(RunMachine):
         super()._after()
 
     def _settle_uploads(self) -> None:
-        """Waits for the uploads, and notes what they may have changed and what they promise."""
+        """Waits for the uploads, and updates the model of the second tier."""
         pending, self.pending = self.pending, {}
         saved = self._job.on_ranks(lambda one, rank: rank in pending and pending[rank].result(LIMIT))
         durable = self._job.on_ranks(lambda one, rank: rank in pending and pending[rank].durable(LIMIT))
@@ -241,11 +241,11 @@ class TieredMachine(RunMachine):
                 assert own.isdisjoint(self.far.rotten()), f"step {step} was uploaded with damage"
 
     def _line(self, steps: set[int]) -> set[int]:
-        """The steps that no rollback gave up, as far as that is certain."""
+        """The steps up to the job's position, if it is certain. A rollback abandons the later ones."""
         return steps if self.position is None else {step for step in steps if step <= self.position}
 
     def _kept_on_far(self) -> set[int]:
-        """The steps of both tiers that the second keeps, whichever of their possible values they have."""
+        """The steps of both tiers that the second keeps for every combination of their possible values."""
         if self.keep_then is None:
             return set()
         both = Model(self.far.root)
@@ -264,7 +264,7 @@ class TieredMachine(RunMachine):
         return all(path.is_file() for path in paths) and paths[0].read_bytes() == paths[1].read_bytes()
 
     def _retention_works(self, goes: set[int]) -> None:
-        """Also the step stays that was being uploaded, and those that wait and that the second tier keeps."""
+        """The step of the running upload stays, too, and waiting steps that the second tier keeps."""
         here = set(self.model.observer().steps())
         stays = (goes - set(self.model.pins)) & here
         if self.keep_then is not None:
@@ -299,7 +299,7 @@ class TieredMachine(RunMachine):
         )
 
     def _same_save(self, step: int) -> bool:
-        """True if both tiers have one save of a step, or a manifest is damaged, so that it does not count."""
+        """True if both tiers have the same save of a step, or the manifest of one is damaged."""
         name = f"step-{step:08d}/{MANIFEST_NAME}"
         if name in self.model.rotten() or name in self.far.rotten():
             return True
@@ -338,7 +338,7 @@ class TieredMachine(RunMachine):
 
 
 class UploadMachine(TieredMachine):
-    """The same with the operations alone that uploads depend on: more of the time, steps wait for theirs."""
+    """A machine with only the operations that matter to uploads, so that steps wait for theirs more often."""
 
     @rule(what=st.sampled_from(UPLOAD_OPERATIONS), a=small, b=small)
     def act(self, what: str, a: int, b: int) -> None:
@@ -364,7 +364,7 @@ class UploadMachine(TieredMachine):
             super()._act(what, a, b)
 
     def _damage_shards(self, model: Model, step: int) -> None:
-        """The data rots in all shard files that a step wrote, also if it is not committed."""
+        """The data rots in all shard files of a step, which may be uncommitted."""
         for path in sorted((model.root / f"step-{step:08d}" / "shards").glob("*.safetensors")):
             self._damage(path, "flip", 1)
         model._checked.clear()

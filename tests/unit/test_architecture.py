@@ -28,7 +28,7 @@ def defined(body: list[ast.stmt], names: list[str]) -> bool:
 
 
 @pytest.mark.parametrize("section", ["Save", "Load"])
-def test_the_walk_is_there(section: str) -> None:
+def test_the_walk_names_files_and_functions_that_exist(section: str) -> None:
     steps = walk(section)
     assert len(steps) >= 8
     for file, name in steps:

@@ -38,7 +38,7 @@ def damage(root: Path, step: int) -> None:
     shard.write_bytes(raw)
 
 
-def test_nothing_to_restore_is_none(tmp_path: Path) -> None:
+def test_restore_of_an_empty_run_returns_none(tmp_path: Path) -> None:
     checkpointer = sp.Checkpointer(tmp_path / "run")
     target = state(7)
     assert checkpointer.restore(target) is None
@@ -62,7 +62,7 @@ def test_damaged_and_unfinished_steps_are_passed_over_with_the_reason(tmp_path: 
     assert "digest" in checkpointer.passed_over[1].reason
 
 
-def test_restore_returns_the_step_what_was_loaded_and_what_was_passed_over(tmp_path: Path) -> None:
+def test_restore_returns_the_step_with_its_report_and_the_steps_passed_over(tmp_path: Path) -> None:
     checkpointer = sp.Checkpointer(tmp_path)
     for step in (1, 2):
         checkpointer.save(step, state(step)).result()
@@ -132,7 +132,7 @@ def test_a_renamed_step_is_not_replaced(tmp_path: Path) -> None:
         checkpointer.save(3, state(30)).result()
 
 
-def test_a_damaged_step_takes_no_place_among_those_kept(tmp_path: Path) -> None:
+def test_retention_does_not_count_a_damaged_step(tmp_path: Path) -> None:
     checkpointer = sp.Checkpointer(tmp_path, keep=sp.KeepLatest(2))
     checkpointer.save(10, state(1)).result()
     checkpointer.save(20, state(2)).result()
@@ -142,9 +142,7 @@ def test_a_damaged_step_takes_no_place_among_those_kept(tmp_path: Path) -> None:
     assert checkpointer.steps() == [10, 15, 20]
 
 
-def test_after_a_rollback_the_steps_that_go_on_are_kept(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_retention_keeps_the_steps_after_a_rollback(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     checkpointer = sp.Checkpointer(tmp_path, keep=sp.KeepLatest(2))
     for step in (100, 190, 200):
         checkpointer.save(step, state(step)).result()
@@ -155,7 +153,7 @@ def test_after_a_rollback_the_steps_that_go_on_are_kept(
     assert "rolled back" in caplog.text
 
 
-def test_an_older_step_that_leaves_damage_behind_is_no_restore(tmp_path: Path) -> None:
+def test_restore_fails_if_an_older_step_leaves_values_of_a_damaged_one(tmp_path: Path) -> None:
     checkpointer = sp.Checkpointer(tmp_path)
     checkpointer.save(1, state(1)).result()
     checkpointer.save(2, state(2, "b")).result()
@@ -175,7 +173,7 @@ class Part:
         return {"values": self.values}
 
 
-def test_an_older_step_without_a_part_leaves_that_of_the_damaged_one(tmp_path: Path) -> None:
+def test_restore_fails_if_an_older_step_lacks_a_part_of_a_damaged_one(tmp_path: Path) -> None:
     checkpointer = sp.Checkpointer(tmp_path)
     checkpointer.save(1, state(1)).result()
     checkpointer.save(2, {**state(2), "part": Part(2)}).result()
@@ -185,7 +183,9 @@ def test_an_older_step_without_a_part_leaves_that_of_the_damaged_one(tmp_path: P
 
 
 @pytest.mark.parametrize("more", [{"part": Part(0)}, {"b": torch.zeros(2)}])
-def test_what_the_damaged_step_lacks_too_is_no_mixture(tmp_path: Path, more: dict[str, Any]) -> None:
+def test_keys_that_the_damaged_step_lacks_too_do_not_fail_a_restore(
+    tmp_path: Path, more: dict[str, Any]
+) -> None:
     checkpointer = sp.Checkpointer(tmp_path)
     for step in (1, 2):
         checkpointer.save(step, state(step)).result()
@@ -195,7 +195,7 @@ def test_what_the_damaged_step_lacks_too_is_no_mixture(tmp_path: Path, more: dic
     assert (target["a"] == 1).all()
 
 
-def test_a_failure_that_passes_does_not_roll_the_run_back(
+def test_a_transient_failure_to_read_does_not_roll_the_run_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpointer = sp.Checkpointer(tmp_path)
@@ -224,19 +224,19 @@ def test_a_folder_with_another_name_is_not_its_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("step", [None, -1, True, 1.5, "3", 10**18])
-def test_what_is_no_step_is_refused(step: Any, tmp_path: Path) -> None:
+def test_an_invalid_step_is_refused(step: Any, tmp_path: Path) -> None:
     with pytest.raises(sp.StructureError, match="not an int from 0"):
         sp.Checkpointer(tmp_path).save(step, state(1)).result()
     assert not any(tmp_path.iterdir())
 
 
-def test_a_numpy_step_is_a_step(tmp_path: Path) -> None:
+def test_a_numpy_integer_is_a_valid_step(tmp_path: Path) -> None:
     checkpointer = sp.Checkpointer(tmp_path)
     checkpointer.save(np.int64(7), state(1)).result()  # type: ignore[arg-type]
     assert checkpointer.steps() == [7]
 
 
-def test_retention_that_fails_costs_space_and_nothing_else(
+def test_a_retention_policy_that_fails_does_not_fail_the_save(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Broken:
@@ -249,7 +249,7 @@ def test_retention_that_fails_costs_space_and_nothing_else(
     assert "no policy" in caplog.text
 
 
-def test_threads_take_turns(tmp_path: Path) -> None:
+def test_saves_of_several_threads_run_one_at_a_time(tmp_path: Path) -> None:
     checkpointer = sp.Checkpointer(tmp_path)
 
     def save(first: int) -> None:
@@ -271,7 +271,7 @@ def test_threads_take_turns(tmp_path: Path) -> None:
 
 
 def forbid(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody may look into a folder, not even root."""
+    """Makes a folder that no user may look into, not even root."""
     folder.mkdir()
 
     def checked(method: Any) -> Any:
@@ -299,43 +299,45 @@ def test_other_files_in_the_run_folder_are_left_alone(
     assert len(list((tmp_path / "step-00000002" / "shards").iterdir())) == 1
 
 
-def test_a_folder_that_cannot_be_looked_into_keeps_files_and_is_named(
+def test_an_unreadable_folder_is_named_and_files_that_it_may_refer_to_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It could be a step that was renamed, and refer to any file."""
+    """The folder could be a renamed step that refers to any file."""
     forbid(tmp_path / "of-another-user", monkeypatch)
     checkpointer = sp.Checkpointer(tmp_path, keep=sp.KeepLatest(1))
     checkpointer.save(1, state(1)).result()
-    for step, said in ((1, "the replaced checkpoint"), (2, "step-00000001")):
+    for step, owner in ((1, "the replaced checkpoint"), (2, "step-00000001")):
         caplog.clear()
         with caplog.at_level(logging.WARNING):
             checkpointer.save(step, state(step), overwrite=True).result()
-        assert f"shard files of {said} stay: the manifest in of-another-user cannot be read" in caplog.text
+        assert f"shard files of {owner} stay: the manifest in of-another-user cannot be read" in caplog.text
     assert checkpointer.steps() == [2]
     assert len(list((tmp_path / "step-00000001" / "shards").iterdir())) == 2
 
 
-def test_how_replicas_are_checked_is_told_to_every_save(
+def test_every_save_gets_the_mode_of_the_replica_check(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ValueError, match="check_replicas is 'sample', 'all' or None, not 'some'"):
         sp.Checkpointer(tmp_path, check_replicas="some")  # type: ignore[arg-type]
-    told = []
+    seen_modes = []
     modes: tuple[CheckReplicas | None, ...] = (None, "sample", "all")
     for mode in modes:
         checkpointer = sp.Checkpointer(tmp_path, check_replicas=mode)
         begin = checkpointer._saver.begin
 
         def watched(*args: Any, begin: Any = begin, **options: Any) -> Any:
-            told.append(options["check_replicas"])
+            seen_modes.append(options["check_replicas"])
             return begin(*args, **options)
 
         monkeypatch.setattr(checkpointer._saver, "begin", watched)
         checkpointer.save(1, state(1), overwrite=True).result()
-    assert told == [None, "sample", "all"]
+    assert seen_modes == [None, "sample", "all"]
 
 
-def test_what_tensors_are_like_is_worked_out_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_are_described_once_for_several_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     described = watch_described(monkeypatch)
     checkpointer = sp.Checkpointer(tmp_path)
     for step in range(3):
@@ -346,8 +348,8 @@ def test_what_tensors_are_like_is_worked_out_once(tmp_path: Path, monkeypatch: p
     assert (state["w"].tolist(), state["epoch"]) == ([2.0, 2.0, 2.0], 2)
 
 
-def test_a_value_that_comes_to_the_same_tensors_is_kept(tmp_path: Path) -> None:
-    """What was worked out for the save before holds for its objects alone."""
+def test_plain_values_that_change_beside_the_same_tensors_are_saved(tmp_path: Path) -> None:
+    """The cache of the previous save is valid for its own plain values only."""
     checkpointer, weights = sp.Checkpointer(tmp_path), torch.ones(3)
     checkpointer.save(1, {"w": weights, "epoch": 3})
     checkpointer.save(2, {"w": weights, "epoch": 4, "note": "x"})
@@ -363,7 +365,7 @@ def test_a_value_that_comes_to_the_same_tensors_is_kept(tmp_path: Path) -> None:
         assert state == left
 
 
-def test_a_restored_step_can_be_saved_as_any_int(tmp_path: Path) -> None:
+def test_a_restored_step_can_be_saved_like_any_int(tmp_path: Path) -> None:
     """As a value of the state, as a key, in metadata, and as the step itself."""
     checkpointer = sp.Checkpointer(tmp_path)
     checkpointer.save(1, {"n": 1}).result()
@@ -379,7 +381,7 @@ def test_a_restored_step_can_be_saved_as_any_int(tmp_path: Path) -> None:
     assert checkpointer.steps() == [1, 2]
 
 
-def test_retention_reads_the_metadata_of_a_step_that_another_job_saved_anew(tmp_path: Path) -> None:
+def test_retention_reads_the_metadata_of_a_step_that_another_job_saved_again(tmp_path: Path) -> None:
     """This job saved a step of that number before, with a worse metric, and has removed it."""
     keep = sp.KeepLatest(1) | sp.KeepBest("loss")
     this, other = (sp.Checkpointer(tmp_path, keep=keep) for _ in range(2))
@@ -392,7 +394,7 @@ def test_retention_reads_the_metadata_of_a_step_that_another_job_saved_anew(tmp_
     assert this.steps() == [1, 3]
 
 
-def test_a_job_whose_base_another_job_removed_is_told_that_the_step_is_committed(tmp_path: Path) -> None:
+def test_the_error_after_another_job_removed_the_base_says_that_the_step_is_committed(tmp_path: Path) -> None:
     """The other job saves the same step, and its retention removes the base of both."""
 
     def job(storage: Any) -> sp.Checkpointer:

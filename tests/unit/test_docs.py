@@ -1,4 +1,4 @@
-"""What the documentation shows runs: docstring examples, and every Python block of README.md and docs/."""
+"""The examples of the documentation run: docstrings, and every Python block of README.md and docs/."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_the_readme_has_an_example() -> None:
     assert python_blocks((ROOT / "README.md").read_text())
 
 
-def test_links_between_pages_lead_somewhere() -> None:
+def test_the_targets_of_links_between_pages_exist() -> None:
     for page in [*PAGES, *ROOT.glob("*.md")]:
         for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text()):
             if "://" not in target:

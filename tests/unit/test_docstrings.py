@@ -94,7 +94,7 @@ def test_public_docstrings_can_be_parsed() -> None:
     assert wrong == {}
 
 
-def test_what_is_public_is_looked_at() -> None:
+def test_the_checked_docstrings_include_the_main_calls() -> None:
     assert {"sp.Checkpointer", "sp.Checkpointer.restore", "sp.save", "sp.load"} <= set(DOCUMENTED)
 
 

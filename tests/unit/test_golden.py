@@ -48,7 +48,7 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def generators() -> Iterator[None]:
-    """The generators of the process are as before when the test ends."""
+    """Restores the generators of the process after the test."""
     random = sp.RandomState()
     before = random.state_dict()
     yield
@@ -114,7 +114,7 @@ def test_open_reads_every_value(name: str, folder: str, originals: Path) -> None
 
 
 def check_boxes(stored: Any, chunks: list[Any]) -> None:
-    """Each stored box, read alone, has the bytes that its digest is of."""
+    """Each stored box, read alone, has the recorded digest."""
     for offsets, sizes, _, start, stop, digest in chunks:
         if stop - start <= BLOCK and stored.dtype is not getattr(torch, "float4_e2m1fn_x2", None):
             box = tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
@@ -122,7 +122,7 @@ def check_boxes(stored: Any, chunks: list[Any]) -> None:
 
 
 @pytest.mark.parametrize(("name", "folder"), FOLDERS)
-def test_inspect_tells_every_layout(
+def test_inspect_shows_every_layout(
     name: str, folder: str, originals: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     expected, path = EXPECTED[name]["folders"][folder], str(originals / name / "run" / folder)
@@ -199,7 +199,7 @@ def write_byte(path: Path, at: int, value: int) -> None:
 
 
 def places_in(place: str, size: int, expected: dict[str, Any]) -> list[int]:
-    """Bytes to flip, of which each alone must be found."""
+    """Offsets of the bytes to flip. Each flip alone must be found."""
     if not place.startswith("step-"):
         return [0, *range(3, size - 1, 31 if place.endswith(".json") else 401), size - 1]
     row = next(row for row, file in enumerate(expected["files"]) if file[0] == place)
@@ -269,7 +269,7 @@ def test_steps_and_suspects_are_listed(name: str, originals: Path) -> None:
     ("ranks", "suspect", "step"), [(1, False, 1), (1, True, 3), (2, False, 1), (2, True, 3)]
 )
 @pytest.mark.usefixtures("generators")
-def test_a_suspect_is_restored_if_asked_for(ranks: int, suspect: bool, step: int, originals: Path) -> None:
+def test_a_suspect_is_restored_only_on_request(ranks: int, suspect: bool, step: int, originals: Path) -> None:
     machine = states.machine(pending="refuse" if ranks == 1 else "drop")
     target = states.chain(0, 0, 1, blank=True) | {"rerun": machine}
     checkpointer = sp.Checkpointer(originals / f"suspect-{ranks}" / "run")
@@ -325,7 +325,7 @@ def test_modules_and_optimizers_are_restored_under_the_same_names(ranks: int, or
 
 @pytest.mark.parametrize("stem", ["plain", "training"])
 def test_two_ranks_stored_the_same_tensors_as_one(stem: str) -> None:
-    """Only what each rank has for itself differs, and what distributed training rounds in another way."""
+    """Only per-rank values differ, and values that distributed training rounds in another way."""
     one, two = (EXPECTED[f"{stem}-{ranks}"]["folders"] for ranks in (1, 2))
     for folder, expected in one.items():
         for key, tensor in expected["tensors"].items():

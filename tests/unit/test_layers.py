@@ -1,4 +1,4 @@
-"""The layers of ARCHITECTURE.md, enforced on what the source says (every import, also inside functions)."""
+"""The layers of ARCHITECTURE.md, checked against every import of the source, also inside functions."""
 
 from __future__ import annotations
 
@@ -99,11 +99,13 @@ COLLECTIVES = {
     "reduce_scatter_tensor",
     "scatter_object_list",
 }
-# Words with other meanings too: meant only when they come from torch.distributed.
+# Names with other meanings, too. They count only if they come from torch.distributed.
 COLLECTIVES_OF_TORCH = {"gather", "irecv", "isend", "recv", "reduce", "scatter", "send"}
 NOT_TORCH = {"functools", "np", "numpy"}
-HANDING_ON = {"loading/read_once/group_collectives.py": {"dist.all_reduce", "dist.all_to_all_single"}}
-"""What a load may call over the training's group, where the user asked for tensors to be handed on."""
+READ_ONCE_COLLECTIVES = {
+    "loading/read_once/group_collectives.py": {"dist.all_reduce", "dist.all_to_all_single"}
+}
+"""Collectives that a load may run over the training's group, if the user chose to read once."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +166,7 @@ def layers_imported(found: Import) -> set[str]:
 
 
 def deep_imports(layer: str, source: str) -> list[str]:
-    """What a file of `layer` imports from inside another package, one line each; `_utils` is no package."""
+    """What a file of `layer` imports from inside another package, one line each; `_utils` is exempt."""
     return [
         f"line {found.line}: imports {found.module}; import from shardproof.{found.module.split('.')[1]}"
         for found in imports(ast.parse(source))
@@ -219,7 +221,7 @@ def _root_and_path(node: ast.expr) -> list[str]:
 
 
 def collectives(source: str) -> list[str]:
-    """Every mention of a collective, called or handed on, one line each."""
+    """Every mention of a collective, called or passed as a value, one line each."""
     tree = ast.parse(source)
     of_torch = {"dist", "distributed", "funcol"}
     found = []
@@ -271,7 +273,7 @@ def test_a_file_imports_only_what_is_below_it() -> None:
     assert findings(wrong_imports) == {}
 
 
-def test_no_collective_on_the_way_of_a_save_or_load() -> None:
+def test_saves_and_loads_run_no_collective() -> None:
     """The packages that train, and the demo, have collectives of their own."""
 
     def mentioned(layer: str, source: str) -> set[str]:
@@ -280,7 +282,7 @@ def test_no_collective_on_the_way_of_a_save_or_load() -> None:
         return {line.partition(": ")[2] for line in collectives(source)}
 
     found = findings(mentioned)
-    assert {name: set(lines) for name, lines in found.items()} == HANDING_ON
+    assert {name: set(lines) for name, lines in found.items()} == READ_ONCE_COLLECTIVES
 
 
 def test_only_rendezvous_uses_a_store() -> None:
@@ -311,7 +313,7 @@ def test_no_files_import_each_other_in_a_circle() -> None:
 
 
 def test_light_packages_load_without_torch() -> None:
-    """Also by no detour: what they import may not import torch either."""
+    """Indirect imports of torch count, too."""
     present = [name for name in NO_TORCH_ON_IMPORT if layer_exists(name)]
     modules = [
         "shardproof." + ".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__")
@@ -327,8 +329,8 @@ def test_light_packages_load_without_torch() -> None:
     run_python(script)
 
 
-def test_the_package_itself_is_light() -> None:
-    """`import shardproof` needs two files, none of its dependencies, and of Python what typing does."""
+def test_importing_the_package_loads_two_of_its_files() -> None:
+    """`import shardproof` loads two files, no dependency, and no module of Python but those of `typing`."""
     script = (
         "import __future__, importlib, sys, typing\n"
         "before = set(sys.modules)\n"
@@ -371,7 +373,7 @@ def test_dependencies_are_those_imported() -> None:
     assert imported - sys.stdlib_module_names - {"shardproof"} - optional == declared
 
 
-def test_pins_cover_what_is_declared() -> None:
+def test_pins_cover_all_declared_dependencies() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     entries = [*project["dependencies"], *chain(*project["optional-dependencies"].values())]
     pins = {
@@ -380,7 +382,7 @@ def test_pins_cover_what_is_declared() -> None:
     assert {re.split(r"[<>=~!\[; ]", entry, maxsplit=1)[0] for entry in entries} <= pins
 
 
-# The rules themselves: each finds what it is for.
+# The checks themselves.
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def save(run: Path, *steps: int, keep: int | None = None) -> None:
 
 
 def restored(run: Path, step: int | None = None) -> int | None:
-    """The step that is restored, its values checked."""
+    """Restores a step, checks its values, and returns its number."""
     state = {"step": torch.zeros(1000), "frozen": torch.zeros(1000)}
     found = sp.Checkpointer(run).restore(state, step=step)
     if found is not None:
@@ -37,7 +37,7 @@ def restored(run: Path, step: int | None = None) -> int | None:
 
 
 def move_away(run: Path, step: int) -> Path:
-    """Moves a step to an archive and leaves a link; where it lies now."""
+    """Moves a step to an archive, leaves a link, and returns the new folder."""
     folder = run / f"step-{step:08d}"
     archived = run.parent / "archive" / folder.name
     archived.parent.mkdir(exist_ok=True)
@@ -51,7 +51,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 def call(capsys: pytest.CaptureFixture[str], *arguments: Any) -> Any:
-    """What a command prints with --json; it must succeed."""
+    """Runs a command with --json, which must succeed, and returns what it prints."""
     assert run_cli([*map(str, arguments), "--json"]) == 0, capsys.readouterr()
     return json.loads(capsys.readouterr().out)
 
@@ -63,7 +63,9 @@ def run(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_linked_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_linked_run_is_saved_restored_listed_and_pruned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "disk").mkdir()
     run = tmp_path / "run"
     run.symlink_to(tmp_path / "disk")
@@ -81,7 +83,7 @@ def test_a_linked_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert restored(run) == 4
 
 
-def test_a_linked_step_is_a_step(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_linked_step_is_restored_listed_and_verified(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     move_away(run, 2)
     assert sp.Checkpointer(run).steps() == [1, 2]
     assert restored(run) == restored(run, 2) == 2
@@ -93,7 +95,9 @@ def test_a_linked_step_is_a_step(run: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize("how", ["retention", "prune"])
-def test_what_a_linked_step_refers_to_stays(run: Path, how: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_that_a_linked_step_refers_to_stay(
+    run: Path, how: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     archived = move_away(run, 2)
     before = files(archived)
     if how == "retention":
@@ -135,7 +139,7 @@ def test_overwriting_leaves_files_of_a_linked_step(run: Path) -> None:
     assert restored(run) == 2 and files(archived) == before
 
 
-def test_a_lost_linked_step_is_no_reason_to_take_an_older_one(
+def test_restore_takes_no_older_step_if_the_newest_is_a_lost_link(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.rmtree(move_away(run, 2))
@@ -147,7 +151,7 @@ def test_a_lost_linked_step_is_no_reason_to_take_an_older_one(
     assert run_cli(["verify", str(run / "step-00000002")]) in (2, 3)
 
 
-def test_a_lost_linked_step_that_is_old_is_in_nobodys_way(
+def test_an_old_step_that_is_a_lost_link_fails_no_save_and_no_restore(
     run: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.rmtree(move_away(run, 2))
@@ -161,7 +165,9 @@ def test_a_lost_linked_step_that_is_old_is_in_nobodys_way(
 
 
 @pytest.mark.parametrize("name", ["latest", "step-00000009"])
-def test_a_second_name_of_a_step_is_none(run: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_link_to_a_step_is_not_another_step(
+    run: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     (run / name).symlink_to("step-00000002")
     assert sp.Checkpointer(run).steps() == [1, 2]
     assert restored(run) == 2
@@ -173,7 +179,7 @@ def test_a_second_name_of_a_step_is_none(run: Path, name: str, capsys: pytest.Ca
     assert restored(run) == 3
 
 
-def test_a_linked_suspect(tmp_path: Path) -> None:
+def test_a_linked_suspect_is_restored_and_never_removed(tmp_path: Path) -> None:
     run = tmp_path / "run"
     state = {"w": torch.ones(3)}
     sp.Checkpointer(run).save(5, state, suspect=True).result()
@@ -188,7 +194,7 @@ def test_a_linked_suspect(tmp_path: Path) -> None:
     assert (tmp_path / "kept" / "manifest.json").exists()
 
 
-def test_a_linked_folder_of_shards(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_linked_folder_of_shards_is_read(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shards = run / "step-00000002" / "shards"
     shutil.move(shards, run.parent / "fast disk")
     shards.symlink_to(run.parent / "fast disk")

@@ -1,4 +1,4 @@
-"""Copies by address: short and long runs, each whole and nothing beside it."""
+"""Copies by address: short and long ranges, whole, and no byte beside them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shardproof._utils.memcpy import copy_runs
 
 
 @pytest.mark.parametrize("longest", [1, 16 << 10, (16 << 10) + 1, 70_000])
-def test_runs_are_copied_whole_and_nothing_beside_them(longest: int) -> None:
+def test_ranges_are_copied_whole_and_no_byte_beside_them(longest: int) -> None:
     counts = [longest, 0, 7, longest // 2]
     begins = [3, 3, 3 + longest + 5, 3 + longest + 5 + 7 + 2]
     source = np.arange(1, 3 * longest + 101, dtype=np.int64).astype(np.uint8) | 1

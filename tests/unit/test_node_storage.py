@@ -1,4 +1,4 @@
-"""The folders of several nodes as one storage, in one process: what is where, and failures of a node."""
+"""The folders of several nodes as one storage, in one process: places of files, and failed nodes."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class TestNodeStorage(StorageConformance):
         return nodes.storage(*request.param)
 
 
-def test_a_file_is_where_its_rank_is_and_on_the_partner(nodes: Nodes) -> None:
+def test_a_file_is_on_the_node_of_its_rank_and_on_the_partner(nodes: Nodes) -> None:
     for replicas, own in ((0, 1), (1, 2)):
         storage = nodes.storage(replicas, own=own)
         write(storage, f"step-00000001/shards/0000{own}-a.safetensors", b"bytes")
@@ -115,7 +115,7 @@ def test_a_file_is_where_its_rank_is_and_on_the_partner(nodes: Nodes) -> None:
 
 @pytest.mark.parametrize("chance", range(4))
 def test_names_are_flushed_on_every_node(tmp_path: Path, chance: int) -> None:
-    """Each node has a manifest that replaced another, as a dead process left it: not flushed."""
+    """On each node, a process replaced the manifest and died before it flushed the folder."""
     (tmp_path / "disk").mkdir()
     with Disk(tmp_path / "disk") as disk:
         nodes = Nodes(disk.folder, 3)
@@ -143,7 +143,7 @@ def write(storage: sp.storage.Storage, name: str, data: bytes) -> None:
     sink.finish(len(data))
 
 
-def test_of_two_jobs_on_the_same_nodes_one_publishes(nodes: Nodes) -> None:
+def test_only_one_of_two_jobs_on_the_same_nodes_publishes(nodes: Nodes) -> None:
     """Rank 0 of each job is on another node, and both publish at the same time."""
     jobs = [nodes.storage(arbiter=1, own=own) for own in (0, 2)]
     with ThreadPoolExecutor(2) as pool:
@@ -164,7 +164,7 @@ def test_of_two_jobs_on_the_same_nodes_one_publishes(nodes: Nodes) -> None:
             assert {folder.read(name) for folder in nodes.folders} == {b"%d" % won.index(True)}
 
 
-def test_a_publication_that_does_not_reach_a_node_is_in_place(nodes: Nodes) -> None:
+def test_the_error_of_a_publication_that_misses_a_node_says_that_it_is_in_place(nodes: Nodes) -> None:
     storage = nodes.storage()
     nodes.services[2].stop()
     with pytest.raises(sp.StorageError, match="is in place on .*, and not on all nodes: node 2") as caught:
@@ -192,14 +192,14 @@ def test_a_rank_without_the_secret_is_refused_and_learns_nothing(
     stranger = PeerStorage(nodes.peer(1, secret=b"x" * 32), "")
     with pytest.raises(sp.StorageError, match="node 1 .*cannot be reached"):
         stranger.read("a")
-    # One that sends back what it gets proves nothing, and one that asks first gets no answer.
+    # A peer that mirrors the challenge proves nothing and gets no answer.
     with socket.create_connection(("127.0.0.1", nodes.services[1].port), timeout=10) as mirror:
         mirror.sendall(mirror.recv(32))
         assert mirror.recv(64) == b""
     assert PeerStorage(nodes.peer(1), "").read("a") == b"1"
 
 
-def test_bytes_that_change_on_the_way_are_not_kept(nodes: Nodes) -> None:
+def test_bytes_that_change_in_transit_are_not_stored(nodes: Nodes) -> None:
     peer = nodes.peer(1)
     connection = peer.take()
     connection.send(Request("create", b"", b"a"))
@@ -238,7 +238,7 @@ def test_an_error_of_the_copy_reaches_the_writer_early(nodes: Nodes) -> None:
     assert nodes.folders[1].list() == []
 
 
-def test_a_silent_node_ends_every_call_in_time(tmp_path: Path) -> None:
+def test_every_call_to_a_silent_node_ends_in_time(tmp_path: Path) -> None:
     """A service accepts, proves itself and never answers."""
     silent = socket.create_server(("127.0.0.1", 0))
     ended = threading.Event()
@@ -246,11 +246,11 @@ def test_a_silent_node_ends_every_call_in_time(tmp_path: Path) -> None:
     def accept() -> None:
         while not ended.is_set():
             accepted, _ = silent.accept()
-            kept.append(connection := PeerConnection(accepted, 10.0))
+            connections.append(connection := PeerConnection(accepted, 10.0))
             with contextlib.suppress(OSError):
                 connection.prove(SECRET, b"name", asks=False)
 
-    kept: list[PeerConnection] = []
+    connections: list[PeerConnection] = []
     threading.Thread(target=accept, daemon=True).start()
     peer = Peer(["127.0.0.1"], silent.getsockname()[1], "name", SECRET, "node 1 (host, 1)", lambda: 0.2)
     storage = PeerStorage(peer, "/run")
@@ -272,13 +272,13 @@ def test_a_silent_node_ends_every_call_in_time(tmp_path: Path) -> None:
 
 
 class SlowAtTheEnd(PeerStorage):
-    """Another node. Something happens after a copy has read the last bytes of a shard file.
+    """Another node, with a call after a copy has read the last bytes of a shard file.
 
     Args:
         peer: see `PeerStorage`.
         root: see `PeerStorage`.
         path: see `PeerStorage`.
-        at_the_end: what happens.
+        at_the_end: the call.
     """
 
     def __init__(self, peer: Peer, root: str, path: str, at_the_end: Callable[[], object]) -> None:
@@ -301,7 +301,7 @@ class SlowAtTheEnd(PeerStorage):
 def lacking_copies(
     nodes: Nodes, at_the_end: Callable[[], object], deadline: float = 60.0
 ) -> tuple[NodeStorage, MissingCopies, bytes]:
-    """Step 1, whose files node 1 alone has, and the share of a rank on node 0.
+    """Step 1, whose files only node 1 has, and the copies that a rank on node 0 is to make.
 
     Args:
         nodes: three nodes.
@@ -397,7 +397,7 @@ def test_one_rank_is_one_node_and_has_no_partner(tmp_path: Path, caplog: pytest.
     assert run.steps() == [1]
 
 
-def test_that_no_scrub_runs_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_warning_says_once_that_no_scrub_runs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     options = {"node_local": True, "incremental": True, "rendezvous": LocalRendezvous()}
     for scrub, warnings in ((None, 0), (1 << 20, 1)):
         sp.Checkpointer(tmp_path, scrub=scrub, **options)
@@ -405,7 +405,7 @@ def test_that_no_scrub_runs_is_said_once(tmp_path: Path, caplog: pytest.LogCaptu
 
 
 @pytest.mark.parametrize(("patience", "first"), [(30.0, 30), (0.2, 1), (1e9, 32_767)])
-def test_the_system_probes_a_connection_without_bytes(patience: float, first: int) -> None:
+def test_the_system_probes_an_idle_connection(patience: float, first: int) -> None:
     """So that the wait for the next request of a node that lost power ends."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         to = socket.create_connection(server.getsockname())

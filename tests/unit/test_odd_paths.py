@@ -46,7 +46,9 @@ def state(value: float) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("path", _PATHS.values(), ids=_PATHS.keys())
-def test_a_run(tmp_path: Path, path: Callable[[Path], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_at_any_path_is_saved_and_restored(
+    tmp_path: Path, path: Callable[[Path], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     root = path(tmp_path / "top")
     checkpointer = sp.Checkpointer(root, keep=sp.KeepLatest(1), incremental=True)
     checkpointer.save(1, state(1)).result()
@@ -64,7 +66,7 @@ def test_a_run(tmp_path: Path, path: Callable[[Path], Any], monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("path", _PATHS.values(), ids=_PATHS.keys())
-def test_a_checkpoint(tmp_path: Path, path: Callable[[Path], Any]) -> None:
+def test_a_checkpoint_at_any_path_is_saved_and_loaded(tmp_path: Path, path: Callable[[Path], Any]) -> None:
     place = path(tmp_path / "top")
     sp.save(place, state(1))
     with pytest.raises(sp.AlreadyCommittedError) as caught:
@@ -79,7 +81,7 @@ def test_a_checkpoint(tmp_path: Path, path: Callable[[Path], Any]) -> None:
         sp.load(place, {"v": torch.ones(2)})
 
 
-def test_dots_after_a_link_lead_where_the_system_goes(tmp_path: Path) -> None:
+def test_dots_after_a_link_are_resolved_as_the_system_does(tmp_path: Path) -> None:
     (tmp_path / "disk" / "inside").mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "disk" / "inside")
     sp.save(tmp_path / "link" / ".." / "ckpt", state(1))
@@ -90,20 +92,20 @@ def test_dots_after_a_link_lead_where_the_system_goes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "text"), [("", "empty"), ("a\0b", "NUL"), (b"a\0b", "NUL"), ("a\ud800", "not valid Unicode")]
 )
-def test_what_cannot_be_a_path_is_refused(path: Any, text: str) -> None:
+def test_an_invalid_path_is_refused(path: Any, text: str) -> None:
     for use in (sp.Checkpointer, sp.open, lambda path: sp.save(path, {}), lambda path: sp.load(path, {})):
         with pytest.raises(sp.StorageError, match=text):
             use(path)
 
 
-def test_a_working_directory_that_is_gone(working: Path) -> None:
+def test_a_relative_path_in_a_removed_working_directory_is_refused(working: Path) -> None:
     shutil.rmtree(working)
     with pytest.raises(sp.StorageError, match="working directory"):
         sp.Checkpointer("run")
     sp.Checkpointer(working / "run")
 
 
-def test_a_foreign_folder_whose_name_is_not_utf8(tmp_path: Path) -> None:
+def test_a_foreign_folder_whose_name_is_not_utf8_fails_no_save(tmp_path: Path) -> None:
     run = tmp_path / "run"
     checkpointer = sp.Checkpointer(run, keep=sp.KeepLatest(1), incremental=True)
     for step in (1, 2):
@@ -126,7 +128,7 @@ def run(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.mark.parametrize("as_json", [False, True])
-def test_commands(run: str, as_json: bool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_accept_any_path(run: str, as_json: bool, capsys: pytest.CaptureFixture[str]) -> None:
     one, two = f"{run}/step-00000001", f"{run}//./step-00000002/"
     with events.trace(f"{run}-traces"):
         sp.load(two, state(0))
@@ -150,7 +152,9 @@ def test_commands(run: str, as_json: bool, capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize("path", ["../run/./y", "none/", f"{_NOT_UTF8}/x", "-x", "a file", "a file/x", ""])
-def test_a_path_that_does_not_exist(working: Path, path: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_name_a_path_that_does_not_exist(
+    working: Path, path: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     (working / "a file").touch()
     for command in ("ls", "inspect", "verify", "repair", "prune", "diff", "convert", "trace"):
         more = {"diff": [path], "convert": ["copy"]}.get(command, [])

@@ -33,7 +33,7 @@ def storage(tmp_path: Path) -> LocalStorage:
     return storage
 
 
-def test_the_newest_is_cached_and_the_one_before_is_dropped(storage: LocalStorage) -> None:
+def test_the_newest_step_is_cached_and_the_previous_one_is_dropped(storage: LocalStorage) -> None:
     newest = NewestStep()
     newest.committed(storage, "a")
     assert newest.wait(60) and storage.is_cached("a", 0, SIZE) and not storage.is_cached("b", 0, SIZE)
@@ -41,7 +41,7 @@ def test_the_newest_is_cached_and_the_one_before_is_dropped(storage: LocalStorag
     assert newest.wait(60) and storage.is_cached("b", 0, SIZE) and not storage.is_cached("a", 0, SIZE)
 
 
-def test_what_newer_steps_refer_to_stays(storage: LocalStorage) -> None:
+def test_older_steps_that_newer_ones_may_refer_to_stay_cached(storage: LocalStorage) -> None:
     newest = NewestStep(drop_older=False)
     for name in ("a", "b"):
         newest.committed(storage, name)
@@ -60,7 +60,7 @@ def test_a_step_that_retention_removed_is_no_error(storage: LocalStorage, tmp_pa
     assert newest.wait(60)
 
 
-def test_it_stops_when_a_save_begins(storage: LocalStorage) -> None:
+def test_caching_stops_when_a_save_begins(storage: LocalStorage) -> None:
     newest = NewestStep(rate=1)  # the second request would be 48 days away
     newest.committed(storage, "a")
     newest.stop()
@@ -68,7 +68,7 @@ def test_it_stops_when_a_save_begins(storage: LocalStorage) -> None:
     assert not storage.is_cached("a", SIZE - 4096, 4096)
 
 
-def test_memory_that_is_scarce_is_left_alone(
+def test_a_step_is_not_cached_if_memory_is_scarce(
     storage: LocalStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scarce = tmp_path / "meminfo"
@@ -117,7 +117,7 @@ def test_unknown_mounts_are_not_local(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("cache", ["newest", "none"])
-def test_a_checkpointer_leaves_the_newest_step_cached_if_told_to(
+def test_a_checkpointer_caches_the_newest_step_only_with_its_option(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: str
 ) -> None:
     monkeypatch.setenv("SHARDPROOF_DIRECT", "1")
@@ -139,6 +139,6 @@ def test_a_checkpointer_leaves_the_newest_step_cached_if_told_to(
     assert cached == [False, cache == "newest"]
 
 
-def test_another_word_is_refused(tmp_path: Path) -> None:
+def test_an_unknown_cache_option_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'auto', 'newest' or 'none'"):
         sp.Checkpointer(tmp_path, cache="all")  # type: ignore[arg-type]

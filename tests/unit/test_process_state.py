@@ -1,4 +1,4 @@
-"""Module-level mutable state is what ARCHITECTURE.md lists, found in what the source says."""
+"""ARCHITECTURE.md lists all module-level mutable state of the source."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src" / "shardproof"
 
-# Calls that make what is there to be changed, whatever they are given.
+# Calls that make a mutable object, whatever their arguments.
 MUTABLE = {
     *("Condition", "ContextVar", "Counter", "Event", "Lock", "Queue", "RLock", "Semaphore", "SimpleQueue"),
     *("WeakKeyDictionary", "WeakSet", "WeakValueDictionary", "bytearray", "count", "cycle"),
@@ -31,7 +31,7 @@ FROZEN = {"NamedTuple", "Enum", "IntEnum", "StrEnum", "Protocol"}
 
 
 @dataclass(frozen=True)
-class Found:
+class SharedName:
     """One name of a module, or one of a class body, that the process shares."""
 
     name: str
@@ -48,7 +48,7 @@ def last_name(node: ast.expr) -> str:
 
 
 def is_frozen(cls: ast.ClassDef) -> bool:
-    """Whether instances never change: declared frozen, or no method sets an attribute."""
+    """True if instances never change: declared frozen, or no method sets an attribute."""
     for call in (*cls.decorator_list, cls):
         for word in call.keywords if isinstance(call, ast.Call | ast.ClassDef) else ():
             if word.arg == "frozen" and isinstance(word.value, ast.Constant) and word.value.value:
@@ -100,7 +100,7 @@ def changed_names(tree: ast.Module) -> set[str]:
 
 
 def is_state(value: ast.expr, changed: bool, mutable_classes: set[str]) -> bool:
-    """Whether a name that is bound to this value is state: it, or what it holds, can become another."""
+    """True if a name that is bound to this value is state: the value or its content can change."""
     if isinstance(value, ast.List | ast.Set | ast.ListComp | ast.SetComp):
         return changed or (isinstance(value, ast.List) and not value.elts)
     if isinstance(value, ast.Dict | ast.DictComp):
@@ -113,7 +113,7 @@ def is_state(value: ast.expr, changed: bool, mutable_classes: set[str]) -> bool:
     return False
 
 
-def state_of(source: str, mutable_classes: set[str] = frozenset()) -> set[Found]:  # type: ignore[assignment]
+def state_of(source: str, mutable_classes: set[str] = frozenset()) -> set[SharedName]:  # type: ignore[assignment]
     """The mutable state of a module, by its source.
 
     Args:
@@ -125,20 +125,20 @@ def state_of(source: str, mutable_classes: set[str] = frozenset()) -> set[Found]
     mutable = (mutable_classes - own.keys()) | {name for name, frozen in own.items() if not frozen}
     changed = changed_names(tree)
     replaced = {name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names}
-    found = {Found(name) for name in replaced}
+    found = {SharedName(name) for name in replaced}
     for name, value in assignments(tree.body):
         if name != "__all__" and is_state(value, name in changed, mutable):
-            found.add(Found(name))
+            found.add(SharedName(name))
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef):
             fields = bool({"dataclass", "Struct"} & {*map(last_name, node.decorator_list + node.bases)})
             found |= {
-                Found(f"{node.name}.{name}")
+                SharedName(f"{node.name}.{name}")
                 for name, value in assignments(node.body)
                 if not fields and is_state(value, name in changed, mutable)
             }
         elif isinstance(node, ast.FunctionDef) and CACHES & set(map(last_name, node.decorator_list)):
-            found.add(Found(node.name, is_cache=True))
+            found.add(SharedName(node.name, is_cache=True))
     return found
 
 
@@ -153,7 +153,7 @@ def classes_that_change() -> set[str]:
 
 
 def listed() -> dict[str, bool]:
-    """What ARCHITECTURE.md lists, as ``file: name``; whether in the table of caches."""
+    """What ARCHITECTURE.md lists, as ``file: name``; True for the table of caches."""
     section = (ROOT / "ARCHITECTURE.md").read_text().split("\n## State of the process\n")[1].split("\n## ")[0]
     state, caches = section.split("| cache |")
     rows = re.compile(r"^\| `([^`]+\.py)`: `([^`]+)` \|", re.MULTILINE)
@@ -174,7 +174,7 @@ def test_module_level_state_is_what_architecture_lists() -> None:
     assert found == listed()
 
 
-# The rule itself: it finds what it is for.
+# The check itself.
 
 
 @pytest.mark.parametrize(
@@ -202,13 +202,13 @@ def test_module_level_state_is_what_architecture_lists() -> None:
     ],
 )
 def test_state_is_found(source: str) -> None:
-    assert state_of(source, {"Elsewhere"}) == {Found("x")}
+    assert state_of(source, {"Elsewhere"}) == {SharedName("x")}
 
 
 def test_state_of_a_class_and_caches_are_found() -> None:
-    assert state_of("class A:\n    known = {}") == {Found("A.known")}
-    assert state_of("@functools.lru_cache(maxsize=8)\ndef f(): pass") == {Found("f", is_cache=True)}
-    assert state_of("@cache\ndef f(): pass") == {Found("f", is_cache=True)}
+    assert state_of("class A:\n    known = {}") == {SharedName("A.known")}
+    assert state_of("@functools.lru_cache(maxsize=8)\ndef f(): pass") == {SharedName("f", is_cache=True)}
+    assert state_of("@cache\ndef f(): pass") == {SharedName("f", is_cache=True)}
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """The public names, their signatures and the command line are those of `tests/golden/api.json`.
 
-A program that uses shardproof relies on them. After a change that is meant, write the file again and read the
+A program that uses shardproof relies on them. After an intended change, write the file again and read the
 difference in review:
 
     python -m tests.unit.test_public_api
@@ -123,7 +123,7 @@ def owner_of(cls: type, name: str) -> type:
 
 
 def is_ours(cls: type) -> bool:
-    """Whether the package defines a class."""
+    """True if the package defines a class."""
     return cls.__module__.partition(".")[0] == "shardproof"
 
 
@@ -214,7 +214,7 @@ def spelled(value: Any) -> str:
 
 
 def errors() -> dict[str, str]:
-    """Names of the error classes, which travel between ranks, to those of their bases."""
+    """Names of the error classes, which ranks send each other, to those of their bases."""
     module = importlib.import_module("shardproof.errors")
     classes = [getattr(module, name) for name in module.__all__]
     return {cls.__name__: ", ".join(base.__name__ for base in cls.__mro__[1:-2]) for cls in classes}
@@ -282,7 +282,7 @@ def test_the_public_interface_is_the_same() -> None:
         )
 
 
-def test_an_error_of_each_class_travels() -> None:
+def test_an_error_of_each_class_is_decoded_from_the_wire() -> None:
     for name in json.loads(SNAPSHOT.read_text())["errors"]:
         error = ShardproofError.from_wire({"type": name, "message": "text", "details": {"key": "w"}})
         assert type(error).__name__ == name
@@ -295,14 +295,14 @@ def test_every_name_of_the_package_is_in_the_snapshot() -> None:
     assert "shardproof.Checkpointer.restore" in names
 
 
-def test_a_difference_is_told() -> None:
+def test_a_difference_is_reported() -> None:
     before = {"names": {"a.kept": "x", "a.gone": "y", "a.changed": "function (x)"}}
     now = {"names": {"a.kept": "x", "a.changed": "function (x, y=1)", "a.new": "z"}}
-    told = difference(before, now).splitlines()
-    assert told[0] == "names: a.changed has changed"
-    assert "    - function (x)" in told
-    assert "    + function (x, y=1)" in told
-    assert told[-2:] == ["names: a.gone is gone (it was: y)", "names: a.new is new: z"]
+    lines = difference(before, now).splitlines()
+    assert lines[0] == "names: a.changed has changed"
+    assert "    - function (x)" in lines
+    assert "    + function (x, y=1)" in lines
+    assert lines[-2:] == ["names: a.gone is gone (it was: y)", "names: a.new is new: z"]
     assert difference(before, before) == ""
 
 

@@ -75,26 +75,26 @@ def test_a_public_package_is_an_attribute_and_loads_when_it_is_used(name: str) -
     run_python(script)
 
 
-def test_what_is_listed_is_what_is_offered() -> None:
+def test_dir_and_all_list_the_same_names() -> None:
     assert dir(sp) == sp.__all__ == sorted(set(sp.__all__))
     assert set(PACKAGES) < set(sp.__all__)
 
 
-def test_type_checkers_are_told_of_the_same_names_from_the_same_homes() -> None:
+def test_imports_for_type_checkers_have_the_same_names_and_modules() -> None:
     """The imports that only type checkers read offer each public name, and say where it comes from."""
     (block,) = [
         node
         for node in ast.parse(Path(sp.__file__).read_text()).body
         if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
     ]
-    told = {}
+    declared = {}
     for statement in block.body:
         assert isinstance(statement, ast.ImportFrom) and statement.module is not None
         for alias in statement.names:
             assert alias.asname == alias.name, f"{alias.name} is not offered: import it as itself"
-            told[alias.name] = statement.module
-    assert sorted([*told, "__version__"]) == sp.__all__
-    for name, home in told.items():
+            declared[alias.name] = statement.module
+    assert sorted([*declared, "__version__"]) == sp.__all__
+    for name, home in declared.items():
         assert getattr(sp, name) is getattr(import_module(home), name)
 
 

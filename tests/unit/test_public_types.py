@@ -1,4 +1,4 @@
-"""Every type of shardproof that a public signature names can be imported from where the public names are."""
+"""Every type of shardproof in a public signature can be imported as a public name."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BUILT_INSIDE = {
     "Reservation.__init__",
     "Subscription.__init__",
 }
-"""How shardproof makes what it returns; a user gets these objects and makes none."""
+"""Constructors that only shardproof calls. Users get these objects and make none."""
 
 INTERNAL = {
     "Checkpoint.catalogue",
@@ -102,7 +102,7 @@ def set_by_init(value: type) -> dict[str, Any]:
 
 
 def names_in(module: str) -> dict[str, Any]:
-    """What a module sees, also what it imports for type checkers alone."""
+    """The names in a module, also those that it imports for type checkers alone."""
     seen = dict(vars(sys.modules[module]))
     for node in ast.walk(ast.parse(inspect.getsource(sys.modules[module]))):
         if isinstance(node, ast.ImportFrom) and node.module is not None:
@@ -124,11 +124,11 @@ def types_in(hint: Any) -> Iterator[type]:
 
 
 def not_exported(value: Any) -> set[str]:
-    """The types of shardproof that the signatures of a public object name, and no public name is."""
+    """The types of shardproof in the signatures of a public object that have no public name."""
     missing = set()
-    for name, module, said in annotations_of(value):
+    for name, module, own in annotations_of(value):
         if name not in BUILT_INSIDE | INTERNAL:
-            holder = types.SimpleNamespace(__annotations__=said)
+            holder = types.SimpleNamespace(__annotations__=own)
             hints = typing.get_type_hints(holder, globalns=names_in(module))
             found = {one for hint in hints.values() for one in types_in(hint)}
             missing |= {
@@ -144,7 +144,7 @@ def test_types_in_a_public_signature_are_public() -> None:
     assert {name: types for name, types in missing.items() if types} == {}
 
 
-def test_the_signatures_of_what_is_used_most_are_among_them() -> None:
+def test_the_checked_signatures_include_the_main_calls() -> None:
     assert {"Checkpointer", "load", "open", "save", "optim.DistributedOptimizer"} <= set(SIGNED)
 
 

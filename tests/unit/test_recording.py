@@ -1,4 +1,4 @@
-"""Files of results of the benchmarks."""
+"""Result files of the benchmarks."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_without_a_file_nothing_is_written(
     assert [path.name for path in tmp_path.iterdir()] == (["f"] if target == "f" else [])
 
 
-def test_every_benchmark_has_the_one_option() -> None:
+def test_every_benchmark_uses_the_shared_json_option() -> None:
     for script in BENCHMARKS.rglob("*.py"):
         if script.name != "recording.py":
             assert '"--json"' not in script.read_text(), script

@@ -1,7 +1,7 @@
 """A reader that restores while training goes on in the run, and retention removes the step that is read.
 
-A listener makes the next save at a chosen moment of the load. The storage wrapper makes it at every operation
-of the choice.
+A listener makes the next save at a chosen moment of the load. A storage wrapper makes it at every operation
+of the choice of a step.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Training:
 
 
 def at(moment: str, act: Callable[[], Any], *, times: int = 1) -> events.Subscription:
-    """Calls `act` when a load begins the phase of that name, in the first so many loads."""
+    """Calls `act` when a load begins the phase of that name, in the first `times` loads."""
     left = [times]
 
     def listen(event: events.Event) -> None:
@@ -70,7 +70,9 @@ def check(state: dict[str, torch.Tensor], step: int) -> None:
 
 @pytest.mark.parametrize("moment", _MOMENTS)
 @pytest.mark.parametrize("incremental", [False, True])
-def test_a_step_that_is_removed_while_it_is_read(tmp_path: Path, moment: str, incremental: bool) -> None:
+def test_a_newer_step_is_restored_if_the_step_is_removed_while_it_is_read(
+    tmp_path: Path, moment: str, incremental: bool
+) -> None:
     training = Training(tmp_path, incremental=incremental)
     training.save()
     training.save()
@@ -83,7 +85,9 @@ def test_a_step_that_is_removed_while_it_is_read(tmp_path: Path, moment: str, in
 
 @pytest.mark.parametrize("moment", _MOMENTS)
 @pytest.mark.parametrize("step", [None, 1])
-def test_a_step_that_is_replaced_while_it_is_read(tmp_path: Path, moment: str, step: int | None) -> None:
+def test_the_replacement_is_restored_if_the_step_is_replaced_while_it_is_read(
+    tmp_path: Path, moment: str, step: int | None
+) -> None:
     training = Training(tmp_path)
     training.save()
     reader, state = sp.Checkpointer(tmp_path), target()
@@ -93,7 +97,7 @@ def test_a_step_that_is_replaced_while_it_is_read(tmp_path: Path, moment: str, s
     assert reader.passed_over == ()
 
 
-def test_a_reader_that_is_always_too_late_says_so(tmp_path: Path) -> None:
+def test_a_reader_that_is_always_too_late_gets_an_error_with_advice(tmp_path: Path) -> None:
     training = Training(tmp_path)
     training.save()
     with (
@@ -107,7 +111,7 @@ def test_a_reader_that_is_always_too_late_says_so(tmp_path: Path) -> None:
     assert not caught.value.details["damaged"] and isinstance(caught.value.__cause__, sp.ShardproofError)
 
 
-def test_a_step_asked_for_by_its_number_that_is_removed(tmp_path: Path) -> None:
+def test_the_removal_of_a_step_that_is_restored_by_its_number_is_an_error(tmp_path: Path) -> None:
     training = Training(tmp_path)
     training.save()
     match = "another process removed it during the load"
@@ -116,7 +120,7 @@ def test_a_step_asked_for_by_its_number_that_is_removed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("moment", _MOMENTS)
-def test_an_older_step_is_taken_with_a_word(
+def test_an_older_step_is_restored_with_a_warning(
     tmp_path: Path, moment: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     training = Training(tmp_path, keep=2)
@@ -133,7 +137,9 @@ def test_an_older_step_is_taken_with_a_word(
 
 @pytest.mark.parametrize("moment", _MOMENTS)
 @pytest.mark.parametrize("lost", ["the run", "the step"])
-def test_a_run_that_is_lost_while_it_is_read_is_no_new_run(tmp_path: Path, moment: str, lost: str) -> None:
+def test_a_run_that_is_lost_while_it_is_read_is_not_taken_for_an_empty_run(
+    tmp_path: Path, moment: str, lost: str
+) -> None:
     run = tmp_path / "run"
     Training(run).save()
     folder = run if lost == "the run" else run / "step-00000001"
@@ -162,7 +168,7 @@ def runs_with_a_save(tmp_path: Path, incremental: bool, look: Callable[[Storage]
 
 
 @pytest.mark.parametrize("incremental", [False, True])
-def test_a_save_at_any_operation_of_the_choice(tmp_path: Path, incremental: bool) -> None:
+def test_a_save_at_any_operation_of_the_choice_does_not_fail_it(tmp_path: Path, incremental: bool) -> None:
     found = set()
     for chosen in runs_with_a_save(tmp_path, incremental, lambda run: choose(run, (), suspect=False)):
         assert chosen.folder in (StepFolder(2), StepFolder(3)) and chosen.passed == []
@@ -171,7 +177,7 @@ def test_a_save_at_any_operation_of_the_choice(tmp_path: Path, incremental: bool
 
 
 @pytest.mark.parametrize("incremental", [False, True])
-def test_a_save_at_any_operation_of_a_listing(tmp_path: Path, incremental: bool) -> None:
+def test_a_save_at_any_operation_of_a_listing_does_not_fail_it(tmp_path: Path, incremental: bool) -> None:
     for infos in runs_with_a_save(tmp_path, incremental, lambda run: scan_run(run, sizes=True)):
         assert {info.status for info in infos} <= {"committed", "leftover", "lends"}, infos
 

@@ -1,4 +1,4 @@
-"""Retention policies, pins, and what `restore` can be asked for."""
+"""Retention policies, pins, and the steps that `restore` can select."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_metric_may_be_a_scalar_of_numpy_or_torch(make: Any, tmp_path: Path) -
     assert checkpointer.steps() == [1, 3]
 
 
-def test_the_best_step_is_readable(tmp_path: Path) -> None:
+def test_the_best_step_is_chosen_among_readable_steps(tmp_path: Path) -> None:
     checkpointer = run(tmp_path, sp.KeepBest("loss") | sp.KeepAll(), {1: 0.1, 2: 0.5, 3: 0.7})
     (tmp_path / "step-00000003" / "manifest.json").write_text("{")
     assert sp.Checkpointer(tmp_path, keep=sp.KeepBest("loss")).restore(state(0), step="best") == 1
@@ -77,7 +77,7 @@ def test_the_best_step_is_readable(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("keep", [3, sp.KeepLatest])
-def test_what_is_no_policy_is_refused(keep: Any, tmp_path: Path) -> None:
+def test_a_keep_that_is_no_policy_is_refused(keep: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="keep is a policy"):
         sp.Checkpointer(tmp_path, keep=keep)
 
@@ -118,7 +118,7 @@ def test_policies_combine_also_with_those_of_the_user() -> None:
         lambda: sp.KeepLatest(True),
     ],
 )
-def test_arguments_without_a_meaning_are_refused(make: Any) -> None:
+def test_invalid_arguments_are_refused(make: Any) -> None:
     with pytest.raises(ValueError, match="Keep"):
         make()
 
@@ -208,9 +208,9 @@ def test_ls_shows_pins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 def test_restore_takes_the_best_the_latest_or_a_number(tmp_path: Path) -> None:
     checkpointer = run(tmp_path, sp.KeepBest("loss") | sp.KeepAll(), {1: 0.5, 2: 0.1, 3: 0.7})
-    for asked, expected in (("best", 2), ("latest", 3), (None, 3), (1, 1)):
+    for selected, expected in (("best", 2), ("latest", 3), (None, 3), (1, 1)):
         target = state(-1)
-        assert checkpointer.restore(target, step=asked) == expected  # type: ignore[arg-type]
+        assert checkpointer.restore(target, step=selected) == expected  # type: ignore[arg-type]
         assert float(target["a"][0]) == expected
     with pytest.raises(ValueError, match="needs one KeepBest"):
         sp.Checkpointer(tmp_path).restore(state(0), step="best")

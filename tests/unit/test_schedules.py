@@ -54,7 +54,7 @@ def test_wrong_schedules_are_refused(wrong: dict[str, Any]) -> None:
         sp.Every(**wrong)
 
 
-def test_other_things_are_no_schedule(tmp_path: Path) -> None:
+def test_options_that_are_no_schedule_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TypeError):
         _ = sp.Every(steps=1) | 3
     for wrong in ({"every": 500}, {"preemption": True}, {"mtbf_hours": 0}):
@@ -128,13 +128,13 @@ def first_due(due: DueSaves, step: int) -> int:
     return step
 
 
-def test_a_run_that_goes_back_keeps_its_schedule() -> None:
+def test_a_schedule_holds_after_a_rollback() -> None:
     due = made(sp.Every(steps=10))
     assert [step for step in (*range(8, 13), *range(5, 23)) if due.is_due(step)] == [10, 10, 20]
     assert not made(sp.Every(steps=10)).is_due(0)
 
 
-def test_time_begins_anew_at_each_save() -> None:
+def test_the_interval_in_minutes_starts_at_each_save() -> None:
     now = 0.0
     due = made(sp.Every(minutes=1), clock=lambda: now)
     assert not any(due.is_due(step) for step in range(1, 100))
@@ -162,7 +162,7 @@ def test_the_lead_covers_saves_and_steps() -> None:
     assert lead_seconds(preemption, [], 0.0) > 10.0
 
 
-def test_the_limit_of_the_scheduler(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_limit_is_read_from_the_scheduler(caplog: pytest.LogCaptureFixture) -> None:
     environment = {"SLURM_JOB_END_TIME": "5000"}
     assert limit_of(sp.Preemption(), environment, 4000.0) == 5000.0
     assert limit_of(sp.Preemption(end_time=4500.0), environment, 4000.0) == 4500.0
@@ -184,7 +184,7 @@ def test_wrong_options_of_preemption_are_refused(wrong: dict[str, Any]) -> None:
 
 @pytest.fixture
 def received() -> Any:
-    """The signals that a handler got which was installed before; the handlers are put back."""
+    """The signals that the previously installed handlers receive. Restores the handlers after the test."""
     found: list[int] = []
     before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGUSR2)}
     for number in before:
@@ -194,7 +194,7 @@ def received() -> Any:
         signal.signal(number, handler)
 
 
-def test_the_handler_before_is_called_and_has_the_second_notice_alone(received: list[int]) -> None:
+def test_the_previous_handler_is_called_and_gets_the_second_notice_alone(received: list[int]) -> None:
     now, calls = 0.0, []
     notices = SignalNotices((signal.SIGUSR1, signal.SIGUSR2), lambda: calls.append(1), lambda: now)
     signal.raise_signal(signal.SIGUSR1)
@@ -206,7 +206,7 @@ def test_the_handler_before_is_called_and_has_the_second_notice_alone(received: 
     assert (notices.first, len(calls)) == (signal.SIGUSR1, 2)
 
 
-def test_handlers_end_with_their_owner(received: list[int]) -> None:
+def test_handlers_are_removed_with_their_owner(received: list[int]) -> None:
     notices = SignalNotices((signal.SIGUSR1,), lambda: None)
     ours = signal.getsignal(signal.SIGUSR1)
     del notices
@@ -215,7 +215,7 @@ def test_handlers_end_with_their_owner(received: list[int]) -> None:
     assert signal.getsignal(signal.SIGUSR1) is not ours
 
 
-def test_a_forked_child_has_the_handlers_of_before() -> None:
+def test_a_forked_child_has_the_previous_handlers() -> None:
     notices = SignalNotices((signal.SIGUSR2,), lambda: None)
     try:
         child = os.fork()
@@ -246,7 +246,7 @@ def test_signals_need_the_main_thread(tmp_path: Path) -> None:
     assert raised and "in the main thread only" in raised[0] and "Preemption(signals=())" in raised[0]
 
 
-def test_no_handler_is_installed_unasked(tmp_path: Path) -> None:
+def test_no_handler_is_installed_without_preemption(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
     _ = sp.Checkpointer(tmp_path, every=sp.Every(steps=1, minutes=1))
     assert signal.getsignal(signal.SIGTERM) is before
@@ -321,7 +321,7 @@ def test_a_forced_save_is_not_skipped(tmp_path: Path, monkeypatch: pytest.Monkey
     assert (first.result(60).step, forced.result(60).step) == (1, 2)
 
 
-def test_the_best_interval_is_the_least_of_the_lost_time() -> None:
+def test_the_best_interval_has_the_least_lost_time() -> None:
     """Against the exact expectation for failures at random times, by trying every second."""
     cost, mtbf = 20.0, 4 * 3600.0
 

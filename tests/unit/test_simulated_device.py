@@ -1,4 +1,4 @@
-"""What needs an accelerator, on a simulated one: in a process of its own, which it changes for good."""
+"""The tests that need an accelerator, on a simulated one, which a process of their own loads for good."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LIMIT = 170.0
 
 
 @pytest.mark.skipif(bool(why_not()), reason=why_not())
-def test_what_is_marked_gpu_passes_on_the_simulated_device(tmp_path: Path) -> None:
+def test_tests_that_are_marked_gpu_pass_on_the_simulated_device(tmp_path: Path) -> None:
     library()  # compiled here, where a failure is short to read
     files = [str(path) for path in sorted(TESTS.rglob("test_*.py")) if "pytest.mark.gpu" in path.read_text()]
     files.remove(str(Path(__file__)))
@@ -32,9 +32,9 @@ def test_what_is_marked_gpu_passes_on_the_simulated_device(tmp_path: Path) -> No
         f"--basetemp={tmp_path / 'tests'}",
         *files,
     ]
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     run = subprocess.run(
-        command, cwd=TESTS.parent, env=kept, capture_output=True, text=True, timeout=LIMIT, check=False
+        command, cwd=TESTS.parent, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False
     )
     assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-4000:]
     assert re.search(r"^\d+ passed, \d+ deselected", run.stdout, re.MULTILINE), run.stdout[-2000:]

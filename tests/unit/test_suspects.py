@@ -1,4 +1,4 @@
-"""Checkpoints of steps whose validation failed: apart from the run's steps until they are settled."""
+"""Checkpoints of steps whose validation failed are kept apart from the run's steps until they are settled."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def run(tmp_path: Path) -> sp.Checkpointer:
     return checkpointer
 
 
-def test_a_suspect_is_no_step(run: sp.Checkpointer, tmp_path: Path) -> None:
+def test_a_suspect_is_not_listed_and_not_restored_as_a_step(run: sp.Checkpointer, tmp_path: Path) -> None:
     assert (run.steps(), run.suspects()) == ([1, 2], [2, 3])
     assert folders(tmp_path) == ["step-00000001", "step-00000002", "suspect-00000002", "suspect-00000003"]
     assert restored(run) == (2, 2)
@@ -65,7 +65,7 @@ def test_a_suspect_is_no_step(run: sp.Checkpointer, tmp_path: Path) -> None:
         restored(run, step=3)
 
 
-def test_a_restore_that_leaves_suspects_aside_says_so(
+def test_a_restore_that_skips_newer_suspects_warns(
     run: sp.Checkpointer, caplog: pytest.LogCaptureFixture
 ) -> None:
     restored(run)
@@ -73,10 +73,10 @@ def test_a_restore_that_leaves_suspects_aside_says_so(
     caplog.clear()
     run.save(4, state(4)).result()
     restored(run)
-    assert caplog.text == "", "what is older than the step says nothing about it"
+    assert caplog.text == "", "a suspect older than the step causes no warning"
 
 
-def test_suspects_are_restored_where_asked_for(run: sp.Checkpointer) -> None:
+def test_suspects_are_restored_with_suspect_true(run: sp.Checkpointer) -> None:
     assert restored(run, suspect=True) == (3, 30)
     run.save(4, state(4)).result()
     assert restored(run, suspect=True) == (4, 4)
@@ -85,13 +85,13 @@ def test_suspects_are_restored_where_asked_for(run: sp.Checkpointer) -> None:
 
 
 @pytest.mark.parametrize(("step", "suspect", "value"), [(2, True, 20), (2, False, 2), (1, True, 1)])
-def test_by_number_the_suspect_is_preferred_where_asked_for(
+def test_a_step_number_selects_the_suspect_only_with_suspect_true(
     run: sp.Checkpointer, step: int, suspect: bool, value: float
 ) -> None:
     assert restored(run, step=step, suspect=suspect) == (step, value)
 
 
-def test_a_run_of_suspects_alone_begins_anew_unless_asked(
+def test_a_run_of_suspects_alone_is_restored_only_with_suspect_true(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     checkpointer = sp.Checkpointer(tmp_path)
@@ -115,13 +115,13 @@ def test_a_settled_suspect_is_never_restored(run: sp.Checkpointer, tmp_path: Pat
     assert abs(settled["time"] - time.time()) < 60
 
 
-def test_it_may_be_settled_again(run: sp.Checkpointer, tmp_path: Path) -> None:
+def test_a_suspect_may_be_settled_again(run: sp.Checkpointer, tmp_path: Path) -> None:
     for verdict in ("transient fault", "correct result"):
         run.settle_suspect(3, verdict)
     assert [info.verdict for info in scan_run(LocalStorage(tmp_path)) if info.step == 3] == ["correct result"]
 
 
-def test_nothing_to_settle_is_said_and_nothing_happens(
+def test_settling_a_missing_suspect_warns_and_changes_nothing(
     run: sp.Checkpointer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = folders(tmp_path)
@@ -131,13 +131,13 @@ def test_nothing_to_settle_is_said_and_nothing_happens(
 
 
 @pytest.mark.parametrize(("step", "verdict"), [(-1, "correct"), (3, None), ("3", "correct")])
-def test_what_cannot_be_settled_is_refused(run: sp.Checkpointer, step: Any, verdict: Any) -> None:
+def test_an_invalid_step_or_verdict_is_refused(run: sp.Checkpointer, step: Any, verdict: Any) -> None:
     with pytest.raises(sp.ShardproofError, match="a whole number|a text as verdict"):
         run.settle_suspect(step, verdict)
     assert run.suspects() == [2, 3]
 
 
-def test_a_suspect_is_saved_over_without_asking_and_is_open_again(
+def test_a_suspect_is_replaced_without_overwrite_and_is_no_longer_settled(
     run: sp.Checkpointer, tmp_path: Path
 ) -> None:
     run.settle_suspect(3, "transient fault")
@@ -177,7 +177,9 @@ def test_a_damaged_suspect_is_passed_over(run: sp.Checkpointer, tmp_path: Path, 
     assert (passed.step, passed.suspect, passed.damaged) == (3, True, True)
 
 
-def test_a_damaged_suspect_is_no_damaged_step(run: sp.Checkpointer, tmp_path: Path) -> None:
+def test_a_damaged_suspect_does_not_make_the_step_of_its_number_replaceable(
+    run: sp.Checkpointer, tmp_path: Path
+) -> None:
     for step in (2, 3):
         damage(tmp_path / f"suspect-0000000{step}", "shards/*")
     assert restored(run, suspect=True) == (2, 2)
@@ -186,7 +188,7 @@ def test_a_damaged_suspect_is_no_damaged_step(run: sp.Checkpointer, tmp_path: Pa
 
 
 @pytest.mark.parametrize("pattern", ["index-*", MANIFEST_NAME])
-def test_a_damaged_suspect_can_be_settled_and_goes(tmp_path: Path, pattern: str) -> None:
+def test_a_damaged_suspect_can_be_settled_and_is_removed(tmp_path: Path, pattern: str) -> None:
     checkpointer = sp.Checkpointer(tmp_path, keep=sp.KeepLatest(2))
     checkpointer.save(1, state(1), suspect=True).result()
     damage(tmp_path / "suspect-00000001", pattern)
@@ -214,7 +216,7 @@ def test_a_renamed_suspect_is_not_taken_for_another(run: sp.Checkpointer, tmp_pa
 
 
 @pytest.mark.parametrize("name", ["settled.json", "manifest.json"])
-def test_a_suspect_out_of_reach_stops_only_those_who_ask_for_it(
+def test_an_unreadable_suspect_fails_only_a_restore_with_suspect_true(
     run: sp.Checkpointer, monkeypatch: pytest.MonkeyPatch, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(self: LocalStorage, file: str, *args: Any) -> Any:
@@ -230,7 +232,7 @@ def test_a_suspect_out_of_reach_stops_only_those_who_ask_for_it(
         restored(run, suspect=True)
     keeping = sp.Checkpointer(run.root, keep=sp.KeepLatest(1))
     keeping.save(4, state(4)).result()
-    assert keeping.steps() == [4], "retention of steps goes on"
+    assert keeping.steps() == [4], "retention of steps continues"
 
 
 def test_retention_spares_suspects_until_they_are_settled(tmp_path: Path) -> None:
@@ -251,7 +253,7 @@ def test_retention_spares_suspects_until_they_are_settled(tmp_path: Path) -> Non
     )
 
 
-def test_suspects_take_no_place_among_those_kept(tmp_path: Path) -> None:
+def test_retention_does_not_count_suspects(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         sp.Checkpointer(tmp_path).save(step, state(step)).result()
     checkpointer = sp.Checkpointer(tmp_path, keep=sp.KeepLatest(2))
@@ -277,7 +279,7 @@ def test_other_files_in_the_folder_of_a_settled_suspect_stay(tmp_path: Path) -> 
     ]
 
 
-def test_a_suspect_is_whole_and_nothing_builds_on_it(tmp_path: Path) -> None:
+def test_a_suspect_is_a_full_save_and_no_base(tmp_path: Path) -> None:
     checkpointer = sp.Checkpointer(tmp_path, incremental=True, keep=sp.KeepLatest(2))
     checkpointer.save(1, state(1)).result()
     suspect = checkpointer.save(2, state(1), suspect=True).result()
@@ -296,7 +298,7 @@ def test_a_suspect_is_whole_and_nothing_builds_on_it(tmp_path: Path) -> None:
     assert verify(LocalStorage(tmp_path / "step-00000006")).ok
 
 
-def test_a_damaged_suspect_holds_up_no_retention(tmp_path: Path) -> None:
+def test_a_damaged_suspect_does_not_stop_retention(tmp_path: Path) -> None:
     checkpointer = sp.Checkpointer(tmp_path, keep=sp.KeepLatest(1))
     checkpointer.save(1, state(1), suspect=True).result()
     damage(tmp_path / "suspect-00000001", MANIFEST_NAME)
@@ -305,23 +307,25 @@ def test_a_damaged_suspect_holds_up_no_retention(tmp_path: Path) -> None:
     assert folders(tmp_path) == ["step-00000003", "suspect-00000001"]
 
 
-def test_a_suspect_waits_for_the_save_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+def test_a_suspect_waits_for_the_previous_save_by_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modes = []
     checkpointer = sp.Checkpointer(tmp_path, when_busy="skip")
     begin = checkpointer._saver.begin
 
     def watched(*args: Any, **options: Any) -> Any:
-        asked.append(options["when_busy"])
+        modes.append(options["when_busy"])
         return begin(*args, **options)
 
     monkeypatch.setattr(checkpointer._saver, "begin", watched)
     checkpointer.save(1, state(1)).result()
     checkpointer.save(1, state(1), suspect=True).result()
     checkpointer.save(2, state(1), suspect=True, when_busy="skip").result()
-    assert asked == ["skip", "wait", "skip"]
+    assert modes == ["skip", "wait", "skip"]
 
 
-def test_what_dead_saves_of_suspects_left_is_found(run: sp.Checkpointer, tmp_path: Path) -> None:
+def test_leftovers_of_dead_saves_of_suspects_are_found(run: sp.Checkpointer, tmp_path: Path) -> None:
     storage = LocalStorage(tmp_path)
     run.settle_suspect(3, "transient fault")
     assert leftovers(storage, long_ago) == []
@@ -338,7 +342,7 @@ def test_what_dead_saves_of_suspects_left_is_found(run: sp.Checkpointer, tmp_pat
     assert verify(storage.within("suspect-00000002")).ok
 
 
-def test_a_scan_tells_suspects_from_steps(run: sp.Checkpointer, tmp_path: Path) -> None:
+def test_a_scan_distinguishes_suspects_from_steps(run: sp.Checkpointer, tmp_path: Path) -> None:
     run.settle_suspect(3, "persistent fault: node 7")
     infos = scan_run(LocalStorage(tmp_path))
     assert [(info.name, info.step, info.status, info.committed, info.whole) for info in infos] == [
@@ -377,7 +381,7 @@ def test_an_event_names_the_folder_of_the_suspect(tmp_path: Path) -> None:
     ],
     ids=["empty", "nested", "no text", "numbers", "infinite"],
 )
-def test_what_settles_nothing_is_no_failure(tmp_path: Path, content: bytes) -> None:
+def test_an_invalid_verdict_file_settles_nothing_and_fails_no_restore(tmp_path: Path, content: bytes) -> None:
     checkpointer = sp.Checkpointer(tmp_path)
     checkpointer.save(3, {"w": torch.ones(2)}, suspect=True).result()
     settled = tmp_path / "suspect-00000003" / "settled.json"
@@ -386,7 +390,7 @@ def test_what_settles_nothing_is_no_failure(tmp_path: Path, content: bytes) -> N
     assert checkpointer.restore({"w": torch.zeros(2)}, suspect=True) == 3
 
 
-def test_a_huge_file_settles_nothing_and_is_not_read_whole(tmp_path: Path) -> None:
+def test_a_huge_verdict_file_settles_nothing_and_is_not_read_whole(tmp_path: Path) -> None:
     checkpointer = sp.Checkpointer(tmp_path)
     checkpointer.save(3, {"w": torch.ones(2)}, suspect=True).result()
     with (tmp_path / "suspect-00000003" / "settled.json").open("wb") as file:

@@ -103,7 +103,7 @@ def flip(path: Path, at: int) -> None:
 
 
 @pytest.mark.parametrize("what", ["manifest", "index", "chunk", "cut", "missing"])
-def test_damage_of_the_first_tier_is_answered_by_the_second(
+def test_damaged_files_of_the_first_tier_are_read_from_the_second(
     what: str, near: Path, far: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = checkpointer(near, far)
@@ -132,7 +132,7 @@ def test_damage_of_the_first_tier_is_answered_by_the_second(
     assert verify(LocalStorage(far / "step-00000002")).ok
 
 
-def test_a_first_tier_in_memory_and_without_it_the_second(far: Path) -> None:
+def test_the_second_tier_is_restored_if_the_first_one_in_memory_is_lost(far: Path) -> None:
     url = f"memory://tiers-{os.getpid()}"
     try:
         run = checkpointer(url, far)
@@ -237,7 +237,7 @@ def test_a_step_that_keep_then_keeps_stays_until_it_is_uploaded(near: Path, far:
     assert alone(far).steps() == [10, 12]
 
 
-def test_a_failure_of_the_second_tier_touches_nothing_else(
+def test_a_failure_of_the_second_tier_does_not_affect_the_first(
     near: Path, far: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     full = sp.StorageError("the disk is full", errno="ENOSPC")
@@ -260,7 +260,7 @@ def test_a_failure_of_the_second_tier_touches_nothing_else(
 
 @pytest.mark.parametrize("what", ["manifest", "index", "lost index", "chunk"])
 def test_damage_of_the_first_tier_is_not_uploaded(what: str, near: Path, far: Path) -> None:
-    """And the older steps, which wait behind the damaged one, are."""
+    """The older steps, which wait behind the damaged one, are uploaded."""
     alone(near).save(1, state(1)).result()
     alone(near).save(2, state(2)).result()
     folder = near / "step-00000002"
@@ -291,7 +291,7 @@ def test_a_manifest_that_is_cut_on_the_second_tier_is_written_again(left: int, n
     assert files(near) == files(far)
 
 
-def test_a_damaged_step_takes_no_place_on_the_second_tier(near: Path, far: Path) -> None:
+def test_retention_of_the_second_tier_does_not_count_a_damaged_step(near: Path, far: Path) -> None:
     for step in (1, 2):
         alone(near).save(step, state(step)).result()
     (index,) = (near / "step-00000002").glob("index-*")
@@ -333,10 +333,10 @@ def test_an_overwritten_step_is_judged_by_its_new_metadata(near: Path, far: Path
 
 
 @pytest.mark.parametrize("policy", [sp.KeepLatest(1), sp.KeepLatest(1) | sp.KeepBest("loss")])
-def test_while_the_second_tier_is_down_the_first_one_does_not_fill(
+def test_the_first_tier_does_not_fill_while_the_second_one_is_down(
     policy: sp.RetentionPolicy, near: Path, far: Path
 ) -> None:
-    """Neither if it was down when the process began."""
+    """Also if the second tier is down when the process starts."""
     down = [False]
 
     def fault(operation: str, name: str) -> None:
@@ -379,7 +379,7 @@ def test_files_of_a_killed_upload_are_read_again(near: Path, far: Path) -> None:
     assert files(near) == files(far)
 
 
-def test_references_are_uploaded_and_not_twice(near: Path, far: Path) -> None:
+def test_files_that_steps_refer_to_are_uploaded_once(near: Path, far: Path) -> None:
     fixed = torch.arange(300_000.0)
     options = {"incremental": True, "scrub": None, "keep": sp.KeepLatest(1)}
     near_only = sp.Checkpointer(near, rendezvous=LocalRendezvous(), **options)
@@ -399,7 +399,9 @@ def test_references_are_uploaded_and_not_twice(near: Path, far: Path) -> None:
     assert torch.equal(target["fixed"], fixed) and target["w"].tolist() == [4.0] * 4
 
 
-def test_another_save_of_a_step_is_not_replaced_by_accident(near: Path, far: Path, tmp_path: Path) -> None:
+def test_another_save_of_a_step_is_replaced_only_with_overwrite(
+    near: Path, far: Path, tmp_path: Path
+) -> None:
     alone(far).save(1, state(5)).result()
     run = checkpointer(near, far)
     with pytest.raises(sp.SaveSkipped, match="another save of this step"):
@@ -413,7 +415,7 @@ def test_another_save_of_a_step_is_not_replaced_by_accident(near: Path, far: Pat
     assert files(near) == files(far)
 
 
-def test_of_two_saves_of_one_step_the_later_one_is_restored(near: Path, far: Path) -> None:
+def test_the_later_of_two_saves_of_one_step_is_restored(near: Path, far: Path) -> None:
     alone(near).save(1, state(5)).result()
     alone(far).save(1, state(1)).result()
     restored = assert_restores(checkpointer(near, far), 1)
@@ -422,10 +424,10 @@ def test_of_two_saves_of_one_step_the_later_one_is_restored(near: Path, far: Pat
 
 @pytest.mark.parametrize("what", ["manifest", "index", "shard", "missing"])
 @pytest.mark.parametrize("later_is_near", [True, False])
-def test_of_two_saves_of_one_step_the_earlier_one_is_restored_if_the_later_one_is_damaged(
+def test_the_earlier_of_two_saves_of_one_step_is_restored_if_the_later_is_damaged(
     later_is_near: bool, what: str, near: Path, far: Path
 ) -> None:
-    """Rather than an older step."""
+    """No older step is restored."""
     earlier, later = (far, near) if later_is_near else (near, far)
     alone(near).save(1, state(1)).result()
     alone(earlier).save(2, state(2)).result()
@@ -456,7 +458,7 @@ def damage(folder: Path, what: str) -> None:
 def test_a_copy_that_vanishes_during_the_restore_is_read_on_the_other_tier(
     step: int | None, near: Path, far: Path
 ) -> None:
-    """At each operation on the first tier. Only a step that is gone from both tiers is gone."""
+    """The copy vanishes at each operation on the first tier in turn."""
     run = checkpointer(near, far)
     for number in (1, 2):
         run.save(number, state(number)).durable(WAIT)
@@ -476,9 +478,7 @@ def test_a_copy_that_vanishes_during_the_restore_is_read_on_the_other_tier(
     assert at > 10
 
 
-def test_damage_at_other_places_of_one_file_costs_the_steps_that_need_both_places_only(
-    near: Path, far: Path
-) -> None:
+def test_damage_at_two_places_of_a_file_loses_only_steps_that_need_both(near: Path, far: Path) -> None:
     """A file that three steps share is damaged in "a" on the first tier, and in "b" on the second."""
     options = {"incremental": True, "scrub": None, "full_every": None}
     fixed = {"a": torch.arange(3000.0), "b": torch.arange(4000.0) + 0.5}
@@ -514,7 +514,7 @@ def test_steps_that_a_rollback_gave_up_displace_no_others(near: Path, far: Path)
 
 
 def test_steps_that_wait_during_a_rollback_stay_and_are_uploaded(near: Path, far: Path) -> None:
-    """Those of the line that continues come first."""
+    """Steps after the rollback are uploaded first."""
     down = [True]
     error = sp.StorageError("no route to host", errno="EHOSTUNREACH")
     second = FaultyStorage(LocalStorage(far), lambda: down[0], error, only=("create", "publish"))
@@ -537,7 +537,7 @@ def test_steps_that_wait_during_a_rollback_stay_and_are_uploaded(near: Path, far
 
 
 def upload(near: Path, far: Any) -> sp.ShardproofError | None:
-    """Uploads what waits, as a job that was started again does. Returns the error."""
+    """Uploads pending steps, as a restarted job does, and returns the error."""
     run = checkpointer(near, far)
     try:
         run.restore(blank())
@@ -617,7 +617,7 @@ def test_two_jobs_that_upload_one_save_lose_nothing(at: str, near: Path, far: Pa
     assert stop > 15
 
 
-def test_of_two_jobs_that_upload_other_saves_of_one_step_one_wins_and_one_is_told(
+def test_one_of_two_jobs_that_upload_different_saves_of_a_step_wins_and_the_other_fails(
     near: Path, far: Path
 ) -> None:
     """One job uploads its save at each operation of the upload of the other."""
@@ -649,8 +649,8 @@ def test_of_two_jobs_that_upload_other_saves_of_one_step_one_wins_and_one_is_tol
         assert verify(LocalStorage(far / "step-00000001")).ok, f"operation {at}"
         errors = {1: mine, 5: ended[0]}
         assert errors.pop(target["n"]) is None, f"operation {at}"
-        (told,) = errors.values()
-        assert isinstance(told, (sp.SaveSkipped, sp.AlreadyCommittedError)), f"operation {at}: {told!r}"
+        (refusal,) = errors.values()
+        assert isinstance(refusal, (sp.SaveSkipped, sp.AlreadyCommittedError)), f"operation {at}: {refusal!r}"
         won += target["n"] == 1
         at += 1
     assert 0 < won < at
@@ -695,7 +695,7 @@ def test_a_second_tier_that_cannot_be_listed_is_an_error(near: Path, far: Path) 
         checkpointer(near, _Down(far)).restore(blank())
 
 
-def test_a_first_restore_that_fails_leaves_the_ranks_in_step(near: Path, far: Path) -> None:
+def test_a_first_restore_that_fails_keeps_the_ranks_in_step(near: Path, far: Path) -> None:
     alone(near).save(1, state(1)).result()
     down = [True]
     fault = sp.StorageError("no route to host", errno="EHOSTUNREACH")
@@ -719,7 +719,7 @@ def test_a_first_restore_that_fails_leaves_the_ranks_in_step(near: Path, far: Pa
     assert alone(far).steps() == [1]
 
 
-def test_all_ranks_of_an_upload_together_keep_to_the_bandwidth(
+def test_all_ranks_of_an_upload_together_stay_within_the_bandwidth(
     near: Path, far: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each rank has a clock of its own, which only the throttle moves. Both clocks begin at 0."""
@@ -727,13 +727,13 @@ def test_all_ranks_of_an_upload_together_keep_to_the_bandwidth(
     clocks = [[0.0] for _ in range(ranks)]
     sent: list[tuple[float, int]] = []
 
-    class _Noted(LocalStorage):
-        """Notes when the bytes of a rank are handed to the upload."""
+    class _Recording(LocalStorage):
+        """Records when the bytes of a rank are passed to the upload."""
 
         clock: list[float]
 
-        def within(self, prefix: str) -> _Noted:
-            inner = _Noted(self.path / prefix)
+        def within(self, prefix: str) -> _Recording:
+            inner = _Recording(self.path / prefix)
             inner.clock = self.clock
             return inner
 
@@ -742,7 +742,7 @@ def test_all_ranks_of_an_upload_together_keep_to_the_bandwidth(
             super().read_into(name, start, buffer)
 
     def of_rank(rank: int) -> sp.Checkpointer:
-        clock, first = clocks[rank], _Noted(near)
+        clock, first = clocks[rank], _Recording(near)
         first.clock = clock
 
         def sleep(seconds: float) -> None:
@@ -750,8 +750,10 @@ def test_all_ranks_of_an_upload_together_keep_to_the_bandwidth(
 
         timed = partial(Uploader, clock=lambda: clock[0], sleep=sleep)
         monkeypatch.setattr("shardproof.checkpointer.checkpointer.Uploader", timed)
-        meetings = StoreRendezvous(store, rank, ranks, deadline=30.0)
-        return sp.Checkpointer(first, then=far, rendezvous=meetings, cache="none", upload_bandwidth=bandwidth)
+        rendezvous = StoreRendezvous(store, rank, ranks, deadline=30.0)
+        return sp.Checkpointer(
+            first, then=far, rendezvous=rendezvous, cache="none", upload_bandwidth=bandwidth
+        )
 
     def save(rank: int) -> None:
         rows = (0, 6000) if rank == 0 else (6000, 8000)  # three quarters of the bytes, and one
@@ -810,7 +812,7 @@ def test_the_bandwidth_bounds_the_bytes_that_are_sent(near: Path, far: Path) -> 
         ({"then": "near"}, "the second tier is the first one"),
     ],
 )
-def test_invalid_options(
+def test_invalid_options_are_refused(
     options: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""What a rank may take of its node, as launchers say it."""
+"""The processors of its node that a rank may use, by the variables of launchers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NAMES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "S
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Nobody has said anything; 64 processors, all of them usable."""
+    """No launcher has set a variable. All 64 processors are usable."""
     for name in (*NAMES, "SLURM_NODEID"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
@@ -22,18 +22,18 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def test_alone_where_no_launcher_says_otherwise(launched: pytest.MonkeyPatch) -> None:
+def test_a_rank_is_alone_without_a_launcher(launched: pytest.MonkeyPatch) -> None:
     assert topology.ranks_here() == 1 and topology.processors() == 64 and reading_threads() == 8
 
 
 @pytest.mark.parametrize("name", NAMES[:3])
-def test_what_a_launcher_says(launched: pytest.MonkeyPatch, name: str) -> None:
+def test_a_launcher_sets_the_number_of_ranks_on_a_node(launched: pytest.MonkeyPatch, name: str) -> None:
     launched.setenv(name, "16")
     assert topology.ranks_here() == 16 and topology.processors() == 4 and reading_threads() == 4
 
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "many"])
-def test_nonsense_is_no_number(launched: pytest.MonkeyPatch, text: str) -> None:
+def test_invalid_numbers_are_ignored(launched: pytest.MonkeyPatch, text: str) -> None:
     for name in (*NAMES, "SLURM_NODEID"):
         launched.setenv(name, text)
     assert topology.ranks_here() == 1
@@ -65,6 +65,6 @@ def test_ranks_that_are_bound_to_the_same_processors_share_them(launched: pytest
     assert topology.processors() == 8
 
 
-def test_more_ranks_than_processors(launched: pytest.MonkeyPatch) -> None:
+def test_more_ranks_than_processors_share_them(launched: pytest.MonkeyPatch) -> None:
     launched.setenv("LOCAL_WORLD_SIZE", "128")
     assert topology.processors() == 0.5 and reading_threads() == 1

@@ -48,7 +48,7 @@ MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 
 
 class Loader:
-    """Keeps a place in the data, with an array, a tensor and bytes too large for the JSON of a manifest."""
+    """A data loader whose state has an array, a tensor and bytes too large for the JSON of a manifest."""
 
     def __init__(self, value: int) -> None:
         self.state: dict[str, Any] = {
@@ -84,7 +84,7 @@ def step(whole: dict[str, Any]) -> None:
 
 
 def contents(whole: dict[str, Any]) -> Any:
-    """All values, as lists, with what kind of tensor they are in."""
+    """All values as lists, with the dtype, device and mode of their tensors."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -106,7 +106,7 @@ def contents(whole: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_what_is_saved_and_loaded_in_a_mode_is_the_same(mode: str, tmp_path: Path) -> None:
+def test_a_save_or_a_load_in_a_mode_has_the_same_values(mode: str, tmp_path: Path) -> None:
     source = state(3, stepped=True)
     expected = contents(source)
     with MODES[mode]():

@@ -38,7 +38,7 @@ def page_locked(nbytes: int, alignment: int = 1) -> memoryview | None:
 
 
 def _locks_pages() -> bool:
-    """Whether this process already uses an accelerator."""
+    """True if this process already uses an accelerator."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or not torch.accelerator.is_available():
         return False

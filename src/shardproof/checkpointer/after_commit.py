@@ -1,4 +1,4 @@
-"""What follows a commit, on each rank, in the thread of saves."""
+"""The work of each rank after a commit, in the save thread."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ __all__ = ["AfterCommit"]
 
 
 class AfterCommit:
-    """Begins the upload, and leaves the step in the page cache. Rank 0 also retains and scrubs.
+    """Begins the upload, and reads the step into the page cache. Rank 0 also retains and scrubs.
 
     Args:
         run: the run.
         keep: which steps stay; None for all.
-        newest: leaves the newest step in the page cache; None if it does not.
-        uploader: of the second tier; None without one.
+        newest: reads the newest step into the page cache; None if that is off.
+        uploader: uploads to the second tier; None without a second tier.
         note_cost: takes the seconds of a save.
     """
 
@@ -43,12 +43,12 @@ class AfterCommit:
     def run(
         self, upload: UploadRequest | None, committed: SaveResult, progress: Callable[[int, int], None]
     ) -> None:
-        """Does the work. With nodes, each rank serves its files until all ranks have done it.
+        """Does the work. With local disks, each rank serves its files until all ranks are done.
 
         Args:
-            upload: waits for the commit; None without a second tier.
-            committed: the save.
-            progress: takes what is done and what there is to do.
+            upload: the upload request of this save; None without a second tier.
+            committed: the result of the save.
+            progress: takes the numbers of done and total steps.
         """
         if self._run.nodes is None:
             self._tidy(upload, committed, progress)

@@ -21,12 +21,12 @@ choices have the same number, no rank has answered that call before its second p
 larger. So all ranks join both choices into one save.
 
 *No deadlock.* A call waits only for a promise, a promise ends with its meeting, and a meeting waits only for
-monitors. A monitor waits for no call: not for training, not for a save. So the waits have no cycle. A rank
-that does not come to the meeting is given up after the deadline of the rendezvous, and the calls raise
-`RankSilent`.
+monitors. A monitor waits for no call: not for training, not for a save. So the waits have no cycle. If a
+rank does not come to the meeting, the others give it up after the deadline of the rendezvous, and the calls
+raise `RankSilent`.
 
-*Cost.* Without a choice, a call takes a lock and compares two numbers. With one, a rank waits only if its
-next call begins before its meeting has ended, which takes about one trip of messages among the ranks.
+*Cost.* Without a choice, a call takes a lock and compares two numbers. With a choice, a rank waits
+only if its next call begins during the meeting. A meeting takes about one round trip among the ranks.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _LOOK = 0.5
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True):
-    """What one rank posts, or what all ranks carry out at one call."""
+    """The request of one rank, or the combined request that all ranks carry out at one call."""
 
     scheduled: bool = False
     """True if the schedule asks for a save."""
@@ -78,7 +78,7 @@ class _Post(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Gate:
-    """The calls of one rank: how many are answered, and which of the next are to save.
+    """The calls of one rank: the number of answered calls, and the later calls that save.
 
     It has no threads and no clock. `AgreedCalls` holds a lock around each method.
 
@@ -111,7 +111,7 @@ class Gate:
         return self.answered
 
     def note(self, call: int, request: Request) -> None:
-        """Note what was chosen, and open the gate. Call 0 stands for none."""
+        """Note the chosen call, and open the gate. Call 0 means that the ranks chose none."""
         if call:
             assert call > self.answered
             self._chosen[call] = self._chosen.get(call, Request()) | request
@@ -124,17 +124,17 @@ def choose(answered: Sequence[int]) -> int:
 
 
 class Requests(Protocol):
-    """What one rank requests. The monitor calls the methods, in its thread."""
+    """The source of the requests of one rank. The monitor calls the methods in its thread."""
 
     @property
     def has_clock(self) -> bool:
         """True if `requested` depends on the time, so that the monitor calls it regularly."""
 
     def requested(self) -> Request:
-        """What this rank requests now."""
+        """The present request of this rank."""
 
     def granted(self, request: Request) -> None:
-        """Note what all ranks will carry out."""
+        """Note the request that all ranks will carry out."""
 
 
 class AgreedCalls:
@@ -142,8 +142,8 @@ class AgreedCalls:
 
     Args:
         rendezvous: a rendezvous of all ranks that nothing else uses.
-        operation: what the ranks do, and where; the same on all ranks.
-        requests: what this rank requests.
+        operation: name of the operation, with the location; the same on all ranks.
+        requests: the source of this rank's requests.
     """
 
     def __init__(self, rendezvous: Rendezvous, operation: str, requests: Requests) -> None:
@@ -160,7 +160,7 @@ class AgreedCalls:
         threading.Thread(target=self._run, name="shardproof-schedule", daemon=True).start()
 
     def answer(self) -> Request | None:
-        """The answer to the next call of this rank; None if it is not to save.
+        """The answer to the next call of this rank; None if the call does not save.
 
         Raises:
             ShardproofError: the ranks could not choose a call.
@@ -178,7 +178,7 @@ class AgreedCalls:
         self._wake.put("look")
 
     def close(self) -> None:
-        """End the monitor. The other ranks are not told."""
+        """End the monitor. Sends nothing to the other ranks."""
         self._wake.put("close")
 
     def _run(self) -> None:

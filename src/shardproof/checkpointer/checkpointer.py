@@ -96,10 +96,10 @@ class Checkpointer:
             yields to saves, and ends with the `Checkpointer` or the process. None: no scrub.
         check_replicas: the replicas that a save compares among the ranks: "all", or a "sample" that changes
             with each save; None: none. See `SaveResult.diverged`.
-        cache: "newest" to leave the newest step in the page cache of each node, for a restart in place. After
-            the commit each rank reads its file again, at most 256 MiB a second, until the next save, and
-            only into memory that nothing uses. "auto" does so on local file systems, if a quarter of the
-            node's memory stays free. "none" leaves the step on the storage alone.
+        cache: "newest" to keep the newest step in the page cache of each node, for a restart in place. After
+            the commit each rank reads its file again, at 256 MiB a second or less, until the next save. The
+            read uses only free memory. "auto" does so on local file systems, if a quarter of the node's
+            memory stays free. "none" does not read the step again.
         every: the schedule of `save_if_due`. Schedules combine: ``Every(steps=500) | Every(minutes=20)``.
         preemption: a save before the scheduler ends the job; see `Preemption`. None: no signal is handled,
             and no time limit is watched.
@@ -116,7 +116,7 @@ class Checkpointer:
             Each rank writes to its node, and reads what its node lacks from the nodes that have it, over the
             network. All ranks make the `Checkpointer` together. See docs/tiers.md.
         replicas: 1 to keep a copy of each file on a partner node, too, so that a run that loses a node
-            restores without `then`. After a restore, copies that were lost are made again in the
+            restores without `then`. After a restore, the ranks replace lost copies in the
             background; see `wait_for_copies`. Needs `node_local`.
 
     Raises:

@@ -23,13 +23,13 @@ def confirm(
 
     Args:
         run: the run.
-        view: of all tiers, which the restore used.
-        folder: of the step.
+        view: the view of all tiers that the restore used.
+        folder: folder of the step.
         copies: makes missing copies; None without nodes.
         whole: True if the load read all of the step.
 
     Returns:
-        What each rank has to do for the missing copies of the step; empty if there are none.
+        Each rank's share of the missing copies of the step; empty if no copy is missing.
     """
     storage = view.within(folder.name)
     shares: list[bytes] = []

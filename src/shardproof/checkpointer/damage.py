@@ -45,7 +45,7 @@ class Damage:
         Args:
             error: raised by a read of a step. A `CorruptChunkError` names the bytes, another error the file.
             run: location of the run.
-            folder: of the step.
+            folder: folder of the step.
         """
         file = error.details.get("file")
         if not isinstance(file, str):

@@ -1,4 +1,4 @@
-"""Finds what is wrong with a run, and names the command that mends it.
+"""Finds the problems of a run, and names the command that repairs each.
 
 The findings come from the scan, the plan of `prune`, `verify` and the free space of the storage. This module
 changes nothing. Only `probe_storage` writes: a file of its own, which it removes.
@@ -37,7 +37,7 @@ Severity = Literal["error", "warning", "note"]
 _ORDER: tuple[Severity, ...] = ("error", "warning", "note")
 
 _CLOCK_SECONDS = 60.0
-"""Two clocks may differ by so much, before a finding says so."""
+"""Seconds. A finding reports two clocks that differ by more."""
 
 _SYNCHRONIZE = "synchronize the clocks (see `timedatectl`) of this machine, the writers and the storage"
 _CHECK_RIGHTS = "check the mount, and owner and mode of the folder"
@@ -45,7 +45,7 @@ _CHECK_RIGHTS = "check the mount, and owner and mode of the folder"
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong with a run, or worth knowing.
+    """A problem of a run, or a fact about it.
 
     Example:
         >>> finding = Finding("warning", "leftover", "step-00000002", "a save died", "shardproof prune run")
@@ -67,7 +67,7 @@ class Finding:
     what: str
     """One sentence."""
     mend: str = ""
-    """The command that mends it, or what to do; empty for a fact."""
+    """The command that repairs it, or other advice; empty for a fact."""
 
     @property
     def is_healthy(self) -> bool:
@@ -83,7 +83,7 @@ class Examination:
     steps: tuple[int, ...]
     """Committed steps, ascending."""
     next_save: int
-    """Bytes of the tensors of the newest committed step: what the next full save writes."""
+    """Bytes of the tensors of the newest committed step, which the next full save writes."""
     space: FreeSpace | None
     """The space for the next save; None: not known."""
     findings: tuple[Finding, ...]
@@ -118,8 +118,8 @@ def examine_run(storage: DatedStorage, run: str, *, older_than: float, now: floa
     Args:
         storage: the run's folder.
         run: the run, as commands name it.
-        older_than: least seconds since the last write to files without a manifest, for them to be of a dead
-            save.
+        older_than: seconds since the last write after which files without a manifest count as those of a
+            dead save.
         now: Unix seconds.
 
     Raises:
@@ -239,7 +239,7 @@ def _manifest_of(info: StepInfo) -> str:
 
 
 def _of_permissions(storage: DatedStorage, infos: Sequence[StepInfo]) -> Iterator[Finding]:
-    """Folders in which this user can remove or make no files. The rights in a bucket show in a probe only."""
+    """Folders in which this user can remove or make no files. Only a probe shows the rights in a bucket."""
     if not isinstance(storage, LocalStorage):
         return
     for folder in [".", *(info.name for info in infos if info.name != "." and not info.linked)]:
@@ -322,7 +322,7 @@ def scrub_run(
 ) -> list[Finding]:
     """Reads every readable checkpoint of a run and compares every byte with what was saved.
 
-    Of a step that is partial, because this is the folder of one node, it reads the files that are here.
+    The folder of one node has only some files of a step. The function then reads these files.
 
     Args:
         storage: the run's folder.
@@ -394,7 +394,7 @@ def compare_tiers(
         second: the folder of the same run on the second tier, with the same layout.
         run: the run, as commands name it.
         other: the second tier, as commands name it.
-        older_than: a step that was saved since may be on its way, and is a note.
+        older_than: seconds. A younger step may still be in upload, and is a note.
         now: Unix seconds.
 
     Raises:

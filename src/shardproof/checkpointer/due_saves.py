@@ -143,7 +143,7 @@ class DueSaves:
 
 
 class _Notices(Requests):
-    """What this rank requests: by the schedule of time and the limit on rank 0, by signals on each rank."""
+    """The requests of this rank: by signals, and on rank 0 also by the clock and the time limit."""
 
     def __init__(
         self,
@@ -190,7 +190,7 @@ class _Notices(Requests):
         self._last_save = self._clock()
 
     def requested(self) -> Request:
-        """What this rank requests now. Called by the monitor."""
+        """The present request of this rank. The monitor calls it."""
         scheduled = (
             self._period is not None
             and not self._is_granted

@@ -1,8 +1,8 @@
-"""The file that says that a folder has the files of one node only.
+"""The file that marks a folder as that of one node, with the files of that node only.
 
-Note "A mark for people and commands": `Checkpointer` writes it into the folder of each node, and asks the
-nodes that are there, whatever it says. Commands read it, because without it a step whose files are on several
-nodes looks like one that lost files.
+Note "A mark for people and commands": `Checkpointer` writes it into the folder of each node, and does not
+rely on it: it asks the present nodes for their files. Commands read it, because without it a step whose files
+are on several nodes looks like one that lost files.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class NodeMark(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def sentence(self) -> str:
-        """What the mark means, for messages."""
+        """The meaning of the mark, for messages."""
         others = [name for number, name in enumerate(self.nodes) if number != self.own]
         more = f" and {len(others) - 3} more" if len(others) > 3 else ""
         return (

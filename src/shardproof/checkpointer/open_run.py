@@ -1,4 +1,4 @@
-"""The run that a `Checkpointer` has open: its tiers, its nodes, and what this rank knows of its steps."""
+"""The run that a `Checkpointer` has open: its tiers, its nodes, and the known faults of its steps."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class OpenRun:
     Args:
         storage: the run in the first tier.
         second: the run in the second tier; None without one.
-        rendezvous: of all ranks.
+        rendezvous: rendezvous of all ranks.
         saver: saves the steps.
         scrub: reads the first tier in the background.
     """
@@ -55,7 +55,7 @@ class OpenRun:
 
     @property
     def location(self) -> str:
-        """Where the first tier is."""
+        """The location of the first tier."""
         return self.storage.location
 
     def view(self) -> Storage:

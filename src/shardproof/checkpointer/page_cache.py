@@ -66,7 +66,7 @@ class NewestStep:
     """This rank's file of the newest step, in the page cache.
 
     Args:
-        drop_older: True to drop the file of the step before. False if newer steps refer to it.
+        drop_older: True to drop the file of the previous step. False if newer steps refer to that file.
         rate: bytes a second, at most.
         only_if_cheap: True to read a file only under the conditions of the note "when it is worth it".
     """
@@ -89,8 +89,8 @@ class NewestStep:
         """Begins to read a file of the newest step, and drops the file of the step before.
 
         Args:
-            storage: of the step.
-            name: of the file that this rank wrote.
+            storage: storage of the step.
+            name: name of the file that this rank wrote.
         """
         self.stop()
         older, self._cached = self._cached if self._drop_older else None, (storage, name)

@@ -53,10 +53,10 @@ class Restore:
 
     Args:
         run: the run's folder.
-        rendezvous: of the ranks that restore.
+        rendezvous: rendezvous of the ranks that restore.
         step: the step to restore; None for the newest.
         suspect: whether unsettled suspects count as steps.
-        options: of the load.
+        options: options of the load.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Restore:
         """Fills the state. See `Checkpointer.restore` for the errors.
 
         Returns:
-            The restored step and what this rank loaded; None if no rank sees a committed step.
+            The restored step and the report of this rank; None if no rank sees a committed step.
         """
         failed: Failed | None = None
         while True:
@@ -212,7 +212,7 @@ class RestoreReport(msgspec.Struct, frozen=True, array_like=True):
     newest: StepFolder | None = None
     """The newest committed step that the rank sees. For a numbered step: its folder."""
     error: dict[str, object] | None = None
-    """The error due to which the rank cannot list the run."""
+    """The error of a rank that cannot list the run."""
 
 
 def report_view(run: Storage, rank: int, step: int | None, *, suspect: bool) -> RestoreReport:

@@ -127,7 +127,7 @@ def delete_steps(
         storage: the run's folder.
         names: folders of the steps.
         on_progress: called with files removed and files in all.
-        flushed: folders whose manifest is known to be durable, or to be durably gone. Gets the other folders.
+        flushed: folders whose manifest is known to be durable, or durably gone. The others are added.
 
     Raises:
         StorageError: the storage failed. Steps that were deleted in part are no checkpoints.
@@ -148,7 +148,7 @@ def flush_folders(storage: Storage, flushed: set[str]) -> None:
 
     Args:
         storage: the run's folder.
-        flushed: folders that are passed over. Gets all others.
+        flushed: folders to pass over. All others are added.
 
     Raises:
         StorageError: the storage failed.
@@ -276,7 +276,7 @@ def retain(
         is_proved: True for undamaged steps that are proved readable.
         on_progress: see `delete_steps`.
         unconfirmed: True for steps whose commit is not known to be durable.
-        facts: cache of what manifests say; None for a new one.
+        facts: cache of times and metadata; None for a new one.
         protected: gives the steps that stay whatever the policy says, because they wait for their upload.
 
     Returns:
@@ -383,7 +383,7 @@ def leftovers(
     Args:
         storage: the run's folder.
         modified: the time of the last write to a file, Unix seconds; None if it is gone.
-        references: of the steps of the run; None to read them.
+        references: references of the steps of the run; None to read them.
     """
     references = references_in(storage) if references is None else references
     by_folder: dict[str, list[str]] = {}

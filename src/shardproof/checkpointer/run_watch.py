@@ -1,4 +1,4 @@
-"""Looks at a run again and again: its checkpoints, and the saves under way."""
+"""Watches the checkpoints of a run, and the saves under way."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class RunWatch:
 
     Args:
         storage: the run's folder.
-        older_than: files without a manifest are of a save under way, if they were written to in the last so
-            many seconds.
+        older_than: seconds. Files without a manifest count as a save under way if their last write is
+            younger.
 
     Example:
         >>> import shardproof as sp, tempfile, torch

@@ -44,7 +44,7 @@ def best_interval(cost: float, mtbf: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class IntervalAdvice:
-    """A suggested time between saves, and what it was computed from. All times are seconds."""
+    """A suggested time between saves, with its inputs. All times are seconds."""
 
     saves: int
     """Number of saves that were measured."""

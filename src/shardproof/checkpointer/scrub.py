@@ -41,7 +41,7 @@ class Scrub:
     Args:
         run: the run's folder.
         rate: bytes to read a second, at most; None: no scrub. A run on an object store has none, because the
-            store compares checksums of what it keeps by itself.
+            store compares the checksums of its objects by itself.
         is_saving: whether a save is under way on this rank.
     """
 

@@ -109,7 +109,7 @@ def attempt_of(name: str, folder: str = "") -> str | None:
     """The attempt that a file of a checkpoint belongs to.
 
     Args:
-        name: of the file, within its folder.
+        name: name of the file, within its folder.
         folder: the folder's name in the run.
 
     Returns:
@@ -129,7 +129,7 @@ def attempt_of(name: str, folder: str = "") -> str | None:
 
 
 def is_ours(name: str, folder: str = "") -> bool:
-    """Whether a file of a checkpoint's folder has a name that shardproof gives there (see `attempt_of`).
+    """True if a file of a checkpoint's folder has a name that shardproof gives there (see `attempt_of`).
 
     >>> is_ours("shards/00003-8f2c.safetensors"), is_ours("manifest.json.x1.tmp"), is_ours("tokenizer.json")
     (True, True, False)
@@ -143,8 +143,8 @@ def read_note(folder: Storage, name: str) -> bytes | None:
     """The small file `SETTLED_NAME` or `PINNED_NAME` of a step's folder; None if it does not exist.
 
     Args:
-        folder: of the step.
-        name: of the file. At most 1 MiB of it is read.
+        folder: folder of the step.
+        name: name of the file. At most 1 MiB of it is read.
 
     Raises:
         StorageError: the storage cannot read it at the moment.

@@ -60,8 +60,8 @@ class PassedOver:
     committed: bool = True
     """True if it has or had a manifest. Without one, its save died or has not ended."""
     tier: str = ""
-    """With several tiers or nodes: where the copy is that was passed over, while another one has it. Empty if
-    none has a copy that can be restored."""
+    """With several tiers or nodes: location of the copy that was passed over, if another tier or node has a
+    copy that can be restored; otherwise empty."""
 
     @property
     def folder(self) -> StepFolder:
@@ -328,12 +328,12 @@ def why_unreadable(run: Storage, folder: StepFolder, known: Sequence[PassedOver]
 
 
 def _has_next_copy(run: Storage, folder: StepFolder, error: ShardproofError) -> bool:
-    """True if another tier has a copy of what is damaged, which the next read of the step takes."""
+    """True if another tier has a copy of the damaged file, which the next read of the step takes."""
     return is_damage(error) and copies_in(run).next_copy(folder.name, error)
 
 
 def _nearer_copies(run: Storage) -> list[PassedOver]:
-    """The copies of chosen steps that were left out, while another tier has one."""
+    """The copies of chosen steps that were left out in favour of a copy in another tier."""
     found = ((parse_folder(copy.folder), copy) for copy in copies_in(run).choice.nearer)
     return [
         PassedOver(folder.step, copy.reason, copy.damaged, folder.suspect, tier=copy.tier)

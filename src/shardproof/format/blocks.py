@@ -22,7 +22,7 @@ hashed while it is in the processor's cache, and digests take 64 MiB for each Ti
 
 
 def block_counts(byte_count: NDArray[np.int64]) -> NDArray[np.int64]:
-    """How many block digests a shard file holds for each chunk.
+    """The number of block digests that a shard file holds for each chunk.
 
     Args:
         byte_count: (n,) bytes of each chunk.

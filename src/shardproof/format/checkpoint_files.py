@@ -97,7 +97,7 @@ def lost_files(storage: Storage, manifest: Manifest) -> dict[str, str]:
     """Finds shard files that are missing or have another size than the manifest records. Reads no file.
 
     Returns:
-        `FileRecord.place` of each such file, to the fault in words.
+        A dict from `FileRecord.place` of each such file to a description of the fault.
 
     Raises:
         StorageError: the storage cannot tell a size.

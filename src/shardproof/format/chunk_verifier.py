@@ -67,7 +67,7 @@ class ChunkVerifier:
         """The verifier of some rows of a checkpoint's chunk table; position ``i`` is ``rows[i]``.
 
         Args:
-            manifest: of the checkpoint.
+            manifest: manifest of the checkpoint.
             table: all chunks of the checkpoint.
             rows: (n,) rows of the table.
             advice: as of the class.
@@ -179,7 +179,7 @@ def read_pieces(
 
     Args:
         storage: holds the file.
-        name: of the file.
+        name: name of the file.
         start: first byte of the range.
         count: bytes of the range.
         buffer: at least one byte, unless the range is empty.

@@ -1,4 +1,4 @@
-"""What a shard file declares of itself and of its save, so that a lost manifest can be written again."""
+"""The declaration in a shard file about itself and its save, from which a lost manifest can be rebuilt."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _Size = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 
 class Declared(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What a shard file declares of itself and of its save."""
+    """The declaration in a shard file about itself and its save."""
 
     version: int
     attempt: str
@@ -38,7 +38,7 @@ class Declared(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     elements."""
     aliases: dict[str, str]
     objects: dict[str, Any]
-    """Those that this file stores, as JSON values."""
+    """Plain values that this file stores, as JSON values by key."""
     metadata: dict[str, Any]
     base: str = ""
     """Folder of the step that the save refers to for unchanged chunks; empty: none."""
@@ -58,7 +58,7 @@ def declared_header(declared: Declared, entries: Entries, *, size: int = 0) -> b
 
     Args:
         declared: values may be `msgspec.Raw`, encoded before.
-        entries: of the file.
+        entries: entries of the file.
         size: bytes to pad the header to, if it is shorter.
 
     Raises:
@@ -83,12 +83,12 @@ def header_of_chunks(
     """The header of a shard file that stores chunks of the tensors of a manifest.
 
     Args:
-        manifest: of the new checkpoint; its files and its index do not count.
+        manifest: manifest of the new checkpoint; its files and its index do not count.
         tensors: the tensor of each chunk, in the order of the file.
         boxes: offsets and sizes of each.
         byte_count: (n,) bytes of each.
         objects: keys of the plain values that the file stores.
-        rank: of the file.
+        rank: rank of the file.
         files: number of files of the checkpoint.
         is_first: True for the file that also declares the tensors without elements.
 
@@ -115,7 +115,7 @@ def header_of_chunks(
 
 
 def declaration_of(metadata: dict[str, str], entries: bytes, file: str) -> Declared:
-    """What a shard file declares, from its metadata.
+    """Decodes the declaration of a shard file from its metadata.
 
     Args:
         metadata: texts of the file's ``__metadata__``.

@@ -70,7 +70,7 @@ def read_shard_header(storage: Storage, name: str) -> ShardHeader:
 
     Args:
         storage: holds the file.
-        name: of the file.
+        name: name of the file.
 
     Raises:
         FormatError: the header breaks a rule of safetensors, or does not fit the size of the file.

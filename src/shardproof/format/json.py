@@ -1,4 +1,4 @@
-"""Strict JSON: no duplicate names, bounded nesting, and one reading of every text.
+"""Strict JSON: no duplicate names, bounded nesting, and only one way to read a text.
 
 Note: How duplicates are found
 ------------------------------

@@ -1,4 +1,4 @@
-"""Which files of a step other steps refer to.
+"""Finds the files of a step to which other steps refer.
 
 Note: Manifests hold all references
 -----------------------------------

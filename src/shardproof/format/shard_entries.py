@@ -45,7 +45,7 @@ def encode_chunks(
     """The entries of a shard file with these chunks, in this order and without gaps.
 
     Args:
-        names: of n chunks.
+        names: names of n chunks.
         codes: safetensors' codes of their types.
         shapes: their shapes, in elements of those types.
         byte_count: (n,) int64, bytes.

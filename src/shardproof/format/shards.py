@@ -157,7 +157,7 @@ def read_chunk_digests(storage: Storage, name: str, header: ShardHeader) -> NDAr
 
     Args:
         storage: holds the file.
-        name: of the file.
+        name: name of the file.
         header: header of the file.
 
     Returns:

@@ -14,7 +14,7 @@ def size_fault(storage: Storage, name: str, size: int) -> tuple[str, bool] | Non
 
     Args:
         storage: holds the file.
-        name: of the file in `storage`.
+        name: name of the file in `storage`.
         size: expected bytes.
 
     Returns:
@@ -36,7 +36,7 @@ def size_error(
 
     Args:
         storage: the folder that holds the file (see `locate_files`).
-        record: of the file, in the manifest.
+        record: record of the file, in the manifest.
         path: what the message calls the file; None: `FileRecord.place`.
         advice: sentences that end the message.
 

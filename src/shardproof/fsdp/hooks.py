@@ -103,7 +103,7 @@ def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _apply(unit: Unit, function: Any, recurse: bool = True) -> nn.Module:
-    """Has the flat buffers adopt what `to_empty`, `to` and others make of the parameters."""
+    """Makes the flat buffers adopt the parameters that `to_empty`, `to` and others replace."""
     apply: Any = type(unit.module)._apply
     unit.show_sharded()
     apply(unit.module, function, recurse)

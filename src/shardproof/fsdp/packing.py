@@ -71,8 +71,9 @@ def pack(shapes: Sequence[tuple[int, ...]], ranks: int, alignment: int = 16) -> 
         alignment: a parameter starts at a multiple of so many elements, unless that costs too much padding.
 
     Returns:
-        The buffers. The padding of one is below `ranks` times its row unit, and for each member below the
-        greatest of its row size, 64 times the alignment, and a sixteenth of its elements.
+        The buffers. At the end of a buffer, the padding is below `ranks` times its row unit. Before each
+        member, it is below the greatest of the member's row size, 64 times the alignment, and a sixteenth of
+        its elements.
 
     >>> [packing.members for packing in pack([(3, 7), (3, 5), (6, 14)], 4)]
     [(2, 0), (1,)]

@@ -53,8 +53,8 @@ def fully_shard(
     Args:
         module: a module with parameters on a device, on the meta device (see `materialize`), or as DTensors
             of tensor parallelism.
-        mesh: of one dimension (shard) or two (replicate, shard). Tensor parallel parameters need another,
-            named dimension of the same root mesh. Experts may have a mesh of their own.
+        mesh: a mesh of one dimension (shard) or two (replicate, shard). Tensor parallel parameters need
+            another, named dimension of the same root mesh. Experts may have a mesh of their own.
         strategy: "all" shards parameters, gradients and optimizer state. "optimizer_gradients" shards
             gradients and optimizer state, and keeps gathered parameters. "optimizer" shards the optimizer
             state, and keeps memory for whole gradients, too. "none" shards nothing and averages gradients.

@@ -15,9 +15,9 @@ __all__ = ["flat_range_boxes", "flat_range_of", "flat_range_pairs"]
 def flat_range_boxes(shape: Sequence[int], start: int, stop: int) -> tuple[Boxes, Int64s]:
     """Describes a range of a tensor's row-major elements by boxes.
 
-    From the start of the range the boxes grow (part of a row, rows up to the end of a matrix, ...) up to the
-    outermost dimension that the range crosses. Then they shrink again. Each dimension but the outermost has
-    at most two boxes, so n dimensions have at most 2 n - 1.
+    From the start of the range the boxes grow: part of a row, rows up to the end of a matrix, and so on. They
+    grow up to the outermost dimension that the range crosses, and then shrink again. Each dimension but the
+    outermost has at most two boxes, so n dimensions have at most 2 n - 1.
 
     Args:
         shape: shape of the tensor.

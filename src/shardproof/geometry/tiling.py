@@ -4,8 +4,8 @@ Note: Why corners prove a tiling
 --------------------------------
 Let H(x) be 1 where no coordinate of x is negative, and 0 elsewhere. The indicator function of a box is the
 sum of sign(c) H(x - c) over its 2**d corners c. A corner takes the low or the high (exclusive) border along
-each dimension; its sign is -1 for an odd number of high ones. Add the corners of all boxes of a tensor,
-subtract those of the tensor itself, cancel opposite signs at equal points, and let p be the lexicographically
+each dimension; its sign is -1 for an odd number of high ones. Add the corners of all boxes of a tensor, and
+subtract those of the tensor itself. Cancel opposite signs at equal points. Let p be the lexicographically
 smallest point left over. No other point left over is at most p in every coordinate. So at p only the terms at
 p count: the number of boxes that contain p, less 1, is the sum of the signs left at p. Therefore
 

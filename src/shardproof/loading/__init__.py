@@ -60,56 +60,61 @@ def load(
     trust_pickle: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> LoadReport:
-    """Fills a state tree from a committed checkpoint, saved from whatever layout. Called by every rank.
+    """Fills a state tree from a committed checkpoint of any layout. All ranks call it.
 
-    Tensors are filled in place, other leaves are replaced in their container (a tuple on the way is rebuilt
-    in its parent), objects get their state through ``load_state_dict``. Optimizer state that the target has
-    not created yet is created, without running a step. Every byte is verified.
+    The load fills tensors in place and replaces other leaves in their container. A tuple is rebuilt in its
+    parent. Objects get their state through ``load_state_dict``. If the target has not created its optimizer
+    state yet, the load creates it without a step. Every byte is verified.
 
-    Every rank reads what it wants by itself, and no collective runs. A block (256 KiB of a chunk) that
-    several ranks want parts of, as when rows become columns, is then read by each of them, and whole, since
-    its digest speaks of all its bytes. With `read_once` one of them reads and verifies it, and hands the
-    others their parts over the process group, in rounds of bounded memory. That pays where storage is slower
-    than the group, as when many nodes load replicas from one file system. Ranks of one node share memory
-    instead, which pays where most of a chunk is for others, as when rows become columns.
+    By default each rank reads the blocks that it needs, and no collective runs. A digest covers a whole block
+    (256 KiB of a chunk). So each rank that needs a part of a block reads all of it, for example if rows
+    become columns.
+
+    With `read_once` one rank reads and verifies a chunk that several ranks need. It sends the others their
+    parts over the process group, in rounds of bounded memory. This is faster if the storage is slower than
+    the group, for example if many nodes load replicas from one file system. If all ranks are on one
+    node, they exchange parts through shared memory instead. This is faster if they need different parts of
+    the same chunks.
 
     Args:
         path: the folder of the checkpoint, or a checkpoint of another project: its folder or file. Or a URL,
             such as ``s3://bucket/run/step``.
         state: the tree to fill.
-        strict: True if a key that only one side has is an error. Another shape or dtype always is one. An
-            object with ``state_tree`` may be on one side alone.
+        strict: True if a key that only the target or only the checkpoint has is an error. A different shape
+            or dtype is always an error. An object with ``state_tree`` is optional on both sides.
         include: patterns (`fnmatch`, over the whole key or the keys above it) of the keys to load; None for
             all.
-        exclude: patterns of the keys to leave as they are.
+        exclude: patterns of the keys that the load leaves unchanged.
         cast: True, or patterns of keys, where values may be converted to the dtype of their destination.
         rename: key in the target to key in the checkpoint, for a key and all below it. The longest key of the
             checkpoint decides. An empty key in the target removes the prefix. `convert` maps the other way.
-        read_once: True to hand on what several ranks want; "auto" to do so where it takes less time, by what
-            storage and group are measured to give (a few milliseconds, and only if much is wanted twice). The
-            same on all ranks. A rank that falls silent meanwhile is given up after the group's own timeout.
-        group: the process group to hand on over, of just the ranks that load; None for the default group.
-        rendezvous: where the ranks meet; found by itself when None.
-        deadline: seconds that a rank may be silent before all ranks fail with `RankSilent`, in this call. It
-            bounds each wait for another rank, and the time to reach the store. It does not bound the call as
-            a whole: a rank that reports progress is waited for. None: the deadline of the rendezvous (300 s
-            unless set). Not together with `rendezvous`, which has its own.
+        read_once: True if one rank reads each chunk that several ranks need, and sends it to them. "auto" to
+            do so only if it takes less time: the ranks measure storage and group for a few milliseconds, if
+            they need many bytes twice. The same on all ranks. During the exchange, the timeout of the group
+            bounds the wait for a silent rank.
+        group: the process group for `read_once`. Its ranks are exactly the ranks that load. None: the default
+            group.
+        rendezvous: the rendezvous of all ranks. None: the one that `shardproof.rendezvous.connect` finds.
+        deadline: seconds that a rank may be silent before all ranks fail with `RankSilent`. It bounds each
+            wait for another rank, and the time to reach the store. It does not bound the whole call: the
+            ranks wait for a rank that reports progress. None: the deadline of the rendezvous (default
+            300 s). Cannot be combined with `rendezvous`, which has its own deadline.
         format: name of the format; None to find it. docs/formats.md lists the names.
-        trust_pickle: True to unpickle values of other formats that are no plain data. That may run code of
+        trust_pickle: True to unpickle values of other formats that are not plain data. That may run code of
             the checkpoint. Tensors never need it.
         storage_options: settings of an object store; see `shardproof.storage.ObjectStorage`. None: those of
             the environment.
 
     Returns:
-        What was read, and which keys were missing or left over.
+        The report of this rank: bytes read, and keys that were missing or left over.
 
     Raises:
-        ValueError: `deadline` is not positive, or `rendezvous` is given, too.
-        NotCommittedError: no checkpoint is here.
+        ValueError: `deadline` is not positive, or is given together with `rendezvous`.
+        NotCommittedError: `path` has no committed checkpoint.
         KeyMismatchError: the state and the checkpoint do not fit; nothing was changed.
-        CorruptChunkError, FormatError, StorageError, TilingError: the checkpoint is damaged. If tensors were
-            partly overwritten by then, the message says so.
-        RankFailure, RankSilent: some rank failed or fell silent.
+        CorruptChunkError, FormatError, StorageError, TilingError: the checkpoint is damaged. The message says
+            so if tensors were partly overwritten before the load failed.
+        RankFailure, RankSilent: a rank failed or fell silent.
 
     Example:
         >>> import shardproof as sp, tempfile, torch

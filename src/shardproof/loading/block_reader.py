@@ -65,8 +65,8 @@ class BlockDigests:
     """The block digests of chunks, read on demand.
 
     Args:
-        files: of the checkpoint.
-        manifest: of the checkpoint.
+        files: files of the checkpoint.
+        manifest: manifest of the checkpoint.
         table: all its chunks.
     """
 
@@ -81,8 +81,8 @@ class BlockDigests:
         """Returns the digests of all blocks of a chunk, verified with the digest of the chunk.
 
         Args:
-            row: of the chunk table; a chunk of more than one block.
-            digest: of the chunk.
+            row: row of the chunk table; a chunk of more than one block.
+            digest: digest of the chunk.
 
         Returns:
             16 bytes each; None if they are damaged, unreadable or missing.

@@ -2,8 +2,8 @@
 
     sort boxes by file and byte -> cut into batches -> each thread: locate, read, verify, fill
 
-A long run goes straight into its destination, unless a checksum covers other bytes too. All else passes
-through scratch memory of the thread, where neighbours in a file share one read, and extents are verified.
+A long run goes straight into its destination, unless a checksum covers other bytes too. All other bytes pass
+through scratch memory of the thread. There, neighbours in a file share one read, and extents are verified.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class BoxReads:
     """Reads of stored boxes; see `Reads`.
 
     Args:
-        boxes: of the checkpoint, a box for each row of the table.
-        tensors: of the checkpoint.
+        boxes: boxes of the checkpoint, a box for each row of the table.
+        tensors: tensors of the checkpoint.
         table: all chunks of the checkpoint.
         writer: where the parts of the boxes go.
         rows: (n,) distinct rows of the table, to read.
@@ -125,7 +125,7 @@ class BoxReads:
         return batch
 
     def _read_extent(self, batch: _Batch, extent: Extent, boxes: Sequence[int], spans: list[_Range]) -> int:
-        """Fills the boxes of an extent, or adds to `spans` what is to be read for them.
+        """Fills the boxes of an extent, or appends the ranges to read for them to `spans`.
 
         Returns:
             The bytes that were read.
@@ -192,7 +192,7 @@ class BoxReads:
 
         Args:
             batch: has the boxes.
-            filled: where in the scratch memory an extent begins (below 0 if only a later part of it is
+            filled: first byte of an extent in the scratch memory (below 0 if only a later part of it is
                 there), and boxes of the extent.
             scratch: has the bytes that the boxes need.
         """
@@ -254,7 +254,7 @@ class BoxReads:
 
 
 class _BoxBytes(NamedTuple):
-    """Where a box lies in its extent."""
+    """The position of a box in its extent."""
 
     view: StoredView
     first: int
@@ -307,8 +307,8 @@ def _batches(first: Sequence[int], file: Sequence[int], nbytes: Sequence[int], c
 
     Args:
         first: position of the first box of each group.
-        file: of each group.
-        nbytes: of each group.
+        file: file of each group.
+        nbytes: bytes of each group.
         count: boxes in all groups.
 
     >>> _batches([0, 2, 3, 4], [0, 0, 0, 1], [9, 9, 1 << 20, 9], 5)

@@ -1,4 +1,4 @@
-"""One committed checkpoint, open for reading: no process group, no GPU, and only blocks that are needed."""
+"""One committed checkpoint, open for reading. It needs no process group and no GPU."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _KEY, _KIND = operator.attrgetter("key"), operator.attrgetter("dtype", "shape")
 
 
 class Reads(Protocol):
-    """Reads of some chunks, planned and not begun."""
+    """The planned reads of some chunks, which `run` executes."""
 
     @property
     def nbytes(self) -> int:
@@ -55,7 +55,7 @@ class Reads(Protocol):
         Args:
             threads: reads in flight where the page cache has the bytes.
             moved: called with the bytes read since the previous call, from any thread.
-            cold: how to read what the page cache does not have.
+            cold: how to read bytes that are not in the page cache.
 
         Returns:
             Bytes read.
@@ -70,7 +70,7 @@ class Reads(Protocol):
 class Checkpoint(ABC):
     """A committed checkpoint. Tensors are lazy (`StoredTensor`), plain values are as they were saved.
 
-    `shardproof.open` makes one. Its class depends on the format; what it offers does not.
+    `shardproof.open` makes one. Its class depends on the format, and its interface does not.
     """
 
     location: str
@@ -90,7 +90,7 @@ class Checkpoint(ABC):
     objects: Mapping[str, Any]
     """Key of each plain value to its encoded data."""
     tiling_advice = OWN_ADVICE
-    """What the user can do if the chunks of a tensor do not tile it."""
+    """Advice to the user if the chunks of a tensor do not tile it."""
 
     def _index(self) -> None:
         """Prepares the search by key; a constructor calls it when it has set `tensors`."""
@@ -141,7 +141,7 @@ class Checkpoint(ABC):
 
         Args:
             plan: from `plan_reads`; its `requested` is an index into `destinations`.
-            destinations: of the wanted boxes.
+            destinations: destinations of the wanted boxes.
             threads: reads in flight; with 1, this thread's.
 
         Returns:
@@ -161,13 +161,13 @@ class Checkpoint(ABC):
         threads: int = 1,
         memory: torch.Tensor | None = None,
     ) -> list[torch.Tensor]:
-        """Reads boxes of tensors, in one plan: faster than one by one where they are small.
+        """Reads boxes of tensors in one plan, which is faster than separate reads of small boxes.
 
         Args:
             boxes: key, offsets and sizes of each; no size is 0.
             threads: reads in flight; with 1, this thread's.
             memory: (n,) uint8 in host memory, at an address that is a multiple of 64. Boxes are views of it
-                as long as it has room. Reusing memory is faster than touching new pages.
+                until it is full. Reused memory is faster than new pages.
 
         Returns:
             The boxes, dense and in host memory.
@@ -221,7 +221,7 @@ class Checkpoint(ABC):
         return StoredTensor(self, key, self.row(key))
 
     def row(self, key: str) -> int:
-        """Row of a tensor in `tensors`; a tied tensor's is that of the key it is stored under."""
+        """Row of a tensor in `tensors`. A tied tensor has the row of the key under which it is stored."""
         return self.rows([key])[0]
 
     def rows(self, keys: Sequence[str]) -> list[int]:
@@ -232,7 +232,7 @@ class Checkpoint(ABC):
                 keys = [stored_as.get(key, key) for key in keys]
             return list(map(row_of.__getitem__, keys))
         except KeyError as error:
-            raise KeyError(f"{self.location} has no {error}; its keys are given by keys()") from None
+            raise KeyError(f"{self.location} has no {error}; keys() lists its keys") from None
 
     def shape(self, key: str) -> tuple[int, ...]:
         """Global shape of a tensor."""
@@ -243,20 +243,20 @@ class Checkpoint(ABC):
         return self.tensors[self.row(key)].dtype
 
     def catalogue(self) -> Catalogue:
-        """What this checkpoint holds, for binding a state to it."""
+        """The contents of this checkpoint, to bind a state to it."""
         tensors = dict(zip(self._row, map(_KIND, self.tensors), strict=True))
         tensors |= {alias: tensors[key] for alias, key in self.aliases.items()}
         return Catalogue(tensors, self.aliases, self.objects, self.world_size)
 
     def _decoded(self, value: Any) -> Any:
-        """A plain value. A tensor that it refers to is read once, however often it does."""
+        """A plain value. A tensor to which it refers several times is read once."""
         return decode_plain(value, functools.cache(self._referenced))
 
     def _referenced(self, key: str) -> torch.Tensor:
         """A tensor that a plain value refers to."""
         if self.aliases.get(key, key) not in self._row:
             raise FormatError(
-                f"{self.location}: a plain value refers to the tensor {key!r}, which is not there",
+                f"{self.location}: a plain value refers to the tensor {key!r}, which the checkpoint lacks",
                 file=MANIFEST_NAME,
                 key=key,
             )
@@ -323,7 +323,7 @@ class NativeCheckpoint(Checkpoint):
             self._sized.add(file)
 
     def chunks(self, writer: DestinationWriter, rows: NDArray[np.int64]) -> Chunks:
-        """Some chunks, of which only the blocks that the destinations need are read."""
+        """Some chunks, reduced to the blocks that the destinations need."""
         chunks = Chunks(self.files, self.manifest, self.table, rows)
         chunks.narrow(writer.wanted, self.blocks)
         return chunks
@@ -351,8 +351,9 @@ class _ChunkReads:
 class StoredTensor:
     """A tensor in a checkpoint, not read yet.
 
-    Slicing reads, of each chunk that the box is in, the blocks of 256 KiB from the first byte that it needs
-    to the last (with a step greater than 1, what it steps over too). Every byte that it returns is verified.
+    A slice reads only the chunks that it overlaps. Of each such chunk it reads the blocks of 256 KiB from the
+    first needed byte to the last. So a step greater than 1 also reads the elements that it skips. Every
+    returned byte is verified.
     """
 
     def __init__(self, checkpoint: Checkpoint, key: str, row: int) -> None:

@@ -42,8 +42,8 @@ class Chunks:
     """Chunks of a checkpoint, numbered by position: sorted by file, then by byte.
 
     Args:
-        files: of the checkpoint.
-        manifest: of the checkpoint.
+        files: files of the checkpoint.
+        manifest: manifest of the checkpoint.
         table: all chunks of the checkpoint.
         rows: distinct rows of the table.
     """
@@ -70,7 +70,7 @@ class Chunks:
 
         Args:
             wanted: gives the wanted ranges for rows of the chunk table.
-            blocks: of the checkpoint.
+            blocks: block digests of the checkpoint.
         """
         self._blocks = blocks
         large = np.array([at for at, count in enumerate(self.count) if count > BLOCK_BYTES], np.int64)

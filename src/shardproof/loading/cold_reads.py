@@ -15,8 +15,9 @@ Note: past the cache or through it
 Note: samples
     A rank does not know what other ranks read, and posting all of it is too much for thousands of ranks. So
     each rank posts at most `SAMPLES` of its chunks: those with the smallest scrambled numbers (a bottom-k
-    sketch, Cohen and Kaplan, 2007). All ranks scramble alike. Below the smallest bound of a node's ranks the
-    samples contain every chunk that a rank reads, so they show the share that is read twice.
+    sketch, Cohen and Kaplan, 2007). All ranks scramble alike. Up to the smallest of the bounds of a
+    node's ranks, the samples contain every chunk that each rank reads. So they show the share that is read
+    twice.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ _SCRAMBLE = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Cold(enum.Enum):
-    """How a load reads bytes that are not in the page cache."""
+    """The way in which a load reads bytes that are not in the page cache."""
 
     AS_CACHED = enum.auto()
     """Like cached bytes: enough for a few bytes."""

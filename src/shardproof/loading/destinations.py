@@ -146,7 +146,7 @@ class DestinationWriter:
         """The bytes to copy unchanged to contiguous memory of a device, by position in `rows`.
 
         Args:
-            rows: of the chunk table.
+            rows: rows of the chunk table.
             least: bytes of such a copy; smaller ones are left out.
         """
         if not self.devices:
@@ -191,8 +191,8 @@ class DestinationWriter:
         """Copies the parts of a chunk to their destinations.
 
         Args:
-            row: of the chunk table.
-            parts: of the chunk.
+            row: row of the chunk table.
+            parts: parts of the chunk.
             stored: (count,) uint8 host memory: the chunk, or a range of it that contains the parts.
             first: first byte of that range in the chunk, a multiple of the item size.
             non_blocking: True if copies to a device may end after this returned.
@@ -219,8 +219,8 @@ class DestinationWriter:
         """For each part of a chunk the view of its destination and the view of its stored bytes.
 
         Args:
-            row: of the chunk table.
-            parts: of the chunk.
+            row: row of the chunk table.
+            parts: parts of the chunk.
             stored: see `put`; the bytes may be read later.
             first: see `put`.
         """
@@ -246,7 +246,7 @@ class DestinationWriter:
         """Copies one part to its destination.
 
         Args:
-            part: of the plan.
+            part: part of the plan.
             stored: (count,) uint8 host memory: the elements of the part in row-major order.
         """
         view, plan = self._destinations[self._want[part]].view.detach(), self._plan
@@ -277,8 +277,8 @@ def _overlapping(elements: NDArray[np.int64], destinations: Sequence[Destination
     Equal addresses on two devices count as an overlap. That costs a second read and nothing else.
 
     Args:
-        elements: number of elements of each destination, from the plan: faster than asking the tensors.
-        destinations: of the load.
+        elements: number of elements of each destination, from the plan.
+        destinations: destinations of the load.
     """
     if not destinations:
         return []

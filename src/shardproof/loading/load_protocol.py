@@ -118,7 +118,7 @@ def load_from(
     Args:
         source: the folder of the checkpoint, or another path that may hold one of a foreign format.
         state: the tree to fill.
-        rendezvous: of all ranks.
+        rendezvous: rendezvous of all ranks.
         options: see `shardproof.load`, which also lists the errors.
         check: raises FormatError if the manifest is not the expected one.
     """
@@ -151,8 +151,8 @@ def load_from(
         loader.close()
     if agreed.dropped and rendezvous.rank == 0:
         _log.warning(
-            "%s: no rank takes %d values that ranks had saved as their own: %s. "
-            "sp.PerRank(fewer='gather') gives those of ranks that do not load to the ranks that do",
+            "%s: no rank loads %d per-rank values of the checkpoint: %s. "
+            "sp.PerRank(fewer='gather') gives every rank the values of saved ranks that do not load",
             location,
             len(agreed.dropped),
             ", ".join(agreed.dropped[:10]) + (", ..." if len(agreed.dropped) > 10 else ""),
@@ -166,7 +166,7 @@ class _Loader:
     def __init__(self, source: Storage | Foreign, rendezvous: Rendezvous, options: Options) -> None:
         self.operation = f"load {source.location}"
         self.cold = Cold.THROUGH_CACHE
-        """How this rank reads bytes that are not in the page cache."""
+        """The way in which this rank reads bytes that are not in the page cache."""
         self._source = source
         self._rendezvous = rendezvous
         self._options = options
@@ -390,7 +390,7 @@ class _Moved:
 
 
 class ReadReport(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank posts after its read."""
+    """The report of a rank after its read."""
 
     more: bool
     """True if the rank has values other than tensors to fill."""

@@ -1,4 +1,4 @@
-"""Matches a state with a checkpoint before a load changes anything: destinations, and what does not fit."""
+"""Matches a state with a checkpoint, before a load changes anything: finds destinations and mismatches."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ DEFAULTS = Options()
 
 
 class MatchReport(msgspec.Struct, frozen=True, array_like=True):
-    """What one rank found when it matched its target with the checkpoint."""
+    """The report of one rank, after it has matched its target with the checkpoint."""
 
     attempt: str
     strict: bool
@@ -73,13 +73,13 @@ class MatchReport(msgspec.Struct, frozen=True, array_like=True):
     unexpected: tuple[str, ...] = ()
     mismatched: tuple[tuple[str, str, str], ...] = ()
     spare: tuple[str, ...] = ()
-    """Unexpected keys too, but of parts that this rank's target has not."""
+    """Unexpected keys of optional parts that this rank's target lacks."""
     declined: tuple[str, ...] = ()
-    """Parts that do not take what is stored."""
+    """Parts of the target that declined the stored state."""
     own: tuple[str, ...] = ()
-    """Per-rank values that this rank's target has."""
+    """Keys of the per-rank values that the checkpoint and this rank's target both have."""
     gathered: tuple[str, ...] = ()
-    """Those in `own` for which this rank gathers the values of ranks that do not load."""
+    """The keys in `own` for which this rank gathers the values of ranks that do not load."""
     error: dict[str, Any] | None = None
 
 
@@ -89,27 +89,27 @@ class Agreed(NamedTuple):
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     dropped: tuple[str, ...]
-    """See `LoadReport`; so are the others."""
+    """All three fields are those of `LoadReport`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Matched:
-    """What one rank will read, and where it goes."""
+    """The destinations and the read plan of one rank."""
 
     report: MatchReport
     binding: Binding
     catalogue: Catalogue
-    """What the checkpoint holds, under the target's names."""
+    """The contents of the checkpoint, under the target's names."""
     destinations: list[Destination]
     plan: ReadPlan | None
-    """None where something does not fit, so that nothing will be read."""
+    """None after a mismatch, because then no rank reads."""
 
 
 def match(checkpoint: Checkpoint, state: Any, options: Options, rank: int, world_size: int) -> Matched:
-    """Binds a state to a checkpoint and plans the reading, without touching the state.
+    """Binds a state to a checkpoint and plans the reads. It does not change the state.
 
     Raises:
-        StructureError: the target cannot be loaded into, or a pattern or rename names nothing.
+        StructureError: a value of the target cannot be loaded, or a pattern or a rename matches no key.
         TilingError: the stored chunks of a wanted tensor do not tile it.
     """
     catalogue, stored_of = renamed(checkpoint.catalogue(), options.rename)
@@ -134,7 +134,7 @@ def match(checkpoint: Checkpoint, state: Any, options: Options, rank: int, world
                 mismatched.append((entry.key, *difference))
     keys = [binding.stored_keys.get(entry.key, entry.key) for entry in fitting]
     rows = checkpoint.rows([stored_of.get(key, key) for key in keys])
-    # Empty shards that are views of one buffer pass for tied. Nothing is read for them.
+    # Empty shards that are views of one buffer look like tied tensors. They need no read.
     tied = [entry for entry in fitting if entry.alias_of and entry.pieces]
     if tied:
         row_of = {entry.key: row for entry, row in zip(fitting, rows, strict=True)}
@@ -168,7 +168,7 @@ def match(checkpoint: Checkpoint, state: Any, options: Options, rank: int, world
 
 
 def _difference(entry: TensorEntry, dtype: str, may_cast: Callable[[str], bool]) -> tuple[str, str] | None:
-    """The dtypes that the target expects and the checkpoint has, where they do not fit."""
+    """The dtypes of the target and the checkpoint; None if they are equal or the load may convert."""
     if entry.dtype == dtype:
         return None
     if dtype.startswith("complex") and not entry.dtype.startswith("complex"):
@@ -177,18 +177,18 @@ def _difference(entry: TensorEntry, dtype: str, may_cast: Callable[[str], bool])
 
 
 def _same_chunks(checkpoint: Checkpoint, row: int, other: int) -> bool:
-    """Whether two stored tensors are the same, chunk by chunk."""
+    """True if two stored tensors have the same boxes and digests, chunk by chunk."""
     if row == other:
         return True
     table = checkpoint.table
 
-    def described(tensor: int) -> list[Any]:
+    def chunks_of(tensor: int) -> list[Any]:
         rows = np.flatnonzero(table.tensor == tensor).tolist()
         spans = [slice(table.box_start[at], table.box_start[at + 1]) for at in rows]
         boxes = [(table.box_offsets[span].tolist(), table.box_sizes[span].tolist()) for span in spans]
         return sorted(zip(boxes, table.digest[rows].tolist(), strict=True))
 
-    return described(row) == described(other)
+    return chunks_of(row) == chunks_of(other)
 
 
 def _planned(
@@ -217,13 +217,14 @@ def agree(location: str, posts: Sequence[bytes], stored: Callable[[], Iterable[s
     """Coordinator: checks that all ranks see one checkpoint, and that its keys fit their targets.
 
     Args:
-        location: of the checkpoint.
+        location: location of the checkpoint.
         posts: a `MatchReport` of each rank, as bytes.
-        stored: answers the selected keys of the checkpoint; called where the ranks have per-rank values.
+        stored: returns the selected keys of the checkpoint; called if a target has per-rank values.
 
     Raises:
-        ShardproofError: that of the first rank that has one.
-        StructureError, StorageError: the ranks do not ask for the same, or see different checkpoints.
+        ShardproofError: the error of the first rank that reports one.
+        StructureError: the ranks pass different options, or decline different parts.
+        StorageError: the ranks see different checkpoints.
         KeyMismatchError: the state and the checkpoint do not fit.
     """
     reports = [msgspec.msgpack.decode(post, type=MatchReport) for post in posts]
@@ -264,7 +265,7 @@ def agree(location: str, posts: Sequence[bytes], stored: Callable[[], Iterable[s
 
 
 def _dropped(reports: Sequence[MatchReport], stored: Callable[[], Iterable[str]]) -> list[str]:
-    """Per-rank values of the checkpoint that no rank takes, of keys that some rank's target has."""
+    """Per-rank values of the checkpoint that no rank loads, although a target has their key."""
     own = [frozenset(report.own) for report in reports]
     places = frozenset[str]().union(*own)
     if not places:
@@ -280,10 +281,10 @@ def _dropped(reports: Sequence[MatchReport], stored: Callable[[], Iterable[str]]
 
 
 def from_rank(rank: int, world_size: int, wire: dict[str, Any]) -> ShardproofError:
-    """An error that a rank posted, with the rank in its text where there are several.
+    """The error that a rank posted. If there are several ranks, its text names the rank.
 
-    Rank 0 checks every file of a checkpoint at the beginning of a load. So a file that only another rank
-    misses exists, and that rank cannot see it. This is no damage.
+    Rank 0 checks every file of a checkpoint at the beginning of a load. So a file that only
+    another rank lacks does exist, and the node of that rank does not see it. This is not damage.
     """
     error = ShardproofError.from_wire(wire)
     if world_size == 1:
@@ -298,7 +299,7 @@ def from_rank(rank: int, world_size: int, wire: dict[str, Any]) -> ShardproofErr
 def _mismatch(
     location: str, missing: list[str], unexpected: list[str], mismatched: list[tuple[str, str, str]]
 ) -> KeyMismatchError:
-    """Everything that does not fit, at once."""
+    """One error that lists all mismatches."""
     differences = [f"{key}: expected {want}, found {got}" for key, want, got in mismatched]
     lines = [f"{location} does not fit the state it is loaded into; nothing was changed."]
     for title, keys, advice in (

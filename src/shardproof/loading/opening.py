@@ -30,7 +30,7 @@ def open_checkpoint(
         path: the folder that holds `manifest.json`, or a checkpoint of another project: its folder or file.
             Or the URL of one.
         format: name of the format; None to find it. docs/formats.md lists the names.
-        trust_pickle: True to unpickle values of other formats that are no plain data. That may run code of
+        trust_pickle: True to unpickle values of other formats that are not plain data. That may run code of
             the checkpoint. Tensors never need it.
         storage_options: settings of an object store; see `shardproof.storage.ObjectStorage`. None: those of
             the environment.
@@ -62,7 +62,7 @@ def open_storage(
     Args:
         foreign: where it is.
         format: name of the format; None to find it.
-        trust_pickle: True to unpickle values that are no plain data.
+        trust_pickle: True to unpickle values that are not plain data.
         warn: True to log what the format cannot prove or lost.
     """
     place = foreign if isinstance(foreign, Foreign) else Foreign(foreign)

@@ -55,7 +55,7 @@ def read_chunks(
 
     Args:
         chunks: to read.
-        writer: of the destinations.
+        writer: writer of the destinations.
         threads: reads in flight if the page cache has the bytes.
         moved: called with the bytes read since the previous call, from any thread.
         cold: how to read bytes that are not in the page cache.

@@ -42,7 +42,7 @@ def selects(include: Patterns, exclude: Patterns) -> Callable[[str], bool]:
 
 
 def casts(cast: Cast) -> Callable[[str], bool]:
-    """Whether the values of a key may be converted to the dtype of their destination."""
+    """True if the values of a key may be converted to the dtype of their destination."""
     if isinstance(cast, bool):
         return lambda key: cast
     patterns = _as_tuple(cast)
@@ -136,7 +136,7 @@ def renamed(catalogue: Catalogue, rename: Mapping[str, str] | None) -> tuple[Cat
     """The catalogue under the target's names, and each of those names as the checkpoint has it.
 
     Args:
-        catalogue: of the checkpoint.
+        catalogue: catalogue of the checkpoint.
         rename: key in the target to key in the checkpoint; see `rename_keys`.
 
     Raises:
@@ -170,7 +170,7 @@ def _with_references(value: Any, names: Mapping[str, str]) -> Any:
 
 
 def _advice(names: Sequence[str], keys: Sequence[str]) -> str:
-    """What to do about names that match no key, as the end of a sentence."""
+    """Advice for names that match no key, as the end of a sentence."""
     near = dict.fromkeys(key for name in names[:_NAMES_LOOKED_UP] for key in nearest(name, keys))
     return (f"; near it: {', '.join(near)}" if near else "") + (
         "; `shardproof inspect` lists the keys of the checkpoint"

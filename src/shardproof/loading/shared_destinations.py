@@ -1,4 +1,4 @@
-"""Destinations that share memory: what two keys say of the same bytes must agree."""
+"""Checks destinations that share memory: the checkpoint must have equal values for the same bytes."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ __all__ = ["check_shared_memory"]
 def check_shared_memory(
     checkpoint: Checkpoint, plan: ReadPlan, destinations: Sequence[Destination], rows: Sequence[int]
 ) -> None:
-    """Reads what went into shared memory once more, and compares.
+    """Reads the values of destinations that share memory again, and compares them with the memory.
 
-    A view and its base may both be in a state. They are stored apart, and both are filled; had they been
-    stored with different values, the last to be written would win by chance. Destinations whose extents touch
-    are rare, so reading them twice is cheaper than reasoning about every stride.
+    A state may contain a tensor and a view of it. The checkpoint stores both, and the load fills both. If the
+    stored values differ, the result depends on the order of the writes. Overlapping extents are rare, so a
+    second read is cheaper than a comparison of strides.
 
     Args:
-        checkpoint: that was read.
-        plan: of all that was read.
-        destinations: of the plan.
-        rows: of the destinations that share memory.
+        checkpoint: the checkpoint that was loaded.
+        plan: the plan of the load.
+        destinations: the destinations of the plan.
+        rows: rows of the destinations that share memory.
 
     Raises:
-        StructureError: two keys want different values in the same memory.
+        StructureError: the checkpoint has different values for the same memory.
     """
     if not rows:
         return
@@ -48,7 +48,7 @@ def check_shared_memory(
         if not _same_bits(destinations[row].view, copy.view):
             raise StructureError(
                 f"{copy.key!r} shares memory with another key of the target, and the checkpoint has "
-                "different values for the two: exclude one of them, or give each memory of its own",
+                "different values for the two: exclude one of them, or give each key its own memory",
                 key=copy.key,
             )
 

@@ -1,4 +1,4 @@
-"""Copies of what a load reads to devices, concurrent with its reads.
+"""Copies from a load to devices, concurrent with its reads.
 
 Note: Uploads have a stream of their own
     The threads of a load enqueue copies on a *side* stream of each device. Side waits once for the work that

@@ -49,8 +49,8 @@ def make_standalone(
     values, step, time, metadata and world size. The source may, but need not, refer to other steps.
 
     Args:
-        source: of the checkpoint.
-        target: of the copy. It must not hold a checkpoint.
+        source: storage of the checkpoint.
+        target: storage of the copy. It must not hold a checkpoint.
         on_progress: called with bytes done and bytes in all.
 
     Returns:

@@ -47,7 +47,7 @@ def copy_shard_file(
 
     Args:
         source: the folder that holds the file.
-        record: of the file, in the manifest of a step.
+        record: record of the file, in the manifest of a step.
         sink: the copy; it is finished, or aborted after an error. None: the file is verified only.
         moving: called with a number of bytes before each piece is written.
         piece_bytes: bytes of a piece, at most.
@@ -128,7 +128,7 @@ def read_whole_index(source: Storage, record: FileRecord) -> bytes:
 
     Args:
         source: the folder that holds the index.
-        record: of the index, in the manifest of a step.
+        record: record of the index, in the manifest of a step.
 
     Raises:
         FormatError: the index is damaged.

@@ -39,10 +39,10 @@ def repair(storage: Storage) -> Manifest:
     If the manifest is readable and only the index is damaged, the manifest names the files. Otherwise the
     candidates are the attempts that wrote an index, or else those with all shard files; repair takes the
     newest candidate. A step that refers to other steps cannot be repaired, because only its manifest and its
-    index know where the chunks lie that it did not write.
+    index record the positions of the chunks in other steps.
 
     Args:
-        storage: of the checkpoint. Repair closes its files.
+        storage: storage of the checkpoint. Repair closes its files.
 
     Returns:
         The new manifest, with ``repaired`` set.
@@ -138,9 +138,9 @@ def _candidates(
     for attempt in indexed:
         if attempt not in attempts:
             raise FormatError(
-                f"{storage.location}: attempt {attempt} came as far as its index, and none of its shard "
+                f"{storage.location}: attempt {attempt} has an index, but none of its shard "
                 f"files can be read ({'; '.join(unreadable) or 'there are none'}; a step that was "
-                "saved incrementally has none if nothing had changed). It cannot be repaired: "
+                "saved incrementally has none if no chunk changed). It cannot be repaired: "
                 f"restore another step, or remove {index_name(attempt)} to repair an older attempt",
                 file="shards",
             )
@@ -149,8 +149,8 @@ def _candidates(
 
 def _not_here(storage: Storage, folders: str) -> FormatError:
     return FormatError(
-        f"{storage.location}: saved incrementally: what had not changed since {folders} was not written "
-        "again, and only the manifest and the index that are lost knew where it lies. It cannot be repaired: "
+        f"{storage.location}: saved incrementally: chunks that had not changed since {folders} were not "
+        "written, and only the lost manifest and index record where they lie. It cannot be repaired: "
         "restore another step",
         file="shards",
     )
@@ -170,12 +170,12 @@ def _name_of(intact: Manifest | None, chosen: str | None) -> str:
 
 
 def _check_alike(shards: list[VerifiedShard]) -> None:
-    """Raises if two shards contradict each other about their save."""
+    """Raises if two shards declare different values of their save."""
     first = shards[0]
     for shard in shards:
         if shard.declared.save != first.declared.save:
             raise FormatError(
-                f"{shard.record.name}: it contradicts {first.record.name} on the save that both are part of. "
+                f"{shard.record.name}: it and {first.record.name} declare different values of one save. "
                 "One of them is damaged; it cannot be repaired: restore another step",
                 file=shard.record.name,
             )

@@ -1,4 +1,4 @@
-"""Reads shard files on their own: what each declares, and whether its bytes match its digests."""
+"""Reads single shard files: the declaration of each, and the bytes that its digests verify."""
 
 from __future__ import annotations
 

@@ -53,12 +53,12 @@ class VerifyReport:
     unproved: int = 0
     """Bytes that were read and that the format has no checksum for (only formats of other projects)."""
     notes: list[str] = field(default_factory=list)
-    """What the format cannot prove or lost, a sentence each."""
+    """Notes on what the format cannot prove or has lost, one sentence each."""
     format: str = "shardproof"
 
     @property
     def ok(self) -> bool:
-        """Whether every byte is what was saved."""
+        """True if every byte is what was saved."""
         return not self.faults
 
     def to_json(self) -> dict[str, Any]:
@@ -93,7 +93,7 @@ def verify(
     Files of other steps are checked in the same way, except for chunks that this checkpoint does not use.
 
     Args:
-        storage: of the checkpoint. Verification closes its files.
+        storage: storage of the checkpoint. Verification closes its files.
         on_progress: called with bytes done and bytes in all.
         borrowed_only: True to read only manifest, index, and the files of other steps.
 
@@ -307,9 +307,9 @@ class _Checker:
         if any(block not in (None, other) for block, other in zip(blocks, carried, strict=True)):
             self._faults.append(
                 FormatError(
-                    f"{record.name}: the digests of blocks in it are not what was written; the tensors are "
-                    "not affected, but of some chunks no part can be read without the rest. `shardproof "
-                    "convert --standalone` makes a copy that is whole",
+                    f"{record.name}: its table of block digests is not what was written; the tensors are "
+                    "not affected, but a reader must read some chunks whole. `shardproof "
+                    "convert --standalone` makes an undamaged copy",
                     file=record.name,
                 )
             )

@@ -140,8 +140,8 @@ def _wrapped(
             if key in wrapped and row in with_boxes:
                 raise StructureError(
                     f"{key!r} is a plain tensor on rank {rank}, and a tensor subclass on rank {owners[key]}. "
-                    "A low-bit optimizer quantises only shards that consist of whole blocks and are large "
-                    "enough. Use a number of ranks, or a block size, for which all shards are, or none",
+                    "A low-bit optimizer quantises only shards that are large and consist of whole blocks. "
+                    "Choose the number of ranks or the block size so that all shards are alike",
                     key=key,
                     ranks=[owners[key], rank],
                 )

@@ -139,8 +139,8 @@ def check_group(rendezvous: Rendezvous) -> None:
     _, rank, world_size = group
     raise StructureError(
         f"this process is rank {rank} of {world_size} in the process group, but rank {rendezvous.rank} of "
-        f"{rendezvous.world_size} where the ranks meet: the process group was made, or made again, after the "
-        "ranks had been looked for. Make a new Checkpointer after init_process_group, or give it a rendezvous"
+        f"{rendezvous.world_size} at the rendezvous: init_process_group was called after the rendezvous was "
+        "made. Make a new Checkpointer after init_process_group, or give it a rendezvous"
     )
 
 
@@ -156,7 +156,7 @@ def _process_group(group: ProcessGroup | None = None) -> tuple[Any, int, int] | 
         return _get_default_store(), dist.get_rank(), dist.get_world_size()
     if dist.get_rank(group) < 0:
         raise StructureError(
-            f"rank {dist.get_rank()} is not in the process group that is given. Call this on the ranks of "
+            f"rank {dist.get_rank()} is not in the given process group. Call this on the ranks of "
             "the group only"
         )
     return _get_process_group_store(group), dist.get_rank(group), dist.get_world_size(group)

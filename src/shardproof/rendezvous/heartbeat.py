@@ -84,7 +84,7 @@ class Heartbeat:
 
 
 class Watch:
-    """How long each rank that one rank waits for has been silent, in one meeting.
+    """The silence of each rank that one rank waits for, in one meeting.
 
     It only computes: the caller brings the signs of life and the time. A sign of life is a value that
     changes. The first look only sets the value for the comparison, because that value may be old. The

@@ -144,14 +144,14 @@ class Order(Protocol):
 
 
 class Operation:
-    """What all ranks do together, in one meeting or several.
+    """An operation of all ranks, with one meeting or several.
 
     The meetings of the thread that enters it belong to it. An error that leaves the context makes the
     operation fail on all ranks. Another thread may claim the operation first, and enter it after that.
 
     Args:
         name: the same on all ranks.
-        order: what keeps the order of this rank's meetings; None if no other rank waits.
+        order: the order of this rank's meetings; None if no other rank waits.
     """
 
     def __init__(self, name: str, order: Order | None = None) -> None:

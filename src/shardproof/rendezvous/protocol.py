@@ -31,9 +31,9 @@ class Rendezvous(Protocol):
         """Post a report, and return the answer that rank 0 decides on once every rank has posted.
 
         Args:
-            operation: what the ranks do, and where: ``"save runs/a/step-00000010"``. The other ranks may have
-                given up a meeting before this rank came. If it was for another operation, this rank goes on
-                to the next meeting.
+            operation: name of the operation, with the location: ``"save runs/a/step-00000010"``. The other
+                ranks may have given up a meeting before this rank came. If that meeting was for another
+                operation, this rank goes on to the next meeting.
             phase: the part of the operation that ends with this meeting.
             post: the report of this rank, or the exception that stopped it.
             decide: makes the answer. Runs on rank 0 only.
@@ -54,7 +54,7 @@ class Rendezvous(Protocol):
         operation is an operation by itself.
 
         Args:
-            name: what the ranks do, and where. The same on all ranks.
+            name: name of the operation, with the location. The same on all ranks.
         """
         ...
 

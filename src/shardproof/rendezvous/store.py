@@ -29,9 +29,8 @@ Rank 0 is the coordinator. Six facts bound every wait:
 6. A coordinator whose process may serve the store waits until the other ranks have read its verdict, for a
    limited time.
 
-What this cannot give: the ranks may give up the coordinator while it decides. What the coordinator did by
-then stays done. A decision that acts on the world (the commit of a checkpoint) may have taken effect
-although all ranks raise `RankSilent`.
+One case remains: the ranks may give up the coordinator while it decides, and its actions until then stay in
+effect. So the commit of a checkpoint may have taken effect although all ranks raise `RankSilent`.
 """
 
 from __future__ import annotations

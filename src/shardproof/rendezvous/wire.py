@@ -82,7 +82,7 @@ class Sign(msgspec.Struct):
 
 
 class Place(msgspec.Struct):
-    """Where a rank has keys: a generation, its incarnation there, and its oldest and newest meeting."""
+    """The keys of a rank: its generation, its incarnation there, and its oldest and newest meeting."""
 
     generation: Token
     incarnation: Token

@@ -256,7 +256,7 @@ class RerunMachine:
         report is enough, unless the machine is disabled. Every report is logged.
 
         Args:
-            message: what is wrong.
+            message: description of the fault.
             ranks: the ranks that are or may be at fault; empty for this rank.
         """
         self._steps.outside += tuple((rank, message) for rank in ranks or [self._exchange.rank])

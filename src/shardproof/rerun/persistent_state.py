@@ -200,7 +200,7 @@ class PersistentState:
         """Apply the state of a load.
 
         Returns:
-            The `JobState.mismatch` due to which a pending rerun was dropped; empty if none was.
+            The `JobState.mismatch` for which a pending rerun was dropped; empty if none was.
         """
         loaded = dict(self._loaded)
         self._loaded.clear()

@@ -129,7 +129,7 @@ class Spike(_Window):
     """
 
     def __call__(self, value: Any) -> bool:
-        """Whether `value` is rejected."""
+        """True if `value` is rejected."""
         number = self.number(value)
         if not math.isfinite(number):
             return True

@@ -55,7 +55,7 @@ class Rejected(msgspec.Struct, frozen=True, kw_only=True):
     second: float | int | str | None
     """The result of the run that decided; None if there was none."""
     verdict: str
-    """"transient fault", "persistent fault" or "correct result"; another text for what came from outside."""
+    """"transient fault", "persistent fault" or "correct result"; or the text for an outside fault."""
     time: float
     """Time of the decision, in seconds since 1970."""
 

@@ -75,7 +75,7 @@ class ProcessState:
     generators: dict[str, Any]
     """State of the random generators, from `RandomState.state_dict`."""
     saved: list[Any]
-    """What each `StepState` returned from `save`."""
+    """The result of `save` of each `StepState`."""
 
     @classmethod
     def of(cls, step_state: Iterable[StepState]) -> ProcessState:

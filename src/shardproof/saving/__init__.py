@@ -75,8 +75,8 @@ def save(
         ValueError: `deadline` is not positive, or is given together with `rendezvous`.
         AlreadyCommittedError: `path` has a committed checkpoint and `overwrite` is False.
         StructureError, TilingError, PlainDataError: the state cannot be stored; nothing was committed.
-        RankFailure, RankSilent: a rank failed or fell silent. Nothing was committed, unless the text says so,
-            or the coordinator fell silent, which may have committed.
+        RankFailure, RankSilent: a rank failed or fell silent. Nothing was committed, with two exceptions: the
+            message says that it was, or the silent rank is the coordinator.
         StorageError: the storage failed.
 
     Example:

@@ -2,8 +2,8 @@
 
 Note "The end of the interpreter": these threads are daemons, so a thread that hangs in a dead file system
 cannot keep the process alive. An `atexit` function waits for their work. It runs after the program's last
-line and before the interpreter shuts down. At that time no thread can be started and executors accept no
-work, so these threads are started at the first save and need only a queue. A child made by fork has none of
+line and before the interpreter shuts down. At that time no thread can be started, and executors accept no
+work. So these threads are started at the first save and need only a queue. A child made by fork has none of
 them, and waits for nothing.
 """
 

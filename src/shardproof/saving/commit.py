@@ -115,7 +115,7 @@ def commit(
     except StorageError as error:
         if overwrite or storage.size(MANIFEST_NAME) is None:
             raise
-        # Its retention may have removed what this save refers to.
+        # The retention of the other job may have removed files that this save refers to.
         raise AlreadyCommittedError(
             f"{storage.location} exists: another job has committed it meanwhile. It was not touched: choose "
             "another place or step, or ask for overwriting",

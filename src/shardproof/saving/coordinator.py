@@ -187,7 +187,7 @@ class Coordinator:
         return compare_replicas(self._cache.coordinator_plan.plan, turn, [part.replicas for part in reports])
 
     def _turn(self) -> int:
-        """The number of this sample. The first one depends on the step, so that restarts differ in it."""
+        """The number of this sample. The first is a hash of the step, so restarts compare other samples."""
         if self._cache.turn is None:
             self._cache.turn = xxhash.xxh32_intdigest(str(self._attempt.step).encode())
         return self._cache.turn

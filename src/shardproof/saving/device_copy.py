@@ -40,7 +40,7 @@ class DeviceCopies:
     On a device without streams, `copy` copies on the device's default order.
 
     Args:
-        device: of the tensors.
+        device: device of the tensors.
 
     >>> copies = DeviceCopies(torch.device("cpu"))
     >>> bytes_of = memoryview(bytearray(4))

@@ -69,8 +69,8 @@ class PendingSave:
             RuntimeError: the parent of this forked process began the save.
             StorageError: the save makes no progress, because the storage hangs. It may be committed, now or
                 when the storage answers.
-            ShardproofError: the save failed on a rank. Nothing was committed, unless the text says so, or the
-                coordinator fell silent after the commit.
+            ShardproofError: the save failed on a rank. Nothing was committed, with two exceptions: the
+                message says that it was, or the coordinator fell silent after the commit.
         """
         refuse_inside("result")
         return self.outcome(timeout)
@@ -110,7 +110,7 @@ class PendingSave:
         return result
 
     def wait_for_upload_by(self, wait: Callable[[float | None], None]) -> None:
-        """Sets what `durable` calls after the commit, with the seconds that are left."""
+        """Sets the function that `durable` calls after the commit, with the seconds that are left."""
         self._until_uploaded = wait
 
     def outcome(self, timeout: float | None = None) -> SaveResult:

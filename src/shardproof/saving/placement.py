@@ -49,8 +49,8 @@ def place_chunks(plan: WritePlan, reports: Sequence[WriteReport], base: Base | N
     """Finds each chunk in the files that the ranks report or in the base.
 
     Raises:
-        StructureError: a rank reports chunks that were not planned for it, or did not write a chunk that the
-            base does not store with the same bytes.
+        StructureError: a rank reports chunks that were not planned for it. Or it left out a chunk that the
+            base lacks or stores with other bytes.
     """
     planned = np.diff(plan.writer_start)
     for rank, report in enumerate(reports):

@@ -109,7 +109,7 @@ class Save:
         """True if the caller continues before the ranks agree."""
         self._agreement: Agreement
         self._refusal: BaseException | None = None
-        """The error due to which the ranks do not agree."""
+        """The error that kept the ranks from agreeing."""
         self._agreed: Future[None] = Future()
         """Done when the ranks have agreed, or the agreement failed."""
         self._base: BaseDigests | None = None
@@ -270,7 +270,7 @@ class Save:
 
     def _prepare(self, part: bytes | None) -> None:
         """Makes the snapshot of this rank's chunks, by a new part of the plan or the cached one."""
-        with nullcontext() if self._goes_ahead else no_garbage_collection():  # not training's garbage
+        with nullcontext() if self._goes_ahead else no_garbage_collection():  # training needs the collector
             if part is not None:
                 shard = prepare_shard(self._structure, RankPlan.decode(part))
                 self._cache.plan = CachedPlan(self._attempt.id, shard, self._digest)
@@ -310,7 +310,7 @@ class Save:
         """Returns when the ranks have agreed; at once if this rank goes ahead.
 
         Raises:
-            BaseException: the error due to which the ranks do not agree, or an interrupt of a local step.
+            BaseException: the error that kept the ranks from agreeing, or an interrupt of a local step.
         """
         if self._goes_ahead:
             return

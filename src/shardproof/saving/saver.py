@@ -90,8 +90,8 @@ class Saver:
         Raises:
             AlreadyCommittedError: `storage` has a committed checkpoint and `overwrite` is False.
             StructureError, TilingError, PlainDataError: the state cannot be stored; nothing was committed.
-            RankFailure, RankSilent: a rank failed or fell silent. Nothing was committed, unless the text says
-                so, or the coordinator fell silent, which may have committed.
+            RankFailure, RankSilent: a rank failed or fell silent. Nothing was committed, with two exceptions:
+                the message says that it was, or the silent rank is the coordinator.
             StorageError: the storage failed.
         """
         refuse_inside("save")
@@ -193,7 +193,7 @@ class Saver:
             try:
                 submit = partial(self._submit, save)
                 save.start(state, operation, submit, background=background, stage_all=stage_all, after=after)
-            except BaseException as error:  # the caller may change what was not copied
+            except BaseException as error:  # the caller may change memory that was not copied
                 save.give_up(error)
                 save.pending.mark_reported()
                 if operation.claim():  # the save thread has not claimed it, and does not end the save

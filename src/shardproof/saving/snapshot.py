@@ -1,8 +1,9 @@
 """The bytes that a save writes, protected from later writes of training.
 
 Note "Why no torn value can be written". The writer reads the chunks of a rank from the first to the last,
-part by part. A chunk is *live* while the writer would read it from the tensor's own memory, *staged* once
-there is a copy to read, and *copied* once the writer has all of it. Only a live chunk can be torn, and:
+part by part. A chunk is *live* while the writer would read it from the tensor's own memory. It is
+*staged* once there is a copy to read, and *copied* once the writer has all of it. Only a live chunk can be
+torn, and:
 
 1. One lock covers each change from live to staged, and each read of a part. So the writer reads a part either
    before its chunk is staged, or from the copy.
@@ -14,8 +15,9 @@ there is a copy to read, and *copied* once the writer has all of it. Only a live
    these events wait for that, too.
 4. Any other write to such a tensor fails the save. The save compares version counters and a sample of the
    memory with those of its begin (see `WriteWatch`). It does so when the writer is done, and before a step,
-   load or `fence` continues. Two kinds of writes are not detected: a write that torch does not count and that
-   changes no sample, and an operation that still runs at the comparison, because torch counts it at its end.
+   load or `fence` continues. Two kinds of writes are not detected. One is a write that torch does not count
+   and that changes no sample. The other is an operation that still runs at the comparison, because torch
+   counts it at its end.
 
 Staging goes backwards from the last chunk, and the writer goes forwards from the first chunk, so each byte is
 copied once. When the budget for copies is used up, the staging thread waits until the writer reaches the

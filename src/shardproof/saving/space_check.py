@@ -42,7 +42,7 @@ def check_space(
     Logs a warning if the bytes may not fit.
 
     Args:
-        location: of the save, for messages.
+        location: location of the save, for messages.
         spaces: the space that each rank sees; None: not known.
         needed: (ranks,) bytes that each rank is certain to write.
         measure: measures the space of rank 0 again.

@@ -43,8 +43,8 @@ def describe_tensors(
         tensors: the tensors to save or to fill.
         layouts: cache of the local boxes of DTensors in the same walk.
         detach: True to detach the views of the pieces, so that they keep the memory that the tensors have
-            now. With False, most views are the tensors themselves: a further view of each takes a sixth of
-            the time of a load of small tensors. The caller must then hold the storages.
+            now. With False, most views are the tensors themselves, which makes a load of small tensors
+            faster. The caller must then hold the storages.
 
     Returns:
         The entries in the same order; and the empty local tensors of entries without pieces, by key.

@@ -46,7 +46,7 @@ _dtensor: Any = ()
 
 
 def is_dtensor(value: Any) -> TypeGuard[Any]:
-    """True if the value is a DTensor. Without importing its module: if the program has not, there is none."""
+    """True if the value is a DTensor. Does not import its module: a program without that import has none."""
     return isinstance(value, _dtensor or _imported_dtensor())
 
 

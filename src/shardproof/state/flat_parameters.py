@@ -97,7 +97,7 @@ def _check_is_sharded(handle: Any, path: str, load: bool) -> None:
 
 def _of_handle(handle: Any, prefix: str) -> Iterator[FlatPart]:
     flat = handle.flat_param
-    # Gathered parameters are copies: what the optimizer steps is the local shard.
+    # Gathered parameters are copies: the optimizer steps the local shard.
     shard = getattr(flat, "_local_shard", flat).detach().view(-1)
     trained = flat._params if handle._use_orig_params else None
     parts: dict[tuple[Any, str], FlatPart] = {}

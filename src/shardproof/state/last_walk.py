@@ -11,9 +11,9 @@ Note: what a description depends on
     Meshes, placements and index maps are compared by identity, because placements of different meaning may
     be equal. The cache holds references to them, so that no id is reused. It holds no memory of tensors.
 
-The comparison runs in C loops over columns, which is faster than describing: "held" of
-`benchmarks/small_tensors.py` measures it. If the descriptions are
-unchanged (`LastWalk.token`), the caller can also reuse the structure.
+The comparison runs in C loops over columns, which is faster than describing ("held" in
+`benchmarks/small_tensors.py`). If the descriptions are unchanged (`LastWalk.token`), the caller can also
+reuse the structure.
 """
 
 from __future__ import annotations

@@ -111,8 +111,8 @@ class FlatShard:
             )
         if embedding is not None and tuple(embedding.global_shape) != self.shape:
             raise StructureError(
-                f"the embedding maps into shape {list(embedding.global_shape)}, but the tensor has "
-                f"{list(shape)}"
+                f"the index map (embedding=) maps into shape {list(embedding.global_shape)}, but the tensor "
+                f"has {list(shape)}"
             )
 
     def sharded(self) -> LocalShards:

@@ -26,7 +26,7 @@ _FLAT = "_fsdp_wrapped_module"
 WRAPPERS = (_ORIGINAL, _CHECKPOINTED, _FLAT)
 """Segments that compilation, activation checkpointing and FSDP1 insert into names."""
 EXTRA_STATE = "_extra_state"
-"""Name of what a module's `get_extra_state` returns, in its ``state_dict``."""
+"""Name in a ``state_dict`` of the value that a module's `get_extra_state` returns."""
 PARALLEL = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
 
 _SEGMENT = "_shardproof_segment"

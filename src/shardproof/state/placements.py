@@ -102,7 +102,7 @@ def order_of_sharding(mesh_shape: tuple[int, ...], sharding: Sharding) -> list[t
 
 @lru_cache(maxsize=4096)
 def confusable(shape: tuple[int, ...], mesh_shape: tuple[int, ...], sharding: Sharding) -> tuple[bool, bool]:
-    """Whether both readings give the same local shape but different content on some rank, and on all."""
+    """True if both readings give equal local shapes but different content: on some rank; on all ranks."""
     sharded = {mesh_dim for mesh_dim, _, _ in sharding}
     somewhere, everywhere = False, True
     for coordinate in product(*(range(n if dim in sharded else 1) for dim, n in enumerate(mesh_shape))):

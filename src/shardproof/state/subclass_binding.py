@@ -106,7 +106,7 @@ def _fits(key: str, wrapped: Wrapped, to: Destinations) -> bool:
 
 
 def _difference(own: dict[str, Any], found: Any) -> tuple[str, str]:
-    """What differs between two descriptions, for a message."""
+    """The difference between two descriptions, for a message."""
     if not isinstance(found, dict):
         return str(own), str(found)
     names = [name for name in own if own[name] != found.get(name)]

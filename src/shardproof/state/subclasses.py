@@ -21,7 +21,7 @@ Note: kinds of parts
     ``"derived"``. A derived part is computed from others: it is not stored, and a load sets it to None.
     Without a declaration, a part with as many dimensions as the tensor is a grid, and others are whole. Other
     parts of sharded tensors are refused, because a guess could put them at the wrong place. Shards that cut a
-    block are refused, because no part of a load may change a bit.
+    block are refused, because a load must restore every bit.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class Storage(Protocol):
 
     @property
     def location(self) -> str:
-        """Where the storage is, for messages, in valid Unicode."""
+        """The location of the storage, for messages, in valid Unicode."""
         ...
 
     @property
@@ -62,14 +62,14 @@ class Storage(Protocol):
 
     @property
     def linked(self) -> bool:
-        """Whether this storage's folder is a symbolic link, so that its files belong to another place.
+        """True if this storage's folder is a symbolic link, so that its files belong to another place.
 
         Readers treat them as any others. Retention and `shardproof prune` remove none of them.
         """
         ...
 
     def create(self, name: str) -> Sink:
-        """Begin a new file and make the missing folders above it. A file of that name is a `StorageError`."""
+        """Begin a new file and make the missing folders above it. Fails if a file has that name."""
         ...
 
     def publish(self, name: str, data: bytes, *, replace: bool = False) -> None:
@@ -79,7 +79,7 @@ class Storage(Protocol):
         cannot flush the name cannot make the removal durable either.
 
         Args:
-            name: of the file.
+            name: name of the file.
             data: all of its bytes.
             replace: replace a file of that name.
 
@@ -152,7 +152,7 @@ class CachedStorage(Protocol):
     """
 
     def is_cached(self, name: str, start: int, count: int) -> bool:
-        """Whether most of `count` bytes from byte `start` on are in memory. A wrong answer costs time only.
+        """True if most of `count` bytes from byte `start` on are in memory. A wrong answer costs time only.
 
         Raises:
             StorageError: the file is missing or cannot be opened.
@@ -163,7 +163,7 @@ class CachedStorage(Protocol):
         """Read a range past the cache where the system can, and as `read_into` does elsewhere.
 
         Args:
-            name: of the file.
+            name: name of the file.
             start: first byte of the range.
             count: bytes of it.
             memory: from `aligned_buffer`, at least `memory_for(count)` bytes. All of it may be overwritten.
@@ -194,11 +194,11 @@ class RemoteStorage(Protocol):
     """
 
     def read_buffer(self, name: str, start: int, count: int) -> memoryview:
-        """Read a range into new memory of the storage's own, which saves a copy; else as `read_into`."""
+        """Read a range into memory of the storage, which saves a copy. Otherwise the same as `read_into`."""
         ...
 
     def knowing(self, files: Mapping[str, bytes]) -> Storage:
-        """The same storage with the bytes of some files, which `size` and `read` then ask of no server."""
+        """The same storage with the bytes of some files. `size` and `read` then send no request for them."""
         ...
 
 
@@ -272,7 +272,7 @@ class CopiedStorage(Protocol):
         """The storage of the nearest copy of a file that never changes.
 
         Args:
-            name: of the file.
+            name: name of the file.
 
         Returns:
             The storage that lists the file under the same name. Without a copy: any of the places.
@@ -288,7 +288,7 @@ def write_file(storage: Storage, name: str, data: bytes) -> None:
 
     Args:
         storage: where the file goes.
-        name: of the file.
+        name: name of the file.
         data: all of its bytes.
 
     Raises:
@@ -353,7 +353,7 @@ def check_folder(name: str, location: str = "a storage") -> str:
 
     Args:
         name: without "/", and neither "." nor "..".
-        location: of the folder's parent, for the message.
+        location: location of the folder's parent, for the message.
 
     Raises:
         StorageError: the name is invalid, or leads to another folder.

@@ -3,9 +3,10 @@
 Note: O_DIRECT and the page cache
     A direct read (O_DIRECT) needs offset, length and address to be multiples of `ALIGNMENT`. So it begins at
     the page of its first byte and ends with the page of its last. The kernel first writes dirty pages of the
-    range to the disk, so direct and buffered reads return the same bytes. A read goes through the cache
-    where the file system refuses the flag or the read (tmpfs before Linux 6.6, some overlays and network file
-    systems), and after the kernel cuts a read short at an unaligned byte.
+    range to the disk, so direct and buffered reads return the same bytes. Some file
+    systems refuse the flag or the read (tmpfs before Linux 6.6, some overlays and network file systems). Then
+    the read goes through the cache. So does the rest of a read that the kernel cuts short at an unaligned
+    byte.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ class PageCache:
     pages look cached.
 
     Args:
-        descriptor: of the file, open for reading.
+        descriptor: descriptor of the file, open for reading.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -106,7 +107,7 @@ class PageCache:
                 self._address = int(np.frombuffer(self._map, np.uint8).__array_interface__["data"][0])
 
     def has(self, start: int, count: int) -> bool:
-        """Whether most of the checked pages are in memory. False where the system cannot tell.
+        """True if most of the checked pages are in memory. False where the system cannot tell.
 
         Args:
             start: first byte of the range.
@@ -137,7 +138,7 @@ class UncachedReader:
     """One file, open for reads past the page cache if its file system has them.
 
     Args:
-        path: of the file.
+        path: path of the file.
     """
 
     def __init__(self, path: Path) -> None:

@@ -7,12 +7,12 @@ Note: durable names
     files flush those up to the one above the storage's root, whichever process made them.
 
 Note: early write-back
-    Bytes written through the page cache stay in memory until a flush. A single flush at the end would take as
-    long as the writing did, with an idle disk before it and no progress to report meanwhile. So `WriteBack`
-    starts the write-back of every few MiB as soon as they are written (`sync_file_range`). A writer waits for
-    the range that it started 64 MiB ago: the disk always has work, and the last flush is short.
-    The kernel reports a disk error once, to the first call that asks: here or in the last flush. Both raise.
-    Early write-back makes no byte durable; the flush at the end does (`fsync`).
+    Bytes written through the page cache stay in memory until a flush. With a single flush at the end, the
+    disk would be idle until then. The flush would take as long as the writes, and report no progress. So
+    `WriteBack` starts the write-back of every few MiB as soon as they are written
+    (`sync_file_range`). A writer waits for the range that it started 64 MiB ago: the disk always has work,
+    and the last flush is short. The kernel reports a disk error once, to the first call that asks: here or in
+    the last flush. Both raise. Early write-back makes no byte durable; the flush at the end does (`fsync`).
     The pages stay in the cache, where a restart reads them.
 """
 
@@ -157,7 +157,7 @@ def publish_path(source: Path, target: Path) -> None:
         flush_folders(target.parent, target.parent)
     except FileExistsError as error:
         raise AlreadyCommittedError(
-            f"{target} exists. It was not touched; what was written is {source}", path=str(target)
+            f"{target} exists. It was not touched; the new data is in {source}", path=str(target)
         ) from error
     except OSError as error:
         raise StorageError(
@@ -199,7 +199,7 @@ class WriteBack:
     """Early write-back of one file. Threads may share it.
 
     Args:
-        descriptor: of the file, open for writing for the lifetime of this object.
+        descriptor: descriptor of the file, open for writing for the lifetime of this object.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -259,7 +259,7 @@ class WriteBack:
             self._sync(start, stop, _WAIT_BEFORE | _WRITE | _WAIT_AFTER)
 
     def _sync(self, start: int, stop: int, how: int) -> bool:
-        """Whether the system has this operation; once False, always False."""
+        """True if the system has this operation; once False, always False."""
         if not self._ranges:
             return False
         try:

@@ -1,10 +1,10 @@
-"""How many bytes a local file system can still take.
+"""Finds the free space of a local file system.
 
 Note "What is certain": a save is refused only if its bytes cannot fit. `FreeSpace.most` is a number on ext2,
-ext3, ext4, XFS and tmpfs, where a file of n bytes takes at least n bytes. Other file systems may compress or
-share equal blocks, or they are served by one that may. In a folder with a project quota, the system counts
-the soft limit, which a user may exceed for a time. The blocks that ext4 reserves count as free in `most` for
-the superuser, and for everyone if the mount gives them to another user or group.
+ext3, ext4, XFS and tmpfs, where a file of n bytes takes at least n bytes. Other file systems, or their
+servers, may compress or share equal blocks. In a folder with a project quota, the system counts the soft
+limit, which a user may exceed for a time. In `most`, the reserved blocks of ext4 count as free for the
+superuser. They count as free for everyone if the mount gives them to another user or group.
 """
 
 from __future__ import annotations

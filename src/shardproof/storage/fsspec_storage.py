@@ -38,7 +38,7 @@ class FsspecStorage:
 
     Args:
         fs: the file system, such as ``gcsfs.GCSFileSystem()``.
-        path: of the folder in it.
+        path: path of the folder in it.
 
     Raises:
         StorageError: the file system cannot create a file exclusively.
@@ -162,7 +162,7 @@ class FsspecStorage:
             with _CREATE_LOCK:
                 self._fs.pipe_file(self._key(name), data, mode="create")
         except OSError as error:
-            # s3fs gives a condition that did not hold this number, if the server does not name the condition.
+            # s3fs reports a failed condition with EINVAL, if the server does not name the condition.
             is_refusal = isinstance(error, FileExistsError) or error.errno == errno.EINVAL
             if is_refusal and self.size(name) is not None:
                 return False

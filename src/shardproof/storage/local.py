@@ -79,7 +79,7 @@ class LocalStorage:
 
     @property
     def linked(self) -> bool:
-        """Whether the folder is a symbolic link."""
+        """True if the folder is a symbolic link."""
         return os.path.islink(self._root)
 
     @property
@@ -179,7 +179,7 @@ class LocalStorage:
         _fill(self._descriptor(name), start, data)
 
     def is_cached(self, name: str, start: int, count: int) -> bool:
-        """Whether the page cache has most of a range; see `CachedStorage.is_cached`."""
+        """True if the page cache has most of a range; see `CachedStorage.is_cached`."""
         return self._descriptor(name).pages().has(start, count)
 
     def drop_cached(self, name: str) -> None:

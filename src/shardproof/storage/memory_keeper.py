@@ -12,8 +12,8 @@ Note: files of a connection
     manifest is published that names files of a process that died meanwhile.
 
 Note: the life of a keeper
-    It runs in a session of its own, and outlives the process that started it. It ends when a client asks for
-    that, and when no client was connected for the idle time, or for `EMPTY_SECONDS` if it holds no file.
+    It runs in a session of its own, and outlives the process that started it. A client can end it. It also
+    ends after the idle time without a client, or after `EMPTY_SECONDS` if it holds no file.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = ["PROTOCOL", "SEALS", "address_of", "peer_of", "receive", "send"]
 PROTOCOL = 1
 """Version of the messages between keeper and clients."""
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE if hasattr(fcntl, "F_SEAL_WRITE") else 0
-"""What a finished file forbids, to every process that has it."""
+"""The changes that the seals of a finished file forbid to every process that has it."""
 EMPTY_SECONDS = 60.0
 _MOST_BYTES = 64 << 20
 """Bytes of a message, at most."""
@@ -165,7 +165,7 @@ class Keeper:
                     self._clients.add(connection)
                 threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
             elif not ready:
-                return  # nobody came for so long
+                return  # no client connected in that time
 
     def _serve(self, connection: socket.socket) -> None:
         """Answers one client until it leaves. Bytes that are no request end the connection."""
@@ -194,7 +194,7 @@ class Keeper:
             connection.close()
 
     def _forget(self, connection: object) -> None:
-        """Drops what a connection made and nobody published (note "Files of a connection")."""
+        """Drops the unpublished files that a connection made (note "Files of a connection")."""
         with self._lock:
             own = [name for name, file in self._files.items() if file.owner is connection]
             gone = [self._remove(name) for name in own]

@@ -1,9 +1,9 @@
 """The connections of this process to the keeper of a run (see `memory_keeper`), which it starts if need be.
 
 Note: two kinds of connections
-    A read connects for one request. So reads share no state, and none is in the way of a save.
-    Writes share one connection, whose end tells the keeper that this process is gone. A request that is
-    interrupted leaves a connection in an unknown state, so it closes it.
+    A read connects for one request. So reads share no state, and no read delays a save. Writes share one
+    connection. When it ends, the keeper knows that this process is gone. An interrupted request leaves its
+    connection in an unknown state, so this process closes the connection.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Connection:
 
     Args:
         to: the connected socket.
-        location: of the run, for messages.
+        location: location of the run, for messages.
     """
 
     def __init__(self, to: socket.socket, location: str) -> None:
@@ -130,10 +130,10 @@ class Connection:
 
 
 class Link:
-    """How this process reaches the keeper of a run.
+    """The connections of this process to the keeper of a run.
 
     Args:
-        name: of the run.
+        name: name of the run.
         budget: bytes that the keeper holds at most; None: half of what is available when it starts.
         idle_timeout: seconds without a client after which it ends; None: `IDLE_SECONDS`.
     """

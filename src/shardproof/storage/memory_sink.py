@@ -1,8 +1,8 @@
 """Anonymous files (memfd), and the new file of a `MemoryStorage`.
 
 Note: why writes copy twice
-    A save copies into its write buffer, hashes there, and the buffer is written to the file. To copy into
-    a mapping of the file instead would save the second copy, and costs a page fault for every page. The page
+    A save copies a chunk into its write buffer, hashes it there, and writes the buffer to the file. A copy
+    into a mapping of the file would save the second copy, but cost a page fault for every page. The page
     faults take longer (`benchmarks/memory_tier.py`, "mapped").
 """
 
@@ -126,7 +126,7 @@ class AnonymousFile:
             raise _failed("write", self.place, error) from error
 
     def seal(self, size: int) -> None:
-        """Gives the file its size. After this nobody can change it."""
+        """Gives the file its size. After this no process can change it."""
         try:
             os.ftruncate(self.number, size)
             fcntl.fcntl(self.number, fcntl.F_ADD_SEALS, SEALS)

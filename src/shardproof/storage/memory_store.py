@@ -33,7 +33,7 @@ _log = logging.getLogger("shardproof")
 
 @dataclass(frozen=True, slots=True)
 class MemoryUsage:
-    """What the keeper of a run holds."""
+    """The memory that the keeper of a run uses."""
 
     keeper: int
     """Number of the process."""
@@ -259,7 +259,7 @@ class MemoryStorage:
             self._open_files.clear()
 
     def usage(self) -> MemoryUsage | None:
-        """What the keeper of the run holds; None if there is no keeper.
+        """The memory that the keeper of the run uses; None if there is no keeper.
 
         Raises:
             StorageError: the keeper cannot be reached.

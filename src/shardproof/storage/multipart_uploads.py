@@ -3,8 +3,8 @@
 Note "Signed URLs": obstore has no such requests, but it signs URLs, with the credentials that it finds. This
 module has it sign the URL of each request, and sends that with the standard library. obstore takes the name
 of an object and no query, so the query is a part of the endpoint of a second store. A "#" ends it, and the
-name of the object becomes the fragment of the URL, which neither the signature nor the request contains. No
-URL is sent before its host, path and query are compared with those that were meant.
+name of the object becomes the fragment of the URL, which neither the signature nor the request contains.
+Before this module sends a URL, it compares host, path and query with the intended ones.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class MultipartUploads:
         """The uploads of objects whose names begin with a prefix.
 
         Args:
-            prefix: of the names.
+            prefix: prefix of the names.
             parts_before: lists the parts of the uploads that began before this time, Unix seconds.
 
         Raises:

@@ -4,7 +4,8 @@
 
 A small object is one PUT. The upload of a larger one begins when its first part is there. If more than the
 memory limit comes before the first part, the object goes to a temporary file, and is sent by `finish`. After
-the upload began, pieces behind a gap stay in memory. Callers write in order, but for the buffers in flight.
+the upload began, pieces behind a gap stay in memory. Callers write in order, except for the buffers in
+flight.
 """
 
 from __future__ import annotations

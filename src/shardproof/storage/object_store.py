@@ -41,7 +41,7 @@ SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss")
 _S3_SCHEMES = ("s3", "s3a")
 _RETRY_SECONDS = 120
 _REQUEST_BYTES = 16 << 20
-"""Bytes of one request of a read. A request has 30 s for all its bytes, unless `client_options` say else."""
+"""Bytes of one request of a read. A request has 30 s, unless `client_options` set another timeout."""
 _HONOURING: set[str] = set()
 """Buckets that honour conditional PUTs, by endpoint and URL; see note "What commits"."""
 
@@ -129,7 +129,7 @@ class ObjectStorage:
         """Begin a new file; see `Storage.create`.
 
         Args:
-            name: of the file.
+            name: name of the file.
             size: bytes that it will have, if they are known. A file of more than 156 GiB needs it.
         """
         file = f"{self.location}/{name}"

@@ -63,7 +63,7 @@ def lost_link(path: Path) -> StorageError | None:
 
 
 def leads_beside(link: str) -> bool:
-    """Whether a symbolic link points to an entry of its own folder, even one that does not exist."""
+    """True if a symbolic link points to an entry of its own folder, even one that does not exist."""
     return os.path.dirname(os.path.realpath(link)) == os.path.realpath(os.path.dirname(link))
 
 

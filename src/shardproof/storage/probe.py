@@ -70,10 +70,10 @@ class Probe:
         self._lock = forks.lock()
         self._windows: dict[bool, list[tuple[int, float]]] = {True: [], False: []}
         self.answer: bool | None = None
-        """Whether direct writes are faster; None before the decision."""
+        """True if direct writes are faster; None before the decision."""
 
     def next_window(self) -> bool:
-        """Whether the next window goes direct."""
+        """True if the next window goes direct."""
         with self._lock:
             if self.answer is not None:
                 return self.answer
@@ -124,7 +124,7 @@ class Trial:
     """One file's part in a probe; see "one window at a time".
 
     Args:
-        probe: of the file's file system.
+        probe: probe of the file's file system.
         wait: waits until the disk has taken all buffered writes; may raise OSError.
         clock: seconds.
     """

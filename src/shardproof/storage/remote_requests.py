@@ -1,4 +1,4 @@
-"""Several requests to a storage at a time, where each takes long."""
+"""Sends several requests to a remote storage at a time."""
 
 from __future__ import annotations
 

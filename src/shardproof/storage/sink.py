@@ -25,10 +25,10 @@ class LocalSink:
     """A new file of a `LocalStorage`, written past the page cache (direct) or through it (buffered).
 
     Args:
-        path: of the file.
-        root: of the storage.
+        path: path of the file.
+        root: root of the storage.
         direct: whether aligned writes go direct. None: the probe decides.
-        probes: of the storage.
+        probes: probes of the storage.
         replace: True to write a draft, which takes the name `path` when it is finished.
 
     Note: two descriptors
@@ -74,7 +74,7 @@ class LocalSink:
 
     @property
     def direct(self) -> bool:
-        """Whether aligned writes go past the page cache; True while the probe has not decided."""
+        """True if aligned writes go past the page cache; True while the probe has not decided."""
         return self._direct is not None and self._probe.answer is not False
 
     def write_at(self, start: int, buffer: memoryview) -> None:

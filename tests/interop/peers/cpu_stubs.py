@@ -1,8 +1,7 @@
 """Stand-ins that let Megatron-Core be imported, and load and save checkpoints, without CUDA.
 
-`install()` goes before the first import of `megatron`. It answers the questions about the current device
-with the CPU, and stands in for triton, which Megatron-Core imports and does not call here. Nothing on the
-way of the bytes is replaced.
+`install()` goes before the first import of `megatron`. It makes the CPU the current device, and stands in for
+triton, which Megatron-Core imports and does not call here. No code that handles the bytes is replaced.
 """
 
 from __future__ import annotations

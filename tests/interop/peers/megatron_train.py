@@ -57,8 +57,8 @@ import shardproof as sp
 from shardproof.frameworks import megatron_core as ours
 
 
-class Surroundings:
-    """What Megatron-LM saves beside model and optimizer: scheduler, random state, rerun state machine."""
+class LoopState:
+    """The state that Megatron-LM saves beside model and optimizer: scheduler, random state, rerun machine."""
 
     def __init__(self) -> None:
         initialize_rerun_state_machine(mode=RerunMode.VALIDATE_RESULTS)
@@ -115,7 +115,7 @@ class Surroundings:
         }
 
     def asked(self, layout: list[int]) -> dict[str, Any]:
-        """As Megatron-LM, without the random state of other TP or PP, and without reruns of other ranks."""
+        """The state to load. As in Megatron-LM, another layout loads no reruns and maybe no random state."""
         state = self.state(is_loading=True)
         if layout != layout_here():
             del state["rerun_state_machine"]
@@ -150,29 +150,29 @@ class Steps:
 
     def __init__(self, layout: dict[str, Any], options: dict[str, Any]) -> None:
         self.kind = layout.pop("kind", "fully_reshardable")
-        self.surroundings = Surroundings() if options.pop("whole", False) else None
+        self.loop_state = LoopState() if options.pop("whole", False) else None
         self.run = megatron_gpt.Run(layout, options.pop("seed", 0), options)
         self.strategy = ours.SaveStrategy(deadline=60)
         self.done = 0
         self.errors: dict[str, str] = {}
-        if self.surroundings is not None:
-            self.surroundings.attach(self.run.optimizer)
+        if self.loop_state is not None:
+            self.loop_state.attach(self.run.optimizer)
 
     def state(self, *, is_loading: bool = False) -> dict[str, Any]:
         return megatron_gpt.sharded_state(self.run, self.kind, is_loading=is_loading) | {"step": self.done}
 
     def load(self, path: str, load: Any = ours.load) -> None:
         state = self.state(is_loading=True)
-        if self.surroundings is not None:
-            state |= self.surroundings.asked(ours.load_content_metadata(path)["layout"])
+        if self.loop_state is not None:
+            state |= self.loop_state.asked(ours.load_content_metadata(path)["layout"])
         state = load(state, path)
         for at, chunk in enumerate(self.run.chunks):
             chunk.module.load_state_dict(state["model" if len(self.run.chunks) == 1 else f"model{at}"])
         chained = len(getattr(self.run.optimizer, "chained_optimizers", [None]))
         self.run.optimizer.load_state_dict(_for_optimizers(state["optimizer"], chained))
         self.done = state["step"]
-        if self.surroundings is not None:
-            self.surroundings.set(state)
+        if self.loop_state is not None:
+            self.loop_state.set(state)
 
     def own(self, path: str) -> None:
         self.load(path, mcore.load)
@@ -181,13 +181,13 @@ class Steps:
         for _ in range(steps):
             self.run.train(1, self.done)
             self.done += 1
-            if self.surroundings is not None:
-                self.surroundings.step()
+            if self.loop_state is not None:
+                self.loop_state.step()
 
     def save(self, path: str) -> None:
         state = self.state()
-        if self.surroundings is not None:
-            state |= self.surroundings.state()
+        if self.loop_state is not None:
+            state |= self.loop_state.state()
         ours.save(state, path, self.strategy, content_metadata={"kind": self.kind, "layout": layout_here()})
 
     def killed(self, path: str) -> None:
@@ -199,11 +199,11 @@ class Steps:
         self.save(path)
 
     def reject(self, reason: str) -> None:
-        self.surroundings.reject(reason)
+        self.loop_state.reject(reason)
 
     def remember(self, path: str) -> None:
         Path(path).mkdir(exist_ok=True)
-        (Path(path) / f"rank-{rank()}.json").write_text(json.dumps(self.surroundings.remembered()))
+        (Path(path) / f"rank-{rank()}.json").write_text(json.dumps(self.loop_state.remembered()))
 
     def refused(self, path: str) -> None:
         try:
@@ -248,7 +248,7 @@ class Steps:
         mcore.save(megatron_gpt.sharded_state(self.run, "fully_reshardable") | {"step": self.done}, path)
 
     def refuse(self, path: str) -> None:
-        """Megatron's own optimizer, with the changes that its options make where their packages are there."""
+        """Changes Megatron's own optimizer as its options do, whose packages are not installed."""
         module, chained = self.run.model.module, self.run.optimizer
         (optimizer,) = getattr(chained, "chained_optimizers", [chained])
         fused = optimizer.optimizer

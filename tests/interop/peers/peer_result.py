@@ -1,4 +1,4 @@
-"""What a script of this folder hands back to `run_peer`, and how it joins the other ranks.
+"""Functions for the scripts of this folder: to return a result to `run_peer`, and to join the other ranks.
 
 A script runs in an environment of its own and imports only the packages of that environment and the modules
 of this folder. It adds what it read to a `Result` and calls `write` once, on rank 0:

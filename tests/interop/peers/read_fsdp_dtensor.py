@@ -40,9 +40,9 @@ class Model(nn.Module):
 
 
 def gathered(tree: Any) -> dict[str, Any]:
-    """The leaves of every rank's state, each tensor put together from the boxes that the ranks hold.
+    """The leaves of every rank's state, each tensor put together from the boxes of the ranks.
 
-    A rank lacks the optimizer state of a parameter of which it holds nothing, so one collective has all keys.
+    A rank without elements of a parameter has no optimizer state of it, so one collective has all keys.
     """
     own = {}
     for key, leaf in flattened(tree).items():
@@ -55,8 +55,8 @@ def gathered(tree: Any) -> dict[str, Any]:
     everyone: list[Any] = [None] * world_size()
     dist.all_gather_object(everyone, own)
     leaves: dict[str, Any] = {}
-    for held in everyone:
-        for key, value in held.items():
+    for of_rank in everyone:
+        for key, value in of_rank.items():
             if not isinstance(value, tuple) or not value or not isinstance(value[-1], torch.Tensor):
                 leaves[key] = value
                 continue

@@ -30,19 +30,19 @@ def trained() -> tuple[torch.nn.Module, dict[str, Any]]:
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 1))
     mesh = init_device_mesh("cpu", (world_size(),))
     fully_shard(model, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
-    held = {name: one for name, one in model.named_parameters() if one.to_local().numel()}
-    optimizer = torch.optim.AdamW(held.values(), lr=0.1)
+    nonempty = {name: one for name, one in model.named_parameters() if one.to_local().numel()}
+    optimizer = torch.optim.AdamW(nonempty.values(), lr=0.1)
     model(torch.ones(2, 3)).sum().backward()
     optimizer.step()
     state = {
         name: {slot: value for slot, value in optimizer.state[one].items() if slot != "step"}
-        for name, one in held.items()
+        for name, one in nonempty.items()
     }
     return model, {"model": model.state_dict(), "optim": state}
 
 
 def whole(value: Any, name: str) -> torch.Tensor:
-    """A moment, whole. Rank 0 has all of those that rank 1 has nothing of."""
+    """A moment, whole. Rank 0 has all elements of those that are empty on rank 1."""
     if name.startswith("0"):
         return value.full_tensor()
     part = torch.empty((1, 4) if name == "1.weight" else (1,)) if value is None else value.to_local()

@@ -1,4 +1,4 @@
-"""Takes a step while the save before it is not written: `step_while_saving.py FRAMEWORK FENCE RUN`.
+"""Takes a step before the last save is written: `step_while_saving.py FRAMEWORK FENCE RUN`.
 
 FRAMEWORK is `lightning`, `accelerate`, `transformers`, `deepspeed-1` or `deepspeed-3` (the ZeRO stage), whose
 wrapper of the optimizer takes the step. The writer waits until that step is over. FENCE is `fence`, or `open`

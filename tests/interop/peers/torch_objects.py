@@ -3,7 +3,7 @@
     torch_objects.py save KIND CHECKPOINT
     torch_objects.py load KIND CHECKPOINT
 
-Both write every tensor and value of the state, as the packages hold them on all ranks. `load` begins with
+Both write every tensor and value of the state, as the packages have them on all ranks. `load` begins with
 other weights, and takes one more training step at the end.
 """
 

@@ -1,7 +1,7 @@
 """Trains with Accelerate: `train_accelerate.py MODEL ACTION FOLDER [LAST]`.
 
 MODEL is `ddp`, or `fsdp2` for a model that `fully_shard` has sharded. ACTION is `save`, `save-theirs` for
-`accelerator.save_state`, `restore`, which saves what it restored to LAST, `rotate` to save three
+`accelerator.save_state`, `restore`, which saves the restored state to LAST, `rotate` to save three
 numbered checkpoints with an unfinished one among them, or `refuse`.
 """
 

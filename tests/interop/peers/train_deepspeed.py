@@ -71,7 +71,7 @@ def train(engine: Any, steps: int) -> None:
         engine.module.seen += 1
 
 
-def held(engine: Any) -> dict[str, torch.Tensor]:
+def whole_state(engine: Any) -> dict[str, torch.Tensor]:
     """The state of all ranks, whole, by DeepSpeed's own functions."""
     zero = engine.optimizer
     if hasattr(zero, "_lazy_init_hp_params_optimizer_state"):
@@ -104,7 +104,7 @@ def save(path: str, name: str, stage: int, dtype: str, result: Result) -> None:
     """The last rank collects a state alone first, which would hang in a collective."""
     engine = built(stage, dtype, seed=0)
     train(engine, 3)
-    add(result, name, held(engine))
+    add(result, name, whole_state(engine))
     result.facts[name] = scalars(engine)
     if rank() == world_size() - 1:
         collect(adapter.engine_state(engine))
@@ -121,10 +121,10 @@ def load(path: str, name: str, stage: int, dtype: str, result: Result) -> None:
     with torch.no_grad():
         engine(tokens)  # gathers weights, which the load makes stale
     assert sp.Checkpointer(f"{path}/run").restore(adapter.engine_state(engine)) == 3
-    overlapped = held(engine) | {"output": engine(tokens).detach()}
+    overlapped = whole_state(engine) | {"output": engine(tokens).detach()}
     engine = built(stage, dtype, seed=2, lr=0.5)
     assert adapter.load_checkpoint(engine, path) == (f"{path}/global_step3", {"epoch": 3})
-    found = held(engine) | {"output": engine(tokens).detach()}
+    found = whole_state(engine) | {"output": engine(tokens).detach()}
     assert all(torch.equal(found[key], overlapped[key]) for key in found)
     plain = UnevenModel().to(torch.bfloat16 if dtype == "offload" else getattr(torch, dtype))
     sp.load(f"{path}/global_step3", {"model": plain}, include="model")
@@ -139,7 +139,7 @@ def load_files(path: str, name: str, stage: int, dtype: str, result: Result) -> 
     engine = built(stage, dtype, seed=5, lr=0.5)
     client = {"epoch": 3, "note": {"seed": 7}}
     assert adapter.load_checkpoint(engine, f"{path}/own") == (f"{path}/own/global_step3", client)
-    add(result, name, held(engine))
+    add(result, name, whole_state(engine))
     result.facts[name] = scalars(engine)
     train(engine, 1)
 
@@ -157,7 +157,7 @@ def through_fsdp2(path: str, name: str, stage: int, dtype: str, result: Result) 
     engine = built(stage, dtype, seed=3)
     state = adapter.engine_state(engine)
     sp.load(f"{path}/fsdp2", state, include=["model", "optimizer"], cast=True)
-    add(result, name, held(engine))
+    add(result, name, whole_state(engine))
 
 
 def model_alone(path: str, name: str, stage: int, dtype: str, result: Result) -> None:
@@ -165,11 +165,11 @@ def model_alone(path: str, name: str, stage: int, dtype: str, result: Result) ->
     engine = built(stage, dtype, seed=4)
     train(engine, 1)
     sp.load(f"{path}/global_step3", adapter.engine_state(engine), include="model")
-    add(result, name, held(engine))
+    add(result, name, whole_state(engine))
 
 
 def wrong(path: str, name: str, stage: int, dtype: str, result: Result) -> None:
-    """What wrong use says."""
+    """Stores the errors of wrong use."""
     model = UnevenModel()
     trained = [item for item in model.parameters() if item.requires_grad]
     optimizer = torch.optim.AdamW(trained)
@@ -204,7 +204,7 @@ def again(path: str, name: str, stage: int, dtype: str, result: Result) -> None:
     adapter.save_checkpoint(resumed, path)
     loaded = built(stage, dtype, seed=2)
     assert adapter.load_checkpoint(loaded, path) == (f"{path}/global_step2", {})
-    before, after = held(resumed), held(loaded)
+    before, after = whole_state(resumed), whole_state(loaded)
     assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
     if rank() == 0:
         os.remove(f"{path}/latest")
@@ -222,7 +222,7 @@ def other_format(path: str, name: str, stage: int, dtype: str, result: Result) -
     adapter.is_of_deepspeed = find if rank() == 0 else (lambda _: True)
     loaded = built(stage, dtype, seed=1)
     assert adapter.load_checkpoint(loaded, path) == (f"{path}/global_step1", {})
-    before, after = held(engine), held(loaded)
+    before, after = whole_state(engine), whole_state(loaded)
     assert all(torch.equal(before[key], after[key]) for key in before)
     tag = "nothing" if rank() == 0 else "global_step1"
     cause = "rank 0 found no checkpoint"

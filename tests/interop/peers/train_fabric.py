@@ -1,7 +1,7 @@
 """Trains with Fabric: `train_fabric.py STRATEGY ACTION FOLDER [LAST]`.
 
-STRATEGY is `ddp` or `fsdp2`. ACTION is `save`, `save-theirs` for `fabric.save`, or `restore`, which saves
-what it restored to LAST.
+STRATEGY is `ddp` or `fsdp2`. ACTION is `save`, `save-theirs` for `fabric.save`, or `restore`, which saves the
+restored state to LAST.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     train_megatron_fsdp.py MODE FOLDER CASE...
 
-A case is `name:stage:dtype`; the checkpoint of a case is FOLDER/name. Results are the state that the ranks
-hold, put together from the positions that Megatron-FSDP gathers itself, under `name.<key>`.
+A case is `name:stage:dtype`; the checkpoint of a case is FOLDER/name. Results are the state of all ranks, put
+together by the positions that Megatron-FSDP gathers itself, under `name.<key>`.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def train(model: Any, optimizer: torch.optim.Optimizer, steps: int) -> None:
         model.module.seen += 1
 
 
-def held(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+def whole_state(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """The state of all ranks, whole, from the positions that Megatron-FSDP's collectives found."""
     buffer = model.param_and_grad_buffer
     own: dict[str, Any] = {}
@@ -117,7 +117,7 @@ def save(
 ) -> None:
     model, optimizer = built(stage, dtype, seed=0, hybrid=hybrid)
     train(model, optimizer, 2)
-    add(result, name, held(model, optimizer))
+    add(result, name, whole_state(model, optimizer))
     state = described(model, optimizer)
     pending = sp.Checkpointer(path).save(2, state)
     train(model, optimizer, 2)  # writes to all of the memory that the save reads
@@ -133,7 +133,7 @@ def load(path: str, name: str, stage: int, dtype: torch.dtype, result: Result) -
         model(torch.zeros(1, 1, dtype=torch.long))  # gathers weights, which the load makes stale
     state = described(model, optimizer)
     assert sp.Checkpointer(path).restore(state) == 2
-    add(result, name, held(model, optimizer))
+    add(result, name, whole_state(model, optimizer))
     plain = UnevenModel().to(dtype)
     sp.load(f"{path}/step-00000002", {"model": plain}, include="model")
     tokens = torch.arange(11)[None]
@@ -153,18 +153,18 @@ def through_fsdp2(path: str, name: str, stage: int, dtype: torch.dtype, result: 
     sp.save(f"{path}/fsdp2", there)
     model, optimizer = built(stage, dtype, seed=3)
     sp.load(f"{path}/fsdp2", described(model, optimizer), cast=True)
-    add(result, name, held(model, optimizer))
+    add(result, name, whole_state(model, optimizer))
 
 
 def model_alone(path: str, name: str, stage: int, dtype: torch.dtype, result: Result) -> None:
     """Masters follow the weights of a load without the optimizer."""
     model, optimizer = built(stage, dtype, seed=4)
     sp.load(f"{path}/step-00000002", {"model": adapter.module_state(model)}, include="model")
-    add(result, name, held(model, optimizer))
+    add(result, name, whole_state(model, optimizer))
 
 
 def wrong(path: str, name: str, stage: int, dtype: torch.dtype, result: Result) -> None:
-    """What wrong use says."""
+    """Stores the errors of wrong use."""
     model, _ = built(stage, dtype, seed=0)
     other = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))])
     for number, use in enumerate(

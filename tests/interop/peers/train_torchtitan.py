@@ -44,7 +44,7 @@ class Data:
 
 
 class Trainer:
-    """What torchtitan's trainer hands to its checkpoint manager, and a step of training."""
+    """The objects that torchtitan's trainer gives to its checkpoint manager, and a step of training."""
 
     def __init__(self, path: str, async_mode: str) -> None:
         torch.manual_seed(0)

@@ -2,8 +2,8 @@
 
 WHO is `ours` or `theirs`, with suffixes: `-peft` for LoRA, `-peft-prompt` and `-peft-prefix` for a trained
 prompt, `-two` to keep two checkpoints, `-best` to load the best model in the end, `-fails` to fail the last
-save. `ours-wrong` resumes from what is not committed.
-With LAST, what was restored is saved there before the first step, and nothing is trained.
+save. `ours-wrong` resumes from a checkpoint that is not committed.
+With LAST, the restored state is saved there before the first step, and nothing is trained.
 """
 
 from __future__ import annotations

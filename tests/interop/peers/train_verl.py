@@ -1,7 +1,8 @@
 """Trains a model of FSDP2 with a manager of verl: `train_verl.py ACTION FOLDER [LAST]`.
 
-ACTION is `save`, or `restore`, which saves what it restored to LAST, and says whether verl's own manager can
-load its own checkpoint, which `save` writes to FOLDER-own. `restore_own` restores that one with ours.
+ACTION is `save`, or `restore`, which saves the restored state to LAST. It prints the file that verl's own
+manager misses in its own checkpoint, which `save` writes to FOLDER-own. `restore_own` restores that one with
+ours.
 """
 
 from __future__ import annotations

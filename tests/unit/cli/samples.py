@@ -47,9 +47,9 @@ class Sample:
 
     tensors: Mapping[str, np.ndarray[Any, Any]]
     dtypes: Mapping[str, str] = field(default_factory=dict)
-    """Where it is not the array's own."""
+    """Of keys whose dtype is not that of the array."""
     cuts: Mapping[str, Sequence[tuple[int, Box]]] = field(default_factory=dict)
-    """Key to (rank, box) of each chunk; rank 0 holds the whole where nothing is said."""
+    """Key to (rank, box) of each chunk; rank 0 holds tensors that are not listed."""
     objects: Mapping[str, Any] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     world_size: int = 1

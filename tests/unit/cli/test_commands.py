@@ -1,4 +1,4 @@
-"""The commands: exit codes, JSON, and what a person reads; as calls in this process."""
+"""The commands, called in this process: exit codes, JSON and text."""
 
 from __future__ import annotations
 
@@ -100,10 +100,10 @@ def test_bad_usage_is_2(call: Any, arguments: tuple[str, ...]) -> None:
     assert "error: " in err
     code, out, err = call(*arguments, "--json")
     assert (code, out) == (2, "")
-    told = json.loads(err)
-    assert told["type"] == "UsageError"
-    assert told["message"]
-    assert told["details"] == {}
+    report = json.loads(err)
+    assert report["type"] == "UsageError"
+    assert report["message"]
+    assert report["details"] == {}
 
 
 def test_no_command_is_bad_usage_and_shows_the_help(call: Any) -> None:
@@ -136,7 +136,7 @@ def test_a_run_is_no_checkpoint_and_a_step_is_named(call: Any, ckpt: Path, name:
     assert call(name, *[ckpt] * (2 if name == "diff" else 1))[0] == 0
 
 
-def test_a_checkpoint_with_steps_in_it_is_one(call: Any, ckpt: Path) -> None:
+def test_a_checkpoint_that_contains_steps_is_a_checkpoint(call: Any, ckpt: Path) -> None:
     write(ckpt / "step-00000001", SPREAD)
     assert call("verify", ckpt)[0] == 0
     (ckpt / MANIFEST_NAME).unlink()
@@ -144,7 +144,7 @@ def test_a_checkpoint_with_steps_in_it_is_one(call: Any, ckpt: Path) -> None:
 
 
 def _unreadable(monkeypatch: pytest.MonkeyPatch, part: str, number: int) -> None:
-    """Reading a file whose path has this part fails with this error of the system."""
+    """Makes every open of a path that contains `part` fail with the errno `number`."""
     real = os.open
 
     def opened(path: Any, *arguments: Any, **options: Any) -> int:
@@ -157,7 +157,7 @@ def _unreadable(monkeypatch: pytest.MonkeyPatch, part: str, number: int) -> None
 
 @pytest.mark.parametrize("number", [errno.ESTALE, errno.EACCES, errno.EMFILE, errno.EIO])
 @pytest.mark.parametrize("part", [MANIFEST_NAME, "index-", "shards/00001"])
-def test_a_storage_that_fails_says_nothing_about_the_checkpoint(
+def test_a_failing_storage_gives_no_answer_about_the_checkpoint(
     call: Any, ckpt: Path, monkeypatch: pytest.MonkeyPatch, part: str, number: int
 ) -> None:
     _unreadable(monkeypatch, part, number)
@@ -233,7 +233,7 @@ def test_an_interrupt_is_130(call: Any, ckpt: Path, monkeypatch: pytest.MonkeyPa
     assert call("ls", ckpt)[0] == 130
 
 
-def test_nothing_of_a_hostile_key_reaches_the_terminal(call: Any, tmp_path: Path) -> None:
+def test_control_characters_in_keys_do_not_reach_the_terminal(call: Any, tmp_path: Path) -> None:
     hostile = "w\x1b]0;owned\x07"
     one = np.ones(2, np.float32)
     write(tmp_path / "a", Sample({hostile: one}, objects={"o\x1b[2J": "v\x1b"}, metadata={"m\x1b": "\x9b"}))
@@ -262,9 +262,9 @@ def test_ls_suggests_an_interval_for_failures(call: Any, tmp_path: Path) -> None
     assert code == 0
     assert "a save every 10 min, and 4.00 s until its commit (medians of 3 steps)" in words
     assert "With a failure every 12 h (--mtbf), the formula of Daly suggests a save every 10 min" in words
-    told = json.loads(call("ls", tmp_path, "--mtbf", "12h", "--json")[1])
-    assert told["interval"].pop("suggested") == pytest.approx((2 * 4 * 43200) ** 0.5, rel=0.01)
-    assert told["interval"] == {"saves": 3, "interval": 600.0, "cost": 4.0, "mtbf": 43200.0}
+    report = json.loads(call("ls", tmp_path, "--mtbf", "12h", "--json")[1])
+    assert report["interval"].pop("suggested") == pytest.approx((2 * 4 * 43200) ** 0.5, rel=0.01)
+    assert report["interval"] == {"saves": 3, "interval": 600.0, "cost": 4.0, "mtbf": 43200.0}
     assert "interval" not in json.loads(call("ls", tmp_path, "--json")[1])
     assert "needs two committed steps" in call("ls", write_one(tmp_path / "one"), "--mtbf", "1h")[1]
     assert call("ls", tmp_path, "--mtbf", "often")[0] == 2
@@ -296,10 +296,10 @@ def test_ls(call: Any, ckpt: Path) -> None:
     assert "leftover" in leftover
     assert "no manifest" in leftover
     code, out, _ = call("ls", run_folder, "--json")
-    told = json.loads(out)
+    report = json.loads(out)
     assert code == 0
-    assert told["location"] == str(run_folder)
-    first, second = told["checkpoints"]
+    assert report["location"] == str(run_folder)
+    first, second = report["checkpoints"]
     assert first == {
         "name": "step-00000007",
         "step": 7,
@@ -362,9 +362,9 @@ def test_inspect(call: Any, ckpt: Path) -> None:
     ):
         assert text in out
     code, out, _ = call("inspect", ckpt, "--json")
-    told = json.loads(out)
+    report = json.loads(out)
     assert code == 0
-    assert set(told) == {
+    assert set(report) == {
         "location", "format", "notes", "prefix", "step", "time", "writer", "attempt", "repaired",
         "world_size",
         "metadata",
@@ -376,15 +376,15 @@ def test_inspect(call: Any, ckpt: Path) -> None:
         "dtype": "float32",
         "shape": [8, 8],
         "bytes": 1024,
-    } in told["rows"]
-    assert {"part": "model.layers", "tensors": 8, "bytes": 2048} in told["parts"]
-    assert [writer["rank"] for writer in told["writers"]] == [0, 1]
-    assert told["metadata"] == {"note": "hi"}
+    } in report["rows"]
+    assert {"part": "model.layers", "tensors": 8, "bytes": 2048} in report["parts"]
+    assert [writer["rank"] for writer in report["writers"]] == [0, 1]
+    assert report["metadata"] == {"note": "hi"}
 
 
 def test_inspect_of_a_part(call: Any, ckpt: Path) -> None:
-    told = json.loads(call("inspect", ckpt, "model.layers", "--json")[1])
-    assert (told["prefix"], told["tensors"]) == ("model.layers", 8)
+    report = json.loads(call("inspect", ckpt, "model.layers", "--json")[1])
+    assert (report["prefix"], report["tensors"]) == ("model.layers", 8)
 
 
 def test_inspect_of_a_tensor(call: Any, ckpt: Path) -> None:
@@ -398,19 +398,27 @@ def test_inspect_of_a_tensor(call: Any, ckpt: Path) -> None:
         "tied with model.head.weight",
     ):
         assert text in out
-    told = json.loads(call("inspect", ckpt, "model.embed.weight", "--json")[1])
-    assert set(told) == {"kind", "key", "stored_as", "tied", "dtype", "shape", "bytes", "chunks"}
-    assert told["kind"] == "tensor"
-    assert set(told["chunks"][0]) == {"offsets", "sizes", "file", "rank", "byte_start", "byte_stop", "digest"}
+    report = json.loads(call("inspect", ckpt, "model.embed.weight", "--json")[1])
+    assert set(report) == {"kind", "key", "stored_as", "tied", "dtype", "shape", "bytes", "chunks"}
+    assert report["kind"] == "tensor"
+    assert set(report["chunks"][0]) == {
+        "offsets",
+        "sizes",
+        "file",
+        "rank",
+        "byte_start",
+        "byte_stop",
+        "digest",
+    }
 
 
 def test_inspect_of_a_value(call: Any, ckpt: Path) -> None:
     assert call("inspect", ckpt, "betas") == (0, "betas = (0.9, 0.99)\n", "")
-    told = json.loads(call("inspect", ckpt, "betas", "--json")[1])
-    assert told == {"kind": "object", "key": "betas", "value": {"$tuple": [0.9, 0.99]}}
+    report = json.loads(call("inspect", ckpt, "betas", "--json")[1])
+    assert report == {"kind": "object", "key": "betas", "value": {"$tuple": [0.9, 0.99]}}
 
 
-def test_inspect_of_no_key_is_bad_usage_and_says_which_was_meant(call: Any, ckpt: Path) -> None:
+def test_inspect_of_an_unknown_key_is_bad_usage_and_names_a_near_one(call: Any, ckpt: Path) -> None:
     code, _, err = call("inspect", ckpt, "model.embed.weigth")
     assert code == 2
     assert "near it: model.embed.weight" in err
@@ -420,7 +428,7 @@ def test_inspect_of_no_key_is_bad_usage_and_says_which_was_meant(call: Any, ckpt
 def test_bytes_are_read_past_the_page_cache(
     call: Any, ckpt: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Pages that memory still has of a file do not prove what the device has."""
+    """Cached pages do not prove what is on the device."""
     shards = {str(path) for path in ckpt.glob("shards/*.safetensors")}
     if name == "repair":
         (ckpt / "manifest.json").unlink()
@@ -442,13 +450,17 @@ def test_verify(call: Any, ckpt: Path) -> None:
     assert out.startswith(f"whole: {ckpt}, step 7")
     assert "GB/s" in out
     code, out, _ = call("verify", ckpt, "--json")
-    told = json.loads(out)
+    report = json.loads(out)
     assert code == 0
-    assert set(told) == {
+    assert set(report) == {
         "location", "format", "step", "ok", "files", "chunks", "bytes", "unproved", "seconds", "faults",
         "notes",
     }  # fmt: skip
-    assert (told["ok"], told["faults"], told["bytes"]) == (True, [], sum(x.nbytes for x in STATE.values()))
+    assert (report["ok"], report["faults"], report["bytes"]) == (
+        True,
+        [],
+        sum(x.nbytes for x in STATE.values()),
+    )
 
 
 def test_verify_of_a_damaged_chunk(call: Any, ckpt: Path) -> None:
@@ -461,9 +473,9 @@ def test_verify_of_a_damaged_chunk(call: Any, ckpt: Path) -> None:
     assert "BAD" in out
     assert "model.embed.weight" in out
     code, out, err = call("verify", ckpt, "--json")
-    told = json.loads(out)
-    assert (code, told["ok"], err) == (1, False, "")
-    (fault,) = told["faults"]
+    report = json.loads(out)
+    assert (code, report["ok"], err) == (1, False, "")
+    (fault,) = report["faults"]
     assert fault["type"] == "CorruptChunkError"
     assert fault["details"]["key"] == "model.embed.weight"
 
@@ -473,9 +485,9 @@ def test_verify_of_nothing(call: Any, tmp_path: Path) -> None:
     assert (code, err) == (1, "")
     assert "no committed checkpoint" in out
     code, out, _ = call("verify", tmp_path, "--json")
-    told = json.loads(out)
-    assert (code, told["ok"]) == (1, False)
-    assert told["faults"][0]["type"] == "NotCommittedError"
+    report = json.loads(out)
+    assert (code, report["ok"]) == (1, False)
+    assert report["faults"][0]["type"] == "NotCommittedError"
 
 
 def test_diff(call: Any, ckpt: Path, tmp_path: Path) -> None:
@@ -500,15 +512,15 @@ def test_diff(call: Any, ckpt: Path, tmp_path: Path) -> None:
     ):
         assert text in out
     code, out, _ = call("diff", ckpt, tmp_path / "b", "--json")
-    told = json.loads(out)
+    report = json.loads(out)
     assert code == 1
-    assert set(told) == {
+    assert set(report) == {
         "same", "a", "b", "only_a", "only_b", "changed", "objects", "values", "same_tensors", "by_digest",
         "by_reading", "bytes_read",
     }  # fmt: skip
-    assert told["same"] is False
-    assert told["objects"] == [{"key": "lr", "a": "0.1", "b": "0.2"}]
-    assert told["values"] == [{"key": "model.layers.2.wo", "how": "read", "different": 1, "total": 64}]
+    assert report["same"] is False
+    assert report["objects"] == [{"key": "lr", "a": "0.1", "b": "0.2"}]
+    assert report["values"] == [{"key": "model.layers.2.wo", "how": "read", "different": 1, "total": 64}]
     assert json.loads(call("diff", ckpt, ckpt, "--json")[1])["same"] is True
 
 
@@ -518,10 +530,10 @@ def test_repair(call: Any, ckpt: Path) -> None:
     assert json.loads(call("repair", ckpt, "--json")[1])["repaired"] is False
     (ckpt / MANIFEST_NAME).unlink()
     code, out, _ = call("repair", ckpt, "--json")
-    told = json.loads(out)
+    report = json.loads(out)
     assert code == 0
-    assert set(told) == {"location", "repaired", "step", "attempt", "tensors", "objects", "bytes", "files"}
-    assert (told["repaired"], told["step"], told["tensors"]) == (True, 7, len(STATE))
+    assert set(report) == {"location", "repaired", "step", "attempt", "tensors", "objects", "bytes", "files"}
+    assert (report["repaired"], report["step"], report["tensors"]) == (True, 7, len(STATE))
     again = json.loads(call("inspect", ckpt, "--json")[1])
     assert again["repaired"]
     assert again["rows"] == whole["rows"]
@@ -532,7 +544,7 @@ def test_repair(call: Any, ckpt: Path) -> None:
     assert out.startswith("repaired")
 
 
-def test_repair_of_what_cannot_be(call: Any, ckpt: Path) -> None:
+def test_repair_fails_where_a_shard_is_missing(call: Any, ckpt: Path) -> None:
     (ckpt / MANIFEST_NAME).unlink()
     (ckpt / "shards" / "00001-a1.safetensors").unlink()
     code, _, err = call("repair", ckpt, "--json")
@@ -552,15 +564,15 @@ def test_prune(call: Any, ckpt: Path) -> None:
     assert (run_folder / "step-00000009").exists()
     make_old(run_folder)
     code, out, _ = call("prune", run_folder, "--dry-run", "--json")
-    told = json.loads(out)
+    report = json.loads(out)
     assert code == 0
-    assert set(told) == {
+    assert set(report) == {
         "location", "dry_run", "removed", "committed_meanwhile", "bytes", "leftovers", "steps", "steps_bytes",
         "young", "damaged", "beyond_repair", "lost", "lost_bytes", "lent", "unknown", "settled", "unsettled",
         "uploads", "young_uploads", "uploads_fault",
     }  # fmt: skip
-    assert (told["dry_run"], told["removed"]) == (True, False)
-    assert [left["folder"] for left in told["leftovers"]] == ["step-00000007", "step-00000008"]
+    assert (report["dry_run"], report["removed"]) == (True, False)
+    assert [left["folder"] for left in report["leftovers"]] == ["step-00000007", "step-00000008"]
     assert (run_folder / "step-00000008").exists()
     code, out, _ = call("prune", run_folder)
     assert code == 0
@@ -570,7 +582,7 @@ def test_prune(call: Any, ckpt: Path) -> None:
     assert "nothing to remove" in call("prune", run_folder)[1]
 
 
-def test_prune_keeps_what_it_is_told(call: Any, tmp_path: Path) -> None:
+def test_prune_keeps_as_many_steps_as_asked(call: Any, tmp_path: Path) -> None:
     for step in (1, 2, 3, 10):
         write(tmp_path / f"step-{step:08d}", Sample(STATE, step=step))
     assert json.loads(call("prune", tmp_path, "--json")[1])["steps"] == []
@@ -580,13 +592,13 @@ def test_prune_keeps_what_it_is_told(call: Any, tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 4
     dry = json.loads(call("prune", tmp_path, "--keep", 2, "--dry-run", "--json")[1])
     assert (dry["steps"], dry["removed"]) == (["step-00000001", "step-00000002"], False)
-    told = json.loads(call("prune", tmp_path, "--keep", 2, "--yes", "--json")[1])
-    assert (told["steps"], told["removed"]) == (["step-00000001", "step-00000002"], True)
+    report = json.loads(call("prune", tmp_path, "--keep", 2, "--yes", "--json")[1])
+    assert (report["steps"], report["removed"]) == (["step-00000001", "step-00000002"], True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000010"]
 
 
 @pytest.mark.parametrize("loss", ["missing", "cut"])
-def test_repair_and_prune_do_not_send_a_lost_step_to_each_other(call: Any, ckpt: Path, loss: str) -> None:
+def test_repair_and_prune_agree_that_a_lost_step_cannot_be_repaired(call: Any, ckpt: Path, loss: str) -> None:
     shard = ckpt / "shards" / "00001-a1.safetensors"
     if loss == "missing":
         shard.unlink()
@@ -606,10 +618,10 @@ def test_repair_and_prune_do_not_send_a_lost_step_to_each_other(call: Any, ckpt:
     code, _, err = call("prune", ckpt.parent, "--damaged")
     assert code == 2
     assert "--yes" in err
-    told = json.loads(call("prune", ckpt.parent, "--damaged", "--dry-run", "--json")[1])
-    assert (told["lost"], told["beyond_repair"], told["removed"]) == (["step-00000007"], [], False)
+    report = json.loads(call("prune", ckpt.parent, "--damaged", "--dry-run", "--json")[1])
+    assert (report["lost"], report["beyond_repair"], report["removed"]) == (["step-00000007"], [], False)
     files = [path for path in ckpt.rglob("*") if path.is_file() and path.name != "tokenizer.json"]
-    assert told["bytes"] == told["lost_bytes"] == sum(path.stat().st_size for path in files)
+    assert report["bytes"] == report["lost_bytes"] == sum(path.stat().st_size for path in files)
     assert shard.parent.exists()
     code, out, _ = call("prune", ckpt.parent, "--damaged", "--yes")
     assert code == 0
@@ -623,9 +635,9 @@ def test_prune_leaves_a_damaged_step_that_is_young_or_may_be_repaired(call: Any,
     (ckpt.parent / "step-00000008" / "index-a1.safetensors").unlink()
     make_old(ckpt.parent)
     os.truncate(ckpt / "shards" / "00001-a1.safetensors", 5000)  # a copy that is under way looks the same
-    told = json.loads(call("prune", ckpt.parent, "--damaged", "--yes", "--json")[1])
-    assert (told["removed"], told["lost"], told["beyond_repair"]) == (False, [], ["step-00000007"])
-    assert told["damaged"] == ["step-00000008"]
+    report = json.loads(call("prune", ckpt.parent, "--damaged", "--yes", "--json")[1])
+    assert (report["removed"], report["lost"], report["beyond_repair"]) == (False, [], ["step-00000007"])
+    assert report["damaged"] == ["step-00000008"]
     assert "written to in the last" in call("prune", ckpt.parent, "--damaged", "--yes")[1]
     assert call("repair", ckpt.parent / "step-00000008")[0] == 0
 
@@ -634,8 +646,8 @@ def test_prune_leaves_a_damaged_step_that_is_young_or_may_be_repaired(call: Any,
 def test_prune_does_not_count_a_cut_step_as_one_of_the_newest(call: Any, ckpt: Path, file: str) -> None:
     write(ckpt.parent / "step-00000001", SPREAD)
     os.truncate(ckpt / file, (ckpt / file).stat().st_size - 1)
-    told = json.loads(call("prune", ckpt.parent, "--keep", 1, "--yes", "--json")[1])
-    assert told["steps"] == []
+    report = json.loads(call("prune", ckpt.parent, "--keep", 1, "--yes", "--json")[1])
+    assert report["steps"] == []
     assert (ckpt.parent / "step-00000001").exists()
 
 
@@ -651,8 +663,8 @@ def test_prune_spares_a_step_that_was_saved_again_meanwhile(
 
     monkeypatch.setattr("shardproof.cli.clean._agreed", agreed)
     monkeypatch.setattr("shardproof.cli.clean.sys.stdin", _Terminal(""))
-    told = json.loads(call("prune", ckpt.parent, "--damaged", "--json")[1])
-    assert told["committed_meanwhile"] == ["step-00000007"]
+    report = json.loads(call("prune", ckpt.parent, "--damaged", "--json")[1])
+    assert report["committed_meanwhile"] == ["step-00000007"]
     assert call("verify", ckpt)[0] == 0
 
 

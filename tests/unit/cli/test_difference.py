@@ -98,7 +98,7 @@ def test_tensors_without_elements_or_dimensions(tmp_path: Path) -> None:
     assert [value.key for value in found.values] == ["step"]
 
 
-def test_structure(tmp_path: Path) -> None:
+def test_differences_of_structure_are_listed(tmp_path: Path) -> None:
     one = np.ones((2, 2), np.float32)
     a = Sample({"gone": one, "dtype": one, "shape": one, "same": one, "w": one}, objects={"kind": 1})
     b = Sample(
@@ -162,7 +162,7 @@ def test_a_damaged_chunk_is_no_difference_but_an_error(tmp_path: Path) -> None:
     assert caught.value.details["byte_start"] == manifest.files[0].data_start
 
 
-def test_what_is_not_committed_cannot_be_compared(tmp_path: Path) -> None:
+def test_an_uncommitted_checkpoint_cannot_be_compared(tmp_path: Path) -> None:
     write(tmp_path / "a", Sample(STATE))
     write(tmp_path / "b", Sample(STATE), commit=False)
     with pytest.raises(NotCommittedError):

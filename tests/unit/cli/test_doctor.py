@@ -1,4 +1,4 @@
-"""`shardproof doctor`: each thing that is wrong is found, and named with the command that mends it."""
+"""`shardproof doctor` finds each fault, and names it with the command that repairs it."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def findings(call: Any, run: Path, *options: object) -> tuple[int, dict[str, lis
     """The exit code, and the findings by their kind."""
     code, out, err = call("doctor", run, *options, "--json")
     assert err == ""
-    told = json.loads(out)
-    ranks = [["error", "warning", "note"].index(one["severity"]) for one in told["findings"]]
+    report = json.loads(out)
+    ranks = [["error", "warning", "note"].index(one["severity"]) for one in report["findings"]]
     assert ranks == sorted(ranks), "the worst first"
-    assert told["healthy"] == (code == 0)
+    assert report["healthy"] == (code == 0)
     kinds: dict[str, list[dict[str, str]]] = {}
-    for one in told["findings"]:
+    for one in report["findings"]:
         kinds.setdefault(one["kind"], []).append(one)
     return code, kinds
 
@@ -57,7 +57,9 @@ def test_a_healthy_run_has_no_findings(call: Any, run_folder: Path) -> None:
     assert out.startswith(f"healthy: {run_folder}: 3 committed steps, the newest is 3; ")
 
 
-def test_the_folder_of_one_node_says_that_files_of_others_are_not_here(call: Any, run_folder: Path) -> None:
+def test_the_folder_of_one_node_reports_that_files_of_other_nodes_are_not_here(
+    call: Any, run_folder: Path
+) -> None:
     write_node_mark(LocalStorage(run_folder), NodeMark(nodes=("a:/run", "b:/run"), own=0, replicas=0))
     others = "files of the other nodes (b:/run) are not here"
     newest = run_folder / "step-00000003"
@@ -197,7 +199,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_wrong_with_a_step_is_found(call: Any, run_folder: Path, case: str) -> None:
+def test_each_fault_of_a_step_is_found(call: Any, run_folder: Path, case: str) -> None:
     change: Callable[[Path], None]
     change, severity, what, mend = CASES[case]
     change(run_folder / "step-00000002")

@@ -80,7 +80,7 @@ class Scaler:
 
 @pytest.fixture
 def run_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """A module of a training run, of its own for each test, since the registry knows classes by name."""
+    """A module of a training run. Each test has its own, because the registry knows classes by name."""
     name = f"run_of_{tmp_path.name}"
     (tmp_path / "modules").mkdir()
     (tmp_path / "modules" / f"{name}.py").write_text(MODULE.replace("Phase", f"Phase_{name}"))
@@ -93,7 +93,7 @@ def run_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Modu
 def test_classes_that_are_registered_by_name_convert(
     call: Any, run_module: ModuleType, tmp_path: Path
 ) -> None:
-    """The processes that write learn the classes as well."""
+    """The worker processes register the classes, too."""
     name = f"Phase_{run_module.__name__}"
     phase, member = f"{run_module.__name__}.{name}", getattr(run_module, name).WARMUP
     values = {"phase": member, "progress": run_module.Progress(5)}
@@ -112,7 +112,7 @@ def test_classes_that_are_registered_by_name_convert(
     assert call("diff", tmp_path / "run.pt", tmp_path / "step", *named)[0] == 0
 
 
-def test_an_object_that_stays_no_plain_data_names_what_to_do(
+def test_the_error_for_an_object_that_is_no_plain_data_names_what_to_do(
     call: Any, run_module: ModuleType, tmp_path: Path
 ) -> None:
     torch.save({"scaler": run_module.Scaler()}, tmp_path / "run.pt")

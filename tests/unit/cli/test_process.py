@@ -58,7 +58,7 @@ def test_help_needs_nothing_heavy(arguments: list[str]) -> None:
 
 
 def test_help_needs_only_the_files_of_the_commands() -> None:
-    """Of our own; and of what is not Python's, click alone. So it answers in a tenth of a second."""
+    """Help imports these modules of shardproof, and of other packages only click, so that it is fast."""
     new = modules_after("--help") - modules_after()
     ours = {name for name in new if name.split(".")[0] == "shardproof"}
     others = {name.split(".")[0] for name in new - ours}
@@ -82,7 +82,7 @@ def test_help_is_shown() -> None:
     assert done.stdout.startswith("Usage: shardproof")
 
 
-def test_looking_needs_no_torch(tmp_path: Path) -> None:
+def test_commands_that_only_read_need_no_torch(tmp_path: Path) -> None:
     write(tmp_path / "step-00000001", ONE)
     step = tmp_path / "step-00000001"
     for arguments in (
@@ -106,7 +106,7 @@ def test_the_exit_code_is_that_of_the_process(tmp_path: Path) -> None:
     assert shardproof("--version").stdout == f"shardproof {package.__version__}\n"
 
 
-def test_a_reader_that_stops_is_told_of_no_error(tmp_path: Path) -> None:
+def test_a_closed_pipe_ends_the_command_without_an_error_message(tmp_path: Path) -> None:
     write(tmp_path, Sample({f"w{row}x": np.zeros(1, np.float32) for row in range(3000)}))
     command = [sys.executable, "-m", "shardproof", "inspect", str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:

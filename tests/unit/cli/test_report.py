@@ -32,7 +32,7 @@ def summary_of(folder: Path, prefix: str | None = None, depth: int = 2) -> Summa
     return summarise("here", manifest, read_index(storage, manifest), prefix=prefix, depth=depth)
 
 
-def test_a_run_lists_what_is_committed_and_why_the_rest_is_not(tmp_path: Path) -> None:
+def test_a_run_lists_committed_steps_and_why_others_are_not_committed(tmp_path: Path) -> None:
     write(tmp_path / "step-00000020", Sample(STATE, step=20))
     write(tmp_path / "step-00000020", Sample(STATE, attempt="dead"), commit=False)
     write(tmp_path / "step-00000003", Sample(STATE, step=3))
@@ -68,7 +68,7 @@ def test_a_run_lists_what_is_committed_and_why_the_rest_is_not(tmp_path: Path) -
     assert json.loads(json.dumps(first.to_json()))["committed"] is True
 
 
-def test_a_checkpoint_itself_is_listed_as_what_it_is(tmp_path: Path) -> None:
+def test_the_folder_of_a_checkpoint_lists_the_checkpoint(tmp_path: Path) -> None:
     write(tmp_path, Sample(STATE, step=3))
     assert [(info.name, info.step, info.status) for info in scan_run(LocalStorage(tmp_path))] == [
         (".", 3, "committed")
@@ -100,7 +100,7 @@ def test_a_summary_adds_up(tmp_path: Path) -> None:
     json.dumps(summary.to_json())
 
 
-def test_depth_says_how_fine_the_parts_are(tmp_path: Path) -> None:
+def test_depth_sets_how_fine_the_parts_are(tmp_path: Path) -> None:
     write(tmp_path, SPREAD)
     assert [part.part for part in summary_of(tmp_path, depth=1).parts] == ["model", "optimizer"]
     parts = summary_of(tmp_path, depth=3).parts

@@ -72,7 +72,7 @@ def test_the_newest_are_kept() -> None:
         "manifest.json.0f.tmp",
     ],
 )
-def test_names_that_shardproof_gives(name: str) -> None:
+def test_names_of_files_of_shardproof(name: str) -> None:
     assert is_ours(name)
 
 
@@ -88,7 +88,7 @@ def test_names_that_shardproof_gives(name: str) -> None:
         "shards/00001-x.safetensors/x",
     ],
 )
-def test_names_that_it_does_not(name: str) -> None:
+def test_names_of_other_files(name: str) -> None:
     assert not is_ours(name)
 
 
@@ -107,7 +107,7 @@ def test_files_of_the_user_stay(tmp_path: Path) -> None:
 
 
 class DiesAfter(LocalStorage):
-    """Dies at the so-manyth deletion, before it happens."""
+    """Raises KeyboardInterrupt before the deletion that follows `deletions` others."""
 
     def __init__(self, root: Path, deletions: int) -> None:
         super().__init__(root)
@@ -132,7 +132,7 @@ def test_a_deletion_that_dies_leaves_the_step_whole_or_a_leftover(tmp_path: Path
         assert len(leftovers(LocalStorage(tmp_path), long_ago)) == 1
 
 
-def test_leftovers_are_what_no_manifest_names(tmp_path: Path) -> None:
+def test_leftovers_are_files_that_no_manifest_names(tmp_path: Path) -> None:
     write(tmp_path / "step-00000001", attempt("dead"), commit=False)
     write(tmp_path / "step-00000001", attempt("live"))
     write(tmp_path / "step-00000002", attempt("dead2"), commit=False)
@@ -165,7 +165,7 @@ def test_a_folder_whose_manifest_cannot_be_read_is_left_alone(tmp_path: Path) ->
     assert leftovers(LocalStorage(tmp_path), long_ago) == []
 
 
-def test_what_has_been_committed_meanwhile_is_not_removed(tmp_path: Path) -> None:
+def test_a_leftover_that_was_committed_meanwhile_is_not_removed(tmp_path: Path) -> None:
     folder = tmp_path / "step-00000001"
     write(folder, STATE, commit=False)
     (leftover,) = leftovers(LocalStorage(tmp_path), long_ago)
@@ -175,7 +175,7 @@ def test_what_has_been_committed_meanwhile_is_not_removed(tmp_path: Path) -> Non
     assert set(leftover.files) <= set(locate_files(folder))
 
 
-def test_the_youngest_file_of_an_attempt_is_its_age(tmp_path: Path) -> None:
+def test_the_youngest_file_sets_the_age_of_an_attempt(tmp_path: Path) -> None:
     write(tmp_path / "step-00000001", Sample(STATE.tensors, world_size=2), commit=False)
     times = {"step-00000001/shards/00001-a1.safetensors": 900.0}
     (leftover,) = leftovers(LocalStorage(tmp_path), lambda name: times.get(name, 0.0))
@@ -183,5 +183,5 @@ def test_the_youngest_file_of_an_attempt_is_its_age(tmp_path: Path) -> None:
     assert not leftover.older_than(101, now=1000.0)
 
 
-def test_what_has_no_known_age_is_young() -> None:
+def test_a_leftover_of_unknown_age_is_young() -> None:
     assert not Leftover("step-00000001", "a", ("x",), 0, None, False).older_than(0, now=1e12)

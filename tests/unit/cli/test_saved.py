@@ -20,7 +20,7 @@ from tests.small_blocks import blocks_of
 
 @pytest.fixture(autouse=True, params=[BLOCK_BYTES, 100])
 def _blocks(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Chunks are of one block, and of several."""
+    """Runs each test with chunks of one block, and of several."""
     with blocks_of(request.param):
         yield
 
@@ -49,28 +49,30 @@ def test_a_run_from_save_to_prune(tmp_path: Path, capsys: pytest.CaptureFixture[
         checkpointer.save(step, state).result()
     checkpointer.save(30, trained(3)).result()
 
-    code, told = answer(capsys, "ls", tmp_path)
+    code, report = answer(capsys, "ls", tmp_path)
     assert code == 0
-    assert [(info["step"], info["committed"]) for info in told["checkpoints"]] == [
+    assert [(info["step"], info["committed"]) for info in report["checkpoints"]] == [
         (10, True),
         (20, True),
         (30, True),
     ]
     ten, twenty, thirty = (tmp_path / f"step-{step:08d}" for step in (10, 20, 30))
 
-    code, told = answer(capsys, "inspect", ten)
+    code, report = answer(capsys, "inspect", ten)
     assert code == 0
-    assert ("model.{0..3}.weight", 4, [16, 16]) in [(r["key"], r["count"], r["shape"]) for r in told["rows"]]
-    assert "optimizer.{0..3}.weight.exp_avg" in [row["key"] for row in told["rows"]]
+    assert ("model.{0..3}.weight", 4, [16, 16]) in [
+        (r["key"], r["count"], r["shape"]) for r in report["rows"]
+    ]
+    assert "optimizer.{0..3}.weight.exp_avg" in [row["key"] for row in report["rows"]]
     assert answer(capsys, "inspect", ten, "betas")[1]["value"] == {"$tuple": [0.9, {"$float": "inf"}]}
     assert run(["inspect", str(ten), "betas"]) == 0
     assert capsys.readouterr().out == "betas = (0.9, inf)\n"
 
     assert answer(capsys, "verify", ten)[0] == 0
     assert answer(capsys, "diff", ten, twenty)[0] == 0
-    code, told = answer(capsys, "diff", ten, thirty)
+    code, report = answer(capsys, "diff", ten, thirty)
     assert code == 1
-    assert "model.0.weight" in [value["key"] for value in told["values"]]
+    assert "model.0.weight" in [value["key"] for value in report["values"]]
 
     (ten / MANIFEST_NAME).unlink()
     assert answer(capsys, "ls", tmp_path)[1]["checkpoints"][0]["status"] == "leftover"
@@ -78,10 +80,10 @@ def test_a_run_from_save_to_prune(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert answer(capsys, "diff", ten, twenty)[0] == 0
 
     (thirty / MANIFEST_NAME).unlink()
-    code, told = answer(capsys, "prune", tmp_path, "--keep", 1, "--older-than", "0s", "--yes")
+    code, report = answer(capsys, "prune", tmp_path, "--keep", 1, "--older-than", "0s", "--yes")
     assert code == 0
-    assert told["steps"] == ["step-00000010"]
-    assert [leftover["folder"] for leftover in told["leftovers"]] == ["step-00000030"]
+    assert report["steps"] == ["step-00000010"]
+    assert [leftover["folder"] for leftover in report["leftovers"]] == ["step-00000030"]
     assert checkpointer.steps() == [20]
     restored = trained(0)
     assert checkpointer.restore(restored) == 20
@@ -97,8 +99,8 @@ def test_layouts_differ_and_the_state_is_the_same(
     sp.save(tmp_path / "whole", {"w": whole})
     halves = sp.LocalShards(whole.shape, [(whole[:2], (0, 0)), (whole[2:], (2, 0))])
     sp.save(tmp_path / "halves", {"w": halves})
-    code, told = answer(capsys, "diff", tmp_path / "whole", tmp_path / "halves")
-    assert (code, told["by_reading"], told["same_tensors"]) == (0, 1, 1)
+    code, report = answer(capsys, "diff", tmp_path / "whole", tmp_path / "halves")
+    assert (code, report["by_reading"], report["same_tensors"]) == (0, 1, 1)
     assert answer(capsys, "verify", tmp_path / "halves")[0] == 0
 
 
@@ -122,9 +124,9 @@ def test_a_run_that_was_saved_incrementally(tmp_path: Path, capsys: pytest.Captu
         checkpointer.save(step, state).result()
     one, two, three = (tmp_path / f"step-{step:08d}" for step in (1, 2, 3))
 
-    told = json.loads(ok("ls", tmp_path, "--json"))["checkpoints"]
-    assert [info["borrows"] for info in told] == [[], [one.name], [one.name]]
-    assert told[0]["lends"] == [two.name, three.name]
+    report = json.loads(ok("ls", tmp_path, "--json"))["checkpoints"]
+    assert [info["borrows"] for info in report] == [[], [one.name], [one.name]]
+    assert report[0]["lends"] == [two.name, three.name]
     assert "saved incrementally" in ok("inspect", three) and one.name in ok("inspect", three, "model")
     assert json.loads(ok("inspect", three, "--json"))["borrowed"] == 36_000
     code, out, _ = shardproof("diff", one, two, "--json")
@@ -137,20 +139,20 @@ def test_a_run_that_was_saved_incrementally(tmp_path: Path, capsys: pytest.Captu
     text = ok("prune", tmp_path, "--keep", "1", "--yes")
     assert f"kept: {one.name}: files that {three.name} refers to" in text
     after = sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file())
-    assert before - after == dry["bytes"], "what it said that it would remove"
+    assert before - after == dry["bytes"], "as the dry run reported"
     assert not two.exists() and [path.name for path in one.iterdir()] == ["shards"]
     assert json.loads(ok("verify", three, "--json"))["ok"]
     listed = json.loads(ok("ls", tmp_path, "--json"))["checkpoints"]
     assert [info["status"] for info in listed] == ["lends", "committed"]
     for file in one.rglob("*"):
         os.utime(file, (0, 0))
-    told = json.loads(ok("prune", tmp_path, "--json"))
-    assert told["leftovers"] == [] and told["lent"] == {one.name: [three.name]}
+    report = json.loads(ok("prune", tmp_path, "--json"))
+    assert report["leftovers"] == [] and report["lent"] == {one.name: [three.name]}
 
     code, _, err = shardproof("convert", three, tmp_path / "whole")
     assert code == 2 and "--standalone" in err
-    told = json.loads(ok("convert", three, tmp_path / "whole", "--standalone", "--json"))
-    assert (told["step"], told["tensors"]) == (3, 2)
+    report = json.loads(ok("convert", three, tmp_path / "whole", "--standalone", "--json"))
+    assert (report["step"], report["tensors"]) == (3, 2)
     assert "the same state" in ok("diff", three, tmp_path / "whole")
     code, _, err = shardproof("convert", three, tmp_path / "whole", "--standalone", "--json")
     assert code == 1 and json.loads(err)["type"] == "AlreadyCommittedError"

@@ -1,4 +1,4 @@
-"""What the commands say of suspects, and what `prune` leaves of them."""
+"""The commands on suspects: what they show, and what `prune` removes."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def test_ls_shows_suspects_as_such(call: Any, run_folder: Path) -> None:
     ]
     assert f"{len(STATE)} 1 settled persistent fault: node 7" in by_folder["suspect-00000002"]
     assert f"{len(STATE)} 1 suspect validation failed" in by_folder["suspect-00000003"]
-    told = json.loads(call("ls", run_folder, "--json")[1])["checkpoints"]
-    assert [(one["suspect"], one["committed"], one["verdict"]) for one in told[:3]] == [
+    report = json.loads(call("ls", run_folder, "--json")[1])["checkpoints"]
+    assert [(one["suspect"], one["committed"], one["verdict"]) for one in report[:3]] == [
         (False, True, None),
         (True, False, "persistent fault: node 7"),
         (True, False, None),
@@ -67,9 +67,9 @@ def test_prune_leaves_suspects_that_are_not_settled(call: Any, run_folder: Path)
     assert code == 0
     assert "settled suspect, older than a step that is kept" in out
     assert "kept: suspect-00000003: validation failed there" in out
-    told = json.loads(call("prune", run_folder, "--keep", 1, "--yes", "--json")[1])
-    assert (told["steps"], told["settled"]) == (["step-00000001"], ["suspect-00000002"])
-    assert told["bytes"] == told["steps_bytes"] > sum(array.nbytes for array in STATE.values())
+    report = json.loads(call("prune", run_folder, "--keep", 1, "--yes", "--json")[1])
+    assert (report["steps"], report["settled"]) == (["step-00000001"], ["suspect-00000002"])
+    assert report["bytes"] == report["steps_bytes"] > sum(array.nbytes for array in STATE.values())
     assert sorted(path.name for path in run_folder.iterdir()) == [
         "step-00000004",
         "suspect-00000003",
@@ -90,14 +90,14 @@ def test_prune_leaves_damaged_suspects_that_are_not_settled(call: Any, run_folde
     ]
 
 
-def test_prune_removes_what_dead_saves_of_suspects_left(call: Any, run_folder: Path) -> None:
+def test_prune_removes_leftovers_of_dead_saves_of_suspects(call: Any, run_folder: Path) -> None:
     write(run_folder / "suspect-00000003", Sample(STATE, attempt="dead"), commit=False)
     (run_folder / "suspect-00000002" / MANIFEST_NAME).unlink()
     (run_folder / "suspect-00000007" / "shards").mkdir(parents=True)
     assert "may be in progress" in call("prune", run_folder)[1]
     make_old(run_folder)
-    told = json.loads(call("prune", run_folder, "--json")[1])
-    assert [one["folder"] for one in told["leftovers"]] == ["suspect-00000002"] * 2 + ["suspect-00000003"]
+    report = json.loads(call("prune", run_folder, "--json")[1])
+    assert [one["folder"] for one in report["leftovers"]] == ["suspect-00000002"] * 2 + ["suspect-00000003"]
     assert sorted(path.name for path in run_folder.iterdir()) == [
         "step-00000001",
         "step-00000004",
@@ -120,6 +120,6 @@ def test_a_suspect_saved_again_meanwhile_is_spared(
         return plan
 
     monkeypatch.setattr(shardproof.checkpointer, "plan_prune", planned)
-    told = json.loads(call("prune", run_folder, "--keep", 2, "--yes", "--json")[1])
-    assert (told["settled"], told["committed_meanwhile"]) == (["suspect-00000002"], ["suspect-00000002"])
+    report = json.loads(call("prune", run_folder, "--keep", 2, "--yes", "--json")[1])
+    assert (report["settled"], report["committed_meanwhile"]) == (["suspect-00000002"], ["suspect-00000002"])
     assert call("verify", run_folder / "suspect-00000002")[0] == 0

@@ -46,7 +46,7 @@ def test_a_save_is_seen_while_it_grows_until_it_is_committed(tmp_path: Path) -> 
     assert states[1:] == [("committed", ""), ("writing", "beside a committed checkpoint")]
 
 
-def test_one_table(call: Any, tmp_path: Path) -> None:
+def test_once_prints_one_table(call: Any, tmp_path: Path) -> None:
     for step in (1, 2, 3):
         write(tmp_path / f"step-0000000{step}", Sample(STATE, step=step))
     (tmp_path / "step-00000002" / MANIFEST_NAME).write_text("{}")
@@ -60,8 +60,8 @@ def test_one_table(call: Any, tmp_path: Path) -> None:
         ["2", "damaged"],
         ["3", "leftover"],
     ]
-    told = json.loads(call("watch", tmp_path, "--once", "--json")[1])
-    assert [save["state"] for save in told["saves"]] == ["committed", "damaged", "leftover"]
+    report = json.loads(call("watch", tmp_path, "--once", "--json")[1])
+    assert [save["state"] for save in report["saves"]] == ["committed", "damaged", "leftover"]
     assert call("watch", tmp_path, "--every", "0")[0] == 2
 
 

@@ -1,4 +1,4 @@
-"""Tiny models as Hugging Face stores them, and the slow, obvious way to Megatron's tensors."""
+"""Tiny models as Hugging Face stores them, and a slow reference conversion to Megatron's tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ State = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a tiny model."""
+    """The sizes of a tiny model."""
 
     layers: int = 2
     groups: int = 2
@@ -33,11 +33,11 @@ class Sizes:
 
     @property
     def heads(self) -> int:
-        """Of queries."""
+        """The number of query heads."""
         return self.groups * self.heads_in_group
 
     def config(self) -> dict[str, int]:
-        """As in config.json."""
+        """The entries of config.json."""
         return {
             "num_attention_heads": self.heads,
             "num_key_value_heads": self.groups,
@@ -54,7 +54,7 @@ SIZES: Mapping[str, Sizes] = {
     "qwen": replace(Sizes(), bias=True, query_key_norm=True),
     "qwen-moe": replace(Sizes(), query_key_norm=True),
 }
-"""By family."""
+"""Sizes by family."""
 
 
 def hugging_face(family: str, sizes: Sizes, seed: int = 0) -> State:
@@ -206,7 +206,7 @@ def megatron(family: str, sizes: Sizes, hf: State, *, padded: bool) -> State:
 
 
 def stored(state: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """What a key map sees of tensors."""
+    """The dtype and shape of each tensor, as a key map gets them."""
     return {
         key: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for key, tensor in state.items()
     }

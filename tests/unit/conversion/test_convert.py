@@ -1,4 +1,4 @@
-"""Conversions write what is stored, selected, renamed and cast; wrong requests change nothing."""
+"""Conversions select, rename and cast what is stored; wrong requests change nothing."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def tensors_of(path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("to", sorted(WRITERS))
-def test_every_format_has_every_bit_and_leads_back(source: Path, to: str, tmp_path: Path) -> None:
+def test_every_format_keeps_every_bit_there_and_back(source: Path, to: str, tmp_path: Path) -> None:
     exclude = ["model.empty"] if to == "torch_dist" else []  # Megatron-Core holds no empty tensors
     exclude += ["step"] if to in ("hf", "safetensors") else []
     report = sp.convert(source, tmp_path / "there", to=to, exclude=exclude)
@@ -83,7 +83,7 @@ def test_a_value_that_is_stored_as_a_tensor_is_written_once(to: str, tmp_path: P
     assert report.objects == 1
     with sp.open(tmp_path / "there") as there:
         assert len(there.tensors) == (2 if to == "shardproof" else 1)
-        if to != "hf":  # which has no place for values
+        if to != "hf":  # hf stores no values
             values = there["common"] if to == "torch_dist" else there
             assert values["seen.steps"] == steps
 
@@ -124,7 +124,7 @@ def test_wrong_requests_are_named_and_nothing_is_written(source: Path, tmp_path:
     refused(source, there, ValueError, "bytes of memory are too few", memory_bytes=1000)
 
 
-def test_what_is_at_the_destination_is_not_touched(source: Path, tmp_path: Path) -> None:
+def test_files_at_the_destination_are_not_touched(source: Path, tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "mine").write_text("mine")
     with pytest.raises(AlreadyCommittedError, match="was not touched"):
@@ -179,7 +179,7 @@ def test_a_damaged_source_is_not_published(source: Path, tmp_path: Path) -> None
 
 
 class Between(LocalRendezvous):
-    """Does something after a meeting."""
+    """Calls a function after the meeting of a phase."""
 
     def __init__(self, phase: str, then: Callable[[], None]) -> None:
         super().__init__()
@@ -192,7 +192,7 @@ class Between(LocalRendezvous):
         return answer
 
 
-def test_what_was_not_stored_as_written_is_not_published(source: Path, tmp_path: Path) -> None:
+def test_a_file_that_was_damaged_after_the_write_is_not_published(source: Path, tmp_path: Path) -> None:
     def damage() -> None:
         file = tmp_path / "there.converting" / "files" / "model.safetensors"
         data = bytearray(file.read_bytes())
@@ -210,7 +210,7 @@ def test_what_was_not_stored_as_written_is_not_published(source: Path, tmp_path:
     assert not (tmp_path / "there").exists()
 
 
-def test_what_appears_at_the_destination_meanwhile_is_not_touched(source: Path, tmp_path: Path) -> None:
+def test_files_that_appear_at_the_destination_meanwhile_are_not_touched(source: Path, tmp_path: Path) -> None:
     def appear() -> None:
         (tmp_path / "there").mkdir()
         (tmp_path / "there" / "mine").write_text("mine")
@@ -220,7 +220,7 @@ def test_what_appears_at_the_destination_meanwhile_is_not_touched(source: Path, 
     assert [path.name for path in (tmp_path / "there").iterdir()] == ["mine"]
 
 
-def test_a_full_disk_is_told_before_anything_is_written(
+def test_a_full_disk_is_an_error_before_anything_is_written(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import shutil
@@ -230,7 +230,7 @@ def test_a_full_disk_is_told_before_anything_is_written(
         sp.convert(source, tmp_path / "there", to="shardproof")
 
 
-def test_two_conversions_to_one_destination(source: Path, tmp_path: Path) -> None:
+def test_a_second_conversion_to_one_destination_is_refused(source: Path, tmp_path: Path) -> None:
     from shardproof.conversion.work_folder import WorkFolder
 
     other = WorkFolder(str(tmp_path / "there"))
@@ -242,11 +242,11 @@ def test_two_conversions_to_one_destination(source: Path, tmp_path: Path) -> Non
         sp.convert(source, tmp_path / "there", to="shardproof")
 
 
-def test_a_work_folder_that_a_node_does_not_see_is_told_before_the_first_unit(
+def test_a_work_folder_that_a_node_does_not_see_is_an_error_before_the_first_unit(
     source: Path, tmp_path: Path
 ) -> None:
     class Apart(LocalRendezvous):
-        """Another rank took the work folder, on another node."""
+        """Acts as if another rank had taken the work folder on another node."""
 
         def meet(self, operation: str, phase: str, post: bytes | BaseException, decide: Decide) -> bytes:
             answer = super().meet(operation, phase, post, decide)
@@ -303,7 +303,7 @@ def test_the_command_prints_the_report(
 
 
 @pytest.mark.parametrize("to", sorted(WRITERS))
-def test_what_a_format_has_no_place_for_is_noted(to: str, tmp_path: Path) -> None:
+def test_steps_and_metadata_that_a_format_cannot_store_are_noted(to: str, tmp_path: Path) -> None:
     sp.save(tmp_path / "source", {"w": torch.ones(2)}, step=7, metadata={"run": {"seed": 3}})
     notes = sp.convert(tmp_path / "source", tmp_path / "there", to=to).notes
     with sp.open(tmp_path / "there") as checkpoint:

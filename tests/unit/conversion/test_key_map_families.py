@@ -1,4 +1,4 @@
-"""Key maps of the families equal the slow, obvious way, and lead back bit for bit."""
+"""Key maps of the families equal a slow reference, and map back bit for bit."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_both_directions_equal_the_reference(model: tuple[str, Sizes], padded: b
 
 
 @given(models(), st.sampled_from(["none", "layer", "expert"]))
-def test_tensors_that_are_not_stacked_lead_back(model: tuple[str, Sizes], stack: str) -> None:
+def test_tensors_that_are_not_stacked_map_back(model: tuple[str, Sizes], stack: str) -> None:
     family, sizes = model
     hf = hugging_face(family, sizes)
     objects = {"config.json": sizes.config()}
@@ -80,7 +80,7 @@ def test_tensors_that_are_not_stacked_lead_back(model: tuple[str, Sizes], stack:
 
 @pytest.mark.parametrize("to", ["torch_dist", "safetensors"])
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_files_lead_back_bit_for_bit(family: str, to: str, tmp_path: Path) -> None:
+def test_files_convert_back_bit_for_bit(family: str, to: str, tmp_path: Path) -> None:
     sizes = SIZES[family]
     hf = {key: tensor.bfloat16() for key, tensor in hugging_face(family, sizes).items()}
     (tmp_path / "hf").mkdir()
@@ -110,7 +110,7 @@ OTHER_NAMES = {
 
 
 @pytest.mark.parametrize("name", [name for names in OTHER_NAMES.values() for name in names])
-def test_other_names_of_one_tensor_are_taken(name: str) -> None:
+def test_other_names_of_a_tensor_are_accepted(name: str) -> None:
     sizes = replace(SIZES["mixtral"], layers=1)
     hf = hugging_face("mixtral", sizes)
     objects = {"config.json": sizes.config()}
@@ -132,14 +132,14 @@ def test_keys_of_gpt2_without_prefix_and_its_masks() -> None:
 
 
 def attention(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Of (tokens, heads, head_dim), causal."""
+    """Causal attention of tensors (tokens, heads, head_dim)."""
     q, k, v = (part.transpose(0, 1) for part in (queries, keys, values))
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(0, 1)
 
 
 @pytest.mark.parametrize(("groups", "in_group"), [(1, 4), (2, 2), (4, 1), (3, 2)])
-def test_attention_gives_what_it_gave(groups: int, in_group: int) -> None:
-    """Megatron's forward with the fused weight, Hugging Face's with the separate ones.
+def test_attention_is_the_same_after_the_map(groups: int, in_group: int) -> None:
+    """Compares Megatron's forward with the fused weight with Hugging Face's with the separate weights.
 
     The elements are small integers, so that the products are exact however they are summed.
     """
@@ -170,7 +170,7 @@ def tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", ["hf_llama_sharded", "hf_llama_tied", "hf_bin_sharded"])
-def test_golden_llama_leads_back(name: str, tmp_path: Path) -> None:
+def test_golden_llama_converts_back(name: str, tmp_path: Path) -> None:
     golden = Golden(name, tmp_path)
     config = golden.checkpoint / "config.json"
     query = f"?config={config}"
@@ -208,7 +208,7 @@ hf = "model.norm.bias"
 
 
 @pytest.mark.parametrize("name", ["mc_gpt_fully_reshardable_w2", "mc11_gpt_fsms_w2", "zarr_mc11_gpt_fsms_w2"])
-def test_golden_megatron_leads_back_with_its_optimizer(name: str, tmp_path: Path) -> None:
+def test_golden_megatron_converts_back_with_its_optimizer(name: str, tmp_path: Path) -> None:
     golden = Golden(name, tmp_path)
     rules = tmp_path / "gpt.toml"
     state = "fp32_param" if "mc11" in name else "param"

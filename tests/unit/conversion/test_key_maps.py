@@ -1,4 +1,4 @@
-"""Key maps of files and functions, their options, and what contradicts them."""
+"""Key maps from files and functions, their options, and their errors."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_shapes_that_contradict_are_named() -> None:
     refused("expected one for each layer", MEGATRON | {QKV: torch.tensor(1.0)})
 
 
-def test_shapes_and_numbers_that_lie_take_no_time() -> None:
+def test_false_shapes_and_numbers_are_refused_quickly() -> None:
     key, other = "decoder.layers.{}.mlp.linear_fc2.weight", "decoder.layers.mlp.linear_fc2.weight"
     for tensors, match in (
         ({other: ("float32", (10**12, 0, 0))}, "tensors stacked, expected 1 to"),
@@ -144,7 +144,7 @@ def test_a_gpt_without_gate_is_not_split_as_llama() -> None:
     refused("ffn = 8, expected 4", plain)
 
 
-def test_what_cannot_be_found_out_is_asked_for() -> None:
+def test_options_that_cannot_be_derived_are_asked_for() -> None:
     refused(r"add two of \?heads=", MEGATRON, objects={})
     refused(r"add one of \?heads=", HF, TO_MEGATRON, {})
     for query in ("heads=4&groups=2", "heads=4&head_dim=4", "groups=2&head_dim=4"):
@@ -190,7 +190,7 @@ def test_arguments_of_megatron_are_found(objects: dict[str, Any]) -> None:
 
 
 def test_megatron_without_groups_has_one_for_each_head() -> None:
-    """Its number of query groups is then 1, and means nothing."""
+    """Megatron then stores 1 query group, which has no meaning."""
     state = {QKV: torch.arange(24.0).reshape(1, 24, 1)}
     args = {"num_attention_heads": 4, "num_query_groups": 1, "group_query_attention": False}
     mapped = apply_key_map("megatron-to-hf:llama", stored(state), {"common": {"args": args}})
@@ -203,7 +203,7 @@ def test_models_whose_values_differ_are_refused(name: str) -> None:
     refused(name, MEGATRON, objects={"common": {"args": {**ARGS, name: True}}})
 
 
-def test_wrong_names_and_options() -> None:
+def test_wrong_names_and_options_are_refused() -> None:
     for key_map, match in (
         ("megatron-to-hf:parchment", "there is no key map.*llama"),
         ("llama", "there is no key map"),
@@ -323,7 +323,7 @@ def test_a_function_is_a_map(workers: int, tmp_path: Path) -> None:
         assert torch.equal(checkpoint["b.0"].read(), state["b"][:2].T)
 
 
-def test_a_function_that_no_worker_can_have(tmp_path: Path) -> None:
+def test_a_function_that_cannot_be_sent_to_workers_is_refused(tmp_path: Path) -> None:
     sp.save(tmp_path / "source", {"a": torch.ones(2, 2), "parts": 2})
     with pytest.raises(ValueError, match="cannot be sent to worker processes"):
         sp.convert(
@@ -379,7 +379,7 @@ def test_the_plan_depends_on_the_file(tmp_path: Path) -> None:
     assert len(digests) == 2
 
 
-def test_selection_and_rename_stand_around_the_map(tmp_path: Path) -> None:
+def test_selection_comes_before_the_map_and_rename_after_it(tmp_path: Path) -> None:
     sp.save(tmp_path / "source", {**MEGATRON, "optimizer": {"x": torch.ones(2)}, "epoch": 3})
     report = sp.convert(
         tmp_path / "source",
@@ -446,7 +446,7 @@ def moved_tensors(draw: st.DrawFn) -> tuple[dict[str, torch.Tensor], MappedTenso
 
 @settings(max_examples=40)
 @given(moved_tensors(), st.data())
-def test_any_box_of_a_moved_tensor_is_that_of_the_whole(
+def test_any_box_of_a_moved_tensor_equals_that_box_of_the_whole(
     case: tuple[dict[str, torch.Tensor], MappedTensor], data: st.DataObject
 ) -> None:
     state, tensor = case

@@ -32,7 +32,7 @@ def test_prometheus_metrics() -> None:
     registry = client.CollectorRegistry()
     with prometheus.export(registry):
         some_saves()
-    some_saves()  # nobody listens any more
+    some_saves()  # after the export ended
 
     def value(name: str, **labels: str) -> Any:
         return registry.get_sample_value(f"shardproof_{name}", labels)
@@ -91,7 +91,7 @@ def test_operations_without_a_step_are_counted() -> None:
     assert added == [("shardproof/load/read/seconds", number) for number in range(3)]
 
 
-def test_the_core_needs_neither() -> None:
+def test_the_core_needs_neither_library() -> None:
     script = (
         "import sys\n"
         "sys.modules['prometheus_client'] = None\n"

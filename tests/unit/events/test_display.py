@@ -1,4 +1,4 @@
-"""Lines and bars."""
+"""The display of phases as lines and as bars."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def lines_of(bench: Bench, every: float = 5.0) -> list[str]:
     return written
 
 
-def test_a_line_a_phase_with_amount_time_and_speed() -> None:
+def test_each_phase_has_a_line_with_amount_time_and_speed() -> None:
     bench = Bench()
     written = lines_of(bench)
     with bench.hub.phase("save runs/a", "collect"):
@@ -41,7 +41,7 @@ def test_a_line_a_phase_with_amount_time_and_speed() -> None:
     ]
 
 
-def test_a_long_phase_is_told_of_every_few_seconds() -> None:
+def test_a_long_phase_has_a_line_every_few_seconds() -> None:
     bench = Bench()
     written = lines_of(bench, every=5.0)
     with bench.hub.phase("save runs/a", "write") as phase:
@@ -80,7 +80,7 @@ def test_while_rank_0_waits_the_slowest_rank_is_shown_with_its_speed() -> None:
     ]
 
 
-def test_a_failure_is_shown_and_steers_no_terminal() -> None:
+def test_a_failure_is_shown_without_control_characters() -> None:
     bench = Bench()
     written = lines_of(bench)
 
@@ -146,7 +146,7 @@ def test_bars_without_lines_and_two_phases_at_once() -> None:
     assert "verify: read 1 B in" not in file.getvalue()
 
 
-def test_on_a_real_terminal_bars_are_drawn_and_taken_away() -> None:
+def test_on_a_real_terminal_bars_are_drawn_and_removed() -> None:
     script = (
         "import sys\n"
         "from shardproof.cli.terminal import bytes_progress\n"

@@ -11,7 +11,7 @@ import pytest
 from shardproof import events
 
 
-def test_one_record_a_phase_with_facts_that_a_machine_reads(caplog: pytest.LogCaptureFixture) -> None:
+def test_each_phase_has_one_record_with_machine_readable_facts(caplog: pytest.LogCaptureFixture) -> None:
     logger = logging.getLogger("my.saves")
     with caplog.at_level(logging.DEBUG, "my.saves"), events.log_to(logger, logging.DEBUG):
         with events.phase("save runs/a", "write", rank=3, world_size=4, step=7) as phase:

@@ -1,4 +1,4 @@
-"""Perfetto's own trace processor reads what a save, a killed process and odd facts leave in a trace."""
+"""Perfetto's trace processor reads the traces of saves, of a killed process, and of unusual facts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.perfetto import COMPLAINTS, ask_perfetto
 from tests.unit.events.test_trace_files import overlap
 
 
-def test_threads_of_one_name_lose_nothing(tmp_path: Path) -> None:
+def test_threads_of_one_name_lose_no_phase(tmp_path: Path) -> None:
     hub = Hub()
     tracers = [Tracer(tmp_path / "one.json"), Tracer(tmp_path / "files")]
     for tracer in tracers:
@@ -49,7 +49,7 @@ def test_facts_of_all_kinds_are_shown(tmp_path: Path) -> None:
     }
 
 
-def test_what_a_killed_process_was_doing_is_there(tmp_path: Path) -> None:
+def test_a_trace_has_the_open_phases_of_a_killed_process(tmp_path: Path) -> None:
     script = (
         "import os, signal, sys\n"
         "from shardproof import events\n"

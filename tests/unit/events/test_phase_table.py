@@ -1,4 +1,4 @@
-"""One list of phases, and the source and the documentation that agree with it."""
+"""The source and the documentation agree with the one list of phases."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def _called(node: ast.Call) -> str:
     )
 
 
-def passing_on(trees: list[ast.Module]) -> dict[str, set[int]]:
-    """Functions with a parameter ``phase`` that is a text, and its place among the arguments of a call."""
+def functions_with_phase(trees: list[ast.Module]) -> dict[str, set[int]]:
+    """Functions with a parameter `phase: str`, and its positions in a call."""
     found: dict[str, set[int]] = {}
     for tree in trees:
         for node in ast.walk(tree):
@@ -77,7 +77,7 @@ def phases_of_source() -> dict[str, list[str]]:
         packages.setdefault(path.parent, {})[path] = ast.parse(path.read_text())
     found: dict[str, list[str]] = {}
     for trees in packages.values():
-        functions = passing_on(list(trees.values()))
+        functions = functions_with_phase(list(trees.values()))
         for path, tree in trees.items():
             for line, name in phases_of(tree, functions):
                 found.setdefault(name, []).append(f"{path.relative_to(SOURCE)}:{line}")
@@ -113,10 +113,10 @@ def test_every_state_that_votes_is_a_phase() -> None:
 )
 def test_a_phase_is_found_in_the_source(source: str) -> None:
     tree = ast.parse(source)
-    assert [name for _, name in phases_of(tree, passing_on([tree]))] == ["new"]
+    assert [name for _, name in phases_of(tree, functions_with_phase([tree]))] == ["new"]
 
 
-def test_a_phase_of_an_operation_stands_once() -> None:
+def test_each_phase_of_an_operation_is_listed_once() -> None:
     keys = [(phase.operation, phase.name) for phase in PHASES]
     assert len(keys) == len(set(keys))
     assert all(phase.in_events or phase.in_errors for phase in PHASES)
@@ -140,7 +140,7 @@ def _rows(page: str) -> list[str]:
     return table[1:]
 
 
-def test_the_pages_show_the_list() -> None:
+def test_the_pages_show_the_listed_phases() -> None:
     assert _rows("events.md") == [_row(phase) for phase in PHASES if phase.in_events]
     assert _rows("failures.md") == [_row(phase) for phase in PHASES if phase.in_errors]
 

@@ -15,7 +15,7 @@ from shardproof.events.phases import PERIOD, Hub
 from tests.unit.events.hubs import Bench
 
 
-def test_events_of_a_phase_come_in_order_and_say_what_they_must() -> None:
+def test_events_of_a_phase_have_their_order_and_fields() -> None:
     bench = Bench()
     with bench.hub.phase("save runs/a", "write", rank=2, world_size=4, step=7) as phase:
         bench.clock.now += 1.0
@@ -53,7 +53,7 @@ def test_progress_is_published_at_most_every_period_and_at_the_end() -> None:
     assert bench.seen[-1].done == 1000
 
 
-def test_an_exception_passes_on_and_is_told() -> None:
+def test_an_exception_is_raised_and_published() -> None:
     bench = Bench()
     with pytest.raises(KeyError, match="gone"), bench.hub.phase("load a", "read"):
         raise KeyError("gone")
@@ -63,7 +63,7 @@ def test_an_exception_passes_on_and_is_told() -> None:
     assert bench.seen[1].error == "KeyError: 'gone'"
 
 
-def test_an_error_that_takes_another_way_is_told() -> None:
+def test_an_error_given_to_fail_is_published() -> None:
     bench = Bench()
     with bench.hub.phase("save a", "write") as phase:
         phase.fail(OSError("full"))
@@ -122,7 +122,7 @@ def test_the_same_listener_twice_ends_apart() -> None:
     assert len(bench.hub.listeners) == 1
 
 
-def test_who_subscribes_in_the_middle_sees_the_rest() -> None:
+def test_a_listener_that_subscribes_during_a_phase_gets_the_rest() -> None:
     hub = Hub()
     seen: list[events.Event] = []
     with hub.phase("save a", "write") as phase:
@@ -148,7 +148,7 @@ def test_progress_does_not_wait_for_a_listener_that_is_busy() -> None:
         thread.start()
         assert busy.wait(20)
         bench.clock.now += 1
-        phase.progress(2, 10)  # would never return if it waited: only this thread lets the listener go
+        phase.progress(2, 10)  # a wait would not end: only this thread releases the listener
         go_on.set()
         thread.join(20)
         assert not thread.is_alive()
@@ -175,7 +175,7 @@ def test_many_threads_report_and_events_of_a_phase_never_overlap() -> None:
         inside[0] -= 1
 
     ticks = iter(range(10**9))
-    hub = Hub(lambda: float(next(ticks)))  # every look is a period later
+    hub = Hub(lambda: float(next(ticks)))  # every reading is a period later
     hub.subscribe(listener)
     with hub.phase("save a", "write") as phase:
         threads = [
@@ -192,7 +192,7 @@ def test_many_threads_report_and_events_of_a_phase_never_overlap() -> None:
     assert clocks == sorted(clocks)
 
 
-def test_heard_asks_only_if_somebody_listens() -> None:
+def test_heard_asks_for_ranks_only_if_there_is_a_listener() -> None:
     hub = Hub()
     asked: list[int] = []
 

@@ -1,4 +1,4 @@
-"""Traces: valid whenever one looks, nested rightly, merged on one time line."""
+"""Traces are valid at any time, nest phases correctly, and merge on one time line."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def rows(path: Path, kind: str | None = None) -> list[dict[str, Any]]:
 
 
 def check_nesting(found: list[dict[str, Any]]) -> None:
-    """Phases of a lane are beside each other or one inside the other, as viewers demand."""
+    """Asserts that the phases of a lane are disjoint or nested, as viewers require."""
     lanes = defaultdict(list)
     for row in found:
         if row["ph"] == "X":
@@ -148,8 +148,8 @@ def overlap(hub: Hub) -> None:
         thread.join(30)
 
 
-def test_threads_of_one_name_at_work_at_once_have_lanes_of_their_own(tmp_path: Path) -> None:
-    """Perfetto leaves out what overlaps in a lane."""
+def test_concurrent_threads_of_one_name_have_lanes_of_their_own(tmp_path: Path) -> None:
+    """Perfetto drops phases that overlap in a lane."""
     hub = Hub()
     tracer = Tracer(tmp_path / "one.json")
     hub.subscribe(tracer)
@@ -159,13 +159,13 @@ def test_threads_of_one_name_at_work_at_once_have_lanes_of_their_own(tmp_path: P
     found = rows(tmp_path / "one.json")
     check_nesting(found)
     assert {row["args"]["name"] for row in found if row["name"] == "thread_name"} == {"shardproof-save"}
-    assert {row["tid"] for row in found if row["ph"] == "X"} == {1, 2}, "lanes are used again"
+    assert {row["tid"] for row in found if row["ph"] == "X"} == {1, 2}, "lanes are reused"
     for operation in ("save a", "save b"):
         of_one = [row for row in found if row["ph"] == "X" and row["args"]["operation"] == operation]
         assert len({row["tid"] for row in of_one[:2]}) == 1, "a thread stays in its lane while it is at work"
 
 
-def test_what_overlaps_in_files_of_a_rank_gets_lanes_of_its_own_when_they_meet(tmp_path: Path) -> None:
+def test_overlapping_phases_of_a_rank_get_lanes_of_their_own_in_a_merge(tmp_path: Path) -> None:
     hub = Hub()
     tracer = Tracer(tmp_path / "files")
     hub.subscribe(tracer)
@@ -200,7 +200,7 @@ def test_facts_are_json_and_text_that_a_reader_without_escapes_shows(tmp_path: P
 
 
 def test_times_are_whole_nanoseconds(tmp_path: Path) -> None:
-    """Otherwise what ends together may overlap by one once a reader has rounded both numbers."""
+    """Otherwise phases that end together may overlap by a nanosecond after a viewer rounds them."""
     hub = Hub()
     for rank, wall in ((0, 1_795_297_498.9085774), (1, 1_795_297_499.1234567)):
         tracer = Tracer(tmp_path, wall=wall, clock=0.1)
@@ -216,7 +216,7 @@ def test_times_are_whole_nanoseconds(tmp_path: Path) -> None:
                 assert time == round(time, 3), row
 
 
-def test_the_file_is_valid_after_every_event_and_says_what_is_open(tmp_path: Path) -> None:
+def test_the_file_is_valid_after_every_event_and_lists_open_phases(tmp_path: Path) -> None:
     bench = Bench()
     traced(bench, tmp_path)
     looks: list[list[tuple[str, bool, float]]] = []
@@ -244,7 +244,7 @@ def test_the_file_is_valid_after_every_event_and_says_what_is_open(tmp_path: Pat
     ]
 
 
-def test_a_failed_phase_says_why(tmp_path: Path) -> None:
+def test_a_failed_phase_has_its_error(tmp_path: Path) -> None:
     bench = Bench()
     traced(bench, tmp_path)
     with pytest.raises(OSError, match="full"), bench.hub.phase("save a", "write"):
@@ -279,7 +279,7 @@ def test_one_file_for_a_process_if_asked(tmp_path: Path) -> None:
     assert len(rows(tmp_path / "new" / "all.rank00003.json", "X")) == 1
 
 
-def test_many_operations_keep_no_memory_of_old_ones(tmp_path: Path) -> None:
+def test_the_tracer_remembers_few_old_operations(tmp_path: Path) -> None:
     bench = Bench()
     tracer = traced(bench, tmp_path)
     for number in range(200):
@@ -302,7 +302,7 @@ def test_a_full_disk_ends_the_trace_and_not_the_save(
     assert len(caplog.records) == 1
 
 
-def test_a_killed_process_leaves_a_valid_trace_of_what_it_was_doing(tmp_path: Path) -> None:
+def test_a_killed_process_leaves_a_valid_trace_of_its_phases(tmp_path: Path) -> None:
     script = (
         "import os, signal, sys\n"
         "from shardproof import events\n"
@@ -322,7 +322,7 @@ def test_a_killed_process_leaves_a_valid_trace_of_what_it_was_doing(tmp_path: Pa
 
 
 def of_rank(folder: Path, rank: int, wall: float, phases: list[tuple[str, float, float]]) -> None:
-    """A rank whose wall clock showed `wall` at its monotonic 100.0; phases as name, begin, end after that."""
+    """Traces a rank whose wall clock is `wall` at monotonic 100.0; phases are name, begin, end after it."""
     bench = Bench()
     tracer = traced(bench, folder, wall)
     for name, begin, end in phases:
@@ -333,7 +333,7 @@ def of_rank(folder: Path, rank: int, wall: float, phases: list[tuple[str, float,
 
 
 def test_merging_puts_ranks_on_one_time_line(tmp_path: Path) -> None:
-    """Rank 1 began to trace 2.5 s after rank 0, by the wall clock; their monotonic clocks say nothing."""
+    """Rank 1 began to trace 2.5 s after rank 0 by the wall clock; monotonic clocks are not comparable."""
     of_rank(tmp_path, 0, 5000.0, [("agree", 3.0, 4.0), ("write", 4.0, 5.0)])
     of_rank(tmp_path, 1, 5002.5, [("agree", 1.0, 1.51), ("write", 1.51, 9.0)])
     (tmp_path / "other.json").write_text('{"traceEvents": []}')
@@ -342,7 +342,7 @@ def test_merging_puts_ranks_on_one_time_line(tmp_path: Path) -> None:
     text = '{"otherData": {"process": 1, "rank": "0", "wall_seconds": 1.0}, "traceEvents": []}'
     (tmp_path / "text.json").write_text(text)
     out = tmp_path / "all.json"
-    for _ in range(2):  # the second time, what was made is no input
+    for _ in range(2):  # the second time, the merged file is no input
         merged = events.merge_traces(tmp_path.glob("*.json"), out)
         assert (merged.files, merged.ranks, merged.phases, merged.unfinished) == (2, 2, 4, 0)
     assert merged.spread == pytest.approx(0.01)
@@ -362,7 +362,7 @@ def test_merging_puts_ranks_on_one_time_line(tmp_path: Path) -> None:
     assert all((row["pid"], row["tid"]) in lanes for row in found.values())
 
 
-def test_lanes_of_one_name_become_one_when_files_of_a_rank_meet(tmp_path: Path) -> None:
+def test_threads_of_different_names_get_different_lanes_in_a_merge(tmp_path: Path) -> None:
     bench = Bench()
     tracer = traced(bench, tmp_path)
 

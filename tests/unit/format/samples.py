@@ -24,7 +24,7 @@ from shardproof.planning.chunk_table import ChunkTable
 
 
 def table() -> ChunkTable:
-    """Three tensors: (4, 2) float32 in two chunks, a 0-d int64, an empty one in a chunk of nothing."""
+    """Three tensors: (4, 2) float32 in two chunks, a 0-d int64, an empty one in an empty chunk."""
     return ChunkTable(
         tensor=np.array([0, 0, 1, 2]),
         file=np.array([0, 1, 0, 1]),
@@ -70,7 +70,7 @@ def sealed(value: object) -> bytes:
 
 
 def shard(names: list[str], keep: dict[str, bytes] | None = None) -> bytes:
-    """A shard file of one chunk of shape (3,) a dtype, with every byte set, as saving lays it out."""
+    """A shard file as saving lays it out, with one chunk of shape (3,) for each dtype."""
     ordered = sorted(names, key=lambda name: -DTYPES[name].alignment)
     rng = np.random.default_rng(0)
     entries, data, digests, start = [], b"", [], 0

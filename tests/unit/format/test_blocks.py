@@ -1,4 +1,4 @@
-"""Blocks: the digest of a chunk is that of its blocks' digests, whoever computes it and however it comes."""
+"""Blocks: the digest of a chunk is that of its blocks' digests, for every way to compute it."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from shardproof.storage import LocalStorage
 from tests.small_blocks import blocks_of
 
 
-def described(data: bytes, size: int) -> tuple[bytes, list[bytes]]:
-    """Digest of a chunk, and those of its blocks if it has several, in the words of docs/format.md."""
+def documented_digests(data: bytes, size: int) -> tuple[bytes, list[bytes]]:
+    """Digest of a chunk, and those of its blocks if it has several, as docs/format.md describes them."""
     blocks = [xxhash.xxh3_128_digest(data[at : at + size]) for at in range(0, len(data), size)]
     if len(data) <= size:
         return xxhash.xxh3_128_digest(data), []
@@ -39,13 +39,13 @@ def described(data: bytes, size: int) -> tuple[bytes, list[bytes]]:
 
 
 @given(st.integers(1, 9), st.lists(st.binary(max_size=30), max_size=6))
-def test_a_chunk_may_come_in_any_spans(size: int, spans: list[bytes]) -> None:
+def test_a_chunk_may_be_hashed_in_any_spans(size: int, spans: list[bytes]) -> None:
     data = b"".join(spans)
     with blocks_of(size):
         hasher = ChunkHasher(spans[0] if spans else b"")
         for span in spans[1:]:
             hasher.update(memoryview(span))
-        expected, blocks = described(data, size)
+        expected, blocks = documented_digests(data, size)
         assert hasher.digest() == expected == ChunkHasher(data).digest()
         assert hasher.blocks() == blocks
         assert int(block_counts(np.array([len(data)]))[0]) == len(blocks)
@@ -54,7 +54,7 @@ def test_a_chunk_may_come_in_any_spans(size: int, spans: list[bytes]) -> None:
 
 
 def test_a_reader_made_from_the_documentation_agrees(tmp_path: Path) -> None:
-    """Safetensors, JSON and xxhash alone; chunks of several blocks, of one and of none."""
+    """The reader uses safetensors, JSON and xxhash alone. Chunks have several blocks, one or none."""
     state = {
         "large": torch.randn(9 * BLOCK_BYTES + 7),
         "exact": torch.arange(2 * BLOCK_BYTES // 8),
@@ -74,7 +74,7 @@ def test_a_reader_made_from_the_documentation_agrees(tmp_path: Path) -> None:
     blocks = []
     for row, at in zip(order.tolist(), range(0, len(digests), 16), strict=True):
         start, count = int(index["byte_start"][row]), int(index["byte_count"][row])
-        digest, of_chunk = described(raw[start : start + count], 256 * 1024)
+        digest, of_chunk = documented_digests(raw[start : start + count], 256 * 1024)
         assert digest.hex() == f"{index['digest_hi'][row]:016x}{index['digest_lo'][row]:016x}"
         assert digest == digests[at : at + 16]
         assert manifest["tensors"][int(index["tensor"][row])][0] in state and start >= data_start

@@ -89,7 +89,7 @@ def test_pieces_of_a_file_fill_one_buffer(tmp_path: Path) -> None:
         list(read_pieces(LocalStorage(tmp_path), "f", len(LARGE) - 5, 10, buffer))
 
 
-def test_the_size_of_a_file_is_its_recorded_one(tmp_path: Path) -> None:
+def test_a_file_must_have_its_recorded_size(tmp_path: Path) -> None:
     storage = LocalStorage(tmp_path)
     record = FileRecord("f", 3, 32 * "0", folder="step-00000001")
     (tmp_path / "f").write_bytes(b"abc")

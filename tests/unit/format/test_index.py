@@ -47,7 +47,7 @@ def test_no_chunks():
     assert _same(decode_index(data, manifest(data, tensors=(), aliases={}, files=()), "index"), empty)
 
 
-def test_any_safetensors_reader_opens_it():
+def test_any_safetensors_reader_opens_the_index():
     columns = safetensors.numpy.load(encode_index(table()))
     assert sorted(columns) == sorted(
         [name for name in _COLUMNS if name != "digest"] + ["digest_hi", "digest_lo"]
@@ -67,7 +67,7 @@ def test_every_flipped_bit_is_found():
 
 
 def test_every_flipped_bit_under_a_right_digest_is_refused_or_changes_one_column():
-    """The header allows no second reading: what decodes differs from the table at most in one number."""
+    """What decodes equals the table if the bit is in the header, and differs in one number otherwise."""
     data = bytearray(encode_index(table()))
     text_end = bytes(data).rindex(b"}", 0, 4096) + 1
     for at in (*range(text_end), *range(text_end, 4096, 97), *range(4096, len(data))):
@@ -130,7 +130,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("changes", BAD.values(), ids=BAD.keys())
-def test_refused(changes):
+def test_invalid_columns_are_refused(changes):
     arrays = {name: np.array(value, np.int64) for name, value in changes.items()}
     data = encode_index(dataclasses.replace(table(), **arrays))
     with pytest.raises(FormatError, match="^index: "):
@@ -224,7 +224,7 @@ def _checkpoints(draw):
 
 @settings(max_examples=150, deadline=None)
 @given(_checkpoints())
-def test_any_table_comes_back(checkpoint):
+def test_any_table_round_trips(checkpoint):
     chunks, tensors, files = checkpoint
     data = encode_index(chunks)
     expected = manifest(data, tensors=tensors, files=files, aliases={})

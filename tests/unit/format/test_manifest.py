@@ -1,4 +1,4 @@
-"""The manifest: round trips, damage, and texts written to hurt."""
+"""The manifest: round trips, damage, and hostile texts."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_every_cut_is_found():
 
 
 def test_every_flipped_bit_under_a_right_digest_is_refused_or_read_as_it_stands():
-    """What an editor could do: the value may differ, but only as the text does."""
+    """As after an edit by hand: the values differ only as the text does."""
     data = encode_manifest(manifest())
     body = data[:-46] + b"}"
     for at in range(len(body) - 1):  # the last byte makes way for the digest
@@ -134,12 +134,12 @@ BAD = {
 }
 
 
-def test_the_names_in_those_that_are_refused_are_not_why():
+def test_the_file_names_of_the_refused_manifests_are_valid():
     assert decode_manifest(_edited(files=[[_SHARD, 1, 32 * "0", 0, 0]]), "f").files[0].name == _SHARD
 
 
 @pytest.mark.parametrize("changes", BAD.values(), ids=BAD.keys())
-def test_refused(changes):
+def test_invalid_members_are_refused(changes):
     with pytest.raises(FormatError, match="^f: "):
         decode_manifest(_edited(**changes), "f")
 
@@ -172,7 +172,7 @@ def test_duplicate_names_are_refused(old, new):
 
 @pytest.mark.parametrize("number", [b"NaN", b"Infinity", b"-Infinity", b"1e999", b"01", b"0x10", b"1" * 5000])
 @pytest.mark.parametrize("place", [b'"step":1000', b'"time":1763712000.25', b'"loss":2.5'])
-def test_numbers_that_json_does_not_have(place, number):
+def test_numbers_that_json_does_not_have_are_refused(place, number):
     body = encode_manifest(manifest())[:-46] + b"}"
     name = place.split(b":")[0]
     with pytest.raises(FormatError):
@@ -224,14 +224,14 @@ def test_bombs_are_refused_fast(text):
     ],
     ids=["nan", "inf", "tuple", "integer key", "bytes", "set", "object", "surrogate", "deep"],
 )
-def test_what_json_would_change_is_not_written(metadata):
+def test_values_that_json_would_change_are_not_written(metadata):
     with pytest.raises(FormatError):
         encode_manifest(manifest(metadata=metadata))
     with pytest.raises(FormatError):
         encode_manifest(manifest(objects=metadata))
 
 
-def test_what_would_not_be_read_is_not_written():
+def test_a_manifest_that_would_not_be_read_is_not_written():
     with pytest.raises(FormatError, match="out of order"):
         encode_manifest(manifest(tensors=tuple(reversed(manifest().tensors))))
     with pytest.raises(FormatError, match=r"metadata\.loss is nan"):
@@ -262,7 +262,7 @@ _JSON = st.recursive(
     step=st.none() | st.integers(0, 2**63 - 1),
     moment=st.floats(allow_nan=False, allow_infinity=False),
 )
-def test_any_values_come_back(metadata, objects, tensors, step, moment):
+def test_any_values_round_trip(metadata, objects, tensors, step, moment):
     written = manifest(
         metadata=metadata,
         objects=objects,
@@ -278,8 +278,8 @@ def test_any_values_come_back(metadata, objects, tensors, step, moment):
     assert repr(read) == repr(written)  # tells 1 from 1.0 and 0.0 from -0.0
 
 
-def test_tensors_are_read_together():
-    """Python does little for each of them: 100,000 take a tenth of a second."""
+def test_tensors_are_decoded_in_bulk():
+    """Python does little for each tensor: 100,000 take a tenth of a second."""
 
     def cost(count: int) -> int:
         tensors = tuple(

@@ -1,4 +1,4 @@
-"""References to files of other steps: in the manifest, and who refers to what."""
+"""References to files of other steps: in the manifest, and those of all steps of a run."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def test_round_trip() -> None:
     assert len(value["index"]) == 5
 
 
-def test_a_manifest_without_references_is_as_ever() -> None:
+def test_a_manifest_without_references_has_version_1() -> None:
     assert encode_manifest(manifest()).startswith(b'{"format":"shardproof","version":1,')
     assert b'"step-' not in encode_manifest(manifest())
 
 
-def test_a_reader_of_version_1_alone_is_told_so() -> None:
-    """Its rules: version 1 only, five members a file. It must not take the folder for something else."""
+def test_a_reader_of_version_1_alone_refuses_references() -> None:
+    """Such a reader takes version 1 only, with five members for each file."""
     value = json.loads(encode_manifest(borrowing(LENT)))
     assert value["version"] != 1
     value["version"] = 1
@@ -109,7 +109,7 @@ def put(storage: LocalStorage, found: Manifest) -> None:
     storage.publish("manifest.json", encode_manifest(found), replace=True)
 
 
-def test_who_refers_to_what(tmp_path: Path) -> None:
+def test_the_references_of_all_steps_of_a_run_are_found(tmp_path: Path) -> None:
     run = LocalStorage(tmp_path)
     put(run.within("step-00000100"), manifest())
     put(run.within("step-00000200"), borrowing(LENT))
@@ -137,7 +137,7 @@ def test_a_manifest_that_cannot_be_read_may_refer_to_anything(tmp_path: Path, da
     assert unreferenced_files([LENT], references_in(run), run.within) == []
 
 
-def test_a_manifest_longer_than_any_is_not_read_to_tell_whose_it_is(tmp_path: Path) -> None:
+def test_a_manifest_of_impossible_length_is_not_read(tmp_path: Path) -> None:
     run = LocalStorage(tmp_path)
     run.within("step-00000100").publish("manifest.json", b"{}")
     with (tmp_path / "step-00000100" / "manifest.json").open("r+b") as file:
@@ -145,7 +145,7 @@ def test_a_manifest_longer_than_any_is_not_read_to_tell_whose_it_is(tmp_path: Pa
     assert references_in(run).unknown == ["step-00000100"]
 
 
-def test_what_nobody_needs_any_more(tmp_path: Path) -> None:
+def test_unreferenced_files_are_those_that_no_step_needs(tmp_path: Path) -> None:
     run = LocalStorage(tmp_path)
     assert unreferenced_files([LENT], references_in(run), run.within) == [LENT]
     put(run.within("step-00000200"), borrowing(LENT))
@@ -155,7 +155,7 @@ def test_what_nobody_needs_any_more(tmp_path: Path) -> None:
     assert unreferenced_files([LENT], references_in(run, without=["step-00000200"]), run.within) == [LENT]
 
 
-def test_files_of_a_checkpoint_and_what_is_lost(tmp_path: Path) -> None:
+def test_files_of_a_checkpoint_are_located_and_lost_ones_named(tmp_path: Path) -> None:
     run = LocalStorage(tmp_path)
     step, found = run.within("step-00000200"), borrowing(LENT)
     put(step, found)
@@ -179,7 +179,7 @@ def test_files_of_a_checkpoint_and_what_is_lost(tmp_path: Path) -> None:
     assert lost_files(step, found) == {LENT.place: f"{LENT.place}: expected 5000 bytes, it is missing"}
 
 
-def test_a_seal_tells_manifests_apart(tmp_path: Path) -> None:
+def test_different_manifests_have_different_seals(tmp_path: Path) -> None:
     storage = LocalStorage(tmp_path)
     assert read_seal(storage) is None
     put(storage, manifest())

@@ -41,15 +41,15 @@ def _file(header: object, data: bytes = b"") -> bytes:
 
 
 def test_torch_reads_every_dtype(tmp_path):
-    kept: dict[str, bytes] = {}
+    payloads: dict[str, bytes] = {}
     path = tmp_path / "shard.safetensors"
-    path.write_bytes(shard(list(DTYPES), kept))
+    path.write_bytes(shard(list(DTYPES), payloads))
     loaded = safetensors.torch.load_file(path)
     with safetensors.safe_open(path, framework="pt") as opened:
         assert json.loads(opened.metadata()["shardproof"]) == {"version": 1}
         for name, dtype in DTYPES.items():
             for tensor in (opened.get_tensor(f"{name}[0:3]"), loaded[f"{name}[0:3]"]):
-                assert tensor.contiguous().view(torch.uint8).numpy().tobytes() == kept[name]
+                assert tensor.contiguous().view(torch.uint8).numpy().tobytes() == payloads[name]
                 true = getattr(torch, name)
                 if dtype.code != "U8" and dtype.parts == 1:
                     assert tensor.dtype == true
@@ -57,17 +57,17 @@ def test_torch_reads_every_dtype(tmp_path):
 
 
 def test_numpy_reads_every_dtype_that_it_has(tmp_path):
-    kept: dict[str, bytes] = {}
+    payloads: dict[str, bytes] = {}
     path = tmp_path / "shard.safetensors"
-    path.write_bytes(shard(NUMPY_HAS, kept))
+    path.write_bytes(shard(NUMPY_HAS, payloads))
     loaded = safetensors.numpy.load_file(path)
     with safetensors.safe_open(path, framework="numpy") as opened:
         for name in NUMPY_HAS:
-            assert opened.get_tensor(f"{name}[0:3]").tobytes() == kept[name]
-            assert loaded[f"{name}[0:3]"].tobytes() == kept[name]
+            assert opened.get_tensor(f"{name}[0:3]").tobytes() == payloads[name]
+            assert loaded[f"{name}[0:3]"].tobytes() == payloads[name]
 
 
-def test_data_begin_on_a_page_and_entries_are_aligned(tmp_path):
+def test_data_begins_on_a_page_and_entries_are_aligned(tmp_path):
     data = shard(list(DTYPES))
     header = parse_header(data, len(data), "f")
     assert header.data_start % 4096 == 0
@@ -78,7 +78,7 @@ def test_data_begin_on_a_page_and_entries_are_aligned(tmp_path):
 
 
 @given(st.integers(0, 511), st.integers(0, 9000), st.integers(0, 3000))
-def test_a_header_ends_at_a_byte_of_a_page_or_where_it_is_told_to(eighths, length, eighths_of_size):
+def test_a_header_ends_at_the_given_size_or_page_offset(eighths, length, eighths_of_size):
     metadata, in_page, size = {"a": "x" * length}, 8 * eighths, 8 * eighths_of_size
     bare = 8 + len(json.dumps({"__metadata__": metadata}, separators=(",", ":")))
     header = shard_header(b"", metadata, in_page=in_page, size=size)
@@ -112,7 +112,7 @@ def test_padding_must_be_zero(tmp_path):
         read_chunk_digests(storage, "s", read_shard_header(storage, "s"))
 
 
-def test_a_shard_file_without_digests(tmp_path):
+def test_a_shard_file_without_digests_is_refused(tmp_path):
     storage = LocalStorage(tmp_path)
     storage.publish("s", safetensors.numpy.save({"a": np.zeros(3)}))
     header = read_shard_header(storage, "s")
@@ -121,7 +121,7 @@ def test_a_shard_file_without_digests(tmp_path):
         read_chunk_digests(storage, "s", header)
 
 
-def test_a_missing_shard(tmp_path):
+def test_a_missing_shard_is_an_error(tmp_path):
     with pytest.raises(StorageError, match="missing"):
         read_shard_header(LocalStorage(tmp_path), "s")
 
@@ -138,7 +138,7 @@ def test_every_flipped_bit_of_a_header_fails_its_digest():
         raw[at] ^= 1 << (at % 8)
 
 
-def test_every_flipped_bit_of_a_header_is_refused_or_stays_in_the_file():
+def test_every_flipped_bit_of_a_header_is_refused_or_keeps_entries_in_the_file():
     data = bytearray(shard(["float32", "bool"]))
     end = bytes(data).rindex(b"}", 0, 4096) + 1
     for at in range(end):
@@ -226,7 +226,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("data", BAD.values(), ids=BAD.keys())
-def test_refused(tmp_path, data):
+def test_invalid_headers_are_refused(tmp_path, data):
     storage = LocalStorage(tmp_path)
     storage.publish("hostile", data)
     began = time.monotonic()
@@ -235,7 +235,7 @@ def test_refused(tmp_path, data):
     assert time.monotonic() - began < 5
 
 
-def test_a_header_bomb_takes_no_more_than_it_has(tmp_path):
+def test_a_header_bomb_takes_little_memory(tmp_path):
     path = tmp_path / "bomb"
     with path.open("wb") as file:
         file.write((2**40).to_bytes(8, "little") + b"{")
@@ -246,7 +246,7 @@ def test_a_header_bomb_takes_no_more_than_it_has(tmp_path):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 10_000  # KiB
 
 
-def test_a_header_that_no_reader_takes_is_not_written():
+def test_a_header_that_no_reader_accepts_is_not_written():
     with pytest.raises(FormatError, match="safetensors allows"):
         shard_header(b"", {"shardproof": "x" * 100_000_000})
 
@@ -254,14 +254,14 @@ def test_a_header_that_no_reader_takes_is_not_written():
 @pytest.mark.parametrize(
     ("group", "words"), [("objects", "the value of 'data.seen'"), ("metadata", "the metadata 'data.seen'")]
 )
-def test_what_makes_a_header_too_long_is_named(group, words):
+def test_the_value_that_makes_a_header_too_long_is_named(group, words):
     declared = {"tensors": {}, "objects": {"small": 1}, "metadata": {"note": "x"}}
     declared[group] = {"few": [1], "data.seen": "x" * 100_000_000, "last": 1}
     with pytest.raises(FormatError, match=f"100000002 bytes, is {words}"):
         shard_header(b"", {"digest": "0" * 32, "shardproof": json.dumps(declared)})
 
 
-def test_the_chunks_are_named_where_they_make_a_header_too_long():
+def test_the_chunks_are_named_if_they_make_a_header_too_long():
     with pytest.raises(FormatError, match="100000000 bytes, is the list of its chunks"):
         shard_header(b'"' * 100_000_000, {"shardproof": '{"objects":{},"metadata":{}}'})
     with pytest.raises(FormatError, match="one name"):
@@ -270,7 +270,7 @@ def test_the_chunks_are_named_where_they_make_a_header_too_long():
         encode_entries(["\ud800"], ["U8"], [(1,)], np.array([0]), np.array([1]))
 
 
-def test_no_chunks_at_all(tmp_path):
+def test_a_shard_file_without_chunks_is_read(tmp_path):
     data = shard([])
     assert safetensors.numpy.load(data)["@digests"].shape == (0, 2)
     storage = LocalStorage(tmp_path)
@@ -283,7 +283,7 @@ def test_no_chunks_at_all(tmp_path):
     st.text(st.characters(exclude_categories=["Cs"])),
     st.lists(st.tuples(st.integers(0, 2**62), st.integers(0, 2**62)), max_size=4),
 )
-def test_chunk_names_come_back(key, box):
+def test_chunk_names_round_trip(key, box):
     offsets, sizes = tuple(first for first, _ in box), tuple(size for _, size in box)
     assert parse_chunk_name(chunk_name(key, offsets, sizes)) == (key, offsets, sizes)
 
@@ -293,7 +293,7 @@ def test_chunk_names_come_back(key, box):
     ["", "w", "w[", "w]", "w[0]", "w[0:1", "w[1:0]", "w[0:1,]", "w[,0:1]", "w[00:1]", "w[-1:1]", "w[0:1] ",
      "w[ 0:1]", "w[0:\u0661]", "w[" + "1:" * 10 + "]", "w[0:" + "9" * 5000 + "]", "@digests", "@padding"],
 )  # fmt: skip
-def test_names_of_no_chunk(name):
+def test_a_name_that_names_no_chunk_is_refused(name):
     with pytest.raises(ValueError, match="does not name a chunk"):
         parse_chunk_name(name)
 
@@ -308,7 +308,7 @@ def test_names_of_no_chunk(name):
         st.text(st.characters(exclude_categories=["Cs"])), st.text(st.characters(exclude_categories=["Cs"]))
     ),
 )
-def test_any_header_comes_back_here_and_in_safetensors(entries, metadata):
+def test_any_header_is_read_back_here_and_by_safetensors(entries, metadata):
     size = {"U8": 1, "F32": 4, "I64": 8}
     counts = np.array([size[code] * int(np.prod(shape)) for code, shape in entries.values()], np.int64)
     starts = np.cumsum(counts) - counts
@@ -329,8 +329,8 @@ def test_any_header_comes_back_here_and_in_safetensors(entries, metadata):
     assert {name: array.shape for name, array in loaded.items()} == dict(zip(entries, shapes, strict=True))
 
 
-def test_entries_are_encoded_together():
-    """Python does nothing for each of them: 20,000 take milliseconds."""
+def test_entries_are_encoded_in_bulk():
+    """Python does nothing for each entry: 20,000 take milliseconds."""
 
     def cost(count: int) -> int:
         names = [chunk_name(f"model.layers.{i}.weight", (0, 0), (32, 32)) for i in range(count)]

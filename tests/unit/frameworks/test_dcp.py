@@ -129,7 +129,7 @@ def test_state_goes_from_each_writer_to_each_reader(tmp_path: Path) -> None:
     assert isinstance(described["pair"], BytesStorageMetadata)
 
 
-def test_torch_says_who_wrote_the_checkpoint(tmp_path: Path) -> None:
+def test_the_error_of_torch_names_shardproof_as_the_writer(tmp_path: Path) -> None:
     dcp.save({"step": 1}, checkpoint_id=tmp_path)
     with pytest.raises(BaseException, match="a checkpoint of shardproof, which torch cannot load"):
         torch_dcp.load({"step": 0}, checkpoint_id=tmp_path)
@@ -148,7 +148,7 @@ class Counter:
         self.count, self.window = state["count"], state["window"]
 
 
-def test_objects_at_the_top_are_asked_and_told(tmp_path: Path) -> None:
+def test_objects_at_the_top_are_saved_and_loaded_by_their_state_dict(tmp_path: Path) -> None:
     counter, model = Counter(), torch.nn.Linear(2, 2)
     counter.count, counter.window = 5, torch.ones(2)
     dcp.save({"counter": counter, "model": model}, checkpoint_id=tmp_path)
@@ -161,7 +161,7 @@ def test_objects_at_the_top_are_asked_and_told(tmp_path: Path) -> None:
     assert torch.equal(other.weight, model.weight)
 
 
-def test_keys_that_one_side_lacks(tmp_path: Path) -> None:
+def test_keys_that_the_checkpoint_lacks_are_an_error(tmp_path: Path) -> None:
     dcp.save({"a": torch.ones(2), "b": 1}, checkpoint_id=tmp_path)
     state = {"a": torch.zeros(2), "c": {"d": 0}}
     with pytest.raises(KeyMismatchError, match=r"missing.*\n *c\.d") as caught:
@@ -173,7 +173,7 @@ def test_keys_that_one_side_lacks(tmp_path: Path) -> None:
         dcp.load({"a": torch.zeros(3)}, checkpoint_id=tmp_path)
 
 
-def test_dicts_that_are_stored_whole(tmp_path: Path) -> None:
+def test_dicts_that_are_stored_whole_are_loaded(tmp_path: Path) -> None:
     """As `shardproof.save` stores a list of plain dicts, and DCP before torch 2.4 each plain dict."""
     sp.save(tmp_path, {"groups": [{"lr": 0.5}, {"lr": 0.25}], "w": torch.ones(1)})
     state = {"groups": [{"lr": 0.0}, {"lr": 0.0}], "w": torch.zeros(1)}
@@ -182,7 +182,7 @@ def test_dicts_that_are_stored_whole(tmp_path: Path) -> None:
 
 
 def blank(value: Any) -> Any:
-    """The same dicts with nothing in them, as a run that starts has them."""
+    """The same dicts with None for each value, as a run has them at its start."""
     return {key: blank(item) for key, item in value.items()} if isinstance(value, dict) else None
 
 
@@ -206,7 +206,7 @@ def test_dtypes_are_converted_with_a_warning(tmp_path: Path, caplog: pytest.LogC
     assert "1 tensors are converted to another dtype, as DCP does: w" in caplog.text
 
 
-def test_an_optimizer_without_state_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_optimizer_without_state_gives_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 2)).sum().backward()
@@ -221,14 +221,14 @@ def test_an_optimizer_without_state_is_warned_of(tmp_path: Path, caplog: pytest.
 
 
 class Renaming(torch_dcp.DefaultSavePlanner):
-    """A planner of the user's own, which keeps what it does not know."""
+    """A planner of a user, which renames all keys."""
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
         renamed = {f"renamed_{key}": value for key, value in state_dict.items()}
         super().set_up_planner(renamed, storage_meta, is_coordinator)
 
 
-def test_what_is_refused_says_what_to_do(tmp_path: Path) -> None:
+def test_errors_of_refused_calls_say_what_to_do(tmp_path: Path) -> None:
     state = {"w": torch.ones(2)}
     layer = torch.nn.Linear(1, 1)
     for arguments, words in (
@@ -286,21 +286,21 @@ def test_planners_run_under_torch_with_the_storage_writer(tmp_path: Path) -> Non
 
 
 class Losing(torch_dcp.DefaultSavePlanner):
-    """A planner with a mistake: it loses the last item after the plan was agreed on."""
+    """A planner with a defect: it drops the last item after the global plan."""
 
     def finish_plan(self, new_plan: Any) -> Any:
         return super().finish_plan(dataclasses.replace(new_plan, items=new_plan.items[:-1]))
 
 
 @pytest.mark.parametrize("last", [torch.ones(2), 1])
-def test_what_no_rank_wrote_is_not_committed(last: Any, tmp_path: Path) -> None:
+def test_an_item_that_no_rank_wrote_prevents_the_commit(last: Any, tmp_path: Path) -> None:
     state = {"a": torch.ones(2), "b": last}
     with pytest.raises(BaseException, match="no rank wrote b, which the plan has; nothing was committed"):
         torch_dcp.save(state, storage_writer=dcp.ShardproofWriter(tmp_path), planner=Losing())
     assert not (tmp_path / "manifest.json").exists()
 
 
-def test_files_of_the_storage_writer_tell_all_that_the_manifest_does(tmp_path: Path) -> None:
+def test_the_manifest_is_repaired_from_the_files_of_the_storage_writer(tmp_path: Path) -> None:
     large = torch.arange(6 << 20, dtype=torch.int32).view(6, -1)  # 24 MiB: two chunks, of many blocks
     state = {
         "large": large,
@@ -322,7 +322,7 @@ def test_files_of_the_storage_writer_tell_all_that_the_manifest_does(tmp_path: P
     assert all(torch.equal(value, state[key]) for key, value in target.items())
 
 
-def test_async_save_answers_as_torch_does(tmp_path: Path) -> None:
+def test_async_save_returns_what_torch_returns(tmp_path: Path) -> None:
     weight = torch.ones(4)
     future = dcp.async_save({"w": weight}, checkpoint_id=tmp_path / "a")
     weight.zero_()

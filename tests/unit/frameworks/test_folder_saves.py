@@ -1,4 +1,4 @@
-"""Older checkpoints go after the commit of the newest one, and not at all if it fails."""
+"""Older checkpoints are removed after the commit of the newest one, and stay if it fails."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def state() -> dict[str, object]:
     return {"weight": torch.ones(1000), "rest": Value({"epoch": 2, "score": torch.ones(3)})}
 
 
-def test_an_older_checkpoint_goes_after_the_commit(tmp_path: Path, gate: Gate) -> None:
+def test_an_older_checkpoint_is_removed_after_the_commit(tmp_path: Path, gate: Gate) -> None:
     gate.open()
     saves = FolderSaves()
     old, new = tmp_path / "old", tmp_path / "new"
@@ -39,7 +39,7 @@ def test_an_older_checkpoint_goes_after_the_commit(tmp_path: Path, gate: Gate) -
     saves.wait()
     assert not old.exists() and is_committed(new)
     saves.remove(new)
-    assert not new.exists(), "without a save, a checkpoint goes at once"
+    assert not new.exists(), "without a save, a checkpoint is removed at once"
 
 
 def test_an_older_checkpoint_stays_if_the_save_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,8 +60,8 @@ def test_an_older_checkpoint_stays_if_the_save_fails(tmp_path: Path, monkeypatch
     assert not old.exists() and is_committed(new)
 
 
-def test_the_newest_is_that_of_the_highest_step(tmp_path: Path) -> None:
-    """Manifests count: the times of files change in a copy."""
+def test_the_newest_checkpoint_has_the_highest_step(tmp_path: Path) -> None:
+    """The manifests decide, because the times of files change in a copy."""
     saves = FolderSaves(background=False)
     folders = [str(tmp_path / name) for name in ("c", "b", "a")]
     for folder, step in zip(folders, (2, 10, 10), strict=True):
@@ -71,7 +71,7 @@ def test_the_newest_is_that_of_the_highest_step(tmp_path: Path) -> None:
     assert newest_committed(folders) == folders[2]
 
 
-def test_calls_of_a_failed_save_are_dropped_and_others_made(
+def test_calls_of_a_failed_save_are_dropped_and_others_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saves, called = FolderSaves(background=False), []
@@ -100,7 +100,7 @@ def test_a_missing_folder_is_removed_without_a_warning(
     assert not caplog.records
 
 
-def test_a_value_is_loaded_whatever_it_was(tmp_path: Path) -> None:
+def test_a_value_of_any_structure_is_loaded(tmp_path: Path) -> None:
     saves = FolderSaves(background=False)
     score = {"epoch": 2, "scores": [torch.tensor(0.5), (torch.ones(3), None)], "average": torch.ones(5000)}
     saves.save(tmp_path / "saved", {"rest": Value(score)})
@@ -111,7 +111,7 @@ def test_a_value_is_loaded_whatever_it_was(tmp_path: Path) -> None:
     assert torch.equal(first, torch.tensor(0.5)) and torch.equal(second, torch.ones(3)) and third is None
 
 
-def test_scores_that_come_and_go_are_no_keys(tmp_path: Path) -> None:
+def test_scores_that_change_do_not_change_the_keys(tmp_path: Path) -> None:
     saves = FolderSaves(background=False)
     for step in (1, 2):
         saves.save(tmp_path / f"{step}", {"rest": Value({"best": {f"step={step}": torch.tensor(0.5)}})})

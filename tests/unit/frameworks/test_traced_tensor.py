@@ -67,7 +67,7 @@ def test_a_traced_conversion_fills_what_the_conversion_gives(
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_inverse_of_a_box_leads_back(seed: int) -> None:
+def test_the_inverse_of_a_box_maps_back(seed: int) -> None:
     live = torch.randn(3, 8, 5)
     joined = TracedTensor.of("joined", live.shape)
     for half, name in enumerate(("gate", "up")):
@@ -81,7 +81,7 @@ def test_the_inverse_of_a_box_leads_back(seed: int) -> None:
             assert torch.equal(found, live[expert, 4 * half : 4 * half + 4])
 
 
-def test_what_is_no_move_of_boxes_is_refused_by_name() -> None:
+def test_an_operation_that_does_not_move_boxes_is_refused_by_name() -> None:
     with pytest.raises(sp.StructureError, match="relu"):
         torch.relu(TracedTensor.of("weight", (2, 3)))  # type: ignore[arg-type]
     with pytest.raises(sp.StructureError, match="to join along axis 1"):

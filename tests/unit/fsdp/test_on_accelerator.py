@@ -18,7 +18,7 @@ WIDTH, STEPS = 32, 5
 
 
 def trained(device: torch.device, **options: Any) -> list[torch.Tensor]:
-    """The parameters after some steps, each behind work that the device is late with."""
+    """The parameters after some steps. Slow work on the device delays the batch of each step."""
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)]
     model = nn.Sequential(*blocks, nn.Linear(WIDTH, 1)).to(device)
@@ -40,7 +40,7 @@ def trained(device: torch.device, **options: Any) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("precision", [None, torch.bfloat16])
 @pytest.mark.parametrize("strategy", ["all", "optimizer_gradients", "optimizer"])
-def test_it_trains_as_on_the_cpu(strategy: str, precision: torch.dtype | None) -> None:
+def test_training_equals_training_on_the_cpu(strategy: str, precision: torch.dtype | None) -> None:
     options: dict[str, Any] = {"strategy": strategy}
     if precision is not None:
         options["mixed_precision"] = MixedPrecision(precision)

@@ -35,7 +35,7 @@ def test_every_element_is_placed_once_and_no_row_is_cut(
 
 
 @given(SHAPES, st.integers(1, 7))
-def test_what_ranks_hold_is_the_whole_in_order(shapes: list[tuple[int, ...]], ranks: int) -> None:
+def test_the_rows_of_all_ranks_are_the_whole_in_order(shapes: list[tuple[int, ...]], ranks: int) -> None:
     for packing in pack(shapes, ranks):
         for member, shape in enumerate(packing.shapes):
             rows = [packing.rows(member, rank) for rank in range(ranks)]
@@ -58,7 +58,7 @@ def test_padding_is_bounded(shapes: list[tuple[int, ...]], ranks: int, alignment
         assert packing.size - sum(map(prod, packing.shapes)) <= ranks * unit + gaps
 
 
-def test_rows_that_do_not_go_together_get_their_own_buffers() -> None:
+def test_parameters_of_incompatible_row_sizes_get_their_own_buffers() -> None:
     together = pack([(64, 48), (64, 24), (64,)], 4)
     apart = pack([(9, 101), (9, 103), (9,)], 4)
     assert [packing.members for packing in together] == [(0, 1, 2)]

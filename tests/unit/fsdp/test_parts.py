@@ -33,7 +33,7 @@ def unit(module: nn.Module) -> Unit:
 
 
 @pytest.mark.usefixtures("process_group")
-def test_memory_for_gradients_is_used_again_and_few_reductions_fly() -> None:
+def test_gradient_memory_is_reused_and_few_reductions_are_in_flight() -> None:
     pool, lane = GradientPool(), Lane(torch.device("cpu"))
     (buffer,) = unit(nn.Linear(4, 4)).buffers
     seen = set()
@@ -49,7 +49,9 @@ def test_memory_for_gradients_is_used_again_and_few_reductions_fly() -> None:
     pool.finish()
     assert len(seen) <= 3
     assert (weight.part(reduction.result) == (5 + 1) / 2).all()
-    assert (buffer.parameters[1].part(reduction.result) == 0).all()  # none arrived: not what was there before
+    assert (
+        buffer.parameters[1].part(reduction.result) == 0
+    ).all()  # no gradient arrived: zeros, not the former contents
     assert reduction.arrived == {weight.member}
 
 
@@ -95,7 +97,7 @@ class Breaks(torch.autograd.Function):
 
 
 class Fragile(nn.Module):
-    """Its backward may fail when half of the gradients are on their way."""
+    """With `breaks`, its backward fails when half of the gradients have been handed over."""
 
     def __init__(self) -> None:
         super().__init__()

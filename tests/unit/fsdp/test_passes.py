@@ -1,4 +1,4 @@
-"""Passes that are not one forward and one backward: gradients are plain training's all the same."""
+"""Gradients equal those of plain training, for any sequence of forward and backward passes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Model(nn.Module):
 
 
 class Box:
-    """An output in which no tensor is found."""
+    """An output whose tensor `fully_shard` does not find."""
 
     def __init__(self, content: torch.Tensor) -> None:
         self.content = content
@@ -163,7 +163,7 @@ def test_a_loss_beside_the_output_gives_gradients_or_raises() -> None:
     check(boxed, reference)
 
 
-def test_gradients_held_of_a_parameter_that_was_frozen_since_are_dropped() -> None:
+def test_accumulated_gradients_of_a_parameter_that_is_frozen_later_are_dropped() -> None:
     model, reference = sharded(made(), "all"), made()
     with no_sync(model):
         model(X).square().sum().backward()
@@ -198,7 +198,7 @@ def interrupted(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def test_forwards_without_backward_leave_nothing_that_grows() -> None:
+def test_forwards_without_backward_do_not_grow_the_schedule() -> None:
     model = sharded(made(), "all")
     for _ in range(40):
         model(X)

@@ -1,4 +1,4 @@
-"""The slow truth: boxes as dense arrays that count, and strategies that draw boxes."""
+"""A slow reference: boxes as dense arrays of counts, and strategies that draw boxes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Boxes in axes seen as several hold the same elements."""
+"""Boxes in split axes hold the same elements."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ factorings = st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=3).map(tu
 
 
 @given(factorings, st.data())
-def test_the_same_elements(factors: list[tuple[int, ...]], data: st.DataObject) -> None:
+def test_split_boxes_hold_the_same_elements(factors: list[tuple[int, ...]], data: st.DataObject) -> None:
     shape = tuple(prod(axis) for axis in factors)
     boxes = data.draw(boxes_in(shape))
     split, rows = split_axes(boxes, factors)
@@ -28,7 +28,7 @@ def test_the_same_elements(factors: list[tuple[int, ...]], data: st.DataObject) 
 
 
 @given(factorings.filter(lambda factors: all(size for axis in factors for size in axis)))
-def test_weights_undo_the_view(factors: list[tuple[int, ...]]) -> None:
+def test_axis_weights_give_the_index_before_the_split(factors: list[tuple[int, ...]]) -> None:
     shape, seen = tuple(prod(axis) for axis in factors), tuple(size for axis in factors for size in axis)
     for index, within in zip(np.ndindex(*shape), np.ndindex(*seen), strict=True):
         assert (np.array(within, np.int64) @ axis_weights(factors)).tolist() == list(index)

@@ -44,7 +44,7 @@ def test_inside_does_not_overflow():
     assert boxes.inside((3,)).tolist() == [False, False, False]
 
 
-def test_inside_takes_one_shape_a_box():
+def test_inside_accepts_one_shape_for_each_box():
     boxes = Boxes.of(((0, 0), (2, 2)), ((0, 0), (2, 2)))
     assert boxes.inside(np.array([[2, 2], [2, 1]])).tolist() == [True, False]
 
@@ -56,7 +56,7 @@ def test_volumes_that_do_not_fit_are_refused():
         Boxes.of(((0, 0), (1, 1)), ((0, 0), (2**40, 2**40))).volumes()
 
 
-def test_suffix_volumes_are_held_at_the_largest_integer():
+def test_suffix_volumes_are_capped_at_the_largest_integer():
     volumes = suffix_volumes(np.array([[2**40, 2**40, 1], [0, 2**62, 4], [2**62, 0, 2]]))
     assert volumes.tolist() == [[INT64_MAX, 2**40, 1, 1], [0, INT64_MAX, 4, 1], [0, 0, 2, 1]]
 
@@ -88,6 +88,6 @@ def test_boxes_of_nothing_or_of_mixed_dimensions_are_refused():
         Boxes.of(((0,), (1,)), ((0, 0), (1, 1)))
 
 
-def test_suffix_volumes_hold_at_the_limit_behind_a_size_of_zero():
+def test_suffix_volumes_are_capped_behind_a_size_of_zero():
     sizes = np.array([[0, 2**40, 2**40], [0, 3, 4]])
     assert suffix_volumes(sizes).tolist() == [[0, INT64_MAX, 2**40, 1], [0, 12, 4, 1]]

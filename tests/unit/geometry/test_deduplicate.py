@@ -52,6 +52,6 @@ def test_deduplicate_sorts_columns_that_share_no_key():
     assert first.tolist() == inverse.tolist() == list(range(15, -1, -1))
 
 
-def test_deduplicate_needs_a_tensor_a_box():
+def test_deduplicate_needs_one_tensor_row_for_each_box():
     with pytest.raises(ValueError, match="2 boxes need as many tensor rows"):
         deduplicate(np.zeros(1, np.int64), Boxes.of(((), ()), ((), ())))

@@ -36,7 +36,7 @@ def test_flat_range_of_undoes_flat_range_boxes(data):
 
 
 @given(st.data())
-def test_flat_range_of_refuses_what_is_no_range(data):
+def test_flat_range_of_refuses_boxes_that_are_no_range(data):
     shape = data.draw(reference.filled_shapes)
     boxes = data.draw(reference.boxes_in(shape, max_boxes=3))
     held = sorted(element for row in range(len(boxes)) for element in reference.elements(shape, boxes, row))

@@ -1,4 +1,4 @@
-"""Compositions against index maps that say for each local element where it lies."""
+"""Index maps, compared with arrays of the global number of each local element."""
 
 from math import prod
 
@@ -28,7 +28,7 @@ def mapping(one):
 
 
 @st.composite
-def embeddings(draw, local_shape, global_shape):
+def index_maps(draw, local_shape, global_shape):
     """Tiles of the local array, some left out, each moved to anywhere in the global one where it fits."""
     tiles = draw(reference.tilings(local_shape, max_cuts=5))
     fits = (tiles.sizes <= np.array(global_shape, np.int64)).all(axis=1)
@@ -51,7 +51,7 @@ def same_ndim_shapes(count):
 @given(st.data(), same_ndim_shapes(3))
 def test_compose_follows_every_element(data, shapes):
     near, middle, far = shapes
-    inner, outer = data.draw(embeddings(near, middle)), data.draw(embeddings(middle, far))
+    inner, outer = data.draw(index_maps(near, middle)), data.draw(index_maps(middle, far))
     through = np.append(mapping(outer).ravel(), NOWHERE)  # from nowhere to nowhere
     both = compose(outer, inner)
     assert (both.local_shape, both.global_shape) == (near, far)
@@ -60,7 +60,7 @@ def test_compose_follows_every_element(data, shapes):
 
 @given(st.data(), same_ndim_shapes(2))
 def test_composing_with_the_whole_changes_nothing(data, shapes):
-    one = data.draw(embeddings(*shapes))
+    one = data.draw(index_maps(*shapes))
     for same in (
         compose(one, IndexMap.whole(one.local_shape)),
         compose(IndexMap.whole(one.global_shape), one),
@@ -70,7 +70,7 @@ def test_composing_with_the_whole_changes_nothing(data, shapes):
 
 @given(st.data(), same_ndim_shapes(2))
 def test_flat_shard_finds_every_element_in_the_buffer(data, shapes):
-    one = data.draw(embeddings(*shapes))
+    one = data.draw(index_maps(*shapes))
     total = prod(one.local_shape)
     start, stop = sorted((data.draw(st.integers(0, total)), data.draw(st.integers(0, total))))
     place = mapping(one).ravel()[start:stop]
@@ -101,13 +101,13 @@ def test_flat_range_of_a_tensor_parallel_shard_of_a_fused_weight():
     assert strides.tolist() == [[3, 1]] * 3
 
 
-def test_empty_embeddings_of_very_large_shapes():
+def test_empty_index_maps_of_very_large_shapes():
     shape = (0, 2**40, 2**40)
     boxes, starts, strides = flat_shard(IndexMap.whole(shape), 0, 0)
     assert (len(boxes), starts.shape, strides.shape) == (0, (0,), (0, 3))
 
 
-def test_embeddings_that_do_not_fit_are_refused():
+def test_index_maps_that_do_not_fit_are_refused():
     whole = Boxes.whole((2,))
     with pytest.raises(ValueError, match="local shape"):
         IndexMap((1,), (4,), whole, np.array([[0]]))

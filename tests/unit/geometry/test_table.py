@@ -1,4 +1,4 @@
-"""The table of ragged boxes does what a list of pairs does."""
+"""`BoxTable`, compared with a list of pairs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_rows_are_taken_in_any_order(pairs: list[Pair], data: st.DataObject) -> 
 
 
 @given(pairs_of_boxes)
-def test_groups_have_each_row_once_and_make_the_table_again(pairs: list[Pair]) -> None:
+def test_groups_have_each_row_once_and_rebuild_the_table(pairs: list[Pair]) -> None:
     table = table_of(pairs)
     groups = list(table.groups())
     assert sorted(chain.from_iterable(rows.tolist() for rows, _ in groups)) == list(range(len(pairs)))
@@ -78,7 +78,7 @@ def test_each_box_is_cut_as_if_it_were_alone(pairs: list[Pair], data: st.DataObj
 
 
 @given(st.lists(st.tuples(st.integers(-9, 9), st.integers(0, 4)), max_size=6))
-def test_ranges_follow_each_other(ranges: list[tuple[int, int]]) -> None:
+def test_consecutive_joins_ranges(ranges: list[tuple[int, int]]) -> None:
     first, count = np.array(ranges, np.int64).reshape(-1, 2).T
     expected = [number for begin, length in ranges for number in range(begin, begin + length)]
     assert consecutive(first, count).tolist() == expected

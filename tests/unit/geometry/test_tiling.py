@@ -15,7 +15,7 @@ def faults_of(shape, boxes):
 
 
 def assert_faults_are_true(shapes, tensor, boxes):
-    """Every tensor that is not covered once, and no other, has its first fault, as counting finds it."""
+    """Exactly the tensors that are not covered once have a fault: the first that counting finds."""
     faults = {fault.tensor: fault for fault in tiling_faults(np.array(shapes, np.int64), tensor, boxes)}
     assert list(faults) == sorted(faults)
     for t, shape in enumerate(shapes):
@@ -55,14 +55,14 @@ def assert_fault_is_first(fault, shape, rows, own, held):
 
 
 @given(st.data())
-def test_every_tiling_is_proved(data):
+def test_a_tiling_has_no_faults(data):
     shape = data.draw(reference.shapes)
     assert faults_of(shape, data.draw(reference.tilings(shape))) == []
 
 
 @settings(max_examples=300)
 @given(st.data())
-def test_faults_of_mutated_tilings_of_many_tensors(data):
+def test_faults_of_mutated_tilings_match_counting(data):
     ndim = data.draw(st.integers(0, 4))
     shapes = data.draw(st.lists(st.tuples(*[st.integers(0, 4)] * ndim), min_size=1, max_size=4))
     parts = [
@@ -76,7 +76,7 @@ def test_faults_of_mutated_tilings_of_many_tensors(data):
 
 
 @given(st.data())
-def test_faults_of_any_boxes(data):
+def test_faults_of_any_boxes_match_counting(data):
     shape = data.draw(reference.shapes)
     boxes = data.draw(reference.boxes_in(shape))
     assert_faults_are_true([shape], np.zeros(len(boxes), np.int64), boxes)
@@ -85,7 +85,7 @@ def test_faults_of_any_boxes(data):
 @settings(max_examples=200)
 @given(st.data(), st.sampled_from([1, 2**20, 2**40]))
 def test_very_large_tensors_have_the_faults_of_small_ones(data, scale):
-    """Scaled up, the corners of two dimensions or more pass int64."""
+    """At the largest scale, numbers of corners in two or more dimensions exceed int64."""
     shape = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
     tiles = data.draw(reference.tilings(tuple(shape)))
     boxes = data.draw(reference.mutated(tuple(shape), tiles))
@@ -157,7 +157,7 @@ def test_boxes_with_too_many_corners_are_refused():
         faults_of((2,) * 40, Boxes(np.zeros_like(sizes), sizes))
 
 
-def test_tensors_taken_in_parts_have_the_same_faults(monkeypatch):
+def test_tensors_checked_in_parts_have_the_same_faults(monkeypatch):
     rng = np.random.default_rng(1)
     tensor = np.repeat(np.arange(40), 16)
     boxes = Boxes.concatenate([grid(2**40, 4)] * 40)

@@ -1,4 +1,4 @@
-"""Checkpoints that released packages of other projects wrote, and what they must read as."""
+"""Checkpoints that released packages of other projects wrote, and the values expected of a reader."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Golden:
         self._tensors = load_file(folder / "expected.safetensors")
 
     def merged(self) -> Golden:
-        """The same checkpoint, and what it must read as after flat ranges or ranks are put together."""
+        """The same checkpoint, with the values expected after flat ranges or ranks are merged."""
         merged = Golden(self._name, self._folder)
         merged._expect(self._folder / self._name / "merged")
         return merged
@@ -123,7 +123,7 @@ def tagged(value: Any) -> Any:
 
 
 def _as_read(value: Any) -> Any:
-    """An expectation with what readers give for classes: a dict for a Namespace, bytes for a BytesIO."""
+    """An expectation with the values that readers give for classes: dict for Namespace, bytes for BytesIO."""
     match value:
         case {"$": "BytesIO"}:
             return value | {"$": "bytes"}
@@ -137,7 +137,7 @@ def _as_read(value: Any) -> Any:
 
 
 def bits(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size, bytes]:
-    """What two tensors have in common if they are equal bit for bit."""
+    """The dtype, shape and bytes of a tensor, to compare tensors bit for bit."""
     dense = tensor.reshape(-1)
     if not dense.numel():
         return tensor.dtype, tensor.shape, b""

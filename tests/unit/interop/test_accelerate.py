@@ -1,4 +1,4 @@
-"""Folders of Accelerate and of the Trainer: the golden, several items, and what is missing."""
+"""Folders of Accelerate and of the Trainer: the golden checkpoint, several items, and missing files."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_several_models_and_ranks(folder: Path) -> None:
         assert target["w"].tolist() == [0, 1, 2]
 
 
-def test_what_is_missing_is_found_where_the_format_allows(folder: Path) -> None:
+def test_missing_files_are_found_where_the_format_allows(folder: Path) -> None:
     (folder / "random_states_1.pkl").rename(folder / "random_states_2.pkl")
     with pytest.raises(FormatError, match=r"random_states_1\.pkl"):
         opened(folder)

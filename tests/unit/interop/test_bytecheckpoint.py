@@ -1,4 +1,4 @@
-"""Checkpoints of ByteCheckpoint: both folders and the files of ranks, and what is wrong with them."""
+"""Checkpoints of ByteCheckpoint: both folders, the files of ranks, and damage."""
 
 from __future__ import annotations
 

@@ -277,7 +277,7 @@ def test_paths_as_python_3_13_pickles_them_are_ignored(saved: Path) -> None:
     assert sp.open(saved)["bias"].read().tolist() == [0, 1, 2]
 
 
-def test_checkpoints_of_torch_2_2_say_what_they_lack(tmp_path: Path) -> None:
+def test_notes_on_checkpoints_of_torch_2_2_name_what_they_lack(tmp_path: Path) -> None:
     assert any(
         "rank 0 only" in note for note in verified(Golden("dcp22_objects_w2", tmp_path).checkpoint).notes
     )
@@ -329,7 +329,7 @@ def test_missing_and_short_files_are_errors(saved: Path) -> None:
         sp.open(saved, format="dcp")
 
 
-def test_keys_that_are_not_there_are_refused(saved: Path) -> None:
+def test_unknown_keys_are_refused(saved: Path) -> None:
     with pytest.raises(KeyError, match="nothing"):
         sp.open(saved)["nothing"]
 

@@ -1,4 +1,4 @@
-"""Sharded safetensors of torch's Hugging Face writer: read to their bits, holes and lies found."""
+"""Sharded safetensors of torch's Hugging Face writer: read to their bits, holes and false metadata found."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def other_rank(folder: Path) -> None:
         (lambda folder: rewritten(folder / SECOND, {"weight": ["[" * 10]}), "Expected"),
     ],
 )
-def test_metadata_that_lies_is_refused(saved: Path, change: Callable[[Path], None], message: str) -> None:
+def test_false_metadata_is_refused(saved: Path, change: Callable[[Path], None], message: str) -> None:
     change(saved)
     with pytest.raises(FormatError, match=message) as caught:
         sp.open(saved)

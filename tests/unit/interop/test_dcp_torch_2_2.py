@@ -57,8 +57,8 @@ def names_of_entries(folder: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("name", ["dcp22_zoo_w4", "dcp22_objects_w2"])
-def test_only_names_are_used_that_torch_2_2_uses(name: str, tmp_path: Path) -> None:
-    """What torch 2.2 wrote tells the names that it knows."""
+def test_pickles_have_only_names_that_torch_2_2_uses(name: str, tmp_path: Path) -> None:
+    """Checkpoints that torch 2.2 wrote show the names that it knows."""
     theirs = [Golden(other, tmp_path).checkpoint for other in ("dcp22_zoo_w4", "dcp22_objects_w2")]
     source = tmp_path / name / "ckpt"
     exclude = ["objs.np_str"] if "objects" in name else None  # an array of texts, which is no plain data

@@ -80,7 +80,7 @@ def test_tied_tensors_share_their_entries(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("to", ["dcp", "fsdp_dtensor", "torch_dist"])
-def test_a_tie_comes_back_as_a_tie_and_a_note_tells_of_other_readers(to: str, tmp_path: Path) -> None:
+def test_a_tie_is_restored_and_a_note_names_it_for_other_readers(to: str, tmp_path: Path) -> None:
     weight = torch.arange(6.0).reshape(2, 3)
     sp.save(tmp_path / "step", {"a": weight, "b": weight, "equal": weight.clone()})
     report = sp.convert(tmp_path / "step", tmp_path / "there", to=to)
@@ -148,7 +148,7 @@ def flattened(value: Any, prefix: str = "") -> dict[str, Any]:
 def write_training(
     folder: Path, max_file_bytes: int | None = None, *, whole_groups: bool = False
 ) -> dict[str, Any]:
-    """Writes the state of a model and its optimizer, and gives that state.
+    """Writes the state of a model and its optimizer, and returns that state.
 
     Args:
         folder: of the checkpoint.
@@ -167,7 +167,7 @@ def write_training(
 
 
 @pytest.mark.parametrize("whole_groups", [False, True])
-def test_set_state_dict_takes_a_model_and_its_optimizer(tmp_path: Path, whole_groups: bool) -> None:
+def test_set_state_dict_loads_a_model_and_its_optimizer(tmp_path: Path, whole_groups: bool) -> None:
     expected = write_training(tmp_path, 200, whole_groups=whole_groups)
     torch.manual_seed(1)
     model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 2))
@@ -185,7 +185,7 @@ def test_set_state_dict_takes_a_model_and_its_optimizer(tmp_path: Path, whole_gr
 
 
 def test_the_slots_of_a_live_optimizer_reach_set_state_dict(tmp_path: Path) -> None:
-    """A save of an optimizer itself has slots by parameter, and no groups: these are the program's."""
+    """A save of an optimizer has slots by parameter and no groups. The groups are those of the program."""
     model, optimizer = trained()
     sp.save(tmp_path / "saved", {"model": model, "optim": optimizer})
     renamed = {"optim": "optim.state"}
@@ -209,7 +209,7 @@ def test_the_slots_of_a_live_optimizer_reach_set_state_dict(tmp_path: Path) -> N
     assert optimizer.param_groups[0]["lr"] == 0.5
 
 
-def test_torch_turns_it_into_the_nested_state(tmp_path: Path) -> None:
+def test_dcp_to_torch_save_gives_the_nested_state(tmp_path: Path) -> None:
     expected = write_training(tmp_path / "dcp")
     dcp_to_torch_save(tmp_path / "dcp", tmp_path / "a.pt")
     found = loaded(tmp_path / "a.pt", weights_only=False)
@@ -228,9 +228,7 @@ def plans() -> st.SearchStrategy[dict[str, tuple[str, tuple[int, ...]]]]:
 
 @settings(deadline=None)
 @given(plans(), st.integers(16, 5000))
-def test_files_are_bounded_and_about_equal_and_hold_all(
-    tensors: dict[str, tuple[str, tuple[int, ...]]], most: int
-) -> None:
+def test_files_are_bounded_and_complete(tensors: dict[str, tuple[str, tuple[int, ...]]], most: int) -> None:
     contents = Contents(tensors)
     units = writer_of("dcp")(contents, WriteOptions(most)).units
     volumes = dict.fromkeys(tensors, 0)
@@ -287,7 +285,7 @@ def test_the_commit_finds_a_file_that_was_cut_or_removed(tmp_path: Path, is_miss
     assert not (tmp_path / ".metadata").exists()
 
 
-def test_what_the_format_cannot_hold_is_said() -> None:
+def test_contents_that_the_format_cannot_hold_are_refused_or_noted() -> None:
     with pytest.raises(StructureError, match=r"'a\.b'.*--exclude a\.b"):
         writer_of("dcp")(Contents({}, objects={"a.b": [object()]}), WriteOptions())
     writer = writer_of("dcp")(Contents({}, metadata={"run": "x"}), WriteOptions())
@@ -329,7 +327,7 @@ def loaded_onto_shards(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.processes
-def test_torch_loads_it_onto_the_shards_of_two_ranks(tmp_path: Path) -> None:
+def test_torch_loads_onto_the_shards_of_two_ranks(tmp_path: Path) -> None:
     tensor = torch.arange(70.0).reshape(7, 10)
     expected = {key: bits(tensor) for key in ("w0", "w1")}
     written("dcp", {"w0": tensor}, tmp_path / "shards", WriteOptions(100), aliases={"w1": "w0"})

@@ -41,7 +41,7 @@ def test_golden_checkpoints_read_to_their_expected_bits(name: str, tmp_path: Pat
             assert report.ok and report.unproved == 0 < report.bytes
 
 
-def test_weights_in_the_dtype_of_training_and_values_of_the_optimizer_are_there(tmp_path: Path) -> None:
+def test_weights_in_the_dtype_of_training_and_values_of_the_optimizer_are_read(tmp_path: Path) -> None:
     with sp.open(Golden("ds_zero2_bf16_w2", tmp_path).checkpoint) as checkpoint:
         master = checkpoint["fp32.a.weight"].read()
         assert bits(checkpoint["module.a.weight"].read()) == bits(master.bfloat16())
@@ -175,7 +175,7 @@ def hole(states: Any) -> None:
     states["optimizer_state_dict"]["param_slice_mappings"][0]["w"].numel -= 1
 
 
-def stranger(states: Any) -> None:
+def unknown_parameter(states: Any) -> None:
     states["optimizer_state_dict"]["param_slice_mappings"][0]["u"] = FragmentAddress(0, 0)
 
 
@@ -223,7 +223,7 @@ def text(states: Any) -> None:
     [
         (overlap, "w and b overlap"),
         (hole, "w has 11 elements in the partitions of all ranks, expected 12"),
-        (stranger, "slice of u"),
+        (unknown_parameter, "slice of u"),
         (behind, "the flat tensor of group 0 has"),
         (before, "the flat tensor of group 0 has"),
         (shorter, "the flat tensor of group 0 has 3 elements"),
@@ -293,7 +293,7 @@ def test_tags_that_lead_out_are_refused(tag: str, tmp_path: Path) -> None:
         sp.open(tmp_path / "run", format="deepspeed")
 
 
-def test_a_save_that_did_not_finish_is_said(tmp_path: Path) -> None:
+def test_a_save_that_did_not_finish_is_an_error(tmp_path: Path) -> None:
     write_zero(tmp_path, 1, 1, SHAPES)
     (tmp_path / "latest").write_text("step8")
     with pytest.raises(NotCommittedError, match="did not finish"):

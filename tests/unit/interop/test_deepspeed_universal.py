@@ -30,11 +30,11 @@ def test_the_golden_checkpoint_reads_to_its_expected_bits(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_frozen_parameters_and_buffers_are_there_at_every_stage(stage: int, tmp_path: Path) -> None:
+def test_frozen_parameters_and_buffers_are_read_at_every_stage(stage: int, tmp_path: Path) -> None:
     check(tmp_path, write_universal(tmp_path, stage, SHAPES))
 
 
-def test_it_has_the_keys_of_the_checkpoint_that_it_is_made_of(tmp_path: Path) -> None:
+def test_a_universal_checkpoint_has_the_keys_of_its_source(tmp_path: Path) -> None:
     write_zero(tmp_path / "zero", 2, 2, SHAPES)
     write_universal(tmp_path / "universal", 2, SHAPES)
     with sp.open(tmp_path / "zero") as one, sp.open(tmp_path / "universal") as other:

@@ -1,4 +1,4 @@
-"""Which format a path has: a save that did not finish is never taken for a checkpoint of another format."""
+"""The format of a path. A save that did not finish is never taken for a checkpoint of another format."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def test_a_save_that_did_not_finish_is_no_checkpoint(lost: str, tmp_path: Path) 
         sp.load(tmp_path / "step", {"w": torch.zeros(3)})
 
 
-def test_an_empty_folder_says_how_to_name_a_format(tmp_path: Path) -> None:
+def test_the_error_for_an_empty_folder_says_how_to_name_a_format(tmp_path: Path) -> None:
     with pytest.raises(NotCommittedError, match="--format"):
         sp.open(tmp_path)
 
 
-def test_a_file_of_no_format_and_a_format_of_no_name_are_refused(tmp_path: Path) -> None:
+def test_a_file_of_no_known_format_and_an_unknown_format_name_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
     with pytest.raises(FormatError, match="no checkpoint of a known format"):
         sp.open(tmp_path / "a.txt")
@@ -41,7 +41,7 @@ def test_a_file_of_no_format_and_a_format_of_no_name_are_refused(tmp_path: Path)
         sp.open(tmp_path, format="parchment")
 
 
-def test_what_is_written_is_recognized(tmp_path: Path) -> None:
+def test_every_format_that_is_written_is_recognized(tmp_path: Path) -> None:
     sp.save(tmp_path / "step", {"w": torch.ones(3)})
     own_reader = {"hf": "safetensors", "fsdp_dtensor": "dcp"}
     for to in WRITERS:

@@ -1,4 +1,4 @@
-"""``pytorch_model.bin`` of Hugging Face: the golden, its index, and a pickle that would run code."""
+"""``pytorch_model.bin`` of Hugging Face: the golden folder, its index, and a pickle that would run code."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def verified(path: Path) -> VerifyReport:
         return verify_foreign(checkpoint)
 
 
-def test_step_and_ranks_are_known(tmp_path: Path) -> None:
+def test_the_step_and_the_number_of_ranks_are_read(tmp_path: Path) -> None:
     for name, step in (("mc_handmade_w2", 10), ("mc11_gpt_fsms_w2", 2)):
         with opened(Golden(name, tmp_path).checkpoint) as checkpoint:
             assert (checkpoint.step, checkpoint.world_size) == (step, 2)
@@ -67,7 +67,7 @@ def test_flat_ranges_fill_a_target_of_the_true_shape(tmp_path: Path) -> None:
     assert {key: bits(target[key]) for key in keys} == {key: bits(golden.tensor(key)) for key in keys}
 
 
-def test_buckets_say_what_they_are(tmp_path: Path) -> None:
+def test_buckets_are_noted(tmp_path: Path) -> None:
     with opened(Golden("mc_gpt_dp_reshardable_w2", tmp_path).checkpoint) as checkpoint:
         assert any("dp_reshardable" in note for note in checkpoint.reader.notes)
         noted = [key for key, tensor in checkpoint.reader.tensors.items() if tensor.notes]
@@ -193,7 +193,7 @@ def test_digests_are_verified(saved: Path) -> None:
         (lambda found: found["files"].update({"../x": "00"}), "leads out"),
     ],
 )
-def test_digests_that_lie_are_refused(saved: Path, change: Callable[[Any], None], message: str) -> None:
+def test_false_digests_are_refused(saved: Path, change: Callable[[Any], None], message: str) -> None:
     sign(saved)
     change_digests(saved, change)
     with opened(saved) as checkpoint, pytest.raises(FormatError, match=message):
@@ -203,7 +203,7 @@ def test_digests_that_lie_are_refused(saved: Path, change: Callable[[Any], None]
 
 
 def fragmented(folder: Path, shape: tuple[int, ...]) -> None:
-    """Says that "weight", of which one fragment of 12 elements is stored, has this shape."""
+    """Sets the true shape of "weight", of which one fragment of 12 elements is stored."""
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     metadata.mcore_data = {"weight": {"nd_reformulated_orig_global_shape": shape}}
     (folder / ".metadata").write_bytes(pickle.dumps(metadata, 4))
@@ -226,14 +226,14 @@ def test_one_fragment_is_the_tensor(flat: Path) -> None:
 
 
 @pytest.mark.parametrize("shape", [(4, 4), (12,), (4, 3, 1), (0, 3), (-4, -3), (2**40, 2**40)])
-def test_true_shapes_that_lie_are_refused(flat: Path, shape: tuple[int, ...]) -> None:
+def test_global_shapes_that_do_not_fit_are_refused(flat: Path, shape: tuple[int, ...]) -> None:
     fragmented(flat, shape)
     with pytest.raises(FormatError, match=r"weight|structure"):
         opened(flat)
 
 
 @pytest.mark.parametrize("what", ["hole", "beyond", "block"])
-def test_flat_ranges_that_lie_are_refused(flat: Path, what: str) -> None:
+def test_false_flat_ranges_are_refused(flat: Path, what: str) -> None:
     fragmented(flat, (4, 3))
     metadata = pickle.loads((flat / ".metadata").read_bytes())
     (chunk,) = metadata.state_dict_metadata["weight"].chunks

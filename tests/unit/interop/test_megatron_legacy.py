@@ -95,7 +95,7 @@ def pipeline(folder: Path, *, width: int = 2, depth: int = 2, gated: bool = True
         "decoder.layers.mlp.linear_fc2.bias": torch.randn(2 * depth, 4),
         "decoder.final_layernorm.weight": torch.randn(4),
     }
-    axes = [0, 1, 1, 2, None, None]  # that tensor parallelism splits, with the layers
+    axes = [0, 1, 1, 2, None, None]  # that tensor parallelism splits, counting the axis of layers
     for rank in range(width):
         parts = {}
         for (key, value), axis in zip(whole.items(), axes, strict=True):
@@ -172,7 +172,7 @@ MODELS: list[tuple[Callable[[], dict[str, torch.Tensor]], str]] = [
 
 
 @pytest.mark.parametrize(("model", "text"), MODELS)
-def test_what_the_rules_do_not_know_is_refused_and_read_by_rank(
+def test_models_without_a_rule_are_refused_and_read_by_rank(
     tmp_path: Path, model: Callable[[], dict[str, torch.Tensor]], text: str
 ) -> None:
     save(tmp_path, "mp_rank_00", model())

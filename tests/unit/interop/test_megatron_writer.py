@@ -26,7 +26,7 @@ def common_of(folder: Path) -> Any:
         return loaded(folder / "common.pt")
 
 
-def test_the_three_parts_are_where_megatron_looks(tmp_path: Path) -> None:
+def test_tensors_objects_and_common_state_are_where_megatron_reads_them(tmp_path: Path) -> None:
     tensors = {"decoder.layers.weight": torch.arange(24.0).reshape(2, 4, 3), "rep": torch.ones(5)}
     objects = {
         "rng_state/shard_0.0_1.2": [{"seed": 5}],
@@ -67,7 +67,7 @@ def test_the_common_state_of_another_megatron_is_kept(tmp_path: Path) -> None:
     assert DcpReader(Foreign(LocalStorage(tmp_path))).object_keys() == {}.keys()
 
 
-def test_there_is_a_common_state_even_without_objects(tmp_path: Path) -> None:
+def test_a_common_state_is_written_even_without_objects(tmp_path: Path) -> None:
     written("torch_dist", {"w": torch.ones(2)}, tmp_path)
     assert common_of(tmp_path) == {}
 
@@ -86,7 +86,7 @@ def test_two_objects_in_one_place_are_refused(objects: dict[str, Any]) -> None:
         writer_of("torch_dist")(Contents({}, objects=objects), WriteOptions())
 
 
-def test_what_is_no_plain_data_is_refused() -> None:
+def test_objects_that_are_no_plain_data_are_refused() -> None:
     for key in ("common", "rng_state/shard_0_1"):
         with pytest.raises(StructureError, match="is no plain data"):
             writer_of("torch_dist")(Contents({}, objects={key: {"a": object()}}), WriteOptions())

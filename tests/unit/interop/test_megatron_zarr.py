@@ -162,7 +162,7 @@ def test_other_metadata_is_not_recognized(golden: Golden, text: str) -> None:
         sp.open(golden.checkpoint)
 
 
-def test_metadata_that_lies_about_the_shape_is_refused(golden: Golden) -> None:
+def test_false_shapes_in_the_metadata_are_refused(golden: Golden) -> None:
     metadata = golden.checkpoint / "fc1" / ".zarray"
     array = json.loads(metadata.read_text())
     for shape in ([10**6, 10**6], [17, 3]):

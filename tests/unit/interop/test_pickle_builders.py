@@ -1,4 +1,4 @@
-"""Objects of common classes come out of pickles as plain data, from any protocol, and damage is an error."""
+"""Objects of common classes are read from pickles as plain data, in any protocol, and damage is an error."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ ARRAYS = [
 @pytest.mark.parametrize("protocol", range(6))
 def test_values_of_common_classes_are_plain_data(protocol: int) -> None:
     for value, expected in VALUES:
-        if protocol < 2 and isinstance(value, io.BytesIO):  # Python cannot pickle it so
+        if protocol < 2 and isinstance(value, io.BytesIO):  # these protocols cannot pickle it
             continue
         found = read(pickle.dumps(value, protocol))
         assert (type(found), found) == (type(expected), expected)
@@ -106,7 +106,7 @@ def test_bombs_are_refused_at_once(data: bytes, text: str) -> None:
         read(data)
 
 
-def test_an_array_whose_size_lies_is_refused() -> None:
+def test_an_array_of_a_false_size_is_refused() -> None:
     data = pickle.dumps(np.arange(6, dtype=np.int64).reshape(2, 3), 2)
     assert b"K\x02K\x03\x86" in data
     for lie in (b"K\x02K\x04\x86", b"K\x02J\xff\xff\xff\x7f\x86", b"K\x02J\xff\xff\xff\xff\x86"):

@@ -1,4 +1,4 @@
-"""Pickles read as data: equal to what pickle reads, and nothing runs."""
+"""Pickles read as data equal what pickle reads, and no code runs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PROTOCOLS = st.integers(0, 5)
 
 
 def builders() -> dict[str, Any]:
-    """What protocols below 4 need for bytes and sets."""
+    """The builders that protocols below 4 need for bytes and sets."""
     return {
         "_codecs.encode": lambda text, encoding: text.encode(encoding),
         "__builtin__.bytes": bytes,
@@ -52,7 +52,7 @@ def builders() -> dict[str, Any]:
 
 
 @given(VALUES, PROTOCOLS)
-def test_plain_values_are_what_pickle_reads(value: Any, protocol: int) -> None:
+def test_plain_values_equal_those_that_pickle_reads(value: Any, protocol: int) -> None:
     data = pickle.dumps(value, protocol)
     found = read_pickle(data + b"more", builders(), file="a")
     assert found.value == pickle.loads(data)
@@ -94,7 +94,7 @@ class Touches:
 
 
 @pytest.mark.parametrize("protocol", range(6))
-def test_nothing_runs(tmp_path: Path, protocol: int) -> None:
+def test_no_code_runs(tmp_path: Path, protocol: int) -> None:
     data = pickle.dumps({"a": Touches(tmp_path / "ran")}, protocol)
     value = read_pickle(data, {}, file="a").value
     assert isinstance(value["a"], Opaque)
@@ -111,12 +111,12 @@ def test_unknown_classes_keep_their_name_and_state() -> None:
     assert repr(kind) == "<argparse.Namespace, not imported>"
 
 
-def test_known_classes_become_what_the_table_says() -> None:
+def test_known_classes_are_made_by_their_builders() -> None:
     data = pickle.dumps(OrderedDict(a=1, b=[2]))
     assert read_pickle(data, {"collections.OrderedDict": dict}, file="a").value == {"a": 1, "b": [2]}
 
 
-def test_lists_that_hold_themselves() -> None:
+def test_lists_that_contain_themselves_are_read() -> None:
     value: list[Any] = [1]
     value.append(value)
     found = read_pickle(pickle.dumps(value), {}, file="a").value
@@ -146,7 +146,7 @@ def test_persistent_identifiers_go_to_the_caller() -> None:
         (b"}]Ns.", "damaged"),
     ],
 )
-def test_what_plain_data_does_not_need_is_refused(data: bytes, text: str) -> None:
+def test_opcodes_that_plain_data_does_not_need_are_refused(data: bytes, text: str) -> None:
     with pytest.raises(FormatError, match=text):
         read_pickle(data, {}, file="a")
 

@@ -61,7 +61,7 @@ def test_long_texts_bytes_and_containers(protocol: int) -> None:
 
 
 @pytest.mark.parametrize("protocol", [2, 4])
-def test_the_same_object_stays_the_same(protocol: int) -> None:
+def test_two_references_to_an_object_stay_one_object(protocol: int) -> None:
     shared: list[Any] = [1]
     shared.append(shared)
     first, second = pickle.loads(write_pickle([shared, shared], protocol))
@@ -117,7 +117,7 @@ def test_other_objects_are_described_by_the_caller() -> None:
         write_pickle(object(), 2)
 
 
-def test_what_cannot_be_written_is_refused() -> None:
+def test_values_that_cannot_be_written_are_refused() -> None:
     nested: list[Any] = []
     for _ in range(300):
         nested = [nested]

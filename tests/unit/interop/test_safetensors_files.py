@@ -174,7 +174,7 @@ def test_an_index_that_is_far_too_large_is_refused_unread(sharded: Path) -> None
         opened(sharded)
 
 
-def test_a_total_size_that_lies_is_noted(sharded: Path) -> None:
+def test_a_false_total_size_is_noted(sharded: Path) -> None:
     changed_index(sharded, lambda index: index["metadata"].update(total_size=61))
     assert "61 bytes, they have 60" in " ".join(opened(sharded).reader.notes)
 

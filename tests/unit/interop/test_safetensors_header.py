@@ -1,4 +1,4 @@
-"""Headers of foreign safetensors files: read with torch's dtypes, and refused if they lie."""
+"""Headers of foreign safetensors files: read with torch's dtypes, and refused if they are false."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_every_dtype_of_the_library_is_read_with_its_bytes(tmp_path: Path) -> No
 
 
 def written(folder: Path, header: Any, data: bytes, length: int | None = None) -> LocalStorage:
-    """A file with this header, which may be text or what JSON encodes."""
+    """A file with this header, given as text or as a value for JSON."""
     text = header.encode() if isinstance(header, str) else json.dumps(header).encode()
     claimed = len(text) if length is None else length
     (folder / "a.safetensors").write_bytes(claimed.to_bytes(8, "little") + text + data)
@@ -86,7 +86,7 @@ def entry(begin: int, end: int, dtype: str = "U8", shape: tuple[int, ...] = (4,)
         ("{" + '"a":{' * 100_000, b"", None, "a.safetensors"),
     ],
 )
-def test_headers_that_lie_are_refused(
+def test_false_headers_are_refused(
     tmp_path: Path, header: Any, data: bytes, length: int | None, message: str
 ) -> None:
     storage = written(tmp_path, header, data, length)

@@ -38,7 +38,7 @@ def writer(
 
 
 def loaded(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors as the safetensors package reads them, by way of the index where there is one."""
+    """All tensors as the safetensors package reads them, through the index if there is one."""
     index = folder / "model.safetensors.index.json"
     if not index.exists():
         assert [path.name for path in folder.iterdir()] == ["model.safetensors"]
@@ -55,7 +55,7 @@ def loaded(folder: Path) -> dict[str, torch.Tensor]:
 
 @settings(deadline=None, max_examples=40)
 @given(state=tensors(STORABLE), limit=..., piece=...)
-def test_tensors_of_every_kind_come_back(
+def test_tensors_of_every_kind_are_read_back(
     state: dict[str, torch.Tensor], limit: bool, piece: bool, tmp_path_factory: Any
 ) -> None:
     folder = tmp_path_factory.mktemp("c")
@@ -70,7 +70,7 @@ def test_tensors_of_every_kind_come_back(
     }
 
 
-def test_tensors_are_aligned_and_the_metadata_is_what_transformers_wants(tmp_path: Path) -> None:
+def test_tensors_are_aligned_and_the_metadata_is_what_transformers_needs(tmp_path: Path) -> None:
     state = {f"{name}{count}": random_bits(name, (count,)) for name in STORABLE for count in (1, 3)}
     write_all(writer(contents_of(state)), state, tmp_path)
     raw = (tmp_path / "model.safetensors").read_bytes()
@@ -175,7 +175,7 @@ def test_damaged_values_are_errors_that_name_the_file(text: str, tmp_path: Path)
         _ = found["v"]
 
 
-def test_hugging_face_gets_texts_and_a_note_on_other_values(tmp_path: Path) -> None:
+def test_hf_files_have_text_values_and_a_note_names_the_others(tmp_path: Path) -> None:
     state = {"w": torch.ones(3)}
     plan = writer(
         contents_of(state, objects={**VALUES, "model": object()}, step=7, metadata=METADATA), to="hf"
@@ -189,7 +189,7 @@ def test_hugging_face_gets_texts_and_a_note_on_other_values(tmp_path: Path) -> N
     assert "betas, format, lr, model" in values
 
 
-def test_files_of_hugging_face_have_five_gigabytes() -> None:
+def test_hf_files_have_at_most_five_gigabytes() -> None:
     contents = Contents({f"w{at}": ("int8", (2 * 10**9,)) for at in range(5)})
     assert [len(unit.boxes) for unit in writer(contents, to="hf").units] == [2, 2, 1]
     assert [len(unit.boxes) for unit in writer(contents).units] == [5]
@@ -197,7 +197,7 @@ def test_files_of_hugging_face_have_five_gigabytes() -> None:
 
 @pytest.mark.parametrize("to", ["safetensors", "hf"])
 @pytest.mark.parametrize("dtype", ["complex128", "complex32", "int4"])
-def test_a_dtype_without_a_type_is_refused(to: str, dtype: str) -> None:
+def test_a_dtype_that_safetensors_lacks_is_refused(to: str, dtype: str) -> None:
     with pytest.raises(StructureError, match=f"'model.w'.*no type for {dtype}.*--exclude"):
         writer(Contents({"a": ("int8", ()), "model.w": (dtype, (2,))}), to=to)
 
@@ -225,7 +225,7 @@ def test_an_interrupted_unit_is_written_again(tmp_path: Path) -> None:
     }
 
 
-def test_what_was_not_written_is_not_committed(tmp_path: Path) -> None:
+def test_a_unit_that_was_not_written_prevents_the_commit(tmp_path: Path) -> None:
     state = {"a": random_bits("float32", (64,)), "b": random_bits("int64", (64,))}
     plan, target = writer(contents_of(state), 300), LocalStorage(tmp_path)
     records = {unit.name: plan.write(unit, TensorSource(state), target) for unit in plan.units}

@@ -1,4 +1,4 @@
-"""The writer of our own format: what it writes is what a save of the same state writes."""
+"""The writer of shardproof's own format writes the same state as a save."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_a_large_value_gets_a_key_that_no_tensor_has(tmp_path: Path) -> None:
 
 @settings(deadline=None, max_examples=25)
 @given(state=tensors(ALL_DTYPES))
-def test_tensors_of_every_kind_come_back(state: dict[str, torch.Tensor], tmp_path_factory: Any) -> None:
+def test_tensors_of_every_kind_are_read_back(state: dict[str, torch.Tensor], tmp_path_factory: Any) -> None:
     folder = tmp_path_factory.mktemp("c")
     source = write_all(writer(contents_of(state), 40, 16), state, folder)
     assert source.largest <= 16
@@ -137,7 +137,7 @@ def test_chunks_are_cut_along_rows_and_files_and_reads_are_bounded(tmp_path: Pat
     assert again.files == manifest.files, "the bound of reads changes nothing that is written"
 
 
-def test_nothing_and_values_alone_are_checkpoints(tmp_path: Path) -> None:
+def test_contents_without_elements_make_a_checkpoint(tmp_path: Path) -> None:
     write_all(writer(Contents({})), {}, tmp_path / "nothing")
     assert list(sp.open(tmp_path / "nothing")) == []
     state = {"e": torch.empty(0, 3)}
@@ -154,7 +154,7 @@ def test_an_interrupted_unit_and_an_interrupted_commit_are_repeated(tmp_path: Pa
     target = LocalStorage(tmp_path)
     with pytest.raises(InterruptedError):
         plan.write(plan.units[0], TensorSource(TENSORS, fails_at=2), target)
-    for unit in plan.units:  # files of the names that the units take
+    for unit in plan.units:  # leftovers under the names of the units
         (tmp_path / "shards").mkdir(exist_ok=True)
         (tmp_path / "shards" / f"{unit.name}.safetensors").write_bytes(b"left behind")
     source = TensorSource(TENSORS)
@@ -181,7 +181,7 @@ def test_a_lost_manifest_is_written_again(tmp_path: Path) -> None:
     )
 
 
-def test_what_was_not_written_as_planned_is_not_committed(tmp_path: Path) -> None:
+def test_a_unit_that_was_not_written_as_planned_prevents_the_commit(tmp_path: Path) -> None:
     plan = writer(contents_of(TENSORS), 8 << 20)
     target, source = LocalStorage(tmp_path), TensorSource(TENSORS)
     records = {unit.name: plan.write(unit, source, target) for unit in plan.units}
@@ -204,7 +204,7 @@ def test_what_was_not_written_as_planned_is_not_committed(tmp_path: Path) -> Non
 PLANNED = (StructureError, "not written as planned")
 
 
-def test_what_the_format_cannot_hold_is_refused_before_a_file_is_written() -> None:
+def test_contents_that_the_format_cannot_hold_are_refused_before_a_file_is_written() -> None:
     with pytest.raises(StructureError, match="'w'.*int4"):
         writer(Contents({"w": ("int4", (2,))}))
     with pytest.raises(StructureError, match="impossible shape"):

@@ -1,4 +1,4 @@
-"""The nested state dict behind keys that are joined by dots."""
+"""`state_paths` finds the paths in a nested state dict of keys that are joined by dots."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ KEYS = st.lists(STEPS, min_size=1, max_size=6).map(".".join)
 
 
 @given(st.sets(KEYS, max_size=12), st.sets(KEYS, max_size=12))
-def test_paths_spell_their_keys_and_fit_together(tensors: set[str], objects: set[str]) -> None:
+def test_paths_spell_their_keys_and_do_not_conflict(tensors: set[str], objects: set[str]) -> None:
     paths = state_paths(sorted(tensors), sorted(objects - tensors))
     assert paths.keys() == tensors | objects
     for key, path in paths.items():
@@ -26,7 +26,7 @@ def test_without_an_optimizer_names_stay_whole() -> None:
     assert state_paths(keys, ["step"]) == {**{key: (key,) for key in keys}, "step": ("step",)}
 
 
-def test_deeper_heads_and_objects_of_the_model_and_the_optimizer() -> None:
+def test_deeper_prefixes_and_objects_of_the_model_and_the_optimizer() -> None:
     tensors = ["app.model.a.w", "app.model.b.c.w", "app.optim.state.a.w.m", "app.optim.state.b.c.w.m"]
     objects = ["app.model.act._extra_state", "app.optim.state.a.w.step", "app.optim.param_groups"]
     assert list(state_paths(tensors, objects).values()) == [
@@ -40,7 +40,7 @@ def test_deeper_heads_and_objects_of_the_model_and_the_optimizer() -> None:
     ]
 
 
-def test_optimizers_by_number_and_groups_with_a_hole() -> None:
+def test_optimizer_state_by_number_and_groups_with_a_gap() -> None:
     keys = ["model.w", "optimizer.state.0.m", "optimizer.state.1.m"]
     paths = state_paths(keys, ["optimizer.param_groups.1.lr"])
     assert paths["optimizer.state.1.m"] == ("optimizer", "state", "1", "m")

@@ -207,7 +207,7 @@ def test_an_archive_above_4_gib(tmp_path: Path) -> None:
         assert archive.read(entry) == state["last"].numpy().tobytes()  # type: ignore[union-attr]
 
 
-def test_a_new_file_replaces_what_is_left_and_goes_if_the_writer_fails(tmp_path: Path) -> None:
+def test_a_new_file_replaces_leftovers_and_is_removed_if_the_writer_fails(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"left from before, and longer")
     with new_file(LocalStorage(tmp_path), "a") as file:
         file.put(b"new")
@@ -235,7 +235,7 @@ def test_a_new_file_has_what_was_appended(sizes: list[int], tmp_path: Path) -> N
     assert (tmp_path / "a").read_bytes() == b"".join(parts)
 
 
-def test_readers_see_a_flipped_bit(tmp_path: Path) -> None:
+def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
     tensor = torch.arange(100)
     data = bytearray(TorchArchive({"a": tensor}).to_bytes())
     data[data.index(bytes(tensor.numpy()[1:])) + 5] ^= 1

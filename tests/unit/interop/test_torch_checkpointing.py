@@ -160,7 +160,7 @@ def test_parts_of_a_mesh_are_merged(
     assert verified(tmp_path / "a").ok
 
 
-def test_the_order_of_ranks_in_the_mesh_counts(tmp_path: Path) -> None:
+def test_the_order_of_ranks_in_the_mesh_is_respected(tmp_path: Path) -> None:
     whole = write(tmp_path / "a", (7, 3), np.array([2, 0, 1]), [Shard(0)])
     assert bits(sp.open(tmp_path / "a")["model.layer.w"].read()) == bits(whole)
 
@@ -198,7 +198,7 @@ def layouts(metadata: Any) -> Any:
     return metadata["metadata"]["model"]["rank_to_layout_info"]
 
 
-def test_copies_that_differ_are_said(tmp_path: Path) -> None:
+def test_copies_that_differ_are_noted(tmp_path: Path) -> None:
     write(tmp_path / "a", (4,), np.arange(2), [Replicate()])
     dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
     try:

@@ -116,7 +116,7 @@ def test_a_compressed_archive_is_refused(tmp_path: Path) -> None:
         opened(tmp_path / "bomb.pt")
 
 
-def test_a_value_that_holds_itself_has_an_end(tmp_path: Path) -> None:
+def test_a_value_that_contains_itself_is_an_error(tmp_path: Path) -> None:
     value: dict[str, Any] = {}
     value["again"] = value
     torch.save(value, tmp_path / "a.pt")
@@ -130,7 +130,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         opened(tmp_path / "nothing.pt")
 
 
-def test_lists_that_are_shared_many_times_cost_one_look_each() -> None:
+def test_lists_that_are_shared_many_times_are_visited_once() -> None:
     shared: list[Any] = [1]
     for _ in range(150):
         shared = [shared, shared]

@@ -73,7 +73,7 @@ def test_the_same_view_is_an_alias_and_another_view_is_not(tmp_path: Path, is_zi
         assert bool(report.notes) == (not is_zip)
 
 
-def test_a_file_without_crcs_says_so(tmp_path: Path) -> None:
+def test_a_file_without_crcs_is_noted(tmp_path: Path) -> None:
     torch.serialization.set_crc32_options(False)
     try:
         torch.save({"a": torch.arange(3)}, tmp_path / "a.pt")
@@ -85,7 +85,7 @@ def test_a_file_without_crcs_says_so(tmp_path: Path) -> None:
 
 
 class Strange:
-    """A class that no table knows."""
+    """A class that no reader knows."""
 
     def __init__(self) -> None:
         self.attribute = 3
@@ -96,7 +96,7 @@ class Tagged(torch.Tensor):
 
 
 @pytest.mark.parametrize("is_zip", FORMATS)
-def test_one_unknown_class_spoils_only_its_own_key(tmp_path: Path, is_zip: bool) -> None:
+def test_an_unknown_class_hides_only_its_own_key(tmp_path: Path, is_zip: bool) -> None:
     weight = torch.arange(3.0)
     weight.note = "x"  # type: ignore[attr-defined]
     state = {
@@ -196,7 +196,7 @@ def test_a_text_of_the_legacy_format_that_claims_gigabytes_is_refused_unread(tmp
 
 
 def test_a_pickle_of_the_legacy_format_is_read_in_pieces(tmp_path: Path) -> None:
-    """Long strings, and lines and numbers across the pieces."""
+    """With long strings, and with lines and numbers that cross the ends of pieces."""
     state = {f"key {at} {'x' * (at * 977 % 5000)}": torch.tensor(at) for at in range(600)}
     state["text"] = "y" * 1_000_000  # type: ignore[assignment]
     torch.save(state, tmp_path / "a.pt", _use_new_zipfile_serialization=False)

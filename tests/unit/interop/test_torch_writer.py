@@ -60,7 +60,7 @@ def test_a_leftover_is_replaced_and_the_commit_finds_a_cut_file(tmp_path: Path) 
         writer.commit(records, LocalStorage(tmp_path))
 
 
-def test_what_the_format_cannot_hold_is_said() -> None:
+def test_contents_that_the_format_cannot_hold_are_refused_or_noted() -> None:
     with pytest.raises(StructureError, match="'a'.*no plain data"):
         writer_of("torch")(Contents({}, objects={"a": object()}), WriteOptions())
     (note,) = writer_of("torch")(Contents({}, metadata={"run": 1}), WriteOptions()).notes

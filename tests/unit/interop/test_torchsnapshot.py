@@ -205,7 +205,7 @@ def part(entry: Any) -> Any:
         (lambda entry: entry.pop("chunks"), "chunks"),
     ],
 )
-def test_metadata_that_lies_is_an_error(change: Callable[[Any], None], found: str, tmp_path: Path) -> None:
+def test_false_metadata_is_an_error(change: Callable[[Any], None], found: str, tmp_path: Path) -> None:
     chunked(tmp_path)
     edited(tmp_path, change)
     with pytest.raises(FormatError, match=found):

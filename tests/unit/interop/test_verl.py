@@ -41,7 +41,7 @@ def run(seed: int) -> State:
 
 
 def _sharded(value: Any, rank: int, ranks: int) -> Any:
-    """The part of a rank of a tensor, cut along the first dimension; another value as it is."""
+    """The shard of a tensor on a rank, cut along the first dimension; other values are unchanged."""
     if not torch.is_tensor(value) or not value.dim():
         return value
     return DTensor.from_local(
@@ -126,7 +126,7 @@ def test_files_of_two_saves_are_told_apart_by_the_configuration_alone(tmp_path: 
         sp.open(tmp_path)
 
 
-def test_flat_parts_of_an_optimizer_stay_apart_and_a_note_says_so(tmp_path: Path) -> None:
+def test_flat_parts_of_an_optimizer_are_not_merged_and_are_noted(tmp_path: Path) -> None:
     write(tmp_path, run(0), 2, flat=True)
     with sp.open(tmp_path) as checkpoint:
         assert isinstance(checkpoint, ForeignCheckpoint)

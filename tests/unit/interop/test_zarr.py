@@ -188,7 +188,7 @@ def test_dtypes_of_tensorstore(dtype: str, version: int, tmp_path: Path) -> None
 @given(st.data())
 @settings(deadline=None, max_examples=40)
 @pytest.mark.filterwarnings("ignore")
-def test_any_array_and_any_slice(data: st.DataObject) -> None:
+def test_any_array_is_read_whole_and_in_slices(data: st.DataObject) -> None:
     shape = data.draw(st.lists(st.integers(0, 6), max_size=3), label="shape")
     chunks = [data.draw(st.integers(1, 4)) for _ in shape]
     inner = [data.draw(st.sampled_from([n for n in range(1, size + 1) if size % n == 0])) for size in chunks]
@@ -363,7 +363,7 @@ def test_chunks_that_inflate_without_bounds_are_refused(name: str, tmp_path: Pat
         opened(tmp_path)["w"].read()
 
 
-def test_a_chunk_that_is_larger_than_any_is_not_read(tmp_path: Path) -> None:
+def test_a_chunk_of_an_impossible_size_is_not_read(tmp_path: Path) -> None:
     v2_array(tmp_path)
     with (tmp_path / "w" / "0.0").open("r+b") as file:
         file.truncate(1 << 40)
@@ -385,7 +385,7 @@ def test_a_zstd_frame_without_a_size_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("codec", ["pickle", "vlen-utf8", "msgpack2", "nothing", ["zlib"], None])
-def test_codecs_that_are_not_known_are_refused(codec: Any, tmp_path: Path) -> None:
+def test_unknown_codecs_are_refused(codec: Any, tmp_path: Path) -> None:
     v2_array(tmp_path, compressors=numcodecs.Zlib())
     changed(tmp_path / "w" / ".zarray", lambda array: array.update(compressor={"id": codec}))
     with pytest.raises(FormatError, match="codec|unhashable"):
@@ -471,7 +471,7 @@ def test_damaged_metadata_is_refused_quickly(change: dict[str, Any], tmp_path: P
     assert time.monotonic() - begun < 5
 
 
-def test_a_shard_that_lies_about_its_chunks_is_refused_quickly(tmp_path: Path) -> None:
+def test_a_shard_with_a_false_number_of_chunks_is_refused_quickly(tmp_path: Path) -> None:
     v3_array(
         tmp_path, chunks=(2048, 2048), codecs=[ShardingCodec(chunk_shape=(2048, 2048), codecs=[BytesCodec()])]
     )

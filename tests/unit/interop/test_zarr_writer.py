@@ -78,7 +78,7 @@ READERS = [read_with_zarr, read_with_tensorstore, read_with_shardproof]
 @pytest.mark.parametrize("read", READERS)
 @settings(deadline=None, max_examples=25)
 @given(state=tensors(ALL_DTYPES))
-def test_tensors_of_every_kind_come_back(
+def test_tensors_of_every_kind_are_read_back(
     read: Any, state: dict[str, torch.Tensor], tmp_path_factory: Any
 ) -> None:
     folder = tmp_path_factory.mktemp("c")
@@ -242,7 +242,7 @@ def test_an_interrupted_unit_and_an_interrupted_commit_are_repeated(tmp_path: Pa
     }
 
 
-def test_what_was_not_written_is_not_committed(tmp_path: Path) -> None:
+def test_a_unit_that_was_not_written_prevents_the_commit(tmp_path: Path) -> None:
     state = {"a": random_bits("float32", (64, 2))}
     plan, target = writer(contents_of(state), 100), LocalStorage(tmp_path)
     records = {unit.name: plan.write(unit, TensorSource(state), target) for unit in plan.units}
@@ -255,7 +255,7 @@ def test_what_was_not_written_is_not_committed(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("zarr.json"))
 
 
-def test_what_zarr_cannot_hold_is_refused() -> None:
+def test_contents_that_zarr_cannot_hold_are_refused() -> None:
     with pytest.raises(StructureError, match="'w'.*int4"):
         writer(Contents({"w": ("int4", (2,))}))
     for key in ("", "\ud800"):

@@ -1,4 +1,4 @@
-"""Directories of zip archives: what zipfile and torch write is read alike, damage is a ValueError."""
+"""Directories of zip archives: those of zipfile and of torch are read, and damage is a ValueError."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of writers share: tensors of every kind, a source of boxes, and torch's own loader."""
+"""Helpers for tests of writers: tensors of every kind, a source of boxes, and torch's own loader."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def some_tensor(name: str, shape: Sequence[int]) -> torch.Tensor:
 
 
 def loaded(source: bytes | Path, **options: Any) -> Any:
-    """What ``torch.load`` reads, by default with ``weights_only=True``."""
+    """The value that ``torch.load`` reads, by default with ``weights_only=True``."""
     options = {"weights_only": True, **options}
     found = io.BytesIO(source) if isinstance(source, bytes) else source
     return torch.load(found, **options)  # noqa: TID251 the reader that others use
 
 
 class Source:
-    """Gives boxes of tensors, and remembers how many bytes it gave at once."""
+    """A source of boxes that records the bytes of its largest read."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self.tensors = tensors
@@ -59,7 +59,7 @@ def written(
     options: WriteOptions | None = None,
     **rest: Any,
 ) -> Source:
-    """Writes a whole checkpoint of a format, and gives the source that it was read from."""
+    """Writes a whole checkpoint of a format, and returns the source that it was read from."""
     storage = LocalStorage(target) if isinstance(target, Path) else target
     writer = writer_of(name)(contents_of(tensors, **rest), options or WriteOptions())
     source = Source(tensors)

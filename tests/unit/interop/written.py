@@ -1,4 +1,4 @@
-"""What the tests of writers share: tensors of every kind, a source that counts, a conversion's steps."""
+"""Helpers for tests of writers: tensors of random bits, a source that counts, a conversion's steps."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def tensors(dtypes: Sequence[str]) -> st.SearchStrategy[dict[str, torch.Tensor]]
 
 
 class TensorSource:
-    """Gives boxes of tensors in memory. It fails at a read, if told to."""
+    """A source of boxes in memory. It fails at the read with number `fails_at`."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], fails_at: int = -1) -> None:
         self._tensors = tensors
@@ -61,7 +61,7 @@ def contents_of(tensors: Mapping[str, torch.Tensor], **rest: Any) -> Contents:
 
 
 def write_all(writer: FormatWriter, tensors: Mapping[str, torch.Tensor], folder: Path) -> TensorSource:
-    """Writes all units, the last first, and commits with records that were JSON meanwhile."""
+    """Writes all units, the last first, and commits with records that went through JSON."""
     source, target = TensorSource(tensors), LocalStorage(folder)
     for unit in writer.units:
         if all(key in tensors for key, _, _ in unit.boxes):

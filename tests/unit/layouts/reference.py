@@ -1,4 +1,4 @@
-"""The slow truth of layouts: ranks in one process, whole weights sharded by hand with torch."""
+"""A slow reference for layouts: ranks in one process, whole weights sharded by hand with torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.unit.state.fake_checkpoint import FakeCheckpoint
 
 
 def numbered(*shape: int) -> torch.Tensor:
-    """Every element another value."""
+    """A tensor whose elements all differ."""
     return torch.arange(1.0, 1.0 + torch.Size(shape).numel()).reshape(shape)
 
 
@@ -28,7 +28,7 @@ def linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.nn.L
 
 
 def checkpoint_of(trees: Sequence[Any]) -> FakeCheckpoint:
-    """What ranks with these trees save together: every tensor tiled exactly, replicas apart."""
+    """The checkpoint that ranks with these trees save. Replicas apart, boxes must tile every tensor."""
     return proved([collect(tree, rank=rank, world_size=len(trees)) for rank, tree in enumerate(trees)])
 
 
@@ -62,7 +62,7 @@ def check_fused(
 
     Args:
         full: the model's weight.
-        shard: of a rank, made by hand.
+        shard: the shard of a rank, cut by hand.
         declare: the layout of a module's "weight" for a rank.
         ranks: numbers of ranks.
     """

@@ -20,8 +20,8 @@ FC2 = numbered(TOTAL, WIDTH, HIDDEN) + 1000
 BIAS = numbered(TOTAL, 2 * HIDDEN) + 2000
 
 
-class Own:
-    """What one rank holds of each expert, cut by hand."""
+class ExpertShards:
+    """The shards that one rank has of its experts, cut by hand."""
 
     def __init__(self, rank: int, expert_ranks: int, ranks: int) -> None:
         expert_rank, self.rank = divmod(rank, ranks)
@@ -43,7 +43,7 @@ class Own:
         return {"first": self.first, "total": TOTAL}
 
 
-def sequential(own: Own) -> torch.nn.Module:
+def sequential(own: ExpertShards) -> torch.nn.Module:
     model = torch.nn.Module()
     model.local_experts = torch.nn.ModuleList()
     for fc1, fc2, bias in zip(own.fc1, own.fc2, own.bias, strict=True):
@@ -58,13 +58,13 @@ def sequential(own: Own) -> torch.nn.Module:
     return model
 
 
-def _cut_columns(module: torch.nn.Module, own: Own, name: str = "fc2.weight") -> None:
+def _cut_columns(module: torch.nn.Module, own: ExpertShards, name: str = "fc2.weight") -> None:
     from shardproof.layouts import fused
 
     fused(module, name, (HIDDEN,), dim=1, **own.cut_of_expert)
 
 
-def numbered_parameters(own: Own) -> torch.nn.Module:
+def numbered_parameters(own: ExpertShards) -> torch.nn.Module:
     model = torch.nn.Module()
     model.fc1, model.fc2 = torch.nn.Module(), torch.nn.Module()
     for number in range(own.count):
@@ -82,8 +82,8 @@ def numbered_parameters(own: Own) -> torch.nn.Module:
     return model
 
 
-def stacked(own: Own) -> torch.nn.Module:
-    """As (in, out), and one of them as (out, in)."""
+def stacked(own: ExpertShards) -> torch.nn.Module:
+    """w1 as (in, out), w2 as (out, in)."""
     model = torch.nn.Module()
     model.w1 = torch.nn.Parameter(own.fc1.transpose(1, 2).contiguous())
     model.b1 = torch.nn.Parameter(own.bias.clone())
@@ -95,7 +95,7 @@ def stacked(own: Own) -> torch.nn.Module:
     return model
 
 
-def grouped(own: Own) -> torch.nn.Module:
+def grouped(own: ExpertShards) -> torch.nn.Module:
     """(in, experts * out) and (experts * in, out)."""
     model = torch.nn.Module()
     model.weight1 = torch.nn.Parameter(torch.cat([fc1.t() for fc1 in own.fc1], 1))
@@ -119,10 +119,10 @@ def grouped(own: Own) -> torch.nn.Module:
     return model
 
 
-FORMS: list[Callable[[Own], torch.nn.Module]] = [sequential, numbered_parameters, grouped, stacked]
+FORMS: list[Callable[[ExpertShards], torch.nn.Module]] = [sequential, numbered_parameters, grouped, stacked]
 
 
-def state_of(form: Callable[[Own], torch.nn.Module], own: Own) -> dict[str, Any]:
+def state_of(form: Callable[[ExpertShards], torch.nn.Module], own: ExpertShards) -> dict[str, Any]:
     """A model and an AdamW that made three steps with gradients equal to the weights."""
     model = form(own)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0, betas=(0.5, 0.5))
@@ -136,9 +136,9 @@ def state_of(form: Callable[[Own], torch.nn.Module], own: Own) -> dict[str, Any]
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("expert_ranks", "ranks"), [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1)])
 def test_every_form_is_saved_as_the_whole_model(
-    form: Callable[[Own], torch.nn.Module], expert_ranks: int, ranks: int
+    form: Callable[[ExpertShards], torch.nn.Module], expert_ranks: int, ranks: int
 ) -> None:
-    owns = [Own(rank, expert_ranks, ranks) for rank in range(expert_ranks * ranks)]
+    owns = [ExpertShards(rank, expert_ranks, ranks) for rank in range(expert_ranks * ranks)]
     full = checkpoint_of([state_of(form, own) for own in owns]).full
     for name, expected in (("fc1.weight", FC1), ("fc1.bias", BIAS), ("fc2.weight", FC2)):
         assert torch.equal(full[f"model.{name}"], expected)
@@ -149,11 +149,11 @@ def test_every_form_is_saved_as_the_whole_model(
 @pytest.mark.parametrize("saved", FORMS)
 @pytest.mark.parametrize("loaded", FORMS)
 def test_every_form_loads_into_every_other(
-    saved: Callable[[Own], torch.nn.Module], loaded: Callable[[Own], torch.nn.Module]
+    saved: Callable[[ExpertShards], torch.nn.Module], loaded: Callable[[ExpertShards], torch.nn.Module]
 ) -> None:
-    checkpoint = checkpoint_of([state_of(saved, Own(rank, 2, 1)) for rank in range(2)])
+    checkpoint = checkpoint_of([state_of(saved, ExpertShards(rank, 2, 1)) for rank in range(2)])
     for rank in range(4):
-        own = Own(rank, 2, 2)
+        own = ExpertShards(rank, 2, 2)
         expected, state = state_of(loaded, own), state_of(loaded, own)
         with torch.no_grad():
             for parameter, slots in state["optimizer"].state.items():
@@ -174,19 +174,19 @@ def test_every_form_loads_into_every_other(
 
 
 def test_step_counts_that_differ_do_not_become_one() -> None:
-    state = state_of(sequential, Own(0, 1, 1))
+    state = state_of(sequential, ExpertShards(0, 1, 1))
     state["optimizer"].state[state["model"].local_experts[1].fc2.weight]["step"].fill_(2.0)
     checkpoint = checkpoint_of([state])
-    again = state_of(sequential, Own(0, 1, 1))
+    again = state_of(sequential, ExpertShards(0, 1, 1))
     checkpoint.load(again)
     assert again["optimizer"].state[again["model"].local_experts[1].fc2.weight]["step"] == 2.0
     with pytest.raises(
         StructureError, match=r"fc2.weight.step: .* \[3.0, 2.0, 3.0, 3.0\] for experts that share"
     ):
-        checkpoint.load(state_of(stacked, Own(0, 1, 1)))
+        checkpoint.load(state_of(stacked, ExpertShards(0, 1, 1)))
 
 
-def test_what_is_no_parameter_of_an_expert_keeps_its_number() -> None:
+def test_extra_state_of_an_expert_keeps_its_number() -> None:
     class Counting(torch.nn.Linear):
         seen = 0
 
@@ -212,7 +212,7 @@ def test_what_is_no_parameter_of_an_expert_keeps_its_number() -> None:
 
 
 def test_options_that_differ_between_experts_are_refused() -> None:
-    model = sequential(Own(0, 1, 1))
+    model = sequential(ExpertShards(0, 1, 1))
     first, *others = model.local_experts
     groups = [
         {"params": list(first.parameters()), "lr": 0.5},
@@ -224,7 +224,7 @@ def test_options_that_differ_between_experts_are_refused() -> None:
         collect({"model": model, "optimizer": torch.optim.AdamW(groups)})
 
 
-def test_experts_that_are_no_equals_are_refused() -> None:
+def test_experts_of_different_shapes_are_refused() -> None:
     odd = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 3)])
     experts.sequential(odd)
     with pytest.raises(

@@ -219,7 +219,7 @@ def test_fsdp_over_a_plain_tensor_parallel_weight(dp: int, declared_before: bool
 
 @pytest.mark.parametrize("dp", [2, 3])
 def test_fsdp_over_a_dtensor_of_fused_blocks(dp: int) -> None:
-    """The DTensor is the blocks of both tensor parallel ranks: keys and values of one group are in both."""
+    """The DTensor holds the blocks of both tensor parallel ranks. Both blocks have the keys and values."""
     heads, groups, head_dim = 4, 1, 3
     full = numbered((heads + 2 * groups) * head_dim, 2)
     query, key, value = full.split([heads * head_dim, head_dim, head_dim])
@@ -257,7 +257,7 @@ def test_parts_in_fewer_pieces_than_ranks_are_held_by_neighbours(each: int, piec
     assert [blocks_of((each * pieces,), pieces)[rank][0] for rank in range(pieces)] == held[::copies]
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_sizes_that_do_not_fit_are_refused() -> None:
     layer = torch.nn.Linear(4, 6)
     with pytest.raises(ValueError, match="part of 5 cannot be cut into 2"):
         fused(layer, "weight", (5, 7), ranks=2)

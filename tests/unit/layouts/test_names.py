@@ -162,7 +162,7 @@ def test_wrappers_change_neither_names_nor_layouts(wrap: Any) -> None:
         assert [piece.offsets for piece in entry.pieces] == [piece.offsets for piece in expected[0].pieces]
 
 
-def test_declared_through_wrappers() -> None:
+def test_layouts_are_declared_through_wrappers() -> None:
     model = _checkpointed(
         torch.nn.ModuleDict(
             {
@@ -179,7 +179,7 @@ def test_declared_through_wrappers() -> None:
     assert [piece.offsets for piece in entry.pieces] == [(0, 0), (4, 0)]
 
 
-def test_a_state_dict_of_its_own_is_laid_out_and_keeps_its_padding() -> None:
+def test_a_module_with_its_own_state_dict_has_its_layout_and_keeps_its_padding() -> None:
     class Copying(torch.nn.Embedding):
         def state_dict(self, *args: Any, **options: Any) -> Any:
             return {name: tensor.clone() for name, tensor in super().state_dict().items()}
@@ -203,7 +203,7 @@ def test_the_meta_device_is_refused_by_name() -> None:
     assert len(collect(layer.to_empty(device="cpu")).tensors) == 1
 
 
-def test_a_shape_that_changed_since_is_refused_by_name() -> None:
+def test_a_shape_that_changes_after_the_declaration_is_refused_by_name() -> None:
     layer = torch.nn.Linear(2, 4, bias=False)
     swiglu(layer, "weight", 2)
     layer.weight = torch.nn.Parameter(torch.zeros(6, 2))
@@ -222,9 +222,9 @@ def test_a_module_in_two_places_has_its_layout_in_both() -> None:
     }
 
 
-def test_a_module_that_names_its_own_parameters_is_asked() -> None:
+def test_names_come_from_an_overridden_named_parameters() -> None:
     class Engine(torch.nn.Module):
-        # Keeps its model where torch does not look.
+        # Holds its model in an attribute that torch does not register.
 
         def __init__(self, model: torch.nn.Module) -> None:
             super().__init__()

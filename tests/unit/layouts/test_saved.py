@@ -1,4 +1,4 @@
-"""Declared layouts through real files."""
+"""Declared layouts, saved to files and loaded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import shardproof as sp
 from shardproof.layouts import shared, vocabulary
 from tests.unit.layouts.reference import linear, numbered
-from tests.unit.layouts.test_experts import BIAS, FC1, FC2, Own, grouped, sequential, state_of
+from tests.unit.layouts.test_experts import BIAS, FC1, FC2, ExpertShards, grouped, sequential, state_of
 
 
 def table_and_head(scale: float, rows: int) -> torch.nn.ModuleDict:
@@ -23,15 +23,15 @@ def table_and_head(scale: float, rows: int) -> torch.nn.ModuleDict:
     return model
 
 
-def test_experts_side_by_side_from_experts_alone(tmp_path: Path) -> None:
-    sp.save(tmp_path / "step", state_of(sequential, Own(0, 1, 1)))
+def test_sequential_experts_load_into_grouped_experts(tmp_path: Path) -> None:
+    sp.save(tmp_path / "step", state_of(sequential, ExpertShards(0, 1, 1)))
     with sp.open(tmp_path / "step") as checkpoint:
         assert torch.equal(checkpoint["model.fc1.weight"][:], FC1)
         assert torch.equal(checkpoint["optimizer.fc1.bias.exp_avg"][:], 0.875 * BIAS)
         assert torch.equal(checkpoint["model.fc2.weight"][2], FC2[2])
-    model = grouped(Own(0, 1, 1))
+    model = grouped(ExpertShards(0, 1, 1))
     state: dict[str, Any] = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
-    expected = state_of(grouped, Own(0, 1, 1))
+    expected = state_of(grouped, ExpertShards(0, 1, 1))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()

@@ -1,4 +1,4 @@
-"""Parts of chunks are verified by the digests of their blocks, and never without."""
+"""Parts of chunks are verified by the digests of their blocks, and never loaded unverified."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def chunk_and_tail(folder: Path) -> tuple[Region, Region]:
     return chunk, found[-1]
 
 
-def test_of_a_part_its_blocks_are_read(saved: Path) -> None:
+def test_a_read_of_a_part_reads_only_its_blocks(saved: Path) -> None:
     assert load_rows(saved, 5, 10).bytes == BLOCK
     assert load_rows(saved, 7, 12).bytes == 2 * BLOCK
     assert load_rows(saved, 0, ROWS).bytes == 20 * BLOCK
@@ -60,7 +60,7 @@ def test_of_a_part_its_blocks_are_read(saved: Path) -> None:
     assert (report.bytes, report.needed) == (19 * BLOCK, 93 * 200)
 
 
-def test_of_several_parts_all_between_the_first_and_the_last(saved: Path) -> None:
+def test_a_read_of_several_parts_reads_all_blocks_from_the_first_to_the_last(saved: Path) -> None:
     views = [torch.zeros(1, COLUMNS), torch.zeros(3, COLUMNS)]
     pieces = [(views[0], (11, 0)), (views[1], (40, 0))]
     report = sp.load(saved, {"w": sp.LocalShards((ROWS, COLUMNS), pieces)})
@@ -87,7 +87,7 @@ def test_a_part_takes_memory_for_its_blocks_only(saved: Path, monkeypatch: pytes
     assert taken == [2 * BLOCK], "its block, and room for what the rest of a block passes through"
 
 
-def test_damage_outside_of_the_blocks_does_not_matter_and_inside_is_named(saved: Path) -> None:
+def test_damage_is_named_inside_of_the_blocks_read_and_ignored_outside(saved: Path) -> None:
     chunk, _ = chunk_and_tail(saved)
     with flipped(saved / chunk.file, chunk.start + 3 * BLOCK + 5, 1):
         load_rows(saved, 5, 15)
@@ -129,7 +129,7 @@ def test_blocks_whose_digests_cannot_be_read_are_read_with_the_whole_chunk(
 
 
 def unreadable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing of a shard file can be read but chunks."""
+    """Makes every read of a shard file fail, except reads of chunks."""
     read = LocalStorage.read
 
     def fail(storage: LocalStorage, name: str, start: int = 0, stop: int | None = None) -> bytes:
@@ -140,7 +140,7 @@ def unreadable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LocalStorage, "read", fail)
 
 
-def test_of_what_another_step_lends_the_blocks_are_read_too(
+def test_a_read_of_a_part_of_a_lent_file_reads_only_its_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpointer = sp.Checkpointer(tmp_path, incremental=True)
@@ -170,7 +170,7 @@ def test_of_what_another_step_lends_the_blocks_are_read_too(
     assert sp.load(tmp_path / "copy", target).bytes == BLOCK + 2400
 
 
-def test_a_step_that_writes_some_chunks_again_carries_their_blocks(tmp_path: Path) -> None:
+def test_an_incremental_step_has_the_blocks_of_the_chunks_that_it_writes(tmp_path: Path) -> None:
     checkpointer = sp.Checkpointer(tmp_path, incremental=True)
     for step in (1, 2):
         state = {"old": VALUE, "changed": VALUE * step, "new" if step == 2 else "gone": VALUE + step}
@@ -183,15 +183,15 @@ def test_a_step_that_writes_some_chunks_again_carries_their_blocks(tmp_path: Pat
         assert report.bytes == BLOCK and torch.equal(view, expected[5:10])
 
 
-def test_a_repaired_checkpoint_has_them_too(saved: Path) -> None:
+def test_a_repaired_checkpoint_has_digests_of_blocks(saved: Path) -> None:
     (saved / MANIFEST_NAME).unlink()
     repair(LocalStorage(saved))
     assert verify(LocalStorage(saved)).ok
     assert load_rows(saved, 5, 10).bytes == BLOCK
 
 
-def test_files_have_tables_of_many_chunks(tmp_path: Path) -> None:
-    """Chunks of several blocks and of one, in turn, and others that are aligned apart in the file."""
+def test_a_file_has_the_block_digests_of_many_chunks(tmp_path: Path) -> None:
+    """Chunks of one block and of several alternate; others have another alignment in the file."""
     state = {f"{n:02}": torch.arange(n * 100, n * 100 + 40 + 300 * (n % 3)) for n in range(12)}
     state |= {f"small {n}": torch.arange(n, n + 700, dtype=torch.int16) for n in range(3)}
     Saver(LocalRendezvous(), chunk_bytes=2500).save(LocalStorage(tmp_path), state)

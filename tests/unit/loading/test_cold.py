@@ -1,4 +1,4 @@
-"""Loads of what the page cache does not have: the same values, every byte verified, requests in flight."""
+"""Loads of files that are not in the page cache: values, verification, and several requests in flight."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Uncached(LocalStorage):
-    """Says that the page cache has nothing, or only every `period`-th range that is asked for."""
+    """A folder that reports nothing as cached, or only every `period`-th range."""
 
     def __init__(self, root: Path, *, period: int = 0) -> None:
         super().__init__(root)
@@ -99,7 +99,7 @@ def test_every_kind_of_destination_gets_the_stored_values(
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_some_rows_take_the_blocks_that_they_are_in(tmp_path: Path, way: str) -> None:
+def test_a_load_of_some_rows_reads_only_their_blocks(tmp_path: Path, way: str) -> None:
     value = torch.randn(64, 64)
     with blocks_of(1024):
         sp.save(tmp_path, {"w": value})
@@ -109,7 +109,7 @@ def test_some_rows_take_the_blocks_that_they_are_in(tmp_path: Path, way: str) ->
     assert report.bytes == 24 * 64 * 4  # rows 16 to 39: four of 256 bytes in a block
 
 
-def test_what_is_cached_is_read_through_the_cache_and_the_rest_past_it(folder: Path) -> None:
+def test_cached_ranges_are_read_through_the_cache_and_others_past_it(folder: Path) -> None:
     target = {key: torch.zeros_like(value) for key, value in stored().items()}
     cold, mixed = Uncached(folder), Uncached(folder, period=2)
     load(cold, target)
@@ -143,7 +143,7 @@ def test_changed_bytes_are_found(folder: Path, way: str, key: str, boxes: bool) 
 
 
 class Failing(Uncached):
-    """The `at`-th request fails, when others are in flight."""
+    """The `at`-th request fails while another is in flight."""
 
     def __init__(self, root: Path, at: int) -> None:
         super().__init__(root)
@@ -185,7 +185,7 @@ def test_a_file_that_is_shorter_than_recorded_fails_the_load(tmp_path: Path) -> 
 
 
 class Together(Uncached):
-    """Each of the first `count` requests waits until so many are in flight."""
+    """Each of the first `count` requests waits until all of them are in flight."""
 
     def __init__(self, root: Path, count: int) -> None:
         super().__init__(root)
@@ -222,7 +222,7 @@ def test_one_request_takes_no_more_memory_than_the_longest(
     assert made and max(made) <= memory_for(300_000)
 
 
-def test_a_unit_that_is_handed_on_is_read_in_one_request(folder: Path) -> None:
+def test_a_unit_for_other_ranks_is_read_in_one_request(folder: Path) -> None:
     storage = Uncached(folder)
     with NativeCheckpoint(storage) as opened:
         rows = np.flatnonzero(opened.table.tensor == opened.row("w0"))
@@ -242,7 +242,7 @@ def sketch(rows: range, node: str = "n", share: int = 1) -> Sketch:
 
 
 @pytest.mark.parametrize("count", [4, 10 * SAMPLES])
-def test_ranks_of_a_node_that_read_the_same_are_told_from_those_that_do_not(count: int) -> None:
+def test_reads_twice_is_true_only_for_ranks_of_one_node_that_read_the_same_chunks(count: int) -> None:
     mine, others = range(count), range(count, 2 * count)
     assert reads_twice([sketch(mine), sketch(mine)])
     assert not reads_twice([sketch(mine), sketch(others)])
@@ -252,11 +252,11 @@ def test_ranks_of_a_node_that_read_the_same_are_told_from_those_that_do_not(coun
     assert not reads_twice([])
 
 
-def test_a_rank_that_reads_little_of_what_another_reads_counts() -> None:
+def test_reads_twice_is_true_if_one_rank_reads_half_of_anothers_chunks() -> None:
     assert reads_twice([sketch(range(1000)), sketch(range(500))])
 
 
-def test_small_tensors_that_all_ranks_read_do_not_count() -> None:
+def test_reads_twice_ignores_small_tensors_that_all_ranks_read() -> None:
     rows = np.arange(200)
     count = np.where(rows < 100, 1 << 20, 8)
     ranks = []

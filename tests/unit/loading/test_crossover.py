@@ -1,4 +1,4 @@
-"""The choice between reading all and reading once: from what is measured, and how it is measured."""
+"""The choice between reading everything and reading once, and the measurement that decides it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardproof.loading.read_once.orders import Loads
 
 GIGA = 10**9
 WORK = 0.25
-"""Seconds of a processor for a gigabyte that the system has kept."""
+"""Processor seconds to read a gigabyte from the page cache."""
 
 
 def whole(ranks: int, nodes: int = 1) -> Loads:
@@ -35,7 +35,7 @@ def columns(ranks: int) -> Loads:
 def found(
     ranks: int, storage: float, again: float, *, handing: float = 3.0, processors: float = 0.5
 ) -> list[tuple[Sampled, float]]:
-    """What ranks find that share a storage of so many GB/s; `again`: of what was read already."""
+    """Measurements of ranks that share a storage of `storage` GB/s, or `again` GB/s for data read before."""
     nbytes = GIGA // 500
     first, second = (max(nbytes / speed / GIGA * ranks, nbytes / GIGA * WORK) for speed in (storage, again))
     sampled = Sampled(nbytes, 0.0, first, second, nbytes / GIGA * WORK, processors)
@@ -47,16 +47,16 @@ def found(
     [
         (whole(2), found(2, 0.1, 0.1), True),  # the storage serves every rank anew
         (whole(4), found(4, 2.0, 2.0), True),
-        (whole(2), found(2, 0.1, 99.0), False),  # the system keeps what the first one read
+        (whole(2), found(2, 0.1, 99.0), False),  # the page cache has what the first rank read
         (whole(4), found(4, 0.1, 99.0), False),
         (columns(4), found(4, 0.1, 99.0), False),
-        (whole(2), found(2, 99.0, 99.0), False),  # kept already: processors decide
+        (whole(2), found(2, 99.0, 99.0), False),  # cached already: processors decide
         (columns(4), found(4, 99.0, 99.0), True),
         (columns(4), found(4, 99.0, 99.0, processors=8.0), False),
         (columns(4), found(4, 99.0, 99.0, handing=0.1), False),
     ],
 )
-def test_on_a_node_it_follows_what_is_measured(
+def test_the_choice_on_a_node_follows_the_measurements(
     loads: Loads, measured: list[tuple[Sampled, float]], answer: bool
 ) -> None:
     assert pays(loads, measured, through_memory=True) is answer
@@ -66,25 +66,25 @@ def test_on_a_node_it_follows_what_is_measured(
     ("storage", "group", "nodes", "answer"),
     [
         (0.1, 1.0, 2, True),  # two nodes on slow storage
-        (0.1, 1.0, 1, False),  # one node, which keeps what was read
+        (0.1, 1.0, 1, False),  # one node, whose page cache has what was read
         (8.0, 1.0, 2, False),  # storage faster than the group
         (0.1, 0.001, 2, False),
     ],
 )
-def test_over_a_group_it_follows_what_is_measured(
+def test_the_choice_over_a_process_group_follows_the_measurements(
     storage: float, group: float, nodes: int, answer: bool
 ) -> None:
     measured = found(2, storage, 99.0, handing=group, processors=1.0)
     assert pays(whole(2, nodes), measured, through_memory=False) is answer
 
 
-def test_a_load_that_saves_little_is_not_measured() -> None:
+def test_a_load_with_little_to_gain_is_not_measured() -> None:
     assert worth_measuring(whole(2))
     little = np.array([1 << 20] * 2)
     assert not worth_measuring(Loads(np.array([0, 0]), little, little[:1], little // 2, little, little))
 
 
-def test_ranks_that_wait_for_each_other_find_the_speed_that_they_share() -> None:
+def test_the_speed_of_ranks_is_their_bytes_over_the_time_of_all() -> None:
     """Four ranks, a megabyte each in 4 ms: a GB/s if all read at once, a quarter of it one after another."""
     together = [Sampled(1_000_000, 1.0, 4e-3, 4e-3, 0.0, 1.0)] * 4
     in_turn = [Sampled(1_000_000, 1.0 + number, 4e-3, 4e-3, 0.0, 1.0) for number in range(4)]
@@ -94,7 +94,7 @@ def test_ranks_that_wait_for_each_other_find_the_speed_that_they_share() -> None
 
 
 class Stored:
-    """Chunks whose first reading waits for the storage, in a time that stands still otherwise."""
+    """Chunks whose first read waits for the storage, and a clock that only reads and sleeps advance."""
 
     def __init__(self) -> None:
         self.now, self.worked, self.slept = 10.001, 0.0, 0.0
@@ -108,7 +108,7 @@ class Stored:
         self.worked += 1e-4
         self.now += 1e-3 if self.seen[at] == 1 else 1e-4
         if len(self.seen) == 3:
-            self.now += 5.0  # put aside
+            self.now += 5.0  # the scheduler stops the thread
         return len(memory)
 
     def sleep(self, seconds: float) -> None:
@@ -119,7 +119,7 @@ class Stored:
         return SimpleNamespace(monotonic=lambda: self.now, thread_time=lambda: self.worked, sleep=self.sleep)
 
 
-def test_samples_are_taken_twice_at_a_common_moment_and_one_that_was_put_aside_counts_little(
+def test_samples_start_at_a_common_time_and_a_delayed_one_counts_little(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     stored = Stored()

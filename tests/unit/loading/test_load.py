@@ -1,4 +1,4 @@
-"""Filling a state in place: all kinds of destination, partial loads, one report of all that does not fit."""
+"""Filling a state in place: all kinds of destination, partial loads, one report of all mismatches."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_an_expanded_destination_is_refused_and_nothing_changes(folder: Path) ->
     "dtype", [torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.complex64]
 )
 @pytest.mark.parametrize("kind", ["contiguous", "transposed"])
-def test_a_cast_converts_and_is_asked_for(folder: Path, dtype: torch.dtype, kind: str) -> None:
+def test_a_dtype_is_converted_only_with_cast(folder: Path, dtype: torch.dtype, kind: str) -> None:
     target = DESTINATIONS[kind]().to(dtype)
     name = str(dtype).removeprefix("torch.")
     with pytest.raises(KeyMismatchError, match=f"w: expected .*{name}.*float32"):
@@ -111,8 +111,8 @@ def test_tensors_of_inference_mode_are_filled_outside_of_it(tmp_path: Path, kind
     assert target.is_inference() and torch.equal(target.to(stored.dtype), stored)
 
 
-def test_a_tensor_that_is_given_other_memory_meanwhile_harms_nobody(tmp_path: Path) -> None:
-    """The memory that it had when the state was looked at is written to. It must be there still."""
+def test_new_memory_that_a_tensor_gets_during_a_load_is_not_written(tmp_path: Path) -> None:
+    """The load writes to the memory that the tensor had at the call, which must still be allocated."""
     stored = torch.randn(3000, 300)
     sp.save(tmp_path / "ckpt", {"w": stored})
     held = torch.nn.Parameter(torch.zeros(3000, 300))
@@ -128,7 +128,7 @@ def test_a_tensor_that_is_given_other_memory_meanwhile_harms_nobody(tmp_path: Pa
 
 
 @pytest.mark.parametrize("kind", ["whole", "converted", "transposed", "a view", "worked out"])
-def test_tensors_with_gradients_are_filled_and_stay_what_they_are(tmp_path: Path, kind: str) -> None:
+def test_tensors_that_require_gradients_are_filled_and_keep_their_graph(tmp_path: Path, kind: str) -> None:
     stored = torch.randn(300, 300)
     sp.save(tmp_path / "ckpt", {"w": stored})
     leaf = torch.nn.Parameter(torch.zeros(300, 300, dtype=torch.float64 if kind == "converted" else None))
@@ -159,7 +159,7 @@ def _unfitting() -> dict[str, Any]:
     }
 
 
-def test_everything_that_does_not_fit_is_one_report_and_nothing_changed(folder: Path) -> None:
+def test_one_error_reports_every_mismatch_and_nothing_is_changed(folder: Path) -> None:
     state = _unfitting()
     with pytest.raises(KeyMismatchError) as caught:
         sp.load(folder, state)
@@ -183,7 +183,7 @@ def test_a_long_report_is_cut_but_its_details_are_not(tmp_path: Path) -> None:
     assert len(caught.value.details["missing"]) == 50
 
 
-def test_not_strict_loads_what_both_have_and_says_the_rest(folder: Path) -> None:
+def test_a_load_that_is_not_strict_fills_common_keys_and_reports_the_others(folder: Path) -> None:
     state = {"w": torch.zeros(6, 10), "b": {"new": torch.full((3,), 8.0)}, "epoch": 0, "lr": 0.5}
     report = sp.load(folder, state, strict=False)
     assert torch.equal(state["w"], STORED) and state["epoch"] == 4  # type: ignore[arg-type]
@@ -191,7 +191,7 @@ def test_not_strict_loads_what_both_have_and_says_the_rest(folder: Path) -> None
     assert report.missing == ("b.new", "lr") and report.unexpected == ("b.x", "b.y", "tags")
 
 
-def test_not_strict_is_no_excuse_for_what_differs(folder: Path) -> None:
+def test_a_load_that_is_not_strict_refuses_mismatched_keys(folder: Path) -> None:
     state = _unfitting()
     with pytest.raises(KeyMismatchError) as caught:
         sp.load(folder, state, strict=False)
@@ -200,7 +200,7 @@ def test_not_strict_is_no_excuse_for_what_differs(folder: Path) -> None:
     assert not state["w"].any() and state["epoch"] == 0
 
 
-def test_a_tensor_where_a_plain_value_is_and_the_other_way(folder: Path) -> None:
+def test_a_tensor_in_place_of_a_plain_value_is_a_mismatch_and_vice_versa(folder: Path) -> None:
     state = {"w": 3, "b": {"x": torch.zeros(5, dtype=torch.int64), "y": torch.zeros(2, 2)}, "tags": []}
     with pytest.raises(KeyMismatchError) as caught:
         sp.load(folder, {**state, "epoch": torch.zeros(1)})
@@ -208,7 +208,7 @@ def test_a_tensor_where_a_plain_value_is_and_the_other_way(folder: Path) -> None
     assert state["tags"] == []
 
 
-def test_included_keys_alone_are_loaded(folder: Path) -> None:
+def test_only_included_keys_are_loaded(folder: Path) -> None:
     state = _state(torch.zeros(6, 10))
     report = sp.load(folder, state, include=["b", "epoch"], exclude="*.y")
     assert not state["w"].any() and not state["b"]["y"].any() and state["tags"] == []
@@ -223,8 +223,8 @@ def test_excluded_keys_need_not_fit(folder: Path) -> None:
     sp.load(folder, state, exclude=["w", "b", "lr", "tags"])
 
 
-def test_a_part_of_a_tensor_reads_its_part(tmp_path: Path) -> None:
-    """One piece of a tensor of many chunks: the boxes that it wants, and no others."""
+def test_a_load_of_a_part_reads_only_its_chunks(tmp_path: Path) -> None:
+    """One piece of a tensor of many chunks."""
     Saver(LocalRendezvous(), chunk_bytes=40).save(LocalStorage(tmp_path), {"w": STORED})
     piece = torch.zeros(2, 4)
     state = {"w": sp.LocalShards((6, 10), [(piece, (3, 5))], dtype=torch.float32)}
@@ -250,7 +250,7 @@ def test_renamed_keys_are_loaded_and_reported_under_the_targets_names(folder: Pa
         sp.load(folder, state, rename={"weight": "v"})
 
 
-def test_tied_targets_take_tied_values_and_refuse_two(tmp_path: Path) -> None:
+def test_tied_targets_take_equal_values_and_refuse_different_ones(tmp_path: Path) -> None:
     one = torch.arange(4.0)
     sp.save(tmp_path / "tied", {"a": one, "b": one})
     sp.save(tmp_path / "equal", {"a": one, "b": one.clone()})
@@ -272,7 +272,7 @@ def test_tied_targets_take_tied_values_and_refuse_two(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("threads", [1, 4])
 @pytest.mark.parametrize("direct", [1, 1 << 40], ids=["in place", "through scratch"])
-def test_every_way_of_reading_gives_the_same(
+def test_every_way_of_reading_gives_the_same_values(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int, direct: int
 ) -> None:
     monkeypatch.setattr(read_executor, "LARGE_BYTES", direct)
@@ -290,7 +290,7 @@ def test_every_way_of_reading_gives_the_same(
             assert all(torch.equal(filled[key], value) for key, value in state.items())
 
 
-def test_every_dtype_at_any_alignment(tmp_path: Path) -> None:
+def test_every_dtype_is_loaded_at_any_alignment(tmp_path: Path) -> None:
     from shardproof.dtypes import DTYPES
 
     state = {}
@@ -326,9 +326,9 @@ def test_memory_that_two_keys_share_takes_equal_values_only(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("rows", [slice(0, 100), slice(100, 200), slice(900, 1000)])
-def test_memory_that_two_keys_share_is_found_wherever_it_is(tmp_path: Path, rows: slice) -> None:
-    """In any chunk of the larger one. Its bytes are never read straight into place, where the smaller one's
-    could be put before they are hashed."""
+def test_memory_that_two_keys_share_is_found_in_any_chunk(tmp_path: Path, rows: slice) -> None:
+    """The bytes of the larger tensor are never read straight into place. There the bytes of the smaller one
+    could overwrite them before they are hashed."""
     base = torch.randn(1000, 1000)
     state = {"a": base, "b": base[rows] + 100}
     Saver(LocalRendezvous(), chunk_bytes=1 << 20).save(LocalStorage(tmp_path), state)
@@ -356,7 +356,7 @@ def test_interleaved_views_of_one_memory_are_no_conflict(tmp_path: Path) -> None
     assert torch.equal(other, memory)
 
 
-def test_one_element_of_a_strided_view_is_a_tensor_like_any_other(tmp_path: Path) -> None:
+def test_one_element_of_a_strided_view_round_trips(tmp_path: Path) -> None:
     """Its only stride is that of the view it was taken from."""
     memory, other = torch.arange(64.0).view(8, 8), torch.zeros(8, 8)
     sp.save(tmp_path / "c", {"all": memory, "one": memory[::3, 1][1:2]})
@@ -378,7 +378,7 @@ class _Moving:
         assert state == {"n": 1}
 
 
-def test_memory_that_moves_while_a_state_is_walked(tmp_path: Path) -> None:
+def test_memory_that_moves_while_the_state_is_collected_is_saved(tmp_path: Path) -> None:
     value = torch.arange(1 << 20).float()
     sp.save(tmp_path, {"a": value, "b": _Moving(value)})
     with sp.open(tmp_path) as opened:
@@ -386,7 +386,7 @@ def test_memory_that_moves_while_a_state_is_walked(tmp_path: Path) -> None:
 
 
 class _Merging(torch.nn.Module):
-    """Keeps for its forward what it works out when it is saved or loaded."""
+    """Computes a tensor when it is saved or loaded, and keeps it for its forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -400,7 +400,7 @@ class _Merging(torch.nn.Module):
         assert state == {"rank": 2}
 
 
-def test_what_users_work_out_meanwhile_keeps_its_gradients(tmp_path: Path) -> None:
+def test_tensors_that_a_module_computes_during_a_save_or_load_require_gradients(tmp_path: Path) -> None:
     module = _Merging()
     sp.save(tmp_path / "c", {"m": module})
     assert module.merged.requires_grad
@@ -422,7 +422,7 @@ def test_complex_values_are_never_cast_to_real_ones(tmp_path: Path) -> None:
         sp.load(tmp_path / "c", {"w": torch.zeros(2)}, cast=True)
 
 
-def test_an_object_that_refuses_its_state_says_what_became_of_the_target(tmp_path: Path) -> None:
+def test_an_error_of_load_state_dict_notes_that_the_target_is_partly_overwritten(tmp_path: Path) -> None:
     class Refuses:
         def state_dict(self) -> dict[str, int]:
             return {"n": 1}
@@ -436,13 +436,13 @@ def test_an_object_that_refuses_its_state_says_what_became_of_the_target(tmp_pat
     assert "partly overwritten" in caught.value.__notes__[0]
 
 
-def test_per_rank_values_that_the_target_forgot_are_unexpected(tmp_path: Path) -> None:
+def test_per_rank_values_that_the_target_lacks_are_unexpected(tmp_path: Path) -> None:
     sp.save(tmp_path / "c", {"w": torch.ones(2), "rng": sp.RandomState()})
     with pytest.raises(sp.KeyMismatchError, match="not asked for"):
         sp.load(tmp_path / "c", {"w": torch.zeros(2)})
 
 
-def test_garbage_is_collected_while_objects_take_their_state(tmp_path: Path) -> None:
+def test_garbage_collection_is_enabled_while_objects_load_their_state(tmp_path: Path) -> None:
     class Keeper:
         enabled: bool | None = None
 

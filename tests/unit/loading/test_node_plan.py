@@ -1,4 +1,4 @@
-"""Reading once on one node: who reads what into its memory, where, and who finds it there."""
+"""The read-once plan of one node: which rank reads each chunk into its memory, and which ranks take it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def column(data: bytes, width: int) -> list[list[int]]:
 
 
 @given(jobs(), st.integers(1, 4000))
-def test_every_shared_chunk_is_read_once_and_found_by_all_who_want_it(
+def test_every_shared_chunk_is_read_once_and_taken_by_all_ranks_that_want_it(
     job: tuple[ChunkTable, list[ChunkRequest], int, int], ring_bytes: int
 ) -> None:
     table, requests, round_bytes, unit_bytes = job
@@ -48,7 +48,7 @@ def test_every_shared_chunk_is_read_once_and_found_by_all_who_want_it(
     shared = shared_chunks(table, requests)
     assert {order.nbytes for order in orders} == {orders[0].nbytes}
 
-    lies: dict[int, tuple[int, int, int]] = {}
+    location: dict[int, tuple[int, int, int]] = {}
     for rank, order in enumerate(orders):
         chunks = iter(column(order.read_chunks, 1))
         rounds = column(order.rounds, 2)
@@ -58,12 +58,12 @@ def test_every_shared_chunk_is_read_once_and_found_by_all_who_want_it(
             first = byte
             for _ in range(count):
                 chunk = next(chunks)[0]
-                assert chunk not in lies, "read twice"
+                assert chunk not in location, "read twice"
                 assert rank in wanted_by[chunk]
                 if previous is not None:
                     assert table.file[chunk] == table.file[previous]
                     assert table.byte_start[chunk] == table.byte_start[previous] + table.byte_count[previous]
-                lies[chunk] = (rank, number, byte)
+                location[chunk] = (rank, number, byte)
                 byte += int(table.byte_count[chunk])
                 previous = chunk
             taken[number].append((first, byte))
@@ -74,7 +74,7 @@ def test_every_shared_chunk_is_read_once_and_found_by_all_who_want_it(
             assert all(one[1] <= other[0] for one, other in itertools.pairwise(ordered))
             assert ordered[-1][1] <= order.nbytes[rank]
             assert len(spans) == 1 or sum(end - begin for begin, end in spans) <= round_bytes
-        for number, (_, after) in enumerate(rounds):  # what is not sure to be gone is not overwritten
+        for number, (_, after) in enumerate(rounds):  # chunks that a rank may still need are not overwritten
             assert number - AHEAD < after <= number
             for there in range(after, number):
                 for begin, end in taken[there]:
@@ -85,22 +85,22 @@ def test_every_shared_chunk_is_read_once_and_found_by_all_who_want_it(
         assert takers == {
             number: {
                 taker
-                for chunk, (reader, at, _) in lies.items()
+                for chunk, (reader, at, _) in location.items()
                 if (reader, at) == (rank, number)
                 for taker in wanted_by[chunk]
             }
             for number in range(len(rounds))
         }
-    assert set(lies) == shared
+    assert set(location) == shared
 
     for rank, order in enumerate(orders):
         rows = column(order.taken, 4)
         assert [row[:2] for row in rows] == sorted(row[:2] for row in rows)
         assert {row[3]: tuple(row[:3]) for row in rows} == {
-            chunk: lies[chunk] for chunk in shared if rank in wanted_by[chunk]
+            chunk: location[chunk] for chunk in shared if rank in wanted_by[chunk]
         }
         assert len(rows) == len({row[3] for row in rows})
-        read = {chunk for chunk, (reader, _, _) in lies.items() if reader == rank}
+        read = {chunk for chunk, (reader, _, _) in location.items() if reader == rank}
         assert set(order.shared_chunks().tolist()) == read | {row[3] for row in rows}
 
 
@@ -115,10 +115,10 @@ def test_a_ring_has_room_for_two_of_the_largest_rounds_and_no_more_than_it_needs
     assert all(before <= after for before, after in itertools.pairwise(places[:, 1].tolist()))
     assert all(number - AHEAD < after <= number for number, after in enumerate(places[:, 1].tolist()))
     if sum(sizes) <= ring_bytes and len(sizes) <= AHEAD:
-        assert not places[:, 1].any(), "nothing has to be gone"
+        assert not places[:, 1].any(), "no round overwrites another"
 
 
-def test_another_process_sees_the_memory_and_none_that_is_not_it() -> None:
+def test_another_process_maps_the_memory_and_refuses_a_wrong_handle() -> None:
     memory = NodeMemory()
     data = memory.reserve(3000)
     data[:] = torch.arange(3000) % 251
@@ -154,7 +154,7 @@ def test_another_process_sees_the_memory_and_none_that_is_not_it() -> None:
     assert PeerMemory.opened(handle) is None
 
 
-def test_the_end_of_a_process_is_a_message_like_any_other() -> None:
+def test_the_end_of_a_process_arrives_as_a_message() -> None:
     memory = NodeMemory()
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     descriptor = os.pidfd_open(child.pid)
@@ -171,7 +171,7 @@ def test_the_end_of_a_process_is_a_message_like_any_other() -> None:
         memory.close()
 
 
-def test_all_messages_that_can_be_under_way_fit_into_the_smallest_pipe() -> None:
+def test_all_messages_that_can_be_in_flight_fit_into_the_smallest_pipe() -> None:
     memory = NodeMemory()
     fcntl.fcntl(memory.inbox.outbox.descriptor, fcntl.F_SETPIPE_SZ, 1)
     most = (MOST_RANKS - 1) * (2 * AHEAD + 1)
@@ -199,7 +199,7 @@ def test_messages_that_are_sent_together_are_one_write(monkeypatch: pytest.Monke
     memory.close()
 
 
-def test_a_system_that_refuses_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_cannot_be_made_leaves_no_file_open(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused() -> None:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 

@@ -1,4 +1,4 @@
-"""The plan of reading once, against a slow reference, and its execution without processes."""
+"""The read-once plan of a process group, compared with a slow reference, and run in one process."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def received_of(rank: int, orders: Orders) -> list[Message]:
 
 
 def table_of(files: list[int], gaps: list[int], counts: list[int], draw: Any) -> ChunkTable:
-    """Chunks of 1-D tensors of bytes, a tensor each, in rows that do not follow the order of the files."""
+    """One chunk for each of several 1-D tensors of bytes. Rows are not in the order of the files."""
     n = len(files)
     file, start, end = np.sort(np.array(files, np.int64)), np.zeros(n, np.int64), 0
     for at in range(n):
@@ -113,7 +113,7 @@ def jobs(draw: Any) -> tuple[ChunkTable, list[ChunkRequest], int, int]:
 
 
 def shared_chunks(table: ChunkTable, requests: list[ChunkRequest]) -> set[int]:
-    """Chunks that are to be read once: several want them, and would together read more than 17/16 of them."""
+    """Chunks to read once: those of which several ranks together would read more than 17/16 of the bytes."""
     reads: dict[int, list[int]] = defaultdict(list)
     for request in requests:
         for chunk, read in zip(request.chunk.tolist(), request.read.tolist(), strict=True):
@@ -132,7 +132,7 @@ def reads_of(opened: NativeCheckpoint, writer: DestinationWriter, plan: ReadPlan
 
 
 @given(jobs())
-def test_every_shared_chunk_is_read_once_and_handed_to_all_who_want_it(
+def test_every_shared_chunk_is_read_once_and_sent_to_all_ranks_that_want_it(
     job: tuple[ChunkTable, list[ChunkRequest], int, int],
 ) -> None:
     table, requests, round_bytes, unit_bytes = job
@@ -221,7 +221,7 @@ def test_every_shared_chunk_is_read_once_and_handed_to_all_who_want_it(
 
 
 @pytest.mark.parametrize(("first", "second", "is_shared"), [(60, 46, False), (60, 47, True), (100, 1, False)])
-def test_a_chunk_is_read_once_where_that_spares_more_than_a_sixteenth(
+def test_a_chunk_is_read_once_if_that_saves_more_than_a_sixteenth(
     first: int, second: int, is_shared: bool
 ) -> None:
     one, none = np.array([0]), np.zeros((0, 1), np.int64)
@@ -261,7 +261,7 @@ def test_replicas_are_read_in_even_shares() -> None:
 
 
 def _boxes(world_size: int, draw: Any, rows: int, columns: int) -> list[list[tuple[int, int, int, int]]]:
-    """For each rank up to two boxes, anywhere, some of them the whole."""
+    """For each rank up to two random boxes. Some of them are the whole tensor."""
     found = []
     for _ in range(world_size):
         boxes = []

@@ -134,7 +134,7 @@ def test_a_state_dict_fills_a_fresh_optimizer(
     assert_same(target, source)
 
 
-def test_a_rename_leads_to_the_state_dict(tmp_path: Path) -> None:
+def test_a_rename_finds_the_state_dict(tmp_path: Path) -> None:
     source, target = trained(), fresh()
     _with_dcp(*source, tmp_path / "stored")
     sp.load(
@@ -266,7 +266,7 @@ def test_a_renamed_optimizer_is_written_under_its_new_name(tmp_path: Path) -> No
 
 
 def test_one_name_of_a_tied_weight_is_enough(tmp_path: Path) -> None:
-    """As a file of safetensors has it. A weight that shares no memory is missing as ever."""
+    """As in a safetensors file. A weight that shares no memory is still missing."""
     source, target = Tied(), Tied()
     state = source.state_dict()
     del state["a_head.weight"]

@@ -1,4 +1,4 @@
-"""Which ranges are read: neighbours together, across small gaps, bounded; and the figures of a load."""
+"""Which byte ranges a load reads: neighbours are joined across small gaps, up to a limit."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.small_blocks import blocks_of
 
 
 class Counting(LocalStorage):
-    """Remembers the ranges that are read from shard files, all of which the page cache has."""
+    """Records the ranges that are read from shard files, and reports all of them as cached."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
@@ -43,22 +43,22 @@ class Counting(LocalStorage):
         return True
 
 
-class Laid:
-    """Chunks at given places of files, without bytes."""
+class ChunkLayout:
+    """Chunks at given offsets of files, without bytes."""
 
     def __init__(self, file: list[int], start: list[int], count: list[int]) -> None:
         self.chunks = Chunks.__new__(Chunks)
         self.chunks.file, self.chunks.start, self.chunks.count = file, start, count
 
 
-def laid(gaps: list[int], counts: list[int], files: list[int]) -> Laid:
+def layout_of(gaps: list[int], counts: list[int], files: list[int]) -> ChunkLayout:
     file, start, at = [], [], 0
     for gap, count, new in zip(gaps, counts, files, strict=True):
         file.append((file[-1] if file else 0) + new)
         at = gap if new else at + gap
         start.append(at)
         at += count
-    return Laid(file, start, counts)
+    return ChunkLayout(file, start, counts)
 
 
 rows = st.integers(1, 40).flatmap(
@@ -72,11 +72,11 @@ rows = st.integers(1, 40).flatmap(
 
 
 @given(rows)
-def test_batches_are_all_chunks_once_and_never_read_much_that_nobody_wants(
+def test_batches_have_each_chunk_once_and_few_unwanted_bytes(
     drawn: tuple[list[int], list[int], list[int], list[bool]],
 ) -> None:
     gaps, counts, files, alone = drawn
-    chunks = laid(gaps, counts, files).chunks
+    chunks = layout_of(gaps, counts, files).chunks
     batches = chunks.batches(alone, 1 << 20)
     assert [at for batch in batches for at in batch] == list(range(len(counts)))
     for batch in batches:
@@ -108,7 +108,7 @@ def test_small_neighbours_share_a_read_across_a_small_gap(tmp_path: Path) -> Non
     assert len(far.ranges) == 2 and report.bytes == report.needed == 2 * 4000
 
 
-def test_a_large_chunk_is_read_straight_into_its_place(
+def test_a_large_chunk_is_read_straight_into_its_destination(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = {"w": torch.randn(600, 600), "v": torch.randn(600, 600)}
@@ -144,10 +144,10 @@ def test_a_damaged_chunk_beside_a_gap_is_named(tmp_path: Path) -> None:
     with pytest.raises(CorruptChunkError) as caught:
         sp.load(tmp_path, target)
     assert caught.value.details["key"] == "7"
-    sp.load(tmp_path, target, exclude="7")  # what nobody wants is read over, not verified
+    sp.load(tmp_path, target, exclude="7")  # an unwanted chunk is read over, not verified
 
 
-def test_columns_of_rows_are_read_whole_and_reported(tmp_path: Path) -> None:
+def test_a_load_of_columns_reads_whole_rows_and_reports_their_bytes(tmp_path: Path) -> None:
     whole = torch.randn(64, 32)
     Saver(LocalRendezvous(), chunk_bytes=1024).save(LocalStorage(tmp_path), {"w": whole})
     view = torch.zeros(64, 8)
@@ -176,8 +176,8 @@ def test_threads_stop_at_the_first_failure(threads: int) -> None:
     assert sorted(done) == list(range(100))
 
 
-def test_threads_stop_where_one_cannot_begin() -> None:
-    """The others are at their first item until it has failed, and each item takes them a millisecond."""
+def test_threads_stop_if_one_cannot_start() -> None:
+    """The other threads stay at their first item until it fails. Each later item takes a millisecond."""
     begun: list[int] = []
     failed, pause = threading.Event(), threading.Event()
     entering: list[None] = []
@@ -208,11 +208,11 @@ def test_threads_stop_where_one_cannot_begin() -> None:
     block=st.integers(1, 50),
     data=st.data(),
 )
-def test_runs_of_chunks_are_read_into_place_and_the_rest_is_verified(
+def test_parts_of_chunks_are_read_and_verified_in_whole_blocks(
     direct: int, rows: int, columns: int, chunk_bytes: int, block: int, data: st.DataObject
 ) -> None:
-    """Read through the scratch buffer or not: the same tensor, the same error for any changed byte of a block
-    that is read, and no block is read that nothing is wanted of."""
+    """With the scratch buffer and without, the tensor is the same, and so is the error for a changed byte in
+    a block that is read. Blocks that the load does not need are not read."""
     value = torch.arange(rows * columns, dtype=torch.float32).view(rows, columns)
     top = data.draw(st.integers(0, rows - 1))
     height = data.draw(st.integers(1, rows - top))

@@ -1,4 +1,4 @@
-"""Which keys a load is about, under which names."""
+"""Which keys a load selects, and how it renames them."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def _chosen(include: Any, exclude: Any) -> list[str]:
         ("*", "*", []),
     ],
 )
-def test_patterns_take_a_key_and_all_below_it(include: Any, exclude: Any, expected: list[str]) -> None:
+def test_a_pattern_selects_a_key_and_all_below_it(include: Any, exclude: Any, expected: list[str]) -> None:
     assert _chosen(include, exclude) == expected
 
 
 @given(st.text("ab.*?", max_size=5), st.text("ab.", min_size=1, max_size=8))
-def test_a_pattern_takes_what_fnmatch_takes_of_the_key_or_a_key_above(pattern: str, key: str) -> None:
+def test_a_pattern_selects_a_key_if_fnmatch_matches_it_or_a_key_above(pattern: str, key: str) -> None:
     above = [key[:at] for at, character in enumerate(key) if character == "."]
     expected = any(fnmatch.fnmatchcase(name, pattern) for name in (key, *above))
     assert selects(pattern, None)(key) == expected
@@ -81,7 +81,7 @@ def test_no_rename_changes_nothing() -> None:
     assert renamed(catalogue, None) == (catalogue, {}) == renamed(catalogue, {})
 
 
-def test_a_rename_is_for_a_key_and_all_below_it_and_the_longest_wins() -> None:
+def test_a_rename_applies_to_a_key_and_all_below_it_and_the_longest_wins() -> None:
     view, stored = renamed(_catalogue(), {"model": "net", "special": "net.w"})
     assert view.tensors.keys() == {"special", "special.x", "model.b", "model.tied", "blob.@data"}
     assert view.tensors["special.x"] == ("float32", (3,)) and view.tensors["model.b"] == ("float32", (4,))
@@ -90,7 +90,7 @@ def test_a_rename_is_for_a_key_and_all_below_it_and_the_longest_wins() -> None:
     assert stored["special.x"] == "net.w.x" and stored["model.b"] == "net.b" and stored["epoch"] == "epoch"
 
 
-def test_a_rename_never_takes_part_of_a_name() -> None:
+def test_a_rename_never_matches_part_of_a_name() -> None:
     catalogue = Catalogue({"net.w": ("float32", ()), "network.w": ("float32", ())}, {}, {}, 1)
     view, _ = renamed(catalogue, {"m": "net"})
     assert view.tensors.keys() == {"m.w", "network.w"}
@@ -102,7 +102,7 @@ def test_two_names_can_be_exchanged() -> None:
     assert (stored["net.w"], stored["net.b"]) == ("net.b", "net.w")
 
 
-def test_references_in_objects_follow() -> None:
+def test_references_in_objects_are_renamed_too() -> None:
     inner = {"$tuple": [{"x": {"$tensor": "blob.@data"}}, ["blob.@data", {"$tensor": "blob.@data"}]]}
     view, _ = renamed(_catalogue(more=inner), {"bytes": "blob", "all": "more"})
     assert view.objects["bytes"] == {"$tensor": "bytes.@data", "kind": "bytes"}
@@ -151,7 +151,7 @@ def test_a_mapping_in_the_wrong_direction_is_refused_with_the_right_one(tmp_path
     assert sp.open(tmp_path / "there").keys() == ["at", "more", "w"]
 
 
-def test_a_wrong_direction_is_told_where_no_single_mapping_is_right() -> None:
+def test_a_wrong_direction_is_reported_if_no_mapping_can_be_suggested() -> None:
     with pytest.raises(StructureError, match=r"direction is reversed.*has \['net', 'blob'\] and no \[''\]"):
         renamed(_catalogue(), {"net": "", "blob": ""})
     with pytest.raises(StructureError, match=r"no key matches \['nett'\]"):  # one stored key is right

@@ -83,7 +83,7 @@ def _indices(draw: st.DrawFn) -> tuple[str, tuple[Any, ...]]:
 
 
 @given(_indices())
-def test_slices_are_those_of_numpy(checkpoint: Checkpoint, drawn: tuple[str, tuple[Any, ...]]) -> None:
+def test_slices_equal_those_of_numpy(checkpoint: Checkpoint, drawn: tuple[str, tuple[Any, ...]]) -> None:
     key, index = drawn
     expected = TENSORS[key].numpy()[index]
     found = checkpoint[key][index]
@@ -93,7 +93,7 @@ def test_slices_are_those_of_numpy(checkpoint: Checkpoint, drawn: tuple[str, tup
 
 
 @pytest.mark.parametrize("key", TENSORS)
-def test_reading_whole(checkpoint: Checkpoint, key: str) -> None:
+def test_a_whole_tensor_is_read(checkpoint: Checkpoint, key: str) -> None:
     for found in (checkpoint[key].read(), checkpoint[key][...]):
         assert found.dtype == TENSORS[key].dtype and torch.equal(found, TENSORS[key])
     stored = checkpoint[key]
@@ -103,7 +103,7 @@ def test_reading_whole(checkpoint: Checkpoint, key: str) -> None:
     assert repr(key) in repr(stored)
 
 
-def test_an_index_alone_need_not_be_a_tuple(checkpoint: Checkpoint) -> None:
+def test_a_single_index_need_not_be_a_tuple(checkpoint: Checkpoint) -> None:
     plane, numpy = checkpoint["plane"], TENSORS["plane"].numpy()
     for index in (3, -1, np.int64(2), slice(1, None, 3), ...):
         assert np.array_equal(plane[index].numpy(), numpy[index])
@@ -127,7 +127,7 @@ def test_an_index_alone_need_not_be_a_tuple(checkpoint: Checkpoint) -> None:
         (torch.tensor([1, 2]), "integers|scalar|only"),
     ],
 )
-def test_what_no_index_is(checkpoint: Checkpoint, index: Any, words: str) -> None:
+def test_an_invalid_index_is_refused(checkpoint: Checkpoint, index: Any, words: str) -> None:
     with pytest.raises((IndexError, TypeError), match=words):
         checkpoint["plane"][index]
 
@@ -144,7 +144,7 @@ def test_keys_and_plain_values(checkpoint: Checkpoint) -> None:
 
 
 class _Counting:
-    """A storage that notes which bytes of which file are read."""
+    """A storage that counts the bytes that are read."""
 
     def __init__(self, inner: LocalStorage) -> None:
         self.inner = inner
@@ -182,11 +182,11 @@ INDICES: list[tuple[str, tuple[Index, ...]]] = [
 
 
 def _blocks_of_slice(opened: NativeCheckpoint, key: str, index: tuple[Index, ...]) -> list[tuple[int, range]]:
-    """Of each chunk that a slice needs a part of, the row and the blocks: element by element."""
+    """Row and needed blocks of each chunk that a slice touches, found element by element."""
     value = TENSORS[key]
     filled = tuple(slice(part.start, part.stop) if isinstance(part, slice) else part for part in index)
     wanted = torch.zeros(value.shape, dtype=torch.bool)
-    wanted[filled] = True  # what a step steps over is read too
+    wanted[filled] = True  # elements that a step skips are read too
     table, found = opened.table, []
     for row in np.flatnonzero(table.tensor == opened.row(key)).tolist():
         box = slice(int(table.box_start[row]), int(table.box_start[row + 1]))
@@ -205,7 +205,7 @@ def test_a_slice_reads_only_the_blocks_it_needs(folder: Path, key: str, index: t
     opened = NativeCheckpoint(counting)  # type: ignore[arg-type]
     counting.read_bytes = 0
     stored = opened[key]
-    assert counting.read_bytes == 0, "a tensor that nobody slices is not read"
+    assert counting.read_bytes == 0, "a tensor is not read before it is sliced"
     found = stored[index]
     assert torch.equal(found, TENSORS[key][index])
     counts = opened.table.byte_count
@@ -221,7 +221,7 @@ def test_a_slice_reads_only_the_blocks_it_needs(folder: Path, key: str, index: t
 
 @given(st.sampled_from(INDICES), st.data())
 def test_every_byte_of_a_slice_is_verified(folder: Path, drawn: Any, data: st.DataObject) -> None:
-    """Whatever byte of the file is changed, a slice is right, and an error if the byte is of its blocks."""
+    """After a change of any byte of the file, a slice is right, or an error if the byte is in its blocks."""
     key, index = drawn
     with tempfile.TemporaryDirectory() as place:
         copy = Path(shutil.copytree(folder, Path(place) / "copy"))
@@ -236,7 +236,7 @@ def test_every_byte_of_a_slice_is_verified(folder: Path, drawn: Any, data: st.Da
                 starts[row] <= at < starts[row] + counts[row] and (at - starts[row]) // BLOCK in blocks
                 for row, blocks in _blocks_of_slice(opened, key, index)
             )
-            if not is_hit:  # digests of blocks that were changed are not relied on: the chunk is read whole
+            if not is_hit:  # if the digests of blocks are damaged, the chunk is read whole
                 assert torch.equal(opened[key][index], TENSORS[key][index])
                 return
             with pytest.raises(CorruptChunkError, match=repr(key)) as caught:
@@ -245,7 +245,7 @@ def test_every_byte_of_a_slice_is_verified(folder: Path, drawn: Any, data: st.Da
             assert start <= at < start + count
 
 
-def test_a_short_file_is_known_before_memory_is_taken(folder: Path, tmp_path: Path) -> None:
+def test_a_short_file_is_refused_before_memory_is_allocated(folder: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(folder, tmp_path / "copy"))
     with sp.open(copy) as opened:
         shard = copy / opened.manifest.files[0].name
@@ -255,7 +255,7 @@ def test_a_short_file_is_known_before_memory_is_taken(folder: Path, tmp_path: Pa
         assert opened["nothing"].read().shape == (3, 0, 2), "needs no file"
 
 
-def test_there_is_nothing_to_open(tmp_path: Path) -> None:
+def test_open_refuses_a_folder_without_a_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(NotCommittedError):
         sp.open(tmp_path / "nowhere")
     with pytest.raises(NotCommittedError):
@@ -270,7 +270,7 @@ def test_a_plain_value_may_refer_to_a_tensor(tmp_path: Path) -> None:
 
 
 class _Only(tuple[Any, ...]):
-    """The records of a manifest, of which only one row may be looked at."""
+    """The records of a manifest, of which only one row may be accessed."""
 
     row: int
 
@@ -282,8 +282,8 @@ class _Only(tuple[Any, ...]):
         raise AssertionError("all rows are looked at")
 
 
-def test_to_read_a_tensor_looks_at_no_other(tmp_path: Path) -> None:
-    """Else to read them one after the other takes time by the square of their number."""
+def test_reading_a_tensor_accesses_no_other(tmp_path: Path) -> None:
+    """Otherwise reading all tensors takes time quadratic in their number."""
     tree = {f"t{number}": torch.full((3,), float(number)) for number in range(9)}
     sp.save(tmp_path / "ckpt", tree)
     with sp.open(tmp_path / "ckpt") as ckpt:

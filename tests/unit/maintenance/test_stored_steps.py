@@ -40,7 +40,7 @@ def test_verify_counts_what_it_reads(tmp_path: Path) -> None:
         verify(LocalStorage(tmp_path / "nothing"))
 
 
-def test_verify_reads_files_of_other_steps_alone_if_asked(tmp_path: Path) -> None:
+def test_verify_can_read_only_files_of_other_steps(tmp_path: Path) -> None:
     checkpointer = saver(tmp_path)
     for step in (1, 2):
         save(checkpointer, step, state(0, step))  # step 2 refers to the model of step 1
@@ -66,7 +66,7 @@ def test_repair_writes_the_manifest_again(tmp_path: Path) -> None:
     assert_whole(tmp_path, 1, state(0, 1))
 
 
-def test_repair_of_an_incremental_step(tmp_path: Path) -> None:
+def test_repair_of_an_incremental_step_needs_all_chunks_in_its_own_files(tmp_path: Path) -> None:
     checkpointer = saver(tmp_path)
     save(checkpointer, 1, state(0, 1))
     save(checkpointer, 2, state(3, 2))  # all changed: its own files have all
@@ -87,7 +87,7 @@ def test_repair_of_an_incremental_step(tmp_path: Path) -> None:
         repair(LocalStorage(tmp_path / step_name(4)))
 
 
-def test_a_standalone_copy(tmp_path: Path) -> None:
+def test_a_standalone_copy_outlives_the_steps_it_was_made_of(tmp_path: Path) -> None:
     checkpointer = saver(tmp_path / "run")
     for step in (1, 2, 3):
         save(checkpointer, step, state(step // 3, step), metadata={"loss": 1.5, "step": step})
@@ -124,7 +124,7 @@ def test_a_standalone_copy(tmp_path: Path) -> None:
     ],
     ids=["plain", "empty", "odd", "big"],
 )
-def test_a_standalone_copy_of_anything(tmp_path: Path, what: dict[str, Any]) -> None:
+def test_a_standalone_copy_of_any_state_has_its_values(tmp_path: Path, what: dict[str, Any]) -> None:
     sp.save(tmp_path / "a", what, step=4)
     make_standalone(LocalStorage(tmp_path / "a"), LocalStorage(tmp_path / "b"))
     assert verify(LocalStorage(tmp_path / "b")).ok

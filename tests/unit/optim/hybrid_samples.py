@@ -1,4 +1,4 @@
-"""A model, gradients, a Lion, and copies that are late, for the tests of the hybrid optimizer."""
+"""A model, gradients, the Lion optimizer and delayed copies, for the tests of the hybrid optimizer."""
 
 from __future__ import annotations
 
@@ -89,10 +89,10 @@ def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 
 class LateTransfers:
-    """A device whose copies happen when somebody waits for them, and not before.
+    """Transfers whose copies run when their event is waited for, or at the end.
 
-    Until then a destination holds NaN. What does not wait reads NaN; what is overwritten too early arrives
-    wrong. `log` has what happened in order.
+    Until then the destination holds NaN, so that code that does not wait reads NaN. A source that is
+    overwritten too early gives wrong values. `log` lists the operations in order.
     """
 
     def __init__(self, log: list[str]) -> None:
@@ -121,12 +121,12 @@ class LateTransfers:
         self._run("up", len(self.queues["up"]))
 
     def _enqueue(self, queue: str, destination: torch.Tensor, source: torch.Tensor, event: Any) -> None:
-        destination.fill_(torch.nan)  # counted as a write now, as a copy on a stream is
+        destination.fill_(torch.nan)  # changes the version now, as a copy on a stream does
         uncounted, weak = destination.data, weakref.ref(source)
 
         def copy() -> None:
             found = weak()
-            assert found is not None, "memory that was freed before the copy from it"
+            assert found is not None, "the source was freed before its copy ran"
             uncounted.copy_(found)
 
         self.queues[queue].append(copy)
@@ -157,7 +157,7 @@ def _nothing() -> None:
 
 
 def late_copies(monkeypatch: Any) -> list[str]:
-    """Let optimizers made from now on have late copies; the log of all."""
+    """Makes new optimizers use `LateTransfers`; returns their common log."""
     log: list[str] = []
     monkeypatch.setattr(hybrid_module, "transfers_for", lambda device, overlap: LateTransfers(log))
     return log

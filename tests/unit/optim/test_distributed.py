@@ -1,4 +1,4 @@
-"""The distributed optimizer in one process: equal to the plain one, in every setting that one process has."""
+"""The distributed optimizer in one process equals the plain optimizer, in every setting."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_equals_the_plain_optimizer(
     assert equal(trained(ours, optimizer), trained(plain, kind(plain.parameters(), **options)))
 
 
-def test_groups_by_function_list_and_none_are_the_same_parameters() -> None:
+def test_groups_by_function_and_by_list_equal_the_plain_optimizers_groups() -> None:
     def decay(name: str, parameter: nn.Parameter) -> dict[str, Any]:
         return {"weight_decay": 0.1 if parameter.dim() > 1 else 0.0}
 
@@ -145,7 +145,7 @@ def test_gradients_that_come_without_zero_grad_add_up() -> None:
         torch.testing.assert_close(a, b)
 
 
-def test_gradients_set_by_hand_are_taken() -> None:
+def test_gradients_set_by_hand_are_used() -> None:
     net = model()
     optimizer = DistributedOptimizer(net, torch.optim.SGD, lr=1.0)
     before = [p.detach().clone() for p in net.parameters()]
@@ -161,7 +161,7 @@ def test_gradients_set_by_hand_are_taken() -> None:
     assert torch.equal(net.up.bias, after["up.bias"] - 1.0), "nothing of last step's gradients is left"
 
 
-def test_gradients_set_by_hand_after_clipping_are_taken() -> None:
+def test_gradients_set_by_hand_after_clipping_are_used() -> None:
     net = model()
     optimizer = DistributedOptimizer(net, torch.optim.SGD, lr=1.0)
     before = net.up.bias.detach().clone()
@@ -172,7 +172,7 @@ def test_gradients_set_by_hand_after_clipping_are_taken() -> None:
     assert torch.equal(net.up.bias, before - 1.0 - 1.0)
 
 
-def test_zero_grad_forgets_decoupled_gradients() -> None:
+def test_zero_grad_clears_decoupled_gradients() -> None:
     net = model()
     optimizer = DistributedOptimizer(net, torch.optim.SGD, lr=1.0)
     before = net.up.bias.detach().clone()
@@ -190,7 +190,7 @@ def test_a_gradient_of_another_shape_is_refused_by_name() -> None:
         optimizer.step()
 
 
-def test_a_parameter_that_is_thawed_adds_up_in_the_gradient_dtype() -> None:
+def test_gradients_of_a_thawed_parameter_add_up_in_the_gradient_dtype() -> None:
     net = model(torch.bfloat16)
     net.up.bias.requires_grad_(False)
     optimizer = DistributedOptimizer(
@@ -231,7 +231,7 @@ def test_norms_of_gradients_in_any_dtype(dtype: torch.dtype) -> None:
     torch.testing.assert_close(float(norm), 2.0 * 7**0.5)
 
 
-def test_clipping_is_torchs() -> None:
+def test_clipping_equals_torchs() -> None:
     plain, ours = model(), model()
     optimizer = DistributedOptimizer(ours, torch.optim.SGD, lr=0.1, bucket_bytes=64)
     (plain(batches(1)[0]) * 10).sum().backward()
@@ -305,7 +305,7 @@ def test_raised_state_in_fp32_equals_direct(chunk: int, monkeypatch: pytest.Monk
             assert torch.equal(getattr(item, "buffer", item), getattr(other, "buffer", other)), (name, slot)
 
 
-def test_precision_aware_state_is_what_rounding_after_every_step_gives() -> None:
+def test_precision_aware_state_equals_rounding_after_every_step() -> None:
     ours = model(torch.bfloat16)
     optimizer = DistributedOptimizer(
         ours,
@@ -316,7 +316,7 @@ def test_precision_aware_state_is_what_rounding_after_every_step_gives() -> None
         state_dtypes={"exp_avg": torch.bfloat16, "exp_avg_sq": torch.float16},
     )
     net = model(torch.bfloat16)
-    kept: dict[str, dict[str, torch.Tensor]] = {
+    rounded: dict[str, dict[str, torch.Tensor]] = {
         n: {"master": p.detach().to(torch.float16)} for n, p in net.named_parameters()
     }
     for batch in batches(3, torch.bfloat16):
@@ -324,29 +324,29 @@ def test_precision_aware_state_is_what_rounding_after_every_step_gives() -> None
         for name, p in net.named_parameters():
             if p.grad is None:
                 continue
-            value = kept[name]["master"].float()
+            value = rounded[name]["master"].float()
             value.grad = p.grad.float()
             inner = torch.optim.AdamW([value], lr=1e-2)
-            if "step" in kept[name]:
+            if "step" in rounded[name]:
                 inner.state[value] = {
-                    "step": kept[name]["step"],
-                    "exp_avg": kept[name]["exp_avg"].float(),
-                    "exp_avg_sq": kept[name]["exp_avg_sq"].float(),
+                    "step": rounded[name]["step"],
+                    "exp_avg": rounded[name]["exp_avg"].float(),
+                    "exp_avg_sq": rounded[name]["exp_avg_sq"].float(),
                 }
             inner.step()
             state = inner.state[value]
-            kept[name] = {
+            rounded[name] = {
                 "master": value.to(torch.float16),
                 "step": state["step"],
                 "exp_avg": state["exp_avg"].to(torch.bfloat16),
                 "exp_avg_sq": state["exp_avg_sq"].to(torch.float16),
             }
-            p.data.copy_(kept[name]["master"])
+            p.data.copy_(rounded[name]["master"])
             p.grad = None
     trained(ours, optimizer, 3)
     for name, slots in slots_by_name(ours, optimizer).items():
-        assert slots.tensors.keys() == kept[name].keys()
-        for slot, expected in kept[name].items():
+        assert slots.tensors.keys() == rounded[name].keys()
+        for slot, expected in rounded[name].items():
             item = slots.tensors[slot]
             item = item.buffer if isinstance(item, LocalRange) else item
             assert item.dtype == expected.dtype
@@ -391,7 +391,7 @@ def test_a_parameter_without_gradients_has_no_slots_and_is_not_decayed() -> None
 
 
 def move(source: DistributedOptimizer, target: DistributedOptimizer, skip: tuple[str, ...] = ()) -> None:
-    """What a save and a load do, without a checkpoint."""
+    """Transfers the state as a save and a load do, without a checkpoint."""
     theirs = [item for group in target.param_groups for item in group["params"]]
     order = [item for group in source.param_groups for item in group["params"]]
     for slots in source.describe_slots():
@@ -508,7 +508,7 @@ def test_a_model_load_is_not_undone_by_stale_masters() -> None:
     assert float(net.up.weight.detach().flatten()[3]) == 5.0
 
 
-def test_masters_are_described_as_the_weights_that_were_loaded_since() -> None:
+def test_masters_are_described_as_the_weights_loaded_after_the_last_step() -> None:
     net = model(torch.bfloat16)
     optimizer = DistributedOptimizer(net, torch.optim.SGD, lr=2.0**-6)
     trained(net, optimizer, 2)
@@ -517,7 +517,7 @@ def test_masters_are_described_as_the_weights_that_were_loaded_since() -> None:
     assert (slots_by_name(net, optimizer)["up.weight"].tensors["master"].buffer == 5.0).all()
 
 
-def test_masters_stay_exact_where_nobody_writes() -> None:
+def test_masters_stay_exact_where_only_the_optimizer_writes() -> None:
     net = model(torch.bfloat16)
     optimizer = DistributedOptimizer(net, torch.optim.SGD, lr=1e-5)
     before = slots_by_name(net, optimizer)["up.bias"].tensors["master"].buffer.clone()
@@ -529,8 +529,8 @@ def test_masters_stay_exact_where_nobody_writes() -> None:
     torch.testing.assert_close(now, before - 3e-5, rtol=1e-6, atol=0)
 
 
-def test_parameters_of_which_a_rank_has_nothing_are_not_taken_for_tied(tmp_path: Path) -> None:
-    """Of 2 rows, 2 of 4 tensor parallel ranks have none: their parts are empty views of one bucket."""
+def test_empty_shards_of_one_bucket_are_not_taken_for_tied(tmp_path: Path) -> None:
+    """Two of the four tensor parallel ranks have no row: their shards are empty views of one bucket."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Shard, distribute_tensor
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -550,14 +550,14 @@ def test_parameters_of_which_a_rank_has_nothing_are_not_taken_for_tied(tmp_path:
 
     dist.init_process_group("fake", rank=2, world_size=4, store=FakeStore())
     try:
-        # A thread of its own, since torch keeps layouts that it has seen for each thread.
+        # A thread of its own, because torch caches layouts per thread.
         with ThreadPoolExecutor(1) as thread:
             assert thread.submit(load).result() == [(0, 64)] * 2
     finally:
         dist.destroy_process_group()
 
 
-def test_an_inf_leaves_the_step_out_and_shrinks_the_scale() -> None:
+def test_an_inf_skips_the_step_and_shrinks_the_scale() -> None:
     net = model()
     scale = DynamicLossScale(8.0, interval=2)
     optimizer = DistributedOptimizer(net, torch.optim.SGD, lr=1.0, loss_scale=scale)
@@ -601,7 +601,7 @@ def test_a_fixed_scale_stays() -> None:
 
 
 @pytest.mark.parametrize("shard_gradients", [True, False])
-def test_buckets_that_land_during_backward_take_the_scale_of_their_loss(shard_gradients: bool) -> None:
+def test_gradients_reduced_during_backward_use_the_scale_of_their_loss(shard_gradients: bool) -> None:
     plain, ours = model(), model()
     scale = DynamicLossScale(16.0, interval=1)
     optimizer = DistributedOptimizer(
@@ -636,7 +636,7 @@ def test_a_parameter_that_its_module_has_replaced_is_refused_by_name() -> None:
         optimizer.step()
 
 
-def test_what_makes_no_optimizer_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     net = model()
     with pytest.raises(ValueError, match="no parameter"):
         DistributedOptimizer(net.requires_grad_(False), torch.optim.SGD, lr=0.1)
@@ -670,7 +670,7 @@ def test_a_sparse_gradient_is_refused_by_name() -> None:
     del optimizer
 
 
-def test_a_forgotten_optimizer_lets_gradients_be() -> None:
+def test_a_deleted_optimizer_does_not_touch_gradients() -> None:
     net = model()
     DistributedOptimizer(net, torch.optim.SGD, lr=0.1)
     net(batches(1)[0]).sum().backward()

@@ -1,4 +1,4 @@
-"""Slots kept in dtypes of their own."""
+"""The hybrid optimizer with `state_dtypes`: slots have dtypes of their own."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_slots_are_kept_narrow_and_stepped_wide(fraction: float) -> None:
 
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0])
-def test_they_are_stored_and_come_back_as_they_are(fraction: float, tmp_path: Path) -> None:
+def test_narrow_slots_are_saved_and_loaded_in_their_dtypes(fraction: float, tmp_path: Path) -> None:
     model = model_of()
     optimizer = narrow(model, 0.5)
     train(model, optimizer, range(3))
@@ -79,7 +79,7 @@ def test_they_are_stored_and_come_back_as_they_are(fraction: float, tmp_path: Pa
         assert all(torch.equal(a, b) for a, b in zip(other.parameters(), expected.parameters(), strict=True))
 
 
-def test_in_a_distributed_optimizer(tmp_path: Path) -> None:
+def test_narrow_slots_inside_a_distributed_optimizer(tmp_path: Path) -> None:
     make = partial(HybridDeviceOptimizer, optimizer_class=torch.optim.AdamW, state_dtypes=NARROW)
     model = model_of()
     optimizer = DistributedOptimizer(model, make, lr=0.02)
@@ -93,7 +93,7 @@ def test_in_a_distributed_optimizer(tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(other.parameters(), expected.parameters(), strict=True))
 
 
-def test_a_slot_that_the_class_has_not_is_refused() -> None:
+def test_an_unknown_slot_in_state_dtypes_is_refused() -> None:
     model = model_of()
     with pytest.raises(ValueError, match=r"state_dtypes names \['momentum'\]; the optimizer's slots are"):
         HybridDeviceOptimizer(

@@ -24,7 +24,7 @@ def model_of(dtype: torch.dtype) -> torch.nn.Sequential:
 
 
 def fill_gradients(model: torch.nn.Module, step: int) -> None:
-    """By work on the device that takes a while: a copy that does not wait takes other numbers."""
+    """Fills gradients by slow work on the device: a copy that does not wait reads other numbers."""
     for place, weight in enumerate(model.parameters()):
         generator = torch.Generator(weight.device).manual_seed(1000 * step + place)
         gradient = torch.randn(weight.shape, generator=generator, device=weight.device)
@@ -51,7 +51,7 @@ def ulps(one: torch.Tensor, other: torch.Tensor, before: torch.Tensor) -> float:
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("pin_memory", [True, False])
 @pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
-def test_it_equals_the_reference(fraction: float, pin_memory: bool, overlap: bool) -> None:
+def test_each_step_equals_torchs_within_rounding(fraction: float, pin_memory: bool, overlap: bool) -> None:
     """One step at a time from the same state, so that no difference is carried along."""
     model = model_of(torch.float32)
     options: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}

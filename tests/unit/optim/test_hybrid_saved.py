@@ -17,7 +17,9 @@ KINDS = ["adamw", "momentum", "lion"]
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("steps", [0, 1, 3])
-def test_it_goes_on_at_any_fraction_and_without(tmp_path: Path, kind: str, steps: int) -> None:
+def test_training_goes_on_at_any_fraction_and_with_a_plain_optimizer(
+    tmp_path: Path, kind: str, steps: int
+) -> None:
     model = model_of()
     source = hybrid(model, kind, 0.5)
     train(model, source, 0, steps)
@@ -40,7 +42,7 @@ def test_it_goes_on_at_any_fraction_and_without(tmp_path: Path, kind: str, steps
 
 
 @pytest.mark.parametrize("steps", [0, 2])
-def test_masters_come_back_exactly(tmp_path: Path, steps: int) -> None:
+def test_masters_are_restored_exactly(tmp_path: Path, steps: int) -> None:
     model = model_of(torch.bfloat16)
     source = hybrid(model, fraction=0.5, master_dtype=torch.float32)
     train(model, source, 0, steps)
@@ -57,7 +59,7 @@ def test_masters_come_back_exactly(tmp_path: Path, steps: int) -> None:
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
-def test_a_model_that_is_loaded_alone_stays(tmp_path: Path, fraction: float) -> None:
+def test_stale_masters_do_not_undo_a_load_of_the_model_alone(tmp_path: Path, fraction: float) -> None:
     saved = model_of(torch.bfloat16, seed=3)
     sp.save(tmp_path / "model", {"model": saved})
     model = model_of(torch.bfloat16)
@@ -82,8 +84,8 @@ def test_a_float32_model_takes_the_masters_of_a_narrow_one(tmp_path: Path, fract
 
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0])
-def test_masters_are_saved_as_the_weights_that_were_loaded_since(tmp_path: Path, fraction: float) -> None:
-    """No step has told the masters yet that a model was loaded, and describing them changes nothing."""
+def test_masters_are_saved_as_the_weights_loaded_after_the_last_step(tmp_path: Path, fraction: float) -> None:
+    """No step has refreshed the masters after the load, and describing them does not refresh them."""
     loaded = model_of(torch.bfloat16, seed=1)
     sp.save(tmp_path / "model", {"model": loaded})
     model = model_of(torch.bfloat16)
@@ -93,9 +95,9 @@ def test_masters_are_saved_as_the_weights_that_were_loaded_since(tmp_path: Path,
     again = model_of(torch.bfloat16, seed=2)
     other = hybrid(again, fraction=fraction, master_dtype=torch.float32)
     sp.load(tmp_path / "both", {"model": again, "optimizer": other})
-    in_torchs_form = hybrid(loaded, fraction=fraction, master_dtype=torch.float32)
-    in_torchs_form.load_state_dict(optimizer.state_dict())
-    for one, its in ((model, optimizer), (again, other), (loaded, in_torchs_form)):
+    from_state_dict = hybrid(loaded, fraction=fraction, master_dtype=torch.float32)
+    from_state_dict.load_state_dict(optimizer.state_dict())
+    for one, its in ((model, optimizer), (again, other), (loaded, from_state_dict)):
         train(one, its, 0, 1)
     assert equal(values(again), values(model))
     assert equal(values(loaded), values(model))

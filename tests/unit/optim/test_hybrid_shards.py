@@ -1,4 +1,4 @@
-"""The hybrid optimizer over shards: FSDP2 on real ranks, some of which hold nothing of a parameter."""
+"""The hybrid optimizer over shards: FSDP2 on real ranks, some of which have empty shards."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def steps_over_fsdp2() -> dict[str, Any]:
         masters = hybrid(narrow, 0.5, master_dtype=torch.float32)
         before = [sorted(slots.tensors) for slots in masters.describe_slots()]
         run(narrow, masters, 0, 1)
-        if rank() == 1:  # one rank alone: to say what is held takes no other
+        if rank() == 1:  # one rank alone: describe_slots runs no collective
             list(masters.describe_slots())
         described = {
             name: {
@@ -88,7 +88,7 @@ def steps_over_fsdp2() -> dict[str, Any]:
         return {"before": before, "described": described, "sides": sides}
 
 
-def test_it_steps_fsdp2s_shards_bit_for_bit_and_declares_empty_ones() -> None:
+def test_steps_of_fsdp2_shards_equal_torchs_and_empty_shards_have_slots() -> None:
     first, second = (outcome.value for outcome in run_ranks(2, steps_over_fsdp2, timeout=90))
     assert first["sides"] == second["sides"]
     assert 0 < sum(first["sides"]) < len(first["sides"])
@@ -111,20 +111,20 @@ def gradients_of_another_layout() -> None:
         weight.decoupled_grad = distribute_tensor(torch.arange(6.0).reshape(3, 2), mesh, [Replicate()])  # type: ignore[attr-defined]
         version = weight._version
         optimizer.step()
-        assert weight._version > version  # autograd and savers are told of the write
+        assert weight._version > version  # autograd and running saves see the write
         assert torch.equal(weight.full_tensor(), -torch.arange(6.0).reshape(3, 2))  # type: ignore[attr-defined]
         weight.decoupled_grad = torch.ones_like(weight.to_local())  # type: ignore[attr-defined]
         optimizer.step()
         assert torch.equal(weight.full_tensor(), -1 - torch.arange(6.0).reshape(3, 2))  # type: ignore[attr-defined]
 
 
-def test_a_gradient_of_another_layout_is_brought_into_the_parameters() -> None:
+def test_a_gradient_of_another_layout_is_redistributed_to_the_parameters() -> None:
     for outcome in run_ranks(2, gradients_of_another_layout):
         assert outcome.value is None
 
 
 def round_trip(path: Path) -> list[float]:
-    """Saved by FSDP2 with the hybrid optimizer, goes on at other fractions, plain, and back."""
+    """Saves with FSDP2 and the hybrid optimizer, and goes on at other fractions."""
     with process_group():
         model = sharded(torch.bfloat16)
         optimizer = hybrid(model, 0.5, master_dtype=torch.float32)
@@ -180,6 +180,6 @@ def normed(path: Path) -> bool:
         return run(again, other, 1, 3) == run(model, optimizer, 1, 3)
 
 
-def test_slots_like_the_shards_are_loaded_of_any_optimizer(tmp_path: Path) -> None:
+def test_slots_of_an_optimizer_that_is_not_elementwise_are_saved_and_loaded(tmp_path: Path) -> None:
     outcomes = run_ranks(2, normed, tmp_path / "step", timeout=60)
     assert [outcome.value for outcome in outcomes] == [True, True]

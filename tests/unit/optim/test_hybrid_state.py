@@ -1,4 +1,4 @@
-"""What the hybrid optimizer says of its state, and how it takes it back: by slots, and in torch's form."""
+"""The state of the hybrid optimizer: described and received as slots, and as a state dict of torch."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from shardproof.state.optimizer.slots import MASTER, Receipt, SlotProvider, Stor
 from tests.unit.optim.hybrid_samples import RULES, equal, hybrid, late_copies, model_of, plain, train, values
 
 FRACTIONS = [0.0, 0.5, 1.0]
-Kept = list[dict[str, Any]]
+SlotCopies = list[dict[str, Any]]
 
 
-def kept(optimizer: HybridDeviceOptimizer) -> Kept:
+def copied_slots(optimizer: HybridDeviceOptimizer) -> SlotCopies:
     """A copy of all slots, by parameter."""
     return [
         {slot: item.clone() for slot, item in slots.tensors.items()}  # type: ignore[union-attr]
@@ -26,10 +26,10 @@ def kept(optimizer: HybridDeviceOptimizer) -> Kept:
     ]
 
 
-def give(
-    optimizer: HybridDeviceOptimizer, stored: Kept, *, without: frozenset[str] = frozenset()
+def load_slots(
+    optimizer: HybridDeviceOptimizer, stored: SlotCopies, *, without: frozenset[str] = frozenset()
 ) -> list[Receipt]:
-    """As a load does: destinations for all, bytes for all, then all attached."""
+    """Loads slots as a load does: requests all destinations, fills them, then attaches them."""
     receipts = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -51,7 +51,7 @@ def load_weights(model: nn.Module, weights: list[torch.Tensor]) -> None:
             weight.copy_(value)
 
 
-def alike(one: Kept, other: Kept) -> bool:
+def alike(one: SlotCopies, other: SlotCopies) -> bool:
     return [slots.keys() for slots in one] == [slots.keys() for slots in other] and all(
         torch.equal(a[slot], b[slot]) and a[slot].dtype == b[slot].dtype
         for a, b in zip(one, other, strict=True)
@@ -59,7 +59,7 @@ def alike(one: Kept, other: Kept) -> bool:
     )
 
 
-def test_it_is_a_keeper() -> None:
+def test_the_hybrid_optimizer_is_a_slot_provider() -> None:
     optimizer = hybrid(model_of())
     assert isinstance(optimizer, SlotProvider)
     assert isinstance(optimizer, torch.optim.Optimizer)
@@ -68,8 +68,8 @@ def test_it_is_a_keeper() -> None:
 
 
 @pytest.mark.parametrize("fraction", FRACTIONS)
-def test_before_the_first_step_there_is_nothing_but_masters(fraction: float) -> None:
-    """And looking makes nothing: no trial step, no draw from a generator, no parameter touched."""
+def test_before_the_first_step_there_are_masters_and_nothing_else(fraction: float) -> None:
+    """Describing the state has no effect: no trial step, no random draw, no write to a parameter."""
     for dtype in (torch.float32, torch.bfloat16):
         model = model_of(dtype)
         optimizer = hybrid(model, fraction=fraction, master_dtype=torch.float32)
@@ -80,7 +80,7 @@ def test_before_the_first_step_there_is_nothing_but_masters(fraction: float) -> 
         assert names == [{MASTER} if dtype == torch.bfloat16 else set()] * len(before)
         assert all(a is b for a, b in zip((s.parameter for s in described), model.parameters(), strict=True))
         assert not optimizer.state
-        give(optimizer, kept(optimizer))
+        load_slots(optimizer, copied_slots(optimizer))
         assert not optimizer.state
         assert torch.equal(torch.get_rng_state(), generator)
         assert equal(values(model), before)
@@ -98,33 +98,35 @@ def test_options_and_kind_are_described() -> None:
 
 
 @pytest.mark.parametrize("kind", sorted(RULES))
-@pytest.mark.parametrize("there", FRACTIONS)
-@pytest.mark.parametrize("here", FRACTIONS)
-def test_training_goes_on_at_another_fraction(kind: str, there: float, here: float) -> None:
+@pytest.mark.parametrize("saved_fraction", FRACTIONS)
+@pytest.mark.parametrize("loaded_fraction", FRACTIONS)
+def test_training_goes_on_at_another_fraction(
+    kind: str, saved_fraction: float, loaded_fraction: float
+) -> None:
     model = model_of(torch.bfloat16)
-    source = hybrid(model, kind, there, master_dtype=torch.float32)
+    source = hybrid(model, kind, saved_fraction, master_dtype=torch.float32)
     train(model, source, 0, 3)
-    saved, weights = kept(source), values(model)
+    saved, weights = copied_slots(source), values(model)
     for steps_before in (0, 2):
         other = model_of(torch.bfloat16, seed=1)
-        target = hybrid(other, kind, here, master_dtype=torch.float32)
+        target = hybrid(other, kind, loaded_fraction, master_dtype=torch.float32)
         train(other, target, 50, 50 + steps_before)
         load_weights(other, weights)
-        give(target, saved)
-        assert alike(kept(target), saved)
+        load_slots(target, saved)
+        assert alike(copied_slots(target), saved)
         train(other, target, 3, 5)
         again = model_of(torch.bfloat16)
         reference = hybrid(again, kind, 0.0, master_dtype=torch.float32)
         train(again, reference, 0, 5)
-        assert alike(kept(target), kept(reference))
+        assert alike(copied_slots(target), copied_slots(reference))
         assert equal(values(other), values(again))
 
 
-def test_nothing_in_use_is_touched_before_attach() -> None:
+def test_state_in_use_does_not_change_before_attach() -> None:
     model = model_of(torch.bfloat16)
     optimizer = hybrid(model, master_dtype=torch.float32)
     train(model, optimizer, 0, 2)
-    before, weights = kept(optimizer), values(model)
+    before, weights = copied_slots(optimizer), values(model)
     for parameter in model.parameters():
         stored = {
             "exp_avg": StoredSlot(torch.float32, tuple(parameter.shape)),
@@ -134,39 +136,39 @@ def test_nothing_in_use_is_touched_before_attach() -> None:
         assert set(receipt.tensors) == {"exp_avg", "step", MASTER}
         for destination in receipt.tensors.values():
             destination.fill_(torch.nan)  # type: ignore[union-attr]
-    assert alike(kept(optimizer), before)
+    assert alike(copied_slots(optimizer), before)
     assert equal(values(model), weights)
 
 
-def test_masters_are_kept_exactly() -> None:
+def test_masters_are_loaded_exactly() -> None:
     """They hold more than the parameters do, which a load through the parameter's dtype would lose."""
     for fraction in FRACTIONS:
         model = model_of(torch.bfloat16)
         source = hybrid(model, fraction=fraction, master_dtype=torch.float32)
         train(model, source, 0, 3)
-        masters = [slots[MASTER] for slots in kept(source)]
+        masters = [slots[MASTER] for slots in copied_slots(source)]
         assert not equal(masters, [weight.float() for weight in values(model)])
         other = model_of(torch.bfloat16, seed=1)
         target = hybrid(other, fraction=fraction, master_dtype=torch.float32)
-        give(target, kept(source))
-        load_weights(other, values(model))  # also where the model's bytes come, or are counted, after
+        load_slots(target, copied_slots(source))
+        load_weights(other, values(model))  # also where the model is loaded, or its version changes, later
         target.refresh()
-        assert equal([slots[MASTER] for slots in kept(target)], masters)
+        assert equal([slots[MASTER] for slots in copied_slots(target)], masters)
 
 
-def test_a_model_that_is_loaded_alone_is_not_undone_by_stale_masters() -> None:
+def test_stale_masters_do_not_undo_a_load_of_the_model_alone() -> None:
     for fraction in FRACTIONS:
         model = model_of(torch.bfloat16)
         optimizer = hybrid(model, "momentum", fraction, master_dtype=torch.float32)
         train(model, optimizer, 0, 3)
-        masters = [slots[MASTER] for slots in kept(optimizer)]
+        masters = [slots[MASTER] for slots in copied_slots(optimizer)]
         loaded = values(model)
         loaded[0][0] += 1.0
         load_weights(model, loaded)
         optimizer.refresh()
-        fresh = [slots[MASTER] for slots in kept(optimizer)]
-        assert torch.equal(fresh[0][0], loaded[0][0].float())  # follows what was loaded
-        assert torch.equal(fresh[0][1:], masters[0][1:])  # and is as exact as before where that is the same
+        fresh = [slots[MASTER] for slots in copied_slots(optimizer)]
+        assert torch.equal(fresh[0][0], loaded[0][0].float())  # the loaded value
+        assert torch.equal(fresh[0][1:], masters[0][1:])  # equal weights keep the exact masters
         assert equal(fresh[1:], masters[1:])
 
 
@@ -175,10 +177,10 @@ def test_a_master_that_was_not_filled_is_made_from_the_parameter() -> None:
         model = model_of(torch.bfloat16)
         optimizer = hybrid(model, fraction=fraction, master_dtype=torch.float32)
         train(model, optimizer, 0, 3)
-        saved = kept(optimizer)
-        give(optimizer, saved, without=frozenset((MASTER,)))
+        saved = copied_slots(optimizer)
+        load_slots(optimizer, saved, without=frozenset((MASTER,)))
         assert equal(
-            [slots[MASTER] for slots in kept(optimizer)], [weight.float() for weight in values(model)]
+            [slots[MASTER] for slots in copied_slots(optimizer)], [weight.float() for weight in values(model)]
         )
 
 
@@ -188,11 +190,11 @@ def test_parameters_in_float32_have_no_master_and_take_one(fraction: float) -> N
     model = model_of()
     source = hybrid(model, fraction=0.5, master_dtype=torch.float32)
     train(model, source, 0, 2)
-    assert not any(MASTER in slots for slots in kept(source))
+    assert not any(MASTER in slots for slots in copied_slots(source))
     other = model_of(seed=1)
     target = hybrid(other, fraction=fraction, master_dtype=torch.float32)
     load_weights(other, values(model))
-    give(target, kept(source))
+    load_slots(target, copied_slots(source))
     train(model, source, 2, 3)
     train(other, target, 2, 3)
     assert equal(values(other), values(model))
@@ -200,14 +202,14 @@ def test_parameters_in_float32_have_no_master_and_take_one(fraction: float) -> N
     narrow = model_of(torch.bfloat16)
     source = hybrid(narrow, master_dtype=torch.float32)
     train(narrow, source, 0, 2)
-    give(target, kept(source))
-    masters = [slots[MASTER] for slots in kept(source)]
+    load_slots(target, copied_slots(source))
+    masters = [slots[MASTER] for slots in copied_slots(source)]
     assert equal(values(other), masters)
     wide = nn.Sequential(*[copy.deepcopy(layer).float() for layer in narrow])
     load_weights(wide, masters)
     reference = plain(wide)
     reference.load_state_dict({**source.state_dict(), "state": {}})
-    for weight, slots in zip(wide.parameters(), kept(source), strict=True):
+    for weight, slots in zip(wide.parameters(), copied_slots(source), strict=True):
         reference.state[weight] = {slot: item for slot, item in slots.items() if slot != MASTER}
     train(wide, reference, 2, 4)
     train(other, target, 2, 4)
@@ -215,17 +217,17 @@ def test_parameters_in_float32_have_no_master_and_take_one(fraction: float) -> N
 
 
 @pytest.mark.parametrize("fraction", FRACTIONS)
-def test_state_that_is_not_stored_is_gone(fraction: float) -> None:
+def test_state_that_is_not_stored_is_removed(fraction: float) -> None:
     model = model_of()
     optimizer = hybrid(model, fraction=fraction)
     train(model, optimizer, 0, 2)
-    saved = kept(optimizer)
+    saved = copied_slots(optimizer)
     saved[1] = {}
-    give(optimizer, saved)
-    assert alike(kept(optimizer), saved)
+    load_slots(optimizer, saved)
+    assert alike(copied_slots(optimizer), saved)
     train(model, optimizer, 2, 3)
-    assert float(kept(optimizer)[1]["step"]) == 1
-    assert float(kept(optimizer)[0]["step"]) == 3
+    assert float(copied_slots(optimizer)[1]["step"]) == 1
+    assert float(copied_slots(optimizer)[0]["step"]) == 3
 
 
 def test_stepped_tensors_and_groups_keep_their_identity() -> None:
@@ -237,7 +239,7 @@ def test_stepped_tensors_and_groups_keep_their_identity() -> None:
     ]
     tensors = [stepped.tensor for stepped in optimizer._copies.values()]
     stepped = [{id(tensor) for tensor in group["params"]} for group in groups]
-    give(optimizer, kept(optimizer))
+    load_slots(optimizer, copied_slots(optimizer))
     optimizer.load_state_dict(optimizer.state_dict())
     train(model, optimizer, 1, 2)
     assert all(
@@ -249,14 +251,14 @@ def test_stepped_tensors_and_groups_keep_their_identity() -> None:
         assert stepped.optimizer.state[stepped.tensor] is optimizer.state[stepped.parameter]
 
 
-def test_loading_waits_for_what_is_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_waits_for_copies_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     log = late_copies(monkeypatch)
     model = model_of(torch.bfloat16)
     optimizer = hybrid(model, fraction=1.0, master_dtype=torch.float32)
     train(model, optimizer, 0, 1)
-    saved = kept(optimizer)
+    saved = copied_slots(optimizer)
     log.clear()
-    give(optimizer, saved)
+    load_slots(optimizer, saved)
     assert log.count("wait up") == len(saved)
 
 
@@ -276,7 +278,7 @@ def test_state_of_a_narrower_dtype_is_widened_and_a_wider_one_asks_for_a_cast() 
 
 
 def test_slots_of_a_parameter_in_another_space_have_the_local_shape() -> None:
-    """A tensor-parallel or fused parameter: what is stored has the model's shape; a step count an expert."""
+    """Stored slots of a sharded or fused parameter have the model's shape, and a step for each expert."""
     model = model_of()
     stored = {"exp_avg": StoredSlot(torch.float32, (4, 70, 5)), "step": StoredSlot(torch.float32, (8,))}
     tensors: Mapping[str, Any] = hybrid(model).receive_slots(model[0].weight, stored).tensors
@@ -284,32 +286,34 @@ def test_slots_of_a_parameter_in_another_space_have_the_local_shape() -> None:
     assert tensors["step"].shape == ()
 
 
-def test_a_stranger_is_refused() -> None:
+def test_an_unknown_parameter_is_refused() -> None:
     with pytest.raises(ValueError, match=r"shape \[3\] is no parameter"):
         hybrid(model_of()).receive_slots(torch.zeros(3), {})
 
 
 @pytest.mark.parametrize("kind", ["adamw", "momentum", "lion"])
-@pytest.mark.parametrize("there", FRACTIONS)
-@pytest.mark.parametrize("here", FRACTIONS)
-def test_torchs_form_comes_back(kind: str, there: float, here: float) -> None:
+@pytest.mark.parametrize("saved_fraction", FRACTIONS)
+@pytest.mark.parametrize("loaded_fraction", FRACTIONS)
+def test_a_state_dict_is_restored_at_any_fraction(
+    kind: str, saved_fraction: float, loaded_fraction: float
+) -> None:
     model = model_of(torch.bfloat16)
-    source = hybrid(model, kind, there, master_dtype=torch.float32)
+    source = hybrid(model, kind, saved_fraction, master_dtype=torch.float32)
     train(model, source, 0, 3)
     saved = copy.deepcopy(source.state_dict())
     weights = values(model)
     other = model_of(torch.bfloat16, seed=1)
-    target = hybrid(other, kind, here, master_dtype=torch.float32, lr=0.5)
+    target = hybrid(other, kind, loaded_fraction, master_dtype=torch.float32, lr=0.5)
     load_weights(other, weights)
     target.load_state_dict(saved)
     assert target.param_groups[0]["lr"] == 0.02
     train(model, source, 3, 5)
     train(other, target, 3, 5)
     assert equal(values(other), values(model))
-    assert alike(kept(target), kept(source))
+    assert alike(copied_slots(target), copied_slots(source))
 
 
-def test_torchs_form_goes_to_a_plain_optimizer_and_comes_from_one() -> None:
+def test_state_dicts_are_exchanged_with_a_plain_optimizer() -> None:
     reference, model = model_of(), model_of(seed=1)
     one = plain(reference)
     train(reference, one, 0, 2)
@@ -326,11 +330,11 @@ def test_torchs_form_goes_to_a_plain_optimizer_and_comes_from_one() -> None:
     assert equal(values(three_model), values(reference))
 
 
-def test_torchs_form_of_other_groups_or_shapes_changes_nothing() -> None:
+def test_a_state_dict_of_other_groups_or_shapes_changes_nothing() -> None:
     model = model_of()
     optimizer = hybrid(model)
     train(model, optimizer, 0, 1)
-    before = kept(optimizer)
+    before = copied_slots(optimizer)
     wrong = copy.deepcopy(optimizer.state_dict())
     wrong["state"][2]["exp_avg"] = torch.zeros(2)
     wrong["param_groups"][0]["lr"] = 7.0
@@ -339,12 +343,12 @@ def test_torchs_form_of_other_groups_or_shapes_changes_nothing() -> None:
     wrong["param_groups"][0]["params"].pop()
     with pytest.raises(ValueError, match=r"\[5\] parameters, those of the state dict \[4\]"):
         optimizer.load_state_dict(wrong)
-    assert alike(kept(optimizer), before)
+    assert alike(copied_slots(optimizer), before)
     assert optimizer.param_groups[0]["lr"] == 0.02
 
 
-def test_torchs_form_shares_no_option_with_its_source() -> None:
-    """A scheduler that fills a learning rate in place has one optimizer's only."""
+def test_a_loaded_state_dict_shares_no_option_with_its_source() -> None:
+    """A scheduler that fills a learning rate in place changes one optimizer only."""
     source, target = (hybrid(model_of(), lr=torch.tensor(0.1)) for _ in range(2))
     target.load_state_dict(source.state_dict())
     target.param_groups[0]["lr"].fill_(0.5)

@@ -1,4 +1,4 @@
-"""Steps of the hybrid optimizer: equal to the plain one, whatever the fraction."""
+"""Steps of the hybrid optimizer equal those of the plain optimizer, for every fraction."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def test_masters_equal_a_run_in_float32(fraction: float) -> None:
 
 
 @pytest.mark.parametrize("fraction", FRACTIONS)
-def test_late_copies_are_waited_for(fraction: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies happen only when somebody waits: a missing wait would leave NaN in the parameters."""
+def test_a_step_waits_for_its_copies(fraction: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies run only when they are waited for: a missing wait would leave NaN in the parameters."""
     log = late_copies(monkeypatch)
     reference, model = model_of(torch.bfloat16), model_of(torch.bfloat16)
     optimizer = hybrid(model, fraction=fraction, master_dtype=torch.float32)
@@ -67,8 +67,8 @@ def test_late_copies_are_waited_for(fraction: float, monkeypatch: pytest.MonkeyP
     assert equal(values(model), values(reference))
     on_cpu = sum(optimizer.is_on_cpu(weight) for weight in model.parameters())
     assert log.count("down") == log.count("up") == 3 * on_cpu
-    assert log.count("wait up") == 2 * on_cpu  # before the host writes again to what a copy up reads
-    if fraction == 1.0:  # all gradients set out before any is waited for, and each is waited for alone
+    assert log.count("wait up") == 2 * on_cpu  # before the host overwrites the source of a copy
+    if fraction == 1.0:  # all copies begin before the first wait, and each is waited for alone
         assert log[: 1 + on_cpu] == ["begin"] + ["down"] * on_cpu
         assert [entry for entry in log if entry != "wait up"][1 + on_cpu :][: 2 * on_cpu] == [
             "wait down",
@@ -77,40 +77,40 @@ def test_late_copies_are_waited_for(fraction: float, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_gradients_are_not_held_beyond_the_step(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor by the traceback of one that failed; and the device's only until they are cast."""
+def test_gradients_are_freed_by_the_end_of_the_step(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The traceback of a failed step holds none, and gradients of the device are freed once they are cast."""
     model = model_of(torch.bfloat16)
     optimizer = hybrid(model, master_dtype=torch.float32)
-    laid_out: list[tuple[bool, weakref.ref[torch.Tensor]]] = []
+    gradients: list[tuple[bool, weakref.ref[torch.Tensor]]] = []
 
     original = SteppedCopy.gradient
 
-    def anew(self: SteppedCopy) -> torch.Tensor:
+    def cloned(self: SteppedCopy) -> torch.Tensor:
         found = original(self)
         assert found is not None
         new = found.clone()
-        laid_out.append((self.on_cpu, weakref.ref(new)))
+        gradients.append((self.on_cpu, weakref.ref(new)))
         return new
 
-    def of_device(*_: Any) -> None:
-        assert not any(found() is not None for on_cpu, found in laid_out if not on_cpu)
+    def check_freed(*_: Any) -> None:
+        assert not any(found() is not None for on_cpu, found in gradients if not on_cpu)
         if fails:
             raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(SteppedCopy, "gradient", anew)
-    optimizer._subs.on_device.register_step_pre_hook(of_device)  # type: ignore[union-attr]
+    monkeypatch.setattr(SteppedCopy, "gradient", cloned)
+    optimizer._subs.on_device.register_step_pre_hook(check_freed)  # type: ignore[union-attr]
     fill_gradients(model, 0)
-    kept = None
+    raised = None
     try:
         optimizer.step()
     except torch.OutOfMemoryError as error:
-        kept = error
-    assert (kept is not None) == fails
-    assert len(laid_out) == len(list(model.parameters()))
-    assert [found() for _, found in laid_out] == [None] * len(laid_out)
+        raised = error
+    assert (raised is not None) == fails
+    assert len(gradients) == len(list(model.parameters()))
+    assert [found() for _, found in gradients] == [None] * len(gradients)
 
 
-def test_the_device_steps_while_gradients_travel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_device_steps_while_gradients_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     log = late_copies(monkeypatch)
     model = model_of()
     optimizer = hybrid(model)
@@ -275,7 +275,7 @@ def test_a_refused_group_leaves_nothing_behind() -> None:
 
 
 class Counting(torch.optim.SGD):
-    """Keeps a count in its group, as some optimizers without schedules do, and steps by it."""
+    """Counts its steps in the group, as some optimizers without schedules do, and uses the count."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, lr=lr)
@@ -291,7 +291,7 @@ class Counting(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("fraction", FRACTIONS)
-def test_options_that_the_step_changes_come_back(fraction: float) -> None:
+def test_options_that_a_step_changes_are_in_the_groups(fraction: float) -> None:
     reference, model = model_of(), model_of()
     plain_one = Counting(reference.parameters())
     optimizer = HybridDeviceOptimizer(model.parameters(), Counting, cpu_fraction=fraction)
@@ -313,7 +313,7 @@ def test_the_side_depends_on_order_and_global_shapes_alone() -> None:
         DeviceSplit(1.5)
 
 
-def test_the_cpu_side_is_memory_of_its_own() -> None:
+def test_the_cpu_side_has_memory_of_its_own() -> None:
     model = model_of()
     optimizer = hybrid(model, fraction=1.0)
     assert all(
@@ -322,8 +322,8 @@ def test_the_cpu_side_is_memory_of_its_own() -> None:
     )
 
 
-def test_two_classes() -> None:
-    """Each side follows its own rule, and is told the options it has."""
+def test_each_side_may_have_a_class_of_its_own() -> None:
+    """Each side uses its own class, with the options that the class has."""
     model, reference = model_of(), model_of()
     optimizer = hybrid(model, cpu_optimizer_class=torch.optim.SGD)
     train(model, optimizer, 0, 3)
@@ -351,7 +351,7 @@ def test_two_classes_of_one_rule_have_one_name() -> None:
     assert {slots.kind for slots in optimizer.describe_slots()} == {"AdamW"}
 
 
-def test_what_needs_its_closure_more_than_once_is_refused() -> None:
+def test_an_optimizer_that_calls_its_closure_repeatedly_is_refused() -> None:
     with pytest.raises(ValueError, match="LBFGS calls its closure"):
         HybridDeviceOptimizer(model_of().parameters(), torch.optim.LBFGS)
 
@@ -368,8 +368,8 @@ def test_another_device_is_refused() -> None:
         hybrid(model_of(), device="meta")
 
 
-def test_writes_by_others_are_followed() -> None:
-    """A clamp between steps; one through .data, which is not counted; memory that moved."""
+def test_writes_to_parameters_between_steps_are_followed() -> None:
+    """A clamp, a write through .data, which changes no version, and new memory."""
     for fraction in FRACTIONS:
         reference, model = model_of(), model_of()
         optimizers = plain(reference), hybrid(model, fraction=fraction)
@@ -426,7 +426,7 @@ def test_a_sparse_gradient_on_the_cpu_side_is_refused() -> None:
         optimizer.step()
 
 
-def test_it_is_not_pickled_half() -> None:
+def test_pickling_is_refused() -> None:
     with pytest.raises(TypeError, match="state_dict"):
         hybrid(model_of()).__getstate__()
 

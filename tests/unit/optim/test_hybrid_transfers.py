@@ -1,4 +1,4 @@
-"""Copies beside the steps: on which stream each runs, and what waits for what."""
+"""Copies that overlap with steps: the stream of each, and the waits between streams."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slots learned from an optimizer itself."""
+"""`slot_schema`: the slots that an optimizer makes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ ELEMENTWISE: list[tuple[Any, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("make", "options"), ELEMENTWISE)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_it_is_what_the_optimizer_makes(make: Any, options: dict[str, Any], dtype: torch.dtype) -> None:
+def test_the_schema_equals_the_slots_that_the_optimizer_makes(
+    make: Any, options: dict[str, Any], dtype: torch.dtype
+) -> None:
     schema = slot_schema(make, options, dtype)
     weight = torch.ones(3, 4, dtype=dtype)
     weight.grad = torch.ones_like(weight)
@@ -42,13 +44,13 @@ def test_it_is_what_the_optimizer_makes(make: Any, options: dict[str, Any], dtyp
 
 @pytest.mark.parametrize("rate", [1e-2, 0.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_update_that_sees_other_elements_is_refused(rate: float, dtype: torch.dtype) -> None:
+def test_an_update_that_depends_on_other_elements_is_refused(rate: float, dtype: torch.dtype) -> None:
     with pytest.raises(ValueError, match="Adafactor is not elementwise"):
         slot_schema(torch.optim.Adafactor, {"lr": rate}, dtype)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.Muon, torch.optim.SparseAdam])
-def test_what_cannot_step_a_flat_tensor_is_refused(kind: Any) -> None:
+def test_an_optimizer_that_cannot_step_a_flat_tensor_is_refused(kind: Any) -> None:
     with pytest.raises(ValueError, match=f"{kind.__name__} is not elementwise"):
         slot_schema(kind, {}, torch.float32)
 
@@ -61,7 +63,7 @@ class Noisy(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_generators_are_put_back() -> None:
+def test_random_generators_are_restored() -> None:
     before = random.getstate(), np.random.get_state()[1].copy(), torch.get_rng_state()
     slot_schema(Noisy, {}, torch.float32)
     assert random.getstate() == before[0]
@@ -69,7 +71,7 @@ def test_generators_are_put_back() -> None:
     assert torch.equal(torch.get_rng_state(), before[2])
 
 
-def test_options_that_are_tensors_are_left_alone() -> None:
+def test_options_that_are_tensors_are_not_changed() -> None:
     rate = torch.tensor(0.1, requires_grad=True)
     slot_schema(torch.optim.AdamW, {"lr": rate, "betas": (0.9, 0.99)}, torch.float32)
     assert rate.grad is None
@@ -81,7 +83,7 @@ def test_a_group_of_the_optimizer_serves_as_options() -> None:
     assert "max_exp_avg_sq" in slot_schema(torch.optim.AdamW, group, torch.float32)
 
 
-def test_a_keeper_says_its_slots_itself() -> None:
+def test_a_slot_provider_describes_its_own_slots() -> None:
     make = partial(HybridDeviceOptimizer, optimizer_class=torch.optim.SGD, cpu_fraction=1.0)
     assert slot_schema(make, {"momentum": 0.9}, torch.float32) == {
         "momentum_buffer": Spec("elements", torch.float32)

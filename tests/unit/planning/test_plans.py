@@ -94,7 +94,7 @@ def runs(draw: st.DrawFn) -> Run:
 
 
 def written(run: Run, plan: WritePlan) -> tuple[ChunkTable, list[np.ndarray]]:
-    """Carries the plan out: a file is the array of element numbers in it."""
+    """Writes files by the plan. Each file is an array of element numbers."""
     files = []
     parts = plan.rank_plans()
     for rank, part in enumerate(parts):
@@ -167,7 +167,7 @@ def test_a_file_has_small_tensors_before_large_ones_of_their_alignment(
 
 @settings(max_examples=200)
 @given(run=runs(), chunk_bytes=st.integers(1, 64), data=st.data())
-def test_a_wanted_box_is_read_from_where_its_elements_are(
+def test_a_requested_box_is_read_from_the_chunks_that_have_its_elements(
     run: Run, chunk_bytes: int, data: st.DataObject
 ) -> None:
     plan = plan_writes(run.structures(), chunk_bytes=chunk_bytes)
@@ -227,14 +227,14 @@ def test_a_wanted_box_is_read_from_where_its_elements_are(
         assert result.tolist() == run.values(row)[slices(box)].tolist()
 
 
-def test_replicas_are_shared_out_by_bytes() -> None:
+def test_replicas_are_divided_by_bytes() -> None:
     shapes = [(64,)] * 6
     whole = [(row, ((0,), (64,))) for row in range(6)]
     plan = plan_writes(Run(shapes, ["float32"] * 6, [whole, whole, whole]).structures(), chunk_bytes=256)
     assert [int(part.byte_count.sum()) for part in plan.rank_plans()] == [512, 512, 512]
 
 
-def test_one_large_replica_is_written_by_all_its_holders_in_one_stretch_each() -> None:
+def test_each_holder_of_a_large_replica_writes_one_contiguous_part() -> None:
     run = Run([(64, 4)], ["float32"], [[(0, ((0, 0), (64, 4)))]] * 4)
     parts = plan_writes(run.structures(), chunk_bytes=64).rank_plans()
     assert [int(part.byte_count.sum()) for part in parts] == [256] * 4
@@ -250,7 +250,7 @@ def test_small_replicas_stay_together() -> None:
 
 
 def test_nodes_are_balanced_before_ranks() -> None:
-    """Rank 0's own bytes weigh on its node: the replicas go to the other one."""
+    """Rank 0 has bytes of its own, so the replicas go to the other node."""
     run = Run(
         [(64, 4), (64, 4)],
         ["float32"] * 2,
@@ -269,7 +269,7 @@ def test_nodes_are_balanced_before_ranks() -> None:
     assert max(others) - min(others) <= 64
 
 
-def test_there_is_a_node_for_each_rank() -> None:
+def test_nodes_must_have_an_entry_for_each_rank() -> None:
     run = Run([(4,)], ["float32"], [[(0, ((0,), (4,)))]])
     with pytest.raises(ValueError, match="nodes has 2 entries, expected one for each of 1 ranks"):
         plan_writes(run.structures(), nodes=[0, 1])
@@ -296,7 +296,7 @@ def test_out_of_bounds_is_named() -> None:
         plan_writes(run.structures())
 
 
-def test_a_tensor_that_nobody_holds_is_a_gap() -> None:
+def test_a_tensor_that_no_rank_holds_is_a_gap() -> None:
     with pytest.raises(TilingError, match="no rank holds any of it"):
         plan_writes(Run([(4,)], ["float32"], [[], []]).structures())
 
@@ -334,7 +334,7 @@ def test_an_alias_on_some_ranks_only_is_stored_on_its_own() -> None:
     assert int(plan.byte_count.sum()) == 32
 
 
-def test_plans_survive_the_wire() -> None:
+def test_plans_are_decoded_as_they_were_encoded() -> None:
     run = Run([(4, 4), ()], ["float32", "int64"], [[(0, ((0, 0), (4, 4))), (1, ((), ()))]])
     structure = run.structures()[0]
     again = Structure.decode(structure.encode())
@@ -355,7 +355,7 @@ def test_plans_survive_the_wire() -> None:
         {"aliases": ("y",)},
     ],
 )
-def test_the_digest_sees_every_part_of_a_structure(change: dict[str, tuple]) -> None:
+def test_the_digest_covers_every_part_of_a_structure(change: dict[str, tuple]) -> None:
     columns = {"keys": ("w",), "dtypes": ("float32",), "shapes": ((4, 2),), "aliases": ("",)}
     base = Structure.build(TensorTable(**columns), ["o"], [0], [0, 0], [4, 2])
     changed = Structure.build(TensorTable(**(columns | change)), ["o"], [0], [0, 0], [4, 2])

@@ -1,4 +1,4 @@
-"""Plans of reads: comparing pairs of few chunks and searching many find the same."""
+"""Read plans: comparing few chunks pairwise and searching many chunks find the same pairs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardproof.planning import read_plan as reading
 
 
 @given(seed=st.integers(0, 10_000), tensors=st.integers(1, 12), each=st.integers(1, 5))
-def test_every_want_meets_the_chunks_of_its_own_tensor(seed: int, tensors: int, each: int) -> None:
+def test_comparing_and_searching_find_the_same_pairs(seed: int, tensors: int, each: int) -> None:
     draw = np.random.default_rng(seed)
     chunk_tensor = np.repeat(np.arange(tensors), each)
     rows = np.tile(np.arange(each) * 4, tensors)

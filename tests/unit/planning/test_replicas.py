@@ -1,4 +1,4 @@
-"""Which replicas are compared and when, against a slow and obvious reference; and what comes of it."""
+"""Which replicas are compared in which turn, against a slow, obvious reference, and how they differ."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def elements(box: Box) -> set[tuple[int, ...]]:
 
 
 def replicated(run: Run) -> dict[tuple[int, Box], list[int]]:
-    """Every box that several ranks hold, to these ranks; none that has no element."""
+    """The ranks of every box that several ranks hold, except empty boxes."""
     holders = defaultdict(list)
     for rank, pieces in enumerate(run.held):
         for piece in pieces:
@@ -111,7 +111,9 @@ def test_turns_cover_every_replica_within_the_bound(run: Run, sample_bytes: int,
                 assert slices.byte_count[row] == prod(box[1]) * DTYPES[run.dtypes[piece[0]]].itemsize
                 inside = sorted(elements(piece[1]))
                 begin = int(slices.start[row])
-                assert elements(box) == set(inside[begin : begin + prod(box[1])]), "no run of the piece"
+                assert elements(box) == set(inside[begin : begin + prod(box[1])]), (
+                    "not a contiguous part of the piece"
+                )
                 covered[rank][piece].update(elements(box))
                 compared |= {(piece[0], *element) for element in elements(box)}
             seen[turn].append(compared)
@@ -126,9 +128,9 @@ def test_turns_cover_every_replica_within_the_bound(run: Run, sample_bytes: int,
 
 
 def digests_of(run: Run, part: RankPlan, rank: int, turn: int | None, flipped: set[tuple[int, int]]) -> bytes:
-    """What a rank would post: the elements of each slice, those of `flipped` (tensor, number) differ."""
+    """The digests that a rank posts. Elements in `flipped` (tensor, number) have other values."""
     slices = part.shared.slices(run.structures()[rank])
-    said = []
+    digests = []
     for row in chosen_slices(slices, part.shared.turns, turn).tolist():
         tensor, _ = run.held[rank][int(slices.box[row])]
         numbers = [
@@ -136,13 +138,13 @@ def digests_of(run: Run, part: RankPlan, rank: int, turn: int | None, flipped: s
             for element in sorted(elements(slices.boxes.pair(row)))
         ]
         values = [(number, (tensor, number) in flipped) for number in numbers]
-        said.append(xxhash.xxh3_128_digest(repr((tensor, values)).encode()))
-    return b"".join(said)
+        digests.append(xxhash.xxh3_128_digest(repr((tensor, values)).encode()))
+    return b"".join(digests)
 
 
 @settings(deadline=None, max_examples=200)
 @given(st.data())
-def test_what_differs_is_found_and_named(data: st.DataObject) -> None:
+def test_differing_replicas_are_found_and_named(data: st.DataObject) -> None:
     run = data.draw(runs())
     plan, parts = plans_of(run, data.draw(st.sampled_from([64, 256, 10_000])))
     world_size = len(run.held)
@@ -166,7 +168,7 @@ def test_what_differs_is_found_and_named(data: st.DataObject) -> None:
                 shape = run.shapes[tensor]
                 for element in elements(slices.boxes.pair(row)):
                     compared.add((tensor, int(np.ravel_multi_index(element, shape)) if element else 0))
-    told = set()
+    reported = set()
     for one in found:
         tensor = int(one.key[1:])
         box = one.offsets, one.sizes
@@ -185,18 +187,18 @@ def test_what_differs_is_found_and_named(data: st.DataObject) -> None:
         else:
             assert not one.by_majority
             assert one.ranks == one.holders
-        told |= inside
+        reported |= inside
     for (tensor, box), ranks in replicated(run).items():
         shape = run.shapes[tensor]
         inside = {(tensor, int(np.ravel_multi_index(e, shape)) if e else 0) for e in elements(box)}
         for number in inside & compared:
             if len({number in flips[rank] for rank in ranks}) > 1:
-                assert number in told, f"{number} differs and is not told"
+                assert number in reported, f"{number} differs and is not reported"
 
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 4)), max_size=30))
-def test_sets_are_those_of_the_same_holders(holdings: list[tuple[int, int]]) -> None:
+def test_boxes_with_the_same_holders_are_one_set(holdings: list[tuple[int, int]]) -> None:
     names = sorted({box for box, _ in holdings})
     group = np.array([names.index(box) for box, _ in holdings], np.int64)
     rank = np.array([rank for _, rank in holdings], np.int64)
@@ -214,7 +216,7 @@ def test_sets_are_those_of_the_same_holders(holdings: list[tuple[int, int]]) -> 
         assert (shared.set[a] == shared.set[b]) == (held_by[expected[a]] == held_by[expected[b]])
 
 
-def test_sets_whose_hashes_agree_by_chance_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sets_whose_hashes_collide_are_kept_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writers, "_hashes", lambda ranks: ranks % 3)
     group, rank = [], []
     pairs = list(itertools.combinations(range(30), 2))
@@ -243,21 +245,21 @@ def test_nested_sets_leave_no_gap() -> None:
         assert sizes == [192] * 12
 
 
-def test_all_is_one_turn_where_all_is_little() -> None:
+def test_small_replicas_are_compared_in_one_turn() -> None:
     run = Run([(64, 16)], ["float32"], [[(0, WHOLE)]] * 3)
     _, parts = plans_of(run, 64 * 16 * 4)
     assert {part.shared.turns for part in parts} == {1}
 
 
-def test_what_a_rank_is_told_does_not_grow_with_what_it_holds() -> None:
-    """Pieces that follow each other are a step, whatever their number."""
+def test_the_plan_of_a_rank_does_not_grow_with_its_number_of_pieces() -> None:
+    """Consecutive pieces are one step, whatever their number."""
 
-    def told(count: int) -> int:
+    def plan_bytes(count: int) -> int:
         run = Run([(64, 16)] * count, ["float32"] * count, [[(row, WHOLE) for row in range(count)]] * 4)
         _, parts = plans_of(run, 256)
         return len(msgspec.msgpack.encode(parts[3].shared.wire()))
 
-    assert told(500) <= told(20) + 8
+    assert plan_bytes(500) <= plan_bytes(20) + 8
 
 
 def test_an_alias_is_compared_once() -> None:
@@ -280,7 +282,7 @@ def test_a_sample_has_room_for_four_slices() -> None:
         plans_of(Run([(4,)], ["uint8"], [[(0, ((0,), (4,)))]]), 63)
 
 
-def test_of_very_many_divergences_every_rank_is_named() -> None:
+def test_every_differing_rank_is_named_among_very_many_divergences() -> None:
     count = 150
     held = [[(row, ((0,), (4,))) for row in range(count)]] * 5
     run = Run([(4,)] * count, ["uint8"] * count, held)
@@ -293,7 +295,7 @@ def test_of_very_many_divergences_every_rank_is_named() -> None:
     assert [one.ranks for one in found] == [(1,)] * 100 + [(1, 3)]
 
 
-def test_a_rank_that_hashed_something_else_is_found() -> None:
+def test_a_rank_with_a_wrong_number_of_digests_is_named() -> None:
     from shardproof.errors import StructureError
 
     run = Run([(4,)], ["uint8"], [[(0, ((0,), (4,)))]] * 2)

@@ -1,4 +1,4 @@
-"""Columns of integers on their way."""
+"""Packed columns of integers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LOW, HIGH = -(2**63), 2**63 - 1
 
 
 @given(st.lists(st.integers(LOW, HIGH) | st.integers(-3, 300) | st.sampled_from([LOW, HIGH, 0])))
-def test_a_column_comes_out_as_it_went_in(values: list[int]) -> None:
+def test_a_packed_column_round_trips(values: list[int]) -> None:
     column = np.array(values, np.int64)
     found = unpack(pack(column))
     assert found.dtype == np.int64
@@ -21,7 +21,7 @@ def test_a_column_comes_out_as_it_went_in(values: list[int]) -> None:
 
 
 @pytest.mark.parametrize("step", [0, 1, -7, 2**40])
-def test_evenly_spaced_values_cost_nothing(step: int) -> None:
+def test_evenly_spaced_values_take_no_bytes(step: int) -> None:
     column = np.arange(1000) * step + 5
     packed = pack(column)
     assert packed.data == b""

@@ -1,4 +1,4 @@
-"""Who writes what, against the best division there is of cases small enough to try them all."""
+"""Which rank writes which chunk, compared with the best of all divisions of small cases."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def written_by(
     chosen = choose_writers(
         group, rank, shared, chunk_group, chunk_bytes, np.array(nodes, np.int64), cell_bytes=cell_bytes
     )
-    assert group[chosen].tolist() == chunk_group.tolist(), "a box is written by one who does not hold it"
+    assert group[chosen].tolist() == chunk_group.tolist(), "a box is written by a rank that does not hold it"
     writers = iter(rank[chosen].tolist())
     return [[next(writers) for _ in sizes] for sizes in chunks]
 
@@ -54,7 +54,7 @@ boxes = st.lists(
 
 
 def best(holders: Sequence[Sequence[int]], chunks: Sequence[Sequence[int]], bins: Sequence[int]) -> int:
-    """The least that the fullest bin can have, every choice tried."""
+    """The smallest possible load of the fullest bin, found by trying every choice."""
     choices = [
         sorted({bins[rank] for rank in ranks})
         for ranks, sizes in zip(holders, chunks, strict=True)
@@ -92,7 +92,7 @@ def test_the_fullest_node_and_rank_are_near_the_best(
         {tuple(sorted(ranks)) for ranks in holders if len(ranks) > 1 and rank in ranks}
         for rank in range(WORLD)
     ]
-    # A stretch ends within half a chunk and a cell of where it should: one chunk and cell for each set.
+    # A part ends within half a chunk and a cell of its ideal end: one chunk and cell for each set.
     assert loads_of(writers, chunks, nodes).max() <= best(holders, chunks, nodes) + largest * max(
         map(len, sets)
     )
@@ -117,16 +117,16 @@ def test_full_replicas_are_even_to_within_a_chunk_of_the_mean(
         loads = loads_of(writers, chunks, bins)
         assert np.abs(loads - sum(sizes) / len(loads)).max() <= max(sizes) + 1
     line = [writer for part in writers for writer in part]
-    assert line == sorted(line), "a rank's part is no single stretch"
+    assert line == sorted(line), "a rank's part is not contiguous"
 
 
-def test_what_one_rank_alone_holds_counts() -> None:
+def test_boxes_that_one_rank_alone_holds_count_as_its_load() -> None:
     writers = written_by([[0], [0, 1]], [[100], [10] * 10], [0, 1])
     assert writers == [[0], [1] * 10]
 
 
 def test_crossing_sets_find_the_fair_division() -> None:
-    """Poured once each, the first set would be halved and rank 1 be left with the second set as well."""
+    """In a single pass, the first set would be halved, and rank 1 would write the second set as well."""
     holders = [[0, 1], [1, 2], [2]]
     writers = written_by(holders, [[1] * 100, [1] * 100, [1] * 100], [0, 1, 2])
     loads = loads_of(writers, [[1] * 100] * 3, [0, 1, 2])

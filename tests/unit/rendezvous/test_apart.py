@@ -16,7 +16,7 @@ DEADLINE = 1.0
 
 
 class Rank:
-    """A rank that numbers its meetings as the test says."""
+    """A rank whose meeting numbers the test sets."""
 
     def __init__(self, store: Any, rank: int) -> None:
         heartbeat = Heartbeat()
@@ -37,22 +37,22 @@ class Rank:
 
 
 def together(ranks: list[Rank], operation: str) -> list[bytes | ShardproofError]:
-    """What the meeting of both ranks ends with on each, within a minute."""
-    ends: dict[int, bytes | ShardproofError] = {}
+    """Runs a meeting of both ranks, and returns the answer or the error of each."""
+    results: dict[int, bytes | ShardproofError] = {}
 
     def run(rank: Rank) -> None:
         try:
-            ends[rank.channel.rank] = rank.meet(operation)
+            results[rank.channel.rank] = rank.meet(operation)
         except ShardproofError as error:
-            ends[rank.channel.rank] = error
+            results[rank.channel.rank] = error
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in ranks]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert sorted(ends) == [0, 1], "a rank still waits"
-    return [ends[0], ends[1]]
+    assert sorted(results) == [0, 1], "a rank still waits"
+    return [results[0], results[1]]
 
 
 def test_live_ranks_in_different_meetings_give_up_and_meet_again() -> None:
@@ -62,9 +62,9 @@ def test_live_ranks_in_different_meetings_give_up_and_meet_again() -> None:
         for ahead in (0, 1):
             assert together(ranks, f"save before {ahead}") == [b"0,1", b"0,1"]
             ranks[ahead].number += 1
-            ends = together(ranks, f"save {ahead}")
-            assert [type(end) for end in ends] == [RankSilent, RankSilent], ends
-            assert any("waits in another meeting" in str(end) for end in ends), ends
+            results = together(ranks, f"save {ahead}")
+            assert [type(end) for end in results] == [RankSilent, RankSilent], results
+            assert any("waits in another meeting" in str(end) for end in results), results
             again = [together(ranks, f"save {ahead} again {attempt}") for attempt in range(2)]
             assert [b"0,1", b"0,1"] in again, again
     finally:
@@ -72,7 +72,7 @@ def test_live_ranks_in_different_meetings_give_up_and_meet_again() -> None:
             rank.channel.close()
 
 
-def test_a_sign_of_life_from_another_meeting_is_no_news() -> None:
+def test_a_heartbeat_from_another_meeting_does_not_end_the_silence() -> None:
     watch = Watch([1], now=0.0, longest_step=1.0)
     watch.observe(1, b"first")
     watch.step(1.0)

@@ -1,4 +1,4 @@
-"""What one rank asks of the store, and how often."""
+"""Requests of one rank to the store, and how many it makes."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ WORLD = 600
 LIMIT = 30.0
 
 
-class Asked:
-    """A store that keeps count of the keys that are asked for."""
+class RecordingStore:
+    """A store that records the requested keys."""
 
     def __init__(self, store: Any) -> None:
         self.store = store
-        self.asked: list[str] = []
+        self.requested: list[str] = []
 
-    def clone(self) -> Asked:
+    def clone(self) -> RecordingStore:
         return self
 
     def check(self, keys: list[str]) -> bool:
-        self.asked += keys
+        self.requested += keys
         return bool(self.store.check(keys))
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         if expected == desired:
-            self.asked.append(key)
+            self.requested.append(key)
         return bytes(self.store.compare_set(key, expected, desired))
 
     def __getattr__(self, name: str) -> Any:
@@ -44,8 +44,8 @@ class Asked:
 
 
 @pytest.fixture
-def store() -> Asked:
-    return Asked(HashStore())
+def store() -> RecordingStore:
+    return RecordingStore(HashStore())
 
 
 def channel_of(store: Any, rank: int, world_size: int, patience: float = 10.0) -> Channel:
@@ -58,8 +58,8 @@ Open = Callable[..., list[Channel]]
 
 
 @pytest.fixture
-def channels(store: Asked) -> Iterator[Open]:
-    """Opens the channels of the first ranks, which have joined."""
+def channels(store: RecordingStore) -> Iterator[Open]:
+    """Opens the channels of the first `count` ranks, and joins them."""
     opened: list[Channel] = []
 
     def open_channels(count: int, world_size: int = WORLD) -> list[Channel]:
@@ -73,25 +73,27 @@ def channels(store: Asked) -> Iterator[Open]:
         channel.close()
 
 
-def test_posts_are_looked_for_only_when_more_were_counted(store: Asked, channels: Open) -> None:
+def test_the_coordinator_looks_for_posts_only_if_their_count_grew(
+    store: RecordingStore, channels: Open
+) -> None:
     coordinator, *others = channels(3)
     keys = coordinator.join(0)
     others[0].post(keys, pack("save", "write", "bytes", b"one"), b"one", others=WORLD - 1)
     waited_for = range(1, WORLD)
     assert set(coordinator.look(keys, waited_for, [], known=0).posts) == {1}
-    store.asked.clear()
+    store.requested.clear()
     assert coordinator.look(keys, waited_for, [], known=1).posts == {}
-    assert store.asked == [keys.verdict]
+    assert store.requested == [keys.verdict]
     others[1].post(keys, pack("save", "write", "error", b"two"), b"two", others=WORLD - 1)
     assert set(coordinator.look(keys, range(2, WORLD), [], known=1).posts) == {2}
 
 
 @pytest.mark.parametrize("count", [2, 5])
-def test_posts_are_read_once_all_are_there(count: int, store: Asked, channels: Open) -> None:
-    """Of a few, each is asked for; of more, none is before it is read."""
+def test_posts_are_read_after_all_have_arrived(count: int, store: RecordingStore, channels: Open) -> None:
+    """The key of each post is requested if there are few ranks, and no key if there are many."""
     coordinator, ranks = channels(count + 1, count + 1)[0], range(1, count + 1)
     keys = coordinator.join(0)
-    store.asked.clear()
+    store.requested.clear()
     waiting = coordinator.until_ready(keys, ranks)
     for rank in ranks:
         assert not waiting.done()
@@ -101,11 +103,11 @@ def test_posts_are_read_once_all_are_there(count: int, store: Asked, channels: O
     assert {rank: unpack("k", value).body for rank, value in waiting.result(10).items()} == {
         rank: str(rank).encode() for rank in ranks
     }
-    assert store.asked == ([keys.post(rank) for rank in ranks] if count == 2 else [])
+    assert store.requested == ([keys.post(rank) for rank in ranks] if count == 2 else [])
 
 
 @pytest.mark.parametrize("count", [2, 5])
-def test_a_wait_that_is_not_needed_waits_for_no_post(count: int, channels: Open) -> None:
+def test_a_released_wait_returns_without_the_missing_posts(count: int, channels: Open) -> None:
     coordinator, other = channels(2, count + 1)
     keys = coordinator.join(0)
     other.post(keys, pack("save", "write", "bytes", b"one"), b"one", others=count)
@@ -117,7 +119,7 @@ def test_a_wait_that_is_not_needed_waits_for_no_post(count: int, channels: Open)
     assert verdict.result(10) is None
 
 
-def test_who_waits_for_the_verdict_is_given_it(channels: Open) -> None:
+def test_a_rank_that_waits_for_the_verdict_gets_it(channels: Open) -> None:
     coordinator, other = channels(2)
     keys = other.join(0)
     waiting = other.until_verdict(keys)
@@ -138,7 +140,7 @@ def test_every_rank_finds_its_answer(channels: Open) -> None:
         assert other.body(keys.answer(rank), record) == body
 
 
-def test_answers_are_swept(store: Asked, channels: Open) -> None:
+def test_answers_are_swept(store: RecordingStore, channels: Open) -> None:
     (coordinator,) = channels(1)
     keys = coordinator.join(0)
     answers = [keys.answer(rank) for rank in range(1, WORLD)]
@@ -151,7 +153,7 @@ def test_answers_are_swept(store: Asked, channels: Open) -> None:
     assert not any(store.check([key]) for key in answers)
 
 
-class Asleep(Asked):
+class Asleep(RecordingStore):
     """A store that answers nothing before it is woken."""
 
     def __init__(self, store: Any) -> None:
@@ -173,12 +175,12 @@ def welcome_the_second_hello(coordinator: Channel) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_whose_join_was_answered_late_has_joined_once(rank: int) -> None:
+def test_a_join_that_was_answered_late_is_counted_once(rank: int) -> None:
     store = Asleep(HashStore())
     late = channel_of(store, rank, 2, patience=0.2)
     other = channel_of(store.store, 1 - rank, 2)
     if rank == 1:
-        other.heartbeat.period = LIMIT  # it looks for hellos when it is told to
+        other.heartbeat.period = LIMIT  # so that it looks for hellos only when the test calls `look`
         other.arrive()
     try:
         with pytest.raises(LinkLost, match="no answer"):
@@ -194,12 +196,12 @@ def test_a_rank_whose_join_was_answered_late_has_joined_once(rank: int) -> None:
         other.close()
 
 
-class Refusing(Asked):
+class Refusing(RecordingStore):
     """A store that refuses the first request to compare."""
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        if not self.asked:
-            self.asked.append(key)
+        if not self.requested:
+            self.requested.append(key)
             raise RuntimeError("refused")
         return super().compare_set(key, expected, desired)
 

@@ -1,4 +1,4 @@
-"""The deadline of one call, and the deadline that lasts."""
+"""The deadline of one call, and the default deadline of the rendezvous."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_deadline_is_a_positive_number(alone: None, tmp_path: Path, deadline: 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_rendezvous_has_a_deadline_of_its_own(tmp_path: Path) -> None:
+def test_a_deadline_beside_a_rendezvous_is_refused(tmp_path: Path) -> None:
     given, state = LocalRendezvous(deadline=20.0), {"w": torch.ones(2)}
     calls: list[Any] = [
         lambda: check_deadline(given, 5.0),
@@ -118,7 +118,7 @@ def test_a_lasting_deadline_that_is_set_in_a_call_holds_after_it(rank_0_of_2: No
     assert found.deadline == 41.0
 
 
-def test_calls_in_calls_give_back_what_they_found(rank_0_of_2: None) -> None:
+def test_nested_calls_restore_the_outer_deadline(rank_0_of_2: None) -> None:
     with connected(None, 5.0) as found:
         with connected(None, 6.0):
             with connected(None, 6.0):
@@ -128,7 +128,7 @@ def test_calls_in_calls_give_back_what_they_found(rank_0_of_2: None) -> None:
     assert found.deadline == DEFAULT
 
 
-def test_of_calls_in_two_threads_the_last_that_began_decides(rank_0_of_2: None) -> None:
+def test_the_deadline_is_that_of_the_call_that_began_last_in_any_thread(rank_0_of_2: None) -> None:
     begun, end = threading.Event(), threading.Event()
 
     def other() -> None:

@@ -1,4 +1,4 @@
-"""The parts that need neither a store nor time: records, the watch, signs of life, the errors' texts."""
+"""Parts that need neither a store nor real time: records, the watch, heartbeats and error texts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardproof.rendezvous.heartbeat import Heartbeat, Watch, describe
 
 
 @given(st.text(max_size=20), st.text(max_size=20), st.binary(max_size=200))
-def test_small_records_survive(operation: str, phase: str, body: bytes) -> None:
+def test_small_records_round_trip(operation: str, phase: str, body: bytes) -> None:
     record = wire.unpack("k", wire.pack(operation, phase, "bytes", body, readers=3))
     assert (record.operation, record.phase, record.body, record.parts) == (operation, phase, body, 0)
     assert (record.size, record.readers) == (len(body), 3)
@@ -34,7 +34,7 @@ def test_large_records_are_cut_below_the_store_limit(size: int) -> None:
     assert (b"".join(parts.values()) if record.parts else record.body) == body
 
 
-def test_an_old_sign_of_life_buys_no_time() -> None:
+def test_an_old_heartbeat_does_not_end_the_silence() -> None:
     watch = Watch([1], now=0.0, longest_step=1.0)
     watch.step(0.5)
     assert not watch.observe(1, b"old")
@@ -44,7 +44,7 @@ def test_an_old_sign_of_life_buys_no_time() -> None:
     assert not watch.observe(1, b"new")
 
 
-def test_time_in_which_the_watcher_was_stopped_is_nobodys_silence() -> None:
+def test_time_in_which_the_watcher_was_stopped_counts_as_silence_of_no_rank() -> None:
     watch = Watch([1, 2], now=0.0, longest_step=0.5)
     watch.step(100.0)
     assert watch.silent(for_seconds=1.0) == []
@@ -53,7 +53,7 @@ def test_time_in_which_the_watcher_was_stopped_is_nobodys_silence() -> None:
     assert watch.silent(for_seconds=1.0) == [1]
 
 
-def test_only_evidence_makes_news() -> None:
+def test_a_heartbeat_has_news_only_after_progress() -> None:
     heartbeat = Heartbeat()
     assert heartbeat.news() is None
     heartbeat.progress(1, 10)
@@ -63,7 +63,7 @@ def test_only_evidence_makes_news() -> None:
     assert heartbeat.news() is not None
     heartbeat.decide(True)
     while time.thread_time() % 0.01 > 0.003:
-        pass  # what little is done from here on stays within one of the spans that are counted
+        pass  # so that the little work from here on stays within one counted span
     heartbeat.news()
     time.sleep(0.05)
     assert heartbeat.news() is None  # asleep while it decides
@@ -76,14 +76,14 @@ def test_only_evidence_makes_news() -> None:
     assert heartbeat.news() is None
 
 
-def test_signs_of_life_in_words() -> None:
+def test_a_heartbeat_is_described_in_words() -> None:
     heartbeat = Heartbeat()
     heartbeat.enter("plan")
     assert describe(heartbeat.news()) == "in the meeting of phase plan"
     assert describe(None) == "no progress reported"
 
 
-def test_the_errors_name_ranks_phase_and_cause_and_travel() -> None:
+def test_errors_name_ranks_phase_and_cause_also_after_the_wire() -> None:
     failed = meeting_errors.failure(
         "save a", "write", 4, {3: "OSError: full", 1: "ValueError: x"}, silent=[2]
     )
@@ -108,7 +108,7 @@ def test_the_errors_name_ranks_phase_and_cause_and_travel() -> None:
     assert failed.causes == {1: "ValueError: x", 3: "OSError: full"}
 
 
-def test_a_cause_without_a_text_and_one_without_end() -> None:
+def test_the_text_of_a_cause_is_made_if_str_fails_and_cut_if_it_is_long() -> None:
     class Mute(Exception):
         def __str__(self) -> str:
             raise RuntimeError("no")
@@ -118,7 +118,7 @@ def test_a_cause_without_a_text_and_one_without_end() -> None:
     assert len(meeting_errors.cause_text(ValueError("x" * 10**6))) < 5000
 
 
-def test_many_ranks_are_folded() -> None:
+def test_the_error_of_many_ranks_is_short() -> None:
     text = str(
         meeting_errors.silence(
             "save", "write", 4096, 3.0, dict.fromkeys(range(4096)), dict.fromkeys(range(4096), "x")

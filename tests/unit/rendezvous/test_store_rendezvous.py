@@ -29,55 +29,55 @@ def join(posts: list[bytes]) -> bytes:
 def on_ranks(
     count: int, store: Any, work: Callable[[StoreRendezvous], Any], deadline: float = 30.0
 ) -> list[Any]:
-    """What `work` returned or raised on each rank."""
-    ends: list[Any] = [None] * count
+    """Runs `work` on each rank, and returns the result or the error of each."""
+    results: list[Any] = [None] * count
 
     def run(rank: int) -> None:
-        meetings = StoreRendezvous(store, rank, count, deadline=deadline)
+        rendezvous = StoreRendezvous(store, rank, count, deadline=deadline)
         try:
-            ends[rank] = work(meetings)
+            results[rank] = work(rendezvous)
         except BaseException as error:
-            ends[rank] = error
+            results[rank] = error
         finally:
-            meetings.close()
+            rendezvous.close()
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(count)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(100)
-    return ends
+    return results
 
 
 class _Failing(Future[None]):
-    """A wait whose connection is lost after it was last looked at."""
+    """A wait whose connection is lost after it was first polled."""
 
     def __init__(self) -> None:
         super().__init__()
         self.set_exception(RuntimeError("connection reset by peer"))
-        self.looked_at = 0
+        self.polls = 0
 
     def result(self, timeout: float | None = None) -> None:
-        self.looked_at += 1
-        if self.looked_at == 1:
+        self.polls += 1
+        if self.polls == 1:
             raise FutureTimeoutError
         return super().result(timeout)
 
 
-def test_posts_that_are_not_there_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wait that failed is done too: what it failed of is told, before anybody waits for a post."""
+def test_the_cause_of_a_failed_wait_for_posts_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failed wait is done, but has no posts. The coordinator reports its error and reads no post."""
     monkeypatch.setattr(Channel, "until_ready", lambda self, keys, ranks: _Failing())
     begun = time.monotonic()
-    meetings = StoreRendezvous(HashStore(), 0, 2, deadline=20.0)
+    rendezvous = StoreRendezvous(HashStore(), 0, 2, deadline=20.0)
     try:
         with pytest.raises(RankSilent, match="connection reset by peer"):
-            meetings.meet("save", "write", b"", join)
+            rendezvous.meet("save", "write", b"", join)
     finally:
-        meetings.close()
+        rendezvous.close()
     assert time.monotonic() - begun < 15
 
 
-def test_posts_that_a_wait_did_not_find_are_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_coordinator_polls_for_posts_that_a_wait_did_not_find(monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[Any] = []
     look = Channel.look
 
@@ -94,19 +94,19 @@ def test_posts_that_a_wait_did_not_find_are_looked_for(monkeypatch: pytest.Monke
     monkeypatch.setattr(Channel, "look", counted)
     arrived = threading.Event()
 
-    def work(meetings: StoreRendezvous) -> bytes:
-        if meetings.rank == 1:
+    def work(rendezvous: StoreRendezvous) -> bytes:
+        if rendezvous.rank == 1:
             assert arrived.wait(30)
         else:
             threading.Timer(0.3, arrived.set).start()
-        return meetings.meet("save", "agree", b"%d" % meetings.rank, join)
+        return rendezvous.meet("save", "agree", b"%d" % rendezvous.rank, join)
 
     assert on_ranks(2, HashStore(), work, deadline=2.4) == [b"0,1"] * 2
     assert 1 <= len(looks) < 20  # 0.3 s apart
 
 
 def test_a_coordinator_that_was_given_up_does_not_decide(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The posts were there before; what the others said since is asked for when they are taken."""
+    """All posts have arrived. Before it decides, the coordinator looks whether a rank gave it up."""
     given_up = threading.Event()
     until_ready = Channel.until_ready
 
@@ -119,22 +119,22 @@ def test_a_coordinator_that_was_given_up_does_not_decide(monkeypatch: pytest.Mon
     monkeypatch.setattr(Channel, "until_ready", late)
     decided: list[bytes] = []
 
-    def work(meetings: StoreRendezvous) -> bytes:
-        if meetings.rank == 0:
-            meetings._heartbeat.period = 60.0  # it moves no more
-            return meetings.meet("save", "write", b"0", lambda posts: decided.append(b"") or b"")
+    def work(rendezvous: StoreRendezvous) -> bytes:
+        if rendezvous.rank == 0:
+            rendezvous._heartbeat.period = 60.0  # it reports no progress
+            return rendezvous.meet("save", "write", b"0", lambda posts: decided.append(b"") or b"")
         try:
-            return meetings.meet("save", "write", b"1", join)
+            return rendezvous.meet("save", "write", b"1", join)
         finally:
             given_up.set()
 
-    ends = on_ranks(2, HashStore(), work, deadline=0.4)
-    assert [type(end) for end in ends] == [RankSilent] * 2
+    results = on_ranks(2, HashStore(), work, deadline=0.4)
+    assert [type(end) for end in results] == [RankSilent] * 2
     assert decided == []
 
 
 MANY = 6
-"""Ranks whose posts are not looked at one by one."""
+"""So many ranks that the coordinator does not check their posts one by one."""
 
 
 @pytest.fixture(params=["hash", "prefix", "file", "tcp", "tcp without libuv"])
@@ -146,7 +146,7 @@ def any_store(request: pytest.FixtureRequest, tmp_path: Any) -> Any:
     return PrefixStore("job 7", store) if kind == "prefix" else store
 
 
-def test_to_look_at_a_key_makes_none(any_store: Any) -> None:
+def test_peek_creates_no_key(any_store: Any) -> None:
     assert peek(any_store, "key") is None
     assert not any_store.check(["key"])
     for value in (b"", b"\x00\xff a record"):
@@ -156,77 +156,79 @@ def test_to_look_at_a_key_makes_none(any_store: Any) -> None:
 
 
 @pytest.mark.parametrize("ranks", [3, MANY])
-def test_any_store_will_do(ranks: int, any_store: Any) -> None:
+def test_ranks_meet_over_any_store(ranks: int, any_store: Any) -> None:
     seconds = []
 
-    def work(meetings: StoreRendezvous) -> list[bytes]:
-        own = b"%d" % meetings.rank
-        answers = [meetings.meet("save", "agree", own, join)]  # opens the connections, which can take seconds
+    def work(rendezvous: StoreRendezvous) -> list[bytes]:
+        own = b"%d" % rendezvous.rank
+        answers = [
+            rendezvous.meet("save", "agree", own, join)
+        ]  # opens the connections, which can take seconds
         began = time.monotonic()
-        answers.append(meetings.meet("save", "plan", own, lambda posts: [post * 2 for post in posts]))
-        answers.append(meetings.meet("save", "empty", b"", lambda posts: b""))
+        answers.append(rendezvous.meet("save", "plan", own, lambda posts: [post * 2 for post in posts]))
+        answers.append(rendezvous.meet("save", "empty", b"", lambda posts: b""))
         seconds.append(time.monotonic() - began)
         return answers
 
     answers = on_ranks(ranks, any_store, work, deadline=60.0)
-    everybody = b",".join(b"%d" % rank for rank in range(ranks))
-    assert answers == [[everybody, b"%d%d" % (rank, rank), b""] for rank in range(ranks)]
-    assert max(seconds) < 60.0 / 8  # nobody was woken by a step of waiting alone
+    all_posts = b",".join(b"%d" % rank for rank in range(ranks))
+    assert answers == [[all_posts, b"%d%d" % (rank, rank), b""] for rank in range(ranks)]
+    assert max(seconds) < 60.0 / 8  # no rank was woken by a polling step alone
 
 
 def test_many_ranks_and_meetings_leave_few_keys() -> None:
     store = HashStore()
 
-    def work(meetings: StoreRendezvous) -> int:
+    def work(rendezvous: StoreRendezvous) -> int:
         for number in range(20):
-            own = b"%d" % (meetings.rank + number)
-            each = meetings.meet("save", f"phase {number}", own, list)
+            own = b"%d" % (rendezvous.rank + number)
+            each = rendezvous.meet("save", f"phase {number}", own, list)
             assert each == own
-            meetings.meet("save", f"answer {number}", own, join)
+            rendezvous.meet("save", f"answer {number}", own, join)
         return number
 
     assert on_ranks(16, store, work) == [19] * 16
-    # The last meeting's keys; of each rank its hello, its trace and a sign of life; of the generation four.
+    # Keys of the last meeting; a hello, a trace and a heartbeat of each rank; four keys of the generation.
     assert store.num_keys() <= 16 * 4 + 12
 
 
 @pytest.mark.parametrize("ringers", [(0,), (2,), (1, 2), tuple(range(MANY))])
-def test_a_bell_wakes_every_rank_whoever_rings(ringers: tuple[int, ...], any_store: Any) -> None:
-    def work(meetings: StoreRendezvous) -> list[bytes]:
-        answers = [meetings.meet("schedule", "choose", b"%d" % meetings.rank, join)]
+def test_a_bell_from_any_rank_wakes_all_ranks(ringers: tuple[int, ...], any_store: Any) -> None:
+    def work(rendezvous: StoreRendezvous) -> list[bytes]:
+        answers = [rendezvous.meet("schedule", "choose", b"%d" % rendezvous.rank, join)]
         for bell in ("first", "second"):
-            rung = meetings.until_rung(bell)
-            if meetings.rank in ringers:
-                meetings.ring(bell)
+            rung = rendezvous.until_rung(bell)
+            if rendezvous.rank in ringers:
+                rendezvous.ring(bell)
             rung.result(60)
-            answers.append(meetings.meet("schedule", bell, b"%d" % meetings.rank, join))
+            answers.append(rendezvous.meet("schedule", bell, b"%d" % rendezvous.rank, join))
         return answers
 
-    everybody = b",".join(b"%d" % rank for rank in range(MANY))
-    assert on_ranks(MANY, any_store, work) == [[everybody] * 3] * MANY
+    all_posts = b",".join(b"%d" % rank for rank in range(MANY))
+    assert on_ranks(MANY, any_store, work) == [[all_posts] * 3] * MANY
 
 
 def test_bells_leave_no_keys() -> None:
     store = HashStore()
 
-    def work(meetings: StoreRendezvous) -> int:
+    def work(rendezvous: StoreRendezvous) -> int:
         for number in range(20):
-            rung = meetings.until_rung(f"bell {number}")
-            if meetings.rank % 3 == 0:
-                meetings.ring(f"bell {number}")
+            rung = rendezvous.until_rung(f"bell {number}")
+            if rendezvous.rank % 3 == 0:
+                rendezvous.ring(f"bell {number}")
             rung.result(60)
-            meetings.meet("schedule", "choose", b"", join)
+            rendezvous.meet("schedule", "choose", b"", join)
         return number
 
     assert on_ranks(6, store, work) == [19] * 6
     assert store.num_keys() <= 6 * 4 + 12
 
 
-def test_a_rank_that_closes_while_it_waits_for_a_bell_rings_it_for_no_other() -> None:
+def test_a_rank_that_closes_while_it_waits_for_a_bell_wakes_no_other_rank() -> None:
     before = set(threading.enumerate())
     store = HashStore()
     ranks = [StoreRendezvous(store, rank, 2, deadline=5) for rank in range(2)]
-    waits = [meetings.until_rung("bell") for meetings in ranks]
+    waits = [rendezvous.until_rung("bell") for rendezvous in ranks]
     ranks[0].close()
     waits[0].result(60)
     assert not waits[1].done()
@@ -236,7 +238,7 @@ def test_a_rank_that_closes_while_it_waits_for_a_bell_rings_it_for_no_other() ->
     assert set(threading.enumerate()) <= before
 
 
-def test_a_bell_of_one_process() -> None:
+def test_a_bell_wakes_a_single_process() -> None:
     alone = LocalRendezvous()
     for bell in ("first", "second"):
         rung = alone.until_rung(bell)
@@ -247,13 +249,13 @@ def test_a_bell_of_one_process() -> None:
 
 
 def test_ranks_stay_in_step_after_errors() -> None:
-    def work(meetings: StoreRendezvous) -> list[str]:
+    def work(rendezvous: StoreRendezvous) -> list[str]:
         seen = []
         for number in range(9):
-            own: Any = ValueError("no") if number % 3 == 0 and meetings.rank == 1 else b"yes"
-            phase = "b" if number % 3 == 1 and meetings.rank == 2 else "a"
+            own: Any = ValueError("no") if number % 3 == 0 and rendezvous.rank == 1 else b"yes"
+            phase = "b" if number % 3 == 1 and rendezvous.rank == 2 else "a"
             try:
-                seen.append(meetings.meet("save", phase, own, join).decode())
+                seen.append(rendezvous.meet("save", phase, own, join).decode())
             except (RankFailure, StructureError) as error:
                 seen.append(type(error).__name__)
         return seen
@@ -261,25 +263,25 @@ def test_ranks_stay_in_step_after_errors() -> None:
     assert on_ranks(3, HashStore(), work) == [["RankFailure", "StructureError", "yes,yes,yes"] * 3] * 3
 
 
-def test_silence_over_threads() -> None:
-    def work(meetings: StoreRendezvous) -> bytes | None:
-        return None if meetings.rank == 1 else meetings.meet("save", "agree", b"", join)
+def test_a_silent_rank_is_named_on_all_other_ranks() -> None:
+    def work(rendezvous: StoreRendezvous) -> bytes | None:
+        return None if rendezvous.rank == 1 else rendezvous.meet("save", "agree", b"", join)
 
-    ends = on_ranks(3, HashStore(), work, deadline=1.0)
-    assert isinstance(ends[0], RankSilent) and isinstance(ends[2], RankSilent)
-    assert ends[0].to_wire() == ends[2].to_wire()
-    assert ends[0].ranks == [1]
+    results = on_ranks(3, HashStore(), work, deadline=1.0)
+    assert isinstance(results[0], RankSilent) and isinstance(results[2], RankSilent)
+    assert results[0].to_wire() == results[2].to_wire()
+    assert results[0].ranks == [1]
 
 
-def test_a_rank_that_leaves_while_it_waits_for_the_verdict_takes_nobody_along() -> None:
+def test_a_rank_that_leaves_while_it_waits_for_the_verdict_fails_no_other_rank() -> None:
     went_on = threading.Event()
 
     def decide(posts: list[bytes]) -> bytes:
         assert went_on.wait(30)
         return join(posts)
 
-    def work(meetings: StoreRendezvous) -> bytes:
-        channel = meetings._open()
+    def work(rendezvous: StoreRendezvous) -> bytes:
+        channel = rendezvous._open()
         look = channel.look
 
         def leave(*args: Any, **kwargs: Any) -> Any:
@@ -290,29 +292,29 @@ def test_a_rank_that_leaves_while_it_waits_for_the_verdict_takes_nobody_along() 
                 went_on.set()
             return look(keys, *args, **kwargs)
 
-        if meetings.rank > 0:
-            channel.look = leave if meetings.rank == 1 else go_on  # type: ignore[method-assign]
-        return meetings.meet("save", "write", b"%d" % meetings.rank, decide)
+        if rendezvous.rank > 0:
+            channel.look = leave if rendezvous.rank == 1 else go_on  # type: ignore[method-assign]
+        return rendezvous.meet("save", "write", b"%d" % rendezvous.rank, decide)
 
     store = HashStore()
-    ends = on_ranks(3, store, work, deadline=8.0)
-    assert isinstance(ends[1], SystemExit)
-    assert (ends[0], ends[2]) == (b"0,1,2", b"0,1,2")
+    results = on_ranks(3, store, work, deadline=8.0)
+    assert isinstance(results[1], SystemExit)
+    assert (results[0], results[2]) == (b"0,1,2", b"0,1,2")
 
 
-def test_a_second_life_at_the_same_store_does_not_read_the_first() -> None:
+def test_a_second_job_at_the_same_store_reads_no_posts_of_the_first() -> None:
     store = HashStore()
-    for life in (b"1", b"2"):
-        ends = on_ranks(2, store, lambda meetings: meetings.meet("save", "agree", life, join))  # noqa: B023
-        assert ends == [life + b"," + life] * 2
+    for job in (b"1", b"2"):
+        results = on_ranks(2, store, lambda rendezvous: rendezvous.meet("save", "agree", job, join))  # noqa: B023
+        assert results == [job + b"," + job] * 2
 
 
 def test_meetings_of_several_threads_are_held_one_at_a_time() -> None:
-    def work(meetings: StoreRendezvous) -> list[bytes]:
+    def work(rendezvous: StoreRendezvous) -> list[bytes]:
         answers: list[bytes] = []
 
         def several() -> None:
-            answers.extend(meetings.meet("save", "agree", b"x", join) for _ in range(10))
+            answers.extend(rendezvous.meet("save", "agree", b"x", join) for _ in range(10))
 
         threads = [threading.Thread(target=several) for _ in range(3)]
         for thread in threads:
@@ -325,47 +327,47 @@ def test_meetings_of_several_threads_are_held_one_at_a_time() -> None:
 
 
 def test_misuse_is_refused() -> None:
-    meetings = StoreRendezvous(HashStore(), 0, 1, deadline=5)
+    rendezvous = StoreRendezvous(HashStore(), 0, 1, deadline=5)
     with pytest.raises(ReentrantCallError, match="from inside a meeting"):
-        meetings.meet("save", "a", b"", lambda posts: meetings.meet("save", "b", b"", join))
-    meetings.close()
-    meetings.close()
+        rendezvous.meet("save", "a", b"", lambda posts: rendezvous.meet("save", "b", b"", join))
+    rendezvous.close()
+    rendezvous.close()
     with pytest.raises(RuntimeError, match="closed"):
-        meetings.meet("save", "a", b"", join)
+        rendezvous.meet("save", "a", b"", join)
     with pytest.raises(ValueError, match="not in a world"):
         StoreRendezvous(HashStore(), 2, 2)
     with pytest.raises(ValueError, match="positive"):
         StoreRendezvous(HashStore(), 0, 2, deadline=0)
 
 
-def test_a_forked_child_is_told_to_make_its_own() -> None:
-    meetings = StoreRendezvous(HashStore(), 0, 1, deadline=5)
-    meetings.meet("save", "a", b"", join)
+def test_a_forked_child_cannot_use_the_rendezvous_of_its_parent() -> None:
+    rendezvous = StoreRendezvous(HashStore(), 0, 1, deadline=5)
+    rendezvous.meet("save", "a", b"", join)
     child = os.fork()
     if child == 0:
         try:
-            meetings.meet("save", "b", b"", join)
+            rendezvous.meet("save", "b", b"", join)
         except RuntimeError as error:
-            os._exit(7 if "fork" in str(error) and meetings.closed else 8)
+            os._exit(7 if "fork" in str(error) and rendezvous.closed else 8)
         os._exit(9)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-    assert meetings.meet("save", "b", b"1", join) == b"1"
-    meetings.close()
+    assert rendezvous.meet("save", "b", b"1", join) == b"1"
+    rendezvous.close()
 
 
-def test_nothing_is_left_running_once_it_is_dropped() -> None:
+def test_a_dropped_rendezvous_leaves_no_thread() -> None:
     before = set(threading.enumerate())
-    meetings = StoreRendezvous(HashStore(), 0, 1, deadline=5)
-    meetings.meet("save", "a", b"", join)
+    rendezvous = StoreRendezvous(HashStore(), 0, 1, deadline=5)
+    rendezvous.meet("save", "a", b"", join)
     assert len(set(threading.enumerate()) - before) == 2
-    gone = weakref.ref(meetings)
-    del meetings
+    gone = weakref.ref(rendezvous)
+    del rendezvous
     gc.collect()
     assert gone() is None
     assert set(threading.enumerate()) <= before
 
 
-def test_local_raises_what_was_posted() -> None:
+def test_a_local_rendezvous_raises_the_posted_error() -> None:
     with pytest.raises(OSError, match="full"):
         LocalRendezvous().meet("save", "write", OSError("full"), join)
     assert LocalRendezvous().meet("save", "plan", b"x", lambda posts: [b"only"]) == b"only"
@@ -379,7 +381,7 @@ def test_connect_without_a_launcher_is_local(monkeypatch: pytest.MonkeyPatch) ->
     assert found.deadline == 7.0
 
 
-def test_connect_says_what_is_missing_or_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connect_names_a_missing_variable_or_an_unreachable_store(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("RANK", raising=False)
@@ -391,20 +393,20 @@ def test_connect_says_what_is_missing_or_cannot_be_reached(monkeypatch: pytest.M
 
 
 def test_a_reservation_keeps_its_place_in_the_order() -> None:
-    """A meeting that is called later, and would be first if it could, comes after the reserved ones."""
+    """A meeting that is called before the reserved ones waits for them."""
 
-    def work(meetings: StoreRendezvous) -> tuple[bytes, bytes]:
-        reservation, answers = meetings.reserve(), list[bytes]()
-        post = str(meetings.rank).encode()
+    def work(rendezvous: StoreRendezvous) -> tuple[bytes, bytes]:
+        reservation, answers = rendezvous.reserve(), list[bytes]()
+        post = str(rendezvous.rank).encode()
 
         def first() -> None:
             with reservation:
-                answers.append(meetings.meet("save", "agree", b"a" + post, join))
-                answers.append(meetings.meet("save", "plan", b"b" + post, join))
+                answers.append(rendezvous.meet("save", "agree", b"a" + post, join))
+                answers.append(rendezvous.meet("save", "plan", b"b" + post, join))
 
         later = threading.Timer(0.05, first)
         later.start()
-        answers.append(meetings.meet("vote", "vote", b"c" + post, join))
+        answers.append(rendezvous.meet("vote", "vote", b"c" + post, join))
         later.join(10)
         return b" ".join(answers[:2]), answers[2]
 
@@ -424,8 +426,8 @@ def test_a_reservation_that_is_given_up_lets_the_others_meet() -> None:
         alone.reserve()
 
 
-def test_who_gave_up_waiting_for_a_turn_keeps_no_place_in_the_order() -> None:
-    """Not even while somebody still looks at the error."""
+def test_a_meeting_that_gave_up_waiting_for_its_turn_keeps_no_place_in_the_order() -> None:
+    """Also while the caller still holds the error."""
     alone, errors = StoreRendezvous(HashStore(), 0, 1, deadline=0.5), list[BaseException]()
     held = alone.reserve()
     try:

@@ -1,4 +1,4 @@
-"""Bytes under the keys of a meeting that no rank wrote: an error of this package on every rank, and soon."""
+"""Foreign bytes under the keys of a meeting soon end in an error of this package on every rank."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_changed_byte_of_a_record_does_not_change_its_body(at: int, by: int) -
 
 
 class Corrupted:
-    """A store in which the values of some keys are others than those that were written."""
+    """A store that replaces the values that are written under some keys."""
 
     def __init__(self, store: Any, suffix: str, value: bytes | Corrupt) -> None:
         self.store = store
@@ -119,27 +119,27 @@ class Corrupted:
 
 
 def meet_at(store: Any) -> list[Any]:
-    """What two ranks had of their meetings: the answers, or the error of the first that failed."""
-    ends: list[Any] = [None] * 2
+    """Holds two rendezvous of two ranks, and returns the last answer or the first error of each rank."""
+    results: list[Any] = [None] * 2
     large = bytes(wire.INLINE + 1)
 
     def run(rank: int) -> None:
-        meetings = StoreRendezvous(store, rank, 2, deadline=DEADLINE)
-        meetings._heartbeat.period = 0.02
+        rendezvous = StoreRendezvous(store, rank, 2, deadline=DEADLINE)
+        rendezvous._heartbeat.period = 0.02
         try:
-            meetings.meet("save", "plan", large, lambda posts: [large, large + b"1"])
-            ends[rank] = meetings.meet("save", "commit", b"%d" % rank, lambda posts: b"".join(posts))
+            rendezvous.meet("save", "plan", large, lambda posts: [large, large + b"1"])
+            results[rank] = rendezvous.meet("save", "commit", b"%d" % rank, lambda posts: b"".join(posts))
         except BaseException as error:
-            ends[rank] = error
+            results[rank] = error
         finally:
-            meetings.close()
+            rendezvous.close()
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(3 * DEADLINE)
-    return ends
+    return results
 
 
 RECORDS = ["/0/post/1", "/0/post/1/0", "/1/post/1", "/1/verdict"]
@@ -152,46 +152,50 @@ RECORDS = ["/0/post/1", "/0/post/1/0", "/1/post/1", "/1/verdict"]
 @example("/0/post/1", with_head(size=HUGE, parts=-(-HUGE // wire.PART)))
 def test_wrong_bytes_for_a_record_are_one_error_on_all_ranks(suffix: str, value: bytes) -> None:
     store = Corrupted(HashStore(), suffix, value)
-    ends = meet_at(store)
+    results = meet_at(store)
     assert store.hits
-    assert [type(end) for end in ends] == [RankFailure] * 2, ends
-    assert ends[0].to_wire() == ends[1].to_wire()
-    assert suffix in str(ends[0])
+    assert [type(end) for end in results] == [RankFailure] * 2, results
+    assert results[0].to_wire() == results[1].to_wire()
+    assert suffix in str(results[0])
 
 
 @pytest.mark.parametrize("suffix", ["/0/answer/1", "/0/answer/1/0"])
 @pytest.mark.parametrize("value", [b"", b"{}", with_head(size=HUGE)])
-def test_wrong_bytes_for_the_answer_of_one_rank(suffix: str, value: bytes, monkeypatch: Any) -> None:
-    """That rank is told which key has them. The others have answers, and miss it at the next meeting."""
+def test_wrong_bytes_for_an_answer_fail_the_rank_that_reads_it(
+    suffix: str, value: bytes, monkeypatch: Any
+) -> None:
+    """The error on that rank names the key. Rank 0 misses that rank at the next meeting."""
     monkeypatch.setitem(globals(), "DEADLINE", 0.4)
-    ends = meet_at(Corrupted(HashStore(), suffix, value))
-    assert [type(end) for end in ends] == [RankSilent, RankFailure]
-    assert suffix in str(ends[1])
+    results = meet_at(Corrupted(HashStore(), suffix, value))
+    assert [type(end) for end in results] == [RankSilent, RankFailure]
+    assert suffix in str(results[1])
 
 
 @pytest.mark.parametrize("suffix", ["/announced", "/hello/1"])
 @pytest.mark.parametrize("value", [b"", b"{}", b'"0123"', b"\xff", b"7" * 10_000])
-def test_wrong_bytes_in_a_join_are_an_error_of_ours(suffix: str, value: bytes, monkeypatch: Any) -> None:
+def test_wrong_bytes_in_a_join_are_an_error_of_this_package(
+    suffix: str, value: bytes, monkeypatch: Any
+) -> None:
     monkeypatch.setitem(globals(), "DEADLINE", 0.4)
-    ends = meet_at(Corrupted(HashStore(), suffix, value))
-    assert all(isinstance(end, ShardproofError) for end in ends), ends
-    assert any(suffix in str(end) for end in ends)
+    results = meet_at(Corrupted(HashStore(), suffix, value))
+    assert all(isinstance(end, ShardproofError) for end in results), results
+    assert any(suffix in str(end) for end in results)
 
 
 @pytest.mark.parametrize(
     "suffix", ["/beat/0", "/beat/1", "/trace/0", "/trace/1", "/wake", "/ready", "/opened"]
 )
-def test_keys_whose_bytes_nothing_depends_on(suffix: str) -> None:
+def test_wrong_bytes_under_other_keys_change_no_answer(suffix: str) -> None:
     assert meet_at(Corrupted(HashStore(), suffix, b"\xff{}")) == [b"01"] * 2
 
 
 @pytest.mark.parametrize("suffix", ["/count", "/joined"])
-def test_a_counter_that_is_no_number(suffix: str) -> None:
+def test_a_counter_that_is_no_number_is_an_error_of_this_package(suffix: str) -> None:
     class Broken(Corrupted):
         def add(self, key: str, amount: int) -> int:
             if key.endswith(suffix):
                 self.store.set(key, "many")
             return int(self.store.add(key, amount))
 
-    ends = meet_at(Broken(HashStore(), "none", b""))
-    assert all(isinstance(end, ShardproofError) for end in ends), ends
+    results = meet_at(Broken(HashStore(), "none", b""))
+    assert all(isinstance(end, ShardproofError) for end in results), results

@@ -72,7 +72,7 @@ def test_known_differences_of_tensors(first: Any, second: Any, expected: float) 
 
 
 @given(NUMBERS, NUMBERS)
-def test_only_equal_numbers_do_not_differ(first: float, second: float) -> None:
+def test_the_difference_is_zero_only_for_equal_numbers(first: float, second: float) -> None:
     same = first == second or (first != first and second != second)
     difference = relative_difference(first, second)
     assert (difference == 0.0) is same
@@ -83,7 +83,7 @@ def test_only_equal_numbers_do_not_differ(first: float, second: float) -> None:
 
 
 @given(st.lists(st.tuples(FLOATS, FLOATS), min_size=1, max_size=8))
-def test_a_tensor_differs_as_the_worst_of_its_elements(pairs: list[tuple[float, float]]) -> None:
+def test_the_difference_of_tensors_is_the_largest_of_their_elements(pairs: list[tuple[float, float]]) -> None:
     first, second = (torch.tensor(side, dtype=torch.float64) for side in zip(*pairs, strict=True))
     expected = max(relative_difference(*pair) for pair in pairs)
     assert relative_difference(first, second) == pytest.approx(expected, rel=1e-15, abs=1e-15)
@@ -91,14 +91,14 @@ def test_a_tensor_differs_as_the_worst_of_its_elements(pairs: list[tuple[float, 
 
 
 @given(st.integers(-(2**63), 2**63 - 1), st.integers(-(2**63), 2**63 - 1))
-def test_whole_numbers_in_tensors_are_exact(first: int, second: int) -> None:
+def test_integers_in_tensors_are_compared_exactly(first: int, second: int) -> None:
     difference = relative_difference(torch.tensor([first]), torch.tensor([second]))
     assert (difference == 0.0) is (first == second)
     near = first + 1 if first < 2**63 - 1 else first - 1
     assert relative_difference(torch.tensor([first]), torch.tensor([near])) > 0.0
 
 
-def test_large_whole_numbers_are_exact() -> None:
+def test_large_integers_are_compared_exactly() -> None:
     assert relative_difference(10**400, 10**400 + 1) > 0.0
     assert relative_difference(2**53, float(2**53) + 2) == float(Fraction(2, 2**53 + 2))
     top = torch.tensor([2**64 - 1], dtype=torch.uint64)
@@ -106,7 +106,7 @@ def test_large_whole_numbers_are_exact() -> None:
     assert relative_difference(top, top.clone()) == 0.0
 
 
-def test_elements_beyond_the_first_portion_count() -> None:
+def test_elements_beyond_the_first_portion_are_compared() -> None:
     first = torch.zeros((1 << 20) + 3)
     second = first.clone()
     second[-1] = 1.0
@@ -124,7 +124,7 @@ def test_other_types_need_a_function() -> None:
         relative_difference({}, {})
 
 
-def test_tolerance() -> None:
+def test_a_difference_within_the_tolerance_is_reproduced() -> None:
     assert not reproduced(1.0, 1.0 + 1e-15)
     assert reproduced(1.0, 1.0 + 1e-15, tolerance=1e-14)
     assert not reproduced(math.nan, 1.0, tolerance=1e300)
@@ -136,7 +136,7 @@ def test_the_users_function_decides() -> None:
     assert reproduced("a", "a", compare=lambda a, b: torch.tensor(0.0).item())
 
 
-def test_a_formula_that_gives_nan_does_not_tell_nan_from_nan() -> None:
+def test_equal_results_are_reproduced_if_the_compare_function_returns_nan() -> None:
     def formula(first: float, second: float) -> float:
         return abs(first - second) / max(abs(first), abs(second))
 
@@ -146,6 +146,6 @@ def test_a_formula_that_gives_nan_does_not_tell_nan_from_nan() -> None:
 
 
 @pytest.mark.parametrize("answer", [True, False, None, "same"])
-def test_a_function_that_says_whether_instead_of_how_far_is_refused(answer: Any) -> None:
+def test_a_compare_function_that_returns_no_number_is_refused(answer: Any) -> None:
     with pytest.raises(TypeError, match=r"0\.0 if they are equal"):
         reproduced(1.0, 1.0, compare=lambda a, b: answer)

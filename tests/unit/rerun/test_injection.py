@@ -31,7 +31,9 @@ def is_wrong(
         ("correct", True, True, True),
     ],
 )
-def test_which_runs_are_hit(kind: FaultKind, in_place: bool, same_device: bool, elsewhere: bool) -> None:
+def test_the_kind_of_fault_decides_which_runs_are_hit(
+    kind: FaultKind, in_place: bool, same_device: bool, elsewhere: bool
+) -> None:
     injector = FaultInjector(kind, steps=[3])
     assert is_wrong(injector, "initial")
     assert is_wrong(injector, "in place") is in_place
@@ -47,7 +49,7 @@ def test_every_call_of_a_step_is_hit_on_the_device_where_it_began() -> None:
         assert [is_wrong(injector, run, call=call) for call in range(3)] == [True] * 3
 
 
-def test_a_persistent_fault_of_which_nothing_was_saved_is_not_there() -> None:
+def test_a_persistent_fault_without_saved_state_hits_nothing() -> None:
     assert not is_wrong(FaultInjector("persistent", steps=[3]), "from checkpoint")
 
 
@@ -62,7 +64,7 @@ def test_other_steps_and_ranks_are_not_hit() -> None:
 
 
 @given(st.integers(0, 10**9), st.integers(0, 10**6), st.integers(0, 10**4), st.integers(0, 5))
-def test_a_draw_follows_from_where_it_is(seed: int, step: int, rank: int, call: int) -> None:
+def test_a_draw_depends_only_on_seed_step_rank_and_call(seed: int, step: int, rank: int, call: int) -> None:
     first, second = (FaultInjector("correct", rate=0.5, seed=seed) for _ in range(2))
     at = {"step": step, "rank": rank, "call": call}
     second.hits(step=step + 1, rank=rank, call=call)
@@ -70,7 +72,7 @@ def test_a_draw_follows_from_where_it_is(seed: int, step: int, rank: int, call: 
 
 
 @pytest.mark.parametrize("rate", [0.01, 0.3])
-def test_the_rate_is_kept_over_steps_ranks_calls_and_seeds(rate: float) -> None:
+def test_the_rate_holds_over_steps_ranks_calls_and_seeds(rate: float) -> None:
     places = list(product(range(50), range(8), range(2), range(20)))
     hits = sum(
         FaultInjector("correct", rate=rate, seed=seed).hits(step=step, rank=rank, call=call)
@@ -79,7 +81,7 @@ def test_the_rate_is_kept_over_steps_ranks_calls_and_seeds(rate: float) -> None:
     assert hits / len(places) == pytest.approx(rate, rel=0.15)
 
 
-def test_the_wrong_value() -> None:
+def test_the_injected_value_is_nan_or_scaled() -> None:
     def hit(value: Any, factor: float | None = None) -> Any:
         injector = FaultInjector("correct", rate=1.0, factor=factor)
         return injector.apply(value, step=0, rank=0, call=0, run="initial", identity=HERE)
@@ -100,7 +102,7 @@ def test_the_wrong_value() -> None:
         hit(torch.tensor([1]))
 
 
-def test_senseless_settings_are_refused() -> None:
+def test_invalid_settings_are_refused() -> None:
     with pytest.raises(ValueError, match="transient, persistent, correct"):
         FaultInjector("sporadic", rate=0.5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="from 0 to 1"):

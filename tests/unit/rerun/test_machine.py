@@ -1,4 +1,4 @@
-"""The rerun machine in one process: what a loop sees of it. Restarts are played by a second machine."""
+"""The rerun machine in one process, as a training loop uses it. A second machine stands for a restart."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def batches(start: int = 0) -> Iterator[torch.Tensor]:
 
 
 class Job:
-    """One process of a run: a weight, its data, a machine, and all that happened."""
+    """One process of a run: a weight, its data, a machine, and a record of its steps."""
 
     def __init__(self, start: int = 0, **options: Any) -> None:
         self.weight = torch.zeros(2)
@@ -93,7 +93,7 @@ def test_quiet_steps_run_once() -> None:
     assert job.machine.step == 3 and job.machine.state is State.NOT_RUNNING
 
 
-def test_a_transient_fault_runs_the_step_again_from_its_beginning_and_training_is_as_without_it() -> None:
+def test_a_transient_fault_reruns_the_step_and_does_not_change_training() -> None:
     clean = without_fault(4)
     random.seed(5)
     job = Job(inject=FaultInjector("transient", steps=[2]))
@@ -138,7 +138,7 @@ def test_another_bad_value_in_place_ends_the_job_without_a_checkpoint_if_it_is_f
         ("correct", HERE, True, None, 16),
     ],
 )
-def test_a_result_that_comes_up_twice_is_looked_at_elsewhere_with_its_data(
+def test_a_reproduced_result_is_rerun_after_a_restart_with_its_data(
     kind: Any, identity: DeviceIdentity, fatal: bool, verdict: AttributionKind | None, code: int
 ) -> None:
     clean = without_fault(4)
@@ -179,7 +179,7 @@ def test_a_fault_that_is_gone_on_the_same_device_after_a_restart_was_transient()
     assert not decision.exit
 
 
-def test_coming_back_to_the_same_device_says_so_and_keeps_what_is_to_be_run(
+def test_a_restart_on_the_same_device_warns_and_keeps_the_pending_step(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     first = Job(inject=FaultInjector("persistent", steps=[0]))
@@ -201,7 +201,7 @@ def test_coming_back_to_the_same_device_says_so_and_keeps_what_is_to_be_run(
     assert [batch for batch, _ in elsewhere.seen] == [0.0]
 
 
-def test_the_keys_in_a_checkpoint_are_the_same_whether_idle_or_not() -> None:
+def test_an_idle_and_a_pending_machine_have_the_same_checkpoint_keys() -> None:
     idle, pending = Job(), Job(inject=FaultInjector("correct", steps=[0]))
     pending.step()
     (quiet, _), (busy, values) = stored(idle.saved()), stored(pending.saved())
@@ -242,12 +242,12 @@ def test_a_pending_rerun_of_another_layout_is_refused_or_dropped(caplog: pytest.
     assert [batch for batch, _ in third.seen] == [2.0]
 
 
-def test_what_a_load_that_failed_left_is_not_taken_over_by_the_next() -> None:
+def test_a_load_ignores_state_that_a_failed_load_left() -> None:
     reporting, idle, machine = Job(mode="report"), RerunMachine(), RerunMachine()
     reporting.step()
     machine.state_tree()["own"].value.load_state_dict(
         reporting.machine.state_tree()["own"].value.state_dict()
-    )  # and then the load failed; the next one is of fewer ranks, so that this one gets nothing of its own
+    )  # this load fails; the next one is of fewer ranks, so this rank gets no state of its own
     job = idle.state_tree()["job"].state_dict()
     machine.check_stored({"job": job})
     machine.state_tree()["job"].load_state_dict(job)
@@ -264,7 +264,7 @@ def test_idle_state_of_another_layout_loads() -> None:
 
 
 @pytest.mark.parametrize("mode", ["disabled", "report"])
-def test_a_pending_step_gets_its_data_also_where_nothing_is_validated(mode: Any) -> None:
+def test_a_pending_step_gets_its_data_in_modes_that_reject_nothing(mode: Any) -> None:
     first = Job(inject=FaultInjector("correct", steps=[0]))
     first.step()
     second = Job(start=1, mode=mode)
@@ -273,7 +273,7 @@ def test_a_pending_step_gets_its_data_also_where_nothing_is_validated(mode: Any)
     assert [batch for batch, _ in second.seen] == ([0.0, 1.0] if mode == "disabled" else [0.0, 0.0, 1.0, 1.0])
 
 
-def test_report_mode_finds_what_differs_between_runs_and_rejects_nothing() -> None:
+def test_report_mode_finds_differences_between_runs_and_rejects_nothing() -> None:
     noise = iter(range(1000))
     machine = RerunMachine("report")
     for _ in range(5):
@@ -301,7 +301,7 @@ def test_a_disabled_machine_validates_nothing() -> None:
     assert len(job.seen) == 1 and job.machine.step == 1
 
 
-def test_the_first_steps_of_a_process_are_not_validated_but_for_a_pending_one() -> None:
+def test_the_first_steps_of_a_process_are_not_validated_except_a_pending_one() -> None:
     job = Job(skip_first=2, inject=FaultInjector("correct", rate=1.0))
     assert [job.step(), job.step()] == [PLAIN, PLAIN]
     assert job.step().checkpoint
@@ -312,7 +312,7 @@ def test_the_first_steps_of_a_process_are_not_validated_but_for_a_pending_one() 
     assert again.step().checkpoint
 
 
-def test_statistics_of_rejections_take_each_result_once_and_travel() -> None:
+def test_statistics_of_rejections_take_each_result_once_and_are_saved() -> None:
     large = rerun.UnexpectedlyLarge(10.0, window=2)
     machine = RerunMachine()
     runs = iter([1.0, math.nan, 2.0])  # the second step's first run is rejected
@@ -331,7 +331,7 @@ def test_statistics_of_rejections_take_each_result_once_and_travel() -> None:
     assert fresh.state_dict() == {"values": [2.0, 3.0]}
 
 
-def test_a_rejection_made_anew_in_each_step_is_found_out() -> None:
+def test_a_new_rejection_object_in_each_step_is_refused() -> None:
     machine = RerunMachine()
 
     def step() -> None:
@@ -345,7 +345,7 @@ def test_a_rejection_made_anew_in_each_step_is_found_out() -> None:
         step()
 
 
-def test_several_iterators_are_rewound_and_travel_together() -> None:
+def test_several_iterators_are_rewound_and_saved_together() -> None:
     def step(machine: RerunMachine, data: list[Any]) -> tuple[Decision, list[list[int]]]:
         seen = []
         while machine.should_run(data):
@@ -363,12 +363,12 @@ def test_several_iterators_are_rewound_and_travel_together() -> None:
 
 
 def drawing() -> Iterator[torch.Tensor]:
-    """Augments its data by the generators of the process, as a loader without workers does."""
+    """Data that draws from the generators of the process, as a loader without workers does."""
     while True:
         yield torch.rand(1) + random.random()
 
 
-def test_data_that_is_drawn_from_the_generators_of_the_process_leaves_the_step_the_same_draws() -> None:
+def test_a_rerun_has_the_same_draws_if_its_data_uses_the_same_generators() -> None:
     def step(
         machine: RerunMachine, data: Any, bad: Callable[[float], Any]
     ) -> tuple[Decision, list[list[float]]]:
@@ -396,7 +396,7 @@ def test_data_that_is_drawn_from_the_generators_of_the_process_leaves_the_step_t
     assert step(after, data, lambda value: False)[1] == wanted[2]
 
 
-def test_values_that_no_checkpoint_can_hold_are_refused_when_they_came_up_again() -> None:
+def test_reproduced_values_that_cannot_be_saved_are_refused() -> None:
     machine = RerunMachine()
     for _ in range(2):
         assert machine.should_run(None)
@@ -405,7 +405,7 @@ def test_values_that_no_checkpoint_can_hold_are_refused_when_they_came_up_again(
         machine.should_run(None)
 
 
-def test_all_that_was_rejected_from_outside_is_logged(tmp_path: Path) -> None:
+def test_all_results_rejected_from_outside_are_logged(tmp_path: Path) -> None:
     machine = RerunMachine(log=tmp_path / "log")
     machine.reject("replicas of a differ", ranks=[3, 4])
     machine.reject("replicas of b differ", ranks=[3])
@@ -421,7 +421,7 @@ def test_all_that_was_rejected_from_outside_is_logged(tmp_path: Path) -> None:
     ]
 
 
-def test_a_device_that_came_back_under_another_name_and_index_is_the_same() -> None:
+def test_a_device_with_the_same_uuid_is_the_same_under_another_node_and_index() -> None:
     job = Job(identity=DeviceIdentity("pod-1", "GPU-7", 3))
     assert job.step(lambda value: True).checkpoint
     again = Job(start=1, identity=DeviceIdentity("pod-2", "GPU-7", 0))
@@ -438,7 +438,7 @@ def test_a_loss_with_its_graph_can_be_given_to_any_rejection(recwarn: pytest.War
     assert machine.decide() == PLAIN and not recwarn.list
 
 
-def test_stages_without_data_may_have_none_among_their_iterators() -> None:
+def test_the_iterators_of_stages_without_data_may_be_none() -> None:
     machine, data = RerunMachine(), rerun.ReplayableIterator(range(9))
     values = iter([math.nan, 1.0])
     seen = []
@@ -448,7 +448,7 @@ def test_stages_without_data_may_have_none_among_their_iterators() -> None:
     assert machine.decide().attribution is not None and seen == [0, 0]
 
 
-def test_statistics_are_bounded_whatever_the_messages() -> None:
+def test_statistics_are_bounded_for_any_number_of_messages() -> None:
     machine = RerunMachine("report")
     for step in range(400):
         while machine.should_run(None):
@@ -471,7 +471,7 @@ def test_a_pending_step_needs_as_many_iterators_and_step_states_as_before() -> N
         third.step()
 
 
-def test_step_state_is_put_back_here_and_after_a_restart() -> None:
+def test_step_state_is_restored_in_place_and_after_a_restart() -> None:
     def job(identity: DeviceIdentity) -> tuple[torch.nn.BatchNorm1d, RerunMachine]:
         norm = torch.nn.BatchNorm1d(1)
         return norm, RerunMachine(step_state=[rerun.BufferState(norm)], identity=identity)
@@ -492,7 +492,7 @@ def test_step_state_is_put_back_here_and_after_a_restart() -> None:
     assert int(other.num_batches_tracked) == 2
 
 
-def test_a_microbatch_that_no_checkpoint_can_hold_is_named_in_the_first_step() -> None:
+def test_a_microbatch_that_cannot_be_saved_is_named_in_the_first_step() -> None:
     machine, data = RerunMachine(), rerun.ReplayableIterator([{"x": object()}])
     assert machine.should_run(data)
     next(data)
@@ -500,7 +500,7 @@ def test_a_microbatch_that_no_checkpoint_can_hold_is_named_in_the_first_step() -
         machine.should_run(data)
 
 
-def test_what_is_rejected_from_outside_ends_the_job(tmp_path: Path) -> None:
+def test_a_result_rejected_from_outside_ends_the_job(tmp_path: Path) -> None:
     for mode in ("validate", "disabled"):
         machine = RerunMachine(mode, log=tmp_path / mode)
         machine.reject("replicas of w differ", ranks=[3])
@@ -527,14 +527,14 @@ def test_results_are_logged_once_they_are_decided(tmp_path: Path) -> None:
     assert rerun.steps_to_skip(path) == {1}
 
 
-def test_exit_codes_are_the_callers() -> None:
+def test_the_caller_sets_the_exit_codes() -> None:
     machine = RerunMachine(exit_codes=rerun.ExitCodes(restart=75, failed=76))
     while machine.should_run(None):
         machine.validate(1.0, lambda value: True)
     assert machine.decide().code == 75
 
 
-def test_calls_that_come_at_the_wrong_time_say_so() -> None:
+def test_calls_in_the_wrong_order_are_refused() -> None:
     machine, data = RerunMachine(), rerun.ReplayableIterator(range(9))
     with pytest.raises(RuntimeError, match="once after each"):
         machine.decide()
@@ -570,7 +570,7 @@ def test_a_rerun_that_takes_another_path_did_not_reproduce_the_result() -> None:
     assert "'loss' was nan, and was not computed when run again" in str(found)
 
 
-def test_a_tolerance_or_an_own_comparison_says_what_is_the_same() -> None:
+def test_a_tolerance_or_a_compare_function_decides_whether_a_result_is_reproduced() -> None:
     for options, code in (({}, 0), ({"tolerance": 0.2}, 16), ({"compare": lambda a, b: 0.0}, 16)):
         machine, values = RerunMachine(), iter([1.0, 1.1])
         while machine.should_run(None):
@@ -579,7 +579,7 @@ def test_a_tolerance_or_an_own_comparison_says_what_is_the_same() -> None:
 
 
 class Level:
-    """A rejection that keeps account of what it was told."""
+    """A rejection that records the accepted values."""
 
     def __init__(self) -> None:
         self.accepted: list[float] = []

@@ -1,4 +1,4 @@
-"""The rerun machine where the step computes on an accelerator: its generators, its batches, its identity."""
+"""The rerun machine with steps on an accelerator: generators, microbatches and device identity."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def trained(machine: rerun.RerunMachine, steps: int) -> tuple[torch.Tensor, int]
     return torch.cat([weight.detach().flatten() for weight in model.parameters()]).cpu(), ran
 
 
-def test_a_step_that_runs_again_draws_the_same_on_the_device() -> None:
+def test_a_rerun_has_the_same_draws_on_the_device() -> None:
     clean, once = trained(rerun.RerunMachine(), 5)
     faulty = rerun.RerunMachine(inject=FaultInjector("transient", steps=[2]))
     found, ran = trained(faulty, 5)
@@ -51,21 +51,21 @@ def test_a_step_that_runs_again_draws_the_same_on_the_device() -> None:
     assert torch.equal(clean, found)
 
 
-def test_a_program_that_repeats_itself_is_found_to() -> None:
+def test_report_mode_finds_no_difference_in_a_deterministic_program() -> None:
     machine = rerun.RerunMachine("report")
     _, ran = trained(machine, 3)
     assert ran == 6
     assert "loss: 3 compared, none differed" in machine.report()
 
 
-def test_microbatches_come_back_on_the_device() -> None:
+def test_unpacked_microbatches_are_on_the_device() -> None:
     batch = next(batches())
     back = unpack(pack({"microbatches": [batch]}, "step"))["microbatches"][0]
     assert back["x"].device.type == first_device().type
     assert torch.equal(back["x"], batch["x"])
 
 
-def test_the_device_is_told_by_itself() -> None:
+def test_the_identity_of_a_device_has_its_uuid() -> None:
     here = rerun.DeviceIdentity.here()
     assert here == rerun.DeviceIdentity.here()
     if first_device().type == "cuda":

@@ -1,4 +1,4 @@
-"""The ready rejections."""
+"""The built-in rejections."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def accepted(rejection: Any, *values: Any) -> Any:
     return rejection
 
 
-def test_large_is_against_the_maximum_of_the_window() -> None:
+def test_a_large_value_is_compared_with_the_maximum_of_the_window() -> None:
     large = accepted(UnexpectedlyLarge(2.0, window=3), 100.0, 1.0, -5.0, 2.0)
     assert not large(10.0)
     assert large(10.1)
@@ -50,7 +50,7 @@ def test_large_is_against_the_maximum_of_the_window() -> None:
 
 
 @pytest.mark.parametrize("rejection", [UnexpectedlyLarge(2.0, window=3), Spike(2.0, window=3)])
-def test_nothing_is_judged_before_the_window_is_full(rejection: Any) -> None:
+def test_finite_values_are_not_rejected_before_the_window_is_full(rejection: Any) -> None:
     accepted(rejection, 1.0, 1.0)
     assert not rejection(1e30)
     assert rejection(math.nan)
@@ -60,7 +60,7 @@ def test_nothing_is_judged_before_the_window_is_full(rejection: Any) -> None:
 
 
 @pytest.mark.parametrize("make", [UnexpectedlyLarge, Spike])
-def test_a_question_changes_nothing(make: Any) -> None:
+def test_a_call_does_not_change_the_state(make: Any) -> None:
     rejection = accepted(make(2.0, window=2), 1.0, 2.0)
     before = rejection.state_dict()
     assert [rejection(9.0), rejection(9.0)] == [True, True]
@@ -68,13 +68,13 @@ def test_a_question_changes_nothing(make: Any) -> None:
 
 
 @pytest.mark.parametrize("make", [UnexpectedlyLarge, Spike])
-def test_values_that_are_not_finite_do_not_become_the_measure(make: Any) -> None:
+def test_values_that_are_not_finite_do_not_enter_the_window(make: Any) -> None:
     rejection = accepted(make(2.0, window=2), 1.0, 1.5, math.inf, math.nan)
     assert rejection(100.0)
 
 
 @pytest.mark.parametrize("make", [UnexpectedlyLarge, Spike])
-def test_a_state_goes_on_elsewhere(make: Any) -> None:
+def test_a_saved_state_loads_into_another_rejection(make: Any) -> None:
     saved = json.loads(json.dumps(accepted(make(2.0, window=4), 1.0, 2.0, 3.0, 2.0).state_dict()))
     again = make(2.0, window=4)
     again.load_state_dict(saved)
@@ -89,7 +89,7 @@ def test_a_state_goes_on_elsewhere(make: Any) -> None:
     st.floats(-1e7, 1e7),
     st.floats(0.5, 10.0),
 )
-def test_a_spike_is_so_many_deviations_above_the_mean(
+def test_a_spike_is_threshold_deviations_above_the_mean(
     values: list[float], value: float, threshold: float
 ) -> None:
     spike = accepted(Spike(threshold, window=5), *values)
@@ -107,7 +107,7 @@ def test_rounding_is_no_spike() -> None:
 
 
 @pytest.mark.parametrize("make", [UnexpectedlyLarge, Spike])
-def test_senseless_settings_are_refused(make: Any) -> None:
+def test_invalid_settings_are_refused(make: Any) -> None:
     with pytest.raises(ValueError, match="threshold"):
         make(0.0)
     with pytest.raises(ValueError, match="threshold"):

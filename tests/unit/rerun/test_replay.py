@@ -1,4 +1,4 @@
-"""Data that is given twice, and how it travels."""
+"""Microbatches that an iterator gives twice, and how they are packed for a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardproof.rerun import ReplayableIterator
 from shardproof.rerun.byte_tensor import pack, unpack
 
 
-def test_a_step_that_writes_into_its_microbatch_gets_it_unwritten_each_time() -> None:
+def test_a_replay_gives_the_microbatch_without_the_writes_of_the_step() -> None:
     data = ReplayableIterator(iter([{"x": torch.ones(3)}, {"x": torch.full((3,), 2.0)}]))
     for _ in range(3):
         data.rewind()
@@ -32,7 +32,7 @@ def test_without_copies_the_same_objects_are_given() -> None:
     assert next(data) is batch
 
 
-def test_what_was_given_is_forgotten_with_the_step() -> None:
+def test_advance_drops_the_microbatches_of_the_step() -> None:
     data = ReplayableIterator(range(10))
     assert [next(data), next(data)] == [0, 1]
     data.advance()
@@ -43,7 +43,7 @@ def test_what_was_given_is_forgotten_with_the_step() -> None:
 
 
 @pytest.mark.parametrize("draws", [True, False])
-def test_draws_of_the_iterator_are_made_up_for_when_it_is_not_asked_again(draws: bool) -> None:
+def test_a_replay_sets_generators_as_the_draws_of_the_iterator_left_them(draws: bool) -> None:
     data = ReplayableIterator((torch.rand(1) for _ in range(9)), draws=draws)
     for noted in (True, False):
         data.advance(generators=noted)
@@ -57,7 +57,7 @@ def test_draws_of_the_iterator_are_made_up_for_when_it_is_not_asked_again(draws:
         assert [one is not None for one in data.generators] == [noted and draws]
 
 
-def test_what_is_left_over_is_given_in_the_next_step_without_its_generators() -> None:
+def test_loaded_microbatches_left_over_come_in_the_next_step_without_generators() -> None:
     data, seen = ReplayableIterator(range(10)), ReplayableIterator(torch.rand(1) for _ in range(2))
     seen.advance(generators=True)
     next(seen), next(seen)
@@ -71,23 +71,23 @@ def test_what_is_left_over_is_given_in_the_next_step_without_its_generators() ->
     assert torch.equal(torch.get_rng_state(), moved) and not torch.equal(before, moved)
 
 
-def test_copies_reuse_the_memory_of_the_step_before() -> None:
+def test_copies_reuse_the_memory_of_the_previous_step() -> None:
     data = ReplayableIterator({"x": (torch.full((3,), float(at)), at)} for at in range(10))
     addresses = []
     for step in range(3):
         data.advance()
         given = [next(data), next(data)]
-        given[0]["x"][0].zero_()  # what is given is never what is kept
-        assert [kept["x"][0].tolist() for kept in data.microbatches] == [
+        given[0]["x"][0].zero_()  # the step gets a copy of its own
+        assert [item["x"][0].tolist() for item in data.microbatches] == [
             [2.0 * step] * 3,
             [2.0 * step + 1] * 3,
         ]
-        assert [kept["x"][1] for kept in data.microbatches] == [2 * step, 2 * step + 1]
-        addresses.append([kept["x"][0].data_ptr() for kept in data.microbatches])
+        assert [item["x"][1] for item in data.microbatches] == [2 * step, 2 * step + 1]
+        addresses.append([item["x"][0].data_ptr() for item in data.microbatches])
     assert addresses[0] == addresses[1] == addresses[2]
 
 
-def test_a_microbatch_of_another_kind_gets_memory_of_its_own() -> None:
+def test_a_microbatch_of_another_shape_or_type_gets_new_memory() -> None:
     batches = [
         torch.ones(2),
         torch.ones(3),
@@ -99,12 +99,12 @@ def test_a_microbatch_of_another_kind_gets_memory_of_its_own() -> None:
     for batch in batches:
         data.advance()
         next(data)
-        (kept,) = data.microbatches
-        assert torch.equal(*(one[0] if isinstance(one, list) else one for one in (kept, batch)))
-        assert type(kept) is type(batch)
+        (item,) = data.microbatches
+        assert torch.equal(*(one[0] if isinstance(one, list) else one for one in (item, batch)))
+        assert type(item) is type(batch)
 
 
-def test_what_was_loaded_is_not_written_over() -> None:
+def test_loaded_microbatches_are_not_overwritten() -> None:
     loaded = [torch.ones(2), torch.ones(2)]
     data = ReplayableIterator(torch.zeros(2) for _ in range(5))
     data.load(loaded)
@@ -114,7 +114,7 @@ def test_what_was_loaded_is_not_written_over() -> None:
     assert [one.tolist() for one in loaded] == [[1.0, 1.0]] * 2
 
 
-def test_what_is_loaded_comes_first_and_what_is_left_of_it_comes_in_the_next_step() -> None:
+def test_loaded_microbatches_come_first_and_the_rest_of_them_in_the_next_step() -> None:
     data = ReplayableIterator(range(100, 110))
     data.load([7, 8])
     assert next(data) == 7
@@ -122,7 +122,7 @@ def test_what_is_loaded_comes_first_and_what_is_left_of_it_comes_in_the_next_ste
     assert [next(data), next(data)] == [8, 100]
 
 
-def test_the_end_of_the_data_is_met_again() -> None:
+def test_the_end_of_the_data_is_replayed_too() -> None:
     data = ReplayableIterator([1])
     next(data)
     for _ in range(2):
@@ -144,7 +144,7 @@ def test_the_end_of_the_data_is_met_again() -> None:
         torch.complex128,
     ],
 )
-def test_tensors_of_every_kind_travel_bit_for_bit(dtype: torch.dtype) -> None:
+def test_tensors_of_every_dtype_are_packed_bit_for_bit(dtype: torch.dtype) -> None:
     bits = torch.randint(0, 2, (2, 3, 16), dtype=torch.uint8)
     tensor = bits.view(torch.uint8 if dtype is torch.bool else dtype)
     tensor = tensor.bool() if dtype is torch.bool else tensor
@@ -154,7 +154,7 @@ def test_tensors_of_every_kind_travel_bit_for_bit(dtype: torch.dtype) -> None:
         assert after.reshape(-1).view(torch.uint8).tolist() == before.reshape(-1).view(torch.uint8).tolist()
 
 
-def test_views_and_plain_data_travel() -> None:
+def test_views_and_plain_data_are_packed() -> None:
     value = {
         "transposed": torch.arange(6).reshape(2, 3).t(),
         "conjugate": torch.tensor([1 + 2j]).conj(),
@@ -174,7 +174,7 @@ def test_views_and_plain_data_travel() -> None:
     assert all(found[name] == value[name] for name in ("text", "numbers", 3))
 
 
-def test_what_cannot_travel_is_named() -> None:
+def test_a_value_that_cannot_be_packed_is_named() -> None:
     class Shade(enum.Enum):
         DARK = 1
 
@@ -186,7 +186,7 @@ def test_what_cannot_travel_is_named() -> None:
         pack({"x": torch.ones(2, device="meta")}, "batch")
 
 
-def test_what_is_packed_is_a_file_that_other_readers_open() -> None:
+def test_packed_data_is_a_safetensors_file() -> None:
     values = [torch.arange(3, dtype=torch.uint8), torch.arange(4.0), torch.ones(2, dtype=torch.complex128)]
     found = load(pack(values, "batch").numpy().tobytes())
     assert found["0"].tolist() == [0, 1, 2] and found["1"].tolist() == [0.0, 1.0, 2.0, 3.0]

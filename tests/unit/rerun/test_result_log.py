@@ -1,4 +1,4 @@
-"""The log of rejected results: what is written, what a crash leaves, what a later run takes from it."""
+"""The log of rejected results: its records, a torn last line, and the steps that a later run skips."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def rejected(step: int = 7, **changes: Any) -> Rejected:
     return msgspec.structs.replace(whole, **changes)
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
+def test_appended_records_are_read_back(tmp_path: Path) -> None:
     log = ResultLog(tmp_path / "deep" / "er" / "rejected.jsonl")
     log.append(rejected(1), rejected(2, first=-math.inf, second=None))
     log.append(rejected(3, first=2**80, second="a text"))
@@ -56,7 +56,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert (third.first, third.second) == (str(2**80), "a text")
 
 
-def test_any_reader_of_json_takes_it(tmp_path: Path) -> None:
+def test_a_line_is_strict_json(tmp_path: Path) -> None:
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")
 
@@ -85,13 +85,13 @@ def test_the_steps_to_skip_are_those_whose_result_was_correct(tmp_path: Path) ->
     assert steps_to_skip(log.path) == {2, 5}
 
 
-def test_without_a_file_there_is_nothing(tmp_path: Path) -> None:
+def test_a_missing_file_has_no_results(tmp_path: Path) -> None:
     assert read_rejected(tmp_path / "none") == []
     assert steps_to_skip(tmp_path / "none") == set()
 
 
 @pytest.mark.parametrize("missing", [1, 20, 10_000])
-def test_a_torn_line_is_left_out_and_then_removed(tmp_path: Path, missing: int) -> None:
+def test_a_torn_line_is_not_read_and_the_next_append_removes_it(tmp_path: Path, missing: int) -> None:
     log = ResultLog(tmp_path / "log")
     log.append(rejected(1))
     log.append(rejected(2))
@@ -153,13 +153,13 @@ def test_a_record_is_flushed_with_the_name_of_a_new_file(
         ({"a": 1}, "{'a': 1}"),
     ],
 )
-def test_what_a_record_says_of_a_value(value: Any, expected: Any) -> None:
+def test_a_value_is_recorded_as_a_number_or_a_short_text(value: Any, expected: Any) -> None:
     shown = shown_value(value)
     assert shown == expected
     assert type(shown) is type(expected)
 
 
-def test_how_much_runs_differed_lies_beside_the_rejected_results(tmp_path: Path) -> None:
+def test_spreads_are_logged_beside_the_rejected_results(tmp_path: Path) -> None:
     path = tmp_path / "rejected.jsonl"
     machine = RerunMachine("report", log=path)
     values = iter([1.0, 1.0, 2.0, math.nan, 3.0, 3.0 * (1 + 1e-6)])

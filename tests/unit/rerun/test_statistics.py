@@ -1,4 +1,4 @@
-"""The bounded distribution against the exact one."""
+"""The bounded distribution, compared with the exact one."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def test_quantiles_are_those_of_the_values(values: list[float], share: float) ->
 
 
 @given(st.lists(DIFFERENCES, max_size=30), st.lists(DIFFERENCES, max_size=30))
-def test_merged_is_as_if_counted_in_one(first: list[float], second: list[float]) -> None:
+def test_merged_differences_equal_those_counted_together(first: list[float], second: list[float]) -> None:
     merged = of(first)
     merged.merge(of(second))
     assert merged.state_dict() == of(first + second).state_dict()
 
 
 @given(st.lists(DIFFERENCES, max_size=30))
-def test_the_state_is_plain_data_and_comes_back(values: list[float]) -> None:
+def test_the_state_is_plain_data_and_loads_back(values: list[float]) -> None:
     state = of(values).state_dict()
     again = Differences()
     again.load_state_dict(decode(encode(state), path="state"))
@@ -54,19 +54,19 @@ def test_memory_is_bounded() -> None:
     assert seen.quantile(1.0) == math.ldexp(1.0 + 96 / 97, 999)
 
 
-def test_the_text_names_what_was_asked_for() -> None:
+def test_the_text_has_counts_and_quantiles() -> None:
     assert str(Differences()) == "none compared"
     assert str(of([0.0] * 5)) == "5 compared, none differed"
     text = str(of([0.0] * 998 + [1e-3, math.inf]))
     assert text == "1000 compared, 2 differed: p50 0, p90 0, p99 0, p99.9 1.0e-03, max inf"
 
 
-def test_nothing_added_has_no_quantile() -> None:
+def test_the_quantile_of_no_values_is_nan() -> None:
     assert math.isnan(Differences().quantile(0.5))
 
 
 @pytest.mark.parametrize("difference", [-1.0, math.nan])
-def test_what_is_no_difference_is_refused(difference: float) -> None:
+def test_a_negative_or_nan_difference_is_refused(difference: float) -> None:
     with pytest.raises(ValueError, match="from 0 up"):
         Differences().add(difference)
 

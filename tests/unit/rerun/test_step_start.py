@@ -1,4 +1,4 @@
-"""What a step changes is put back to its beginning."""
+"""The state at the start of a step is restored for its rerun."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def test_every_generator_draws_the_same_again() -> None:
     assert draw() == drawn
 
 
-def test_buffers_are_put_back_in_place_and_stay_the_same_tensors() -> None:
+def test_buffers_are_restored_in_place() -> None:
     norm = torch.nn.Sequential(torch.nn.BatchNorm1d(2))
     mean = norm[0].running_mean
-    kept = BufferState(norm)
-    beginning = ProcessState.of([kept])
+    buffer_state = BufferState(norm)
+    beginning = ProcessState.of([buffer_state])
     norm(torch.randn(5, 2))
     assert mean.abs().sum() > 0
-    beginning.restore([kept])
+    beginning.restore([buffer_state])
     assert norm[0].running_mean is mean and mean.tolist() == [0.0, 0.0]
     assert int(norm[0].num_batches_tracked) == 0
 
@@ -45,6 +45,6 @@ def test_buffers_of_another_module_are_refused() -> None:
 
 
 def test_another_number_of_step_states_is_refused() -> None:
-    kept = BufferState(torch.nn.BatchNorm1d(2))
+    buffer_state = BufferState(torch.nn.BatchNorm1d(2))
     with pytest.raises(StructureError, match="began with 1 step_state objects, and the machine has 0"):
-        ProcessState.of([kept]).restore([])
+        ProcessState.of([buffer_state]).restore([])

@@ -1,4 +1,4 @@
-"""The table of the rerun machine, for every state with every combination of votes."""
+"""The transition table of the rerun machine, for every state with every combination of votes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ALL = list(product(State, VOTES))
 
 
 def test_each_state_has_one_row_for_each_combination_of_votes() -> None:
-    """So `transition` always has one answer, and each row is the answer to something."""
+    """So `transition` always has one answer, and no row is unused."""
     used = set()
     for state, votes in ALL:
         rows = [number for number, row in enumerate(TABLE) if row.matches(state, votes)]
@@ -27,37 +27,37 @@ def test_each_state_has_one_row_for_each_combination_of_votes() -> None:
 
 
 @pytest.mark.parametrize(("state", "votes"), ALL)
-def test_what_must_hold_whatever_the_votes(state: State, votes: Votes) -> None:
+def test_invariants_hold_for_every_state_and_votes(state: State, votes: Votes) -> None:
     then, action = transition(state, votes)
     decision = Decision.of(action, None, ExitCodes())
     runs_on = action.effect in (Effect.RUN, Effect.RUN_AGAIN, Effect.RESUME)
 
-    # The loop goes on exactly in the states of a run, and ends exactly in the others.
+    # The loop continues if and only if the new state is that of a run.
     assert runs_on == (then in RUNNING)
-    # A step waits for a run elsewhere exactly if the job ends in order to be started again.
+    # A step is pending if and only if the job exits to be restarted.
     assert (then is State.WILL_RERUN) == (decision.code == ExitCodes().restart)
-    # A checkpoint is taken of a step that is to be run again, and of no other.
+    # A checkpoint is taken only for a step that is to be rerun.
     if decision.checkpoint:
         assert then is State.WILL_RERUN and votes.reproduced and decision.exit
-    # After a fault that did not come back there is nothing that a checkpoint should hold.
+    # A transient fault needs no checkpoint.
     if action.kind is AttributionKind.TRANSIENT_FAULT:
         assert not decision.checkpoint and then is State.NOT_RUNNING
-    # What a checkpoint was taken for is decided by a run from a checkpoint, with a finding.
+    # A run from a checkpoint settles the pending step if it attributes the result.
     assert action.settles == (state in ELSEWHERE and action.kind is not None)
-    # A result is only put down to something after a second run.
+    # A result is attributed only after a second run.
     if action.kind is not None:
         assert state in RUNNING - {State.INITIAL_RUN}
-    # A correct result came up again, and faults did not; a device is named once another was asked.
+    # A correct result was reproduced, a fault was not. A device is named only after a run on another one.
     if action.kind is AttributionKind.CORRECT_RESULT:
         assert votes.reproduced and state in ELSEWHERE
         assert state is State.FROM_CHECKPOINT or not votes.same_device
     if action.kind is AttributionKind.PERSISTENT_FAULT:
         assert not votes.reproduced and state in ELSEWHERE
         assert state is State.FROM_CHECKPOINT or votes.moved
-    # Only what came up again on the same device is to be looked at elsewhere once more.
+    # Only a result that was reproduced on the same device restarts the job once more.
     if action.effect is Effect.RESTART_UNSAVED:
         assert votes.reproduced and votes.same_device
-    # Training goes on with a step only if nothing fatal is left.
+    # Training continues with a step only if nothing fatal is left.
     if action.effect is Effect.GO_ON and state in RUNNING and not votes.report:
         assert not (votes.rejected and votes.fatal)
     if votes.outside and state in RUNNING:
@@ -65,7 +65,7 @@ def test_what_must_hold_whatever_the_votes(state: State, votes: Votes) -> None:
 
 
 @pytest.mark.parametrize("state", list(State))
-def test_mode_report_never_ends_the_job_for_what_it_sees_in_place(state: State) -> None:
+def test_report_mode_never_ends_the_job_after_a_run_in_place(state: State) -> None:
     for votes in VOTES:
         if votes.report and not votes.outside and state in (State.INITIAL_RUN, State.IN_PLACE):
             assert not Decision.of(transition(state, votes)[1], None, ExitCodes()).exit
@@ -110,7 +110,7 @@ def test_a_quiet_step_runs_once() -> None:
         (State.AGAIN_FROM_CHECKPOINT, "moved reproduced", State.NOT_RUNNING, Effect.GO_ON, "correct result"),
     ],
 )
-def test_the_ways_through_the_machine(
+def test_each_vote_leads_to_its_state_effect_and_attribution(
     state: State, votes: str, then: State, effect: Effect, kind: str | None
 ) -> None:
     found, action = transition(state, replace(Votes(), **dict.fromkeys(votes.split(), True)))

@@ -1,4 +1,4 @@
-"""A run of incremental saves, for tests: its state, and what is stored of it."""
+"""Helpers of the tests of incremental saves: a state, and how to save, load and damage its steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Device memory goes out and comes back, wherever there is an accelerator."""
+"""Tensors in device memory are saved and loaded, on any accelerator."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def test_device_tensors_round_trip(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 4])
-def test_a_load_is_ordered_with_what_its_caller_enqueues(
+def test_a_load_is_ordered_with_the_work_of_the_callers_stream(
     threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a stream of the caller's own. What is strided the device lays out after the bytes arrived."""
+    """The caller uses its own stream. The device lays out strided tensors after their bytes arrive."""
     monkeypatch.setattr("shardproof.loading.load_protocol.reading_threads", lambda: threads)
     device = first_device()
     with on_stream(torch.Stream(device), device):
@@ -76,8 +76,8 @@ def test_a_trained_model_and_its_generators_round_trip(tmp_path: Path) -> None:
             assert torch.equal(others[name], value)
 
 
-def test_a_save_that_agrees_later_takes_what_its_caller_had_enqueued(tmp_path: Path) -> None:
-    """On a stream of the caller's own, which the threads of the save know nothing of."""
+def test_a_save_that_agrees_in_the_background_has_the_values_of_the_callers_stream(tmp_path: Path) -> None:
+    """The caller uses its own stream, which is not current in the threads of the save."""
     device = first_device()
     with on_stream(torch.Stream(device), device):
         weight = torch.nn.Parameter(torch.zeros(600, 300, device=device))

@@ -32,7 +32,7 @@ def trained() -> dict[str, Any]:
 
 
 def hang(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Whoever asks whether there is a manifest waits until the event is set."""
+    """Makes `LocalStorage.size`, which looks for the manifest, wait until the event is set."""
     size, answers = LocalStorage.size, threading.Event()
 
     def hanging(storage: LocalStorage, name: str) -> int | None:
@@ -43,7 +43,7 @@ def hang(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return answers
 
 
-def test_training_goes_on_where_the_storage_hangs_while_the_ranks_agree(
+def test_training_continues_if_the_storage_hangs_while_the_ranks_agree(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = trained()
@@ -80,7 +80,7 @@ def capture(state: dict[str, Any], stepped: tuple[Stepped, ...] | None = None, *
     )
 
 
-def test_little_that_no_step_writes_is_copied_and_what_steps_write_is_not() -> None:
+def test_a_capture_copies_small_tensors_that_no_step_writes_and_no_others() -> None:
     running, strided = torch.arange(6.0), torch.arange(6.0).view(2, 3).t()
     state = trained() | {"running": running, "strided": strided}
     taken = capture(state)
@@ -94,7 +94,7 @@ def test_little_that_no_step_writes_is_copied_and_what_steps_write_is_not() -> N
 
 
 @pytest.mark.parametrize("nbytes", [1 << 20, (1 << 20) + 1])
-def test_much_that_no_step_writes_is_left_to_the_plan(nbytes: int) -> None:
+def test_a_capture_copies_at_most_1_mib_of_tensors_that_no_step_writes(nbytes: int) -> None:
     loose = torch.zeros(nbytes, dtype=torch.uint8)
     taken = capture(trained() | {"loose": loose})
     assert taken.is_complete is (nbytes == 1 << 20)
@@ -102,7 +102,7 @@ def test_much_that_no_step_writes_is_left_to_the_plan(nbytes: int) -> None:
     assert (view.data_ptr() == loose.data_ptr()) is (nbytes > 1 << 20)
 
 
-def test_what_a_device_has_no_room_to_copy_is_left_to_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_capture_without_device_memory_for_a_copy_is_incomplete(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(tensor: torch.Tensor) -> torch.Tensor:
         raise torch.OutOfMemoryError
 
@@ -113,7 +113,7 @@ def test_what_a_device_has_no_room_to_copy_is_left_to_the_plan(monkeypatch: pyte
     assert taken.pieces[taken.names.index("loose")].view.data_ptr() == state["loose"].data_ptr()
 
 
-def test_what_is_not_asked_for_or_not_fenced_is_not_complete() -> None:
+def test_a_capture_that_was_not_requested_or_not_fenced_is_incomplete() -> None:
     state = trained()
     assert capture(state).is_complete
     assert not capture(state, complete=False).is_complete
@@ -121,8 +121,8 @@ def test_what_is_not_asked_for_or_not_fenced_is_not_complete() -> None:
     assert not capture(state, stepped=()).is_complete
 
 
-def test_a_turn_is_waited_for_as_long_as_whoever_has_it_moves(tmp_path: Path) -> None:
-    """Longer than a step waits for ranks that do not agree."""
+def test_a_save_waits_for_its_turn_while_the_operation_before_it_makes_progress(tmp_path: Path) -> None:
+    """It waits longer than a step waits for ranks that have not agreed."""
     state = trained()
     alone = StoreRendezvous(HashStore(), 0, 1, deadline=LIMIT)
     checkpointer = sp.Checkpointer(tmp_path, rendezvous=alone)
@@ -149,10 +149,10 @@ def interrupt(*_: Any, **__: Any) -> None:
 @pytest.mark.parametrize(
     "where", [(StoreRendezvous, "hold"), (Workers, "submit"), (Fence, "__init__")], ids=lambda one: one[1]
 )
-def test_an_interrupt_ends_the_save_and_holds_up_nothing(
+def test_an_interrupted_save_blocks_neither_the_next_step_nor_the_next_save(
     where: tuple[type, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before the ranks have agreed: the next step need not wait for them, and the next save meets."""
+    """The interrupt comes before the ranks have agreed."""
     state = trained()
     alone = StoreRendezvous(HashStore(), 0, 1, deadline=LIMIT)
     checkpointer = sp.Checkpointer(tmp_path, rendezvous=alone)
@@ -169,7 +169,7 @@ def test_an_interrupt_ends_the_save_and_holds_up_nothing(
     alone.close()
 
 
-def test_a_step_that_is_committed_is_told_at_the_next_save_if_nobody_asked(tmp_path: Path) -> None:
+def test_the_next_save_reports_a_committed_step_if_the_caller_did_not_wait(tmp_path: Path) -> None:
     state = trained()
     checkpointer = sp.Checkpointer(tmp_path)
     checkpointer.save(1, state).result(LIMIT)

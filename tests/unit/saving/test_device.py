@@ -1,6 +1,6 @@
 """Copies of device memory: what is copied, in which order, and what each waits for.
 
-Where there is no accelerator, streams that only write down what happens to them stand in for its own.
+Without an accelerator, the tests use streams that only log their calls.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return streams_that_log(monkeypatch)
 
 
-def test_side_waits_for_main_and_the_host_for_each_copy(log: list[str]) -> None:
+def test_the_side_stream_waits_for_main_and_the_host_for_each_copy(log: list[str]) -> None:
     source = torch.arange(12).reshape(3, 4).T
     copies = DeviceCopies(source.device)
     assert log == ["mark on main", "side waits for main's mark"]
@@ -107,7 +107,7 @@ def test_main_is_current_again_after_an_error(log: list[str], monkeypatch: pytes
 
 
 def test_threads_keep_their_current_streams(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both are inside `copy` at once: neither may go back to what the other one had."""
+    """Both threads are inside `copy` at once. Each restores its own stream."""
     copies = DeviceCopies(torch.device("cpu"))
     inside = threading.Barrier(2, timeout=30)
     original = torch.Tensor.resolve_conj
@@ -128,7 +128,7 @@ def test_threads_keep_their_current_streams(log: list[str], monkeypatch: pytest.
     assert log.count("copy on side") == 2
 
 
-def test_an_accelerator_without_streams_copies_as_anybody_would(
+def test_an_accelerator_without_streams_makes_blocking_copies(
     log: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace())
@@ -148,8 +148,8 @@ def test_pinned_buffers_are_writable_and_start_on_a_page(nbytes: int) -> None:
 
 class TestLocking:
     @pytest.fixture
-    def asked(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-        """Sizes of the page-locked memory asked for; it never starts on a page."""
+    def locked_sizes(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+        """Sizes of the page-locked allocations. None of them starts on a page."""
         sizes: list[int] = []
 
         def empty(count: int, *, dtype: torch.dtype, device: str, pin_memory: bool) -> torch.Tensor:
@@ -165,21 +165,21 @@ class TestLocking:
         monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace())
         return sizes
 
-    def test_memory_that_starts_elsewhere_is_cut_to_a_page(self, asked: list[int]) -> None:
+    def test_memory_that_does_not_start_on_a_page_is_cut_to_one(self, locked_sizes: list[int]) -> None:
         buffer = pinned_buffer(10_000)
-        assert asked == [10_000, 10_000 + ALIGNMENT]
+        assert locked_sizes == [10_000, 10_000 + ALIGNMENT]
         assert len(buffer) == 10_000 and address(buffer) % ALIGNMENT == 0
 
     def test_an_accelerator_that_is_not_used_is_left_alone(
-        self, asked: list[int], monkeypatch: pytest.MonkeyPatch
+        self, locked_sizes: list[int], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         unused = SimpleNamespace(is_initialized=lambda: False)
         monkeypatch.setattr(torch, "get_device_module", lambda device: unused)
         assert len(pinned_buffer(10_000)) == 10_000
-        assert asked == []
+        assert locked_sizes == []
 
     def test_memory_that_cannot_be_locked_is_used_unlocked(
-        self, asked: list[int], monkeypatch: pytest.MonkeyPatch
+        self, locked_sizes: list[int], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def refuse(*args: object, **options: object) -> torch.Tensor:
             raise RuntimeError("cannot lock pages")
@@ -198,7 +198,7 @@ def test_device_elements_arrive_in_row_major_order(sample: str) -> None:
 
 
 @pytest.mark.gpu
-def test_copies_are_of_the_values_when_the_save_began_and_run_beside_training() -> None:
+def test_copies_have_the_values_at_the_start_of_the_save_while_training_runs() -> None:
     device = first_device()
     weight = torch.zeros(1 << 20, device=device)
     for step in range(20):

@@ -1,4 +1,4 @@
-"""A signal handler that calls shardproof while the main thread is inside it: refused at once, by name."""
+"""A call from a signal handler is refused at once while the main thread is inside shardproof."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Signalled:
 
 @pytest.fixture
 def on_signal() -> Iterator[Callable[[Callable[[], Any]], list[BaseException | None]]]:
-    """Sets what the handler of SIGUSR1 calls; what that raised."""
+    """Installs a handler of SIGUSR1 that makes a call, and returns the list of what its calls raise."""
     before = signal.getsignal(signal.SIGUSR1)
 
     def set_handler(call: Callable[[], Any]) -> list[BaseException | None]:
@@ -53,7 +53,7 @@ def on_signal() -> Iterator[Callable[[Callable[[], Any]], list[BaseException | N
 
 
 def calls_of(checkpointer: sp.Checkpointer, apart: Path) -> dict[str, Callable[[], Any]]:
-    """What a handler may try."""
+    """Calls that a handler may make, by name."""
     state = {"weight": torch.ones(3)}
     return {
         "save": lambda: checkpointer.save(9, state),
@@ -85,7 +85,7 @@ def test_a_handler_inside_a_save_or_a_restore_is_refused(
     checkpointer.save(3, {"weight": torch.ones(3)}).result(LIMIT)
 
 
-def test_a_handler_inside_a_save_that_waits_for_the_one_before(
+def test_a_handler_is_refused_while_a_save_waits_for_the_previous_save(
     tmp_path: Path, on_signal: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = threading.Event()
@@ -119,7 +119,9 @@ def test_a_handler_inside_a_save_that_waits_for_the_one_before(
     assert checkpointer.steps() == [1, 2]
 
 
-def test_a_handler_outside_of_a_save_saves_while_one_is_under_way(tmp_path: Path, on_signal: Any) -> None:
+def test_a_handler_outside_of_any_call_may_save_while_a_save_runs_in_the_background(
+    tmp_path: Path, on_signal: Any
+) -> None:
     checkpointer = sp.Checkpointer(tmp_path)
     pending = checkpointer.save(1, {"weight": torch.ones(1 << 20)})
     raised = on_signal(lambda: checkpointer.save(2, {"weight": torch.ones(3)}).result(LIMIT))
@@ -130,7 +132,7 @@ def test_a_handler_outside_of_a_save_saves_while_one_is_under_way(tmp_path: Path
 
 
 def is_inside(thread: int, function: Callable[..., Any]) -> bool:
-    """Whether a thread runs a function."""
+    """True if a thread runs a function."""
     import sys
 
     frame = sys._current_frames().get(thread)

@@ -1,4 +1,4 @@
-"""What is said of a save that hangs: nobody knows whether it is committed, or yet will be."""
+"""Messages about a save that hangs. They say that it may be committed, now or later."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardproof.saving import PendingSave, SaveResult
 from shardproof.saving.background import Progress, _Unfinished
 
 
-def test_who_waits_is_told_that_it_may_be_committed() -> None:
+def test_the_error_of_a_hanging_save_says_that_it_may_be_committed() -> None:
     with pytest.raises(StorageError, match="storage hangs. It may be committed, now or when"):
         PendingSave(3, Future[SaveResult]()).result()
 

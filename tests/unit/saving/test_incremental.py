@@ -1,4 +1,4 @@
-"""Incremental saves of one process: what is written, what it refers to, what stays when steps go."""
+"""Incremental saves of one process: written chunks, references, and files that retention keeps."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.unit.saving.incremental_samples import (
 )
 
 
-def test_large_chunks_that_changed_begin_in_their_pages_as_all_do(tmp_path: Path) -> None:
+def test_large_changed_chunks_start_at_the_usual_offset_in_their_pages(tmp_path: Path) -> None:
     checkpointer = saver(tmp_path)
     frozen = torch.arange(464.0)  # 1856 bytes before all others, in the first step only
     for step in (1, 2, 3):
@@ -51,10 +51,10 @@ def test_large_chunks_that_changed_begin_in_their_pages_as_all_do(tmp_path: Path
             assert torch.equal(file.get_tensor("w[0:64,0:1024]"), changing)
 
 
-def test_chunks_that_changed_are_written_from_a_page_on(
+def test_changed_chunks_are_written_from_a_page_boundary(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So they can be written direct; the header goes before them, last, and no page is written twice."""
+    """So that direct I/O is possible. The header, before them in the file, is written last."""
     checkpointer = saver(tmp_path)
     save(checkpointer, 1, {"w": torch.zeros(64, 1024), "frozen": torch.zeros(464)})
     written: list[range] = []
@@ -72,7 +72,7 @@ def test_chunks_that_changed_are_written_from_a_page_on(
     assert all(one.stop == other.start for one, other in pairwise(chunks))
 
 
-def test_a_standalone_copy_lies_as_a_save_of_everything_does(tmp_path: Path) -> None:
+def test_a_standalone_copy_has_the_layout_of_a_full_save(tmp_path: Path) -> None:
     checkpointer = saver(tmp_path)
     what = {"a": torch.zeros(7), "b": torch.zeros(64, 1024), "c": torch.zeros(9), "d": torch.zeros(64, 1024)}
     for step in (1, 2):
@@ -86,7 +86,7 @@ def test_a_standalone_copy_lies_as_a_save_of_everything_does(tmp_path: Path) -> 
     assert within[0] == within[1]
 
 
-def test_only_what_changed_is_written(tmp_path: Path) -> None:
+def test_only_changed_chunks_are_written(tmp_path: Path) -> None:
     checkpointer = saver(tmp_path)
     first = save(checkpointer, 1, state(0, 1))
     second = save(checkpointer, 2, state(0, 2))
@@ -118,7 +118,7 @@ def test_a_step_in_which_nothing_changed_has_no_file_of_its_own(tmp_path: Path) 
     assert verify(LocalStorage(tmp_path / step_name(3))).ok
 
 
-def test_without_incremental_steps_refer_to_nothing(tmp_path: Path) -> None:
+def test_steps_of_full_saves_have_no_references(tmp_path: Path) -> None:
     checkpointer = sp.Checkpointer(tmp_path)
     for step in (1, 2):
         committed = save(checkpointer, step, state(0, 1))
@@ -127,13 +127,13 @@ def test_without_incremental_steps_refer_to_nothing(tmp_path: Path) -> None:
     assert text.startswith(b'{"format":"shardproof","version":1,')
 
 
-def test_the_first_incremental_save_of_a_run_is_whole_and_of_version_1(tmp_path: Path) -> None:
+def test_the_first_incremental_save_of_a_run_is_full_and_of_version_1(tmp_path: Path) -> None:
     save(saver(tmp_path), 1, state(0, 1))
     text = (tmp_path / step_name(1) / MANIFEST_NAME).read_bytes()
     assert text.startswith(b'{"format":"shardproof","version":1,')
 
 
-def test_a_new_saver_goes_on_from_what_is_stored(tmp_path: Path) -> None:
+def test_a_new_checkpointer_takes_the_stored_step_as_its_base(tmp_path: Path) -> None:
     save(sp.Checkpointer(tmp_path), 1, state(0, 1))
     assert save(saver(tmp_path), 2, state(0, 2)).reused == MODEL_BYTES
     assert save(saver(tmp_path), 3, state(0, 2)).reused == MODEL_BYTES + 28_000
@@ -157,7 +157,7 @@ def test_the_base_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert matched == [step_name(1), step_name(5), step_name(6)]
 
 
-def test_a_changed_structure_writes_what_is_new(tmp_path: Path) -> None:
+def test_a_save_with_a_changed_structure_writes_only_new_tensors(tmp_path: Path) -> None:
     checkpointer = saver(tmp_path)
     save(checkpointer, 1, state(0, 1))
     other = state(0, 1)
@@ -178,7 +178,7 @@ def test_the_same_bytes_under_another_shape_are_another_tensor(tmp_path: Path) -
     assert save(checkpointer, 3, {"v": torch.arange(12.0).reshape(3, 4)}).reused == 0
 
 
-def test_an_empty_tensor_and_a_scalar(tmp_path: Path) -> None:
+def test_empty_and_scalar_tensors_round_trip(tmp_path: Path) -> None:
     checkpointer = saver(tmp_path)
     what = {"none": torch.zeros(0, 3), "one": torch.tensor(7), "odd": torch.ones(3, dtype=torch.uint8)}
     for step in (1, 2, 3):
@@ -191,7 +191,7 @@ def test_an_empty_tensor_and_a_scalar(tmp_path: Path) -> None:
         assert verify(LocalStorage(tmp_path / step_name(step))).ok
 
 
-def test_training_goes_on_while_it_is_compared(tmp_path: Path) -> None:
+def test_training_continues_while_a_save_compares_chunks(tmp_path: Path) -> None:
     """Values that change after `save` returned reach neither the file nor the comparison."""
     checkpointer = saver(tmp_path)
     model = torch.nn.ModuleDict({"moved": torch.nn.Linear(700, 700), "frozen": torch.nn.Linear(50, 60)})
@@ -214,10 +214,10 @@ def test_training_goes_on_while_it_is_compared(tmp_path: Path) -> None:
         assert verify(LocalStorage(tmp_path / step_name(step))).ok
 
 
-# What goes and what stays.
+# Retention.
 
 
-def test_retention_keeps_what_a_kept_step_refers_to(tmp_path: Path) -> None:
+def test_retention_keeps_files_that_a_kept_step_refers_to(tmp_path: Path) -> None:
     checkpointer = saver(tmp_path, keep=sp.KeepLatest(2))
     for step in range(1, 6):
         save(checkpointer, step, state(0, step))
@@ -232,12 +232,12 @@ def test_retention_keeps_what_a_kept_step_refers_to(tmp_path: Path) -> None:
     for step in (6, 7):
         save(checkpointer, step, state(1, step))
     assert sorted(path.name for path in tmp_path.iterdir()) == [step_name(6), step_name(7)], (
-        "the last that referred is gone"
+        "the last step that referred to them is gone"
     )
     assert_whole(tmp_path, 7, state(1, 7))
 
 
-def test_ls_of_a_step_that_only_lends(tmp_path: Path) -> None:
+def test_ls_shows_a_step_that_only_lends_files(tmp_path: Path) -> None:
     checkpointer = saver(tmp_path)
     for step in (1, 2):
         save(checkpointer, step, state(0, step))
@@ -248,7 +248,7 @@ def test_ls_of_a_step_that_only_lends(tmp_path: Path) -> None:
     assert (borrower.status, borrower.borrows) == ("committed", (step_name(1),))
 
 
-def test_leftovers_are_not_what_others_refer_to(tmp_path: Path) -> None:
+def test_files_that_other_steps_refer_to_are_not_leftovers(tmp_path: Path) -> None:
     checkpointer = saver(tmp_path)
     for step in (1, 2):
         save(checkpointer, step, state(0, step))
@@ -262,7 +262,7 @@ def test_leftovers_are_not_what_others_refer_to(tmp_path: Path) -> None:
     assert_whole(tmp_path, 2, state(0, 2))
 
 
-def test_a_leftover_that_is_referred_to_meanwhile_stays(tmp_path: Path) -> None:
+def test_a_leftover_that_a_new_step_refers_to_is_not_removed(tmp_path: Path) -> None:
     checkpointer = saver(tmp_path)
     save(checkpointer, 1, state(0, 1))
     manifest = tmp_path / step_name(1) / MANIFEST_NAME
@@ -277,7 +277,7 @@ def test_a_leftover_that_is_referred_to_meanwhile_stays(tmp_path: Path) -> None:
     assert index is None
 
 
-def test_a_manifest_that_cannot_be_read_keeps_what_it_may_refer_to(tmp_path: Path) -> None:
+def test_an_unreadable_manifest_keeps_all_files_that_it_may_refer_to(tmp_path: Path) -> None:
     checkpointer = saver(tmp_path)
     for step in (1, 2, 3):
         save(checkpointer, step, state(0, step))
@@ -289,7 +289,7 @@ def test_a_manifest_that_cannot_be_read_keeps_what_it_may_refer_to(tmp_path: Pat
     assert leftovers(LocalStorage(tmp_path), lambda name: 0.0) == []
 
 
-def test_a_step_that_is_replaced_keeps_what_others_refer_to(tmp_path: Path) -> None:
+def test_a_replaced_step_keeps_files_that_others_refer_to(tmp_path: Path) -> None:
     checkpointer = saver(tmp_path)
     save(checkpointer, 1, state(0, 1))
     save(checkpointer, 2, state(0, 2))
@@ -303,7 +303,7 @@ def test_a_step_that_is_replaced_keeps_what_others_refer_to(tmp_path: Path) -> N
     assert_whole(tmp_path, 2, state(9, 9))
 
 
-def test_sp_save_over_a_step_keeps_what_others_refer_to(tmp_path: Path) -> None:
+def test_sp_save_over_a_step_keeps_files_that_others_refer_to(tmp_path: Path) -> None:
     checkpointer = saver(tmp_path)
     save(checkpointer, 1, state(0, 1))
     save(checkpointer, 2, state(0, 2))
@@ -311,7 +311,7 @@ def test_sp_save_over_a_step_keeps_what_others_refer_to(tmp_path: Path) -> None:
     assert_whole(tmp_path, 2, state(0, 2))
 
 
-def test_a_run_that_was_rolled_back_refers_to_its_own_line(tmp_path: Path) -> None:
+def test_a_step_after_a_rollback_refers_to_no_step_that_the_rollback_gave_up(tmp_path: Path) -> None:
     checkpointer = saver(tmp_path)
     for step in (1, 2, 3, 4):
         save(checkpointer, step, state(0, step))
@@ -346,7 +346,7 @@ def test_verify_follows_references(tmp_path: Path) -> None:
     assert any(isinstance(fault, FormatError) for fault in faults), "the digests of a file that is lent"
 
 
-def test_a_chunk_that_is_not_this_steps_does_not_spoil_it(tmp_path: Path) -> None:
+def test_damage_in_a_chunk_that_a_step_does_not_refer_to_is_no_fault_of_it(tmp_path: Path) -> None:
     checkpointer = saver(tmp_path)
     for step in (1, 2):
         save(checkpointer, step, state(0, step))
@@ -358,7 +358,7 @@ def test_a_chunk_that_is_not_this_steps_does_not_spoil_it(tmp_path: Path) -> Non
     assert verify(LocalStorage(tmp_path / step_name(2))).ok
 
 
-def test_a_file_that_is_gone_is_named_and_an_older_step_restored(tmp_path: Path) -> None:
+def test_a_missing_lent_file_is_named_and_an_older_step_is_restored(tmp_path: Path) -> None:
     checkpointer = saver(tmp_path)
     save(checkpointer, 1, state(7, 1))
     save(checkpointer, 2, state(0, 2))
@@ -379,11 +379,11 @@ def test_a_file_that_is_gone_is_named_and_an_older_step_restored(tmp_path: Path)
     infos = {info.step: info for info in scan_run(LocalStorage(tmp_path))}
     assert infos[3].status == "damaged" and infos[3].beyond_repair
     committed = save(fresh, 3, state(7, 3))
-    assert committed.reused == MODEL_BYTES, "from step 1: those passed over are no base"
+    assert committed.reused == MODEL_BYTES, "from step 1: steps that restore passed over are no base"
     assert_whole(tmp_path, 3, state(7, 3))
 
 
-def test_damage_in_a_lent_file_lets_restore_pass_on(tmp_path: Path) -> None:
+def test_restore_passes_over_steps_with_damage_in_a_lent_file(tmp_path: Path) -> None:
     checkpointer = saver(tmp_path)
     save(checkpointer, 1, state(7, 1))
     for step in (2, 3):
@@ -395,7 +395,7 @@ def test_damage_in_a_lent_file_lets_restore_pass_on(tmp_path: Path) -> None:
     assert fresh.restore(target) == 1 and same(target, state(7, 1))
 
 
-def test_chunks_whose_file_is_gone_are_written_again(tmp_path: Path) -> None:
+def test_chunks_of_a_missing_file_are_written_again(tmp_path: Path) -> None:
     checkpointer = saver(tmp_path)
     for step in (1, 2):
         save(checkpointer, step, state(0, step))
@@ -407,9 +407,7 @@ def test_chunks_whose_file_is_gone_are_written_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("loss", ["manifest.json", "index"])
-def test_a_base_that_cannot_be_read_is_no_base(
-    tmp_path: Path, loss: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unreadable_base_is_not_used(tmp_path: Path, loss: str, caplog: pytest.LogCaptureFixture) -> None:
     save(saver(tmp_path), 1, state(0, 1))
     (path,) = (tmp_path / step_name(1)).glob(f"{loss}*")
     path.write_bytes(path.read_bytes()[:-9])

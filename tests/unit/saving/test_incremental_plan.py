@@ -1,4 +1,4 @@
-"""What an incremental save refers to, against a slow, obvious reference: dicts of boxes and of bytes."""
+"""References of incremental saves, compared with a slow, obvious model: dicts of boxes and of bytes."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ class Disk:
     def save(
         self, number: int, run: Run, values: list[np.ndarray[Any, Any]], chunk_bytes: int, base: Base | None
     ) -> tuple[WritePlan, Placement, Manifest, ChunkTable]:
-        """As ranks and coordinator do it; chunks that the base has are not written."""
+        """Saves as ranks and coordinator do. Chunks that the base has are not written."""
         plan = plan_writes(run.structures(), chunk_bytes=chunk_bytes)
         folder, attempt = f"step-{number:08d}", f"a{number}"
         reports = []
         self.written = 0
         for rank in range(len(run.held)):
             rows = range(int(plan.writer_start[rank]), int(plan.writer_start[rank + 1]))
-            told = None if base is None else BaseDigests.decode(base.part(plan, rank).encode())
+            base_part = None if base is None else BaseDigests.decode(base.part(plan, rank).encode())
             chosen, digests, at = [], [], HEADER
             for own, row in enumerate(rows):
                 offsets, sizes = box_of(plan, row)
@@ -53,7 +53,11 @@ class Disk:
                 assert len(data) == plan.byte_count[row]
                 digests.append(xxhash.xxh3_128_digest(data))
                 high, low = np.frombuffer(digests[-1], ">u8").tolist()
-                same = told is not None and told.known[own] and told.digest[own].tolist() == [high, low]
+                same = (
+                    base_part is not None
+                    and base_part.known[own]
+                    and base_part.digest[own].tolist() == [high, low]
+                )
                 chosen.append(not same)
                 if not same:
                     self.bytes[f"{folder}/{shard_name(rank, attempt)}", at] = data
@@ -122,7 +126,7 @@ def values_of(run: Run, rng: np.random.Generator) -> list[np.ndarray[Any, Any]]:
 def boxes_with_bytes(
     manifest: Manifest, table: ChunkTable, values: list[Any]
 ) -> set[tuple[str, str, tuple[int, ...], Box, bytes]]:
-    """All chunks of a step, whole."""
+    """All chunks of a step, with their bytes."""
     found = set()
     for row in range(len(table)):
         record, box = manifest.tensors[int(table.tensor[row])], box_of(table, row)
@@ -133,7 +137,7 @@ def boxes_with_bytes(
 
 @settings(max_examples=60, deadline=None)
 @given(first=runs(), data=st.data(), chunk_bytes=st.integers(1, 64), seed=st.integers(0, 2**32 - 1))
-def test_what_did_not_change_is_referred_to_and_all_else_is_written(
+def test_unchanged_chunks_are_references_and_all_others_are_written(
     first: Run, data: st.DataObject, chunk_bytes: int, seed: int
 ) -> None:
     rng = np.random.default_rng(seed)
@@ -173,19 +177,19 @@ def test_what_did_not_change_is_referred_to_and_all_else_is_written(
             assert disk.written == sum(len(chunk[-1]) for chunk in now - known)
         if how in ("same", "some") and number > 1:
             again = match_base(plan, manifest, table, f"step-{number:08d}", b"seal")
-            kept = placed.as_base(manifest, f"step-{number:08d}", b"seal")
+            cached = placed.as_base(manifest, f"step-{number:08d}", b"seal")
             solid = plan.byte_count > 0
-            assert again.files == kept.files
-            assert (again.file == kept.file)[solid].all() and (again.digest == kept.digest)[solid].all()
-            assert (again.byte_start == kept.byte_start)[solid].all()
+            assert again.files == cached.files
+            assert (again.file == cached.file)[solid].all() and (again.digest == cached.digest)[solid].all()
+            assert (again.byte_start == cached.byte_start)[solid].all()
         steps.append((number, manifest, table, values))
-    for step in steps:  # what was saved later took nothing away
+    for step in steps:  # later saves leave earlier steps unchanged
         disk.check(*step)
 
 
 @settings(max_examples=60, deadline=None)
 @given(run=runs(), other=runs(), chunk_bytes=st.integers(1, 64))
-def test_the_base_has_a_chunk_exactly_where_a_dict_says(run: Run, other: Run, chunk_bytes: int) -> None:
+def test_match_base_finds_the_same_chunks_as_a_dict_lookup(run: Run, other: Run, chunk_bytes: int) -> None:
     _, _, manifest, table = Disk().save(1, other, values_of(other, np.random.default_rng(0)), 16, None)
     plan = plan_writes(run.structures(), chunk_bytes=chunk_bytes)
     base = match_base(plan, manifest, table, "step-00000001", b"seal")
@@ -204,7 +208,7 @@ def test_the_base_has_a_chunk_exactly_where_a_dict_says(run: Run, other: Run, ch
 
 
 def two_ranks() -> tuple[WritePlan, Base, list[WriteReport]]:
-    """Two ranks, two chunks each; the base has all, and the ranks wrote the second of theirs."""
+    """Two ranks with two chunks each. The base has all four; each rank wrote its second."""
     run = Run([(4,)], ["float32"], [[(0, ((0,), (2,)))], [(0, ((2,), (2,)))]])
     disk = Disk()
     first = np.arange(4, dtype="<u4")
@@ -245,7 +249,7 @@ def test_a_chunk_that_was_not_written_must_be_in_the_base() -> None:
         place_chunks(plan, [written[0], msgspec.structs.replace(written[1], digests=bytes(forged))], base)
 
 
-def test_reports_of_other_chunks_than_were_planned_are_refused() -> None:
+def test_reports_that_do_not_match_the_plan_are_refused() -> None:
     plan, base, written = two_ranks()
 
     for change in ({"digests": written[0].digests[:16]}, {"rows": b"\x01\x01"}, {"size": 0}):

@@ -1,4 +1,4 @@
-"""An interrupt at any line of a save or a restore, on one rank or on both: the next save is one of all ranks.
+"""After an interrupt at any line of a save or a restore, on one rank or both, all ranks make the next save.
 
 Ranks are threads here, so that many points are quick to try. Each has its own checkpointer and its own
 connections to the store.
@@ -54,7 +54,7 @@ class Interrupt:
     interpreter looks for signals after calls and in loops only. So such a line does not count.
 
     Args:
-        at: lines to pass before; None: none is raised, and lines are counted.
+        at: number of lines before the interrupt; None: lines are only counted.
         within: function whose lines count; None: all of the package.
     """
 
@@ -81,7 +81,7 @@ class Interrupt:
 
     @contextmanager
     def armed(self) -> Iterator[None]:
-        """Counts, and raises, within."""
+        """Counts lines and raises, inside this context."""
         before = sys.gettrace()
         sys.settrace(self)
         try:
@@ -91,13 +91,13 @@ class Interrupt:
 
 
 def on_two_ranks(work: Callable[[StoreRendezvous], Any]) -> list[Any]:
-    """What `work` returns on each of two ranks."""
+    """Runs `work` on two ranks, and returns both results."""
     store = HashStore()
-    meetings = [StoreRendezvous(store, rank, 2, deadline=LIMIT) for rank in range(2)]
+    rendezvous = [StoreRendezvous(store, rank, 2, deadline=LIMIT) for rank in range(2)]
     with ThreadPoolExecutor(2) as pool:
-        ends = [pool.submit(work, one) for one in meetings]
+        ends = [pool.submit(work, one) for one in rendezvous]
         found = [end.result(LIMIT) for end in ends]
-    for one in meetings:
+    for one in rendezvous:
         one.close()
     return found
 
@@ -114,7 +114,7 @@ def restore(checkpointer: sp.Checkpointer) -> None:
     assert checkpointer.restore(state_of(0)) == 1
 
 
-def save_at_once(checkpointer: sp.Checkpointer) -> None:
+def sp_save(checkpointer: sp.Checkpointer) -> None:
     sp.save(f"{checkpointer.root}/apart", state_of(2), rendezvous=checkpointer._rendezvous)
 
 
@@ -124,12 +124,16 @@ def interrupted(
     points: tuple[int | None, int | None],
     within: Callable[..., Any] | None = None,
 ) -> list[tuple[str, int]]:
-    """Each rank saves, then acts and is interrupted, then saves again. Place of the interrupt, and lines."""
+    """Each rank saves, runs the action with its interrupt, and saves again.
 
-    def work(meetings: StoreRendezvous) -> tuple[str, int]:
-        checkpointer = sp.Checkpointer(root, rendezvous=meetings)
+    Returns:
+        For each rank, where the interrupt was raised, and how many lines ran before it.
+    """
+
+    def work(rendezvous: StoreRendezvous) -> tuple[str, int]:
+        checkpointer = sp.Checkpointer(root, rendezvous=rendezvous)
         checkpointer.save(1, state_of(1)).result()
-        interrupt = Interrupt(points[meetings.rank], within)
+        interrupt = Interrupt(points[rendezvous.rank], within)
         try:
             with interrupt.armed():
                 action(checkpointer)
@@ -137,7 +141,7 @@ def interrupted(
             assert interrupt.place
         except RankFailure:
             assert points != (None, None)
-        with suppress(RankFailure):  # the other rank's interrupt, where this one's came before it was told
+        with suppress(RankFailure):  # the other rank's interrupt, if this rank has not raised it yet
             checkpointer.wait()
         done = checkpointer.save(3, state_of(3)).result()
         assert done.step == 3, interrupt.place
@@ -148,8 +152,8 @@ def interrupted(
     return found
 
 
-ACTIONS = [save, save_at_once, restore]
-WHO = [(0,), (1,), (0, 1)]
+ACTIONS = [save, sp_save, restore]
+INTERRUPTED_RANKS = [(0,), (1,), (0, 1)]
 
 
 def lines_of(
@@ -159,35 +163,35 @@ def lines_of(
     return max(passed for _, passed in interrupted(root, action, (None, None), within))
 
 
-def both(who: tuple[int, ...], at: int) -> tuple[int | None, int | None]:
-    return (at if 0 in who else None), (at if 1 in who else None)
+def points_of(ranks: tuple[int, ...], at: int) -> tuple[int | None, int | None]:
+    return (at if 0 in ranks else None), (at if 1 in ranks else None)
 
 
-@pytest.mark.parametrize("who", WHO)
+@pytest.mark.parametrize("ranks", INTERRUPTED_RANKS)
 @pytest.mark.parametrize("action", ACTIONS)
-def test_the_next_save_after_an_interrupt_is_one_of_all_ranks(
-    action: Callable[[sp.Checkpointer], None], who: tuple[int, ...], tmp_path: Path
+def test_all_ranks_make_the_next_save_after_an_interrupt(
+    action: Callable[[sp.Checkpointer], None], ranks: tuple[int, ...], tmp_path: Path
 ) -> None:
     lines = lines_of(tmp_path / "whole", action)
     for number, part in enumerate((0.0, 0.3, 0.6, 0.9)):
-        places = interrupted(tmp_path / str(number), action, both(who, int(part * lines)))
+        places = interrupted(tmp_path / str(number), action, points_of(ranks, int(part * lines)))
         assert part > 0.5 or any(place for place, _ in places)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("who", WHO)
+@pytest.mark.parametrize("ranks", INTERRUPTED_RANKS)
 @pytest.mark.parametrize("action", ACTIONS)
-def test_an_interrupt_at_any_line(
-    action: Callable[[sp.Checkpointer], None], who: tuple[int, ...], tmp_path: Path
+def test_all_ranks_make_the_next_save_after_an_interrupt_at_any_line(
+    action: Callable[[sp.Checkpointer], None], ranks: tuple[int, ...], tmp_path: Path
 ) -> None:
     lines = lines_of(tmp_path / "whole", action)
     for at in range(0, lines, lines // 40):
-        interrupted(tmp_path / str(at), action, both(who, at))
+        interrupted(tmp_path / str(at), action, points_of(ranks, at))
 
 
 @pytest.fixture
 def no_garbage_collection() -> Iterator[None]:
-    """What only a cycle of references keeps stays."""
+    """Objects in reference cycles stay alive."""
     gc.disable()
     yield
     gc.enable()
@@ -195,22 +199,22 @@ def no_garbage_collection() -> Iterator[None]:
 
 @pytest.mark.usefixtures("no_garbage_collection")
 @pytest.mark.parametrize("within", [Turns.reserve, Operation.__enter__, Operation.__exit__])
-@pytest.mark.parametrize("action", [save, save_at_once])
-def test_an_interrupt_between_the_thread_of_the_caller_and_that_of_saves(
+@pytest.mark.parametrize("action", [save, sp_save])
+def test_an_interrupt_while_an_operation_passes_to_the_thread_of_saves(
     action: Callable[[sp.Checkpointer], None], within: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """A place in the order of meetings, and an operation, pass from one to the other."""
+    """The caller's thread hands its turn and its operation to the thread of saves."""
     lines = lines_of(tmp_path / "whole", action, within)
-    for who in (0, 1):
+    for rank in (0, 1):
         for at in range(lines):
-            places = interrupted(tmp_path / f"{who} {at}", action, both((who,), at), within)
-            assert places[who][0], at
+            places = interrupted(tmp_path / f"{rank} {at}", action, points_of((rank,), at), within)
+            assert places[rank][0], at
 
 
-def test_nothing_is_read_of_a_state_after_the_interrupt_of_a_save_at_once(
+def test_sp_save_does_not_read_the_state_after_an_interrupt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The interrupt comes when the caller's part is over, and the thread of saves is about to write."""
+    """The interrupt comes after the caller's part, when the thread of saves is about to write."""
     changed, create = threading.Event(), LocalStorage.create
 
     def held(storage: LocalStorage, name: str) -> Any:
@@ -224,35 +228,35 @@ def test_nothing_is_read_of_a_state_after_the_interrupt_of_a_save_at_once(
     state["weight"].fill_(-1)
     changed.set()
     unfinished.wait()
-    sp.save(tmp_path / "apart", state)  # which a committed checkpoint would be in the way of
+    sp.save(tmp_path / "apart", state)  # refused if the interrupted save was committed
 
 
-def failed_on_one(meetings: StoreRendezvous) -> tuple[str, str]:
-    """Rank 1 fails between two meetings of an operation; what rank 0 is told, and the meeting after that."""
+def failed_on_one(rendezvous: StoreRendezvous) -> tuple[str, str]:
+    """Rank 1 fails between two rendezvous of an operation. Returns the error, and the next answer."""
     try:
-        with meetings.operation("convert"):
-            meetings.meet("convert", "first", b"", lambda posts: b"")
-            if meetings.rank == 1:
+        with rendezvous.operation("convert"):
+            rendezvous.meet("convert", "first", b"", lambda posts: b"")
+            if rendezvous.rank == 1:
                 raise OSError("no space left")
-            meetings.meet("convert", "second", b"", lambda posts: b"")
+            rendezvous.meet("convert", "second", b"", lambda posts: b"")
     except (OSError, RankFailure) as error:
-        told = str(error)
-    return told, meetings.meet("save", "collect", b"%d" % meetings.rank, b"".join).decode()
+        error_text = str(error)
+    return error_text, rendezvous.meet("save", "collect", b"%d" % rendezvous.rank, b"".join).decode()
 
 
-def test_a_rank_that_fails_between_two_meetings_tells_the_others() -> None:
-    (told, after), (own, same) = on_two_ranks(failed_on_one)
-    assert "convert, phase first: rank 1 of 2 failed" in told and "OSError: no space left" in told
+def test_a_failure_between_two_meetings_is_reported_to_the_other_rank() -> None:
+    (error_text, after), (own, same) = on_two_ranks(failed_on_one)
+    assert "convert, phase first: rank 1 of 2 failed" in error_text and "OSError: no space left" in error_text
     assert (own, after, same) == ("no space left", "01", "01")
 
 
-def left_behind(meetings: StoreRendezvous) -> str:
+def entered_by_one(rendezvous: StoreRendezvous) -> str:
     """Rank 1 leaves an operation that rank 0 never called."""
-    if meetings.rank == 1:
-        with pytest.raises(KeyboardInterrupt), meetings.operation("save 2"):
+    if rendezvous.rank == 1:
+        with pytest.raises(KeyboardInterrupt), rendezvous.operation("save 2"):
             raise KeyboardInterrupt
-    return meetings.meet("save 3", "collect", b"%d" % meetings.rank, b"".join).decode()
+    return rendezvous.meet("save 3", "collect", b"%d" % rendezvous.rank, b"".join).decode()
 
 
-def test_an_operation_that_one_rank_left_is_passed_over_by_a_rank_that_did_not_call_it() -> None:
-    assert on_two_ranks(left_behind) == ["01", "01"]
+def test_a_rank_skips_an_operation_that_only_the_other_rank_entered() -> None:
+    assert on_two_ranks(entered_by_one) == ["01", "01"]

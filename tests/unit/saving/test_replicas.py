@@ -1,4 +1,4 @@
-"""What a rank hashes of the boxes that others hold too: the bytes of its elements, whatever their layout."""
+"""Digests of replicated boxes cover the elements in row-major order, whatever their memory layout."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
 
 
 @pytest.mark.parametrize("sample_bytes", [64, 400, 1 << 20])
-def test_every_layout_is_hashed_as_its_elements(sample_bytes: int) -> None:
+def test_every_layout_is_hashed_in_row_major_order(sample_bytes: int) -> None:
     found = hashed(TENSORS, sample_bytes, None)
     covered = dict.fromkeys(TENSORS, 0)
     for key, start, count, digest in found:
@@ -74,7 +74,7 @@ def test_every_layout_is_hashed_as_its_elements(sample_bytes: int) -> None:
     assert covered == {key: tensor.numel() * tensor.element_size() for key, tensor in TENSORS.items()}
 
 
-def test_equal_bytes_are_equal_whatever_their_layout() -> None:
+def test_equal_elements_have_equal_digests_in_every_layout() -> None:
     plain = {
         key: tensor.detach().clone(memory_format=torch.contiguous_format) for key, tensor in TENSORS.items()
     }
@@ -102,7 +102,7 @@ def test_signs_of_zero_differ_and_nan_equals_itself() -> None:
     assert hashed(nans, 64, None) == hashed(nans, 64, None)
 
 
-def test_turns_are_taken_in_turn() -> None:
+def test_the_turns_together_hash_every_slice_once() -> None:
     state = {"w": torch.arange(1000.0)}
     every = hashed(state, 400, None)
     turns = [hashed(state, 400, turn) for turn in range(13)]
@@ -110,7 +110,7 @@ def test_turns_are_taken_in_turn() -> None:
     assert hashed(state, 400, 13 * 10**9 + 2) == turns[2]
 
 
-def test_nothing_of_the_state_is_kept() -> None:
+def test_hashing_keeps_no_reference_to_the_state() -> None:
     tensor = torch.zeros(1000)
     before = gc.get_referrers(tensor)
     hashed({"w": tensor}, 400, None)
@@ -120,6 +120,6 @@ def test_nothing_of_the_state_is_kept() -> None:
 
 
 @pytest.mark.gpu
-def test_device_memory_is_hashed_as_host_memory() -> None:
+def test_device_memory_has_the_digests_of_host_memory() -> None:
     there = {key: tensor.detach().to(first_device()) for key, tensor in TENSORS.items()}
     assert hashed(there, 400, None) == hashed(TENSORS, 400, None)

@@ -1,4 +1,4 @@
-"""One process: what goes in comes out, to the bit, for every dtype and every kind of view."""
+"""A save and a load in one process keep every bit, for every dtype and every kind of view."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_every_dtype_at_once_is_aligned_for_any_safetensors_reader(tmp_path: Pat
 
 
 @pytest.mark.parametrize("small", [0, 1, 700, 5000])
-def test_large_chunks_begin_far_from_where_tensors_do_in_their_pages(small: int, tmp_path: Path) -> None:
+def test_large_chunks_start_at_a_page_offset_far_from_that_of_tensors(small: int, tmp_path: Path) -> None:
     state = {"a": torch.randn(64, 1024), "b": torch.randn(64, 1024), "c": torch.randn(small)}
     sp.save(tmp_path, state)
     (shard,) = (tmp_path / "shards").iterdir()
@@ -84,7 +84,7 @@ def test_large_chunks_begin_far_from_where_tensors_do_in_their_pages(small: int,
         assert all(torch.equal(file.get_tensor(key), state[key[0]]) for key in file.keys() if key[0] != "@")  # noqa: SIM118
 
 
-def test_where_large_chunks_of_several_types_begin_those_with_most_bytes_decide(tmp_path: Path) -> None:
+def test_the_dtype_with_most_bytes_decides_the_page_offset_of_large_chunks(tmp_path: Path) -> None:
     state = {
         "bias": torch.zeros(100, dtype=torch.bfloat16),
         "weight": torch.zeros(64, 1024, dtype=torch.bfloat16),
@@ -100,11 +100,11 @@ def test_where_large_chunks_of_several_types_begin_those_with_most_bytes_decide(
 
 
 @given(st.lists(st.integers(0, 1 << 18), max_size=8))
-def test_no_other_start_of_the_data_brings_more_bytes_nearer(counts: list[int]) -> None:
+def test_start_in_page_is_the_best_of_all_offsets(counts: list[int]) -> None:
     starts = np.cumsum(counts) - counts
 
     def gain(in_page: int) -> int:
-        """Bytes of large chunks, by how many of 21 steps of 64 bytes they begin nearer to byte 1856."""
+        """Bytes of large chunks, weighted by nearness to byte 1856: from 0 to 21, in steps of 64 bytes."""
         total = 0
         for start, count in zip(starts.tolist(), counts, strict=True):
             away = abs((in_page + start // 64 * 64 - 1856 + 2048) % 4096 - 2048) // 64
@@ -166,7 +166,7 @@ def test_chunks_of_any_size_give_the_same_values(chunk_bytes: int, tmp_path: Pat
     assert verify(storage).ok
 
 
-def test_a_chunk_larger_than_all_buffers(tmp_path: Path) -> None:
+def test_a_chunk_larger_than_all_buffers_round_trips(tmp_path: Path) -> None:
     state = {"big": torch.randn(5 << 20), "small": torch.randn(3)}
     storage = LocalStorage(tmp_path / "c")
     Saver(LocalRendezvous(), chunk_bytes=1 << 30).save(storage, state)
@@ -188,7 +188,7 @@ def test_metadata_is_plain_data(tmp_path: Path) -> None:
         assert checkpoint.metadata == given
 
 
-def test_metadata_that_cannot_be_kept_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_metadata_that_is_not_plain_data_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(sp.PlainDataError, match="metadata"):
         sp.save(tmp_path / "c", {"x": torch.zeros(1)}, metadata={"f": open})
     assert not (tmp_path / "c").exists()

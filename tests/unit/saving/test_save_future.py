@@ -21,7 +21,7 @@ def failing(path: Path) -> FaultyStorage:
     return FaultyStorage(LocalStorage(path), 0, StorageError("the disk is gone"), only=("finish",))
 
 
-def test_a_failure_that_was_asked_for_is_reported_once(tmp_path: Path) -> None:
+def test_a_failure_that_the_future_reported_is_not_raised_by_the_next_save(tmp_path: Path) -> None:
     saver = Saver(LocalRendezvous())
     future = saver.begin(failing(tmp_path / "a"), STATE).future()
     assert wait([future], 60, FIRST_COMPLETED).done == {future}
@@ -31,7 +31,7 @@ def test_a_failure_that_was_asked_for_is_reported_once(tmp_path: Path) -> None:
     assert saver.begin(LocalStorage(tmp_path / "b"), STATE).future().result(60).tensors == 1
 
 
-def test_the_next_save_raises_a_failure_that_nobody_asked_for(tmp_path: Path) -> None:
+def test_the_next_save_raises_a_failure_that_no_caller_has_seen(tmp_path: Path) -> None:
     saver = Saver(LocalRendezvous())
     future = saver.begin(failing(tmp_path / "a"), STATE).future()
     wait([future], 60)

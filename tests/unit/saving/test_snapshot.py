@@ -99,7 +99,7 @@ def assert_saved(folder: Path, want: dict[str, torch.Tensor]) -> None:
 
 
 def small_buffers(checkpointer: sp.Checkpointer, nbytes: int = 4096) -> None:
-    """So that a save of little is many writes."""
+    """Gives the writer small buffers, so that a small state takes many writes."""
     checkpointer._saver._own_cache().buffers = BufferPool(nbytes, 3)
 
 
@@ -111,7 +111,7 @@ def folder_of(run: Path, step: int) -> Path:
 @pytest.mark.parametrize("kind", ["plain", "offloaded"])
 @pytest.mark.parametrize("snapshot", ["fence", "stage"])
 @pytest.mark.parametrize("where", ["host", pytest.param("device", marks=pytest.mark.gpu)])
-def test_what_changes_after_save_returned_is_not_saved(
+def test_changes_after_save_returned_are_not_saved(
     where: str, snapshot: Any, kind: str, tmp_path: Path
 ) -> None:
     net, optimizer = trained(kind, first_device() if where == "device" else None)
@@ -120,7 +120,7 @@ def test_what_changes_after_save_returned_is_not_saved(
     state = {"net": net, "optimizer": optimizer, "ema": ema, "loose": loose}
     checkpointer = sp.Checkpointer(tmp_path, snapshot=snapshot, keep=sp.KeepLatest(1))
     pending = None
-    for step in range(1, 26):  # a hundred in all
+    for step in range(1, 26):
         small_buffers(checkpointer, 16384)
         want = bits(state)
         pending = checkpointer.save(step, state)
@@ -133,8 +133,8 @@ def test_what_changes_after_save_returned_is_not_saved(
 
 
 @pytest.mark.parametrize("snapshot", ["fence", "stage"])
-def test_small_tensors_around_large_ones(snapshot: Any, tmp_path: Path) -> None:
-    """Small ones are copied, staged and hashed some together; others among them are not."""
+def test_small_tensors_around_large_ones_have_the_values_of_the_save(snapshot: Any, tmp_path: Path) -> None:
+    """Small tensors are copied, staged and hashed in groups. Large ones between them are not."""
     draw = random.Random(3)
     state: dict[str, Any] = {}
     for number in range(400):
@@ -306,18 +306,18 @@ def test_a_write_to_a_dtensor_without_a_fence_fails_the_save(
                 pending.result(LIMIT)
 
 
-def test_a_write_that_fails_while_it_is_asked_for_fails_the_save(
+def test_a_write_that_fails_while_its_future_is_polled_fails_the_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class EndsWhenAsked(Future[Any]):
-        """Says that it is not done, and is so a moment later."""
+    class EndsWhenPolled(Future[Any]):
+        """`done` returns False once, although the future has ended by then."""
 
-        was_asked = False
+        was_polled = False
 
         def done(self) -> bool:
-            if self.was_asked:
+            if self.was_polled:
                 return super().done()
-            self.was_asked = True
+            self.was_polled = True
             self.exception(LIMIT)
             return False
 
@@ -332,7 +332,7 @@ def test_a_write_that_fails_while_it_is_asked_for_fails_the_save(
     checkpointer = sp.Checkpointer(tmp_path)
     small_buffers(checkpointer)
     monkeypatch.setattr(LocalSink, "write_at", full_once)
-    monkeypatch.setattr(background, "Future", EndsWhenAsked)
+    monkeypatch.setattr(background, "Future", EndsWhenPolled)
     with pytest.raises(StorageError, match="the disk is full"):
         checkpointer.save(1, {"w": torch.randn(10_000)}).result(LIMIT)
     assert failed and checkpointer.steps() == []
@@ -370,7 +370,7 @@ def test_copies_never_take_more_than_the_budget(budget: int, tmp_path: Path, del
         assert_saved(folder_of(tmp_path, step), want)
 
 
-def test_a_full_budget_is_said(gate: Gate, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_budget_is_logged(gate: Gate, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     state = {"large": torch.randn(512, 1024)}
     checkpointer = sp.Checkpointer(tmp_path, host_memory_budget=0)
     saves: list[Any] = []
@@ -388,7 +388,7 @@ def test_a_full_budget_is_said(gate: Gate, tmp_path: Path, caplog: pytest.LogCap
     assert any("host_memory_budget" in record.message for record in caplog.records)
 
 
-def test_memory_for_copies_is_used_again(gate: Gate, tmp_path: Path) -> None:
+def test_memory_for_copies_is_reused(gate: Gate, tmp_path: Path) -> None:
     state = {"weight": torch.randn(1 << 20)}
     checkpointer = sp.Checkpointer(tmp_path)
     checkpointer.wait()
@@ -404,7 +404,7 @@ def test_memory_for_copies_is_used_again(gate: Gate, tmp_path: Path) -> None:
     assert sizes == [4 << 20] * 3
 
 
-def test_memory_for_a_copy_that_fails_is_given_back(gate: Gate, tmp_path: Path) -> None:
+def test_memory_for_a_failed_copy_is_released(gate: Gate, tmp_path: Path) -> None:
     net, optimizer = trained("plain")
     checkpointer = sp.Checkpointer(tmp_path)
     checkpointer.wait()
@@ -422,7 +422,7 @@ def test_memory_for_a_copy_that_fails_is_given_back(gate: Gate, tmp_path: Path) 
     assert pool.size and (pool._current is None or pool._current.copies == 0)
 
 
-def test_a_writer_that_hangs_does_not_hold_training(gate: Gate, tmp_path: Path) -> None:
+def test_a_hanging_writer_does_not_block_training(gate: Gate, tmp_path: Path) -> None:
     net, optimizer = trained("plain")
     checkpointer = sp.Checkpointer(tmp_path, deadline=0.5, host_memory_budget=0)
     small_buffers(checkpointer)
@@ -435,23 +435,23 @@ def test_a_writer_that_hangs_does_not_hold_training(gate: Gate, tmp_path: Path) 
     assert checkpointer.steps() == []
 
 
-@pytest.mark.parametrize("ask", ["result", "wait", "save"])
-def test_nobody_waits_for_ever_for_a_storage_that_hangs(ask: str, gate: Gate, tmp_path: Path) -> None:
+@pytest.mark.parametrize("call", ["result", "wait", "save"])
+def test_every_call_that_waits_for_a_hanging_storage_ends(call: str, gate: Gate, tmp_path: Path) -> None:
     checkpointer = sp.Checkpointer(tmp_path, deadline=0.3)
     state = {"weight": torch.zeros(1000)}
     pending = checkpointer.save(1, state)
-    asks: dict[str, Callable[[], Any]] = {
+    calls: dict[str, Callable[[], Any]] = {
         "result": pending.result,
         "wait": checkpointer.wait,
         "save": lambda: checkpointer.save(2, state),
     }
     with pytest.raises(StorageError, match="the storage hangs"):
-        asks[ask]()
+        calls[call]()
     gate.open()
     assert pending.result(LIMIT).step == 1
 
 
-def test_a_save_waits_for_the_one_before_or_is_skipped(gate: Gate, tmp_path: Path) -> None:
+def test_a_save_waits_for_the_previous_save_or_is_skipped(gate: Gate, tmp_path: Path) -> None:
     state = {"weight": torch.zeros(1000)}
     checkpointer = sp.Checkpointer(tmp_path)
     first = checkpointer.save(1, state)
@@ -471,9 +471,9 @@ def test_a_save_waits_for_the_one_before_or_is_skipped(gate: Gate, tmp_path: Pat
     opener.join()
 
 
-@pytest.mark.parametrize("asked", ["save", "wait", "result"])
+@pytest.mark.parametrize("call", ["save", "wait", "result"])
 def test_a_failure_in_the_background_is_raised_once(
-    asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     state = {"weight": torch.zeros(1000)}
     checkpointer = sp.Checkpointer(tmp_path)
@@ -487,13 +487,13 @@ def test_a_failure_in_the_background_is_raised_once(
     pending._future.exception(LIMIT)  # type: ignore[union-attr]
     assert "the disk is full" in caplog.text
     monkeypatch.setattr(LocalSink, "write_at", write_at)
-    ask: dict[str, Callable[[], Any]] = {
+    calls: dict[str, Callable[[], Any]] = {
         "save": lambda: checkpointer.save(2, state),
         "wait": checkpointer.wait,
         "result": pending.result,
     }
     with pytest.raises(StorageError, match="the disk is full"):
-        ask[asked]()
+        calls[call]()
     checkpointer.wait()
     checkpointer.save(3, state).result(LIMIT)
     assert checkpointer.steps() == [3]
@@ -573,7 +573,7 @@ def test_an_interrupt_before_all_is_copied_commits_nothing(
             checkpointer.save(1, state)
     state["weight"].zero_()
     gate.open()
-    checkpointer.wait()  # the interrupt has told the caller
+    checkpointer.wait()  # raises nothing: the interrupt was the error
     assert checkpointer.steps() == []
     checkpointer.save(2, state).result(LIMIT)
     assert checkpointer.steps() == [2]

@@ -1,4 +1,4 @@
-"""What a save may read live, and what tells that it was changed."""
+"""Which tensors a save may read live, and how it detects writes to them."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def watch_of(state: Any) -> tuple[WriteWatch, list[str]]:
 
 
 def fenced(state: Any) -> list[str]:
-    """The keys of what may be read live."""
+    """The keys of tensors that may be read live."""
     watch, keys = watch_of(state)
     return [key for row, key in enumerate(keys) if watch.is_fenced(row)]
 
 
 def changed(state: Any, write: Callable[[], object]) -> str | None:
-    """The key that is said to be changed once something was written."""
+    """The key that the watch reports after `write`."""
     watch, keys = watch_of(state)
     assert watch.changed_piece({}) is None
     with torch.no_grad():
@@ -109,7 +109,7 @@ def test_a_second_tensor_with_the_memory_of_a_parameter_is_fenced_with_it() -> N
     ],
     ids=["numpy array over it", "shared with processes", "over numpy", "over a buffer", "of another library"],
 )
-def test_memory_that_others_than_torch_may_write_is_not_fenced(give: Callable[[torch.Tensor], Any]) -> None:
+def test_memory_that_code_outside_torch_may_write_is_not_fenced(give: Callable[[torch.Tensor], Any]) -> None:
     net = nn.Linear(4, 4)
     state = {"net": net, "step": torch.optim.SGD(net.parameters(), lr=1.0)}
     held = give(net.weight)
@@ -117,8 +117,8 @@ def test_memory_that_others_than_torch_may_write_is_not_fenced(give: Callable[[t
     del held
 
 
-def test_dtensors_of_one_memory_tell_of_each_other(mesh: DeviceMesh) -> None:
-    """An operation on a DTensor is counted by it alone, so each is asked that may have written."""
+def test_a_write_through_any_dtensor_of_shared_memory_is_detected(mesh: DeviceMesh) -> None:
+    """A write to a DTensor raises only its own version, so the watch reads the version of each."""
     local = torch.zeros(8)
     first, second = (nn.Parameter(dtensor(part, mesh)) for part in (local[:4], local[4:]))
     apart = nn.Parameter(torch.zeros(2))
@@ -146,7 +146,7 @@ def test_padded_buffers_of_fully_shard_are_known(process_group: None) -> None:
     assert changed(state, lambda: parameters[0]._sharded_param_data.add_(0)) == "net.weight"
 
 
-def test_what_a_dtensor_that_counts_no_writes_is_part_of_is_not_fenced(mesh: DeviceMesh) -> None:
+def test_memory_shared_with_a_dtensor_without_a_version_is_not_fenced(mesh: DeviceMesh) -> None:
     local = torch.zeros(4)
     with torch.inference_mode():
         frozen = nn.Parameter(dtensor(local, mesh))

@@ -1,4 +1,4 @@
-"""A checkpoint in memory, as simple as can be: whole tensors, filled and read by indexing."""
+"""A simple checkpoint in memory: whole tensors, filled and read by indexing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardproof.state import Binding, Catalogue, Collected, bind, collect
 
 
 class FakeCheckpoint:
-    """What all ranks collected, put together."""
+    """Merges what all ranks collected into whole tensors."""
 
     def __init__(self, ranks: Sequence[Collected]) -> None:
         self.full: dict[str, torch.Tensor] = {}

@@ -1,4 +1,4 @@
-"""What is remembered of a walk: whatever changes, the next says what a walk without memory says."""
+"""After any change of the state, a walk that reuses the last one collects the same as a first walk."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Tree = dict[str, Any]
 
 @contextmanager
 def second_of_two() -> Iterator[tuple[DeviceMesh, DeviceMesh]]:
-    """As rank 1, two meshes of the two ranks in different order."""
+    """Joins a world of two ranks as rank 1; yields two meshes that list the ranks in different orders."""
     dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
     try:
         yield DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [1, 0])
@@ -50,7 +50,7 @@ def placed(mesh: DeviceMesh, rows: int, placement: Placement) -> DTensor:
 
 
 def uneven(tensor: DTensor, split: int) -> DTensor:
-    """Says that its first rows are the first of all, and the others those from 5 on."""
+    """Maps the first `split` rows to the first global rows, and the other rows to the rows from 5 on."""
     rows = len(getattr(tensor, "_local_tensor", tensor))
     local = Boxes(np.array([[0, 0], [split, 0]]), np.array([[split, 3], [rows - split, 3]]))
     setattr(tensor, LOCAL, IndexMap((rows, 3), (max(2 * rows, 8), 3), local, np.array([[0, 0], [5, 0]])))
@@ -58,20 +58,20 @@ def uneven(tensor: DTensor, split: int) -> DTensor:
 
 
 class Order(NamedTuple):
-    """In which mesh dimensions shard a dimension, as torch has it."""
+    """Torch's record of the mesh dimensions that shard a tensor dimension, in order."""
 
     tensor_dim: int
     mesh_dims: tuple[int, ...]
 
 
 def ordered(tensor: DTensor, *mesh_dims: int) -> DTensor:
-    """Says in which order mesh dimensions shard its rows."""
+    """Sets the order in which mesh dimensions shard the rows."""
     tensor._spec.shard_order = (Order(0, mesh_dims),)
     return tensor
 
 
 def twice_sharded() -> DTensor:
-    """A DTensor of which two mesh dimensions, one of them of size 1, shard the rows."""
+    """A DTensor whose rows are sharded over two mesh dimensions, one of size 1."""
     mesh, placements = DeviceMesh("cpu", [[0, 1]]), [Shard(0), Shard(0)]
     tensor = DTensor.from_local(
         torch.rand(5, 3), mesh, placements, run_check=False, shape=(10, 3), stride=(3, 1)
@@ -80,7 +80,7 @@ def twice_sharded() -> DTensor:
 
 
 class Marked(torch.Tensor):
-    """A tensor with more to it."""
+    """A subclass of tensor."""
 
 
 class Trained(torch.nn.Module):
@@ -91,7 +91,7 @@ class Trained(torch.nn.Module):
 
 
 def state(mesh: DeviceMesh) -> Tree:
-    """One of every kind that a walk tells apart."""
+    """A tree with one value of each kind that a walk distinguishes."""
     module = Trained(mesh)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     for parameter in module.parameters():
@@ -115,17 +115,17 @@ def state(mesh: DeviceMesh) -> Tree:
 
 
 def respecced(tree: Tree, mesh: DeviceMesh, placement: Placement) -> None:
-    """The same local tensor, in a DTensor that is placed in another way."""
+    """Gives the DTensor another spec; its local tensor stays."""
     tree["sharded"]._spec = placed(mesh, 5, placement)._spec
 
 
 def turned(mesh: DeviceMesh) -> None:
-    """The rank is at the other place of the mesh."""
+    """Moves this rank to the other coordinate of the mesh."""
     mesh._coordinate_on_dim = [1 - place for place in mesh.get_coordinate() or ()]
 
 
 def move(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
-    """The same DTensor on another mesh."""
+    """Changes the mesh in the spec of a DTensor."""
     if isinstance(tensor, DTensor):
         tensor._spec.mesh = mesh
 
@@ -211,8 +211,8 @@ CHANGES: dict[str, Callable[[Tree, DeviceMesh, DeviceMesh], Any]] = {
 }
 
 
-def said(collected: Collected) -> list[Any]:
-    """All that is collected, memory by identity."""
+def contents_of(collected: Collected) -> list[Any]:
+    """All that was collected, with the identity of each view's memory."""
     return [
         [
             (
@@ -226,7 +226,7 @@ def said(collected: Collected) -> list[Any]:
                 ],
             )
             for entry in collected.tensors
-            if not entry.key.startswith("array")  # which is copied anew where torch cannot share it
+            if not entry.key.startswith("array")  # torch copies an array that it cannot share
         ],
         collected.objects,
         [(item.optimizer, item.memory) for item in collected.stepped],
@@ -246,7 +246,7 @@ def outcome(tree: Tree, last: LastWalk | None) -> tuple[Any, Collected | None]:
         collected = collect(tree, last=last)
     except StructureError as error:
         return str(error), None
-    return said(collected), collected
+    return contents_of(collected), collected
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -260,7 +260,7 @@ def test_pieces_that_change_are_seen() -> None:
 
 @settings(deadline=None, max_examples=100)
 @given(st.lists(st.sampled_from(sorted(CHANGES)), min_size=1, max_size=12))
-def test_a_walk_with_memory_says_what_one_without_says(changes: list[str]) -> None:
+def test_a_walk_that_reuses_the_last_one_collects_the_same_as_a_first_walk(changes: list[str]) -> None:
     check(changes)
 
 
@@ -282,7 +282,7 @@ def check(changes: list[str]) -> None:
     "change",
     ["nothing", "values", "other tensors of the same kind", "a parameter's memory", "another option"],
 )
-def test_what_is_the_same_is_not_described_anew(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unchanged_tensors_are_not_described_again(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     described = watch_described(monkeypatch)
     with second_of_two() as (mesh, other):
         tree, last = state(mesh), LastWalk()
@@ -296,7 +296,7 @@ def test_what_is_the_same_is_not_described_anew(change: str, monkeypatch: pytest
     assert after.token is before.token
 
 
-def test_no_memory_of_tensors_is_kept() -> None:
+def test_the_last_walk_holds_no_memory_of_tensors() -> None:
     array = np.zeros(1000)
     freed = weakref.ref(array)
     last = LastWalk()
@@ -307,9 +307,9 @@ def test_no_memory_of_tensors_is_kept() -> None:
     assert freed() is None
 
 
-def test_after_a_walk_that_failed_all_is_described() -> None:
+def test_a_walk_after_a_failed_walk_describes_every_tensor() -> None:
     last, tree = LastWalk(), {"w": torch.ones(2), "n": torch.ones(3)}
     before = collect(tree, last=last)
     with pytest.raises(StructureError, match="meta"):
         collect(tree | {"n": torch.ones(3, device="meta")}, last=last)
-    assert said(collect(tree, last=last)) == said(before)
+    assert contents_of(collect(tree, last=last)) == contents_of(before)

@@ -37,7 +37,7 @@ def as_rank(rank: int, world_size: int) -> Iterator[None]:
 
 
 def every_rank(mesh_shape: Sequence[int], tree: Callable[[DeviceMesh], Any]) -> list[Any]:
-    """What each rank collects of its tree."""
+    """What each rank collects from its tree."""
     world_size = 1
     for size in mesh_shape:
         world_size *= size
@@ -45,7 +45,7 @@ def every_rank(mesh_shape: Sequence[int], tree: Callable[[DeviceMesh], Any]) -> 
     for rank in range(world_size):
         with as_rank(rank, world_size):
             ranks = torch.arange(world_size).reshape(*mesh_shape)
-            # A thread for each rank, since torch keeps layouts that it has seen for each thread.
+            # A thread for each rank, because torch caches layouts per thread.
             with ThreadPoolExecutor(1) as thread:
                 collected.append(
                     thread.submit(
@@ -165,8 +165,8 @@ def test_the_order_of_sharding_is_read_from_split_factors() -> None:
     ]
 
 
-def test_fsdp_over_tensor_parallel_where_a_rank_cannot_tell_by_its_shape() -> None:
-    # (3, 4) ranks, 27 rows: rank (2, 2) holds one row in both readings, but another one.
+def test_fsdp_over_tensor_parallel_is_placed_right_where_shapes_are_ambiguous() -> None:
+    # (3, 4) ranks, 27 rows: rank (2, 2) holds one row in both readings, but a different one in each.
     assert local_segments((27,), (3, 4), (2, 2), ((0, 0, 4), (1, 0, 0))) == (((20, 1),),)
     assert local_segments((27,), (3, 4), (2, 2), ((0, 0, 4), (1, 0, 0)), False) == (((26, 1),),)
     placements = [_StridedShard(0, split_factor=4), Shard(0)]
@@ -186,7 +186,7 @@ def fsdp_over_tp(full: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     return module.weight
 
 
-def test_a_layout_that_could_be_two_is_refused() -> None:
+def test_an_ambiguous_layout_is_refused() -> None:
     placements = [_StridedShard(0, split_factor=4), Shard(0), Shard(0)]
     with pytest.raises(StructureError, match="two layouts"):
         every_rank(
@@ -206,8 +206,8 @@ def test_a_layout_that_could_be_two_is_refused() -> None:
     ],
     ids=", ".join,
 )
-def test_layouts_of_one_walk_are_told_apart(among: tuple[str, ...]) -> None:
-    """By mesh, placements and both shapes: a DTensor that is like another in all but one of them."""
+def test_layouts_of_one_walk_are_distinguished(among: tuple[str, ...]) -> None:
+    """DTensors that differ only in the mesh, the placements or a shape."""
 
     def tree(mesh: DeviceMesh) -> dict[str, Any]:
         ranks = torch.arange(4)
@@ -242,7 +242,7 @@ class _Rows(int):
 
 
 class _Strided(int):
-    """Stands for one of another type that is equal to it."""
+    """Stands for a placement of another type that compares equal."""
 
 
 @pytest.mark.parametrize("placed", [_Strided(0), _Rows(1)])
@@ -256,13 +256,13 @@ def test_placements_of_another_type_are_not_alike(placed: Any) -> None:
 
 
 class Order(NamedTuple):
-    """As torch has it; those that have none take it as an attribute more."""
+    """Torch's record of the order of sharding. Versions of torch without it accept the attribute."""
 
     tensor_dim: int
     mesh_dims: tuple[int, ...]
 
 
-def test_an_order_of_shards_that_is_not_that_of_the_mesh_is_refused() -> None:
+def test_shards_in_another_order_than_the_mesh_are_refused() -> None:
     with as_rank(1, 4):
         mesh = DeviceMesh("cpu", torch.arange(4).reshape(2, 2))
         usual, other = (
@@ -291,7 +291,7 @@ def test_partial_sums_are_refused() -> None:
             collect({"x": partial})
 
 
-def test_a_local_tensor_that_is_not_what_the_placements_say_is_refused() -> None:
+def test_a_local_tensor_that_contradicts_its_placements_is_refused() -> None:
     with as_rank(0, 2):
         mesh = DeviceMesh("cpu", [0, 1])
         odd = DTensor.from_local(
@@ -311,7 +311,7 @@ def test_a_rank_outside_of_the_mesh_holds_nothing() -> None:
         assert (entry.shape, entry.pieces) == ((4,), ())
 
 
-def test_tied_empty_shards_are_known_to_be_tied() -> None:
+def test_tied_empty_shards_are_collected_as_tied() -> None:
     full = numbered((1, 2))
 
     def tree(mesh: DeviceMesh) -> Any:
@@ -348,7 +348,7 @@ def test_optimizer_state_is_made_with_the_parameters_layout() -> None:
             assert type(state["step"]) is torch.Tensor and state["step"].item() == 1
 
 
-def test_a_rank_outside_of_the_mesh_takes_state_that_it_has_not_made() -> None:
+def test_a_rank_outside_of_the_mesh_loads_state_that_it_did_not_have() -> None:
     source = torch.nn.Linear(3, 4, bias=False)
     optimizer = torch.optim.AdamW(source.parameters())
     source(torch.ones(2, 3)).sum().backward()
@@ -389,8 +389,8 @@ def test_state_of_another_shape_is_replicated_on_the_mesh() -> None:
 
 
 @pytest.mark.parametrize("shape", [(4,), (8, 4)], ids=str)
-def test_a_plain_slot_of_another_shape_is_no_replica_where_the_parameter_is_sharded(shape: Any) -> None:
-    """Ranks may each hold their own: a sum of their rows, or what a compressed gradient left out."""
+def test_a_plain_slot_of_another_shape_is_refused_where_the_parameter_is_sharded(shape: Any) -> None:
+    """Each rank may hold a value of its own: a sum of its rows, or the error of a compressed gradient."""
 
     def tree(mesh: DeviceMesh, placement: Any, slot: torch.Tensor) -> Any:
         module = torch.nn.Linear(4, 8, bias=False)
@@ -441,8 +441,8 @@ def test_objects_keep_the_layout_of_their_tensors() -> None:
         assert torch.equal(target.tensor._local_tensor, full[:, 2:])
 
 
-def test_a_scalar_of_a_parameter_is_saved_and_loaded_whatever_its_layout() -> None:
-    """Shaped slots are refused both ways, where the local tensor is not what the placements say."""
+def test_a_scalar_slot_is_saved_and_loaded_in_any_layout() -> None:
+    """Slots with a shape are refused where the local tensor contradicts the placements."""
     layouts = SlotLayouts({}, {})
     with as_rank(0, 2):
         mesh = DeviceMesh("cpu", torch.arange(2))

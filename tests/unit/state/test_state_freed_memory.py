@@ -87,7 +87,7 @@ def test_a_tensor_without_memory_is_neither_saved_nor_filled(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["freed", "cut by a byte", "zeros that are stored nowhere"])
-def test_the_local_tensor_of_a_dtensor_is_looked_at(kind: str) -> None:
+def test_the_local_tensor_of_a_dtensor_is_checked(kind: str) -> None:
     with alone() as mesh:
         tree = {"w": placed(WITHOUT_MEMORY[kind](), mesh)}
         refused("w", lambda: collect(tree))
@@ -183,15 +183,15 @@ def test_tensors_inside_of_a_transformation_are_refused(transform: Any) -> None:
     transform(saves)(torch.ones(3) if transform is not torch.vmap else torch.ones(2, 3))
 
 
-def test_a_tensor_that_loses_its_memory_between_two_walks_is_seen() -> None:
+def test_a_tensor_that_loses_its_memory_between_two_walks_is_refused() -> None:
     last = LastWalk()
     state = {"a": torch.ones(3), "w": whole(), "t": whole().t()}
     before = collect(state, last=last)
     for key, nbytes in (("w", 0), ("w", 47), ("t", 47)):
-        kept = state[key].untyped_storage().nbytes()
+        nbytes_before = state[key].untyped_storage().nbytes()
         cut(state[key], nbytes)
         refused(key, lambda: collect(state, last=last))
-        cut(state[key], kept)
+        cut(state[key], nbytes_before)
         assert collect(state, last=last).token is before.token
     state["w"] = torch._efficientzerotensor((4, 4))[1:]
     refused("w", lambda: collect(state, last=last))
@@ -199,7 +199,7 @@ def test_a_tensor_that_loses_its_memory_between_two_walks_is_seen() -> None:
     assert collect(state, last=last).token is before.token
 
 
-def test_more_memory_than_a_tensor_takes_and_tensors_without_elements_are_fine() -> None:
+def test_oversized_storages_and_empty_tensors_are_accepted() -> None:
     state = {
         "grown": cut(torch.ones(3), 1000),
         "empty": cut(torch.ones(0, 3)),
@@ -214,7 +214,7 @@ def test_more_memory_than_a_tensor_takes_and_tensors_without_elements_are_fine()
 
 
 def shifted(dtype: torch.dtype, shift: int) -> torch.Tensor:
-    """Twelve elements that begin so many bytes after a multiple of 64."""
+    """Twelve elements that begin `shift` bytes after a multiple of 64."""
     memory = torch.zeros(12 * dtype.itemsize + 128, dtype=torch.uint8)
     start = -memory.data_ptr() % 64 + shift
     return torch.frombuffer(memory.numpy(), dtype=dtype, offset=start, count=12).view(3, 4)
@@ -222,7 +222,7 @@ def shifted(dtype: torch.dtype, shift: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64, torch.complex128])
 @pytest.mark.parametrize("turned", [False, True])
-def test_a_tensor_between_the_places_of_its_elements_is_refused(dtype: torch.dtype, turned: bool) -> None:
+def test_a_misaligned_tensor_is_refused(dtype: torch.dtype, turned: bool) -> None:
     name = str(dtype).removeprefix("torch.")
     catalogue = Catalogue({"w": (name, (4, 3) if turned else (3, 4))}, {}, {}, 1)
     for shift in (1, dtype.itemsize // 2, dtype.itemsize, 3 * dtype.itemsize):
@@ -235,7 +235,7 @@ def test_a_tensor_between_the_places_of_its_elements_is_refused(dtype: torch.dty
             assert collect(state).tensors[0].pieces and bind(state, catalogue).tensors
 
 
-def test_arrays_between_the_places_of_their_elements_are_saved_and_filled(tmp_path: Path) -> None:
+def test_misaligned_arrays_are_saved_and_filled(tmp_path: Path) -> None:
     def array() -> Any:
         return np.frombuffer(bytearray(8 * 1000 + 1), np.float64, 1000, 1)
 

@@ -1,4 +1,4 @@
-"""LocalBoxesCache against the slow truth: every element of a local tensor placed by itself."""
+"""Layout against a slow reference that places each element of a local tensor by itself."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def layouts(draw: st.DrawFn) -> tuple[Layout, np.ndarray]:
 
 
 def filled(sharded: LocalShards) -> np.ndarray:
-    """What the pieces put in each element of the model's tensor; no element twice."""
+    """The model's tensor, filled from the pieces; asserts that no element is filled twice."""
     whole = torch.full(sharded.shape, NOWHERE)
     for view, offsets in sharded.pieces:
         box = tuple(slice(o, o + s) for o, s in zip(offsets, view.shape, strict=True))
@@ -154,7 +154,7 @@ def test_pieces_of_a_range_are_where_its_elements_are(
 
 @given(layouts())
 @settings(max_examples=100, deadline=None)
-def test_whole_is_said_of_layouts_that_move_nothing(drawn: tuple[Layout, np.ndarray]) -> None:
+def test_a_whole_layout_moves_no_element(drawn: tuple[Layout, np.ndarray]) -> None:
     layout, truth = drawn
     moves_nothing = layout.shape == truth.shape and (truth.ravel() == np.arange(truth.size)).all()
     if layout.is_whole:
@@ -213,8 +213,8 @@ def test_wrong_sizes_and_names_are_refused() -> None:
         Layout.of(IndexMap.whole((2, 3)), factors=((6,),))
 
 
-def test_an_uneven_dtensor_is_described_by_its_own_embedding() -> None:
-    """Rows 1 to 6 of 7 on rank 1, where Shard(0) alone would say 4 to 7."""
+def test_an_uneven_dtensor_is_described_by_its_own_index_map() -> None:
+    """Rows 1 to 6 of 7 are on rank 1, where Shard(0) alone would place rows 4 to 7."""
     with as_rank(1, 2):
         mesh = DeviceMesh("cpu", torch.arange(2))
         local = torch.arange(10.0).reshape(5, 2)
@@ -243,7 +243,7 @@ def test_an_uneven_dtensor_is_described_by_its_own_embedding() -> None:
             collect({"w": weight})
 
 
-def test_a_rank_outside_the_mesh_holds_nothing_and_declares_all() -> None:
+def test_a_rank_outside_the_mesh_collects_the_declared_shape_without_pieces() -> None:
     with as_rank(2, 3):
         mesh = DeviceMesh("cpu", torch.arange(2))
         weight = distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)], src_data_rank=None)
@@ -254,8 +254,8 @@ def test_a_rank_outside_the_mesh_holds_nothing_and_declares_all() -> None:
         assert (entry.dtype, entry.shape, entry.pieces) == ("float32", (3, 4, 2), ())
 
 
-def test_layouts_of_the_same_part_are_the_same() -> None:
-    """Their answers are kept, so that saving over and over places no box twice."""
+def test_layouts_of_the_same_part_are_cached() -> None:
+    """Repeated saves compute each box once, and the caches are bounded."""
     inner, layout = IndexMap.whole((300, 3)), Layout.whole((300, 3))
     assert layout.part(inner) is layout.part(inner)
     for row in range(300):
@@ -265,7 +265,7 @@ def test_layouts_of_the_same_part_are_the_same() -> None:
     assert len(layout._ranges) <= 256
 
 
-def test_parameters_of_one_shape_share_a_layout_and_what_it_was_asked() -> None:
-    """A save asks for the layout of every parameter, every time."""
+def test_parameters_of_one_shape_share_a_layout() -> None:
+    """Each save asks for the layout of every parameter."""
     first, second = torch.ones(2, 3), torch.zeros(2, 3)
     assert local_layout(first, None, "first") is local_layout(second, None, "second")

@@ -1,4 +1,4 @@
-"""A module that describes its own shards, and is told when they are loaded."""
+"""A module that describes its own shards. Its `state_loaded` runs after a load."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class Half(torch.nn.Module):
         super().__init__()
         self.bias = torch.nn.Parameter(torch.arange(3.0))
         self.flat = torch.arange(float(stop))
-        self.told: list[torch.Tensor] = []
+        self.loads: list[torch.Tensor] = []
 
     def state_dict(self, *args: Any, **options: Any) -> Any:
         return {"bias": self.bias, "weight": sp.FlatShard(self.flat, (4, 3), 0, len(self.flat))}
 
     def state_loaded(self) -> None:
-        self.told.append(self.flat.clone())
+        self.loads.append(self.flat.clone())
 
 
 def test_shards_of_a_module_are_saved_and_loaded_in_place(tmp_path: Any) -> None:
@@ -38,7 +38,7 @@ def test_shards_of_a_module_are_saved_and_loaded_in_place(tmp_path: Any) -> None
     memory = part.flat.data_ptr()
     sp.load(tmp_path / "step", {"model": part})
     assert part.flat.data_ptr() == memory
-    assert [told.tolist() for told in part.told] == [list(range(7))], "told once, after the weights are there"
+    assert [weights.tolist() for weights in part.loads] == [list(range(7))], "once, after the weights are set"
 
 
 def test_a_gap_in_the_shards_of_a_module_is_an_error(tmp_path: Any) -> None:

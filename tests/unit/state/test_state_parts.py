@@ -1,4 +1,4 @@
-"""Objects that give their state as a tree of their own: kept below a reserved segment, optional both ways."""
+"""Objects with `state_tree`: stored below a reserved segment, optional in the checkpoint and in the state."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Counter:
 
 
 class Machine:
-    """A part that all ranks share and one of each rank's own."""
+    """State that all ranks share, and state of each rank."""
 
     def __init__(self, count: int = 0, length: int = 0) -> None:
         self.job = Plain({"count": count})
@@ -54,7 +54,7 @@ class Plain:
 
 
 class Checked(Machine):
-    """Looks at what is stored before it is loaded."""
+    """Inspects the stored state before it is loaded."""
 
     def __init__(self, answer: bool | None = None) -> None:
         super().__init__(-1)
@@ -73,7 +73,7 @@ def test_the_keys_of_a_part_lie_below_its_reserved_segment() -> None:
 
 
 @pytest.mark.parametrize("nest", [lambda machine: machine, lambda machine: [machine]])
-def test_a_part_comes_back_whole_and_is_told_after(tmp_path: Path, nest: Any) -> None:
+def test_state_loaded_runs_once_after_the_whole_part_is_loaded(tmp_path: Path, nest: Any) -> None:
     sp.save(tmp_path, {"w": torch.ones(2), "rerun": nest(Machine(5, 7))})
     machine = Machine(0, 2)
     report = sp.load(tmp_path, {"w": torch.zeros(2), "rerun": nest(machine)})
@@ -110,7 +110,7 @@ def test_other_keys_of_the_checkpoint_are_still_unexpected(tmp_path: Path) -> No
     assert caught.value.details["unexpected"] == ["other"]
 
 
-def test_what_both_have_of_a_part_must_fit(tmp_path: Path) -> None:
+def test_a_part_that_both_sides_have_must_have_the_same_keys(tmp_path: Path) -> None:
     class Other(Machine):
         def state_tree(self) -> dict[str, Any]:
             return {"job": self.job, "more": self.own}
@@ -125,7 +125,7 @@ def test_what_both_have_of_a_part_must_fit(tmp_path: Path) -> None:
     ]
 
 
-def test_a_value_that_is_no_part_takes_nothing_of_one(tmp_path: Path) -> None:
+def test_a_part_and_a_plain_value_do_not_load_into_each_other(tmp_path: Path) -> None:
     sp.save(tmp_path, {"rerun": Machine(5)})
     with pytest.raises(sp.KeyMismatchError, match="rerun: expected a plain value"):
         sp.load(tmp_path, {"rerun": 1})
@@ -156,7 +156,7 @@ def test_a_part_may_refuse_before_anything_is_overwritten(tmp_path: Path) -> Non
     assert (a.tolist(), z.tolist(), machine.own.count) == ([0, 0], [0, 0], 1)
 
 
-def test_a_part_may_leave_all_that_is_stored(tmp_path: Path) -> None:
+def test_a_part_may_decline_the_stored_state(tmp_path: Path) -> None:
     sp.save(tmp_path, {"w": torch.ones(2), "rerun": Machine(5, 3)})
     machine, w = Checked(answer=False), torch.zeros(2)
     report = sp.load(tmp_path, {"w": w, "rerun": machine})
@@ -202,7 +202,7 @@ def test_include_may_name_a_part_that_the_checkpoint_lacks(tmp_path: Path) -> No
     assert report.unchanged == ("rerun.@part",)
 
 
-def test_optimizers_of_a_part_are_set_before_it_is_told(tmp_path: Path) -> None:
+def test_optimizers_of_a_part_are_loaded_before_state_loaded_runs(tmp_path: Path) -> None:
     class Trainer:
         def __init__(self) -> None:
             self.model = torch.nn.Linear(2, 2)
@@ -227,7 +227,7 @@ def test_optimizers_of_a_part_are_set_before_it_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tree", [{}, None, [1]])
-def test_a_part_gives_a_dict_of_something(tree: Any) -> None:
+def test_a_part_without_a_dict_of_items_is_refused(tree: Any) -> None:
     class Odd:
         def state_tree(self) -> Any:
             return tree

@@ -128,7 +128,7 @@ VALUES: list[Any] = [
 @pytest.mark.parametrize(
     "value", VALUES, ids=[f"{type(value).__name__}-{row}" for row, value in enumerate(VALUES)]
 )
-def test_values_come_back_as_they_were(value: Any) -> None:
+def test_values_are_restored_as_they_were(value: Any) -> None:
     back = there_and_back([value, {"in": value}])
     assert equal(back[0], value) or (isinstance(value, Progress) and repr(back[0]) == repr(value))
     assert repr(back[1]["in"]) == repr(value) or equal(back[1]["in"], value)
@@ -163,12 +163,12 @@ anything = st.recursive(
 
 
 @given(anything)
-def test_any_plain_value_comes_back(value: Any) -> None:
+def test_any_plain_value_is_restored(value: Any) -> None:
     assert equal(there_and_back(value), value)
 
 
 @given(st.dictionaries(hashable, st.integers(), max_size=6), st.randoms())
-def test_equal_values_are_written_alike_whatever_their_order(value: dict[Any, int], random: Any) -> None:
+def test_equal_values_are_encoded_alike_in_any_order(value: dict[Any, int], random: Any) -> None:
     items = list(value.items())
     random.shuffle(items)
     assert json.dumps(encode_plain(dict(items))) == json.dumps(encode_plain(value))
@@ -177,7 +177,7 @@ def test_equal_values_are_written_alike_whatever_their_order(value: dict[Any, in
     assert json.dumps(encode_plain(set(keys))) == json.dumps(encode_plain(set(value)))
 
 
-def test_tensors_stay_inline_where_nothing_takes_them() -> None:
+def test_tensors_are_encoded_inline_where_no_tree_collects_them() -> None:
     tensor = torch.tensor([1.5, -2.0], dtype=torch.bfloat16)
     back = there_and_back({"lr": tensor, "scalar": torch.tensor(3), "one": torch.arange(9)[::4][1:2]})
     assert back["one"].tolist() == [4]
@@ -187,14 +187,12 @@ def test_tensors_stay_inline_where_nothing_takes_them() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.complex128, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("shape", [(0,), (3, 0, 2), (), (2, 3)], ids=str)
-def test_tensors_kept_inline_come_back_with_dtype_and_shape(
-    dtype: torch.dtype, shape: tuple[int, ...]
-) -> None:
+def test_inline_tensors_are_restored_with_dtype_and_shape(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     value = torch.ones(shape).to(dtype)
     back = there_and_back(value)
     assert (back.dtype, back.shape) == (value.dtype, value.shape)
     assert torch.equal(back.to(torch.complex128), value.to(torch.complex128))
-    back.zero_()  # its memory is its own
+    back.zero_()  # the tensor owns its memory
 
 
 def test_a_registered_dataclass_with_a_tensor_in_the_tree() -> None:
@@ -294,13 +292,13 @@ def test_two_classes_of_one_name_are_refused() -> None:
     ],
     ids=str,
 )
-def test_malformed_data_is_an_error_of_ours(data: Any) -> None:
+def test_malformed_data_raises_an_error_of_shardproof(data: Any) -> None:
     with pytest.raises(Exception) as caught:  # noqa: PT011
         decode_plain({"a": [data]})
     assert type(caught.value).__name__ in ("PlainDataError", "StructureError")
 
 
-def test_nesting_has_a_bound_both_ways() -> None:
+def test_nesting_is_bounded_in_encoding_and_decoding() -> None:
     deep: Any = []
     for _ in range(1000):
         deep = [deep]
@@ -316,7 +314,7 @@ class Nest:
     inner: Any
 
 
-class Holding:
+class Holder:
     def __init__(self, value: Any) -> None:
         self.value = value
 
@@ -342,26 +340,26 @@ NESTS: dict[str, Callable[[Any], Any]] = {
 
 def _accepted(value: Any) -> bool:
     try:
-        collect({"x": Holding([value])})
+        collect({"x": Holder([value])})
     except PlainDataError:
         return False
     return True
 
 
 @pytest.mark.parametrize("kind", sorted(NESTS))
-def test_what_is_accepted_can_be_committed_and_read(kind: str, tmp_path: Path) -> None:
+def test_the_deepest_accepted_value_can_be_saved_and_loaded(kind: str, tmp_path: Path) -> None:
     import shardproof
 
     deepest: Any = 2**64
     while _accepted(value := NESTS[kind](deepest)):
         deepest = value
     with pytest.raises(PlainDataError, match="nested"):
-        collect({"x": Holding([value])})
+        collect({"x": Holder([value])})
     parameter = torch.nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([("p", parameter)], lr=0.1)
     optimizer.state[parameter] = {"slot": [deepest]}
-    shardproof.save(tmp_path / "c", {"x": Holding([deepest]), "o": optimizer})
-    target = Holding(None)
+    shardproof.save(tmp_path / "c", {"x": Holder([deepest]), "o": optimizer})
+    target = Holder(None)
     shardproof.load(tmp_path / "c", {"x": target, "o": optimizer})
     assert repr(target.value) == repr([deepest])
 
@@ -402,7 +400,7 @@ def test_long_texts_and_numbers_leave_the_json(kind: str) -> None:
 
 
 @pytest.mark.parametrize("value", [[True, *[1] * 2000], [2**63, *[1] * 2000], [1.0, *[1] * 2000]])
-def test_lists_of_other_things_stay(value: list[Any]) -> None:
+def test_lists_that_fit_no_dtype_stay_in_the_json(value: list[Any]) -> None:
     checkpoint = saved({"x": value, "inline": {("t" * (1 << 17),): 1}})
     assert not checkpoint.catalogue.tensors
     target: dict[str, Any] = {"x": None, "inline": None}
@@ -427,14 +425,14 @@ OUTSIDE: dict[str, tuple[Callable[[], Any], Any]] = {
 
 
 @pytest.mark.parametrize("kind", sorted(OUTSIDE))
-def test_ranks_that_differ_in_what_left_the_json_are_found_out(kind: str) -> None:
+def test_a_change_outside_of_the_json_changes_the_objects(kind: str) -> None:
     value, other = OUTSIDE[kind]
-    objects = collect({"x": Holding(value())}).objects
-    assert objects == collect({"x": Holding(value())}).objects
-    assert objects != collect({"x": Holding(other)}).objects
+    objects = collect({"x": Holder(value())}).objects
+    assert objects == collect({"x": Holder(value())}).objects
+    assert objects != collect({"x": Holder(other)}).objects
 
 
-def test_torch_generators_that_differ_are_found_out_as_others_are() -> None:
+def test_a_change_of_a_torch_generator_changes_the_objects() -> None:
     def collected(seed: int) -> Any:
         return collect({"gen": torch.Generator().manual_seed(seed)}).objects
 
@@ -443,21 +441,21 @@ def test_torch_generators_that_differ_are_found_out_as_others_are() -> None:
 
 
 def test_references_to_tensors_load_without_a_digest() -> None:
-    checkpoint = saved({"x": Holding([torch.ones(2), torch.empty(0)])})
+    checkpoint = saved({"x": Holder([torch.ones(2), torch.empty(0)])})
     without = {"value": [{"$tensor": "x.value.0"}, {"$tensor": "x.value.1"}]}
     assert checkpoint.objects["x"] != without
     checkpoint.objects["x"] = without
-    target = Holding(None)
+    target = Holder(None)
     checkpoint.load({"x": target})
     assert torch.equal(target.value[0], torch.ones(2)) and target.value[1].shape == (0,)
 
 
-def test_what_cannot_be_decoded_is_refused_before_anything_is_touched() -> None:
+def test_undecodable_objects_are_refused_before_anything_is_changed() -> None:
     class Unknown(enum.Enum):
         A = 1
 
     register_enum(Unknown, name="only while saving")
-    checkpoint = saved({"a": torch.ones(2), "z": [Unknown.A], "arr": Holding(np.arange(100))})
+    checkpoint = saved({"a": torch.ones(2), "z": [Unknown.A], "arr": Holder(np.arange(100))})
     for malformed in (
         {"$enum": ["never registered", "A"]},
         {"$enum": ["only while saving", "B"]},
@@ -467,4 +465,4 @@ def test_what_cannot_be_decoded_is_refused_before_anything_is_touched() -> None:
     ):
         checkpoint.objects["z"] = [malformed]
         with pytest.raises(PlainDataError, match="z"):
-            checkpoint.bind({"a": torch.zeros(2), "z": None, "arr": Holding(None)})
+            checkpoint.bind({"a": torch.zeros(2), "z": None, "arr": Holder(None)})

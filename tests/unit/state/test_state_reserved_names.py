@@ -1,4 +1,4 @@
-"""Names of the program's that would pass for keys of shardproof's own are refused, by saves and by loads."""
+"""Saves and loads refuse names of the program that look like reserved keys of shardproof."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Part:
         return self.tree
 
 
-class Keeps:
+class StatefulObject:
     def __init__(self, state: dict[str, Any]) -> None:
         self.state = state
 
@@ -120,7 +120,7 @@ def test_a_reserved_name_is_refused_with_its_key(kind: str, name: str) -> None:
         assert key == above + name or key.startswith(f"{above}{name}."), key
 
 
-def test_a_reserved_segment_that_a_module_is_renamed_to_is_refused() -> None:
+def test_renaming_a_module_to_a_reserved_segment_is_refused() -> None:
     with pytest.raises(StructureError, match="are reserved"):
         collect({"m": renamed("@part")})
 
@@ -128,19 +128,19 @@ def test_a_reserved_segment_that_a_module_is_renamed_to_is_refused() -> None:
 @pytest.mark.parametrize("name", ["@rank-0", "a.@b"])
 def test_tensors_of_objects_under_reserved_names_are_refused(name: str) -> None:
     with pytest.raises(StructureError, match="are reserved") as caught:
-        collect({"loader": Keeps({"deep": {name: torch.ones(100)}})})
+        collect({"loader": StatefulObject({"deep": {name: torch.ones(100)}})})
     assert caught.value.details["key"] == f"loader.deep.{name}"
 
 
-def test_other_names_with_the_sign_are_kept(tmp_path: Path) -> None:
+def test_other_names_with_an_at_sign_are_saved_and_loaded(tmp_path: Path) -> None:
     def state(value: float) -> dict[str, Any]:
         return {
-            "user@rank-0": PerRank({"me@part": torch.full((2,), value), "x@rank-1": PerRankless(value)}),
+            "user@rank-0": PerRank({"me@part": torch.full((2,), value), "x@rank-1": ObjectOfValue(value)}),
             "m": module_with("w@part", torch.full((2,), value)),
             "plain": {"inside": ({"@data": value},)},
         }
 
-    class PerRankless(Keeps):
+    class ObjectOfValue(StatefulObject):
         def __init__(self, value: float) -> None:
             super().__init__({"value": value})
 

@@ -1,4 +1,4 @@
-"""Optimizers that describe their own state: ranges, masters, what lies beside the parameters."""
+"""Optimizers that describe their own state: flat ranges, masters, and state of the whole optimizer."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from shardproof.optim import HybridDeviceOptimizer
 from shardproof.state import LocalRange, ParameterSlots, Receipt, StoredSlot
 
 
-class Keeper(torch.optim.Optimizer):
-    """Keeps a momentum as a flat buffer, and a master where the parameter is narrower than float32."""
+class FlatMomentum(torch.optim.Optimizer):
+    """A slot provider: a flat momentum buffer, and a master where the parameter is narrower than float32."""
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
         super().__init__(parameters, {"lr": 0.1})
@@ -75,49 +75,49 @@ def tree(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
     return {"model": model, "optimizer": optimizer}
 
 
-def test_a_keeper_comes_back(tmp_path: Path) -> None:
+def test_a_slot_provider_is_restored(tmp_path: Path) -> None:
     model = model_of(torch.bfloat16, 0)
-    keeper = Keeper(model.parameters())
-    keeper.flat[model.weight] = torch.arange(12.0)
-    keeper.masters[model.weight] += 1e-4  # more than the parameter can hold
-    keeper.scale = 512.0
-    sp.save(tmp_path / "step", tree(model, keeper))
+    provider = FlatMomentum(model.parameters())
+    provider.flat[model.weight] = torch.arange(12.0)
+    provider.masters[model.weight] += 1e-4  # more precise than the parameter's dtype
+    provider.scale = 512.0
+    sp.save(tmp_path / "step", tree(model, provider))
 
     other = model_of(torch.bfloat16, 1)
-    again = Keeper(other.parameters())
+    again = FlatMomentum(other.parameters())
     again.flat[other.bias] = torch.ones(4)
     sp.load(tmp_path / "step", tree(other, again))
     assert torch.equal(again.flat[other.weight], torch.arange(12.0))
     assert other.bias not in again.flat
-    assert torch.equal(again.masters[other.weight], keeper.masters[model.weight])
+    assert torch.equal(again.masters[other.weight], provider.masters[model.weight])
     assert again.scale == 512.0
 
 
-def test_masters_are_made_from_what_is_stored(tmp_path: Path) -> None:
+def test_missing_masters_are_made_from_the_stored_parameter(tmp_path: Path) -> None:
     exact = model_of(torch.float32, 0)
     sp.save(tmp_path / "float32", tree(exact, torch.optim.SGD(exact.parameters())))
     narrow = model_of(torch.bfloat16, 1)
-    keeper = Keeper(narrow.parameters())
-    sp.load(tmp_path / "float32", tree(narrow, keeper), cast=True)
+    provider = FlatMomentum(narrow.parameters())
+    sp.load(tmp_path / "float32", tree(narrow, provider), cast=True)
     assert torch.equal(narrow.weight, exact.weight.bfloat16())
-    assert torch.equal(keeper.masters[narrow.weight], exact.weight)
+    assert torch.equal(provider.masters[narrow.weight], exact.weight)
 
     sp.save(tmp_path / "bfloat16", tree(narrow, torch.optim.SGD(narrow.parameters())))
     other = model_of(torch.bfloat16, 2)
-    keeper = Keeper(other.parameters())
-    sp.load(tmp_path / "bfloat16", tree(other, keeper))
-    assert torch.equal(keeper.masters[other.weight], narrow.weight.float())
+    provider = FlatMomentum(other.parameters())
+    sp.load(tmp_path / "bfloat16", tree(other, provider))
+    assert torch.equal(provider.masters[other.weight], narrow.weight.float())
 
 
-def test_a_parameter_takes_the_masters_values_where_it_can_hold_them(tmp_path: Path) -> None:
+def test_a_float32_parameter_takes_the_values_of_stored_masters(tmp_path: Path) -> None:
     narrow = model_of(torch.bfloat16, 0)
-    keeper = Keeper(narrow.parameters())
-    keeper.masters[narrow.weight] += 1e-4
-    sp.save(tmp_path / "step", tree(narrow, keeper))
+    provider = FlatMomentum(narrow.parameters())
+    provider.masters[narrow.weight] += 1e-4
+    sp.save(tmp_path / "step", tree(narrow, provider))
     wide = model_of(torch.float32, 1)
     plain = torch.optim.SGD(wide.parameters())
     sp.load(tmp_path / "step", tree(wide, plain), cast=True)
-    assert torch.equal(wide.weight, keeper.masters[narrow.weight])
+    assert torch.equal(wide.weight, provider.masters[narrow.weight])
     assert not plain.state
 
     same = model_of(torch.bfloat16, 1)
@@ -127,53 +127,53 @@ def test_a_parameter_takes_the_masters_values_where_it_can_hold_them(tmp_path: P
 
 def test_a_plain_optimizer_takes_flat_slots_and_gives_them_back(tmp_path: Path) -> None:
     model = model_of(torch.float32, 0)
-    keeper = Keeper(model.parameters())
-    keeper.flat[model.weight] = torch.arange(12.0)
-    keeper.scale = 2.0
-    sp.save(tmp_path / "step", tree(model, keeper))
+    provider = FlatMomentum(model.parameters())
+    provider.flat[model.weight] = torch.arange(12.0)
+    provider.scale = 2.0
+    sp.save(tmp_path / "step", tree(model, provider))
     other = model_of(torch.float32, 1)
     plain = torch.optim.SGD(other.parameters())
     sp.load(tmp_path / "step", tree(other, plain))
     assert torch.equal(plain.state[other.weight]["momentum"], torch.arange(12.0).view(4, 3))
     assert all(isinstance(item, torch.Tensor) for item in plain.state)
     sp.save(tmp_path / "back", tree(other, plain))
-    again = Keeper(model.parameters())
+    again = FlatMomentum(model.parameters())
     sp.load(tmp_path / "back", tree(model, again))
     assert torch.equal(again.flat[model.weight], torch.arange(12.0))
 
 
-def test_another_rule_is_a_mismatch(tmp_path: Path) -> None:
+def test_state_of_another_optimizer_class_is_a_mismatch(tmp_path: Path) -> None:
     model = model_of(torch.float32, 0)
     sp.save(tmp_path / "step", tree(model, torch.optim.AdamW(model.parameters())))
     with pytest.raises(KeyMismatchError, match="state of SGD"):
-        sp.load(tmp_path / "step", tree(model, Keeper(model.parameters())))
+        sp.load(tmp_path / "step", tree(model, FlatMomentum(model.parameters())))
 
 
-def test_a_slot_that_a_keeper_does_not_take_is_a_mismatch(tmp_path: Path) -> None:
-    class Forgetful(Keeper):
+def test_a_slot_that_a_provider_does_not_receive_is_a_mismatch(tmp_path: Path) -> None:
+    class DecliningSlots(FlatMomentum):
         def receive_slots(self, parameter: torch.Tensor, stored: Mapping[str, StoredSlot]) -> Receipt:
             taken = super().receive_slots(parameter, stored)
             return Receipt(taken.kind, {}, taken.attach)
 
     model = model_of(torch.float32, 0)
-    keeper = Keeper(model.parameters())
-    keeper.flat[model.weight] = torch.arange(12.0)
-    sp.save(tmp_path / "step", tree(model, keeper))
+    provider = FlatMomentum(model.parameters())
+    provider.flat[model.weight] = torch.arange(12.0)
+    sp.save(tmp_path / "step", tree(model, provider))
     with pytest.raises(KeyMismatchError, match="optimizer.weight.momentum"):
-        sp.load(tmp_path / "step", tree(model, Forgetful(model.parameters())))
+        sp.load(tmp_path / "step", tree(model, DecliningSlots(model.parameters())))
 
 
-def test_a_keeper_takes_all_slots_of_a_parameter_or_none(tmp_path: Path) -> None:
+def test_a_provider_receives_all_slots_of_a_parameter_or_none(tmp_path: Path) -> None:
     model = model_of(torch.bfloat16, 0)
-    keeper = Keeper(model.parameters())
-    sp.save(tmp_path / "step", tree(model, keeper))
+    provider = FlatMomentum(model.parameters())
+    sp.save(tmp_path / "step", tree(model, provider))
     with pytest.raises(StructureError, match="all slots of a parameter or none"):
-        sp.load(tmp_path / "step", tree(model, keeper), exclude="optimizer.weight.master")
+        sp.load(tmp_path / "step", tree(model, provider), exclude="optimizer.weight.master")
 
 
-def test_a_master_goes_nowhere_if_the_weight_is_left_out(tmp_path: Path) -> None:
+def test_a_master_does_not_fill_a_weight_that_is_left_out(tmp_path: Path) -> None:
     narrow = model_of(torch.bfloat16, 0)
-    sp.save(tmp_path / "step", tree(narrow, Keeper(narrow.parameters())))
+    sp.save(tmp_path / "step", tree(narrow, FlatMomentum(narrow.parameters())))
     for make in (torch.optim.SGD, HybridDeviceOptimizer):
         wide = model_of(torch.float32, 1)
         before = wide.weight.detach().clone()
@@ -191,12 +191,12 @@ def test_padding_stays_where_a_parameter_takes_a_masters_values(tmp_path: Path) 
         return table
 
     narrow = padded(torch.bfloat16, 0)
-    keeper = Keeper(narrow.parameters())
-    sp.save(tmp_path / "step", tree(narrow, keeper))
+    provider = FlatMomentum(narrow.parameters())
+    sp.save(tmp_path / "step", tree(narrow, provider))
     wide = padded(torch.float32, 1)
     padding = wide.weight[6:].detach().clone()
     sp.load(tmp_path / "step", tree(wide, torch.optim.SGD(wide.parameters())), cast=True)
-    assert torch.equal(wide.weight[:6], keeper.masters[narrow.weight][:6])
+    assert torch.equal(wide.weight[:6], provider.masters[narrow.weight][:6])
     assert torch.equal(wide.weight[6:], padding)
 
 

@@ -1,6 +1,6 @@
-"""Ranks that gather slots one by one, as they come, must all have them in one order after a load.
+"""After a load, all ranks have the slots of a parameter in one order, and can gather them in turn.
 
-Processes that a launcher starts differ in the seed of the hashes of strings, so their sets differ in order.
+Processes that a launcher starts differ in the seed of string hashes, so the order of their sets differs.
 The ranks of other tests are forked from one process and share its seed.
 """
 
@@ -44,7 +44,7 @@ TARGETS: list[tuple[Callable[[nn.Module], torch.optim.Optimizer], bool]] = [
     (partial(hybrid, fraction=1.0), True),
     (distributed, False),
 ]
-"""What makes an optimizer, and whether it has stepped before it is loaded."""
+"""Factories of optimizers, and whether each optimizer steps before it is loaded."""
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -71,7 +71,7 @@ def orders(folder: str) -> Iterator[tuple[str, list[list[str]]]]:
             yield kind, [list(slots) for slots in optimizer.state.values()]
 
 
-def test_slots_have_one_order_whatever_the_seed_of_hashes(tmp_path: Path) -> None:
+def test_slots_have_the_same_order_for_every_hash_seed(tmp_path: Path) -> None:
     for _, model, optimizer in targets():
         step(model, optimizer)
         tree = {"model": model, "optimizer": optimizer}
@@ -84,15 +84,15 @@ def test_slots_have_one_order_whatever_the_seed_of_hashes(tmp_path: Path) -> Non
         for seed in SEEDS
     ]
     try:
-        said = [json.loads(process.communicate(timeout=120)[0]) for process in running]
+        orders_by_seed = [json.loads(process.communicate(timeout=120)[0]) for process in running]
     finally:
         for process in running:
             process.kill()
             process.wait(10)
-    assert said == [said[0]] * len(SEEDS)
-    of_hybrid = [slots for kind, slots in said[0] if kind == "HybridDeviceOptimizer"]
-    assert of_hybrid == [of_hybrid[0]] * 3  # and whatever was there before
-    (of_distributed,) = [slots for kind, slots in said[0] if kind == "DistributedOptimizer"]
+    assert orders_by_seed == [orders_by_seed[0]] * len(SEEDS)
+    of_hybrid = [slots for kind, slots in orders_by_seed[0] if kind == "HybridDeviceOptimizer"]
+    assert of_hybrid == [of_hybrid[0]] * 3  # whether the optimizer stepped before the load or not
+    (of_distributed,) = [slots for kind, slots in orders_by_seed[0] if kind == "DistributedOptimizer"]
     assert all(set(slots) >= {"step", "exp_avg", "max_exp_avg_sq"} for slots in of_distributed)
 
 

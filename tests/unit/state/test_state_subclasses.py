@@ -1,4 +1,4 @@
-"""Tensor subclasses that wrap other tensors: stored by their parts in any layout, refused in sentences."""
+"""Tensor subclasses that wrap other tensors are stored as their inner tensors, in any layout."""
 
 from __future__ import annotations
 
@@ -93,10 +93,10 @@ LAYOUTS: list[tuple[Sequence[int], tuple[int, ...], int, list[Any]]] = [
 
 
 @pytest.mark.parametrize(("mesh", "shape", "block", "placements"), LAYOUTS)
-def test_the_shards_of_all_ranks_are_the_whole(
+def test_the_shards_of_all_ranks_make_the_whole_tensor(
     mesh: Sequence[int], shape: tuple[int, ...], block: int, placements: list[Any]
 ) -> None:
-    """And they load into one process, which loads back into the shards."""
+    """The shards load into one process, and its checkpoint loads into the shards."""
     ranks = every_rank(mesh, lambda mesh: {"w": sharded(mesh, shape, block, placements)})
     whole = blocks(shape, block)
     target = zeros(shape, block)
@@ -117,7 +117,7 @@ def test_the_shards_of_all_ranks_are_the_whole(
 
 @pytest.mark.parametrize(("shape", "dim"), [((6, 12), 1), ((9, 4), 0)])
 def test_a_shard_that_cuts_a_block_is_refused(shape: tuple[int, ...], dim: int) -> None:
-    """Rank 0 of 2 has rows of 6 elements, or 20 elements, and blocks have 4, or 6."""
+    """Rank 0 of 2 has rows of 6 elements with blocks of 4, or 20 elements with blocks of 6."""
     checkpoint = saved({"o": _momentum(blocks(shape, 4 if dim else 6))})
     with as_rank(0, 2):
         mesh = DeviceMesh("cpu", torch.arange(2))
@@ -134,8 +134,8 @@ def _momentum(value: torch.Tensor, parameter: torch.Tensor | None = None) -> Opt
     return OptimizerState(optimizer, names={"w": parameter})
 
 
-def test_a_rank_with_an_empty_shard_takes_no_part() -> None:
-    """It has plain state without elements, as torchao's optimizers make it."""
+def test_a_rank_with_an_empty_shard_may_have_a_plain_tensor() -> None:
+    """Optimizers of torchao make plain state without elements there."""
     shape = (6, 8)
 
     def momentum(mesh: DeviceMesh) -> Any:
@@ -166,12 +166,12 @@ def test_a_tensor_that_is_a_subclass_on_some_ranks_only_is_refused() -> None:
         merge([Structure.of(collected) for collected in ranks])
 
 
-def test_a_part_at_an_unknown_place_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_inner_tensor_without_a_declared_layout_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(Blocks, "__shardproof_parts__")
     with pytest.raises(StructureError, match=r"its part 'scale' of shape \[6\].*Declare it in the class"):
         every_rank((2,), lambda mesh: {"w": sharded(mesh, (6, 8), 4, [Shard(0)])})
     source, target = blocks((6, 8), 4), zeros((6, 8), 4)
-    saved({"w": source}).load({"w": target})  # without shards the places do not matter
+    saved({"w": source}).load({"w": target})  # without shards no declaration is needed
     assert parts_equal(target, source)
 
 
@@ -201,7 +201,7 @@ def test_parameters_and_slots_of_a_module(monkeypatch: pytest.MonkeyPatch) -> No
         checkpoint.bind({"m": model2, "o": optimizer2})
 
 
-def test_what_differs_is_named() -> None:
+def test_a_mismatch_names_what_differs() -> None:
     checkpoint = saved({"w": blocks((4, 4), 4), "plain": torch.ones(4, 4)})
     for target, expected in (
         (blocks((4, 4), 4, mode="static"), "context ['static', '@shape'], found context ['dynamic'"),
@@ -216,7 +216,7 @@ def test_what_differs_is_named() -> None:
     assert binding.missing == ["other.@subclass"]
 
 
-def test_it_is_loaded_whole_or_not_at_all() -> None:
+def test_a_subclass_is_loaded_whole_or_not_at_all() -> None:
     checkpoint = saved({"w": blocks((4, 4), 4)})
     with pytest.raises(StructureError, match="select 3 of the 4 keys of a tensor subclass"):
         checkpoint.bind({"w": blocks((4, 4), 4)}, selected=lambda key: not key.endswith("scale"))
@@ -231,7 +231,7 @@ def test_a_context_that_is_no_plain_data_is_refused_by_name() -> None:
         collect({"w": blocks((4, 4), 4, mode=Mode.STATIC)})
 
 
-def test_one_in_the_state_of_an_object_is_refused() -> None:
-    """The load would have nothing to restore it from."""
+def test_a_subclass_in_the_state_of_an_object_is_refused() -> None:
+    """A load could not restore it."""
     with pytest.raises(StructureError, match="a Blocks in the state of an object cannot be restored"):
         collect({"o": Loader({"weight": blocks((4, 4), 4)})})

@@ -71,7 +71,7 @@ def same(a: Any, b: Any) -> bool:
 
 @pytest.mark.parametrize("kind", sorted(OPTIMIZERS))
 @pytest.mark.parametrize("target_steps", [0, 2])
-def test_training_goes_on_as_if_nothing_had_happened(kind: str, target_steps: int) -> None:
+def test_training_after_a_load_equals_uninterrupted_training(kind: str, target_steps: int) -> None:
     model = network(1)
     optimizer = OPTIMIZERS[kind](model.parameters())
     for _ in range(3):
@@ -114,7 +114,7 @@ def test_collecting_and_binding_change_nothing(kind: str, steps: int) -> None:
     assert all(p.requires_grad for p in model.parameters())
 
 
-def test_an_optimizer_before_its_first_step_is_saved_as_that() -> None:
+def test_an_optimizer_before_its_first_step_is_saved_without_state() -> None:
     model = network(1)
     checkpoint = saved({"model": model, "optimizer": torch.optim.AdamW(model.parameters())})
     assert not [key for key in checkpoint.catalogue.tensors if key.startswith("optimizer")]
@@ -122,7 +122,7 @@ def test_an_optimizer_before_its_first_step_is_saved_as_that() -> None:
     optimizer = torch.optim.AdamW(target.parameters(), lr=0.5)
     step(target, optimizer)
     checkpoint.load({"model": target, "optimizer": optimizer})
-    assert len(optimizer.state) == 0, "what the checkpoint does not have is gone"
+    assert len(optimizer.state) == 0, "a load removes state that the checkpoint does not have"
     assert optimizer.param_groups[0]["lr"] == 1e-3
 
 
@@ -206,7 +206,7 @@ def test_missing_state_is_made_where_torch_would_make_it() -> None:
     fresh.step()  # torch's AdamW refuses averages of another dtype than the gradient's
 
 
-def test_how_a_step_is_computed_is_the_targets_own() -> None:
+def test_a_load_keeps_the_targets_foreach_and_fused_options() -> None:
     model = network(1)
     optimizer = torch.optim.Adam(model.parameters(), fused=True, betas=(0.5, 0.6))
     step(model, optimizer)
@@ -235,7 +235,7 @@ def test_how_a_step_is_computed_is_the_targets_own() -> None:
     ("options", "device"), [({}, "cpu"), ({"fused": True}, "meta"), ({"capturable": True}, "meta")]
 )
 @pytest.mark.parametrize("shape", [(), (3,)])
-def test_new_step_counts_lie_where_the_targets_group_needs_them(
+def test_new_step_counts_are_on_the_device_that_the_group_needs(
     options: dict[str, Any], device: str, shape: tuple[int, ...]
 ) -> None:
     parameter = torch.empty(shape, device="meta")
@@ -261,7 +261,7 @@ def test_state_of_another_optimizer_is_a_mismatch_unless_not_strict() -> None:
     assert not checkpoint.bind({"model": target, "o": other}).mismatched
 
 
-def test_what_is_not_selected_stays() -> None:
+def test_state_that_is_not_selected_stays() -> None:
     model = network(1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
     step(model, optimizer)
@@ -298,7 +298,7 @@ def test_names_come_from_the_tree_or_are_given() -> None:
     assert "o.b.0.bias.@options" in saved({"part": model, "whole": whole, "o": both}).objects
 
 
-def test_optimizers_with_a_state_dict_of_their_own_ask_for_a_word() -> None:
+def test_an_optimizer_that_overrides_state_dict_must_be_wrapped() -> None:
     class Own(torch.optim.SGD):
         def state_dict(self) -> Any:
             return {**super().state_dict(), "more": 1}
@@ -310,7 +310,7 @@ def test_optimizers_with_a_state_dict_of_their_own_ask_for_a_word() -> None:
     assert collect({"m": model, "o": OptimizerState(optimizer)}).objects
 
 
-def test_state_beside_parameters_is_kept_and_strangers_are_refused() -> None:
+def test_state_beside_parameters_is_saved_and_unknown_parameters_are_refused() -> None:
     model, target = network(1), network(2)
     optimizer, optimizer2 = (torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, target))
     step(model, optimizer)
@@ -353,7 +353,7 @@ def test_buffers_and_extra_state() -> None:
 
 
 def test_a_parameter_without_a_storage_has_its_options_collected() -> None:
-    """What its optimizer writes is asked only where a save is guarded."""
+    """A save asks for the memory that the optimizer writes only if the save is guarded."""
     sparse = torch.eye(2).to_sparse()
     state = OptimizerState(torch.optim.SGD([sparse], lr=0.1), names={"w": sparse})
     assert [entry.key for entry in collect({"o": state}).objects] == ["o.w.@options"]
@@ -461,7 +461,7 @@ def test_extra_state_of_a_wrapped_module_reaches_the_module(wrap: Callable[[Any]
 
 
 class Halved(nn.Module):
-    """Its state dict holds what is not its memory."""
+    """A module whose state dict holds computed tensors, not its own memory."""
 
     def __init__(self, value: float) -> None:
         super().__init__()
@@ -548,7 +548,7 @@ class Loader:
         self.state = state
 
 
-def test_objects_with_state_are_one_object_with_their_tensors_beside() -> None:
+def test_an_object_with_state_dict_is_stored_as_one_object_and_its_tensors() -> None:
     state = {
         "position": 3,
         "buffer": [torch.arange(5), (torch.ones(2, 2), None)],
@@ -569,7 +569,7 @@ def test_objects_with_state_are_one_object_with_their_tensors_beside() -> None:
     assert (target.state["array"] == state["array"]).all()
 
 
-def test_an_error_in_state_dict_is_the_callers_own_and_leaves_nothing_changed() -> None:
+def test_an_error_in_state_dict_is_raised_unchanged_and_gc_stays_enabled() -> None:
     class Broken(Loader):
         def state_dict(self) -> Any:
             raise OSError("the data set is gone")
@@ -593,7 +593,7 @@ def test_collecting_twenty_thousand_small_tensors_is_quick(container: str) -> No
     assert min(seconds) < 0.4, f"{min(seconds):.3f} s; on an idle machine this takes about 0.1 s"
 
 
-def test_a_whole_tree_binds_to_what_it_saved() -> None:
+def test_a_whole_tree_binds_to_its_own_checkpoint() -> None:
     model = network(1)
     optimizer = torch.optim.AdamW(model.parameters())
     step(model, optimizer)

@@ -17,7 +17,7 @@ from tests.unit.state.fake_checkpoint import FakeCheckpoint, saved, saved_by_ran
 Pair = namedtuple("Pair", "left right")
 
 
-def test_containers_at_any_depth_come_back_with_their_types() -> None:
+def test_containers_at_any_depth_are_restored_with_their_types() -> None:
     def tree(value: float) -> dict[str, Any]:
         return {
             "tensor": torch.full((2, 3), value),
@@ -149,7 +149,7 @@ def _refused() -> dict[str, tuple[Any, str]]:
 
 
 @pytest.mark.parametrize("kind", sorted(_refused()))
-def test_what_cannot_be_stored_is_refused_with_its_path(kind: str) -> None:
+def test_values_that_cannot_be_stored_are_refused_with_their_path(kind: str) -> None:
     value, text = _refused()[kind]
     with pytest.raises((StructureError, PlainDataError)) as caught:
         collect({"a": {kind: value}})
@@ -199,7 +199,7 @@ def test_binding_reports_everything_and_touches_nothing() -> None:
     assert target["tensor"] == 5 and not target["same"].any()  # type: ignore[attr-defined]
 
 
-def test_only_selected_keys_take_part() -> None:
+def test_only_selected_keys_are_loaded() -> None:
     target = {"a": torch.zeros(1), "b": torch.zeros(1), "c": 0, "d": 0}
     saved({"a": torch.ones(1), "b": torch.ones(1), "c": 1, "d": 1}).load(
         target, exact=False, selected=lambda key: key in "ac"
@@ -232,7 +232,7 @@ def test_tied_tensors_are_stored_once_under_the_first_key() -> None:
     assert torch.equal(untied["a"], shared) and torch.equal(untied["b"], shared)
 
 
-def test_per_rank_values_and_ranks_that_come_and_go() -> None:
+def test_per_rank_values_load_with_another_number_of_ranks() -> None:
     def tree(rank: int) -> dict[str, Any]:
         return {"mine": PerRank({"id": rank, "t": torch.full((1,), float(rank))}), "all": 1}
 
@@ -254,7 +254,7 @@ def test_per_rank_values_and_ranks_that_come_and_go() -> None:
         collect({"a": PerRank({"b": RandomState()})})
 
 
-def test_random_generators_go_on_where_they_were() -> None:
+def test_random_generators_continue_their_sequences() -> None:
     import random
 
     def draw() -> list[Any]:
@@ -290,7 +290,7 @@ def test_random_generators_go_on_where_they_were() -> None:
     assert "m.@rank-0" in checkpoint.objects
 
 
-def test_explicit_boxes_and_flat_shards_hold_what_they_say() -> None:
+def test_local_shards_and_flat_shards_are_saved_and_loaded() -> None:
     whole = torch.arange(35.0).reshape(5, 7)
     flat = whole.reshape(-1)
     cuts = [0, 3, 17, 17, 30, 35]
@@ -331,7 +331,7 @@ def test_a_flat_shard_of_a_fused_tensor_parallel_weight() -> None:
     assert covered.sum() == 9
 
 
-def test_explicit_shards_say_what_is_wrong_with_them() -> None:
+def test_invalid_shards_are_refused_with_the_reason() -> None:
     with pytest.raises(StructureError, match="dtype"):
         LocalShards((2,), [])
     with pytest.raises(StructureError, match="does not lie within"):
@@ -342,7 +342,7 @@ def test_explicit_shards_say_what_is_wrong_with_them() -> None:
         collect({"x": FlatShard(torch.ones(3), (2,), 0, 3)})
 
 
-def test_an_empty_place_where_the_checkpoint_has_keys_is_a_mismatch_that_says_so() -> None:
+def test_an_empty_target_for_keys_of_the_checkpoint_is_a_mismatch() -> None:
     tree = {"hist": {"loss": [0.5], "w": torch.ones(2)}, "l": [torch.ones(1)], "best": torch.ones(2)}
     tree["rng"] = PerRank(3)
     checkpoint = saved(tree)

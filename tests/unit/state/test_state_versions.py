@@ -1,4 +1,4 @@
-"""What a load fills counts as changed for torch, so that optimizers with masters notice it."""
+"""A load increments the version of each tensor that it fills, so that optimizers with masters notice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ZeroRedundancyOptimizer: each rank's share, without other ranks (a process group that sends nothing)."""
+"""ZeroRedundancyOptimizer: the parameters of each rank, tested with a fake process group."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def slots_of(optimizer: torch.optim.Optimizer) -> list[ParameterSlots]:
-    """Of torch's optimizers."""
+    """The slots of an optimizer of torch."""
     return [
         ParameterSlots(parameter, "AdamW", {"lr": "inner"}, dict(optimizer.state.get(parameter, {})), {})
         for group in optimizer.param_groups
@@ -66,7 +66,7 @@ def slots_of(optimizer: torch.optim.Optimizer) -> list[ParameterSlots]:
 
 
 @pytest.mark.parametrize("bucket_view", [False, True])
-def test_the_shares_of_all_ranks_are_every_parameter_once(bucket_view: bool) -> None:
+def test_every_parameter_is_owned_by_one_rank(bucket_view: bool) -> None:
     seen: list[str] = []
     for rank in range(RANKS):
         with as_rank(rank):
@@ -90,7 +90,7 @@ def test_options_are_those_that_a_scheduler_sees() -> None:
     with as_rank(0):
         model = _model()
         optimizer = _optimizer(model)
-        optimizer.param_groups[0]["lr"] = 0.125  # the inner optimizer hears of it at the next step
+        optimizer.param_groups[0]["lr"] = 0.125  # the inner optimizer gets it at the next step
         assert [group["lr"] for group in inner_optimizer(optimizer).param_groups] == [0.25, 0.25]
         for slots in owned_slots(optimizer, slots_of):
             expected = (0.125, 0.5) if slots.parameter.dim() == 1 else (0.25, 0.01)
@@ -116,8 +116,8 @@ def test_a_group_that_was_added_is_described() -> None:
     assert seen == 3
 
 
-def test_only_the_owner_takes_what_is_stored() -> None:
-    takers: dict[str, list[int]] = {}
+def test_only_the_owner_receives_stored_slots() -> None:
+    owners: dict[str, list[int]] = {}
 
     def receiver(inner: torch.optim.Optimizer) -> Receiver:
         assert inner is optimizer.optim
@@ -135,12 +135,12 @@ def test_only_the_owner_takes_what_is_stored() -> None:
                 receipt = receive(parameter, optimizer.param_groups[0], stored)
                 assert receipt.kind == "AdamW"
                 if receipt.tensors:
-                    takers.setdefault(name, []).append(rank)
+                    owners.setdefault(name, []).append(rank)
                 receipt.attach({}, frozenset())
             owned = {id(slots.parameter) for slots in owned_slots(optimizer, slots_of)}
             names = {name for name, parameter in model.named_parameters() if id(parameter) in owned}
-            assert names == {name for name, ranks in takers.items() if rank in ranks}
-    assert {name: len(ranks) for name, ranks in takers.items()} == dict.fromkeys(
+            assert names == {name for name, ranks in owners.items() if rank in ranks}
+    assert {name: len(ranks) for name, ranks in owners.items()} == dict.fromkeys(
         dict(_model().named_parameters()), 1
     )
 
@@ -163,7 +163,7 @@ def test_overlap_with_ddp_is_refused(initialised: bool) -> None:
             assert ("_FunctionalAdamW" in str(caught.value)) == initialised
 
 
-def test_what_is_loaded_without_the_optimizer_does_not_ask_it() -> None:
+def test_a_load_without_the_optimizer_does_not_access_it() -> None:
     with as_rank(0):
         model = _model()
         optimizer = _optimizer(model)
@@ -185,7 +185,7 @@ def test_state_beside_the_parameters_is_refused() -> None:
             owned_slots(optimizer, slots_of)
 
 
-def test_it_is_known_without_an_import(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_class_is_recognised_without_an_import(monkeypatch: pytest.MonkeyPatch) -> None:
     with as_rank(0):
         optimizer = _optimizer(_model())
         assert is_zero_redundancy(optimizer)
@@ -196,16 +196,16 @@ def test_it_is_known_without_an_import(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_rank_takes_the_masters_of_a_narrow_model() -> None:
-    """Whoever owns the state: all ranks hold the parameters, and would differ if only owners took them."""
+    """All ranks hold the parameters. They would differ if only owners took the values of the masters."""
     narrow = _model().bfloat16()
-    keeper = HybridDeviceOptimizer(
+    source = HybridDeviceOptimizer(
         narrow.parameters(), torch.optim.AdamW, master_dtype=torch.float32, lr=2.0**-10
     )
-    _step(narrow, keeper)
-    checkpoint = saved({"model": narrow, "optimizer": keeper})
+    _step(narrow, source)
+    checkpoint = saved({"model": narrow, "optimizer": source})
     for rank in range(RANKS):
         with as_rank(rank):
             model = _model()
             checkpoint.load({"model": model, "optimizer": _optimizer(model)}, strict=False)
-            for parameter, slots in zip(model.parameters(), keeper.describe_slots(), strict=True):
+            for parameter, slots in zip(model.parameters(), source.describe_slots(), strict=True):
                 assert torch.equal(parameter, slots.tensors["master"])  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Aligned buffers: their pages are in place before anybody writes to them."""
+"""The pages of aligned buffers are mapped before the first write."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NBYTES = 16 << 20
 
 
 def faults_of_filling(buffer: memoryview) -> int:
-    """Pages that had to be put in place while the whole buffer was written to."""
+    """The page faults of a write to the whole buffer."""
     source = b"\1" * len(buffer)
     before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
     buffer[:] = source
@@ -23,7 +23,7 @@ def faults_of_filling(buffer: memoryview) -> int:
 
 
 @pytest.mark.parametrize("kernel", ["this one", "an older one"])
-def test_pages_are_in_place(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_are_mapped_before_the_first_write(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if kernel == "an older one":
 
         def refuse(name: str, *arguments: object) -> None:

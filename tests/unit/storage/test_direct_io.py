@@ -21,7 +21,7 @@ DATA = bytes(number % 251 for number in range(SIZE))
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file whose tail is no multiple of a page, and of which the page cache has nothing."""
+    """A file whose size is no multiple of a page, and that is not in the page cache."""
     folder = tmp_path_factory.mktemp("written")
     (folder / "a").write_bytes(DATA)
     drop(folder / "a")
@@ -48,7 +48,7 @@ def reads_past_cache(path: Path) -> bool:
     return True
 
 
-def test_a_local_storage_knows_the_page_cache(tmp_path: Path) -> None:
+def test_a_local_storage_is_a_cached_storage(tmp_path: Path) -> None:
     assert isinstance(LocalStorage(tmp_path), CachedStorage)
 
 
@@ -68,14 +68,14 @@ def test_a_read_past_the_cache_leaves_no_pages_in_it(written: Path) -> None:
     assert not storage.is_cached("a", 0, SIZE)
 
 
-def test_what_the_page_cache_has_is_known_by_range(tmp_path: Path) -> None:
+def test_is_cached_answers_for_a_range(tmp_path: Path) -> None:
     half = 64 * ALIGNMENT
     (tmp_path / "a").write_bytes(bytes(2 * half))
     storage = LocalStorage(tmp_path)
     assert storage.is_cached("a", 0, 2 * half)
     drop(tmp_path / "a")
     if storage.is_cached("a", 0, 2 * half):
-        pytest.skip("this file system keeps pages when it is told that they are not needed")
+        pytest.skip("this file system keeps pages despite POSIX_FADV_DONTNEED")
     with (tmp_path / "a").open("rb", buffering=0) as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # nothing is read ahead
         file.read(half)
@@ -133,7 +133,7 @@ def test_where_the_flag_is_refused_reads_go_through_the_cache(
 
 
 class Reads:
-    """Stands for `os.preadv`; what reads past the cache do is given for each, those through it are real."""
+    """Stands for `os.preadv`. Each direct read has the next of the given answers; cached reads are real."""
 
     def __init__(self, *answers: int | OSError | None) -> None:
         self._real, self._answers = os.preadv, list(answers)
@@ -160,7 +160,7 @@ class Reads:
     ],
     ids=["refused", "refused later", "short", "nothing"],
 )
-def test_what_a_read_past_the_cache_leaves_out_is_read_through_it(
+def test_bytes_that_a_direct_read_leaves_out_are_read_through_the_cache(
     written: Path, monkeypatch: pytest.MonkeyPatch, answers: tuple[int | OSError, ...]
 ) -> None:
     if not reads_past_cache(written / "a"):
@@ -171,7 +171,7 @@ def test_what_a_read_past_the_cache_leaves_out_is_read_through_it(
     assert reads.direct
 
 
-def test_a_read_that_ends_inside_a_page_is_gone_on_with_through_the_cache(
+def test_a_direct_read_that_ends_inside_a_page_continues_through_the_cache(
     written: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not reads_past_cache(written / "a"):

@@ -1,4 +1,4 @@
-"""The storage that the fault tests rely on fails when it is told to, and only then."""
+"""The storage of the fault tests fails at the chosen operation, and only there."""
 
 from __future__ import annotations
 

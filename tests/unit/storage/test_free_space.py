@@ -49,7 +49,7 @@ def test_a_project_quota_gives_no_bound(tmp_path: Path, monkeypatch: pytest.Monk
     assert measured(tmp_path).most is None
 
 
-def test_reserved_blocks_count_for_those_who_may_use_them(
+def test_reserved_blocks_count_only_for_users_that_may_use_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     system = os.statvfs(tmp_path)
@@ -70,12 +70,12 @@ def test_reserved_blocks_count_for_those_who_may_use_them(
         assert measured(tmp_path).most == most * system.f_frsize
 
 
-def test_a_file_system_without_a_limit_is_not_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_space_is_unknown_without_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result((4096, 4096, *[0] * 8)))
     assert LocalStorage(tmp_path).free_space() is None
 
 
-def test_a_system_that_refuses_to_tell_is_not_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_space_is_unknown_where_statvfs_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: Any) -> Any:
         raise PermissionError
 

@@ -41,7 +41,7 @@ class TestDirect(StorageConformance):
         return LocalStorage(tmp_path / "other", direct=True)
 
 
-def test_direct_where_it_works_falls_back_at_the_first_refused_write(tmp_path, monkeypatch):
+def test_direct_falls_back_at_the_first_refused_write(tmp_path, monkeypatch):
     storage = LocalStorage(tmp_path)
     sink = storage.create("a")
     if not sink.direct:
@@ -60,7 +60,7 @@ def test_direct_where_it_works_falls_back_at_the_first_refused_write(tmp_path, m
     assert not sink.direct
     sink.finish(len(data))
     assert storage.read("a") == bytes(data)
-    assert not storage.create("b").direct, "the next file need not find out again"
+    assert not storage.create("b").direct, "the storage remembers the refusal"
 
 
 def test_direct_falls_back_when_open_is_refused(tmp_path, monkeypatch):
@@ -90,7 +90,7 @@ def test_finish_flushes_the_file_and_every_new_folder(tmp_path, monkeypatch):
 
 def test_publish_flushes_before_and_after_the_name(tmp_path, monkeypatch):
     storage = LocalStorage(tmp_path / "run")
-    (tmp_path / "run").mkdir()  # a peer that died before flushing it made it
+    (tmp_path / "run").mkdir()  # made by a peer that died before it flushed the folder
     events = _watch_flushes(monkeypatch)
     real = os.link
 
@@ -152,7 +152,7 @@ def test_a_name_that_cannot_be_flushed_stays_and_the_error_says_so(tmp_path, mon
     assert storage.read("manifest.json") == b"{}"
 
 
-def test_a_second_name_that_stays_is_no_failure(tmp_path, monkeypatch):
+def test_a_temporary_name_that_cannot_be_removed_is_no_failure(tmp_path, monkeypatch):
     storage = LocalStorage(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(os, "unlink", _fail(errno.EIO, "Input/output error"))
@@ -169,7 +169,7 @@ def test_flush_makes_a_file_and_all_folders_above_durable(tmp_path, monkeypatch)
     assert flushed[:3] == [str(tmp_path / "run/manifest.json"), str(tmp_path / "run"), str(tmp_path)]
 
 
-def test_publish_where_there_are_no_links(tmp_path, monkeypatch):
+def test_publish_works_without_hard_links(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "link", _fail(errno.EPERM, "Operation not permitted"))
     storage = LocalStorage(tmp_path)
     storage.publish("a", b"one")
@@ -183,7 +183,7 @@ def test_publish_where_there_are_no_links(tmp_path, monkeypatch):
     assert storage.list() == ["a"]
 
 
-def test_a_link_whose_answer_was_lost_counts(tmp_path, monkeypatch):
+def test_a_link_whose_answer_was_lost_counts_as_published(tmp_path, monkeypatch):
     real = os.link
 
     def link(source, target):
@@ -195,7 +195,7 @@ def test_a_link_whose_answer_was_lost_counts(tmp_path, monkeypatch):
     assert LocalStorage(tmp_path).list() == ["a"]
 
 
-def test_a_full_disk_says_so(tmp_path, monkeypatch):
+def test_the_error_names_a_full_disk(tmp_path, monkeypatch):
     sink = LocalStorage(tmp_path, direct=False).create("a")
     monkeypatch.setattr(os, "pwrite", _fail(errno.ENOSPC, "No space left on device"))
     with pytest.raises(StorageError, match=r"a: No space left on device \(ENOSPC\)\. .*free space"):
@@ -226,7 +226,7 @@ def test_a_pipe_in_the_way_is_not_waited_for(tmp_path):
         storage.read("manifest.json")
 
 
-def test_a_file_where_a_folder_is_needed(tmp_path):
+def test_a_file_where_a_folder_is_needed_is_an_error(tmp_path):
     storage = LocalStorage(tmp_path)
     storage.publish("shards", b"")
     with pytest.raises(StorageError, match="ENOTDIR"):
@@ -239,7 +239,7 @@ def test_a_file_where_a_folder_is_needed(tmp_path):
     assert storage.size("shards/0") is None
 
 
-def test_links_in_a_circle(tmp_path):
+def test_list_does_not_follow_links_in_a_circle(tmp_path):
     (tmp_path / "loop").symlink_to(tmp_path)
     storage = LocalStorage(tmp_path)
     storage.publish("a", b"")
@@ -255,7 +255,7 @@ def test_read_sees_a_replaced_file(tmp_path):
     assert storage.read("manifest.json") == b"two"
 
 
-def test_a_file_longer_than_memory_is_an_error_of_ours(tmp_path):
+def test_a_file_longer_than_memory_is_a_storage_error(tmp_path):
     (tmp_path / "a").touch()
     os.truncate(tmp_path / "a", 1 << 43)
     with pytest.raises(

@@ -119,7 +119,7 @@ def test_urls(url: str) -> None:
 
 
 def test_without_a_keeper_the_tier_is_empty(storage: MemoryStorage, caplog: pytest.LogCaptureFixture) -> None:
-    """No read starts one."""
+    """Reads start no keeper."""
     with caplog.at_level(logging.INFO, "shardproof"):
         assert storage.list() == storage.folders() == []
     assert "no keeper process on this node" in caplog.text
@@ -155,7 +155,7 @@ os.kill(os.getpid(), 9)
     assert "torch" not in mapped and "numpy" not in mapped and "memfd" not in mapped
 
 
-def test_what_a_killed_process_did_not_publish_goes(storage: MemoryStorage, url: str) -> None:
+def test_unpublished_files_of_a_killed_process_are_removed(storage: MemoryStorage, url: str) -> None:
     write(storage, "step-1/shard", b"1")
     storage.publish("step-1/manifest", b"{}")
     before = storage.usage()
@@ -176,7 +176,7 @@ os.kill(os.getpid(), 9)
     write(storage, "step-2/finished", b"the names are free")
 
 
-def test_no_commit_names_a_file_that_went_with_its_process(storage: MemoryStorage, url: str) -> None:
+def test_a_commit_fails_after_a_file_went_with_its_process(storage: MemoryStorage, url: str) -> None:
     """A rank dies between its report and the commit, after the coordinator has seen its file."""
     code = """
 import sys
@@ -201,7 +201,7 @@ sys.stdin.read()
     assert storage.list() == ["step-1/0", "step-1/manifest", "step-1/next-attempt"]
 
 
-def test_a_killed_keeper_fails_the_save_and_the_next_one_starts_another(
+def test_a_killed_keeper_fails_the_save_and_the_next_save_starts_another(
     storage: MemoryStorage, caplog: pytest.LogCaptureFixture
 ) -> None:
     write(storage, "step-1/shard", b"0123")
@@ -265,7 +265,7 @@ def test_the_budget_is_not_exceeded(storage: MemoryStorage) -> None:
         storage.publish("c", bytes(BUDGET))
     storage.delete("a")
     write(storage, "b", bytes(BUDGET))
-    storage.publish("b", bytes(BUDGET), replace=True)  # in place of as many bytes
+    storage.publish("b", bytes(BUDGET), replace=True)  # replaces as many bytes
     MemoryStorage(storage.location, budget=2 * BUDGET).publish("c", b"a larger budget, given later")
     assert storage.list() == ["b", "c"]
 
@@ -305,7 +305,7 @@ def test_drop_ends_the_keeper(storage: MemoryStorage, url: str) -> None:
     assert storage.usage() is None and url.removeprefix("memory://") not in keepers_here()
 
 
-def test_many_that_start_at_once_get_one_keeper(url: str) -> None:
+def test_storages_that_start_at_once_share_one_keeper(url: str) -> None:
     ready = threading.Barrier(8)
 
     def start(number: int) -> tuple[int, MemoryStorage]:
@@ -376,7 +376,7 @@ def test_a_client_that_sends_no_sealed_file_is_cut_off(storage: MemoryStorage) -
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can take another user")
-def test_other_users_are_kept_out(storage: MemoryStorage) -> None:
+def test_other_users_get_no_answer(storage: MemoryStorage) -> None:
     storage.publish("a", b"1")
     address = repr(memory_keeper.address_of(storage.folder))
     ask = f"""
@@ -444,7 +444,7 @@ def test_a_forked_child_holds_no_file(storage: MemoryStorage) -> None:
         finally:
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    until(lambda: storage.size("c") is None, "what the child wrote and did not publish stays")
+    until(lambda: storage.size("c") is None, "unpublished files of the child stay")
     sink.write_at(0, memoryview(b"the parent's is open"))
     sink.finish(20)
     assert storage.list() == ["a", "b"]
@@ -480,7 +480,7 @@ def test_a_request_under_way_is_not_taken_for_the_end_of_the_keeper() -> None:
     with ThreadPoolExecutor(1) as pool, theirs:
         asked = pool.submit(connection.ask, "publish", text="x" * (8 << 20))  # more than a socket holds
         assert select.select([theirs], [], [], LIMIT)[0]
-        memory_keeper.send(theirs, {"size": 1})  # bytes that no one reads until the request is sent
+        memory_keeper.send(theirs, {"size": 1})  # stays unread until the request is sent
         assert connection.is_open
         assert memory_keeper.receive(theirs) is not None
         assert asked.result(LIMIT) == ({"size": 1}, None)

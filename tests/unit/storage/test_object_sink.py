@@ -11,7 +11,7 @@ from shardproof.storage.object_sink import ObjectSink
 
 @pytest.mark.parametrize(("size", "part_bytes"), [(0, 16 << 20), (1 << 40, -(-(1 << 40) // 9_000))])
 def test_parts_of_a_large_object_are_larger(size: int, part_bytes: int) -> None:
-    """A store takes 10,000 parts."""
+    """A store takes at most 10,000 parts."""
     uploads: list[tuple[int, dict[str, Any]]] = []
 
     def put(data: Any, **how: Any) -> None:

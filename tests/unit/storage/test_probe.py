@@ -1,4 +1,4 @@
-"""Which way of writing is chosen."""
+"""The probe chooses direct or buffered writes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def unprobed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Clock:
-    """Seconds that pass only when a test says so."""
+    """A clock that only the test advances."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -34,7 +34,7 @@ class Clock:
 
 
 class Disk:
-    """Takes writes at a speed of each way, in windows a second."""
+    """A disk with a speed for direct and one for buffered writes, in windows a second."""
 
     def __init__(self, direct: float, buffered: float) -> None:
         self.clock = Clock()
@@ -48,7 +48,7 @@ class Disk:
 
     def run(self, trial: Trial, writes: int, count: int = probe.WINDOW // 8) -> None:
         for _ in range(writes):
-            self.clock.now += 1000  # making the bytes takes long, and does not count
+            self.clock.now += 1000  # the time between writes does not count
             with trial.write(count) as direct:
                 self.ways += "d" if direct else "b"
                 if direct:
@@ -60,7 +60,9 @@ class Disk:
 @pytest.mark.parametrize(
     ("direct", "buffered", "expected"), [(10, 5, True), (10, 11, True), (10, 12.4, True), (10, 12.6, False)]
 )
-def test_the_way_that_proved_faster_is_kept(direct: float, buffered: float, expected: bool) -> None:
+def test_buffered_writes_are_chosen_only_if_clearly_faster(
+    direct: float, buffered: float, expected: bool
+) -> None:
     found, disk = Probe(DEVICE), Disk(direct, buffered)
     disk.run(Trial(found, disk.wait, disk.clock), 48)
     way = "d" if expected else "b"
@@ -76,7 +78,7 @@ def test_files_share_a_probe_and_windows_of_several_files_add_up() -> None:
     assert probes.of(DEVICE + 1).answer is None
 
 
-def test_a_small_file_takes_no_part() -> None:
+def test_a_small_file_is_not_measured() -> None:
     found, disk = Probe(DEVICE), Disk(1, 10)
     disk.run(Trial(found, disk.wait, disk.clock), 7)
     assert disk.ways == "d" * 7
@@ -103,7 +105,7 @@ def test_windows_do_not_overlap() -> None:
     assert not any(mixed)
 
 
-def test_a_failed_wait_is_told_and_holds_up_nobody() -> None:
+def test_a_failed_wait_is_raised_and_blocks_no_later_write() -> None:
     found, clock = Probe(DEVICE), Clock()
 
     def fail() -> None:
@@ -158,7 +160,7 @@ def test_a_file_written_both_ways_is_whole(tmp_path: Path, monkeypatch: pytest.M
     again.abort()
 
 
-def test_the_user_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_choice_of_the_user_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     can = LocalStorage(tmp_path).create("probe").direct
     for value, direct, expected in [
         ("0", None, False),
@@ -177,7 +179,7 @@ def test_the_user_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.usefixtures("small_windows")
 @pytest.mark.parametrize("direct", [False, True])
-def test_a_choice_of_the_user_is_not_tried_out(tmp_path: Path, direct: bool) -> None:
+def test_nothing_is_measured_where_the_user_chose(tmp_path: Path, direct: bool) -> None:
     if direct and not LocalStorage(tmp_path).create("probe").direct:
         pytest.skip("no unbuffered files here")
     file = LocalStorage(tmp_path, direct=direct).create("a")
@@ -188,7 +190,7 @@ def test_a_choice_of_the_user_is_not_tried_out(tmp_path: Path, direct: bool) -> 
     file.finish(32 * ALIGNMENT)
 
 
-def test_a_choice_that_is_none_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_choice_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(probe.VARIABLE, "yes")
     with pytest.raises(ValueError, match="SHARDPROOF_DIRECT is 'yes': set it to 1"):
         users_choice()

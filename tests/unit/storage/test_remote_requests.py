@@ -1,4 +1,4 @@
-"""Small requests to a storage whose every request takes long."""
+"""Small requests to a remote storage run in parallel."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.gate import LIMIT
 
 
 class Remote(LocalStorage):
-    """A folder that says that it is remote."""
+    """A folder with the interface of a remote storage."""
 
     def read_buffer(self, name: str, start: int, count: int) -> memoryview:
         raise NotImplementedError

@@ -25,7 +25,7 @@ class TestUncached(StorageConformance):
 
 
 def refuse_direct(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a file system without direct reads does."""
+    """Refuses direct reads, as some file systems do."""
     real = os.open
 
     def opened(path: Any, flags: int, *args: Any, **options: Any) -> int:
@@ -70,7 +70,9 @@ def test_bytes_come_from_the_device_although_the_cache_has_them(
     assert count >= len(data)
 
 
-def test_direct_reads_that_are_refused_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_direct_reads_that_fail_after_the_open_fall_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Some file systems open a file for direct reads and refuse the first of them."""
     data = os.urandom(3 * ALIGNMENT + 17)
     (tmp_path / "a").write_bytes(data)
@@ -90,7 +92,7 @@ def test_direct_reads_that_are_refused_late(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize("start", [0, 1, ALIGNMENT - 1, PIECE - 3, PIECE + 5])
 @pytest.mark.parametrize("count", [0, 1, ALIGNMENT, PIECE + 17])
-def test_any_range_in_pieces_that_are_announced(tmp_path: Path, start: int, count: int) -> None:
+def test_any_range_is_read_in_announced_pieces(tmp_path: Path, start: int, count: int) -> None:
     data = os.urandom(2 * PIECE + 100)
     (tmp_path / "step").mkdir()
     (tmp_path / "step" / "a").write_bytes(data)
@@ -119,7 +121,7 @@ def test_an_error_before_a_read_ends_it_and_leaves_nothing_open(tmp_path: Path) 
     assert len(reads) == 2 and open_files() == before
 
 
-def test_a_file_that_was_cut(tmp_path: Path) -> None:
+def test_a_truncated_file_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(bytes(5000))
     with pytest.raises(StorageError, match="too short: expected 100 bytes from byte 4950 on, found 50"):
         UncachedStorage(tmp_path).read_into("a", 4950, memoryview(bytearray(100)))

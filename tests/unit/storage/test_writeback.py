@@ -1,4 +1,4 @@
-"""Early write-back: what is handed to the disk while a file is still being written."""
+"""Early write-back: ranges are handed to the disk while a file is still being written."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def descriptor(tmp_path: Path) -> Iterator[int]:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
-    """(handed over or waited for, start, stop) of each range; fdatasync counts as ("flush", 0, 0)."""
+    """("begin" or "wait", start, stop) of each call; fdatasync counts as ("flush", 0, 0)."""
     made: list[tuple[str, int, int]] = []
 
     def call(name: str, *arguments: ctypes._SimpleCData[int]) -> None:
@@ -58,9 +58,7 @@ def test_small_writes_are_gathered(descriptor: int, calls: list[tuple[str, int, 
     assert calls == []
 
 
-def test_writers_wait_for_what_was_handed_over_long_ago(
-    descriptor: int, calls: list[tuple[str, int, int]]
-) -> None:
+def test_writers_wait_for_the_oldest_ranges(descriptor: int, calls: list[tuple[str, int, int]]) -> None:
     write_back = WriteBack(descriptor)
     for at in range(0, 128, 8):
         write_back.wrote(at * MIB, 8 * MIB)
@@ -96,7 +94,7 @@ def test_where_ranges_cannot_be_handed_over_the_file_is_flushed(
     assert calls == [("flush", 0, 0)] * 5
 
 
-def test_an_error_of_the_disk_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_disk_is_raised_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = LocalStorage(tmp_path, direct=False).create("a")
 
     def fail(name: str, *arguments: object) -> None:
@@ -109,10 +107,10 @@ def test_an_error_of_the_disk_is_told_at_once(tmp_path: Path, monkeypatch: pytes
     assert LocalStorage(tmp_path).list() == []
 
 
-def test_a_buffered_file_is_on_its_way_before_it_is_finished(
+def test_a_buffered_file_is_written_back_before_it_is_finished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the real system call and several threads: all is handed over, and all but 64 MiB waited for."""
+    """With the real system call and several threads: all ranges begin, and all but 64 MiB are waited for."""
     begun = []
     original = libc.call
 

@@ -1,7 +1,7 @@
 """Runs on the local disks of several nodes: the folders of all nodes as one storage, and copies on a partner.
 
-Read `node_storage.py` for what is where, `node_group.py` for how the ranks find each other's folders, and
-`file_service.py` for the other end of a `PeerStorage`. `missing_copies.py` makes copies that were lost again.
+`node_storage.py` defines which nodes have which files. In `node_group.py` the ranks find each other's
+folders. `file_service.py` answers the requests of a `PeerStorage`. `missing_copies.py` replaces lost copies.
 """
 
 from __future__ import annotations

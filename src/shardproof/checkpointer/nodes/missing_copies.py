@@ -1,4 +1,4 @@
-"""Makes the second copies of a restored step that were lost with a node, in the background.
+"""Replaces the second copies of a restored step that were lost with a node, in the background.
 
     restore: rank 0 plans -> each rank gets its part with the last meeting of the restore
     background: copy (local) -> copy (meet)
@@ -47,21 +47,21 @@ class _Copy(msgspec.Struct, frozen=True, array_like=True):
     """A file to copy."""
 
     record: FileRecord
-    """It names its folder, also the step's own."""
+    """The record of the file. It has the folder even if that is the step's own."""
     source: int
     """The node that has the file."""
 
 
 class _Share(msgspec.Struct, frozen=True, array_like=True):
-    """What one rank copies to its node."""
+    """The files that one rank copies to its node."""
 
     name: str
-    """Of the rendezvous of these copies."""
+    """Name of the rendezvous for these copies."""
     folder: str
-    """Of the restored step."""
+    """Folder of the restored step."""
     step: int | None
     seal: bytes
-    """Of the step's manifest."""
+    """Seal of the step's manifest."""
     copies: tuple[_Copy, ...]
 
 
@@ -70,7 +70,7 @@ class MissingCopies:
 
     Args:
         nodes: the run.
-        rendezvous: of all ranks.
+        rendezvous: rendezvous of all ranks.
     """
 
     def __init__(self, nodes: NodeStorage, rendezvous: Rendezvous) -> None:
@@ -84,7 +84,7 @@ class MissingCopies:
         """Rank 0: the share of each rank. Empty if no file lacks a copy.
 
         Args:
-            folder: of the restored step.
+            folder: folder of the restored step.
             text: the bytes of its manifest, which all nodes have.
             left_out: the nodes whose copy of a file is damaged, by ``folder/file``.
 
@@ -145,7 +145,7 @@ class MissingCopies:
             timeout: seconds to wait at most; None: as long as they make progress.
 
         Raises:
-            TimeoutError: they are not.
+            TimeoutError: the copies are not made.
             ShardproofError: a copy could not be made.
         """
         if self._process != os.getpid() or self._last is None:

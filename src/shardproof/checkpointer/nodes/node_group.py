@@ -1,8 +1,8 @@
-"""The nodes of a run on local disks: which ranks see one folder, and how the others reach it.
+"""The nodes of a run on local disks: finds the ranks that share a folder, and connects the nodes.
 
-Note "What a node is": ranks whose folder is the same, by the running system, the device and the inode, are
-one node. No variable of a launcher decides it. Nodes are numbered by their lowest ranks. A later job finds
-its files whatever its numbers are, because it asks every node that is there.
+Note "What a node is": ranks form one node if their folder has the same running system, device and inode. No
+variable of a launcher decides it. Nodes are numbered by their lowest ranks. A later job may number them
+differently. It still finds its files, because it asks every present node.
 
 Note "Who asks whom": every rank serves the files of its node. A rank asks one rank of each other node, so the
 requests spread over the ranks of a node.
@@ -35,7 +35,7 @@ _log = logging.getLogger("shardproof")
 
 
 class _Report(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank posts about itself."""
+    """The report of one rank."""
 
     place: tuple[str, int, int]
     """The running system, the device and the inode of the folder."""
@@ -48,7 +48,7 @@ class _Report(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Node(msgspec.Struct, frozen=True, array_like=True):
-    """A node, as one rank gets to know it."""
+    """A node, as one rank reaches it."""
 
     label: str
     name: str
@@ -60,7 +60,7 @@ class _Node(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Answer(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank learns of all ranks."""
+    """The answer to one rank."""
 
     name: str
     secret: bytes
@@ -77,10 +77,10 @@ class NodeGroup:
         own: number of this rank's node.
         folders: the run's folder on each node.
         of_rank: number of the node of each rank.
-        location: of the run on the node of rank 0; the same on all ranks.
+        location: location of the run on the node of rank 0; the same on all ranks.
         arbiter: number of the node on which a file is published first.
         replicas: number of other nodes that have a copy of each file, 0 or 1.
-        service: of this rank.
+        service: file service of this rank.
         meetings: a rendezvous of all ranks.
     """
 
@@ -109,14 +109,15 @@ class NodeGroup:
     def end_together(self, what: str, answers: Sequence[bytes] = ()) -> bytes:
         """Returns when no rank needs the files of another node any more. All ranks call it.
 
-        A failure loses nothing: a rank may have left before rank 0 could remove old steps. It is logged.
+        A failure is logged and loses nothing. At worst, old steps stay on the node of a rank that left early.
 
         Args:
-            what: the save or restore that ends. A rank that missed one finds the meeting of the next by it.
-            answers: on rank 0: what each rank is told. Empty to tell nothing.
+            what: name of the save or restore that ends. By this name, a rank that missed one finds the
+                meeting of the next.
+            answers: on rank 0, the answer to each rank; empty for no answers.
 
         Returns:
-            What this rank is told. Empty after a failure.
+            The answer to this rank; empty after a failure.
         """
         meeting = MeetingSequence(self.meetings, f"nodes of {self.location}, {what}")
         try:
@@ -134,7 +135,7 @@ def join_nodes(rendezvous: Rendezvous, root: LocalStorage, replicas: int) -> Nod
     """Finds the nodes of a run. All ranks call it.
 
     Args:
-        rendezvous: of all ranks.
+        rendezvous: rendezvous of all ranks.
         root: the run's folder on the node of this rank. It is made if it does not exist.
         replicas: see `NodeGroup`.
 
@@ -213,7 +214,7 @@ def join_nodes(rendezvous: Rendezvous, root: LocalStorage, replicas: int) -> Nod
 
 
 def _decide(posts: Sequence[bytes]) -> list[bytes]:
-    """Rank 0: numbers the nodes, and tells each rank whom to ask."""
+    """Rank 0: numbers the nodes, and assigns each rank one peer on each other node."""
     reports = [msgspec.msgpack.decode(post, type=_Report) for post in posts]
     other = next((rank for rank, one in enumerate(reports) if one.replicas != reports[0].replicas), None)
     if other is not None:
@@ -253,7 +254,7 @@ def _running_system() -> str:
 
 
 def _addresses() -> tuple[str, ...]:
-    """Addresses at which other nodes may reach this one; that of the way to the launcher's store first."""
+    """Addresses at which other nodes may reach this one, first that of the route to the launcher's store."""
     found = []
     store = os.environ.get("MASTER_ADDR", "")
     if store:
@@ -263,7 +264,7 @@ def _addresses() -> tuple[str, ...]:
                     probe.connect(address)  # chooses a route, and sends nothing
                     found.append(str(probe.getsockname()[0]))
         except OSError:
-            pass  # the name of the node has to do
+            pass  # the name of the node must suffice
     found.append(socket.gethostname())
     loopback = [one for one in found if one.startswith("127.") or one == "::1"]
     return tuple(dict.fromkeys([*(one for one in found if one not in loopback), *loopback]))

@@ -1,15 +1,16 @@
 """The folders of all nodes as one `Storage`.
 
 Note "What is where": a rank writes its files into the folder of its own node. With `replicas`, the partner
-node has a file of the same name. Every node has each manifest, pin and verdict. A file is read from the own
-node, or else from a node that has it.
+node has a file of the same name. Every node has each manifest, pin and verdict. A rank reads a file
+from its own node, or else from a node that has it.
 
-Note "The commit": a file is published on one node first, the arbiter, which every rank names alike. There it
-is exclusive, so of two jobs on the same nodes one commits. Then all other nodes get it, and then `publish`
-returns. A step is committed once one node has its manifest. If the nodes have different manifests of a step,
-the later save counts (note "Copies" in `tiered_run`). A publication that dies in between leaves such nodes,
-or nodes without the manifest. Neither harms: the shard files are durable before the first publication.
-A restore takes such a step, and gives its manifest to all nodes, so that it does not depend on one of them.
+Note "The commit": `publish` writes a file on one node first, the arbiter, which is the same for all ranks.
+This write is exclusive, so only one of two jobs on the same nodes commits. Then `publish` writes the file on
+all other nodes. A step is committed once one node has its manifest. If the nodes have different manifests of
+a step, the later save counts (note "Copies" in `tiered_run`). A publication that dies in between leaves nodes
+with an older manifest, or without one. This does no harm, because the shard files are durable before the
+first write. A restore takes such a step, and gives its manifest to all nodes, so that the step does not
+depend on one of them.
 
 Note "Removal": a file is removed on all nodes. The manifest of a step is gone from all nodes before the first
 shard file is removed. A node that was away keeps an old step, which the next retention removes.
@@ -72,7 +73,7 @@ class NodesView(TieredRun):
 
     @property
     def linked(self) -> bool:
-        """Whether the folder is a link on a node."""
+        """True if the folder is a link on a node."""
         return any(self._ask("linked", lambda place: place.linked).values())
 
     @property
@@ -277,7 +278,7 @@ class NodeStorage(NodesView):
             restored: the folder of the step, as the restore chose it.
 
         Returns:
-            The bytes of the manifest; None if no node has it, but only the second tier.
+            The bytes of the manifest; None if only the second tier has it.
 
         Raises:
             StorageError: a node failed, or another process removed the step.
@@ -296,11 +297,11 @@ class NodeStorage(NodesView):
         """The nodes that have each file of a step.
 
         Args:
-            folder: of the step.
-            records: of shard files, and of the index.
+            folder: folder of the step.
+            records: records of shard files, and of the index.
 
         Returns:
-            The nodes by record. Each record names its folder, also the step's own.
+            The nodes by record. Each record has its folder, even if that is the step's own.
 
         Raises:
             StorageError: a node failed.
@@ -323,8 +324,8 @@ class NodeStorage(NodesView):
         """True if every shard file of a step has as many copies as `replicas` asks for.
 
         Args:
-            folder: of the step.
-            manifest: of the step.
+            folder: folder of the step.
+            manifest: manifest of the step.
 
         Raises:
             StorageError: a node failed.

@@ -46,7 +46,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     folder: bytes = b""
     """The folder in the run; empty for the run itself."""
     name: bytes = b""
-    """Of the file in that folder."""
+    """Name of the file in that folder."""
     start: int = 0
     stop: int | None = None
     """First byte, and the byte after the last. For `finish`: the size is `start`."""
@@ -54,7 +54,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     count: int = 0
     """Raw bytes after the request."""
     digest: bytes = b""
-    """Of these bytes (xxh3_128), if the receiver has to compare them."""
+    """Digest (xxh3_128) of these bytes, if the receiver has to compare them."""
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
@@ -120,7 +120,7 @@ class PeerConnection:
         """Proves to the other end that this one knows the secret, and lets it prove the same.
 
         Args:
-            secret: of the run.
+            secret: secret of the run.
             who: name of the service that is called.
             asks: True for the end that connected.
 
@@ -155,7 +155,7 @@ class PeerConnection:
         """The next message; None if the other end closed the connection before it.
 
         Args:
-            kind: of the message.
+            kind: type of the message.
             idle: True to wait as long as the other end is connected.
 
         Raises:

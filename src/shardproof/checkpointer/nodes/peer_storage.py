@@ -33,9 +33,9 @@ class Peer:
 
     Args:
         hosts: addresses of the node; the first that answers is used.
-        port: of the service.
+        port: port of the service.
         service: name of the service.
-        secret: of the run.
+        secret: secret of the run.
         label: the node and the rank, for messages.
         patience: gives the seconds of one wait.
     """
@@ -226,7 +226,7 @@ class PeerStorage:
 
     @property
     def linked(self) -> bool:
-        """Whether the folder is a symbolic link there."""
+        """True if the folder is a symbolic link there."""
         return bool(self.peer.ask(self._request("linked")))
 
     def create(self, name: str) -> PeerSink:
@@ -333,7 +333,7 @@ class PeerSink:
     Args:
         peer: the service of a rank of that node.
         connection: the one on which the file was created.
-        path: of the file, for messages.
+        path: path of the file, for messages.
     """
 
     def __init__(self, peer: Peer, connection: PeerConnection, path: str) -> None:

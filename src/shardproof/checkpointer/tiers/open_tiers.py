@@ -71,6 +71,6 @@ def tier_of(run: Storage, folder: str) -> Storage:
 
     Args:
         run: all tiers, or the only one.
-        folder: of the step.
+        folder: folder of the step.
     """
     return run.within(folder).tier if isinstance(run, TieredRun) else run

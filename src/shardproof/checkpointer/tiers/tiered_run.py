@@ -1,13 +1,13 @@
-"""The run as all tiers hold it together, for reading.
+"""All tiers of a run as one storage, for reads.
 
 Note "Copies": the name of a shard file or an index has the attempt of its save. So files of one name have
 the same bytes in all tiers, and each file is read from the nearest tier that has it. A manifest has no
 attempt in its name. If tiers have different manifests of a step, that of the later save counts.
 
-Note "Left out": a copy of a file that turned out to be damaged is left out by the number of its tier. Rank 0
-leaves it out, and all ranks do the same, because tiers have the same numbers on all ranks. The next read of
-the step takes the next copy. Without a next copy, another save of the step counts, if a tier has one. Without
-that, the step is passed over as damaged, and each file of older steps is read from the nearest copy again.
+Note "Left out": rank 0 leaves out a damaged copy of a file, by the number of its tier. All ranks do the same,
+because tiers have the same numbers on all ranks. The next read of the step takes the next copy. Without a
+next copy, another save of the step counts, if a tier has one. Without such a save, the step is passed over as
+damaged, and each file of older steps is read from the nearest copy again.
 
 Note "Copies that vanish": retention or another process may remove a step of the first tier while it is read
 there. The copy on the second tier is then the nearest one. It is not left out for the copy that is gone.
@@ -47,7 +47,7 @@ class NearerCopy:
 
 @dataclass(slots=True)
 class Choice:
-    """Which copies count. All views of one `TieredRun` share it."""
+    """The choice of copies. All views of one `TieredRun` share it."""
 
     left_out: dict[str, list[int]] = field(default_factory=dict)
     """The tiers whose copy does not count, by ``folder/file`` (note "Left out")."""
@@ -56,7 +56,7 @@ class Choice:
     nearer: list[NearerCopy] = field(default_factory=list)
     """The copies that were left out."""
     vanished: dict[str, int] = field(default_factory=dict)
-    """How many copies were gone when they were read, by ``folder/file`` (note "Copies that vanish")."""
+    """Number of copies that were gone at a read, by ``folder/file`` (note "Copies that vanish")."""
 
 
 class TieredRun:
@@ -93,7 +93,7 @@ class TieredRun:
 
     @property
     def location(self) -> str:
-        """Where the manifest is read from; for the run itself, the first tier."""
+        """The location of the manifest; for the run itself, that of the first tier."""
         return self._places[self._holder() if self._path else 0].location
 
     @property
@@ -103,7 +103,7 @@ class TieredRun:
 
     @property
     def linked(self) -> bool:
-        """Whether the folder is a link in a tier."""
+        """True if the folder is a link in a tier."""
         return any(place.linked for place in self._places)
 
     @property
@@ -156,7 +156,7 @@ class TieredRun:
         return TieredRun(self._runs, path, self.choice)
 
     def seen_here(self) -> Storage:
-        """The part of the run that this rank sees without a question to other ranks."""
+        """The part of the run that this rank sees without a request to other ranks."""
         return self
 
     def close(self) -> None:
@@ -165,7 +165,7 @@ class TieredRun:
             place.close()
 
     def create(self, name: str) -> Sink:
-        """Refused, as `publish` and `delete` are: a tier is written by itself."""
+        """Refuses, as `publish` and `delete` do: each tier is written through its own storage."""
         self._refuse(name)
 
     def publish(self, name: str, data: bytes, *, replace: bool = False) -> None:
@@ -194,7 +194,7 @@ class TieredRun:
         """Leaves out the copy that an error names. False if there is no other copy, and no other save.
 
         Args:
-            folder: of the step that could not be read.
+            folder: folder of the step that could not be read.
             error: means damage. Its detail ``rank`` is the rank that read the copy; without it, this one.
         """
         step = folder
@@ -282,7 +282,7 @@ class TieredRun:
         """The numbers of all tiers, nearest first.
 
         Args:
-            name: of the file that is looked for.
+            name: name of the file that is looked for.
             rank: the rank that looks; None: this one.
         """
         return range(len(self._places))
@@ -311,7 +311,7 @@ class TieredRun:
         """The tiers in which to look for a file, one at least.
 
         Args:
-            name: of the file.
+            name: name of the file.
             rank: the rank that looks; None: this one.
         """
         numbers = self._numbers(name, rank)
@@ -366,7 +366,7 @@ class TieredRun:
 
 
 class OneCopy:
-    """What a restore asks a `TieredRun`, for a run with one copy of each file.
+    """The methods of `TieredRun` that a restore calls, for a run with one copy of each file.
 
     Args:
         run: the run.
@@ -401,7 +401,7 @@ class OneCopy:
 
 
 def copies_in(run: Storage) -> TieredRun | OneCopy:
-    """Which copies of the files of a run count."""
+    """The choice among the copies of a run's files."""
     return run if isinstance(run, TieredRun) else OneCopy(run)
 
 
@@ -409,8 +409,8 @@ def copies_of(folder: Storage, name: str) -> Sequence[Storage]:
     """The storages that have a shard file or an index of a step, nearest first; `folder` without any.
 
     Args:
-        folder: of the step.
-        name: of the file.
+        folder: folder of the step.
+        name: name of the file.
     """
     return (folder.copies(name) if isinstance(folder, TieredRun) else []) or [folder]
 
@@ -421,6 +421,6 @@ def log_other_copy(run: str, file: str, damage: ShardproofError) -> None:
     Args:
         run: location of the run.
         file: path of the copy.
-        damage: of the nearer file.
+        damage: damage of the nearer file.
     """
     _log.error("%s: a file is damaged, and its copy %s is uploaded in its place: %s", run, file, damage)

@@ -1,13 +1,13 @@
-"""The coordinator's side of the uploads: which step is next, who copies what, and the commit.
+"""The coordinator's side of the uploads: the next step, the files that each rank copies, and the commit.
 
 Note "The manifest goes last": the coordinator publishes the manifest of the second tier after every file that
 it names is there with the recorded size. The ranks verified each file with its digest when they read it. The
 bytes of index and manifest are those of the first tier. So a step on the second tier is an ordinary
 checkpoint, and a killed upload leaves files without a manifest, as a killed save does.
 
-Note "The first tier does not wait": `protected` is part of a save's retention, so it reads the first tier
-alone. Of the second tier it uses what the last round saw. Before the first round that is nothing, and more
-steps stay.
+Note "The first tier does not wait": `protected` is part of a save's retention, so it reads only the first
+tier. For the second tier it uses the steps that the last round saw. Before the first round these are none,
+and more steps stay.
 
 Note "Files that are there": a file on the second tier that a manifest there names is durable and verified.
 It is not copied again. A file that no manifest names may be that of a killed upload: the rank reads it again
@@ -17,8 +17,8 @@ Note "Nothing is replaced by accident": the second tier may have another save of
 from a branch that was given up. The step is then uploaded only if its save was allowed to overwrite the step.
 Otherwise it is skipped with an error. A node that returns with an old disk replaces nothing.
 
-Note "Two jobs": two jobs may upload the same save of a step at once, for example if a job was started again
-and its earlier processes still run. Their files have the same names and bytes. So an upload deletes no file
+Note "Two jobs": two jobs may upload the same save of a step at once, for example a restarted job and the
+earlier processes of that job. Their files have the same names and bytes. So an upload deletes no file
 of the second tier. It writes a draft, which takes the place of the file in one step. One of the jobs
 publishes the manifest. Then it removes the drafts that killed uploads left. A rank of another job whose draft
 is gone finds the whole file. Of two different saves, one is committed, and the upload of the other fails.
@@ -115,8 +115,8 @@ class UploadCoordinator:
     def protected(self) -> set[int]:
         """The steps that retention must not remove from the first tier.
 
-        That is the step whose upload is under way, and with a policy for the second tier those that wait for
-        their upload and that it keeps (note "The first tier does not wait").
+        One is the step whose upload is under way. With a policy for the second tier, the others are the
+        waiting steps that the policy keeps (note "The first tier does not wait").
 
         Raises:
             StorageError: the first tier cannot be listed.
@@ -228,7 +228,7 @@ class UploadCoordinator:
     def _settle(
         self, requests: Sequence[UploadRequest], pending: Collection[int], reasons: Mapping[int, str]
     ) -> tuple[list[tuple[int, str]], list[Skip]]:
-        """The requests that are fulfilled, by step and attempt, and those that will not be."""
+        """The fulfilled requests, by step and attempt, and the requests that will not be fulfilled."""
         uploaded: list[tuple[int, str]] = []
         skipped: list[Skip] = []
         for one in requests:
@@ -393,7 +393,7 @@ class UploadCoordinator:
             target.publish(PINNED_NAME, source.read(PINNED_NAME), replace=True)
 
     def _remove_drafts(self, upload: _UnderWay) -> None:
-        """Removes what killed uploads left of the files of a step. A failure only wastes space."""
+        """Removes the drafts that killed uploads left in a step. A failure only wastes space."""
         try:
             for folder in {record.folder or step_name(upload.step) for record in upload.manifest.files}:
                 place = self._second.within(folder)

@@ -18,7 +18,7 @@ class Upload(msgspec.Struct, frozen=True, array_like=True):
     step: int
     attempt: str
     files: tuple[FileRecord, ...]
-    """The files that this rank copies. Each names its folder, also the step's own."""
+    """The files that this rank copies. Each has its folder, even if that is the step's own."""
     rate: float | None
     """Bytes a second for this rank; None: no bound."""
 
@@ -32,12 +32,12 @@ class Skip(msgspec.Struct, frozen=True, array_like=True):
 
 
 class UploadAnswer(msgspec.Struct, frozen=True, array_like=True):
-    """The coordinator's answer: what is settled, and what to upload next."""
+    """The coordinator's answer: the settled uploads, and the next one."""
 
     next: Upload | None = None
     """None: the round is over."""
     uploaded: tuple[tuple[int, str], ...] = ()
-    """Step and attempt of what is known to be whole on the second tier."""
+    """Step and attempt of each save that is known to be whole on the second tier."""
     skipped: tuple[Skip, ...] = ()
 
 
@@ -45,7 +45,7 @@ class UploadReport(msgspec.Struct, frozen=True, array_like=True):
     """A rank's report of the files that it copied."""
 
     error: dict[str, object] | None = None
-    """The error due to which this rank could not copy its files."""
+    """The error of a rank that could not copy its files."""
     is_damage: bool = False
     """True if the error is damage of the first tier."""
 

@@ -61,7 +61,7 @@ class Uploader:
     Args:
         first: the run in the first tier.
         second: the run in the second tier.
-        rendezvous: of all ranks.
+        rendezvous: rendezvous of all ranks.
         keep: the policy of the second tier; None: all steps stay there.
         bandwidth: bytes a second of all ranks together; None: no bound.
         damaged: steps that are known to be damaged in the first tier; grows.
@@ -145,7 +145,7 @@ class Uploader:
         """Returns when a step is whole on the second tier.
 
         Args:
-            request: of a save that is committed on the first tier.
+            request: upload request of a save that is committed on the first tier.
             timeout: seconds; None: as long as the upload makes progress.
 
         Raises:
@@ -163,7 +163,7 @@ class Uploader:
         """Returns when all rounds are over.
 
         Raises:
-            TimeoutError: they are not.
+            TimeoutError: the rounds are not over.
             ShardproofError: the last round failed, or the last upload of a step.
         """
         if self._process != os.getpid():

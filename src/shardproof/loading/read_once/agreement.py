@@ -41,10 +41,10 @@ class _RequestReport(msgspec.Struct, frozen=True, array_like=True):
     """The report of a rank at the first meeting."""
 
     able: bool
-    """There is a process group."""
+    """True if there is a process group."""
     request: bytes
     reached: bool
-    """This rank has opened the shared memory of every rank."""
+    """True if this rank has opened the shared memory of every rank."""
 
 
 class _Answer(msgspec.Struct, frozen=True, array_like=True):
@@ -56,7 +56,7 @@ class _Answer(msgspec.Struct, frozen=True, array_like=True):
     orders: Orders | None = None
     node_orders: NodeOrders | None = None
     over: str = ""
-    """What to measure: the "group" or the "node"."""
+    """The exchange to measure: "group" or "node"."""
 
     @property
     def given(self) -> Orders | NodeOrders | None:
@@ -78,9 +78,9 @@ class ReadOnceExchange:
 
     Args:
         checkpoint: the checkpoint to load.
-        plan: what this rank reads if every rank reads for itself.
+        plan: the plan of this rank if every rank reads for itself.
         writer: writes to the destinations of the plan.
-        rendezvous: where the ranks meet.
+        rendezvous: the rendezvous of all ranks.
         options: options of the load; the same on all ranks.
         memory: shared memory of this rank, or None. The caller closes it.
         handles: handles to the shared memory of all ranks; empty if it cannot serve them all.

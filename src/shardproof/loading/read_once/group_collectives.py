@@ -35,9 +35,9 @@ class Exchange:
     """Sends bytes from all ranks to all ranks.
 
     Args:
-        group: of the ranks that load; None for the default group.
-        rank: of this process at the rendezvous.
-        world_size: of the rendezvous.
+        group: process group of the ranks that load; None for the default group.
+        rank: rank of this process at the rendezvous.
+        world_size: number of ranks of the rendezvous.
 
     Raises:
         StructureError: the ranks of the group are not the ranks of the rendezvous.

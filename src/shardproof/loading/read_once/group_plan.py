@@ -41,7 +41,7 @@ def plan_once(
 
     Args:
         table: all chunks.
-        requests: of all ranks.
+        requests: requests of all ranks.
         round_bytes: bytes that a rank sends and receives in a round.
         unit_bytes: bytes of neighbouring chunks in one unit.
 

@@ -33,11 +33,11 @@ class Sender:
     """Reads units, fills this rank's own destinations from them, and packs messages for other ranks.
 
     Args:
-        files: of the checkpoint.
-        manifest: of the checkpoint.
+        files: files of the checkpoint.
+        manifest: manifest of the checkpoint.
         table: its chunks.
-        writer: of this rank's read plan.
-        orders: of this rank.
+        writer: writer of this rank's read plan.
+        orders: orders of this rank.
         world_size: number of ranks.
         threads: reads in flight.
     """
@@ -179,8 +179,8 @@ class Receiver:
 
     Args:
         table: the chunks of the checkpoint.
-        writer: of this rank's read plan.
-        orders: of this rank.
+        writer: writer of this rank's read plan.
+        orders: orders of this rank.
         world_size: number of ranks.
     """
 

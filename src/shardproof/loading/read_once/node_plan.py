@@ -71,7 +71,7 @@ def plan_node(
 
     Args:
         table: all chunks.
-        requests: of all ranks, which are on one node.
+        requests: requests of all ranks, which are on one node.
         round_bytes: bytes that a rank reads in a round.
         ring_bytes: bytes of a rank's ring.
         unit_bytes: bytes of neighbouring chunks in one unit.

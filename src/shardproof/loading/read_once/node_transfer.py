@@ -64,11 +64,11 @@ def through_memory(
     """Reads the rounds of this rank, and copies the parts that it wants. Every rank of the node calls this.
 
     Args:
-        files: of the checkpoint.
-        manifest: of the checkpoint.
+        files: files of the checkpoint.
+        manifest: manifest of the checkpoint.
         table: its chunks.
-        writer: of this rank's read plan.
-        orders: of this rank.
+        writer: writer of this rank's read plan.
+        orders: orders of this rank.
         memory: shared memory of this rank.
         peers: shared memory of every rank, None for this one.
         threads: reads in flight.

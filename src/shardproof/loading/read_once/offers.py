@@ -56,8 +56,8 @@ def answer(location: str, posts: Sequence[bytes], stored: Callable[[], Iterable[
     """Coordinator: an `Answer`, as bytes.
 
     Args:
-        location: of the checkpoint.
-        posts: of the ranks.
+        location: location of the checkpoint.
+        posts: posts of the ranks.
         stored: see `agree`.
 
     Raises:

@@ -42,7 +42,7 @@ class ChunkRequest:
         Args:
             node: host name.
             table: all chunks.
-            plan: of this rank, sorted by chunk.
+            plan: plan of this rank, sorted by chunk.
             part_bytes: (n,) bytes of each part of the plan, as stored.
             read: (c,) bytes of each chunk of the plan that this rank would read without an exchange.
         """

@@ -4,9 +4,9 @@ Note: Why file descriptors
     A named segment outlives a killed job. Its usual place, ``/dev/shm``, has 64 MB in many containers, and a
     write beyond that ends the process. An anonymous file of Linux (memfd_create) has neither fault: it ends
     with the last process that has it open, and its memory counts like other memory of the process. Another
-    rank opens the file and the inbox through ``/proc``. If this is not allowed, or the process id belongs to
-    another process there (in a container), the token at its beginning differs, and the ranks do not use
-    shared memory.
+    rank opens the file and the inbox through ``/proc``. The system may refuse that, or the process id may
+    belong to another process there (in a container). Then the open fails or the token at the beginning of the
+    memory differs, and the ranks do not use shared memory.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _BEGIN = mmap.PAGESIZE
 
 
 class Handle(msgspec.Struct, frozen=True, array_like=True):
-    """What another process of the node needs to open the memory and the inbox."""
+    """The numbers with which another process of the node opens the memory and the inbox."""
 
     process: int
     memory: int

@@ -1,9 +1,9 @@
 """Units: neighbouring chunks that the same ranks want, and which of these ranks reads each.
 
-No unit holds a chunk that only one rank wants, or a chunk of which all ranks together read hardly more than
-its size if each reads its own blocks (`_SHARE`). Readers are assigned by the longest-processing-time rule
-(Graham, 1969): the largest unit first, to the node with the least to read so far, and there to the rank with
-the least.
+A unit holds only chunks that several ranks want. It leaves out a chunk whose blocks the ranks can read
+separately at little more than the size of the chunk (`_SHARE`). Readers are assigned by the
+longest-processing-time rule (Graham, 1969): the largest unit first, to the node with the least to read so
+far, and there to the rank with the least.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Units:
 
         Args:
             table: all chunks.
-            requests: of all ranks.
+            requests: requests of all ranks.
             unit_bytes: bytes of neighbouring chunks in one unit.
         """
         world_size = len(requests)

@@ -33,7 +33,7 @@ class WantedParts:
 
     Args:
         table: all chunks.
-        writer: of this rank's read plan.
+        writer: writer of this rank's read plan.
         taken: (4 n,) or (n, 4) `NodeOrders.taken`.
         ranks: number of ranks of the node.
     """
@@ -61,8 +61,8 @@ class WantedParts:
     def prepare(self, rank: int, memory: torch.Tensor) -> None:
         """Makes the views of the parts in a rank's memory.
 
-        Views that are made between the copies take 6 % of a load of rows into columns, because the copies
-        displace the interpreter from the processor's caches.
+        Views that are made between the copies would take longer, because the copies displace the interpreter
+        from the processor's caches.
 
         Args:
             rank: the reader.
@@ -83,7 +83,7 @@ class WantedParts:
 
         Args:
             rank: the reader.
-            number: of the round.
+            number: number of the round.
             memory: as given to `prepare`.
 
         Returns:

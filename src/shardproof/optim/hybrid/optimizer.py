@@ -27,8 +27,8 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
     """Updates a fraction of the parameters on the CPU and the rest on the device, at the same time.
 
     The CPU's part of the state is in host memory. Each parameter of the CPU's part has its own optimizer
-    step. The copies of later gradients to the host and of earlier parameters to the device overlap that step,
-    and so does the step of the device's part.
+    step. Three operations overlap that step: copies of later gradients to the host, copies of earlier
+    parameters to the device, and the step of the device's part.
 
     `DeviceSplit` selects the parameters of the CPU's part from the order and the global shapes of the
     parameters. Without an accelerator, the CPU's part still uses copies, so that the code path is the same.
@@ -38,9 +38,9 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
     ``grad`` and may have any dtype. The keys of `state` and the tensors of `param_groups` are the program's
     parameters.
 
-    The optimizer detects writes to a parameter between two steps by torch's version counter (a load in
-    place, a clamp under `torch.no_grad`), and refreshes copies and masters. The counter does not count writes
-    through ``parameter.data``: call `refresh` after one.
+    The optimizer detects writes to a parameter between two steps by torch's version counter, for example a
+    load in place or a clamp under `torch.no_grad`. It then refreshes copies and masters. The counter does not
+    count writes through ``parameter.data``: call `refresh` after one.
 
     Args:
         params: parameters, or groups of them, as for any torch optimizer.

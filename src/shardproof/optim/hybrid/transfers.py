@@ -28,9 +28,9 @@ Note: Main waits for up
     host does not wait.
 
 Note: The host waits for a sent parameter
-    A copy up may still be reading the host's tensor after `step` has returned. Before the host writes to
-    that tensor again (the next step, a load, a refresh), it waits for the event that up recorded after the
-    copy.
+    A copy up may still be reading the host's tensor after `step` has returned. The next step, a load or a
+    refresh writes to that tensor again. Before it does, the host waits for the event that up recorded after
+    the copy.
 
 Note: The device's own gradients stay on main
     Where the device steps an fp32 master, its gradient is cast on main, right before the step that reads

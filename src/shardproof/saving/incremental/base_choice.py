@@ -51,7 +51,7 @@ class BaseChoice:
     in full, too: references must not replace an independent copy.
 
     Args:
-        storage: of the new step.
+        storage: storage of the new step.
         find: finds the base; None: all chunks are written.
         cached: the base from the previous save.
     """

@@ -61,12 +61,12 @@ class OptimizerBinding:
     attach: list[Callable[[], Any]] = field(default_factory=list)
     reported: set[str] = field(default_factory=set)
     """Classes of other optimizers for which there is a mismatch already."""
-    keeper: SlotProvider | None = field(init=False)
+    provider: SlotProvider | None = field(init=False)
     """The optimizer if it is a `SlotProvider`."""
 
     def __post_init__(self) -> None:
         # Checked once, because `isinstance` is slow for a protocol.
-        self.keeper = self.optimizer if isinstance(self.optimizer, SlotProvider) else None
+        self.provider = self.optimizer if isinstance(self.optimizer, SlotProvider) else None
 
     @cached_property
     def receive(self) -> Receiver:
@@ -111,7 +111,7 @@ class OptimizerBinding:
 
     def _check_slots(self, key: str, parameter: torch.Tensor) -> None:
         """Refuses slots of the target whose keys look like reserved keys."""
-        if self.keeper is None:
+        if self.provider is None:
             for slot in self.optimizer.state.get(parameter, ()):
                 if isinstance(slot, str) and "@" in slot:
                     check_name(slot, key, key)
@@ -125,7 +125,7 @@ class OptimizerBinding:
             self.to.binding.used.add(f"{key}.{MASTER}")
         receipt = self.receive(parameter, group, stored)
         self._check_class(data, receipt.kind, key)
-        if self.keeper is not None and unselected:
+        if self.provider is not None and unselected:
             raise StructureError(
                 f"{key}: include and exclude leave out {', '.join(sorted(unselected))} of this parameter, "
                 f"but not its other slots. {type(self.optimizer).__qualname__} needs all slots of a "
@@ -137,7 +137,7 @@ class OptimizerBinding:
             for slot, destination in receipt.tensors.items()
             if self._fill(layout, f"{key}.{slot}", slot, destination, slot in stored)
         }
-        if self.keeper is None:  # the rank that owns the parameter uses the other slots
+        if self.provider is None:  # the rank that owns the parameter uses the other slots
             for slot, like in stored.items():
                 self.to.binding.used.update([f"{key}.{slot}"] if like.wrapper is None else like.wrapper.keys)
         if MASTER in stored and MASTER not in receipt.tensors:
@@ -145,7 +145,7 @@ class OptimizerBinding:
             if parameter.dtype == stored[MASTER].dtype:
                 self._weight_from_master(key, layout)
         current: Mapping[str, Any] = (
-            {} if self.keeper is not None else self.optimizer.state.get(parameter, {})
+            {} if self.provider is not None else self.optimizer.state.get(parameter, {})
         )
         values = {
             slot: self.to.rebuild(f"{key}.{slot}", value, partial(current.get, slot))
@@ -225,7 +225,7 @@ class OptimizerBinding:
 
     def _bind_existing_slots(self, key: str, parameter: torch.Tensor) -> None:
         """Binds existing slots in place if the options are missing or not selected."""
-        if self.keeper is not None:
+        if self.provider is not None:
             return
         layout = self.layouts.of_slots(parameter)
         for slot, item in self.optimizer.state.get(parameter, {}).items():
@@ -236,11 +236,11 @@ class OptimizerBinding:
         extra, shared = join(self.place.key, EXTRA), join(self.place.key, SHARED)
         if extra in self.to.catalogue.objects:
             data = self.to.object(extra)
-            if data is not MISSING and self.keeper is not None:
+            if data is not MISSING and self.provider is not None:
                 rebuilt = self.to.rebuild(extra, data)
-                keeper = self.keeper
-                self.attach.append(lambda: keeper.receive_shared(rebuilt()))
-        if shared in self.to.catalogue.objects and self.keeper is None:
+                provider = self.provider
+                self.attach.append(lambda: provider.receive_shared(rebuilt()))
+        if shared in self.to.catalogue.objects and self.provider is None:
             data = self.to.object(shared)
             if data is not MISSING:
                 state = self.optimizer.state

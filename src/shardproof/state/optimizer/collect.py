@@ -73,8 +73,8 @@ class _Optimizer:
         optimizer = _optimizer_of(value, place)
 
         def collect() -> None:
-            keeper = _flat_slots(optimizer, place, out)
-            source = optimizer if keeper is None else keeper
+            flat = _flat_slots(optimizer, place, out)
+            source = optimizer if flat is None else flat
             names = _names(value, source, place, out)
             _collect(place, optimizer, source, names, _modules(value, out), out)
 
@@ -86,11 +86,11 @@ class _Optimizer:
 
         def bind() -> None:
             layouts = SlotLayouts.of(_modules(value, to), to.modules)
-            keeper = _flat_slots(optimizer, place, to)
-            source: Any = optimizer if keeper is None else keeper
+            flat = _flat_slots(optimizer, place, to)
+            source: Any = optimizer if flat is None else flat
             OptimizerBinding(place, source, _names(value, source, place, to), layouts, to).bind()
-            if keeper is not None:
-                to.on_finish(keeper.apply)
+            if flat is not None:
+                to.on_finish(flat.apply)
 
         to.later.append(bind)
 

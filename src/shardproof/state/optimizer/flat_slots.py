@@ -159,7 +159,7 @@ class FlatSlots:
         """Does nothing; see `describe_shared`."""
 
     def apply(self) -> None:
-        """Sets the optimizer's state and options to what it has received."""
+        """Sets the optimizer's state and options to the received ones."""
         for group, mine in zip(self.optimizer.param_groups, self.param_groups, strict=True):
             group.update(options_of(mine))
             for real in group["params"]:

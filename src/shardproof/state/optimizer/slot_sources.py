@@ -67,8 +67,8 @@ def receiver(optimizer: torch.optim.Optimizer | SlotProvider) -> Receiver:
     ['exp_avg']
     """
     if isinstance(optimizer, SlotProvider):
-        keeper = optimizer
-        return lambda parameter, _, stored: keeper.receive_slots(parameter, stored)
+        provider = optimizer
+        return lambda parameter, _, stored: provider.receive_slots(parameter, stored)
     if is_zero_redundancy(optimizer):
         return owned_receiver(optimizer, receiver)
     return partial(_receive, optimizer)

@@ -59,8 +59,8 @@ def register_enum(cls: _Class, *, name: str | None = None) -> _Class:
 def register_by_name(name: str) -> None:
     """Imports a module that registers its classes, or registers one enum or dataclass by its full name.
 
-    A program that is no script of the run, such as the command line, learns the classes this way. A class
-    that its module registers keeps the name given there.
+    A program other than the training script, such as the command line, registers the classes this way. A
+    class that its module registers keeps the name given there.
 
     Args:
         name: such as "my_run.state" or "torch.distributed.fsdp.ShardingStrategy".
