@@ -109,7 +109,7 @@ def test_blocks_whose_digests_are_damaged_are_read_with_the_whole_chunk(saved: P
             with sp.open(saved) as opened:
                 assert torch.equal(opened["w"][5:7], VALUE[5:7])
             (fault,) = verify(LocalStorage(saved)).faults
-            assert isinstance(fault, FormatError) and "digests of blocks" in fault.message
+            assert isinstance(fault, FormatError) and "block digests" in fault.message
             with flipped(saved / chunk.file, chunk.start + 9 * BLOCK, 0):
                 with pytest.raises(CorruptChunkError):
                     load_rows(saved, 5, 10)
