@@ -277,11 +277,15 @@ class Disk:
         elif name in ("rmdir", "unlink"):
             names.pop(last, None)
         else:
-            assert isinstance(node, _File)
+            assert node is not None
             names[last] = node
-            node.paths.add(path)
+            if isinstance(node, _File):
+                node.paths.add(path)
             if name != "link":
-                node.paths.discard(source)
+                if isinstance(node, _File):
+                    node.paths.discard(source)
+                else:
+                    _move(node, source, path)
                 above, _, first = source.rpartition("/")
                 del self._folder(above).names[first]
         return result
@@ -315,3 +319,14 @@ class Disk:
         node = self._at(path)
         assert isinstance(node, _Folder), path
         return node
+
+
+def _move(folder: _Folder, source: str, path: str) -> None:
+    """Gives the files in a renamed folder their new paths."""
+    for node in folder.names.values():
+        if isinstance(node, _Folder):
+            _move(node, source, path)
+        else:
+            node.paths = {
+                path + old[len(source) :] if old.startswith(f"{source}/") else old for old in node.paths
+            }

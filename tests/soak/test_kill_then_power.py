@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from random import Random
@@ -81,14 +81,23 @@ def test_no_step_comes_back_without_its_files(
                 with suppress(ShardproofError):
                     then(root)
                 disk.restart("power", Random(chance))
-                _check(root)
+                _check(root, 3)
         killed_after += 1
     assert killed_after > 30
 
 
+def retain_one(root: Path) -> None:
+    """Saves a third step. Its retention removes the other steps."""
+    _save_third(root, keep=1)
+
+
 def retain_two(root: Path) -> None:
     """Saves a third step. Its retention removes the first."""
-    later = sp.Checkpointer(root, keep=sp.KeepLatest(2), cache="none", rendezvous=LocalRendezvous())
+    _save_third(root, keep=2)
+
+
+def _save_third(root: Path, keep: int) -> None:
+    later = sp.Checkpointer(root, keep=sp.KeepLatest(keep), cache="none", rendezvous=LocalRendezvous())
     later.save(3, state(3)).result()
 
 
@@ -98,9 +107,22 @@ def prune_to_one(root: Path) -> None:
     prune(storage, plan_prune(storage, lambda name: None, older_than=0.0, now=time.time(), keep=1))
 
 
-@pytest.mark.parametrize("then", [retain_two, pytest.param(prune_to_one, marks=pytest.mark.slow)])
+def overwrite_the_first(root: Path) -> None:
+    """Saves the first step again, and so removes the files of the first save."""
+    sp.save(root / "step-00000001", state(1), overwrite=True, rendezvous=LocalRendezvous())
+
+
+@pytest.mark.parametrize(
+    ("name", "then"),
+    [
+        ("step-00000002", retain_two),
+        ("step-00000002", overwrite_the_first),
+        pytest.param("step-00000002", prune_to_one, marks=pytest.mark.slow),
+        ("best", retain_one),
+    ],
+)
 def test_no_replaced_manifest_comes_back_without_its_files(
-    tmp_path: Path, then: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, name: str, then: Callable[[Path], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Step 2 refers to a file of step 1, and is then saved again, without references."""
     caplog.set_level(logging.CRITICAL, "shardproof")
@@ -113,25 +135,63 @@ def test_no_replaced_manifest_comes_back_without_its_files(
                 first = sp.Checkpointer(root, incremental=True, **options)
                 for step in (1, 2):
                     first.save(step, state(step)).result()
+                if name != "step-00000002":
+                    (root / "step-00000002").rename(root / name)
+                    LocalStorage(root).flush_names()
                 disk.fail(killed_after, "kill")
                 with suppress(ShardproofError):
-                    sp.Checkpointer(root, **options).save(2, state(2), overwrite=True).result()
+                    sp.save(root / name, state(2), overwrite=True, rendezvous=LocalRendezvous())
                 ended = disk.failed is None
                 disk.restart("kill", Random(0))
                 then(root)
                 disk.restart("power", Random(chance))
-                _check(root, least=2)
+                _check(root, 1, {name: 2} if name == "best" else None)
         killed_after += 1
     assert killed_after > 10
 
 
-def _check(root: Path, least: int = 3) -> None:
-    """Every committed step can be read, and one is there."""
+def test_a_manifest_that_was_replaced_and_not_flushed_is_flushed_by_the_next_retention(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The retention of step 4 has flushed all folders. One error of the disk then meets a save of step 3."""
+    caplog.set_level(logging.CRITICAL, "shardproof")
+    failed_after, ended = 0, False
+    while not ended:
+        with Disk(_new(tmp_path)) as disk:
+            root = disk.folder / "run"
+            checkpointer = sp.Checkpointer(
+                root,
+                keep=sp.KeepLatest(2) | sp.KeepEvery(steps=3),
+                incremental=True,
+                cache="none",
+                rendezvous=LocalRendezvous(),
+            )
+            for step in (1, 2, 3, 4):
+                checkpointer.save(step, state(step)).result()
+            disk.fail(failed_after, "error")
+            with suppress(ShardproofError):
+                changed = {**state(3), "frozen": torch.zeros(600)}
+                checkpointer.save(3, changed, overwrite=True).result()
+            ended = disk.failed is None
+            disk.heal()
+            for step in (5, 6):
+                changed = {**state(step), "frozen": torch.zeros(600)}
+                checkpointer.save(step, changed).result()
+            checkpointer.wait_for_scrub(60)
+            disk.restart("power", Random(failed_after))
+            for step in (3, 5, 6):
+                sp.load(root / f"step-{step:08d}", state(0), rendezvous=LocalRendezvous())
+        failed_after += 1
+    assert failed_after > 10
+
+
+def _check(root: Path, least: int, renamed: Mapping[str, int] | None = None) -> None:
+    """Every committed step can be read, and one from `least` on is there. So can folders of other names."""
     found = sp.Checkpointer(root, rendezvous=LocalRendezvous()).steps()
     assert found[-1] >= least
-    for step in found:
+    for folder, step in {**{f"step-{step:08d}": step for step in found}, **(renamed or {})}.items():
         target = {"frozen": torch.zeros(600), "w": torch.zeros(600)}
-        sp.load(root / f"step-{step:08d}", target, rendezvous=LocalRendezvous())
+        sp.load(root / folder, target, rendezvous=LocalRendezvous())
         assert torch.equal(target["w"], state(step)["w"])
 
 

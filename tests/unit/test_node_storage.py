@@ -23,8 +23,8 @@ from shardproof.checkpointer.nodes import MissingCopies, NodeGroup, NodeStorage
 from shardproof.checkpointer.nodes.file_service import FileService
 from shardproof.checkpointer.nodes.peer_frames import PIECE_BYTES, PeerConnection, Request
 from shardproof.checkpointer.nodes.peer_storage import Peer, PeerStorage, ask_all
-from shardproof.checkpointer.retention import flush_folders
 from shardproof.checkpointer.tiers import Uploader
+from shardproof.format import flush_manifests_in
 from shardproof.maintenance import verify
 from shardproof.rendezvous import LocalRendezvous
 from shardproof.storage import LocalStorage
@@ -129,7 +129,7 @@ def test_names_are_flushed_on_every_node(tmp_path: Path, chance: int) -> None:
                 os.fsync(file)
                 os.close(file)
                 os.replace(draft, draft.with_name("manifest.json"))
-            flush_folders(storage, set())
+            flush_manifests_in(storage)
         finally:
             nodes.stop()
         disk.restart("power", Random(chance))

@@ -11,7 +11,6 @@ from shardproof.checkpointer.policies import KeepLatest
 from shardproof.checkpointer.retention import (
     Leftover,
     delete_steps,
-    flush_folders,
     leftovers,
     plan_removal,
     remove_leftover,
@@ -20,7 +19,7 @@ from shardproof.checkpointer.scan import scan_run
 from shardproof.checkpointer.step_folders import attempt_of, is_ours, parse_folder, parse_step
 from shardproof.checkpointer.suspects import read_settled
 from shardproof.errors import FormatError, NotCommittedError, StorageError
-from shardproof.format import lost_files, read_manifest, references_in
+from shardproof.format import flush_manifests_in, lost_files, read_manifest, references_in
 from shardproof.storage import ObjectStorage, Storage, Upload
 
 __all__ = ["PrunePlan", "plan_prune", "prune"]
@@ -221,13 +220,12 @@ def prune(storage: Storage, plan: PrunePlan) -> list[str]:
     Raises:
         StorageError: the storage failed. Some of the files may be removed. Uploads go last.
     """
-    flushed: set[str] = set()
-    flush_folders(storage, flushed)
+    flush_manifests_in(storage)
     spared = [leftover.folder for leftover in plan.leftovers if not remove_leftover(storage, leftover)]
     lost = [name for name in plan.lost if _is_lost(storage.within(name))]
     settled = [name for name in plan.settled if read_settled(storage.within(name)) is not None]
     steps = [name for name in plan.steps if read_pin(storage.within(name)) is None]
-    delete_steps(storage, [*steps, *settled, *lost], flushed=flushed)
+    delete_steps(storage, [*steps, *settled, *lost])
     _abort_uploads(storage, plan.uploads)
     return [
         *spared,

@@ -7,10 +7,6 @@ Note "The manifest goes first": deleting a step deletes its manifest, durably, a
 the manifest names. A crash in between leaves files without a manifest. They are a leftover like that of a
 dead save, and never a committed step that lacks files.
 
-Note "Names are flushed": a process may die after it removed or replaced a manifest and before that was
-durable. A crash of the machine may then bring the old manifest back. It may name any file that no manifest
-names now. So the names in all folders of steps are flushed before such a file goes.
-
 Note "Lent files stay": an incremental step refers to files of earlier steps. If such an earlier step is
 deleted, its manifest goes, so that it is no checkpoint any more. The files that other steps refer to stay,
 until the last of these steps is deleted. The manifests of the remaining steps name these files.
@@ -41,25 +37,25 @@ from shardproof.checkpointer.step_folders import (
     step_name,
 )
 from shardproof.checkpointer.suspects import settled_suspects
-from shardproof.errors import FormatError, NotCommittedError, StorageError
+from shardproof.errors import FormatError, NotCommittedError
 from shardproof.format import (
     MANIFEST_NAME,
     FileRecord,
     References,
+    flush_manifests_in,
     kept_files_message,
     named_files,
     read_manifest,
     references_in,
     unreferenced_files,
 )
-from shardproof.storage import NameFlush, RemoteStorage, Storage, map_requests
+from shardproof.storage import Storage, map_requests
 
 __all__ = [
     "Leftover",
     "Removal",
     "StepFacts",
     "delete_steps",
-    "flush_folders",
     "leftovers",
     "plan_removal",
     "remove_leftover",
@@ -119,15 +115,13 @@ def delete_steps(
     storage: Storage,
     names: Sequence[str],
     on_progress: Callable[[int, int], None] | None = None,
-    flushed: set[str] | None = None,
 ) -> Removal:
-    """Deletes steps (notes "Only our files", "The manifest goes first", "Names are flushed").
+    """Deletes steps (notes "Only our files" and "The manifest goes first").
 
     Args:
         storage: the run's folder.
         names: folders of the steps.
         on_progress: called with files removed and files in all.
-        flushed: folders whose manifest is known to be durable, or durably gone. The others are added.
 
     Raises:
         StorageError: the storage failed. Steps that were deleted in part are no checkpoints.
@@ -138,46 +132,9 @@ def delete_steps(
         if on_progress is not None:
             on_progress(done, len(gone))
         if done == len(removal.manifests):
-            flush_folders(storage, set() if flushed is None else flushed)
+            flush_manifests_in(storage)
         storage.delete(file)
     return removal
-
-
-def flush_folders(storage: Storage, flushed: set[str]) -> None:
-    """Makes it durable which manifest each step has, or that it has none (note "Names are flushed").
-
-    Args:
-        storage: the run's folder.
-        flushed: folders to pass over. All others are added.
-
-    Raises:
-        StorageError: the storage failed.
-    """
-    if isinstance(storage, RemoteStorage):
-        return  # changes there are durable when they return
-    for name in storage.folders():
-        if name in flushed or parse_folder(name) is None:
-            continue
-        folder = storage.within(name)
-        if folder.linked:
-            continue
-        if isinstance(folder, NameFlush):
-            folder.flush_names()
-        else:
-            _flush_any_file(folder, name)
-        flushed.add(name)
-
-
-def _flush_any_file(folder: Storage, name: str) -> None:
-    """Flushes the manifest of a step, or another file, and with it the names in the folder."""
-    files = [file for file in folder.list() if is_ours(file, name)]
-    if not files:
-        return
-    try:
-        folder.flush(MANIFEST_NAME if MANIFEST_NAME in files else files[0])
-    except StorageError as error:
-        if not error.details.get("missing"):  # else another process removed the file
-            raise
 
 
 class StepFacts:
@@ -192,8 +149,6 @@ class StepFacts:
         self._run = run
         self._holder = holder
         self._known: dict[int, tuple[float, Mapping[str, Any]]] = {}
-        self.flushed: set[str] = set()
-        """Folders whose names are durable (note "Names are flushed")."""
 
     def select(self, policy: Retention, steps: Sequence[int]) -> tuple[set[int], set[int]]:
         """The steps that a policy keeps, and those whose manifest it needs and that cannot be read."""
@@ -214,10 +169,8 @@ class StepFacts:
                 )
 
     def forget(self, step: int) -> None:
-        """Reads and flushes the manifest of a step again when needed. Call it after a save or a removal."""
+        """Reads the manifest of a step again when needed. Call it after a save or a removal."""
         self._known.pop(step, None)
-        again = [name for name in self.flushed if (folder := parse_folder(name)) and folder.step == step]
-        self.flushed.difference_update(again)
 
     def _read(self, step: int) -> tuple[float, Mapping[str, Any]]:
         facts = self._known.get(step)
@@ -318,11 +271,11 @@ def retain(
         if dropped:
             for step in dropped:
                 facts.forget(step)  # another job may save a step of this number
-            _delete(run, [step_name(step) for step in dropped], on_progress, facts.flushed)
+            _delete(run, [step_name(step) for step in dropped], on_progress)
             removed = [step_name(step) for step in dropped]
         settled = [folder for folder in settled_suspects(run) if folder.step < newest]
         if settled:
-            _delete(run, [folder.name for folder in settled], on_progress, facts.flushed)
+            _delete(run, [folder.name for folder in settled], on_progress)
     except Exception as error:
         _log.warning("%s: old steps could not be removed: %s", run.location, error)
     return removed
@@ -332,10 +285,9 @@ def _delete(
     run: Storage,
     names: Sequence[str],
     on_progress: Callable[[int, int], None] | None,
-    flushed: set[str],
 ) -> None:
     """Deletes steps. Logs a warning if that frees no space, because the disk may fill."""
-    unknown = delete_steps(run, names, on_progress, flushed).unknown
+    unknown = delete_steps(run, names, on_progress).unknown
     if unknown:
         _log.warning(
             "%s: the shard files of %s stay: %s", run.location, ", ".join(names), kept_files_message(unknown)

@@ -57,6 +57,8 @@ from shardproof.format.manifest import (
 from shardproof.format.manifest_text import SEAL_LENGTH, decode_manifest, encode_manifest
 from shardproof.format.references import (
     References,
+    flush_manifests_beside,
+    flush_manifests_in,
     has_no_references,
     kept_files_message,
     named_files,
@@ -129,6 +131,8 @@ __all__ = [
     "encode_index",
     "encode_manifest",
     "file_digest",
+    "flush_manifests_beside",
+    "flush_manifests_in",
     "has_no_references",
     "header_of_chunks",
     "index_name",

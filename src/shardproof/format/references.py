@@ -7,6 +7,12 @@ can disagree. Before removing a file, a program reads the manifests of all folde
 manifest may refer to any file: then no file that another step could need is removed. Steps can be renamed, so
 a folder of any name may hold a manifest. Two exceptions: ``lost+found`` of a file system is skipped, and a
 dangling link counts only under the name of a step.
+
+Note: Manifests are flushed before files go
+-------------------------------------------
+A process may die after it removed or replaced a manifest, and before that was durable. A crash of the machine
+may then bring the old manifest back. It may refer to a file that no manifest names now. So a program flushes
+the manifests of all folders before it removes a file that another step could need.
 """
 
 from __future__ import annotations
@@ -20,10 +26,12 @@ from shardproof.format.checkpoint_files import read_manifest
 from shardproof.format.file_names import MANIFEST_NAME, STEP_FOLDER
 from shardproof.format.manifest import FileRecord, Manifest
 from shardproof.format.manifest_text import MAX_MANIFEST, USUAL_BEGINNING, is_foreign
-from shardproof.storage import Storage, map_requests
+from shardproof.storage import NameFlush, RemoteStorage, Storage, map_requests
 
 __all__ = [
     "References",
+    "flush_manifests_beside",
+    "flush_manifests_in",
     "has_no_references",
     "kept_files_message",
     "named_files",
@@ -124,6 +132,62 @@ def references_in(run: Storage, *, without: Collection[str] = ()) -> References:
 def references_beside(storage: Storage) -> References:
     """The references of the checkpoint in `storage` and of all beside it."""
     return referred((name, storage.sibling(name)) for name in storage.siblings())
+
+
+def flush_manifests_in(run: Storage) -> None:
+    """Makes it durable which manifest each folder of `run` has, or that it has none.
+
+    See note "Manifests are flushed before files go". A folder whose manifest cannot be read is skipped. Its
+    references are unknown, so no file goes that another step could need.
+
+    Raises:
+        StorageError: the storage failed.
+    """
+    _flush_manifests((name, run.within(name)) for name in run.folders())
+
+
+def flush_manifests_beside(storage: Storage) -> None:
+    """Does for the folder of `storage` and all beside it what `flush_manifests_in` does for a run.
+
+    Raises:
+        StorageError: the storage failed.
+    """
+    _flush_manifests((name, storage.sibling(name)) for name in storage.siblings())
+
+
+def _flush_manifests(places: Iterable[tuple[str, Storage]]) -> None:
+    for name, storage in places:
+        if isinstance(storage, RemoteStorage):
+            return  # changes there are durable when they return
+        if name == _LOST_AND_FOUND or not _had_manifest(name, storage):
+            continue
+        if isinstance(storage, NameFlush):
+            storage.flush_names()
+        else:
+            _flush_any_file(storage)
+
+
+def _had_manifest(name: str, storage: Storage) -> bool:
+    """True if the folder has a manifest, or may have lost one. Only manifests of steps are ever removed."""
+    if STEP_FOLDER.fullmatch(name) is not None:
+        return True
+    try:
+        return storage.size(MANIFEST_NAME) is not None
+    except StorageError:
+        return False
+
+
+def _flush_any_file(storage: Storage) -> None:
+    """Flushes the manifest of a step, or a file of an attempt, and with it the names in the folder."""
+    ours = (MANIFEST_NAME, "index-", "shards/")
+    files = sorted((name for name in storage.list() if name.startswith(ours)), key=MANIFEST_NAME.__ne__)
+    if not files:
+        return
+    try:
+        storage.flush(files[0])
+    except StorageError as error:
+        if not error.details.get("missing"):  # else another process removed the file
+            raise
 
 
 def named_files(storage: Storage) -> set[str] | None:

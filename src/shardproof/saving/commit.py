@@ -26,6 +26,7 @@ from shardproof.format import (
     check_size,
     encode_index,
     encode_manifest,
+    flush_manifests_beside,
     index_name,
     kept_files_message,
     locate_files,
@@ -224,6 +225,7 @@ def _remove_replaced(storage: Storage, old: Manifest, new: Manifest) -> None:
     """Removes files that only the replaced manifest names. A failure only wastes space, so it is logged."""
     try:
         references = references_beside(storage)
+        flush_manifests_beside(storage)
         lent = references.files(storage.folder)
         current = {new.index.name, *(record.name for record in new.own_files)}
         shards = [record.name for record in old.own_files if record.name not in lent]

@@ -254,9 +254,9 @@ class NameFlush(Protocol):
     """A storage that can make the names in a folder durable. This method is optional for a `Storage`."""
 
     def flush_names(self) -> None:
-        """Make durable which files are in this folder, whichever process added or removed them.
+        """Make the names directly in this folder durable, whichever process added or removed them.
 
-        Does nothing if there is no folder.
+        The names in folders below it are left out. Does nothing if there is no folder.
 
         Raises:
             StorageError: the storage failed.

@@ -169,6 +169,15 @@ def test_flush_makes_a_file_and_all_folders_above_durable(tmp_path, monkeypatch)
     assert flushed[:3] == [str(tmp_path / "run/manifest.json"), str(tmp_path / "run"), str(tmp_path)]
 
 
+def test_a_flush_of_names_flushes_the_folder_alone(tmp_path, monkeypatch):
+    storage = LocalStorage(tmp_path / "run")
+    storage.publish("step/manifest.json", b"{}")
+    flushed = _watch_flushes(monkeypatch)
+    for place in (storage, storage.within("step"), storage.within("none")):
+        place.flush_names()
+    assert flushed == [str(tmp_path / "run"), str(tmp_path / "run/step")]
+
+
 def test_publish_works_without_hard_links(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "link", _fail(errno.EPERM, "Operation not permitted"))
     storage = LocalStorage(tmp_path)
