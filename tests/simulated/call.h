@@ -99,6 +99,15 @@ class Aliases {
   std::map<c10::StorageImpl*, c10::Storage> storages_;
 };
 
+// Enqueues work in the inference mode of its caller: outside of it, no work may write to a tensor made in it.
+template <class Work>
+uint64_t enqueue(Queue& queue, Work work) {
+  return queue.enqueue([work = std::move(work), is_inference = c10::InferenceMode::is_enabled()]() mutable {
+    const c10::InferenceMode guard(is_inference);
+    work();
+  });
+}
+
 // The shape without values. A scalar of the host stays one.
 inline Tensor described(const Tensor& tensor) {
   if (!is_here(tensor)) return tensor;
@@ -272,7 +281,7 @@ class Call {
           return given.defined() && given.is_cpu() ? numbered_as(given, given.clone()) : alias(given);
         },
         at::kCPU);
-    current(*device_).enqueue([op = op_, values, targets]() mutable {
+    enqueue(current(*device_), [op = op_, values, targets]() mutable {
       const at::AutoDispatchBelowADInplaceOrView guard;
       op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &values);
       for (size_t at = 0; at < targets.size(); ++at) fill(targets[at], values[at]);
@@ -335,7 +344,7 @@ class Call {
   }
 
   void upload(const Tensor& value, const Tensor& there) const {
-    current(*device_).enqueue([value, target = Aliases()(there)] { target.copy_(value); });
+    enqueue(current(*device_), [value, target = Aliases()(there)] { target.copy_(value); });
   }
 
   const c10::OperatorHandle& op_;

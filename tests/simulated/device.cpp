@@ -28,7 +28,7 @@ Tensor& copy_(Tensor& to, const Tensor& given, bool non_blocking) {
   };
   Aliases alias;
   const auto copy = [&](const Tensor& source) {
-    return own.enqueue([to = alias(to), source] { to.copy_(source); });
+    return enqueue(own, [to = alias(to), source] { to.copy_(source); });
   };
   const auto record = [&](const Tensor& host) {
     if (!pinned_memory().record(host.storage().data_ptr().get_context(), own))

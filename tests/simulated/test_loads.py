@@ -12,6 +12,7 @@ import torch
 
 import shardproof as sp
 from shardproof.loading import checkpoint as loader
+from shardproof.storage import LocalStorage
 from tests import simulated
 from tests.accelerator import first_device
 from tests.simulated.waiting import LIMIT, still_waits
@@ -23,15 +24,20 @@ SHAPE, COUNT = (600, 300), 8
 
 @pytest.mark.parametrize("threads", [1, 4])
 @pytest.mark.parametrize("layout", ["row-major", "strided"])
+@pytest.mark.parametrize("cached", [True, False])
 def test_a_load_is_ordered_with_the_work_of_its_callers_stream(
     layout: str,
     threads: int,
+    cached: bool,
     tmp_path: Path,
     background: ThreadPoolExecutor,
-    enqueued: threading.Event,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Later work of the stream waits for the load, also if the device must rearrange the values."""
+    """The load waits for earlier work of the stream, and later work of the stream for the load.
+
+    Also if the device must rearrange the values. Files that are not in the page cache are read otherwise.
+    """
+    monkeypatch.setattr(LocalStorage, "is_cached", lambda *_: cached)
     monkeypatch.setattr("shardproof.loading.load_protocol.reading_threads", lambda: threads)
     sp.save(tmp_path / "c", {str(number): torch.full(SHAPE, float(number)) for number in range(COUNT)})
     own = torch.Stream(first_device())
@@ -54,14 +60,18 @@ def test_a_load_is_ordered_with_the_work_of_its_callers_stream(
         state = {str(at): tensor[:, ::step][:, : SHAPE[1]] for at, tensor in enumerate(whole)}
         if layout == "row-major":
             state = {key: tensor.contiguous() for key, tensor in state.items()}
+        for tensor in state.values():
+            tensor.fill_(-2)
         own.synchronize()
         with simulated.held(own):
             for tensor in state.values():
                 tensor.fill_(-1)
-            enqueued.clear()
             loading = background.submit(load, state)
             assert reads.wait(LIMIT)
-            assert still_waits(loading) and not enqueued.is_set()
+            assert still_waits(loading)
+            with torch.Stream(first_device()):
+                now = [float(tensor.cpu().unique()) for tensor in state.values()]
+            assert now == [-2.0] * COUNT
         loading.result(LIMIT)
         simulated.set_delays(0.05)
         doubled = [tensor * 2 for tensor in state.values()]

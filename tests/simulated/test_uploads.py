@@ -7,12 +7,14 @@ import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import shardproof as sp
 from shardproof.loading.uploads import UploadBuffers, Uploads
+from shardproof.storage import LocalStorage
 from tests import simulated
 from tests.accelerator import first_device
 from tests.simulated.waiting import LIMIT, still_waits
@@ -82,20 +84,49 @@ def test_memory_of_a_thread_that_ended_is_not_freed_before_its_copies() -> None:
     assert memory[0]() is None
 
 
-@pytest.mark.parametrize("layout", ["row-major", "small", "strided"])
-def test_values_have_arrived_when_a_load_returns(layout: str, tmp_path: Path) -> None:
-    """A stream that waits for no other reads them."""
+@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize("layout", ["row-major", "small", "strided", "shard", "inference"])
+def test_values_are_there_when_a_load_returns(
+    layout: str, cached: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stream that waits for no other stream reads the values.
+
+    One thread reads the pieces of all tensors into its two buffers. Copies are late, so that a buffer that is
+    filled too early has wrong values.
+    """
+    monkeypatch.setattr(LocalStorage, "is_cached", lambda *_: cached)
+    monkeypatch.setattr("shardproof.loading.load_protocol.reading_threads", lambda: 1)
     device = first_device()
     shape = (8, 16) if layout == "small" else (600, 300)
     sp.save(tmp_path / "c", {str(at): torch.full(shape, float(at)) for at in range(8)})
-    state = {str(at): torch.full(shape, -1.0, device=device) for at in range(8)}
+    with torch.inference_mode(layout == "inference"):
+        state: dict[str, Any] = {str(at): torch.full(shape, -1.0, device=device) for at in range(8)}
+    values = dict(state)
     if layout == "strided":
-        state = {key: torch.full((*shape, 2), -1.0, device=device)[..., 0] for key in state}
+        state = values = {key: torch.full((*shape, 2), -1.0, device=device)[..., 0] for key in state}
+    if layout == "shard":
+        values = {key: tensor[300:] for key, tensor in state.items()}
+        state = {key: sp.LocalShards(shape, [(tensor, (300, 0))]) for key, tensor in values.items()}
     torch.accelerator.synchronize()
     simulated.set_delays(0.05)
-    sp.load(tmp_path / "c", state)
+    with torch.inference_mode(layout == "inference"):
+        sp.load(tmp_path / "c", state)
     simulated.set_delays(0.0)
     with torch.Stream(device) as other:
-        doubled = {key: value * 2 for key, value in state.items()}
+        doubled = {key: value * 2 for key, value in values.items()}
         other.synchronize()
     assert [float(doubled[str(at)].cpu().unique()) for at in range(8)] == [2.0 * at for at in range(8)]
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_load_in_inference_mode_fills_other_tensors(
+    cached: bool, threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LocalStorage, "is_cached", lambda *_: cached)
+    monkeypatch.setattr("shardproof.loading.load_protocol.reading_threads", lambda: threads)
+    sp.save(tmp_path / "c", {str(at): torch.full((600, 300), float(at)) for at in range(4)})
+    state = {str(at): torch.nn.Parameter(torch.zeros(600, 300, device=first_device())) for at in range(4)}
+    with torch.inference_mode():
+        sp.load(tmp_path / "c", state)
+    assert [float(state[str(at)].detach().cpu().unique()) for at in range(4)] == [0.0, 1.0, 2.0, 3.0]

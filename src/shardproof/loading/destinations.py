@@ -108,7 +108,7 @@ class DestinationWriter:
         self._uploaded = np.where(
             is_run & (plan.run_start >= 0) & self._is_uploaded()[plan.requested], inside, -1
         )
-        """By part: first byte in a destination in contiguous memory of a device; -1 as 0 of `_address`."""
+        """By part: its first byte in the destination, if it can be copied to a device unchanged; else -1."""
         self._begin = plan.chunk_start * itemsizes
         """By part: first byte in the chunk."""
         self._end = plan.chunk_stop * itemsizes
@@ -142,6 +142,7 @@ class DestinationWriter:
         begin[alone], nbytes[alone] = self._begin[part], self.part_bytes[part]
         return Runs(address.tolist(), begin.tolist(), nbytes.tolist())
 
+    @torch.inference_mode(False)  # the slices are written by threads that are not in inference mode
     def device_runs(self, rows: Sequence[int], least: int) -> dict[int, DeviceRun]:
         """The bytes to copy unchanged to contiguous memory of a device, by position in `rows`.
 
@@ -195,7 +196,7 @@ class DestinationWriter:
             parts: parts of the chunk.
             stored: (count,) uint8 host memory: the chunk, or a range of it that contains the parts.
             first: first byte of that range in the chunk, a multiple of the item size.
-            non_blocking: True if copies to a device may end after this returned.
+            non_blocking: True if a copy to a device may still run when this returns.
         """
         if len(parts) == 1 and (address := int(self._address[parts.start])):
             begin, count = int(self._begin[parts.start]), int(self.part_bytes[parts.start])

@@ -24,6 +24,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import msgspec
@@ -171,7 +172,7 @@ class _Loader:
         self._rendezvous = rendezvous
         self._options = options
         self._read = self._received = self._needed = 0
-        self._opened: list[Callable[[], None]] = []
+        self._opened = ExitStack()
         self._checkpoint: Checkpoint
         self._matched: Matched
         self._memory: NodeMemory | None = None
@@ -179,8 +180,7 @@ class _Loader:
 
     def close(self) -> None:
         """Closes the files and the memory that the load opened."""
-        for close in self._opened:
-            close()
+        self._opened.close()
 
     def phase(self, name: str) -> events.Phase:
         """A phase of this load, for the listeners of events."""
@@ -225,7 +225,7 @@ class _Loader:
                     trust_pickle=options.trust_pickle,
                     warn=self._rendezvous.rank == 0,
                 )
-                self._opened = [checkpoint.close]
+                self._opened.callback(checkpoint.close)
                 self._check_kind(checkpoint, check)
                 if self._rendezvous.rank == 0:
                     checkpoint.check_files()
@@ -259,7 +259,7 @@ class _Loader:
             self._memory = NodeMemory.made()
         if self._memory is None:
             return None
-        self._opened.append(self._memory.close)
+        self._opened.callback(self._memory.close)
         return offers.Offer(socket.gethostname(), self._memory.handle)
 
     def _sketch(self) -> Sketch | None:
@@ -289,7 +289,7 @@ class _Loader:
                 self._memory,
                 handles,
             )
-            self._opened.append(exchange.close)
+            self._opened.callback(exchange.close)
             exchange.agree(meetings)
             if exchange.is_active:  # no two ranks read much of the same then
                 self._exchange, self.cold = exchange, Cold.PAST_CACHE

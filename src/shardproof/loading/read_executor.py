@@ -3,8 +3,10 @@
 A large part that is contiguous in the chunk and in a host tensor is read straight into the tensor. The rest
 of its first and last block is read for the digest alone. All other parts pass through scratch memory, where
 neighbouring chunks share one read. In both cases a block is hashed in the memory that it was read into,
-while it is in the processor's cache. Parts of a device are read into page-locked memory, and copied to the
-device during the next reads. A `Fetcher` reads what the page cache does not have.
+while it is in the processor's cache. A `Fetcher` reads what the page cache does not have.
+
+Large contiguous parts for a device, and batches of small chunks, are read from the page cache into
+page-locked memory. The device copies them during the next reads.
 """
 
 from __future__ import annotations
@@ -147,7 +149,8 @@ class _Job:
         longest = 0
         for batch in self.batches:
             count = self._chunks.place(batch)[-1]
-            longest = max(longest, min(count, REQUEST_BYTES) if self._direct[batch.start] else count)
+            in_pieces = self._direct[batch.start] or batch.start in self._device_runs
+            longest = max(longest, min(count, REQUEST_BYTES) if in_pieces else count)
         return longest
 
     def _fetch(self, batch: range, fetcher: Fetcher) -> int:

@@ -26,7 +26,8 @@ from shardproof._utils.streams import has_streams, on_stream
 __all__ = ["UPLOAD_BYTES", "DeviceRun", "UploadBuffers", "Uploads"]
 
 UPLOAD_BYTES = 8 << 20
-"""Bytes of one copy, at most. With smaller ones, threads wait for the interpreter's lock."""
+"""Bytes of one copy, at most. With smaller ones, threads wait for the interpreter's lock. See
+benchmarks/results/2026-11-26-gpu.md."""
 
 
 class DeviceRun(NamedTuple):

@@ -48,7 +48,8 @@ _POLL_SECONDS = 0.1
 _BATCH_BYTES = 256 << 10
 """Bytes of small chunks to stage under one lock: taking the lock costs as much as copying 4 KiB."""
 _DEVICE_BATCH_BYTES = 32 << 20
-"""As `_BATCH_BYTES` for device memory: the host waits once for all copies of a batch."""
+"""As `_BATCH_BYTES` for device memory: the host waits once for all copies of a batch. See
+benchmarks/results/2026-11-26-gpu.md."""
 
 
 class Snapshot:
@@ -287,7 +288,14 @@ class Snapshot:
         live = int(self._before[row + 1] - self._before[self._front])
         staged = sum(self._count[other] for other in self._staged)
         size, largest = live + staged, max(self._count)
-        self._toucher.submit(lambda: self._pool.grow(size, largest, lambda: not self._over))
+        self._toucher.submit(lambda: self._grow(size, largest))
+
+    def _grow(self, size: int, largest: int) -> None:
+        """Without more memory, training waits for the writer, so an error is only logged."""
+        try:
+            self._pool.grow(size, largest, lambda: not self._over)
+        except Exception as error:
+            _log.warning("there is no more memory for the copies of a save: %s", error)
 
     def _live(self, row: int) -> int:
         """The address of the bytes of a live chunk: in the tensor, or in a gathered copy."""
