@@ -17,6 +17,8 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 
 # Tests start several ranks at a time: one thread each keeps them from fighting for the cores.
 export OMP_NUM_THREADS ?= 1
+# They also start hundreds of processes, and each would compile the package again without files of bytecode.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test test-unit test-all test-interop bench bench-peers check format clean

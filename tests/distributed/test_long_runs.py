@@ -44,7 +44,7 @@ def test_descriptors_threads_and_keys_do_not_grow_with_saves(tmp_path: Path) -> 
         found, _ = outcome.value
         early, late = found[4:20], found[40:]
         # Background work may still use some, so the minimum is compared with the maximum.
-        for what, count in enumerate(("descriptors", "threads", "keys")):
-            most, least = max(one[what] for one in early), min(one[what] for one in late)
-            bound = most + BEATS if what == "keys" else most
-            assert least <= bound, f"{count} grew from {most} to {least}: {found}"
+        for at, name in enumerate(("descriptors", "threads", "keys")):
+            most, least = max(one[at] for one in early), min(one[at] for one in late)
+            bound = most + BEATS if name == "keys" else most
+            assert least <= bound, f"{name} grew from {most} to {least}: {found}"

@@ -88,7 +88,6 @@ class Forgery:
         span = np.arange(starts[row], starts[row + 1])
         for name in ("box_offsets", "box_sizes"):
             self.columns[name] = np.delete(self.columns[name], span)
-        self.columns["box_start"] = np.append(np.delete(starts, [row, *range(row + 1, len(starts))]), 0)
         self.columns["box_start"] = np.append(starts[: row + 1], starts[row + 2 :] - len(span))
         for name in ("tensor", "file", "byte_start", "byte_count", "digest_hi", "digest_lo"):
             self.columns[name] = np.delete(self.columns[name], row)

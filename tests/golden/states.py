@@ -117,7 +117,7 @@ def shard(whole: torch.Tensor, rank: int, ranks: int, *, cut: int) -> Any:
         return whole
     mine, start = (whole[:cut], 0) if rank == 0 else (whole[cut:], cut)
     pieces = [(mine.clone(), (start, *[0] * (whole.dim() - 1)))] if len(mine) else []
-    return sp.ShardedTensor(whole.shape, pieces, dtype=whole.dtype)
+    return sp.LocalShards(whole.shape, pieces, dtype=whole.dtype)
 
 
 def flat(whole: torch.Tensor, rank: int, ranks: int, *, cut: int) -> Any:

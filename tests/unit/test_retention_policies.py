@@ -70,10 +70,9 @@ def test_a_metric_may_be_a_scalar_of_numpy_or_torch(make: Any, tmp_path: Path) -
 
 
 def test_the_best_step_is_chosen_among_readable_steps(tmp_path: Path) -> None:
-    checkpointer = run(tmp_path, sp.KeepBest("loss") | sp.KeepAll(), {1: 0.1, 2: 0.5, 3: 0.7})
+    run(tmp_path, sp.KeepBest("loss") | sp.KeepAll(), {1: 0.1, 2: 0.5, 3: 0.7})
     (tmp_path / "step-00000003" / "manifest.json").write_text("{")
     assert sp.Checkpointer(tmp_path, keep=sp.KeepBest("loss")).restore(state(0), step="best") == 1
-    del checkpointer
 
 
 @pytest.mark.parametrize("keep", [3, sp.KeepLatest])
