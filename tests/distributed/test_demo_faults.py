@@ -40,7 +40,7 @@ def check(report: FaultReport) -> None:
     assert json.loads(json.dumps(report.to_json()))["ok"] is True
 
 
-@pytest.mark.parametrize("fault", ["transient", "correct"])
+@pytest.mark.parametrize("fault", ["transient", pytest.param("correct", marks=pytest.mark.slow)])
 def test_one_rank(fault: str) -> None:
     events: list[str] = []
     report = run_fault_demo(

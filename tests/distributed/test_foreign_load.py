@@ -68,7 +68,7 @@ def _load_all(folder: str) -> dict[str, list[str]]:
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_golden_checkpoints_fill_dtensors(ranks: int, tmp_path: Path) -> None:
     for name in NAMES:
         Golden(name, tmp_path)

@@ -81,21 +81,22 @@ def look(root: Path, number: int, ended: list[str]) -> None:
     assert set(ended) <= {"", "killed", "RankSilent", "RankFailure"}, ended
 
 
-def killed(root: str, who: int) -> list[str]:
+def killed(root: str, who: int, every: int) -> list[str]:
     run = Path(root)
-    return die_at_every_operation(partial(resume_and_save, run), partial(look, run), who, everyone=False)
+    job, check = partial(resume_and_save, run), partial(look, run)
+    return die_at_every_operation(job, check, who, everyone=False, every=every)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "who"),
-    [(1, 0), pytest.param(2, 1, marks=pytest.mark.slow)],
-    ids=["the coordinator", "a follower"],
+    ("ranks", "who", "every"),
+    [(1, 0, 3), *(pytest.param(*case, 1, marks=pytest.mark.slow) for case in ((1, 0), (2, 1)))],
+    ids=["the coordinator, each third", "the coordinator", "a follower"],
 )
-def test_killed_at_every_file_operation(ranks: int, who: int, tmp_path: Path) -> None:
+def test_killed_at_every_file_operation(ranks: int, who: int, every: int, tmp_path: Path) -> None:
     root = tmp_path / "run"
-    ended = run_ranks(ranks, killed, str(root), who, timeout=400)[who].value
+    ended = run_ranks(ranks, killed, str(root), who, every, timeout=400)[who].value
     assert ended[-1] == "" and set(ended) == {"", "killed"}
-    assert ended.count("killed") > (30 if who == 0 else 8)
+    assert ended.count("killed") > (30 if who == 0 else 8) // every
     storage = LocalStorage(root)
     for leftover in leftovers(storage, lambda name: 0.0):
         assert remove_leftover(storage, leftover)

@@ -100,18 +100,20 @@ CASES = {
 }
 
 
-def killed_everywhere(root: str, case: str) -> tuple[list[str], list[bool]]:
+def killed_everywhere(root: str, case: str, every: int) -> tuple[list[str], list[bool]]:
     job, look = CASES[case]
     seen: list[bool] = []
-    ended = die_at_every_operation(partial(job, Path(root)), partial(look, Path(root), seen), 0, False)
+    check = partial(look, Path(root), seen)
+    ended = die_at_every_operation(partial(job, Path(root)), check, 0, False, every)
     return ended, seen
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.slow] * (case != "settle")) for case in CASES]
+    ("case", "every"),
+    [("settle", 3), *(pytest.param(case, 1, marks=pytest.mark.slow) for case in CASES)],
 )
-def test_a_killed_job_leaves_a_suspect_either_open_or_settled(case: str, tmp_path: Path) -> None:
-    outcomes = run_ranks(RANKS, killed_everywhere, str(tmp_path), case, timeout=250)
+def test_a_killed_job_leaves_a_suspect_either_open_or_settled(case: str, every: int, tmp_path: Path) -> None:
+    outcomes = run_ranks(RANKS, killed_everywhere, str(tmp_path), case, every, timeout=250)
     ended, seen = outcomes[0].value
     assert ended[-1] == ""
     assert set(ended) == {"", "killed"}

@@ -68,18 +68,21 @@ def look(root: Path, number: int, ended: list[str]) -> None:
     assert set(ended) <= {"", "killed", "RankSilent", "RankFailure", "StorageError"}, ended
 
 
-def killed(root: str, who: int) -> list[str]:
+def killed(root: str, who: int, every: int) -> list[str]:
     run = Path(root)
-    return die_at_every_operation(partial(upload_and_die, run), partial(look, run), who, everyone=False)
+    job, check = partial(upload_and_die, run), partial(look, run)
+    return die_at_every_operation(job, check, who, everyone=False, every=every)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "who"), [(1, 0), pytest.param(2, 1, marks=pytest.mark.slow)], ids=["alone", "a follower"]
+    ("ranks", "who", "every"),
+    [(1, 0, 3), *(pytest.param(*case, 1, marks=pytest.mark.slow) for case in ((1, 0), (2, 1)))],
+    ids=["alone, each third", "alone", "a follower"],
 )
-def test_killed_at_every_file_operation(ranks: int, who: int, tmp_path: Path) -> None:
-    ended = run_ranks(ranks, killed, str(tmp_path), who, timeout=400)[who].value
+def test_killed_at_every_file_operation(ranks: int, who: int, every: int, tmp_path: Path) -> None:
+    ended = run_ranks(ranks, killed, str(tmp_path), who, every, timeout=400)[who].value
     assert ended[-1] == "" and set(ended) == {"", "killed"}
-    assert ended.count("killed") > (20 if who == 0 else 5)
+    assert ended.count("killed") > (20 if who == 0 else 5) // every
     near = sp.Checkpointer(tmp_path / "near", rendezvous=LocalRendezvous()).steps()
     assert sp.Checkpointer(tmp_path / "far", rendezvous=LocalRendezvous()).steps() == near
     assert len(near) == 2

@@ -339,7 +339,10 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return Results(tmp_path_factory.mktemp("parts"))
 
 
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in ("hybrid", "distributed"))) for name in WAYS],
+)
 def test_a_load_takes_what_was_asked_for_and_nothing_else(name: str, results: Results) -> None:
     for title, case in CASES.items():
         for steps in case.steps:

@@ -128,7 +128,7 @@ def test_no_replaced_manifest_comes_back_without_its_files(
     caplog.set_level(logging.CRITICAL, "shardproof")
     killed_after, ended = 0, False
     while not ended:
-        for chance in range(4):
+        for chance in range(2):
             with Disk(_new(tmp_path)) as disk:
                 root = disk.folder / "run"
                 options: dict[str, Any] = {"cache": "none", "rendezvous": LocalRendezvous()}
