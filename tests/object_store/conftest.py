@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.object_store.seaweed import S3Server, running_server
+from shardproof.storage import ObjectStorage
+from tests.object_store.seaweed import PART, S3Server, running_server
 
 
 @pytest.fixture(scope="session")
@@ -23,3 +26,22 @@ def url(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
     for name, value in s3.environment.items():
         monkeypatch.setenv(name, value)
     return f"s3://tests/{uuid.uuid4().hex}"
+
+
+@pytest.fixture
+def begin_upload(request: pytest.FixtureRequest) -> Callable[[ObjectStorage, str], str]:
+    """Begins an upload whose first part arrives, and leaves it as a killed process does. Returns its id."""
+
+    def begin(storage: ObjectStorage, name: str) -> str:
+        sink = storage.create(name)
+        request.addfinalizer(sink.abort)
+        sink.write_at(0, memoryview(os.urandom(PART + 1)))
+        ends = time.monotonic() + 60.0
+        while True:
+            uploads = [one for one in storage.uploads(time.time() + 3600.0) if one.name == name]
+            if uploads and uploads[0].bytes == PART:
+                return uploads[0].id
+            assert time.monotonic() < ends, "no part arrived"
+            time.sleep(0.05)
+
+    return begin

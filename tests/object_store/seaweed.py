@@ -11,7 +11,10 @@ import pytest
 from shardproof.demo import s3_server
 from shardproof.demo.s3_server import S3Server
 
-__all__ = ["S3Server", "running_server"]
+__all__ = ["PART", "S3Server", "running_server"]
+
+PART = 16 << 20
+"""Bytes of a part of a multipart upload."""
 
 
 @contextlib.contextmanager

@@ -196,6 +196,57 @@ def test_workers_upload(source: Path, url: str, tmp_path: Path) -> None:
     assert leftovers(tmp_path) == []
 
 
+@pytest.mark.parametrize("is_file", [False, True])
+def test_a_repeated_conversion_aborts_the_uploads_of_an_interrupted_one(
+    is_file: bool,
+    source: Path,
+    url: str,
+    begin_upload: Callable[[ObjectStorage, str], str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Uploads of other objects stay. A conversion that was not interrupted lists no uploads."""
+    storage = ObjectStorage(url)
+    there, name = ("w.safetensors", "w.safetensors") if is_file else ("there", "there/model.safetensors")
+    how: dict[str, Any] = {"to": "safetensors", "include": "model"}
+    with monkeypatch.context() as patch:
+        patch.setattr(ObjectStorage, "uploads", lambda *arguments: die())
+        sp.convert(source, f"{url}-first/{there}", **how)
+        PutHook(patch, die).left = 1
+        with pytest.raises(Killed):
+            sp.convert(source, f"{url}/{there}", **how)
+    begin_upload(storage, name)
+    other = begin_upload(storage, f"{name}.mine")
+    with monkeypatch.context() as patch:
+        PutHook(patch, die).left = 0
+        with pytest.raises(Killed):
+            sp.convert(source, f"{url}/{there}", **how)
+    assert len(storage.uploads(0.0)) == 2
+    sp.convert(source, f"{url}/{there}", **how)
+    assert [upload.id for upload in storage.uploads(0.0)] == [other]
+    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == []
+
+
+def test_a_conversion_that_cannot_list_uploads_completes_with_a_warning(
+    source: Path, url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    how: dict[str, Any] = {"to": "shardproof"}
+    with monkeypatch.context() as patch:
+        PutHook(patch, die).left = 2
+        with pytest.raises(Killed):
+            sp.convert(source, f"{url}/there", **how)
+
+    def refuse(storage: ObjectStorage, parts_before: float) -> Any:
+        raise sp.StorageError("403")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ObjectStorage, "uploads", refuse)
+        sp.convert(source, f"{url}/there", **how)
+    assert "there is complete. Parts of interrupted uploads may stay in the bucket" in caplog.text
+    assert run_command(["verify", f"{url}/there"]) == 0
+    assert ObjectStorage(url).size("there.converting") is None
+
+
 class HookedRendezvous(LocalRendezvous):
     """Calls a function before the meeting of a phase."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
-import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -20,35 +19,15 @@ from shardproof.cli.group import run
 from shardproof.storage import ObjectStorage, Upload
 from shardproof.storage.multipart_uploads import MultipartUploads
 from tests.object_store.faulty_proxy import FaultyProxy
-from tests.object_store.seaweed import S3Server
+from tests.object_store.seaweed import PART, S3Server
 
 pytestmark = pytest.mark.processes
 
 HOUR = 3600.0
-PART = 16 << 20
 
 
 def shard(step: int, rank: int, attempt: str) -> str:
     return f"step-{step:08d}/shards/{rank:05d}-{attempt}.safetensors"
-
-
-@pytest.fixture
-def begin(request: pytest.FixtureRequest) -> Callable[[ObjectStorage, str], str]:
-    """Begins an upload whose first part arrives, and leaves it as a killed process does."""
-
-    def begin(storage: ObjectStorage, name: str) -> str:
-        sink = storage.create(name)
-        request.addfinalizer(sink.abort)
-        sink.write_at(0, memoryview(os.urandom(PART + 1)))
-        ends = time.monotonic() + 60.0
-        while True:
-            uploads = [one for one in storage.uploads(time.time() + HOUR) if one.name == name]
-            if uploads and uploads[0].bytes == PART:
-                return uploads[0].id
-            assert time.monotonic() < ends, "no part arrived"
-            time.sleep(0.05)
-
-    return begin
 
 
 def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, Any]:
@@ -58,15 +37,18 @@ def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, An
 
 
 def test_prune_removes_the_uploads_of_dead_saves_and_nothing_else(
-    url: str, begin: Callable[[ObjectStorage, str], str], capsys: pytest.CaptureFixture[str]
+    url: str, begin_upload: Callable[[ObjectStorage, str], str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     checkpointer = sp.Checkpointer(url)
     checkpointer.save(1, {"w": torch.arange(1000.0)}).result()
     storage, beside = ObjectStorage(url), ObjectStorage(f"{url}-2")
     files = storage.list()
-    dead = begin(storage, shard(2, 0, "dead"))
-    foreign = begin(storage, "step-00000002/tokenizer.bin"), begin(storage, shard(10**9, 0, "x")[5:])
-    begin(beside, shard(2, 0, "dead"))
+    dead = begin_upload(storage, shard(2, 0, "dead"))
+    foreign = (
+        begin_upload(storage, "step-00000002/tokenizer.bin"),
+        begin_upload(storage, shard(10**9, 0, "x")[5:]),
+    )
+    begin_upload(beside, shard(2, 0, "dead"))
     now = time.time()
 
     young = plan_prune(storage, storage.modified, older_than=HOUR, now=now)
@@ -99,11 +81,11 @@ def test_prune_removes_the_uploads_of_dead_saves_and_nothing_else(
 
 
 def test_files_and_uploads_of_one_attempt_have_one_age(
-    url: str, begin: Callable[[ObjectStorage, str], str]
+    url: str, begin_upload: Callable[[ObjectStorage, str], str]
 ) -> None:
     """One rank may upload for hours after another rank finished."""
     storage = ObjectStorage(url)
-    begin(storage, shard(3, 0, "slow"))
+    begin_upload(storage, shard(3, 0, "slow"))
     sink = storage.create(shard(3, 1, "slow"))
     sink.finish(0)
     sink = storage.create(shard(3, 1, "other"))
@@ -118,10 +100,10 @@ def test_files_and_uploads_of_one_attempt_have_one_age(
 
 
 def test_an_upload_is_as_old_as_its_last_part(
-    url: str, begin: Callable[[ObjectStorage, str], str], monkeypatch: pytest.MonkeyPatch
+    url: str, begin_upload: Callable[[ObjectStorage, str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     storage = ObjectStorage(url)
-    begin(storage, shard(3, 0, "slow"))
+    begin_upload(storage, shard(3, 0, "slow"))
     listed = MultipartUploads._pages
 
     def pages(self: MultipartUploads, doing: str, *rest: Any) -> Any:
@@ -136,12 +118,15 @@ def test_an_upload_is_as_old_as_its_last_part(
 
 
 def test_a_policy_that_forbids_the_removal_of_uploads_is_named(
-    s3: S3Server, url: str, begin: Callable[[ObjectStorage, str], str], capsys: pytest.CaptureFixture[str]
+    s3: S3Server,
+    url: str,
+    begin_upload: Callable[[ObjectStorage, str], str],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     storage = ObjectStorage(url)
     sink = storage.create(shard(2, 0, "old"))
     sink.finish(0)
-    begin(storage, shard(2, 0, "dead"))
+    begin_upload(storage, shard(2, 0, "dead"))
     later = time.time() + 2 * HOUR
     reader = ObjectStorage(url, s3.reader_options)
     plan = plan_prune(reader, reader.modified, older_than=HOUR, now=later)
@@ -175,9 +160,9 @@ def test_a_policy_that_forbids_the_removal_of_uploads_is_named(
     assert storage.list() == []
 
 
-def test_all_pages_are_read(url: str, begin: Callable[[ObjectStorage, str], str]) -> None:
+def test_all_pages_are_read(url: str, begin_upload: Callable[[ObjectStorage, str], str]) -> None:
     storage = ObjectStorage(url)
-    begun = {begin(storage, shard(1, rank, "a")) for rank in range(3)}
+    begun = {begin_upload(storage, shard(1, rank, "a")) for rank in range(3)}
     whole = storage._multipart_uploads
     paged = MultipartUploads(whole._store, "s3://tests", 10.0, page=1)
     below = f"{url.rpartition('/')[2]}/"

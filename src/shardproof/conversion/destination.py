@@ -9,6 +9,10 @@ Note "Nothing is replaced": an object that is there already is compared with the
 that makes the checkpoint visible is the last one, and its PUT fails if there is an object of its name. A
 multipart upload cannot have this condition. So another program that writes such an object at the same time
 is found by the comparison only.
+
+Note "Dead uploads": a process that dies in a multipart upload leaves parts that no list of objects shows. A
+conversion that resumes after an interruption waits until all its objects are complete. No process of this
+conversion uploads then. It aborts the remaining uploads of these objects.
 """
 
 from __future__ import annotations
@@ -148,6 +152,8 @@ class BucketDestination(Destination):
         self._above = ObjectStorage(self.location.rpartition("/")[0])
         self._mark = f"{self._name}.converting"
         """Name of the object beside."""
+        self._was_interrupted = False
+        """True if an earlier process created the object beside. Its uploads may be dead."""
         self.is_file = _is_file_name(self._name)
         name = hashlib.sha256(self.location.encode()).hexdigest()[:32]
         self.work_path = Path(temporary) / f"shardproof-{name}.converting"
@@ -156,7 +162,8 @@ class BucketDestination(Destination):
     def begin(self, digest: str) -> None:
         """Creates the object beside and the work folder; see note "The object beside"."""
         mark = f"{self._above.location}/{self._mark}"
-        if self._above.size(self._mark) is None:
+        self._was_interrupted = self._above.size(self._mark) is not None
+        if not self._was_interrupted:
             if self._above.size(self._name) is not None or self._folder.list():
                 raise _exists(self.location)
             self._above.publish(self._mark, digest.encode())
@@ -226,8 +233,12 @@ class BucketDestination(Destination):
 
     def publish(self, files: LocalStorage, names: Sequence[str], last: str) -> None:
         """Uploads the last file. A checkpoint of one file is visible since its upload."""
-        if len(names) == 1:
-            return
+        if len(names) > 1:
+            self._publish_last(files, names, last)
+        if self._was_interrupted:
+            self._abort_uploads(names)
+
+    def _publish_last(self, files: LocalStorage, names: Sequence[str], last: str) -> None:
         if other := {*names} ^ {*self._folder.list(), last}:
             raise AlreadyCommittedError(
                 f"{self.location}: another program wrote or removed objects during the conversion: "
@@ -239,6 +250,22 @@ class BucketDestination(Destination):
         self._folder.publish(last, data)
         if self._folder.read(last) != data:
             raise self._differs(last, "other bytes")
+
+    def _abort_uploads(self, names: Sequence[str]) -> None:
+        """Removes the parts of interrupted uploads of these files; see note "Dead uploads"."""
+        storage = self._above if self.is_file else self._folder
+        objects = {self._object(name)[1] for name in names}
+        try:
+            for upload in storage.uploads(parts_before=0.0):
+                if upload.name in objects:
+                    storage.abort_upload(upload)
+        except StorageError as error:
+            _log.warning(
+                "%s is complete. Parts of interrupted uploads may stay in the bucket until a lifecycle rule "
+                "aborts incomplete multipart uploads: %s",
+                self.location,
+                error,
+            )
 
     def end(self) -> None:
         """Removes the object beside; see `Destination.end`."""
