@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 
 import shardproof as sp
 from tests.unit.interop.peers import Golden
-from tests.unit.interop.writing import written
+from tests.unit.interop.writers import write
 
 
 def names_in(pickled: bytes) -> set[str]:
@@ -71,7 +71,7 @@ def test_pickles_have_only_names_that_torch_2_2_uses(name: str, tmp_path: Path) 
 
 
 def test_the_metadata_has_the_fields_of_torch_2_2(tmp_path: Path) -> None:
-    written("dcp", {"w": torch.ones(3)}, tmp_path, objects={"step": 3})
+    write("dcp", {"w": torch.ones(3)}, tmp_path, objects={"step": 3})
     metadata = dcp.FileSystemReader(tmp_path).read_metadata()
     properties = metadata.state_dict_metadata["w"].properties
     assert (properties.dtype, properties.memory_format) == (torch.float32, torch.contiguous_format)

@@ -28,14 +28,14 @@ from shardproof.report import diff
 from shardproof.storage import LocalStorage
 from tests.harness import process_group, run_ranks
 from tests.unit.interop.peers import bits
-from tests.unit.interop.writing import Source, contents_of, loaded, some_tensor, written
+from tests.unit.interop.writers import TensorSource, contents_of, random_bits, torch_loaded, write
 
 SHAPES = [(), (5,), (4, 3), (0, 3), (2, 0), (1, 1, 7)]
 
 
 def every_tensor() -> dict[str, torch.Tensor]:
     """All dtypes in all shapes."""
-    return {f"{name}.{at}": some_tensor(name, shape) for name in DTYPES for at, shape in enumerate(SHAPES)}
+    return {f"{name}.{at}": random_bits(name, shape) for name in DTYPES for at, shape in enumerate(SHAPES)}
 
 
 def read_by_us(folder: Path) -> dict[str, tuple[Any, ...]]:
@@ -53,7 +53,7 @@ def read_by_us(folder: Path) -> dict[str, tuple[Any, ...]]:
 @pytest.mark.parametrize("max_file_bytes", [None, 300])
 def test_every_dtype_and_shape(tmp_path: Path, max_file_bytes: int | None) -> None:
     tensors = every_tensor()
-    written("dcp", tensors, tmp_path, WriteOptions(max_file_bytes))
+    write("dcp", tensors, tmp_path, WriteOptions(max_file_bytes))
     expected = {key: bits(tensor) for key, tensor in tensors.items()}
     assert read_by_us(tmp_path) == expected
     assert read_by_torch(tmp_path, tensors) == expected
@@ -71,7 +71,7 @@ def read_by_torch(folder: Path, like: dict[str, torch.Tensor]) -> dict[str, tupl
 def test_tied_tensors_share_their_entries(tmp_path: Path) -> None:
     weight = torch.arange(10_000.0).reshape(100, 100)
     tensors = {"embed.weight": weight}
-    written("dcp", tensors, tmp_path, WriteOptions(20_000), aliases={"head.weight": "embed.weight"})
+    write("dcp", tensors, tmp_path, WriteOptions(20_000), aliases={"head.weight": "embed.weight"})
     both = {"embed.weight": weight, "head.weight": weight}
     expected = dict.fromkeys(both, bits(weight))
     assert read_by_us(tmp_path) == expected
@@ -101,7 +101,7 @@ def test_objects_are_read_by_torch_and_by_us(tmp_path: Path) -> None:
         "rng": torch.arange(16, dtype=torch.uint8),
         "blob": b"\0\xff",
     }
-    written("dcp", {"w": torch.ones(2)}, tmp_path, objects=objects)
+    write("dcp", {"w": torch.ones(2)}, tmp_path, objects=objects)
     found: dict[str, Any] = {"w": torch.zeros(2), **dict.fromkeys(objects, None), "scheduler": {"betas": 0}}
     dcp.load(found, checkpoint_id=tmp_path, no_dist=True)
     assert found["w"].tolist() == [1, 1]
@@ -115,11 +115,11 @@ def test_objects_are_read_by_torch_and_by_us(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_without_tensors_or_without_anything(tmp_path: Path) -> None:
-    written("dcp", {}, tmp_path / "objects", objects={"step": 3})
+    write("dcp", {}, tmp_path / "objects", objects={"step": 3})
     assert sp.open(tmp_path / "objects")["step"] == 3
-    written("dcp", {}, tmp_path / "nothing")
+    write("dcp", {}, tmp_path / "nothing")
     assert sp.open(tmp_path / "nothing").keys() == []
-    written("dcp", {"e": torch.empty(0, 4)}, tmp_path / "empty")
+    write("dcp", {"e": torch.empty(0, 4)}, tmp_path / "empty")
     assert read_by_torch(tmp_path / "empty", {"e": torch.empty(0, 4)}) == read_by_us(tmp_path / "empty")
 
 
@@ -162,7 +162,7 @@ def write_training(
     objects = {key: leaf for key, leaf in leaves.items() if key not in tensors}
     if whole_groups:
         objects = {"optim.param_groups": optimizer_state["param_groups"], "step": 3}
-    written("dcp", tensors, folder, WriteOptions(max_file_bytes), objects=objects)
+    write("dcp", tensors, folder, WriteOptions(max_file_bytes), objects=objects)
     return state
 
 
@@ -212,7 +212,7 @@ def test_the_slots_of_a_live_optimizer_reach_set_state_dict(tmp_path: Path) -> N
 def test_dcp_to_torch_save_gives_the_nested_state(tmp_path: Path) -> None:
     expected = write_training(tmp_path / "dcp")
     dcp_to_torch_save(tmp_path / "dcp", tmp_path / "a.pt")
-    found = loaded(tmp_path / "a.pt", weights_only=False)
+    found = torch_loaded(tmp_path / "a.pt", weights_only=False)
     assert found.keys() == expected.keys()
     assert found["model"].keys() == expected["model"].keys()
     assert found["optim"]["state"].keys() == expected["optim"]["state"].keys()
@@ -255,7 +255,7 @@ def test_large_tensors_are_cut_so_that_files_balance() -> None:
 
 def test_memory_is_bounded_by_the_pieces(tmp_path: Path) -> None:
     tensors = {"w": torch.arange(100_000.0).reshape(100, 1000)}
-    source = written("dcp", tensors, tmp_path, WriteOptions(piece_bytes=4096))
+    source = write("dcp", tensors, tmp_path, WriteOptions(piece_bytes=4096))
     assert source.largest <= 4096
     assert read_by_us(tmp_path) == {"w": bits(tensors["w"])}
 
@@ -264,7 +264,7 @@ def test_leftovers_are_replaced_and_a_commit_can_be_repeated(tmp_path: Path) -> 
     tensors = {"w": torch.arange(10)}
     (tmp_path / "__0_0.distcp").write_bytes(bytes(100_000))
     (tmp_path / ".metadata").write_bytes(b"left")
-    written("dcp", tensors, tmp_path)
+    write("dcp", tensors, tmp_path)
     assert read_by_us(tmp_path) == {"w": bits(tensors["w"])}
 
 
@@ -273,7 +273,7 @@ def test_the_commit_finds_a_file_that_was_cut_or_removed(tmp_path: Path, is_miss
     tensors = {"w": torch.arange(10)}
     writer = writer_of("dcp")(contents_of(tensors), WriteOptions())
     storage = LocalStorage(tmp_path)
-    records = {unit.name: writer.write(unit, Source(tensors), storage) for unit in writer.units}
+    records = {unit.name: writer.write(unit, TensorSource(tensors), storage) for unit in writer.units}
     (file,) = tmp_path.iterdir()
     if is_missing:
         file.unlink()
@@ -295,7 +295,7 @@ def test_contents_that_the_format_cannot_hold_are_refused_or_noted() -> None:
 
 def test_fsdp_dtensor_keeps_the_keys(tmp_path: Path) -> None:
     tensors = {"model.module.a.weight": torch.ones(3, 2), "optimizer.state.0.exp_avg": torch.zeros(3, 2)}
-    written("fsdp_dtensor", tensors, tmp_path)
+    write("fsdp_dtensor", tensors, tmp_path)
     expected = {key: bits(tensor) for key, tensor in tensors.items()}
     assert read_by_us(tmp_path) == expected
     assert read_by_torch(tmp_path, tensors) == expected
@@ -330,7 +330,7 @@ def loaded_onto_shards(folder: Path) -> dict[str, Any]:
 def test_torch_loads_onto_the_shards_of_two_ranks(tmp_path: Path) -> None:
     tensor = torch.arange(70.0).reshape(7, 10)
     expected = {key: bits(tensor) for key in ("w0", "w1")}
-    written("dcp", {"w0": tensor}, tmp_path / "shards", WriteOptions(100), aliases={"w1": "w0"})
+    write("dcp", {"w0": tensor}, tmp_path / "shards", WriteOptions(100), aliases={"w1": "w0"})
     state = write_training(tmp_path / "training", 200)
     expected |= {key: bits(leaf) for key, leaf in flattened(state).items() if isinstance(leaf, torch.Tensor)}
     for outcome in run_ranks(2, loaded_onto_shards, tmp_path, timeout=90):

@@ -18,12 +18,12 @@ from shardproof.interop.dcp_reader import DcpReader
 from shardproof.interop.pickle_data import read_pickle
 from shardproof.storage import LocalStorage
 from tests.unit.interop.peers import bits
-from tests.unit.interop.writing import loaded, written
+from tests.unit.interop.writers import torch_loaded, write
 
 
 def common_of(folder: Path) -> Any:
     with torch.serialization.safe_globals([argparse.Namespace]):
-        return loaded(folder / "common.pt")
+        return torch_loaded(folder / "common.pt")
 
 
 def test_tensors_objects_and_common_state_are_where_megatron_reads_them(tmp_path: Path) -> None:
@@ -38,7 +38,7 @@ def test_tensors_objects_and_common_state_are_where_megatron_reads_them(tmp_path
         "optimizer.param_groups.1.lr": 0.25,
     }
     aliases = {"tied": "rep"}
-    written("torch_dist", tensors, tmp_path, WriteOptions(40), objects=objects, step=10, aliases=aliases)
+    write("torch_dist", tensors, tmp_path, WriteOptions(40), objects=objects, step=10, aliases=aliases)
     assert json.loads((tmp_path / "metadata.json").read_text())["sharded_backend"] == "torch_dist"
     assert common_of(tmp_path) == {
         "args": argparse.Namespace(num_layers=2),
@@ -62,13 +62,13 @@ def test_tensors_objects_and_common_state_are_where_megatron_reads_them(tmp_path
 
 
 def test_the_common_state_of_another_megatron_is_kept(tmp_path: Path) -> None:
-    written("torch_dist", {}, tmp_path, objects={"common_state/shard_0_1": [{"iteration": 3}]}, step=4)
+    write("torch_dist", {}, tmp_path, objects={"common_state/shard_0_1": [{"iteration": 3}]}, step=4)
     assert common_of(tmp_path) == {"iteration": 3}
     assert DcpReader(Foreign(LocalStorage(tmp_path))).object_keys() == {}.keys()
 
 
 def test_a_common_state_is_written_even_without_objects(tmp_path: Path) -> None:
-    written("torch_dist", {"w": torch.ones(2)}, tmp_path)
+    write("torch_dist", {"w": torch.ones(2)}, tmp_path)
     assert common_of(tmp_path) == {}
 
 
@@ -93,6 +93,6 @@ def test_objects_that_are_no_plain_data_are_refused() -> None:
 
 
 def test_empty_tensors_are_written_with_a_note(tmp_path: Path) -> None:
-    written("torch_dist", {"e": torch.empty(0, 3)}, tmp_path)
+    write("torch_dist", {"e": torch.empty(0, 3)}, tmp_path)
     (note,) = writer_of("torch_dist")(Contents({"e": ("float32", (0, 3))}), WriteOptions()).notes
     assert "validate_access_integrity=False" in note

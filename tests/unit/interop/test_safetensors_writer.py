@@ -19,7 +19,7 @@ from shardproof.interop import Contents, FormatWriter, WriteOptions, writer_of
 from shardproof.interop.beside import OBJECTS
 from shardproof.storage import LocalStorage
 from tests.unit.interop.peers import bits
-from tests.unit.interop.written import (
+from tests.unit.interop.writers import (
     ALL_DTYPES,
     TensorSource,
     contents_of,

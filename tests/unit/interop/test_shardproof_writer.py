@@ -21,7 +21,7 @@ from shardproof.report import diff
 from shardproof.state import references
 from shardproof.storage import LocalStorage
 from tests.unit.interop.peers import bits
-from tests.unit.interop.written import (
+from tests.unit.interop.writers import (
     ALL_DTYPES,
     TensorSource,
     contents_of,

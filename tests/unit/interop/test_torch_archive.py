@@ -24,7 +24,7 @@ from shardproof.interop.torch_file import TorchFile
 from shardproof.interop.writer import new_file
 from shardproof.storage import LocalSink, LocalStorage
 from tests.unit.interop.peers import bits
-from tests.unit.interop.writing import Source, loaded, some_tensor
+from tests.unit.interop.writers import TensorSource, random_bits, torch_loaded
 
 
 def without_identifier(data: bytes) -> bytes:
@@ -45,10 +45,10 @@ def saved(value: Any) -> bytes:
 @pytest.mark.parametrize("name", DTYPES)
 @pytest.mark.parametrize("shape", [(), (5,), (2, 3), (0, 3), (2, 0), (1, 70000)], ids=str)
 def test_a_tensor_has_the_bytes_that_torch_writes(name: str, shape: Sequence[int], tmp_path: Path) -> None:
-    tensor = some_tensor(name, shape)
+    tensor = random_bits(name, shape)
     data = TorchArchive(tensor).to_bytes()
     assert without_identifier(data) == without_identifier(saved(tensor))
-    assert bits(loaded(data)) == bits(tensor)
+    assert bits(torch_loaded(data)) == bits(tensor)
     (tmp_path / "a.pt").write_bytes(data)
     file = TorchFile(LocalStorage(tmp_path), "a.pt")
     assert file.has_checksums
@@ -60,7 +60,7 @@ def test_a_state_with_ties_has_the_bytes_that_torch_writes() -> None:
     state = {"a": tied, "b": tied, "c": [1, (2, 3.5), {"x": None}], "d": torch.ones(3, dtype=torch.bfloat16)}
     data = TorchArchive(state).to_bytes()
     assert without_identifier(data) == without_identifier(saved(state))
-    found = loaded(data)
+    found = torch_loaded(data)
     assert found["a"].data_ptr() == found["b"].data_ptr()
 
 
@@ -101,7 +101,7 @@ def plain_values() -> dict[str, Any]:
 
 def test_plain_values_are_read_by_torch() -> None:
     values = plain_values()
-    found = loaded(TorchArchive(values).to_bytes(), weights_only=False)
+    found = torch_loaded(TorchArchive(values).to_bytes(), weights_only=False)
     tensors, expected_tensors = found.pop("tensor"), values.pop("tensor")
     assert repr(found) == repr(values)
     assert [bits(tensors[0]), bits(tensors[1][0])] == [
@@ -109,7 +109,7 @@ def test_plain_values_are_read_by_torch() -> None:
         bits(expected_tensors[1][0]),
     ]
     safe = {key: value for key, value in values.items() if key != "default"}
-    assert loaded(TorchArchive(safe).to_bytes()) == safe
+    assert torch_loaded(TorchArchive(safe).to_bytes()) == safe
 
 
 def test_arrays_and_declared_classes_are_named() -> None:
@@ -120,7 +120,7 @@ def test_arrays_and_declared_classes_are_named() -> None:
         "enum": Color.RED,
         "options": Options(0.1, (0.9, 0.99)),
     }
-    found = loaded(TorchArchive(values).to_bytes(), weights_only=False)
+    found = torch_loaded(TorchArchive(values).to_bytes(), weights_only=False)
     assert found["array"].dtype == np.int16
     assert found.pop("array").tolist() == values.pop("array").tolist()  # type: ignore[attr-defined]
     assert found == values
@@ -139,7 +139,7 @@ def test_other_objects_are_refused(value: Any) -> None:
 @pytest.mark.parametrize("piece_bytes", [1, 100, 1 << 20])
 def test_a_box_is_streamed_in_pieces(piece_bytes: int, tmp_path: Path) -> None:
     tensor = torch.arange(7 * 5 * 11.0).reshape(7, 5, 11)
-    source = Source({"w": tensor})
+    source = TensorSource({"w": tensor})
     with new_file(LocalStorage(tmp_path), "a.pt") as file:
         file.put(b"before")
         box = ArchiveTensor.box(source, "w", "float32", (1, 0, 2), (6, 5, 8), piece_bytes)
@@ -194,7 +194,7 @@ def test_an_archive_above_4_gib(tmp_path: Path) -> None:
     with new_file(storage, "a.pt") as file:
         TorchArchive(state).write(file)
         assert file.finish() > 65 << 26
-    found = loaded(tmp_path / "a.pt", mmap=True)
+    found = torch_loaded(tmp_path / "a.pt", mmap=True)
     assert found["large"].shape == (65, 64 << 20)
     opened = TorchFile(storage, "a.pt")
     for key in ("first", "last", "empty"):

@@ -13,17 +13,17 @@ from shardproof.interop import Contents, WriteOptions, writer_of
 from shardproof.interop.torch_file import TorchFile
 from shardproof.storage import LocalStorage
 from tests.unit.interop.peers import bits
-from tests.unit.interop.writing import Source, contents_of, loaded, some_tensor, written
+from tests.unit.interop.writers import TensorSource, contents_of, random_bits, torch_loaded, write
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 def test_every_dtype_and_shape(tmp_path: Path) -> None:
     shapes = [(), (5,), (4, 3), (0, 3), (2, 0)]
-    tensors = {f"{name}.{at}": some_tensor(name, shape) for name in DTYPES for at, shape in enumerate(shapes)}
-    source = written("torch", tensors, tmp_path, WriteOptions(piece_bytes=64))
+    tensors = {f"{name}.{at}": random_bits(name, shape) for name in DTYPES for at, shape in enumerate(shapes)}
+    source = write("torch", tensors, tmp_path, WriteOptions(piece_bytes=64))
     assert source.largest <= 64
     expected = {key: bits(tensor) for key, tensor in tensors.items()}
-    found = loaded(tmp_path / "checkpoint.pt")
+    found = torch_loaded(tmp_path / "checkpoint.pt")
     assert list(found) == list(tensors)
     assert {key: bits(value) for key, value in found.items()} == expected
     file = TorchFile(LocalStorage(tmp_path), "checkpoint.pt")
@@ -35,8 +35,8 @@ def test_keys_stay_flat_beside_objects_and_ties_share_a_storage(tmp_path: Path) 
     objects = {"step": 3, "optim.param_groups": [{"lr": 0.1, "betas": (0.9, 0.99)}]}
     aliases = {"head.weight": "embed.weight"}
     weight = torch.arange(6.0).reshape(2, 3)
-    written("torch", {"embed.weight": weight}, tmp_path, objects=objects, aliases=aliases)
-    found = loaded(tmp_path / "checkpoint.pt")
+    write("torch", {"embed.weight": weight}, tmp_path, objects=objects, aliases=aliases)
+    found = torch_loaded(tmp_path / "checkpoint.pt")
     assert list(found) == ["embed.weight", "head.weight", "step", "optim.param_groups"]
     assert {key: found[key] for key in objects} == objects
     assert found["head.weight"].data_ptr() == found["embed.weight"].data_ptr()
@@ -51,9 +51,9 @@ def test_a_leftover_is_replaced_and_the_commit_finds_a_cut_file(tmp_path: Path) 
     writer = writer_of("torch")(contents_of(tensors), WriteOptions(1))
     (unit,) = writer.units
     assert unit.nbytes == 12
-    records = {unit.name: writer.write(unit, Source(tensors), LocalStorage(tmp_path))}
+    records = {unit.name: writer.write(unit, TensorSource(tensors), LocalStorage(tmp_path))}
     writer.commit(records, LocalStorage(tmp_path))
-    assert bits(loaded(tmp_path / "checkpoint.pt")["w"]) == bits(tensors["w"])
+    assert bits(torch_loaded(tmp_path / "checkpoint.pt")["w"]) == bits(tensors["w"])
     with open(tmp_path / "checkpoint.pt", "ab") as file:
         file.write(b"x")
     with pytest.raises(StorageError, match="expected"):

@@ -18,7 +18,7 @@ from shardproof.interop import Contents, FormatWriter, WriteOptions, writer_of
 from shardproof.state import decode_plain
 from shardproof.storage import LocalStorage
 from tests.unit.interop.peers import bits
-from tests.unit.interop.written import (
+from tests.unit.interop.writers import (
     ALL_DTYPES,
     TensorSource,
     contents_of,

@@ -1,7 +1,8 @@
-"""Helpers for tests of writers: tensors of random bits, a source that counts, a conversion's steps."""
+"""Helpers for tests of writers: tensors of random bits, a source of boxes, and the steps of a conversion."""
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -12,8 +13,8 @@ import torch
 from hypothesis import strategies as st
 
 from shardproof.dtypes import DTYPES
-from shardproof.interop import Contents, FormatWriter
-from shardproof.storage import LocalStorage
+from shardproof.interop import Contents, FormatWriter, WriteOptions, writer_of
+from shardproof.storage import LocalStorage, Storage
 
 ALL_DTYPES = [name for name in DTYPES if hasattr(torch, name)]
 
@@ -56,13 +57,16 @@ class TensorSource:
 
 
 def contents_of(tensors: Mapping[str, torch.Tensor], **rest: Any) -> Contents:
+    """Contents with these tensors."""
     kinds = {key: (str(t.dtype).removeprefix("torch."), tuple(t.shape)) for key, t in tensors.items()}
     return Contents(kinds, **rest)
 
 
-def write_all(writer: FormatWriter, tensors: Mapping[str, torch.Tensor], folder: Path) -> TensorSource:
+def write_all(
+    writer: FormatWriter, tensors: Mapping[str, torch.Tensor], target: Path | Storage
+) -> TensorSource:
     """Writes all units, the last first, and commits with records that went through JSON."""
-    source, target = TensorSource(tensors), LocalStorage(folder)
+    source, target = TensorSource(tensors), LocalStorage(target) if isinstance(target, Path) else target
     for unit in writer.units:
         if all(key in tensors for key, _, _ in unit.boxes):
             volumes = [math.prod(sizes) * tensors[key].element_size() for key, _, sizes in unit.boxes]
@@ -70,3 +74,22 @@ def write_all(writer: FormatWriter, tensors: Mapping[str, torch.Tensor], folder:
     records = {unit.name: writer.write(unit, source, target) for unit in reversed(writer.units)}
     writer.commit(json.loads(json.dumps(records)), target)
     return source
+
+
+def write(
+    name: str,
+    tensors: Mapping[str, torch.Tensor],
+    target: Path | Storage,
+    options: WriteOptions | None = None,
+    **rest: Any,
+) -> TensorSource:
+    """Writes a whole checkpoint of a format, and returns the source that it was read from."""
+    writer = writer_of(name)(contents_of(tensors, **rest), options or WriteOptions())
+    return write_all(writer, tensors, target)
+
+
+def torch_loaded(source: bytes | Path, **options: Any) -> Any:
+    """The value that ``torch.load`` reads, by default with ``weights_only=True``."""
+    options = {"weights_only": True, **options}
+    found = io.BytesIO(source) if isinstance(source, bytes) else source
+    return torch.load(found, **options)  # noqa: TID251 the reader that others use
