@@ -1,8 +1,8 @@
-"""Reads of files that are not in the page cache: emptying it, and the speed limit of the storage.
+"""Cold reads: drops files from the page cache, and measures the speed limit of the storage.
 
-Pages are dropped file by file (`posix_fadvise`), which leaves other programs alone. Where pages stay (a file
-system that ignores the advice), root drops the whole cache. Where that fails too, the run ends with an error:
-a warm read must not pass for a cold one.
+Pages are dropped file by file (`posix_fadvise`), which does not affect other programs. If pages remain (a
+file system may ignore the advice), root drops the whole cache. If that fails too, the run ends with an
+error, because a warm read must not count as a cold one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shardproof.storage import LocalStorage, aligned_buffer
 DEPTHS = (1, 2, 4, 8, 16)
 REQUESTS = (256 << 10, 1 << 20, 4 << 20, 16 << 20)
 _LIMIT_PAGES = 64
-"""Cached pages of a file that pass for none: headers that an open reads again."""
+"""A file with at most this many cached pages counts as cold: an open reads its headers again."""
 
 
 def evict(*folders: Path) -> None:
@@ -36,7 +36,7 @@ def evict(*folders: Path) -> None:
 
 
 def drop_all(*folders: Path) -> None:
-    """Drops the pages of all files in the folders, and proves it."""
+    """Drops the pages of all files in the folders, and checks that they are gone."""
     files = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
     for path in files:
         drop(path)
@@ -48,7 +48,7 @@ def drop_all(*folders: Path) -> None:
 
 
 def fill(folder: Path) -> None:
-    """Reads all files of a folder into the page cache: saves and loads past it leave nothing there."""
+    """Reads all files of a folder into the page cache. Saves and loads that bypass it leave nothing there."""
     for path in folder.rglob("*"):
         if path.is_file():
             with path.open("rb", buffering=0) as file:
@@ -79,10 +79,10 @@ def cached_pages(path: Path) -> int:
 
 
 class RawReads:
-    """This rank's share of some files, read into aligned buffers that are used again and again.
+    """Raw reads of this rank's share of some files into reused aligned buffers.
 
     Args:
-        files: read by all ranks together; each rank reads one stretch of every file.
+        files: read by all ranks together; each rank reads one contiguous range of every file.
         latency: seconds that are added to every read.
     """
 
@@ -97,7 +97,7 @@ class RawReads:
         self._buffers = [aligned_buffer(max(REQUESTS)) for _ in range(max(DEPTHS))]
 
     def read(self, *, direct: bool, depth: int, request: int) -> None:
-        """Reads everything, with `depth` requests of `request` bytes in flight."""
+        """Reads the whole share, with `depth` requests of `request` bytes in flight."""
         flags = os.O_RDONLY | (os.O_DIRECT if direct else 0)
         opened = [(os.open(path, flags), start, stop) for path, start, stop in self._shares]
         requests = self._requests(opened, request)
@@ -138,7 +138,7 @@ class RawReads:
                 yield descriptor, start, min(request, stop - start)
 
     def best(self, *, direct: bool, evicted: Path, repeats: int = 2) -> tuple[int, int]:
-        """Depth and request with the shortest median, and a line about the sweep on rank 0."""
+        """Depth and request size with the shortest median. Rank 0 prints the sweep."""
         depths, requests = (DEPTHS[2:], REQUESTS[1:]) if self._latency else (DEPTHS, REQUESTS)
         ways = [(depth, request) for depth in depths for request in requests]
         measured = rounds(
@@ -167,7 +167,7 @@ class RawReads:
 class Slow(LocalStorage):
     """A local storage with a latency: every read waits before it begins, as over a network.
 
-    Nothing of it is cached on this node.
+    It reports no file as cached on this node.
     """
 
     latency = 0.0

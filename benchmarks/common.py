@@ -1,8 +1,8 @@
 """What all benchmarks share: ranks, states, the physical limit, and a table of medians and ratios.
 
-A benchmark is a command. It starts its own ranks, measures peer and shardproof in turn in the same run, next
-to raw reads and writes of the same bytes, and prints medians with their spread and the ratios to ours, as a
-table in Markdown or as JSON.
+A benchmark is a command. It starts its own ranks. In the same run, shardproof, its peers, and raw reads and
+writes of the same bytes take turns. The output is a table in Markdown, or JSON: medians, their spread, and
+the ratio of each median to that of shardproof.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def parser(description: str | None, *, device: bool = True) -> argparse.Argument
 
     Args:
         description: of the benchmark.
-        device: the benchmark can keep its state on an accelerator.
+        device: True if the benchmark can put its state on an accelerator.
     """
     options = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -61,13 +61,13 @@ def parser(description: str | None, *, device: bool = True) -> argparse.Argument
         options.add_argument(
             "--device",
             default="cpu",
-            help="where the state lives: cpu (default), cuda, or auto for what there is",
+            help="device of the state: cpu (default), cuda, or auto for what there is",
         )
     return options
 
 
 def launch(options: argparse.Namespace, ranks: int, timeout: float = 1800) -> None:
-    """Runs this script again under torchrun, in a folder that is removed afterwards, and exits as it did."""
+    """Runs this script again under torchrun, as `launched` does, and exits with its exit code."""
     sys.exit(launched(options, ranks, timeout=timeout))
 
 
@@ -78,7 +78,7 @@ def launched(
     timeout: float = 1800,
     environment: Mapping[str, str] | None = None,
 ) -> int:
-    """Runs this script again under torchrun, in a folder that is removed afterwards; its exit code."""
+    """Runs this script under torchrun, in a folder that is removed afterwards. Returns the exit code."""
     folder = Path(tempfile.mkdtemp(prefix="shardproof-bench-", dir=options.folder))
     command = [
         sys.executable,
@@ -98,9 +98,9 @@ def launched(
 
 
 def start(options: argparse.Namespace) -> DeviceMesh:
-    """Joins the process group and makes the mesh of all ranks, on the device that was asked for.
+    """Joins the process group and makes the mesh of all ranks, on the device of `--device`.
 
-    Gloo everywhere where ranks share an accelerator, which NCCL refuses.
+    The backend is gloo if ranks share an accelerator, which NCCL refuses.
     """
     ranks, device = int(os.environ["WORLD_SIZE"]), device_type(options)
     backend = "gloo"
@@ -115,7 +115,7 @@ def start(options: argparse.Namespace) -> DeviceMesh:
 
 
 def device_type(options: argparse.Namespace) -> str:
-    """What `--device` comes to on this machine."""
+    """The device type that `--device` selects on this machine."""
     found = accelerator()
     if options.device == "auto":
         return "cpu" if found is None else found.type
@@ -136,7 +136,7 @@ def folder() -> Path:
 
 @dataclass
 class Measured:
-    """Seconds of one way of doing one thing, a value for each round: the slowest rank's."""
+    """Seconds of one way, one value for each round: the time of the slowest rank."""
 
     name: str
     seconds: list[float] = field(default_factory=list)
@@ -154,7 +154,7 @@ def rounds(
     Args:
         ways: name to a function of the round's number.
         repeats: measured rounds.
-        prepare: called before each, unmeasured, with the name and the round.
+        prepare: called before each measurement with the name and the round; its time does not count.
     """
     measured = {name: Measured(name) for name in ways}
     for number in range(-1, repeats):
@@ -176,9 +176,9 @@ def rounds(
 def gpt_state(
     gib: float, mesh: DeviceMesh, *, width: int = 1024, placement: int = 0, filled: bool = True
 ) -> dict[str, Any]:
-    """Blocks of GPT-2, parameters and all that Adam keeps, in float32, about `gib` GiB, sharded.
+    """Parameters and Adam state of GPT-2 blocks, in float32, sharded, about `gib` GiB.
 
-    Their width is that of GPT-2 medium; larger models have larger tensors, and so fewer in a GiB.
+    The default width is that of GPT-2 medium. Larger models have larger tensors, so fewer of them in a GiB.
     """
     shapes: dict[str, tuple[int, ...]] = {
         "ln_1.weight": (width,),
@@ -244,7 +244,7 @@ def total_bytes(state: Any) -> int:
 
 
 class RawFile:
-    """The limit: the same bytes, one file a rank, from and to one reused aligned buffer."""
+    """The limit: raw reads and writes of the same bytes, one file per rank. Writes reuse one buffer."""
 
     def __init__(self, path: Path, nbytes: int) -> None:
         self.path = path
@@ -265,22 +265,21 @@ class RawFile:
                 assert (
                     sum(pool.map(lambda start: os.pwrite(handle, self.buffer, start), starts)) == self.nbytes
                 )
-            os.ftruncate(
-                handle, self.nbytes + LARGE_IN_PAGE
-            )  # a hole, so that as much can be read from there on
+            # The hole at the end lets a read that begins at this byte read as many bytes.
+            os.ftruncate(handle, self.nbytes + LARGE_IN_PAGE)
             os.fsync(handle)
         finally:
             os.close(handle)
 
     def read(self, into: list[torch.Tensor], start: int = 0) -> None:
-        """Reads the file from a byte on into memory in use already."""
+        """Reads the file, from byte `start` on, into existing tensors."""
         if into and into[0].device.type != "cpu":
             self.read_to_device(into, start)
         else:
             self._read(into, start, _BLOCK, lambda span: None)
 
     def read_and_hash(self, into: list[torch.Tensor]) -> None:
-        """Reads it from `LARGE_IN_PAGE` on in spans of 512 KiB, each hashed when it was read."""
+        """Reads the file from `LARGE_IN_PAGE` on in spans of 512 KiB, and hashes each after its read."""
         self._read(into, LARGE_IN_PAGE, _SPAN, _hash_back)
 
     def read_to_device(self, into: list[torch.Tensor], start: int = 0) -> None:
@@ -325,13 +324,13 @@ class RawFile:
 
 
 def _hash_back(span: memoryview) -> None:
-    """Hashes the blocks of a span, the last first: it was read last."""
+    """Hashes the blocks of a span, the last block first, because it was read last."""
     for begin in reversed(range(0, len(span), BLOCK_BYTES)):
         xxhash.xxh3_128_digest(span[begin : begin + BLOCK_BYTES])
 
 
 def remove(path: Path) -> None:
-    """Rank 0 removes what an earlier round wrote, and the disk settles, outside of the measured time."""
+    """Rank 0 removes what an earlier round wrote, and syncs the disk, outside of the measured time."""
     if dist.get_rank() == 0:
         shutil.rmtree(path, ignore_errors=True)
         os.sync()
@@ -349,7 +348,7 @@ def report(
 ) -> None:
     """Prints a table of medians, spread, speed and ratio to ours, or the same as JSON. Rank 0 only.
 
-    `to` is what `--json` was given.
+    `to` is the value of `--json`.
     """
     if dist.is_initialized() and dist.get_rank() != 0:
         return
@@ -405,7 +404,7 @@ def table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def machine() -> str:
-    """What the figures were measured on."""
+    """Processor, memory, software and accelerator of this machine."""
     model = next(
         (
             line.partition(":")[2].strip()
@@ -438,7 +437,7 @@ def file_system(path: Path) -> str:
 def settle_device() -> None:
     """Waits for the work on the current stream of the accelerator, if there is one.
 
-    Other streams go on: a save copies on its own.
+    It does not wait for other streams: a save copies on a stream of its own.
     """
     if accelerator() is not None:
         torch.accelerator.current_stream().synchronize()

@@ -1,10 +1,10 @@
-"""What digests, the tiling proof and verification cost: their seconds of work inside real saves and loads.
+"""The cost of digests, the tiling proof and verification, in seconds of work inside real saves and loads.
 
-Every digest and every proof that shardproof computes is timed where it is called, by the clock of its
-thread, less what reading that clock takes. The sum over the threads of a rank is work, not delay: most of it
-runs while another thread waits for the disk. So its share of a save or load is the most that leaving it out
-could gain. What leaving it out does gain is measured too: in every other round the digests of chunks are
-zeros and nothing is proved. Each save plans anew, as a first save does.
+The clock of the calling thread times every digest and every proof, less the time that reading the clock
+takes. The sum over the threads of a rank is work, not delay: most of it runs while another thread waits for
+the disk. So its share of a save or load is the most that leaving it out could gain. The actual gain is
+measured too: in every other round, the digests of chunks are zeros and nothing is proved. Each save makes a
+new plan, as a first save does.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from common import (
 from recording import STDOUT, record
 
 import shardproof as sp
-import shardproof.loading  # what is timed must be imported before it is replaced
+import shardproof.loading  # the timed modules must be imported before they are changed
 import shardproof.saving
 from shardproof.geometry import tiling_faults
 
@@ -48,7 +48,7 @@ HASH_CHUNKS = ("format.blocks", "saving.shard_writer", "loading.chunks")
 
 
 class Timed:
-    """Seconds of work by what was worked on, over all threads."""
+    """Seconds of work, by kind of work, over all threads."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
@@ -69,7 +69,7 @@ class Timed:
         return timed
 
     def hasher(self) -> Callable[..., Any]:
-        """A stand-in for `xxhash.xxh3_128` whose updates and answers are timed."""
+        """A stand-in for `xxhash.xxh3_128` that times updates and digests."""
         timed = self
 
         class Hasher:
@@ -85,7 +85,7 @@ class Timed:
 
 
 def _seconds_of_timing(calls: int = 2000) -> float:
-    """What timing a call adds to it: a thread's clock takes longer to read than a small chunk to hash."""
+    """Seconds that timing adds to a call. Reading the clock takes longer than hashing a small chunk."""
     found = []
     for _ in range(5):
         total = 0.0
@@ -97,7 +97,7 @@ def _seconds_of_timing(calls: int = 2000) -> float:
 
 
 class Hashes:
-    """xxhash as the modules of shardproof see it, timed."""
+    """A timed stand-in for xxhash in the modules of shardproof."""
 
     def __init__(self, timed: Timed) -> None:
         self.xxh3_128 = timed.hasher()
@@ -110,7 +110,7 @@ class Hashes:
 
 @contextmanager
 def timing() -> Iterator[Timed]:
-    """Times every digest and proof of shardproof meanwhile."""
+    """Times every digest and proof of shardproof inside the context."""
     timed = Timed()
     hashes, proof = Hashes(timed), timed.of("proof", tiling_faults)
     modules = [module for name, module in list(sys.modules.items()) if name.startswith("shardproof.")]
@@ -146,7 +146,7 @@ class Zeros:
 
 @contextmanager
 def leaving_out() -> Iterator[Timed]:
-    """Hashes no chunk and proves no tiling meanwhile."""
+    """Inside the context, hashes no chunk and proves no tiling."""
     modules = [module for name, module in list(sys.modules.items()) if name.startswith("shardproof.")]
     replaced = [
         (module, "tiling_faults", lambda *_: []) for module in modules if hasattr(module, "tiling_faults")
@@ -158,7 +158,7 @@ def leaving_out() -> Iterator[Timed]:
 
 @contextmanager
 def replacing(replaced: list[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Other values for members of modules meanwhile."""
+    """Replaces members of modules inside the context."""
     before = [(module, name, getattr(module, name)) for module, name, _ in replaced]
     for module, name, value in replaced:
         setattr(module, name, value)
@@ -170,7 +170,7 @@ def replacing(replaced: list[tuple[Any, str, Any]]) -> Iterator[None]:
 
 
 def measured(work: Callable[[], Any], how: Callable[[], Any] = timing) -> dict[str, float]:
-    """Seconds of the whole and of its parts, each the slowest rank's."""
+    """Seconds of the whole and of its parts, each of the slowest rank."""
     with how() as timed:
         dist.barrier()
         begun = time.perf_counter()
@@ -210,12 +210,12 @@ def main() -> None:
                 without = measured(lambda work=work, path=path, state=state: work(path, state), leaving_out)
                 rounds[verb][-1]["without"] = without["whole"]
         for verb, values in rounds.items():
-            kept = values[1:]
+            counted = values[1:]
             row = {
-                part: statistics.median(value[part] for value in kept)
+                part: statistics.median(value[part] for value in counted)
                 for part in ("whole", "digests", "proof", "without")
             }
-            shares = [(value["digests"] + value["proof"]) / value["whole"] for value in kept]
+            shares = [(value["digests"] + value["proof"]) / value["whole"] for value in counted]
             found.append(
                 {
                     "state": name,
@@ -225,7 +225,7 @@ def main() -> None:
                     "share": statistics.median(shares),
                     "least": min(shares),
                     "greatest": max(shares),
-                    "rounds": kept,
+                    "rounds": counted,
                 }
             )
     if dist.get_rank() == 0:

@@ -1,14 +1,20 @@
-"""Where reading once begins to pay, over storage speed and over the ranks that want the same bytes.
+"""The storage speeds at which reading once is faster, by the number of ranks that need the same bytes.
 
-The ranks of one node load a GPT-shaped state that was saved by rows: into the same layout (every byte is
-wanted by one rank), by rows over each half of the ranks (by two), whole on every rank, and by columns (every
-rank wants a part of every chunk). All read all, one reads and hands on, and the load chooses, in turn.
+The ranks of one node load a GPT-shaped state that was saved by rows, in four layouts:
 
-The storage is held to a speed that the ranks share, in two kinds. *Uncached*: all that is read takes time,
-as from a store whose pages the system does not keep. *Cached*: bytes that one rank has read take no time for
-the others, as from a disk whose pages it does keep. What is read comes from the page cache here and is then
-held back, so what is measured is the choice, not a storage. *Regret* is the choice's time over the best of
-both ways.
+- rows: the same layout, so one rank needs each byte;
+- rows, twice: by rows over each half of the ranks, so two ranks need each byte;
+- whole: whole on every rank, so every rank needs each byte;
+- columns: by columns, so every rank needs a part of every chunk.
+
+Three ways take turns: every rank reads what it needs; one rank reads and sends to the others; and the load
+chooses one of these.
+
+The ranks share a storage of limited speed, of two kinds. *Uncached*: every read takes time, as from a store
+whose pages the system does not cache. *Cached*: bytes that one rank has read take the others no time, as
+from a disk whose pages the system caches. All reads come from the page cache here, and are then delayed. So
+the benchmark measures the choice, not a storage. *Regret* is the time of the choice over that of the better
+way.
 """
 
 from __future__ import annotations
@@ -56,9 +62,9 @@ from shardproof.storage import LocalStorage
 LAYOUTS = ("rows", "rows, twice", "whole", "columns")
 KINDS = ("uncached", "cached")
 BLOCK = 64 << 10
-"""Bytes of which the cached kind remembers whether they were read."""
+"""Bytes of a block. The cached kind records which blocks were read."""
 AHEAD, BEHIND = 2e-5, 1e-4
-"""Seconds that a read may come too early, and that the storage makes up for when nobody asked in time."""
+"""Seconds that a read may end too early; seconds of idle time that the storage makes up for."""
 HEADER = 2
 """Words of the shared memory before those of the blocks: when the storage is next free, and the round."""
 
@@ -104,25 +110,25 @@ def main() -> None:
                     f"crossover, {layout}, {nbytes / GIB:.2f} GiB, {options.ranks} ranks, {kind}{limit}",
                     [(name, "s", way.seconds) for name, way in found[point]["times"].items()],
                 )
-            rule(found["unhindered", None]["said"])
+            rule(found["unhindered", None]["choices"])
         del target
     dist.barrier()
     dist.destroy_process_group()
 
 
 def with_points(options: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Adds what can be asked for."""
+    """Adds the options that choose what is measured, and in which order."""
     options.set_defaults(ranks=4, gib=0.5, repeats=3)
     speeds = (0.25, 0.5, 1.0, 2.0, 4.0)
-    options.add_argument("--speeds", type=float, nargs="*", default=speeds, help="of the storage, GiB/s")
+    options.add_argument("--speeds", type=float, nargs="*", default=speeds, help="of the storage, in GiB/s")
     options.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=LAYOUTS)
-    options.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="of storage")
-    options.add_argument("--seed", type=int, default=0, help="of the order in which points are measured")
+    options.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="kinds of storage")
+    options.add_argument("--seed", type=int, default=0, help="seed of the order of the measurements")
     return options
 
 
 def into(layout: str, gib: float, mesh: DeviceMesh) -> dict[str, Any]:
-    """A state to be loaded into, on touched memory."""
+    """A state to load into, in memory that was already written."""
     if layout in ("rows", "columns"):
         return gpt_state(gib, mesh, placement=LAYOUTS.index(layout) // 3, filled=False)
     ranks = mesh.size()
@@ -132,7 +138,7 @@ def into(layout: str, gib: float, mesh: DeviceMesh) -> dict[str, Any]:
 
 
 def replicated(state: Any, grid: DeviceMesh) -> Any:
-    """The same with every DTensor on a grid of copies and shards."""
+    """The same state with every DTensor on a grid of copies and shards."""
     if isinstance(state, dict):
         return {key: replicated(value, grid) for key, value in state.items()}
     if not isinstance(state, DTensor):
@@ -148,9 +154,9 @@ def replicated(state: Any, grid: DeviceMesh) -> Any:
 
 
 def measured(target: Any, kind: str, speed: float | None, repeats: int) -> dict[str, Any]:
-    """Medians of the ways, what was chosen, and what was predicted when it was."""
+    """Times of the ways, the choices, and the measurements that each choice was made from."""
     chosen: list[bool] = []
-    with Node(folder() / "node", sizes(folder() / "saved")) as node, recorded() as said:
+    with Node(folder() / "node", sizes(folder() / "saved")) as node, recorded() as choices:
 
         def load(read_once: Any) -> None:
             storage: LocalStorage = LocalStorage(folder() / "saved")
@@ -168,15 +174,19 @@ def measured(target: Any, kind: str, speed: float | None, repeats: int) -> dict[
             prepare=lambda name, number: node.forget(),
         )
     assert all((tensor != -1.0).any() for tensor in tensors_of(target) if tensor.numel())
-    return {"times": times, "once": sum(chosen[5::3]), "of": len(chosen[5::3]), "said": said}
+    return {"times": times, "once": sum(chosen[5::3]), "of": len(chosen[5::3]), "choices": choices}
 
 
 def row(kind: str, speed: float | None, found: dict[str, Any]) -> list[str]:
     """A row of the table."""
     times = found["times"]
     best = min(times["all"].median, times["once"].median)
-    said = [cost_model.expected(loads, of, through_memory=memory) for loads, of, memory in found["said"]]
-    expected = [f"{np.median(column):.3f}" for column in zip(*said, strict=True)] if said else ["", ""]
+    predicted = [
+        cost_model.expected(loads, of, through_memory=memory) for loads, of, memory in found["choices"]
+    ]
+    expected = (
+        [f"{np.median(column):.3f}" for column in zip(*predicted, strict=True)] if predicted else ["", ""]
+    )
     once = found["once"]
     reads = "once" if once == found["of"] else "all" if not once else f"once in {once} of {found['of']}"
     return [
@@ -190,33 +200,33 @@ def row(kind: str, speed: float | None, found: dict[str, Any]) -> list[str]:
 
 
 def order(point: tuple[str, float | None]) -> tuple[str, float]:
-    """Where a point stands in the table."""
+    """Sort key of a point in the table."""
     kind, speed = point
     return ("uncached", "cached", "unhindered").index(kind), speed or 0.0  # type: ignore[return-value]
 
 
 @contextmanager
 def recorded() -> Iterator[list[tuple[Any, Any, bool]]]:
-    """What rank 0 goes by whenever it chooses."""
-    said: list[tuple[Any, Any, bool]] = []
+    """Records the arguments of each choice on rank 0."""
+    choices: list[tuple[Any, Any, bool]] = []
     pays = agreement.pays
 
     def noting(loads: Any, found: Any, *, through_memory: bool) -> bool:
-        said.append((loads, found, through_memory))
+        choices.append((loads, found, through_memory))
         return pays(loads, found, through_memory=through_memory)
 
     agreement.pays = noting  # type: ignore[attr-defined]
     try:
-        yield said
+        yield choices
     finally:
         agreement.pays = pays  # type: ignore[attr-defined]
 
 
-def rule(said: list[tuple[Any, Any, bool]]) -> None:
-    """Prints at which speeds of the storage the rule would read once, by what else was found."""
-    if not said:
+def rule(choices: list[tuple[Any, Any, bool]]) -> None:
+    """Prints at which storage speeds the rule reads once, if the other measurements stay the same."""
+    if not choices:
         return
-    loads, found, through_memory = said[-1]
+    loads, found, through_memory = choices[-1]
     speeds = [0.05 * 1.05**step for step in range(140)]
     for kind in KINDS:
         once = []
@@ -245,7 +255,7 @@ def sizes(root: Path) -> dict[str, int]:
 
 
 class Node:
-    """What the ranks of the node share: when the storage is free again, and which blocks were read."""
+    """State that the ranks of the node share: when the storage is free again, and which blocks were read."""
 
     def __init__(self, path: Path, files: dict[str, int]) -> None:
         counts = [-(-size // BLOCK) for size in files.values()]
@@ -266,13 +276,13 @@ class Node:
         os.close(self._handle)
 
     def forget(self) -> None:
-        """No block was read yet. Called by all ranks before they meet."""
+        """Marks all blocks as unread. All ranks call it before they meet."""
         if dist.get_rank() == 0:
             self._round += 1
 
     def due(self, name: str, start: int, count: int, speed: float, *, cached: bool) -> float:
-        """When a read that begins now is over, in seconds of the monotonic clock."""
-        with self._lock:  # of the threads of this process; the file's, of the processes
+        """The end of a read that begins now, in seconds of the monotonic clock."""
+        with self._lock:  # excludes threads; the lock of the file excludes processes
             fcntl.flock(self._handle, fcntl.LOCK_EX)
             try:
                 if cached:
@@ -289,7 +299,7 @@ class Node:
 
 
 class Slow(LocalStorage):
-    """Reads no faster than a speed that the ranks of the node share."""
+    """Reads no faster than the speed that all ranks of the node share."""
 
     def __init__(self, root: Path, node: Node, speed: float, *, cached: bool) -> None:
         super().__init__(root)

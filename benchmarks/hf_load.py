@@ -10,8 +10,8 @@ The ways take turns in one job of two ranks on the CPU:
 - ours_builds: a model on the meta device, ``fully_shard``, empty memory, then ``sp.load``;
 - pretrained_builds: ``from_pretrained`` on each rank, then ``fully_shard``.
 
-The first three fill a sharded model that exists. The time is that of the slowest rank; the memory, by how
-much the peak of rank 0 exceeds the memory before. Files are in the page cache. All ways give equal bits.
+The first three fill a sharded model that exists. The time is that of the slowest rank. The memory is the
+peak of rank 0, less its memory before the load. Files are in the page cache. All ways give equal bits.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ HIDDEN, HEAD = 1024, 64
 
 
 def configuration(gib: float) -> Any:
-    """A Llama of about so many GiB in bfloat16."""
+    """A Llama of about `gib` GiB in bfloat16."""
     from transformers import LlamaConfig
 
     layers = max(1, round(gib * (1 << 30) / (2 * 12.25 * HIDDEN * HIDDEN)))
@@ -68,7 +68,7 @@ def sharded(model: Any) -> Any:
 
 
 def empty(folder: Path) -> Any:
-    """A sharded model with memory and no values, but for buffers that no file has."""
+    """A sharded model in uninitialized memory. Only buffers that no file has are computed."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(folder)
@@ -126,8 +126,8 @@ QUESTIONS = (
 def measured(way: Callable[..., Any], folder: Path, model: Any) -> tuple[float, float, Any]:
     """Seconds, MiB and the local shards of one load."""
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # gives freed memory back, so that the peak shows what a way takes
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    ctypes.CDLL(None).malloc_trim(0)  # returns freed memory, so that the peak shows what a way uses
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = kibibytes("VmRSS")
     dist.barrier()
     begun = time.perf_counter()
@@ -157,7 +157,7 @@ def rank(folder: Path, options: argparse.Namespace) -> None:
             for key, value in expected.items():
                 if not torch.equal(found[key], value):
                     raise SystemExit(f"{way.__name__}: {key} has other values")
-            if number:  # the first round imports
+            if number:  # the first round also imports modules
                 rounds[way.__name__].append((seconds, mebibytes))
             del found
     if not dist.get_rank():

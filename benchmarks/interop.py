@@ -2,10 +2,11 @@
 
     python benchmarks/interop.py [--gib 1.0] [--repeats 3] [--json FILE]
 
-Ours and the peer's run in turn, each in a process of its own, so that peaks of memory can be compared. With
-``--inline``, all run in this process, which takes a fraction of the time and measures no memory. The
-figures are medians of seconds, with the ratio peer to ours, beside the time of a plain read of the bytes.
-Files are in the page cache. shardproof verifies each CRC-32 that torch wrote; torch does not.
+shardproof and the peer take turns, each run in a process of its own, so that peaks of memory can be
+compared. With ``--inline``, all run in this process, which takes a fraction of the time and measures no
+memory. The figures are medians of seconds, with the ratio of the peer to shardproof, and the time of a plain
+read of the bytes. Files are in the page cache. shardproof verifies each CRC-32 that torch wrote; torch does
+not.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def plain_read(folder: Path, work: Path, gib: float) -> None:
 
 
 def warm() -> Any:
-    """Imports both and carries out each once on a small state, so that no run measures imports."""
+    """Imports both and runs each once on a small state, so that no run measures imports."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -101,7 +102,7 @@ def peer_to_torch_save(folder: Path, work: Path, gib: float) -> None:
 
 
 def peer_to_safetensors(folder: Path, work: Path, gib: float) -> None:
-    """The way of torch's own tools: unsharded state in memory, then the writer of safetensors."""
+    """As torch's own tools do: the unsharded state in memory, then the writer of safetensors."""
     import torch
     from safetensors.torch import save_file
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -121,7 +122,7 @@ def ours_load_safetensors(folder: Path, work: Path, gib: float) -> None:
 
 
 def peer_load_safetensors(folder: Path, work: Path, gib: float) -> None:
-    """The way of a loader that reads a whole state dict and copies it into the module."""
+    """As a loader does that reads a whole state dict and copies it into the module."""
     import torch
     from safetensors.torch import load_file
 
@@ -156,8 +157,8 @@ QUESTIONS = (
 
 
 def timed(work: Callable[[], Any]) -> None:
-    """Prints the seconds of some work, and by how many MiB its peak exceeds the memory before."""
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    """Prints the seconds of some work, and the MiB of its peak above the memory before it."""
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = kibibytes("VmRSS")
     begun = time.perf_counter()
     work()

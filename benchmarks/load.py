@@ -1,13 +1,17 @@
 """Loading a GPT-shaped state into the layout that it was saved from, from a warm page cache.
 
-shardproof (every byte verified) and torch DCP in turn, beside three limits over the same bytes into the same
-tensors: a raw read of a file from its beginning; one from the byte of a page from which it is fastest, as
-shardproof lays out its files; and that in spans of 512 KiB, each hashed while the processor has it in its
-caches, which is the least that a load can do that verifies.
+shardproof (which verifies every byte) and torch DCP take turns with three limits. The limits read as many
+bytes into the same tensors:
+
+- a raw read of a file from its beginning;
+- a raw read that begins at the fastest byte of a page, as shardproof lays out its files;
+- the same in spans of 512 KiB, each hashed while it is in the processor's caches: the least work of a load
+  that verifies.
 
 With `--cold` the page cache has none of the files when a load begins. The limits are then raw reads of the
-same files past the page cache (O_DIRECT) and through it, each at the depth and request size that a sweep of
-the same run found fastest. With `--latency 5` every read of a storage takes 5 ms longer, as over a network.
+same files past the page cache (O_DIRECT) and through it. Each uses the depth and request size that a sweep
+of the same run found fastest. With `--latency 5` every read of a storage takes 5 ms longer, as over a
+network.
 """
 
 from __future__ import annotations
@@ -46,7 +50,7 @@ def main() -> None:
     options.add_argument(
         "--width", type=int, default=1024, help="of the model (default 1024, GPT-2 medium's)"
     )
-    options.add_argument("--cold", action="store_true", help="with nothing of the files in the page cache")
+    options.add_argument("--cold", action="store_true", help="with no file in the page cache")
     options.add_argument(
         "--latency", type=float, default=0.0, help="with --cold: milliseconds that each read takes longer"
     )
@@ -68,7 +72,7 @@ def main() -> None:
 
 
 def cold(given: argparse.Namespace, target: dict[str, Any], nbytes: int) -> None:
-    """Measures loads of files of which nothing is in the page cache."""
+    """Measures loads of files that are not in the page cache."""
     ours, latency = folder() / "ours", given.latency / 1e3
     raw = RawReads(sorted((ours / "shards").glob("*")) or sorted(ours.rglob("*.safetensors")), latency)
     ways: dict[str, Callable[[int], object]] = {}
@@ -102,7 +106,7 @@ def cold(given: argparse.Namespace, target: dict[str, Any], nbytes: int) -> None
 
 
 def check(state: dict[str, Any], target: dict[str, Any]) -> None:
-    """Loads once more, and compares."""
+    """Loads once more, and compares every tensor."""
     for tensor in tensors_of(target):
         tensor.fill_(-1)
     evict(folder())

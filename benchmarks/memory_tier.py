@@ -1,10 +1,10 @@
 """A save and a restore of steps in memory (`MemoryStorage`), beside those on disk.
 
-    save: until it is committed; the disk's is durable, and the one in memory lasts as long as its keeper
+    save: until the commit. On disk the step is then durable; in memory it lasts as long as its keeper
     blocked: until `save` returns, with the fence
-    restore: the disk's from the page cache, and from the device
+    restore: from memory; from disk through the page cache; from disk with a cold page cache
 
-Beside them, one process fills 1 GiB of anonymous memory in both ways that a save could: "copied, written"
+One process also fills 1 GiB of anonymous memory in the two ways that a save could use: "copied, written"
 through a write buffer, and "mapped" straight into a mapping.
 """
 
@@ -113,7 +113,7 @@ def main() -> None:
 
 
 def report_fills(repeats: int, to: str | None) -> None:
-    """Measures how anonymous memory is filled, in this process alone."""
+    """Measures two ways to fill anonymous memory, in this process alone."""
     source, buffer = torch.ones(GIB, dtype=torch.uint8), aligned_buffer(_BUFFER)
 
     def written(descriptor: int) -> None:

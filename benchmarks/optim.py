@@ -1,13 +1,14 @@
-"""Time and memory of a training step: ours beside torch's, and the hybrid optimizer by its fraction.
+"""Time and memory of a training step: shardproof and torch, and the hybrid optimizer by its fraction.
 
-All ways train copies of one transformer on the same batches, in turn in the same run. The floor is forward,
-backward and step on every rank with nothing sent. On an accelerator if there is one, else on CPU with gloo.
+All ways train copies of one transformer on the same batches, and take turns in the same run. The floor is
+forward, backward and step on every rank without communication. The benchmark runs on an accelerator if there
+is one, else on the CPU with gloo.
 
-A time is that of a step, the mean over `--steps` steps in a row with all communication finished at the end;
-a ratio is the median over rounds of the way's time by its peer's in the same round. Memory is what the
-tensors of one rank take, the greatest over ranks, as torch's allocator counts it (on CPU from the profiler's
-record of every allocation): "held" between steps, with gradients dropped, and "peak" during steps,
-activations included.
+A time is that of a step: the mean over `--steps` consecutive steps, with all communication finished at the
+end. A ratio is the time of a way over that of its peer in the same round, the median over rounds. Memory is
+that of the tensors of one rank, the greatest over ranks, as torch's allocator counts it (on the CPU, from
+the profiler's record of every allocation). "held" is between steps, without gradients. "peak" is during
+steps, with activations.
 """
 
 from __future__ import annotations
@@ -47,12 +48,12 @@ FRACTIONS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 @dataclass
 class Way:
-    """One way of training: what makes it, and whom it is measured against."""
+    """One way of training: its model and optimizer, and the peer that it is compared with."""
 
     name: str
     make: Callable[[Transformer, DeviceMesh], tuple[nn.Module, torch.optim.Optimizer]]
     peer: str | None = None
-    """Name of the way that the ratio is taken to; None: no ratio."""
+    """Name of the way that the time is divided by; None for no ratio."""
 
 
 class Still(torch.optim.Optimizer):
@@ -144,7 +145,7 @@ OFFLOADED = (
 
 @dataclass
 class Trained:
-    """A way that has been made, with its share of memory and its times."""
+    """A way with its model and optimizer, its memory and its times."""
 
     way: Way
     module: nn.Module
@@ -152,7 +153,7 @@ class Trained:
     held: int
     """Bytes of this rank's tensors between steps."""
     peak: int
-    """The most during steps."""
+    """The greatest number of bytes during steps."""
     seconds: list[float] = field(default_factory=list)
 
     def steps(self, batches: list[tuple[torch.Tensor, torch.Tensor]], _round: int) -> None:
@@ -164,7 +165,7 @@ def train(
     optimizer: torch.optim.Optimizer,
     batches: list[tuple[torch.Tensor, torch.Tensor]],
 ) -> None:
-    """A step for each batch, and then whatever is still on its way."""
+    """Runs a step for each batch, then waits for all communication and device work."""
     for tokens, targets in batches:
         loss = F.cross_entropy(module(tokens).flatten(0, 1), targets.flatten())
         torch.autograd.backward(loss)
@@ -187,7 +188,7 @@ class Meter:
 
     @contextmanager
     def during(self) -> Iterator[None]:
-        """Follow what is allocated; `peak` is afterwards the most during this."""
+        """Counts allocations inside the context. `peak` is then the greatest number of bytes."""
         if self._device.type != "cpu":
             torch.accelerator.reset_peak_memory_stats()
             yield
@@ -209,7 +210,7 @@ class Meter:
 def prepare(
     way: Way, options: argparse.Namespace, device: torch.device, mesh: DeviceMesh, batches: list[Any]
 ) -> Trained:
-    """Make a way and train it for a few steps, with its memory counted."""
+    """Make a way, train it for a few steps, and count its memory."""
     meter = Meter(device)
     with meter.during():
         size = ModelSize(
@@ -230,7 +231,7 @@ def prepare(
 
 
 def measure(ways: tuple[Way, ...], options: argparse.Namespace, device: torch.device) -> list[Trained]:
-    """Every way in turn, round after round."""
+    """Measures every way in turn, round after round."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("data",))
     generator = torch.Generator().manual_seed(dist.get_rank())
     batches = []

@@ -1,7 +1,7 @@
-"""What each peer can do on this machine: its release, whether it flushes, how it is driven.
+"""Lists each peer on this machine: its release, whether it flushes, and how it is driven.
 
-Every way saves a small state, has every tensor overwritten at the moment it allows it, and loads the save:
-*values* says whether the checkpoint holds those of the call.
+Every way saves a small state. As soon as the way allows it, every tensor is overwritten; then the save is
+loaded. *values* shows whether the checkpoint has the values at the time of the call.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from peers.way import Way
 
 
 def kept(way: Way, subject: Subject) -> bool:
-    """Whether a save holds the values of its call although all change as soon as they may."""
+    """Whether a save has the values at its call, although all values change as soon as the way allows it."""
     values = [tensor.clone() for tensor in subject.tensors]
     saving = way.begin(1)
     way.may_change()

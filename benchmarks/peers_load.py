@@ -1,9 +1,10 @@
-"""Loading into the layout that was saved, beside every peer, from a warm page cache or from the disk.
+"""Loading into the layout that was saved, for every peer, from a warm page cache or from the disk.
 
-Every way loads what it saved itself; its files are read into the page cache before each load, unmeasured,
-and dropped from it afterwards, so that those of all ways need not fit into memory together; with `--cold`
-they are dropped before, too. The limit is a raw read of the same bytes into the same tensors. After the
-rounds the tensors are overwritten and loaded once more, and every bit is compared.
+Every way loads its own save. Before each load, its files are read into the page cache, which is not
+measured. Afterwards they are dropped from it, so that the files of all ways need not fit into memory
+together. With `--cold` they are dropped before each load too. The limit is a raw read of the same bytes into
+the same tensors. After the rounds the tensors are overwritten and loaded once more, and every bit is
+compared.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _BLOCK = bytearray(16 << 20)
 
 
 def settle(files: Iterable[Path], cold: bool) -> None:
-    """Brings files into the page cache, or out of it; each rank its share."""
+    """Reads files into the page cache, or drops them from it. Each rank does its share."""
     dist.barrier()
     for path in [*files][dist.get_rank() :: dist.get_world_size()]:
         with path.open("rb", buffering=0) as file:
@@ -60,7 +61,7 @@ def load(way: Way, cold: bool, number: int) -> Figures:
 
 
 def read(raw: RawFile, subject: Subject, cold: bool, start: int, number: int) -> Figures:
-    """The same bytes from one file a rank, from a byte on, into the same tensors."""
+    """Reads the same bytes from one file per rank, from byte `start` on, into the same tensors."""
     files = sorted(raw.path.parent.glob("raw-*"))
     settle(files, cold)
     clock = Clock()

@@ -1,10 +1,10 @@
-"""Peak host memory of a save and of a load beyond the state itself, beside every peer.
+"""Peak host memory of a save and of a load beyond the state itself, for every peer.
 
-Each way runs alone, in ranks of its own. Another process adds up what the ranks and all that they start
-hold, ten milliseconds apart: anonymous and shared memory, a page that several processes map counted once
-(Pss), files and the page cache left out. The base is taken when the state is made and the peer is imported;
-buffers that a way makes before a save or keeps after it count. The second save is measured, when buffers
-that are kept exist.
+Each way runs alone, in ranks of its own. Another process adds up the memory of the ranks and of all processes
+that they start, every ten milliseconds. It counts anonymous and shared memory, a page that several processes
+map once (Pss), but neither files nor the page cache. The base is measured when the state exists and the peer
+is imported. Buffers that a way makes before a save or keeps after it count. The second save is measured,
+when the buffers that a way keeps exist.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from recording import STDOUT, record
 
 WAY = "SHARDPROOF_BENCH_WAY"
 PAUSE = 0.5
-"""Seconds of stillness in which the base is sampled."""
+"""Seconds without work in which the base is sampled."""
 
 
 def tree_of(root: int) -> list[int]:
@@ -40,7 +40,7 @@ def tree_of(root: int) -> list[int]:
             try:
                 stat = Path(entry.path, "stat").read_text()
             except OSError:
-                continue  # it has ended meanwhile
+                continue  # it has ended
             children.setdefault(int(stat.rpartition(")")[2].split()[1]), []).append(int(entry.name))
     found = [root]
     for process in found:
@@ -55,13 +55,13 @@ def held(root: int) -> int:
         try:
             lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
         except OSError:
-            continue  # it has ended meanwhile
+            continue  # it has ended
         total += sum(int(line.split()[1]) for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
     return total << 10
 
 
 class Sampler(threading.Thread):
-    """Samples what a process tree holds until it is stopped."""
+    """Samples the memory of a process tree until it is stopped."""
 
     def __init__(self, root: int) -> None:
         super().__init__(daemon=True)
@@ -74,12 +74,12 @@ class Sampler(threading.Thread):
             self.samples.append((time.monotonic(), held(self.root)))
 
     def greatest(self, begun: float, ended: float) -> int:
-        """The most that was held between two times of `time.monotonic`."""
+        """The greatest sample between two times of `time.monotonic`."""
         return max(bytes_ for at, bytes_ in self.samples if begun <= at <= ended)
 
 
 def measure(name: str, ranks: int, timeout: float, where: Path | None) -> dict[str, float]:
-    """Runs one way under torchrun and samples it: GiB of the state, and beyond it in save and load."""
+    """Runs one way under torchrun. Returns GiB of the state, and of the peak beyond it in save and load."""
     work = Path(tempfile.mkdtemp(prefix="shardproof-bench-", dir=where))
     command = [
         sys.executable,
@@ -120,7 +120,7 @@ def measure(name: str, ranks: int, timeout: float, where: Path | None) -> dict[s
 
 
 def one(subject: Subject, name: str) -> dict[str, object]:
-    """What a rank does: still, two saves of which the second is marked, a load."""
+    """The work of a rank: a pause, two saves of which the second is marked, and a load."""
     (kind,) = (way for way in every_way(name)[0] if way.__name__ == name)
     dist.barrier()
     marks: dict[str, object] = {"bytes": subject.total_bytes}

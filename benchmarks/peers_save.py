@@ -1,15 +1,18 @@
-"""Saving beside every peer: how long a save holds training, and how long until its bytes are safe.
+"""Saving with every peer: how long a save blocks training, and how long until its bytes are durable.
 
-*held* is the time until the call returns. *done* is the time until the peer says that the save is done.
-*durable* is the time until every byte is on stable storage: as *done* for those that flush, and with a
-flush of all their files added for those that do not. A step of training goes before each save, as it does in
-a job: without one, the way after a peer that forks would pay for the pages that the fork left to be copied.
-Nothing trains meanwhile (see peers_steps.py), so the fence of shardproof never has to copy. With
-`--change-at-once`, *held* lasts until tensors may be changed, as if the next optimizer step came at once:
-ways that stage in the background are waited for, and the fence copies all that is not yet written.
+*held* is the time until the call returns. *done* is the time until the peer reports that the save is done.
+*durable* is the time until every byte is on stable storage. For peers that flush it equals *done*; for
+others, it includes a flush of all their files.
 
-All ways share their processes, and so what a fork leaves behind and what it has to copy. With `--apart` each
-has processes and a state of its own, as in a job (see peers/apart.py): there must be memory for as many.
+A step of training precedes each save, as in a job. Without it, the way after a peer that forks would pay for
+the pages that the fork left to be copied. Nothing trains during the save (see peers_steps.py), so
+shardproof's fence never has to copy. With `--change-at-once`, *held* lasts until tensors may be changed, as
+if the next optimizer step came at once. Then the benchmark waits for ways that stage in the background, and
+the fence copies all that is not yet written.
+
+All ways share their processes, so they also share the cost of forks: what a fork copies, and what it leaves
+to be copied. With `--apart`, each way has processes and a state of its own, as in a job (see
+peers/apart.py). The memory has to be large enough for all of them.
 """
 
 from __future__ import annotations
@@ -49,7 +52,7 @@ RAW = "raw"
 
 
 def save(way: Way, trainer: Trainer | None, at_once: bool, number: int) -> Figures:
-    """One save, after a step of training, and its folder removed."""
+    """Runs a step of training and one save, then removes its folder."""
     if trainer is not None:
         trainer.step()
     clock = Clock()
@@ -68,7 +71,7 @@ def save(way: Way, trainer: Trainer | None, at_once: bool, number: int) -> Figur
 
 
 def write(raw: RawFile, direct: bool, number: int) -> Figures:
-    """The same bytes from one buffer, flushed."""
+    """Writes the same bytes from one buffer, and flushes them."""
     raw.remove()
     clock = Clock()
     raw.write(direct=direct)
@@ -79,7 +82,7 @@ def write(raw: RawFile, direct: bool, number: int) -> Figures:
 
 
 def limits(raw: RawFile) -> list[tuple[Row, Callable[[int], Figures]]]:
-    """The raw writes, and how each is measured."""
+    """The raw writes, with the function that measures each."""
     return [
         (Row("raw write, O_DIRECT, flushed"), partial(write, raw, True)),
         (Row("raw write, buffered, flushed"), partial(write, raw, False)),
@@ -106,7 +109,7 @@ def print_table(
     ranks: int,
     copied: float | None = None,
 ) -> None:
-    """All figures, with their ratios to ours and to the faster raw write.
+    """Prints all figures, with their ratios to ours and to the faster raw write.
 
     Args:
         given: the options.
@@ -177,12 +180,12 @@ def measure(given: Namespace) -> None:
 
 
 def is_fit(given: Namespace, way: type[Way]) -> bool:
-    """Whether a way can save the state that was asked for."""
+    """Whether a way can save the state of `--state`."""
     return given.state == "gpt" or not way.needs_optimizer
 
 
 def measure_each_apart(given: Namespace) -> None:
-    """The command's part, where each way gets processes of its own."""
+    """The part of the command that starts processes for each way."""
     classes, failed = every_way(given.only)
     ways = {way.__name__: way for way in classes if is_fit(given, way)}
     by_row = {way.name: way for way in ways.values()}

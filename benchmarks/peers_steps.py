@@ -1,11 +1,11 @@
-"""What a save costs the training that goes on meanwhile, beside every peer that saves in the background.
+"""The cost of a save to training that continues during it, for every peer that saves in the background.
 
-A real loop (see peers/training.py) makes steps; a save begins between two of them, and steps go on until it
-is done. Two lengths of step: *short*, as short as the optimizer's pass allows, and *long*, with micro
-batches added until a step takes longer than a durable raw write of the state. The cost of a save is the
-time of all steps from its begin to its end beyond what as many undisturbed steps take: what the call held,
-what a step waited for before it could change a tensor (under the fence of shardproof: the copy of what was
-not yet written), and what writing took from computing.
+A real loop (see peers/training.py) makes steps. A save begins between two of them, and steps continue until
+it is done. Steps have two lengths: *short*, as short as the optimizer's pass allows; and *long*, with micro
+batches added until a step takes longer than a durable raw write of the state. The cost of a save is the time
+of all steps from its begin to its end, less the time of as many undisturbed steps. It has three parts: the
+time until the call returns; the time that a step waits before it may change a tensor (under shardproof's
+fence, for the copy of what is not yet written); and the time that writing takes from computing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MOST = 400
 
 
 def everywhere(done: bool) -> bool:
-    """Whether it holds on every rank."""
+    """Whether `done` is true on every rank."""
     flag = torch.tensor(int(done))
     dist.all_reduce(flag, dist.ReduceOp.MIN)
     return bool(flag.item())

@@ -1,15 +1,17 @@
 """The coordinator's work for thousands of ranks: from structures to answers, from digests to the manifest.
 
-For each world size, in a process of its own: processor seconds of every step (the work is on one thread and
-waits for nothing, so a busy machine does not count), peak memory, bytes that the ranks post and are answered,
-size of index and manifest, and the exponent that the total grows with. Structures are simulated:
+Each world size runs in a process of its own. The benchmark measures the processor seconds of every step, the
+peak memory, the bytes of posts and answers, the sizes of index and manifest, and the exponent of growth. The
+work is on one thread and waits for nothing, so other work on the machine does not count. Structures are
+simulated:
 
     sharded    every tensor is split by rows over all ranks
     parallel   16 pipeline stages (fewer where ranks are few) of 8 tensor parallel ranks; weights are replicas
                over the data parallel ranks, and the three tensors of their optimizer are split over them
 
-Then torch DCP's planner beside ours: `DefaultSavePlanner.create_global_plan` over the plans of all ranks,
-without its transport and its pickling. Ours includes decoding what the ranks post and encoding the answers.
+Then torch DCP's planner is compared with ours: `DefaultSavePlanner.create_global_plan` over the plans of all
+ranks, without its transport and its pickling. Ours includes the decoding of posts and the encoding of
+answers.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ FILE_BYTES, DATA_START = 1 << 40, 1 << 20
 
 @dataclass(frozen=True)
 class Tensors:
-    """What one rank declares: a piece of each tensor, of rows of 1,024 elements or, every fifth, of one."""
+    """The tensors of one rank: rows of 1,024 elements; every fifth tensor has rows of one element."""
 
     keys: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
@@ -88,13 +90,13 @@ LAYOUTS: dict[str, Callable[[int, int, int], Tensors]] = {"sharded": sharded, "p
 
 @dataclass
 class Parts:
-    """Seconds of each step, and the memory that was in use at most by the end of it."""
+    """Seconds of each step, and the peak memory until its end."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     peak_gib: dict[str, float] = field(default_factory=dict)
 
     def timed(self, name: str, work: Callable[..., Any]) -> Callable[..., Any]:
-        """`work`, measured; what it calls that is measured too counts there alone."""
+        """`work`, measured. Measured functions that it calls count for themselves only."""
 
         def measured(*arguments: Any, **options: Any) -> Any:
             begun, before = time.process_time(), sum(self.seconds.values())
@@ -108,7 +110,7 @@ class Parts:
 
 
 class Nowhere:
-    """A storage that takes everything, keeps the sizes, and answers at once."""
+    """A storage that discards the bytes, records the sizes, and returns at once."""
 
     location, folder = "nowhere", "step"
 
@@ -196,7 +198,7 @@ def measure(layout: str, ranks: int, tensors: int) -> dict[str, Any]:
 
 
 def _written(plan: Any) -> Iterator[WriteReport]:
-    """What the ranks post at the end, with random digests."""
+    """The reports of the ranks at the end of the write, with random digests."""
     random = np.random.default_rng(0)
     writers = set(plan.writers)
     owned: dict[int, dict[str, bytes]] = {}
@@ -208,7 +210,7 @@ def _written(plan: Any) -> Iterator[WriteReport]:
 
 
 def compare(ranks: int, tensors: int, repeats: int) -> dict[str, Any]:
-    """Ours beside torch DCP's planner, of the layout "sharded"."""
+    """Compares shardproof with torch DCP's planner, for the layout "sharded"."""
     from torch.distributed.checkpoint import DefaultSavePlanner
 
     posts = [sharded(ranks, tensors, rank).structure().encode() for rank in range(ranks)]
@@ -270,7 +272,7 @@ def peer_plans(world_size: int, tensors: int) -> list[Any]:
 
 
 def apart(*arguments: str) -> Any:
-    """What this script prints as JSON in a process of its own, so that peak memory is of this part alone."""
+    """Runs this script in a process of its own, to measure the peak memory of one part. Returns its JSON."""
     print("measuring", *arguments, file=sys.stderr, flush=True)
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(

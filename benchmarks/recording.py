@@ -1,6 +1,6 @@
 """The option `--json` of every benchmark, and files of results.
 
-Without torch, because some benchmarks measure processes that do not import it.
+This module does not import torch, because some benchmarks measure processes that do not import it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 STDOUT = "-"
-"""What `--json` without a file stands for."""
+"""The value of `--json` without a file."""
 
 
 def json_option(options: argparse.ArgumentParser) -> None:
@@ -34,7 +34,7 @@ def record(target: str | None, question: str, figures: Iterable[tuple[str, str, 
     """Adds the answer to one question to a file of results, a JSON array. Called by one process.
 
     Args:
-        target: what `--json` was given; nothing is written without a file.
+        target: the value of `--json`; nothing is written without a file.
         question: what was measured, on how much.
         figures: name, unit and measured values of each.
     """

@@ -1,19 +1,19 @@
-"""What the rerun machine costs a step in which nothing is rejected.
+"""The cost of the rerun machine in a step in which no result is rejected.
 
-Each way in turn does a step with a model of its own, gradients summed over the ranks:
+The ways take turns. Each does a step with a model of its own, and sums gradients over the ranks:
 
-- `loop`: without the machine, the loss asked for its value;
+- `loop`: without the machine; the step reads the value of the loss;
 - `disabled`: the machine in mode "disabled";
-- `meeting`: validating, the ranks meet over the launcher's store at each step;
-- `group`: validating, the ranks vote by an all-reduce over a process group of their own;
-- `all-reduce`: `loop` and one bare all-reduce of a few integers: the least that any vote costs here.
+- `meeting`: validation; the ranks meet over the launcher's store at each step;
+- `group`: validation; the ranks vote by an all-reduce over a process group of their own;
+- `all-reduce`: `loop` and one bare all-reduce of a few integers, the minimum cost of any vote here.
 
 A loss is rejected if it is not finite. `inside` is the time in the machine's calls (`should_run`, `validate`,
-`decide`), or in the bare all-reduce: what is done there and what is waited for, on the slowest rank.
-`step / loop` is the median of what each step took over what the step of `loop` beside it took; it holds what
-the machine makes slower elsewhere, and more noise. The cost hardly grows with the step, so its share says
-little without the step's size, which `--milliseconds` sets. Ranks that share a core wait for each other
-longest, which `all-reduce` shows: give each one a core of its own.
+`decide`), or in the bare all-reduce: work and waiting, on the slowest rank. `step / loop` is the time of a
+step over that of the `loop` step in the same round, the median over rounds. It includes what the machine
+slows elsewhere, and more noise. The cost hardly grows with the step, so its share means little without the
+size of the step, which `--milliseconds` sets. Ranks that share a core wait longest for each other, which
+`all-reduce` shows: give each rank a core of its own.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from torch import nn
 from shardproof import rerun
 
 WIDTH, TOKENS, WORDS = 256, 1024, 1000
-"""Of the model; tokens of a microbatch; of how many words."""
+"""Width of the model; tokens of a microbatch; size of the vocabulary."""
 ROWS_FILE = "SHARDPROOF_BENCH_ROWS"
-"""Environment variable: the file that rank 0 adds its rows to."""
+"""Environment variable: the file to which rank 0 appends its rows."""
 SETTLE = 5
 """Steps of each way before the measured ones."""
 
@@ -50,7 +50,7 @@ class Way:
 
     Args:
         watch: the machine; None for the plain loop.
-        group: of a bare all-reduce in the plain loop, if there is to be one.
+        group: for a bare all-reduce in the plain loop; None for no all-reduce.
         device: of the model.
         microbatches: of a step.
     """
@@ -77,7 +77,7 @@ class Way:
         self.inside: list[float] = []
 
     def step(self) -> tuple[float, float]:
-        """One step; its seconds, and those inside the machine."""
+        """Runs one step. Returns its seconds, and those inside the machine."""
         dist.barrier()
         begun = time.perf_counter()
         inside = 0.0
@@ -114,7 +114,7 @@ class Way:
         return time.perf_counter() - begun, inside
 
     def body(self, data: Any) -> torch.Tensor:
-        """Forward and backward of all microbatches; the loss."""
+        """Runs forward and backward of all microbatches. Returns the loss."""
         self.optimizer.zero_grad()
         total = torch.zeros((), device=next(self.model.parameters()).device)
         for _ in range(self.microbatches):
@@ -143,7 +143,7 @@ def calibrated(device: str, milliseconds: float) -> int:
 
 
 def measure(options: argparse.Namespace) -> None:
-    """On each rank: all ways, in turn; rank 0 prints one line of JSON."""
+    """Runs all ways in turn, on each rank. Rank 0 appends one line of JSON for each way to a file."""
     mesh = start(options)
     device, ranks = mesh.device_type, mesh.size()
     group = dist.new_group(backend="gloo")
@@ -153,7 +153,7 @@ def measure(options: argparse.Namespace) -> None:
         "disabled": Way(rerun.RerunMachine("disabled"), device, microbatches),
         "meeting": Way(rerun.RerunMachine(), device, microbatches),
     }
-    if ranks > 1:  # alone, there is nobody to vote with
+    if ranks > 1:  # a single rank has no other rank to vote with
         ways["group"] = Way(rerun.RerunMachine(group=group), device, microbatches)
         ways["all-reduce"] = Way(None, device, microbatches, group)
     names = list(ways)

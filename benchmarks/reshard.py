@@ -1,12 +1,18 @@
 """Loading a GPT-shaped state into other layouts than it was saved from: rows to columns, and 4 ranks to 3.
 
-shardproof (every byte verified) reading all, reading once and handing on, and by its own choice, and torch
-DCP, in turn, warm, beside a raw read of as many bytes as each rank needs. Then the crossover between nodes
-(`crossover.py` has that within one): the same load of rows into columns, with each rank held to a storage
-speed of its own as if it stood on a node of its own, both ways and by choice.
+These ways take turns, with a warm page cache:
 
-With `--cold` the page cache has none of the files when a load begins, and the limit is a raw read of all
-files past it.
+- shardproof, which verifies every byte: every rank reads all that it needs; or each byte is read once and
+  sent on; or the load chooses;
+- torch DCP;
+- a raw read of as many bytes as each rank needs.
+
+Then follows the crossover between nodes (`crossover.py` has that within one node): the same load of rows into
+columns, in both ways and by choice. There each rank has a limited storage speed of its own, as if it were on
+a node of its own.
+
+With `--cold` the page cache has none of the files when a load begins. The limit is then a raw read of all
+files past the page cache.
 """
 
 from __future__ import annotations
@@ -45,13 +51,13 @@ from shardproof.storage import LocalStorage
 
 RANKS = 4
 SPEEDS = (0.1, 0.2, 0.4, 0.8, 1.6, None)
-"""GB/s of storage for each rank in the crossover; None: as fast as it is."""
+"""GB/s of storage for each rank in the crossover; None for no limit."""
 CROSSOVER_GIB = 0.25
 
 
 def main() -> None:
     given = parser(__doc__, device=False)
-    given.add_argument("--cold", action="store_true", help="with nothing of the files in the page cache")
+    given.add_argument("--cold", action="store_true", help="with no file in the page cache")
     options = given.parse_args()
     if not is_rank():
         launch(options, RANKS)
@@ -79,7 +85,7 @@ def main() -> None:
 
 
 def compare(title: str, target: dict[str, Any], nbytes: int, options: Any, *, ranks: int) -> None:
-    """Measures all ways of loading into a target that the first `ranks` ranks hold."""
+    """Measures all ways of loading into a target that the first `ranks` ranks have."""
     rank = dist.get_rank()
     taking_part = rank < ranks
     group = dist.new_group(list(range(ranks)))
@@ -148,7 +154,7 @@ def compare(title: str, target: dict[str, Any], nbytes: int, options: Any, *, ra
 
 
 def crossover(mesh: DeviceMesh, options: Any) -> None:
-    """Measures both ways at storage speeds from slow to as fast as it is."""
+    """Measures both ways, and the choice, at storage speeds from slow to unlimited."""
     socket.gethostname = lambda: f"node-{dist.get_rank()}"
     state = gpt_state(CROSSOVER_GIB, mesh)
     sp.save(folder() / "small", state)

@@ -1,9 +1,9 @@
 """From the start of a process to the end of its first training step, for ranks that restart.
 
 A model under FSDP2 and its AdamW are saved once to disk and once to memory (`MemoryStorage`). Then the ranks
-are started again and again: in turn with nothing of the checkpoint in the page cache, with all of it, and
-from memory. Each phase is that of the slowest rank; the table has medians. The start of a process is what the
-kernel noted (10 ms exact).
+restart many times, in turn with the checkpoint not in the page cache, with the checkpoint in it, and from
+memory. Each phase is that of the slowest rank; the table has medians. The start of a process is the time
+that the kernel recorded, with a resolution of 10 ms.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def main() -> None:
 
 
 def start(given: Any, folder: Path, what: str, root: str) -> None:
-    """Starts the ranks, and waits for them."""
+    """Starts the ranks, and waits until they end."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={given.ranks}", sys.argv[0]]
     variables = {"OMP_NUM_THREADS": "1", "SHARDPROOF_BENCH_FOLDER": str(folder)}
@@ -90,13 +90,13 @@ def start(given: Any, folder: Path, what: str, root: str) -> None:
 
 
 def started() -> float:
-    """When this process started, by the clock that counts from the start of the system."""
+    """The start of this process, in seconds since the start of the system."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     return int(fields[19]) / os.sysconf("SC_CLK_TCK")
 
 
 def work() -> None:
-    """What one rank does."""
+    """The work of one rank."""
     clock = lambda: time.clock_gettime(time.CLOCK_BOOTTIME)  # noqa: E731
     seconds = {"interpreter": _SCRIPT - started()}
     last = _SCRIPT

@@ -1,7 +1,7 @@
 """Saving a GPT-shaped state (parameters and Adam moments, sharded by rows) until it is durable.
 
-shardproof and torch DCP (defaults: it flushes its files) in turn, beside a raw flushed write of the same
-bytes.
+shardproof, torch DCP (with its defaults, so it flushes its files) and raw flushed writes of the same bytes
+take turns.
 """
 
 from __future__ import annotations

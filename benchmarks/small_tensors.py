@@ -1,7 +1,8 @@
 """Saving and loading 20,000 tensors of 4 KiB on each rank: the cost of a tensor, not of its bytes.
 
-Saves are measured until they are durable: with a `Checkpointer`, which knows the plan of its save before, and
-with `sp.save`, which plans anew, as DCP does. "Held" is the time until the call of a `Checkpointer` returns.
+Saves are measured until they are durable: with a `Checkpointer`, which reuses the plan of its previous save,
+and with `sp.save`, which makes a new plan, as DCP does. "Held" is the time until the call of a `Checkpointer`
+returns.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""How soon the command line answers: processor and elapsed time of whole processes, in turn.
+"""The start time of the command line: processor and elapsed time of whole processes, in turn.
 
-Beside them the limit, Python doing nothing, and `import torch`, which help and version do without.
+The limit is Python that does nothing. `import torch` is measured too; help and version do not need it.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20)
 torch.manual_seed(1 + rank)  # each rank drops other units
 
-progress = {"samples": 0}  # counts those of all ranks, so it holds on any number of ranks
+progress = {"samples": 0}  # of all ranks, so it is valid on any number of ranks
 state = {"model": model, "optimizer": optimizer, "schedule": schedule, "progress": progress}
 state["rng"] = sp.RandomState()
 checkpointer = sp.Checkpointer(sys.argv[1], keep=sp.KeepLatest(3))

@@ -34,7 +34,7 @@ class ShardproofCheckpointManager(FSDPCheckpointManager):
         if local_path is None:
             return
         state, rename = self.state(self.checkpoint_load_contents), {}
-        if not os.path.exists(f"{local_path}/manifest.json"):  # of verl, which has random states of its own
+        if not os.path.exists(f"{local_path}/manifest.json"):  # verl's, with its own random states
             state.pop("rng", None)
             rename = {"lr_scheduler": "extra_state.lr_scheduler"} if "lr_scheduler" in state else {}
         sp.load(local_path, state, include=list(state), rename=rename)

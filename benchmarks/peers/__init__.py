@@ -1,6 +1,6 @@
-"""The peers that the benchmarks measure beside shardproof, one adapter a module.
+"""The peers that the benchmarks compare with shardproof, with their adapters.
 
-Each adapter is a `Way`: it saves and loads one and the same `Subject`, says which release it drives,
-whether it flushes what it wrote, and how far from its usual use it is driven. `every_way` lists them all;
-one whose package is missing or does not start here is listed with its error.
+Each adapter is a `Way`: it saves and loads the same `Subject` as all others. It names the release that it
+drives, whether that flushes its files, and how its use here differs from its documentation. `every_way`
+lists all ways. A way whose package is missing or does not start is listed with its error.
 """

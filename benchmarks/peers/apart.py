@@ -1,9 +1,9 @@
-"""Each way in processes of its own, and all of them in turn.
+"""Runs each way in processes of its own, one at a time.
 
-Ways that share their processes share what these hold: a peer that forks for each save leaves all pages of its
-parent to be copied when they are next written to, those of other ways' objects too, and takes the longer to
-fork the more the others hold. Apart, each way is a job with a state of its own, and one job works at a time:
-the command that started them gives the turns over a store.
+Ways in the same processes share memory. A peer that forks for each save leaves all pages of its parent to be
+copied at their next write, also those of other ways. The more memory the other ways use, the longer its fork
+takes. Apart, each way is a job with a state of its own, and one job works at a time: the command
+that started them gives the turns over a store.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PATIENCE = timedelta(minutes=30)
 
 
 class Turns:
-    """A rank's side: it works when its job's turn has come.
+    """A rank's side: it works when it is the turn of its job.
 
     Args:
         name: of the job.
@@ -43,7 +43,7 @@ class Turns:
 
     @classmethod
     def of_this_job(cls) -> Turns | None:
-        """Of the job that this rank belongs to; None: all ways are measured by the same ranks."""
+        """The turns of this rank's job; None if the same ranks measure all ways."""
         return cls(os.environ[_NAME], int(os.environ[_PORT])) if _NAME in os.environ else None
 
     @contextmanager
@@ -53,25 +53,25 @@ class Turns:
         dist.barrier()
         yield
         dist.barrier()
-        self._say(f"{self.name} ends {number}", "")
+        self._set(f"{self.name} ends {number}", "")
 
     def answer(self, rows: Sequence[Row], missing: Sequence[Missing], **facts: Any) -> None:
-        """What this job measured, for the command that started it."""
-        said = {
+        """Sends what this job measured to the command that started it."""
+        answer = {
             "figures": {row.name: row.figures for row in rows},
             "missing": {item.name: item.reason for item in missing},
             "facts": facts,
         }
-        self._say(f"{self.name} answers", json.dumps(said))
+        self._set(f"{self.name} answers", json.dumps(answer))
 
-    def _say(self, key: str, value: str) -> None:
+    def _set(self, key: str, value: str) -> None:
         if dist.get_rank() == 0:
             self._store.set(key, value)
 
 
 @dataclass
 class Answers:
-    """What all jobs measured together."""
+    """The measurements of all jobs."""
 
     figures: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     """By the names of rows."""
@@ -99,21 +99,21 @@ def measure_apart(options: Any, names: Sequence[str], ranks: int) -> Answers:
         for number in range(options.repeats + 1):
             for name, job in jobs.items():
                 store.set(f"{name} begins {number}", "")
-                _said(store, f"{name} ends {number}", job)
+                _value_of(store, f"{name} ends {number}", job)
         for name, job in jobs.items():
-            if (said := _said(store, f"{name} answers", job)) is None:
+            if (value := _value_of(store, f"{name} answers", job)) is None:
                 ended = job.exception() or f"code {job.result()}"
                 answers.missing.append(Missing(name, f"its processes ended without an answer: {ended}"))
                 continue
-            answer = json.loads(said)
+            answer = json.loads(value)
             answers.figures |= answer["figures"]
             answers.missing += [Missing(*item) for item in answer["missing"].items()]
             answers.facts |= answer["facts"]
     return answers
 
 
-def _said(store: dist.TCPStore, key: str, job: Future[int]) -> bytes | None:
-    """What a job says under a key; None if it ended without."""
+def _value_of(store: dist.TCPStore, key: str, job: Future[int]) -> bytes | None:
+    """The value that a job sets for a key; None if the job ends without it."""
     while not job.done():
         try:
             store.wait([key], _LOOK)

@@ -17,7 +17,7 @@ logging.getLogger("bytecheckpoint").setLevel(logging.ERROR)
 
 
 class Stateful:
-    """Answers `state_dict()` with the tensors as they are: the peer asks a model for nothing else."""
+    """Returns the tensors from `state_dict()`: the peer calls no other method of a model to save."""
 
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         self.tensors = tensors
@@ -26,7 +26,7 @@ class Stateful:
         return dict(self.tensors)
 
     def load_state_dict(self, loaded: dict[str, torch.Tensor]) -> None:
-        """The peer filled the very tensors."""
+        """Checks that the peer has filled the tensors in place."""
         assert all(loaded[key] is tensor for key, tensor in self.tensors.items())
 
 
@@ -52,7 +52,7 @@ class ByteCheckpoint(Way):
 
 class ByteCheckpointFast(ByteCheckpoint):
     name = "ByteCheckpoint, fast_saving"
-    driven = ByteCheckpoint.driven + "; its end is known by the callback on rank 0"
+    driven = ByteCheckpoint.driven + "; the callback on rank 0 reports its end"
     asynchronous = True
 
     def begin(self, number: int) -> Save:

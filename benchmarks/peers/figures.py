@@ -24,12 +24,12 @@ from peers.way import Way, files_under
 Figures = dict[str, float]
 
 UNITS = {"steps": "steps", "kept": "whether"}
-"""Of the figures that are not seconds."""
+"""Units of the figures that are not seconds."""
 
 
 @dataclass
 class Row:
-    """The figures of one way: a value a round each, the slowest rank's."""
+    """The figures of one way: for each, one value per round, that of the slowest rank."""
 
     name: str
     way: Way | type[Way] | None = None
@@ -62,7 +62,7 @@ def options(description: str | None, **defaults: object) -> argparse.ArgumentPar
 
 
 def launch_each(given: argparse.Namespace, timeout: float = 3600) -> None:
-    """Runs the script once for each number of ranks, and exits as the worst of them."""
+    """Runs the script once for each number of ranks, and exits with the greatest exit code."""
     codes = [launched(given, ranks, timeout=timeout) for ranks in given.world_sizes]
     sys.exit(max(map(abs, codes)))
 
@@ -70,7 +70,7 @@ def launch_each(given: argparse.Namespace, timeout: float = 3600) -> None:
 def made(
     only: str | None, *, wanted: Callable[[type[Way]], bool] = lambda way: True
 ) -> tuple[list[Way], list[Missing]]:
-    """Ways that start on every rank, and the others with their errors."""
+    """The ways that start on every rank, and the other ways with their errors."""
     _keep_stdout()
     classes, missing = every_way(only)
     ways: list[Way] = []
@@ -81,7 +81,7 @@ def made(
 
 
 def _keep_stdout() -> None:
-    """Leaves standard output to the tables: what peers print to it goes to standard error."""
+    """Reserves standard output for the tables: the output of peers goes to standard error."""
     sys.stdout.flush()
     sys.stdout = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
@@ -145,13 +145,13 @@ def rounds(
     missing: list[Missing],
     turn: Callable[[int], AbstractContextManager[None]] = lambda number: nullcontext(),
 ) -> list[Row]:
-    """Each way in turn, `repeats` times after one unmeasured round; one that fails is listed and left out.
+    """Measures each way in turn, `repeats` times after one unmeasured round. A way that fails is left out.
 
     Args:
-        rows: the ways, and functions of the round's number.
+        rows: the ways, each with a function of the round's number.
         repeats: measured rounds.
-        missing: gets what fails.
-        turn: within it a round is measured.
+        missing: the list to which ways that fail are added.
+        turn: a context in which each round is measured.
     """
     failed: set[str] = set()
     for number in range(repeats + 1):
@@ -182,7 +182,7 @@ def show(
 ) -> None:
     """Prints a table of the rows, the notes, and what could not be measured. Rank 0 only.
 
-    `to` is what `--json` was given.
+    `to` is the value of `--json`.
     """
     if dist.is_initialized() and dist.get_rank() != 0:
         return
@@ -230,7 +230,7 @@ def show(
 
 def releases(rows: Sequence[Row]) -> str:
     """Release and flush behaviour of each package, as a note."""
-    said = dict.fromkeys(
+    texts = dict.fromkeys(
         f"{row.way.package} {row.way.release()} (flush: {row.way.flushes})" for row in rows if row.way
     )
-    return f"Measured: {'; '.join(said)}."
+    return f"Measured: {'; '.join(texts)}."

@@ -1,7 +1,8 @@
 """Megatron-Core dist_checkpointing: torch_dist, fully parallel, and async by a forked process.
 
-Written for CUDA: `stand_ins` answers its questions for a device with the CPU, and for triton, which it
-imports and never calls here, with an empty module. Nothing on the way of the bytes is replaced.
+The peer is written for CUDA. Without CUDA, `stand_ins` replaces its queries for a device with the CPU, and
+triton, which it imports and never calls here, with an empty module. The code that moves bytes to the files is
+not replaced.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from peers.way import FINISHED, Save, Way, local
 
 
 class Absent(types.ModuleType):
-    """A module of which any name can be imported: a function that hands back what it is given."""
+    """A module from which any name can be imported: a function that returns its argument."""
 
     __path__: ClassVar[list[str]] = []
     __version__ = "3.4.0"
@@ -40,10 +41,10 @@ def unchanged(given: Any = None, **options: Any) -> Any:
 
 
 def stand_ins() -> None:
-    """What the peer needs to be imported, and to save and load, without CUDA."""
+    """Replaces what the peer needs to be imported, and to save and load, without CUDA."""
     if not hasattr(typing, "override"):
         typing.override = typing_extensions.override  # type: ignore[attr-defined]
-    importlib.import_module("torch._inductor.compile_fx")  # torch itself must find that there is none
+    importlib.import_module("torch._inductor.compile_fx")  # torch itself must find that triton is missing
     if "triton" not in sys.modules:
         triton = sys.modules["triton"] = Absent("triton")
         triton.language = sys.modules["triton.language"] = Absent("triton.language")  # type: ignore[attr-defined]
@@ -54,7 +55,7 @@ def stand_ins() -> None:
 
 
 class OnCpu(types.ModuleType):
-    """torch, for a module of the peer that asks for tensors on "cuda"."""
+    """A stand-in for torch in a module of the peer that makes tensors on "cuda"."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
@@ -86,7 +87,7 @@ if not torch.cuda.is_available():
 
 
 def wrapped(key: str, tensor: torch.Tensor) -> ShardedTensor:
-    """This rank's part as the peer describes it: an even split of one axis, or a replica."""
+    """This rank's part in the peer's description: an even split of one axis, or a replica."""
     rank, world = dist.get_rank(), dist.get_world_size()
     if not isinstance(tensor, DTensor):
         return ShardedTensor.from_rank_offsets(key, tensor, replica_id=rank)
@@ -95,7 +96,7 @@ def wrapped(key: str, tensor: torch.Tensor) -> ShardedTensor:
     return ShardedTensor.from_rank_offsets(key, local(tensor).detach(), (placement.dim, rank, world))
 
 
-STAND_INS = "torch.cuda's current_device and synchronize answered with the CPU; triton by an empty module"
+STAND_INS = "torch.cuda's current_device and synchronize replaced for the CPU; triton by an empty module"
 
 
 class Megatron(Way):
@@ -132,7 +133,7 @@ class Megatron(Way):
 class MegatronFullyParallel(Megatron):
     name = "Megatron torch_dist, fully parallel"
     driven = (
-        Megatron.driven and Megatron.driven + '; so are the tensors on "cuda" that its load exchanges over'
+        Megatron.driven and Megatron.driven + '; also the tensors on "cuda" over which its load exchanges'
     )
 
     def prepare(self, subject: Subject) -> None:

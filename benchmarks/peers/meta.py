@@ -44,8 +44,8 @@ class TorchCheckpointing(Way):
     driven = (
         ""
         if torch.cuda.is_available()
-        else "the gather of its metadata, which needs CUDA tensors, answered by all_gather_object; "
-    ) + ("use_direct_io=False, for with O_DIRECT, its default, its unaligned writes fail here (EINVAL)")
+        else "the gather of its metadata, which needs CUDA tensors, replaced with all_gather_object; "
+    ) + ("use_direct_io=False, because with O_DIRECT, its default, its unaligned writes fail here (EINVAL)")
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)

@@ -1,4 +1,4 @@
-"""Orbax: the same bytes as jax arrays over one CPU device a process, saved in the background or at once."""
+"""Orbax: the same bytes as jax arrays over one CPU device per process, with async and sync saves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from peers.way import FINISHED, Save, Way, local
 
 
 def connect() -> None:
-    """Makes one jax run of the ranks, with gloo for its collectives."""
+    """Connects the ranks to one jax program, with gloo for its collectives."""
     if jax.distributed.is_initialized():
         return
     address: list[Any] = [None]

@@ -1,4 +1,4 @@
-"""shardproof: parameters and optimizer under the fence, and the bare tensors staged."""
+"""shardproof: sync, and in the background with the fence (module and optimizer) or staged (bare tensors)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One file a rank: torch.save and safetensors. No plan, no commit, no resharding: the least a save can do."""
+"""One file per rank: torch.save and safetensors. No plan, commit or resharding: the minimum of a save."""
 
 from __future__ import annotations
 

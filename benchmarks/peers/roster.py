@@ -1,4 +1,4 @@
-"""Every way, and why the ones that do not start here do not."""
+"""The list of all ways, and the errors of those that cannot be imported."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROSTER = {
     "tensor_store": ("TensorStore",),
     "orbax_jax": ("Orbax", "OrbaxAsync"),
 }
-"""Module to its ways."""
+"""Module to the names of its ways."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,8 @@ def every_way(only: str | None = None) -> tuple[list[type[Way]], list[Missing]]:
     """Ways that can be imported, and the others with their errors.
 
     Args:
-        only: names of classes or modules, separated by commas; None for all. All of ours are there where none
-            of them is named, for every ratio is to ours.
+        only: names of classes or modules, separated by commas; None for all. If no way of shardproof is
+            named, all of them are added, because every ratio is to shardproof.
     """
     wanted = None if only is None else {*only.split(",")}
     if wanted is not None and not wanted & {"ours", *ROSTER["ours"]}:

@@ -1,4 +1,4 @@
-"""What every way saves: a GPT with its Adam state, or many small tensors, sharded by rows as DTensors."""
+"""The state that every way saves: a GPT with its Adam state, or many small tensors, as DTensors by rows."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ class Subject:
 
     @property
     def total_bytes(self) -> int:
-        """Over all ranks; every rank must ask."""
+        """Over all ranks; every rank must call it."""
         return total_bytes(self.tree)
 
 
 def gpt(gib: float, mesh: DeviceMesh, *, filled: bool = True) -> Subject:
-    """Blocks of GPT-2 medium in float32, with all that Adam keeps, about `gib` GiB over all ranks."""
+    """Blocks of GPT-2 medium in float32, with their Adam state, about `gib` GiB over all ranks."""
     tree = gpt_state(gib, mesh, filled=filled)
     module = Holder(tree["model"])
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
@@ -63,7 +63,7 @@ def gpt(gib: float, mesh: DeviceMesh, *, filled: bool = True) -> Subject:
 
 
 def small(count: int, mesh: DeviceMesh, *, filled: bool = True) -> Subject:
-    """`count` tensors of 4 KiB a rank."""
+    """`count` tensors, of 4 KiB on each rank."""
     tree = {
         f"layers.{at // 20}.part.{at % 20}": sharded((1024 * mesh.size(),), mesh, 0, filled)
         for at in range(count)

@@ -1,4 +1,4 @@
-"""TensorStore: a zarr3 array a tensor, a chunk a rank's part, written from the tensors' own memory."""
+"""TensorStore: a zarr3 array per tensor and a chunk per rank, written from the memory of the tensors."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ class TensorStore(Way):
     name = "TensorStore, zarr3"
     package = "tensorstore"
     flushes = "fsync of each file (file_io_sync, its default)"
-    driven = (
-        "rank 0 makes the arrays, all meet, each rank writes its chunk of each; replicated tensors by rank 0"
-    )
+    driven = "rank 0 makes the arrays; then each rank writes its chunks, and rank 0 the replicated tensors"
 
     def prepare(self, subject: Subject) -> None:
         self.tensors = subject.flat

@@ -39,13 +39,12 @@ class TorchDcpThread(TorchDcp):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        # A stage in the background is torn by the
-        # next step unless the loop waits for it, so it is a way of its own.
+        # The next step tears a stage in the background unless the loop waits for it, so that is another way.
         self.stager = self.new_stager()
         self.group = dist.new_group(backend="gloo")
 
     def new_stager(self) -> DefaultStager:
-        pinned = torch.accelerator.is_available()  # so are non-blocking copies
+        pinned = torch.accelerator.is_available()  # also the value for non-blocking copies
         return DefaultStager(StagingOptions(pinned, self.shared, self.in_background(), pinned))
 
     def in_background(self) -> bool:

@@ -1,9 +1,9 @@
 """A training loop whose whole state is the subject: GPT blocks under tensor parallelism, with AdamW.
 
 The weights are DTensors sharded by rows, so a rank computes its share of the features of each linear layer.
-The exchange of these shares is left out (a rank repeats its own in place of the others'), so that a step is
-computing and memory traffic alone, and what slows it is the save. A step's length is set by the tokens; its
-least is the optimizer's pass over parameters, gradients and moments.
+The exchange of these shares is left out: a rank repeats its own in place of the others'. So a step is only
+computing and memory traffic, and only the save slows it. The number of tokens sets the length of a step. Its
+minimum is the optimizer's pass over parameters, gradients and moments.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class Trainer:
             (hidden.square().mean() / self.batches).backward()
 
     def step(self, before_change: object = None) -> float:
-        """One step of all ranks; the seconds it took.
+        """Runs one step on all ranks. Returns its seconds.
 
         Args:
-            before_change: called with nothing before the optimizer changes a tensor; None: nothing is.
+            before_change: called without arguments before the optimizer changes a tensor; None for no call.
         """
         dist.barrier()
         begun = time.perf_counter()

@@ -1,4 +1,4 @@
-"""One way of saving and loading: what every adapter offers."""
+"""The interface of an adapter: one way of saving and loading."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from peers.subject import Subject
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """A save that was begun."""
+    """A save that has begun."""
 
     wait: Callable[[], object]
-    """Blocks until it is done, by the peer's own word. Called by all ranks together."""
+    """Blocks until the peer reports that the save is done. All ranks call it together."""
     done: Callable[[], bool]
-    """Whether it is done on this rank. Called by all ranks together, for one peer meets in it."""
+    """True if it is done on this rank. All ranks call it together, because one peer communicates in it."""
 
 
 FINISHED = Save(lambda: None, lambda: True)
-"""What a save that returns when it is done returns."""
+"""The result of a way whose `begin` returns when the save is done."""
 
 
 class Way:
@@ -37,14 +37,14 @@ class Way:
     package = ""
     """Distribution whose version is reported."""
     flushes = ""
-    """What it does to bring its bytes to stable storage before it calls a save done."""
+    """How it brings its bytes to stable storage before it reports a save as done."""
     driven = ""
-    """How it is driven here, where that differs from its documentation; empty: as documented."""
+    """How its use here differs from its documentation; empty if it does not differ."""
     asynchronous = False
     needs_optimizer = False
     """Whether it saves a module and its optimizer, not bare tensors."""
     in_place = True
-    """Whether a load fills the tensors that are there; otherwise it makes new ones."""
+    """Whether a load fills the existing tensors; otherwise it makes new ones."""
     holds_copy = False
     """Whether `prepare` copies the whole state, because the peer cannot hold torch's tensors."""
 
@@ -71,7 +71,7 @@ class Way:
         raise NotImplementedError
 
     def may_change(self) -> None:
-        """Blocks until tensors may be changed, for ways that let training go on before that."""
+        """Blocks until tensors may be changed, for ways whose `begin` returns before that."""
 
     def load(self, number: int) -> None:
         """Loads into the prepared subject."""

@@ -86,7 +86,7 @@ def test_every_format_is_whole_or_invisible(
     there = f"{url}/run/there"
     with monkeypatch.context() as patch:
         puts = PutHook(patch, die)
-        for interrupted in range(len(expected) + 1):  # before the object beside, and before each file
+        for interrupted in range(len(expected) + 1):  # before the marker object, and before each file
             puts.left = min(interrupted, 1)
             with pytest.raises((Killed, sp.ShardproofError), match="killed here"):
                 sp.convert(source, there, **how)

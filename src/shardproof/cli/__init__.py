@@ -14,10 +14,10 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Runs a command and leaves the process with its exit code.
+    """Runs a command and exits the process with its exit code.
 
     Args:
-        arguments: of the command line, without the program's name; None for the process's own.
+        arguments: the arguments without the program's name; None for those of this process.
     """
     # Imported here so that `shardproof.cli` itself costs nothing.
     from shardproof.cli.group import run

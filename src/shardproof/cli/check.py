@@ -34,7 +34,7 @@ FAULTS_SHOWN = 20
 def verify_command(ckpt: str, format: str | None, as_json: bool) -> int:  # noqa: A002 the name of the option
     """Compare every byte of CKPT with what was saved; prove that the chunks tile every tensor.
 
-    Of a checkpoint of another format, it checks what the format can prove, and says what it cannot.
+    For another format, the command checks what the format can prove, and reports what it cannot.
 
     Exit code 0: whole. 1: damaged or not committed; the output names each fault. 3: the checkpoint could not
     be read and may be whole.
@@ -61,7 +61,7 @@ def verify_command(ckpt: str, format: str | None, as_json: bool) -> int:  # noqa
 
 
 def _of_nodes(storage: Storage) -> str | None:
-    """Says that files of a checkpoint may be on other nodes; None if its run is not on several nodes."""
+    """A note that files of a checkpoint may be on other nodes; None if its run is not on several nodes."""
     from shardproof._utils.humanize import printable
     from shardproof.checkpointer import read_node_mark
     from shardproof.errors import StorageError
@@ -123,7 +123,7 @@ def _show_report(report: dict[str, Any]) -> None:
         click.echo(f"  and {len(faults) - FAULTS_SHOWN:,} more (--json lists all)")
     if title != "BAD":
         click.echo(
-            "The checkpoint could not be read and may be whole. Mend what the faults name, then verify again."
+            "The checkpoint could not be read and may be whole. Fix what the faults name, then verify again."
         )
 
 
@@ -151,10 +151,10 @@ def diff_command(
 ) -> int:
     """Compare the states in A and B: keys, dtypes, shapes, plain values, and every tensor to the bit.
 
-    A and B may have different formats. --format names that of A, as --format of convert names that of its
-    source; --other-format names that of B. Digests decide where both checkpoints have the same chunks and
-    digests. Other tensors are read. Step, time, metadata and layout are not differences. Exit code 0: the
-    same state. 1: they differ.
+    A and B may have different formats. --format names the format of A, as it names the format of SRC for
+    convert. --other-format names the format of B. If both checkpoints have digests and cut a tensor into the
+    same chunks, digests are compared; otherwise the tensor is read. Step, time, metadata and layout are not
+    differences. Exit code 0: the same state. 1: they differ.
     """
     from shardproof.cli.terminal import bytes_progress
     from shardproof.interop import foreign_of

@@ -1,4 +1,4 @@
-"""``shardproof prune``: remove the leftovers of dead saves, and old steps."""
+"""``shardproof prune``: removes the files of dead saves, and old steps."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ __all__ = ["prune_command"]
 _REMOVE = "; remove the folder, or all such steps with --damaged"
 
 
-@click.command("prune", short_help="Remove what dead saves left, and old steps.")
+@click.command("prune", short_help="Remove the files of dead saves, and old steps.")
 @folder_argument("run")
 @click.option(
     "--keep",
     type=click.IntRange(min=1),
-    help="Also remove committed steps but the newest so many and pinned ones, and older suspects that are "
-    "settled.",
+    help="Also remove committed steps, except this many of the newest and pinned ones, and older settled "
+    "suspects.",
 )
-@older_than_option("Leave what was written to since: it may belong to a save in progress.")
+@older_than_option("Leave files that changed within this time: they may belong to a save in progress.")
 @click.option(
-    "--damaged", is_flag=True, help="Also remove committed steps that lost shard files, past any repair."
+    "--damaged", is_flag=True, help="Also remove committed steps whose shard files are lost beyond repair."
 )
 @click.option("--dry-run", is_flag=True, help="Show what would be removed, and remove nothing.")
-@click.option("--yes", is_flag=True, help="Do not ask. Needed with --keep or --damaged off a terminal.")
+@click.option("--yes", is_flag=True, help="Do not ask. Without a terminal, --keep and --damaged require it.")
 @json_option
 def prune_command(
     run: str, keep: int | None, older_than: float, damaged: bool, dry_run: bool, yes: bool, as_json: bool
 ) -> int:
-    """Remove from RUN what dead saves left: files in step folders that no manifest names.
+    """Remove the files of dead saves from RUN: files in step folders that no manifest names.
 
-    In S3, also the parts of uploads that did not complete. Only files that shardproof wrote are ever removed,
-    and none that a step which stays refers to. A suspect (a step whose validation failed) stays until it is
-    settled. Asks first on a terminal.
+    In S3, also remove the parts of incomplete uploads. Only files that shardproof wrote are removed, and no
+    file that a remaining step refers to. A suspect (a step whose validation failed) stays until it is
+    settled. On a terminal, the command asks first.
     """
     from shardproof.checkpointer import plan_prune, prune
     from shardproof.storage import LocalStorage, storage_at
@@ -51,7 +51,7 @@ def prune_command(
     if (keep is not None or damaged) and not (yes or dry_run or sys.stdin.isatty()):
         option = "--keep" if keep is not None else "--damaged"
         raise click.UsageError(
-            f"{option} removes committed steps, and standard input is no terminal to confirm on: add --yes "
+            f"{option} removes committed steps, and standard input is not a terminal: add --yes "
             "to remove them, or --dry-run to list them"
         )
     storage = storage_at(run)
@@ -76,7 +76,7 @@ def prune_command(
     elif not plan.empty:
         click.echo("removed" if carried_out else "nothing was removed")
         for folder in committed_meanwhile:
-            click.echo(f"left alone, for it has been committed meanwhile: {folder}")
+            click.echo(f"not removed, because it was committed in the meantime: {folder}")
     return YES
 
 
@@ -171,9 +171,7 @@ def _show_plan(plan: PrunePlan, now: float, older_than: float, damaged: bool) ->
         out.print(printable(f"kept: {name}: validation failed there and is not settled"))
     for name in plan.damaged:
         out.print(
-            printable(
-                f"kept: {name}: damaged (see `shardproof repair`; where that refuses, remove the folder)"
-            )
+            printable(f"kept: {name}: damaged (run `shardproof repair`; if that fails, remove the folder)")
         )
     for name in plan.beyond_repair:
         why = f", but written to in the last {age(older_than)} (--older-than)" if damaged else _REMOVE

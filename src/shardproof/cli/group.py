@@ -42,7 +42,7 @@ COMMANDS = {
     "trace": "extras",
     "demo": "extras",
 }
-"""Each command, and the module of this package that has it as ``<name>_command``."""
+"""Each command, and the module of this package that defines it as ``<name>_command``."""
 
 
 class Commands(click.Group):
@@ -86,7 +86,7 @@ def commands() -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Runs a command line and gives its exit code. Errors are printed, never raised.
+    """Runs a command line and returns its exit code. Errors are printed, never raised.
 
     Args:
         arguments: without the program's name.

@@ -1,4 +1,4 @@
-"""``shardproof doctor``: what is wrong with a run, and what to do."""
+"""``shardproof doctor``: finds what is wrong with a run, and the command that fixes it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["doctor_command"]
 
 
-@click.command("doctor", short_help="Say what is wrong with a run, and what to do.")
+@click.command("doctor", short_help="Find what is wrong with a run, and how to fix it.")
 @folder_argument("run")
 @click.option("--then", metavar="URL", help="The second tier of the run: find steps that it lacks.")
 @click.option(
@@ -28,14 +28,14 @@ __all__ = ["doctor_command"]
     multiple=True,
     help="RUN on another node, for a run with node_local=True: count the copies of each file. Repeatable.",
 )
-@older_than_option("Files without a manifest that were written to since may belong to a save in progress.")
+@older_than_option("Files without a manifest that changed within this time may belong to a save in progress.")
 @click.option(
     "--probe",
     is_flag=True,
     help="Write, publish, replace, read and remove a small file in RUN, as a save does.",
 )
 @click.option("--scrub", is_flag=True, help="Read every byte of every step, and compare digests.")
-@click.option("--bandwidth", callback=size, metavar="SIZE", help="With --scrub: bytes to read a second.")
+@click.option("--bandwidth", callback=size, metavar="SIZE", help="With --scrub: bytes to read per second.")
 @json_option
 def doctor_command(
     run: str,
@@ -47,11 +47,11 @@ def doctor_command(
     bandwidth: int | None,
     as_json: bool,
 ) -> int:
-    """Say what is wrong with RUN, the worst first, and the command that mends it.
+    """List what is wrong with RUN, the worst first, each with the command that fixes it.
 
     Looks for dead saves, damaged and lost steps, unsettled suspects, files without a copy on a second node,
-    too little space for the next save, clocks that differ, and missing rights. Changes nothing; --probe alone
-    writes a file, and removes it.
+    too little space for the next save, clocks that differ, and missing permissions. Changes nothing, except
+    that --probe writes a file and removes it.
 
     Exit code 0: healthy. 1: something needs attention. 3: the run could not be read.
     """

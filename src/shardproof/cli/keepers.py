@@ -14,7 +14,7 @@ __all__ = ["memory_command"]
 @click.option("--drop", metavar="RUN", help="End the keeper of memory://RUN, and free all that it holds.")
 @json_option
 def memory_command(drop: str | None, as_json: bool) -> int:
-    """List the runs of this user in the memory of this node: `memory://RUN` of a Checkpointer.
+    """List the runs that this user has in the memory of this node (`memory://RUN` of a Checkpointer).
 
     Exit code 1: there is no such run to drop.
     """
@@ -32,10 +32,10 @@ def memory_command(drop: str | None, as_json: bool) -> int:
             click.echo(f"memory://{drop} {'was dropped' if dropped else 'has no keeper on this node'}")
         return YES if dropped else BAD
     found = {name: MemoryStorage(f"memory://{name}").usage() for name in keepers_here()}
-    held = {name: usage for name, usage in found.items() if usage is not None}
+    usages = {name: usage for name, usage in found.items() if usage is not None}
     if as_json:
-        print_json([{"run": name, **asdict(usage)} for name, usage in held.items()])
-    elif not held:
+        print_json([{"run": name, **asdict(usage)} for name, usage in usages.items()])
+    elif not usages:
         click.echo("no run is in the memory of this node")
     else:
         titles = ("run", "used", "budget", "files", "processes", "keeper")
@@ -46,7 +46,7 @@ def memory_command(drop: str | None, as_json: bool) -> int:
                 gigabytes(usage.budget),
                 *map(str, (usage.files, usage.processes, usage.keeper)),
             )
-            for name, usage in held.items()
+            for name, usage in usages.items()
         ]
         console().print(table(titles, rows, right=titles[1:]))
     return YES

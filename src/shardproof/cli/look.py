@@ -32,7 +32,7 @@ __all__ = ["inspect_command", "ls_command"]
     "--mtbf",
     callback=span,
     metavar="SPAN",
-    help="Suggest a time between saves, for one failure of the job in this time on average, such as 12h.",
+    help="Suggest a time between saves, for a job that fails once in this time on average, such as 12h.",
 )
 @json_option
 def ls_command(run: str, mtbf: float | None, as_json: bool) -> int:
@@ -112,7 +112,7 @@ OBJECTS_SHOWN = 20
 FOLDERS_SHOWN = 4
 
 
-@click.command("inspect", short_help="Show what a checkpoint holds, and who wrote what.")
+@click.command("inspect", short_help="Show what a checkpoint contains, and which rank wrote it.")
 @path_argument("ckpt")
 @click.argument("key", required=False)
 @click.option(
@@ -135,10 +135,10 @@ def inspect_command(
     register: Sequence[str],
     as_json: bool,
 ) -> int:
-    """Show what CKPT holds, of any known format: tensors with repeated layers folded, bytes by part and file.
+    """Show what CKPT contains, of any known format: tensors with layers folded, bytes by part and by file.
 
-    With KEY: of a tensor its shape, dtype and where each chunk lies; of a plain value the value; of a part
-    of the tree the same summary for that part.
+    With KEY, show a tensor with its shape, its dtype and the place of each chunk; or a plain value; or the
+    summary of a part of the tree.
     """
     from shardproof.interop import foreign_of
     from shardproof.report import describe, detail, summarise
@@ -175,7 +175,7 @@ def _near(key: str, manifest: Manifest) -> str:
     from shardproof._utils.humanize import nearest
 
     near = nearest(key, [*(record.key for record in manifest.tensors), *manifest.aliases, *manifest.objects])
-    return f"; near it: {', '.join(near)}" if near else "; without KEY, inspect shows what there is"
+    return f"; near it: {', '.join(near)}" if near else "; run inspect without KEY to see the keys"
 
 
 def _show_summary(summary: Summary) -> None:

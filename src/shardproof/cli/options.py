@@ -77,7 +77,7 @@ def _scaled(text: str, units: Mapping[str, int], expected: str) -> float:
 def _quantity(
     parse: Callable[[str], Quantity],
 ) -> Callable[[click.Context, click.Parameter, str | None], Quantity | None]:
-    """The callback of an option whose text `parse` reads; a usage error for another form."""
+    """The callback of an option that `parse` reads. Text of another form is a usage error."""
 
     def callback(_context: click.Context, _parameter: click.Parameter, value: str | None) -> Quantity | None:
         try:
@@ -123,7 +123,7 @@ def _folder(_context: click.Context, parameter: click.Parameter, path: str) -> s
     except OSError:  # the storage reports it with its cause
         return path
     if not stat.S_ISDIR(mode):
-        raise BadPath(f"{parameter.human_readable_name}: {_shown(path)} is a file, and a folder is needed")
+        raise BadPath(f"{parameter.human_readable_name}: {_shown(path)} is a file, expected a folder")
     return path
 
 
@@ -166,18 +166,18 @@ format_option = click.option(
     "--format",
     metavar="FORMAT",
     callback=_known_format,
-    help="Format of a checkpoint, if it is not found; of the first, if there are two.",
+    help="Format of the checkpoint, or of the first of two. Default: detected.",
 )
 other_format_option = click.option(
     "--other-format",
     metavar="FORMAT",
     callback=_known_format,
-    help="Format of the second checkpoint, if it is not found.",
+    help="Format of the second checkpoint. Default: detected.",
 )
 trust_pickle_option = click.option(
     "--trust-pickle",
     is_flag=True,
-    help="Unpickle values of other formats that are no plain data. This may run code of the checkpoint.",
+    help="Unpickle values of other formats that are not plain data. This may run code in the checkpoint.",
 )
 
 
@@ -197,13 +197,13 @@ register_option = click.option(
     multiple=True,
     metavar="NAME",
     callback=_registered,
-    help="Import a module that registers classes, or register one enum or dataclass, for values of them.",
+    help="A module to import, which registers classes; or the name of one enum or dataclass to register.",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 
 
 def older_than_option(text: str) -> Callable[[Function], Function]:
-    """The option --older-than, which tells files of dead saves from those of saves under way."""
+    """The option --older-than, which separates files of dead saves from those of saves in progress."""
     return click.option(
         "--older-than", callback=span, metavar="SPAN", default="1h", show_default=True, help=text
     )

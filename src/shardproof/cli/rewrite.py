@@ -1,4 +1,4 @@
-"""``shardproof convert`` and ``shardproof repair``: write a checkpoint anew, rebuild a manifest."""
+"""``shardproof convert`` and ``shardproof repair``: rewrite a checkpoint, rebuild a manifest."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ FORMATS = ("shardproof", "dcp", "torch_dist", "fsdp_dtensor", "zarr", "safetenso
 KEYS_SHOWN = 20
 
 
-@click.command("convert", short_help="Write a checkpoint in another format, or a step that needs no other.")
+@click.command(
+    "convert", short_help="Write a checkpoint in another format, or copy a step without references."
+)
 @path_argument("src")
 @click.argument("dst", type=click.Path())
 @click.option("--to", type=click.Choice(FORMATS), help="Format to write.")
@@ -70,7 +72,7 @@ def convert_command(
     """Write the checkpoint SRC, of any known format, as the new checkpoint DST.
 
     The conversion reads and writes within --memory, verifies what it wrote, and moves it to DST last. After
-    an interruption, the same command goes on where it was. Under torchrun, the ranks share the work.
+    an interruption, the same command continues where it stopped. Under torchrun, the ranks share the work.
 
     With --standalone, the copy of an incremental step has all its bytes and can be moved anywhere. It loads
     as SRC does: the same tensors, plain values, step, time, metadata and world size.
@@ -82,7 +84,7 @@ def convert_command(
         if to is not None:
             raise click.UsageError("give --to or --standalone, not both")
         if os.path.isfile(src):
-            raise BadPath(f"SRC: {src!r} is a file, and the folder of a step is needed")
+            raise BadPath(f"SRC: {src!r} is a file, expected the folder of a step")
         return _make_standalone(src, dst, as_json)
     if to is None:
         raise click.UsageError(
@@ -137,7 +139,7 @@ def _renames(path: str) -> dict[str, str]:
     wrong = [key for key, value in table.items() if not isinstance(value, str)]
     if wrong:
         raise click.UsageError(
-            f"--rename: {path}: the value of {wrong[0]!r} is no string. Write keys with dots in quotes: "
+            f"--rename: {path}: the value of {wrong[0]!r} is not a string. Write keys with dots in quotes: "
             '"model.module" = "model"'
         )
     return table
@@ -146,24 +148,24 @@ def _renames(path: str) -> dict[str, str]:
 def _show_conversion(report: ConversionReport) -> None:
     from shardproof._utils.humanize import counted, gigabytes, gigabytes_per_second, printable
 
-    held = f"{counted(report.tensors, 'tensor')}, {counted(report.objects, 'plain value')}"
+    contents = f"{counted(report.tensors, 'tensor')}, {counted(report.objects, 'plain value')}"
     if report.dry_run:
         click.echo(
             printable(
-                f"would write {report.location} as {report.format}: {held}, {gigabytes(report.bytes)} in "
+                f"would write {report.location} as {report.format}: {contents}, {gigabytes(report.bytes)} in "
                 f"{counted(report.units, 'unit')}"
             )
         )
     else:
         click.echo(
             printable(
-                f"converted to {report.location} ({report.format}): {held}, {gigabytes(report.bytes)}, "
+                f"converted to {report.location} ({report.format}): {contents}, {gigabytes(report.bytes)}, "
                 f"{gigabytes(report.verified)} verified, in {report.seconds:.1f} s at "
                 f"{gigabytes_per_second(report.bytes, report.seconds)}"
             )
         )
         if report.resumed:
-            click.echo(f"{report.resumed} of {counted(report.units, 'unit')} were written before")
+            click.echo(f"{report.resumed} of {counted(report.units, 'unit')} were written by an earlier run")
     if report.left_out:
         shown = ", ".join(report.left_out[:KEYS_SHOWN])
         more = ", ..." if len(report.left_out) > KEYS_SHOWN else ""
@@ -216,7 +218,7 @@ def repair_command(ckpt: str, as_json: bool) -> int:
     """Rebuild the manifest and index of CKPT from its shard files, and commit it.
 
     Every chunk is checked against the digest in its file. If manifest and index are readable, there is
-    nothing to repair: use verify. Exit code 1: CKPT cannot be repaired, with the reason.
+    nothing to repair: use verify. Exit code 1: CKPT cannot be repaired; the error names the reason.
     """
     from shardproof._utils.humanize import counted, gigabytes
     from shardproof.errors import AlreadyCommittedError

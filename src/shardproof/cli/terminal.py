@@ -20,7 +20,7 @@ WIDTH_OFF_TERMINAL = 200
 
 
 def console(stream: TextIO | None = None) -> Console:
-    """A console without markup; wide where the output is no terminal."""
+    """A console without markup. Its lines are wide if the output is not a terminal."""
     stream = stream or sys.stdout
     width = None if stream.isatty() else WIDTH_OFF_TERMINAL
     return Console(file=stream, width=width, markup=False, highlight=False, emoji=False, soft_wrap=True)
@@ -38,7 +38,7 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequ
 
 @contextmanager
 def bytes_progress(title: str, *, shown: bool) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar with GB and GB/s on standard error, if `shown` and that is a terminal.
+    """A progress bar with GB and GB/s on standard error, if `shown` is true and that is a terminal.
 
     Yields:
         A function to call with the bytes done and the total, from any thread.

@@ -26,13 +26,13 @@ __all__ = ["watch_command"]
 @click.command("watch", short_help="Show the saves of a run while they happen.")
 @folder_argument("run")
 @click.option(
-    "--every", callback=span, metavar="SPAN", default="2s", show_default=True, help="Between two looks."
+    "--every", callback=span, metavar="SPAN", default="2s", show_default=True, help="Time between two looks."
 )
 @click.option("--once", is_flag=True, help="Look once, and print one table.")
-@older_than_option("Files without a manifest that were not written to since are of a dead save.")
+@older_than_option("Files without a manifest that did not change within this time belong to a dead save.")
 @json_option
 def watch_command(run: str, every: float, once: bool, older_than: float, as_json: bool) -> int:
-    """Show the steps of RUN, and the saves under way, until Ctrl-C.
+    """Show the steps of RUN, and the saves in progress, until Ctrl-C.
 
     On a terminal, a table is drawn again after each look. Otherwise, or with --json, each change of a state
     is one line.
@@ -74,7 +74,7 @@ def _show_live(watch: RunWatch, location: str, every: float) -> None:
     from shardproof.cli.terminal import console
 
     out, now = console(), time.time()
-    saves = watch.look(now)  # an error of the first look is that of the command
+    saves = watch.look(now)  # an error in the first look ends the command
     with Live(_last_rows(saves, location, now, out.height), console=out, auto_refresh=False) as live:
         while True:
             time.sleep(every)
@@ -82,7 +82,7 @@ def _show_live(watch: RunWatch, location: str, every: float) -> None:
 
 
 def _look_again(watch: RunWatch, location: str, height: int) -> RenderableType:
-    """The table of another look, or the error of the storage, which may be over at the next look."""
+    """The table of another look, or the error of the storage, which the next look may not meet."""
     from shardproof._utils.humanize import printable
     from shardproof.errors import StorageError
 

@@ -51,8 +51,8 @@ def convert(
 
     The new checkpoint is written to a folder beside the destination, verified, and moved to the destination
     last. For an object store, this work folder is in the folder of temporary files (``TMPDIR``), and the
-    files are uploaded and read again. After an interruption, the same call goes on where it was. Processes
-    and ranks share the work by units, most often files.
+    files are uploaded and read again. After an interruption, the same call continues where it stopped.
+    Processes and ranks share the work by units, most often files.
 
     Args:
         source: a checkpoint of any known format: its folder or file.
@@ -64,25 +64,25 @@ def convert(
         include: patterns (`fnmatch`, over the whole key or the keys above it) of the keys to convert; None
             for all.
         exclude: patterns of the keys to leave out.
-        rename: stored key to written key, for a key and all below it. The longest stored key decides. An
-            empty written key removes the prefix. `shardproof.load` maps the other way.
-        key_map: map between the keys of two projects: a name such as "megatron-to-hf:llama", the path of a
-            TOML file, or a function from the dtype and shape of each tensor, by key, and the plain values, to
-            a `MappedTensor` for each key to write. Plain values are not written then. With workers, the
-            function has to be one that pickle can send to a process.
-        max_file_bytes: bytes of tensors in one file, at most; None for the habit of the format.
+        rename: stored key to written key, for a key and all below it. The longest stored key that
+            matches is used. An empty written key removes the prefix. `shardproof.load` maps the other way.
+        key_map: a map between the keys of two projects: a name such as "megatron-to-hf:llama", the path of a
+            TOML file, or a function. The function gets the dtype and shape of each stored tensor by key, and
+            the plain values. It returns a `MappedTensor` for each key to write. With a key map, plain values
+            are not written. With several worker processes, pickle must be able to send the function to them.
+        max_file_bytes: bytes of tensors in one file, at most; None for the format's default.
         memory_bytes: memory of all processes together, above that of their libraries.
         workers: processes that write units, on each machine.
         on: "processes" for processes of this machine, "ray" for a Ray cluster.
-        trust_pickle: True to unpickle values that are no plain data. That may run code of the checkpoint.
+        trust_pickle: True to unpickle values that are not plain data. This may run code in the checkpoint.
         register: modules to import, and full names of enums and dataclasses to register, in every worker.
             Workers do not know the classes that this process registered.
         dry_run: True to plan and to write nothing.
-        on_progress: called with bytes done and in all; each byte is written once and verified once; for an
-            object store it is also sent once and compared once.
+        on_progress: called with the bytes done and the total. Each byte counts when it is written and when it
+            is verified. For an object store, it also counts when it is sent and when it is compared.
         rendezvous: where the ranks meet; found by itself when None.
-        deadline: seconds that a rank may be silent, see `shardproof.load`, and that the workers may make no
-            progress.
+        deadline: seconds that a rank may be silent (see `shardproof.load`), and that the workers may go
+            without progress.
 
     Returns:
         What was converted.

@@ -83,7 +83,7 @@ def carry_out(
         request: what to convert, and how.
         on: "processes" for processes of this machine, "ray" for a Ray cluster.
         dry_run: True to plan and to write nothing.
-        on_progress: called with bytes done and in all; see `shardproof.convert`.
+        on_progress: called with the bytes done and the total; see `shardproof.convert`.
         rendezvous: where the ranks meet; found by itself when None.
         deadline: seconds that a rank may be silent; see `shardproof.load`.
     """
@@ -127,7 +127,7 @@ class _Conversion:
         self._verified = 0
 
     def close(self) -> None:
-        """Ends the workers and gives the work folder free."""
+        """Ends the workers and releases the work folder."""
         if self._executor is not None:
             self._executor.close()
         self._work.folder.close()
@@ -138,15 +138,15 @@ class _Conversion:
         return self._work.plan.digest.encode()
 
     def begin(self, posts: Sequence[bytes]) -> bytes:
-        """Coordinator: takes the work folder, and answers which units are to be written.
+        """Coordinator: locks the work folder, and answers which units the ranks have to write.
 
         Raises:
-            StructureError: the ranks plan differently.
+            StructureError: the plans of the ranks differ.
         """
         for rank, post in enumerate(posts):
             if post != posts[0]:
                 raise StructureError(
-                    f"{self._operation}: rank {rank} plans another conversion than rank 0. Do all ranks see "
+                    f"{self._operation}: rank {rank} has another plan than rank 0. Do all ranks see "
                     "the same checkpoint, and have the same options?",
                     ranks=[0, rank],
                 )
@@ -157,7 +157,7 @@ class _Conversion:
         return msgspec.msgpack.encode(todo)
 
     def write(self, todo: bytes) -> bytes:
-        """Writes this rank's share of the units that are left."""
+        """Writes this rank's share of the units that are not written yet."""
         units: list[int] = msgspec.msgpack.decode(todo, type=list[int])
         self._resumed = len(self._work.plan.writer.units) - len(units)
         largest_first = sorted(units, key=lambda at: -self._work.plan.writer.units[at].nbytes)
@@ -181,7 +181,7 @@ class _Conversion:
             )
         written: Mapping[str, dict[str, object]] = {name: record.written for name, record in records.items()}
         self._work.plan.writer.commit(written, self._work.folder.files)
-        self._work.folder.names()  # raises if the destination is a file, and they are several
+        self._work.folder.names()  # raises if the destination is a file and there are several
         return b""
 
     def verify(self) -> bytes:
@@ -197,7 +197,7 @@ class _Conversion:
         return msgspec.msgpack.encode(verified)
 
     def verified(self, posts: Sequence[bytes]) -> bytes:
-        """Coordinator: answers which files are to be uploaded. None, if the destination is a folder."""
+        """Coordinator: answers which files the ranks have to upload. For a folder, there are none."""
         self._verified = sum(msgspec.msgpack.decode(post, type=int) for post in posts)
         return msgspec.msgpack.encode(self._work.folder.uploads(self._work.plan.writer.last_file))
 
@@ -236,7 +236,7 @@ class _Conversion:
         )
 
     def _workers(self, tasks: int) -> Executor:
-        """The executor, with as many workers as are of use for some tasks."""
+        """The executor, with at most one worker for each of some tasks."""
         if self._executor is None:
             workers = max(1, min(self._request.workers, tasks))
             if self._on == "ray":

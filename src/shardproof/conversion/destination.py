@@ -1,14 +1,14 @@
 """Where a conversion puts the new checkpoint when it is complete: a path, or a prefix of an object store.
 
-Note "The object beside": an object store has neither locks nor a rename of folders. So `begin` creates the
+Note "The marker object": an object store has neither locks nor a rename of folders. So `begin` creates the
 object ``DST.converting`` with the digest of the plan, before anything is written. It shows that this process
-may write there, and that the objects at the destination are those of this plan. A conversion that was
-interrupted goes on with them, even without its work folder: equal plans write equal files.
+may write there, and that the objects at the destination belong to this plan. An interrupted conversion
+continues with these objects, even without its work folder, because equal plans write equal files.
 
-Note "Nothing is replaced": an object that is there already is compared with the file, and stays. The file
-that makes the checkpoint visible is the last one, and its PUT fails if there is an object of its name. A
-multipart upload cannot have this condition. So another program that writes such an object at the same time
-is found by the comparison only.
+Note "Nothing is replaced": an object that exists already is compared with the file, and never replaced. The
+file that makes the checkpoint visible is written last, and its PUT fails if an object of that name exists. A
+multipart upload cannot have this condition. So if another program writes such an object at the same time,
+only the comparison finds it.
 
 Note "Dead uploads": a process that dies in a multipart upload leaves parts that no list of objects shows. A
 conversion that resumes after an interruption waits until all its objects are complete. No process of this
@@ -94,7 +94,7 @@ class Destination(ABC):
 
     @abstractmethod
     def end(self) -> None:
-        """Removes what `begin` left beside the checkpoint, after the work folder."""
+        """Removes what `begin` left beside the checkpoint. Called after the removal of the work folder."""
 
 
 class FolderDestination(Destination):
@@ -124,7 +124,7 @@ class FolderDestination(Destination):
         publish_path(source / names[0] if self.is_file else source, self._path)
 
     def end(self) -> None:
-        """Does nothing: the work folder was all."""
+        """Does nothing: `begin` left nothing."""
 
 
 class BucketDestination(Destination):
@@ -151,16 +151,16 @@ class BucketDestination(Destination):
             )
         self._above = ObjectStorage(self.location.rpartition("/")[0])
         self._mark = f"{self._name}.converting"
-        """Name of the object beside."""
+        """Name of the marker object."""
         self._was_interrupted = False
-        """True if an earlier process created the object beside. Its uploads may be dead."""
+        """True if an earlier process created the marker object. Its uploads may be dead."""
         self.is_file = _is_file_name(self._name)
         name = hashlib.sha256(self.location.encode()).hexdigest()[:32]
         self.work_path = Path(temporary) / f"shardproof-{name}.converting"
         self.space_advice = "set TMPDIR to a folder of another file system"
 
     def begin(self, digest: str) -> None:
-        """Creates the object beside and the work folder; see note "The object beside"."""
+        """Creates the marker object and the work folder; see note "The marker object"."""
         mark = f"{self._above.location}/{self._mark}"
         self._was_interrupted = self._above.size(self._mark) is not None
         if not self._was_interrupted:
@@ -176,7 +176,7 @@ class BucketDestination(Destination):
         _make_private(self.work_path)
 
     def upload(self, files: LocalStorage, names: Sequence[str], on_bytes: Callable[[int], None]) -> None:
-        """Uploads a large file, or some small ones, but for objects that are there. Compares all objects.
+        """Uploads a large file, or some small ones, except those whose objects exist. Compares all objects.
 
         Args:
             files: where the files are.
@@ -203,7 +203,7 @@ class BucketDestination(Destination):
                 on_bytes(count)
 
     def _send(self, files: LocalStorage, name: str, on_bytes: Callable[[int], None]) -> int:
-        """Uploads a file unless its object is there. Returns the bytes of both."""
+        """Uploads a file unless its object exists. Returns the size of both."""
         target, there = self._object(name)
         size = files.size(name)
         assert size is not None
@@ -217,11 +217,11 @@ class BucketDestination(Destination):
                     on_bytes(len(piece))
                 file.finish()
         if (found := target.size(there)) != size:
-            raise self._differs(name, f"{found} bytes, and {size} were written")
+            raise self._differs(name, f"{found} bytes, expected {size}")
         return size
 
     def _compare(self, files: LocalStorage, name: str, start: int, stop: int) -> int:
-        """Compares a range of an object with its file. Returns the bytes of it."""
+        """Compares a range of an object with its file. Returns the size of the range."""
         target, there = self._object(name)
         if target.read(there, start, stop) != files.read(name, start, stop):
             raise self._differs(name, f"other bytes between {start} and {stop}")
@@ -232,7 +232,7 @@ class BucketDestination(Destination):
         return (self._above, self._name) if self.is_file else (self._folder, name)
 
     def publish(self, files: LocalStorage, names: Sequence[str], last: str) -> None:
-        """Uploads the last file. A checkpoint of one file is visible since its upload."""
+        """Uploads the last file. A checkpoint of one file is already visible."""
         if len(names) > 1:
             self._publish_last(files, names, last)
         if self._was_interrupted:
@@ -243,7 +243,7 @@ class BucketDestination(Destination):
             raise AlreadyCommittedError(
                 f"{self.location}: another program wrote or removed objects during the conversion: "
                 f"{listed(other)}. Nothing was published: choose another destination, or remove "
-                "what is not of this conversion and repeat it",
+                "the objects that another program wrote, and repeat the conversion",
                 path=self.location,
             )
         data = files.read(last)
@@ -268,17 +268,17 @@ class BucketDestination(Destination):
             )
 
     def end(self) -> None:
-        """Removes the object beside; see `Destination.end`."""
+        """Removes the marker object; see `Destination.end`."""
         try:
             self._above.delete(self._mark)
         except StorageError as error:
-            _log.warning("%s is complete, and an object of the conversion stays: %s", self.location, error)
+            _log.warning("%s is complete, but its marker object was not removed: %s", self.location, error)
 
     def _differs(self, name: str, how: str) -> StorageError:
         target, there = self._object(name)
         file = f"{target.location}/{there}"
         return StorageError(
-            f"{file} has {how}: another program wrote it, or it was damaged on the way. The new checkpoint "
+            f"{file} has {how}: another program wrote it, or it was damaged in transit. The new checkpoint "
             "is not complete: remove the object, and repeat the conversion",
             file=file,
         )
@@ -313,7 +313,7 @@ def _exists(location: str) -> AlreadyCommittedError:
 
 
 def _make_private(path: Path) -> None:
-    """Makes a folder that no other user can read, where others may make folders of the same name.
+    """Makes a folder that no other user can read. Another user may have made a folder of this name.
 
     Raises:
         StorageError: the folder cannot be made, or another user made it.
@@ -327,7 +327,9 @@ def _make_private(path: Path) -> None:
             file=str(path),
         ) from error
     if is_foreign:
-        raise StorageError(f"{path} is another user's: set TMPDIR to a folder of your own", file=str(path))
+        raise StorageError(
+            f"{path} belongs to another user: set TMPDIR to a folder of your own", file=str(path)
+        )
 
 
 def _is_file_name(name: str) -> bool:

@@ -1,7 +1,7 @@
 """Where the tasks of a conversion run: in this process, in processes of this machine, or on Ray.
 
 A task is a unit to write, boxes to verify or files to upload. A worker opens the source and plans by itself,
-from the request alone, so that nothing but requests, tasks and results goes between processes.
+from the request alone. So only requests, tasks and results go between processes.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class WriteTask:
     unit: int
 
     def run(self, work: Work) -> UnitRecord:
-        """Carries the task out."""
+        """Executes the task."""
         return work.write(self.unit)
 
 
@@ -60,7 +60,7 @@ class VerifyTask:
     boxes: Sequence[HashedBox]
 
     def run(self, work: Work) -> int:
-        """Carries the task out."""
+        """Executes the task."""
         return work.verify(self.boxes)
 
 
@@ -71,7 +71,7 @@ class UploadTask:
     names: Sequence[str]
 
     def run(self, work: Work) -> None:
-        """Carries the task out."""
+        """Executes the task."""
         work.upload(self.names)
 
 
@@ -82,7 +82,7 @@ class Executor(Protocol):
     """Runs tasks."""
 
     def run(self, tasks: Sequence[Task], on_bytes: Callable[[int], None]) -> Iterator[Any]:
-        """Runs tasks and gives their results as they come, in any order.
+        """Runs tasks and yields their results as they arrive, in any order.
 
         Args:
             tasks: to run.
@@ -153,7 +153,7 @@ class ProcessExecutor:
                     process.join(self._deadline)
                     raise ShardproofError(
                         f"a worker of the conversion ended with exit code {process.exitcode} and no result. "
-                        "Is memory short? Run the conversion again: it goes on where it was"
+                        "Is memory short? Run the conversion again: it continues where it stopped"
                     ) from error
                 if kind == "bytes":
                     on_bytes(value)
@@ -173,7 +173,7 @@ class ProcessExecutor:
             pipe.send(task)
 
     def close(self) -> None:
-        """Ends the workers; a task that is under way ends with its worker."""
+        """Ends the workers. A running task ends with its worker."""
         for process, pipe in self._workers:
             pipe.close()
             process.kill()  # a stopped process ignores a gentler signal
@@ -243,7 +243,7 @@ class RayExecutor:
         while running:
             remaining = latest + self._deadline - time.monotonic()
             if remaining <= 0:
-                raise _no_progress(self._deadline, " Ray shows with `ray status` if processors are missing.")
+                raise _no_progress(self._deadline, " Run `ray status` to see whether processors are missing.")
             done, _ = self._ray.wait([*running, *reports], num_returns=1, timeout=remaining)
             for call in done:
                 if call in reports:
@@ -277,7 +277,7 @@ class RayExecutor:
         except self._ray.exceptions.RayError as error:
             raise ShardproofError(
                 f"a worker of the conversion on Ray ended with no result: {error}\nIs memory short? Run the "
-                "conversion again: it goes on where it was"
+                "conversion again: it continues where it stopped"
             ) from error
 
     def close(self) -> None:
@@ -310,7 +310,7 @@ class _Actor:
             self._is_idle.set()
 
     def report(self, seconds: float) -> int:
-        """The bytes that were read since the last report. It waits for the end of the task, some seconds."""
+        """The bytes that were read since the last report. Waits at most `seconds` for the end of the task."""
         self._is_idle.wait(seconds)
         return self._take()
 
@@ -326,6 +326,6 @@ class _Actor:
 
 def _no_progress(deadline: float, advice: str = "") -> ShardproofError:
     return ShardproofError(
-        f"no worker of the conversion made progress for {deadline:g} s, the deadline. Look at the storage of "
-        f"source and destination, and run the conversion again: it goes on where it was.{advice}"
+        f"no worker of the conversion made progress for {deadline:g} s, the deadline. Check the storage of "
+        f"source and destination, and run the conversion again: it continues where it stopped.{advice}"
     )

@@ -20,7 +20,7 @@ Box = tuple[str, tuple[int, ...], tuple[int, ...]]
 """Key, offsets and sizes."""
 _Box = tuple[tuple[int, ...], tuple[int, ...]]
 _SMALL_BYTES = 1 << 20
-"""Larger boxes are not read ahead: planning is little of their time."""
+"""Larger boxes are not read ahead: planning takes a small part of their time."""
 _BATCH_BOXES = 1024
 _FEW_MOVES = 64
 """Up to this many moves, comparing each with a box takes less time than a search."""
@@ -76,7 +76,7 @@ class MappedSource:
         checkpoint: the stored one, open for reading.
         tensors: by key, the written tensors.
         expected: key, offsets and sizes of the boxes that will be read, in their order. Small ones are read
-            ahead, several at once. Boxes of other keys, which the writer has by itself, do not count.
+            ahead, several at once. Boxes of keys that are not in `tensors` are ignored: the writer has them.
         batch_bytes: bytes that are read ahead, at most.
     """
 
@@ -93,7 +93,7 @@ class MappedSource:
         small = [box for box in expected if box[0] in tensors and self._nbytes(box) <= _SMALL_BYTES]
         self._batch_of = {box: batch for batch in batches(small, self._nbytes, batch_bytes) for box in batch}
         self._ahead: dict[Box, torch.Tensor] = {}
-        """Boxes that were read and not asked for yet."""
+        """Boxes that were read ahead and not requested yet."""
         self._moves: dict[str, Boxes] = {}
         """Boxes of the moves of tensors that have many."""
 
@@ -119,11 +119,11 @@ class MappedSource:
             for one, values in zip(moves, read, strict=True):
                 self._ahead[one] = values.reshape(one[2]).to(getattr(torch, self._tensors[one[0]].dtype))
             for one in batch:
-                self._batch_of.pop(one, None)  # a box may be expected twice, of a tied tensor
+                self._batch_of.pop(one, None)  # a box of a tied tensor may be expected twice
         return self._ahead.pop(box, None)
 
     def _whole_move(self, box: Box) -> Move | None:
-        """The only move of a written tensor that a box is all of; None if there are several, or zeros."""
+        """The move that alone fills a box, without a permutation; None if there is none, and for zeros."""
         tensor = self._tensors[box[0]]
         if len(tensor.moves) != 1 or 0 in box[2]:
             return None
@@ -156,7 +156,7 @@ class MappedSource:
         return boxes
 
     def _near(self, key: str, box: _Box) -> Iterable[Move]:
-        """The moves that fill a part of a box, and perhaps more."""
+        """The moves that fill a part of a box, and perhaps other moves."""
         moves = self._tensors[key].moves
         if len(moves) <= _FEW_MOVES:
             return moves
@@ -188,7 +188,7 @@ def _slices(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
 
 
 def _shared(box: _Box, move: Move) -> _Box | None:
-    """What a box shares with the box that a move fills; None if nothing."""
+    """The intersection of a box and the box that a move fills; None if it is empty."""
     low = tuple(map(max, box[0], move.offsets))
     high = tuple(
         min(a + m, b + n) for a, m, b, n in zip(box[0], box[1], move.offsets, move.sizes, strict=True)
@@ -200,7 +200,7 @@ def _shared(box: _Box, move: Move) -> _Box | None:
 def _source_box(move: Move, inside: tuple[int, ...], sizes: tuple[int, ...]) -> _Box | None:
     """The box of the stored tensor that holds a part of a move.
 
-    None if the part is no box there: the move changes the shape by more than axes of size 1.
+    None if the part is not a box there: the move changes the shape by more than axes of size 1.
     """
     if sizes == move.sizes:
         return move.source_offsets, move.source_sizes

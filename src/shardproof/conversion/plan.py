@@ -57,7 +57,7 @@ def plan_conversion(checkpoint: Checkpoint, request: ConversionRequest) -> Conve
     Raises:
         StructureError: a pattern or a rename fits no key, two keys get one name, the key map does not fit, or
             the format cannot hold a tensor.
-        PlainDataError: values are no plain data; the message names all of them.
+        PlainDataError: values are not plain data; the message names all of them.
         ValueError: the format cannot be written, or the dtype is unknown.
     """
     for option, patterns in (("include", request.include), ("exclude", request.exclude)):
@@ -128,11 +128,11 @@ def _mapped(
     tensors: Mapping[str, MappedTensor],
     aliases: Mapping[str, str],
 ) -> tuple[dict[str, MappedTensor], dict[str, str], list[str]]:
-    """What the key map makes of the selected tensors.
+    """Applies the key map to the selected tensors.
 
     Returns:
-        The written tensors; tied ones and the keys that they equal; the selected keys that are not written.
-        Plain values are not: they belong to the project that stored them.
+        The written tensors; tied keys, each with the key that it equals; the selected keys that are not
+        written. Plain values are not written, because they belong to the project that stored them.
     """
     assert request.key_map is not None
     stored = {key: (tensor.dtype, tensor.shape) for key, tensor in tensors.items()}
@@ -167,7 +167,7 @@ def piece_bytes(request: ConversionRequest) -> int:
 
 
 def _time(checkpoint: Checkpoint, path: str) -> float:
-    """Seconds since 1970 that the new checkpoint is dated: as the stored one, so that all processes agree."""
+    """Time of the new checkpoint, in seconds since 1970: that of the stored one, so that processes agree."""
     if isinstance(checkpoint, NativeCheckpoint):
         return checkpoint.manifest.time
     return 0 if is_url(path) else int(os.stat(path).st_mtime)
@@ -179,7 +179,7 @@ def _whole(key: str, shape: tuple[int, ...]) -> Move:
 
 
 def _inside_values(checkpoint: Checkpoint, selected: Callable[[str], bool]) -> set[str]:
-    """Keys of tensors that are parts of plain values. The values bring them."""
+    """Keys of tensors that are parts of plain values. The plain values contain them."""
     if not isinstance(checkpoint, NativeCheckpoint):
         return set()
     values = [value for key, value in checkpoint.objects.items() if selected(key)]
@@ -198,7 +198,7 @@ def _plain_values(checkpoint: Checkpoint, selected: Callable[[str], bool]) -> di
         lines = "\n".join(f"  {key}: {error.message}" for key, error in refused[:20])
         more = f"\n  and {len(refused) - 20} more" if len(refused) > 20 else ""
         raise PlainDataError(
-            f"{checkpoint.location}: {len(refused)} values are no plain data, so they cannot be converted. "
+            f"{checkpoint.location}: {len(refused)} values are not plain data, so they cannot be converted. "
             f"Leave them out (--exclude KEY):\n{lines}{more}",
             path=refused[0][0],
             keys=[key for key, _ in refused],

@@ -1,4 +1,4 @@
-"""What a caller asks of a conversion: the request, and the tensors that a key map gives.
+"""The request of a conversion, and the tensors that a key map gives.
 
 A mapped tensor is made of boxes of stored tensors: renamed, fused, split, stacked and padded weights.
 """
@@ -16,9 +16,9 @@ __all__ = ["ConversionRequest", "KeyMap", "KeyMapFunction", "MappedTensor", "Mov
 class Move:
     """A box of a written tensor that comes from a box of a stored one.
 
-    The elements correspond in row-major order, so the two boxes have as many elements, and may differ in
-    their number of dimensions (a layer of a stack, an expert of many). With `axes`, the dimensions of the
-    stored box are permuted first.
+    The elements correspond in row-major order. So the two boxes have equally many elements, but may have
+    different numbers of dimensions (one layer of a stack, one of many experts). With `axes`, the dimensions
+    of the stored box are permuted first.
     """
 
     offsets: tuple[int, ...]
@@ -75,13 +75,13 @@ class ConversionRequest:
     key_map: KeyMap | None = None
     """Map between the keys of two projects, applied after `include` and `exclude` and before `rename`."""
     max_file_bytes: int | None = None
-    """Bytes of tensors in one file, at most; None for the habit of the format."""
+    """Bytes of tensors in one file, at most; None for the format's default."""
     memory_bytes: int = 4 << 30
     """Memory of all processes together, above that of their libraries."""
     workers: int = 1
     """Processes that write units, on each machine."""
     trust_pickle: bool = False
-    """True to unpickle values that are no plain data. That may run code of the checkpoint."""
+    """True to unpickle values that are not plain data. This may run code in the checkpoint."""
     register: Sequence[str] = ()
     """Names for `shardproof.state.register_by_name`, which each process calls first."""
     temporary: str = ""

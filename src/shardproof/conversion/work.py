@@ -26,7 +26,7 @@ reads faster than one (benchmarks/interop.py)."""
 
 
 class Work:
-    """A conversion as one process carries it out. It opens the source and plans at the first use.
+    """One process's part of a conversion. The constructor opens the source and plans.
 
     Args:
         request: what to do.

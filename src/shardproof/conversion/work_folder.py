@@ -5,7 +5,7 @@
     DST.converting/files/     the checkpoint that becomes DST
 
 A record is published when the files of its unit are durable. A conversion that was interrupted, even by
-SIGKILL, goes on with the units that have no record.
+SIGKILL, continues with the units that have no record.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PLAN, _UNITS, _LOCK = "plan", "units", "lock"
 _SPARE_BYTES = 64 << 20
 """Bytes of metadata that a conversion may write beside the tensors."""
 _SMALL_BYTES, _GROUP_FILES = 8 << 20, 64
-"""Files of at most so many bytes are uploaded in groups, several at once: their requests take the time."""
+"""Files of at most this size are uploaded in groups of this many: requests take most of their time."""
 
 
 class UnitRecord(msgspec.Struct, frozen=True):
@@ -38,9 +38,9 @@ class UnitRecord(msgspec.Struct, frozen=True):
 
     name: str
     written: dict[str, Any]
-    """What the writer needs to know at the commit."""
+    """Values that the writer needs at the commit."""
     boxes: list[HashedBox]
-    """What the unit holds, with digests."""
+    """The boxes of the unit, with digests."""
     nbytes: int
 
 
@@ -65,7 +65,7 @@ class WorkFolder:
         self._lock: int | None = None
 
     def begin(self, digest: str, nbytes: int) -> None:
-        """Takes the folder for a plan: a new folder, or that of an interrupted conversion of the same plan.
+        """Locks the folder for a plan: a new folder, or that of an interrupted conversion of the same plan.
 
         Args:
             digest: of the plan.
@@ -109,15 +109,15 @@ class WorkFolder:
                 self.files.delete(name)
 
     def check_is_shared(self) -> None:
-        """Raises if the coordinator, which may be on another node, took another folder than this one.
+        """Raises if this is not the folder that the coordinator, perhaps on another node, has locked.
 
         Raises:
-            StructureError: it did.
+            StructureError: the folder is not shared.
         """
         if self.storage.size(_PLAN) is None:
             raise StructureError(
-                f"{self.path} is not there on {socket.gethostname()}: it has to be shared by all nodes. "
-                "TMPDIR chooses its place if the destination is an object store"
+                f"{self.path} is missing on {socket.gethostname()}: all nodes have to share it. "
+                "If the destination is an object store, TMPDIR chooses its place"
             )
 
     def records(self) -> dict[str, UnitRecord]:
@@ -193,7 +193,7 @@ class WorkFolder:
         self.destination.end()
 
     def close(self) -> None:
-        """Gives the folder free for another process."""
+        """Releases the folder for another process."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None

@@ -118,7 +118,7 @@ def run_fault_demo(
     Args:
         fault: "transient" (the second run of the step is right), "persistent" (the first node's device is
             always wrong; the job restarts on it, and then on another node), or "correct" (all devices give
-            the same result; the last run skips the step).
+            the same result, and the last run skips the step).
         text: file to train on; None for the text in the package.
         ranks: number of processes of every run. Even numbers from 4 on use tensor parallelism too.
         device: "cpu", or the type of an accelerator, such as "cuda".

@@ -4,8 +4,8 @@ The model uses RMSNorm, rotary positions, grouped-query attention and SwiGLU. Tw
 checkpoint: no number of ranks divides the hidden width evenly, and the one-element gains have empty shards on
 all ranks but one.
 
-The batch of a step is a function of the seed and the step alone. A rank takes its rows of that batch, so runs
-on different numbers of ranks train on the same bytes at the same step and their losses compare.
+The batch of a step is a function of the seed and the step alone. A rank takes its rows of that batch. So runs
+on different numbers of ranks train on the same bytes at the same step, and their losses are comparable.
 """
 
 from __future__ import annotations

@@ -87,10 +87,9 @@ def spread(model: Transformer, place: Place, sharding: str) -> None:
     """Shard `model` in place: tensor parallel over the mesh's "tensor" dimension, `sharding` over "data".
 
     Tensor parallelism shards the rows of the projections into heads and hidden units. FSDP2 shards each
-    rank's
-    rows again, which gives strided shards: a rank's rows are not one block of the tensor. The flat sharding
-    cuts the buffer of a block's parameters, so ranks have unequal numbers of rows, and no rows of many
-    parameters.
+    rank's rows again, which gives strided shards: a rank's rows are not one block of the tensor. The flat
+    sharding cuts the buffer of a block's parameters. So ranks have unequal numbers of rows, and no rows of
+    many parameters.
     """
     mesh = place.mesh
     if mesh is None:

@@ -32,7 +32,7 @@ _READY_SECONDS = 60.0
 
 @dataclass
 class S3Server:
-    """A server, its folder and its ports. It keeps its objects when it is killed and started again.
+    """A server, its folder and its ports. Its objects survive a kill and a new start.
 
     Args:
         folder: of the objects, the configuration and the log.
@@ -63,12 +63,12 @@ class S3Server:
 
     @property
     def reader_options(self) -> dict[str, str]:
-        """Options of an identity that may only read."""
+        """Options for an identity that has only read access."""
         return {**self.options, "access_key_id": _READER}
 
     @property
     def environment(self) -> dict[str, str]:
-        """The same as variables that SDKs read."""
+        """The same options as environment variables that SDKs read."""
         return {
             "AWS_ENDPOINT_URL": self.endpoint,
             "AWS_ACCESS_KEY_ID": _KEY,
@@ -139,7 +139,7 @@ class S3Server:
             time.sleep(0.1)
 
     def kill(self) -> None:
-        """Ends the server as a crash would."""
+        """Kills the server, as a crash does."""
         if self.process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -172,7 +172,7 @@ class S3Server:
             with urllib.request.urlopen(self.endpoint, timeout=2):
                 return True
         except urllib.error.HTTPError:
-            return True  # refused for want of a signature
+            return True  # the server refuses a request without a signature
         except OSError:
             return False
 

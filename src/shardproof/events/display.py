@@ -26,7 +26,7 @@ def show(file: TextIO | None = None, *, every: float = 5.0) -> Subscription:
 
     Args:
         file: the text file to write to; None for standard error.
-        every: least seconds between two lines for running phases, except on a terminal.
+        every: minimum seconds between two lines for running phases, except on a terminal.
 
     Returns:
         The subscription. It ends when the caller calls it, or leaves it as a context.
@@ -111,11 +111,11 @@ class _SlowestRank:
 
 
 class Lines:
-    """A listener that writes a line when a phase of rank 0 ends, and lines for a phase under way.
+    """A listener that writes a line when a phase of rank 0 ends, and lines for a running phase.
 
     Args:
         write: gets each line.
-        every: least seconds between two lines for phases under way, and before the first of a phase.
+        every: minimum seconds between two lines for running phases, and before the first of a phase.
     """
 
     def __init__(self, write: Callable[[str], object], every: float = 5.0) -> None:
@@ -146,7 +146,7 @@ class Lines:
 
 
 class Bars:
-    """A listener that draws a bar for each phase of rank 0 under way, and writes a line at its end.
+    """A listener that draws a bar for each running phase of rank 0, and writes a line at its end.
 
     It starts no thread before a phase has lasted for a moment and reports progress.
 

@@ -25,7 +25,7 @@ from shardproof._utils import forks
 __all__ = ["Event", "Hub", "Kind", "Listener", "Phase", "Subscription", "hub"]
 
 PERIOD = 0.1
-"""Least seconds between two progress events of one phase."""
+"""Minimum seconds between two progress events of one phase."""
 
 Kind: TypeAlias = Literal["begin", "progress", "end", "failed", "heard"]
 _log = logging.getLogger("shardproof")

@@ -15,15 +15,15 @@ _SECONDS = (0.001, 0.01, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
 
 
 def export(registry: CollectorRegistry | None = None) -> Subscription:
-    """Keeps metrics of this process's saves and loads.
+    """Maintains metrics of this process's saves and loads.
 
     It does not serve them: serve the registry as for other metrics (`prometheus_client.start_http_server`,
-    or a push). Prometheus tells ranks apart by their instance. The metrics, with labels in brackets:
+    or a push). Prometheus distinguishes ranks by their instance. The metrics, with labels in brackets:
 
-    - ``shardproof_phase_seconds`` [action, phase], histogram: time of phases that ended well;
-    - ``shardproof_bytes_total`` [action, phase], counter: bytes of phases that ended well;
+    - ``shardproof_phase_seconds`` [action, phase], histogram: time of phases that succeeded;
+    - ``shardproof_bytes_total`` [action, phase], counter: bytes of phases that succeeded;
     - ``shardproof_bytes_per_second`` [action, phase], gauge: speed of the last one;
-    - ``shardproof_progress_ratio`` [action, phase], gauge: of a phase under way, from 0 to 1;
+    - ``shardproof_progress_ratio`` [action, phase], gauge: progress of a running phase, from 0 to 1;
     - ``shardproof_failures_total`` [action, phase, error], counter: phases that failed, by the error's class;
     - ``shardproof_last_committed_step`` and ``shardproof_last_commit_timestamp_seconds``, gauges.
 

@@ -24,10 +24,10 @@ class Writer(Protocol):
 def write_to(writer: Writer) -> Subscription:
     """Adds scalars for each phase that ends on this rank.
 
-    A phase ``write`` of a ``save`` adds ``shardproof/save/write/seconds``. If bytes moved, it also adds
-    ``shardproof/save/write/GB`` and ``shardproof/save/write/GB_per_second``. A failed phase adds
-    ``shardproof/save/write/failed``, 1. The step is that of the operation. Without a step, phases count
-    from 0.
+    A phase ``write`` of a ``save`` adds ``shardproof/save/write/seconds``. If the phase moved bytes, it also
+    adds ``shardproof/save/write/GB`` and ``shardproof/save/write/GB_per_second``. A failed phase adds
+    ``shardproof/save/write/failed`` with the value 1. The step is that of the operation. Without a step,
+    phases count from 0.
 
     Args:
         writer: the writer, which the caller closes. Use it on one rank, or give each rank a folder.

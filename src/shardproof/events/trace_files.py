@@ -19,7 +19,7 @@ Note: A trace that survives its process
 ---------------------------------------
 One write changes the file. It begins where the finished events end. It holds the newly finished events,
 every open phase with its duration so far and the mark ``unfinished``, the end of the document, and spaces
-up to the former length of the file. So nothing of an earlier tail remains. Whenever the process is killed,
+up to the previous length of the file. So nothing of an earlier tail remains. Whenever the process is killed,
 the file is valid JSON and names the open phases.
 """
 
@@ -51,9 +51,9 @@ def trace(path: str | os.PathLike[str]) -> Subscription:
     running operations of a job that died.
 
     Args:
-        path: a folder, for one file an operation and rank; it is made if missing. Or a name that ends in
-            ``.json``, for one file of all operations of this process; an existing file is overwritten. With
-            several ranks, the rank stands before the ``.json``.
+        path: a folder, for one file per operation and rank; it is created if it is missing. Or a name that
+            ends in ``.json``, for one file of all operations of this process; an existing file is
+            overwritten. With several ranks, the name has the rank before the ``.json``.
 
     Returns:
         The subscription. It ends when the caller calls it, or leaves it as a context.

@@ -1,8 +1,8 @@
 """Experts as separate modules, as numbered parameters, side by side in one weight, or stacked.
 
 All four have the same key and the same shape in the model, (experts, *shape of one expert). So a checkpoint
-of one loads into any other. A checkpoint stores scalars (step counts) for each expert. Experts in one weight
-share theirs.
+of one loads into any other. A checkpoint stores scalars (step counts) for each expert. Experts in one
+weight share one scalar.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from shardproof.geometry import Boxes, IndexMap
 __all__ = ["Part", "Segments", "blocks_of", "check_rank", "index_map_of", "length_of"]
 
 Segments: TypeAlias = Sequence[tuple[int, int]]
-"""Start and size of each segment in the model's dimension, in memory order. In memory there are no gaps."""
+"""Start and size of each segment in the model's dimension, in memory order without gaps."""
 
 
 @dataclass(frozen=True, slots=True)

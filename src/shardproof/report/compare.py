@@ -36,9 +36,9 @@ class Compared:
 def compare_tensors(
     a: Checkpoint, b: Checkpoint, key: str, *, box_bytes: int = BOX_BYTES
 ) -> Iterator[Compared]:
-    """Compares a tensor that both have with the same dtype and shape; yields after each box.
+    """Compares a tensor that both have with the same dtype and shape. Yields after each box.
 
-    The last value is the result; for a tensor without elements it is the only one.
+    The last value is the result. For a tensor without elements it is the only value.
 
     Args:
         a: one checkpoint.

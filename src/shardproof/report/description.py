@@ -1,4 +1,4 @@
-"""A stored checkpoint of any format as a manifest and a chunk table, which the reports are made from."""
+"""A stored checkpoint of any format as a manifest and a chunk table, from which the reports are made."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Stored:
     location: str
     format: str
     manifest: Manifest
-    """Of a foreign checkpoint: made from its description. Plain values are read when they are asked for."""
+    """For another format, made from its description. Plain values are read when they are accessed."""
     table: ChunkTable
     notes: tuple[str, ...] = ()
     """What a foreign format cannot prove or lost, a sentence each."""
@@ -42,7 +42,7 @@ def describe(
     format: str | None = None,  # noqa: A002 as in sp.open
     trust_pickle: bool = False,
 ) -> Stored:
-    """Describes a checkpoint of any format. Those of shardproof's own need no torch.
+    """Describes a checkpoint of any format. Shardproof's own format needs no torch.
 
     Raises:
         NotCommittedError, FormatError, StorageError: it cannot be read.

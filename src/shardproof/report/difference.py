@@ -30,7 +30,7 @@ __all__ = ["Change", "Difference", "ValueDifference", "diff", "structure_changes
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One key whose two sides differ, as texts."""
+    """A key whose two sides differ, with both sides as texts."""
 
     key: str
     a: str
@@ -205,7 +205,7 @@ def _comparable(a: Manifest, b: Manifest) -> Iterable[tuple[str, int, int]]:
 
 
 def _rows(manifest: Manifest) -> dict[str, int]:
-    """Row of every tensor; a tied one's is that of the key it is stored under."""
+    """Row of every tensor. A tied tensor has the row of the key it is stored under."""
     rows = {record.key: row for row, record in enumerate(manifest.tensors)}
     return rows | {key: rows[target] for key, target in manifest.aliases.items()}
 
@@ -213,7 +213,7 @@ def _rows(manifest: Manifest) -> dict[str, int]:
 def _different_chunks(
     a: ChunkTable, row_a: int, b: ChunkTable, row_b: int, ndim: int
 ) -> np.ndarray[Any, np.dtype[np.bool_]] | None:
-    """A mask of the chunks that differ; None if the two have other boxes."""
+    """A mask of the chunks that differ; None if the two have different boxes."""
     rows_a, rows_b = rows_of(a, row_a), rows_of(b, row_b)
     if rows_a.stop - rows_a.start != rows_b.stop - rows_b.start:
         return None

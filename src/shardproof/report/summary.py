@@ -102,7 +102,7 @@ def _is_index(word: str) -> bool:
 
 
 def _join(rows: list[_Row], level: int, order: dict[str, int]) -> list[_Row]:
-    """Rows that are equal but for one level become one."""
+    """Joins rows that differ in one level only."""
     groups: dict[tuple[frozenset[int], ...], list[_Row]] = {}
     for row in rows:
         groups.setdefault(row.numbers[:level] + row.numbers[level + 1 :], []).append(row)

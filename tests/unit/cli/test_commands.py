@@ -116,7 +116,7 @@ def test_no_command_is_bad_usage_and_shows_the_help(call: Any) -> None:
 def test_a_file_is_not_a_folder(call: Any, ckpt: Path, name: str) -> None:
     code, _, err = call(name, ckpt / MANIFEST_NAME)
     assert code == 2
-    assert "is a file, and a folder is needed" in err
+    assert "is a file, expected a folder" in err
 
 
 @pytest.mark.parametrize("name", ["inspect", "verify", "diff"])

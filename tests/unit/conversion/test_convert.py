@@ -253,7 +253,7 @@ def test_a_work_folder_that_a_node_does_not_see_is_an_error_before_the_first_uni
             (tmp_path / "there.converting" / "plan").unlink()
             return answer
 
-    with pytest.raises(StructureError, match="has to be shared by all nodes"):
+    with pytest.raises(StructureError, match="all nodes have to share it"):
         sp.convert(source, tmp_path / "there", to="shardproof", rendezvous=Apart())
     assert not (tmp_path / "there.converting" / "files").exists()
 

@@ -275,7 +275,7 @@ def test_a_file_declares_a_map(tmp_path: Path) -> None:
         ('[[rules]]\nmegatron = "a"\nhf = "b"\nlayout = "qkv"', "rule 1: a: layout qkv has 3 parts, not 1"),
         ('[[rules]]\nmegatron = "a"\nhf = "b"\nlayout = "pile"', "layout is one of"),
         ('[[rules]]\nmegatron = "a.{layer}"\nhf = "b"', "different placeholders"),
-        ('[[rules]]\nmegatron = "a.{x}.{x}"\nhf = "b.{x}.{x}"', "one placeholder twice"),
+        ('[[rules]]\nmegatron = "a.{x}.{x}"\nhf = "b.{x}.{x}"', "same placeholder twice"),
         ('[[rules]]\nmegatron = "a"\nhf = "b"\nshapes = ["x", "y"]', "2 shapes for 1 parts"),
         ('[[rules]]\nmegatron = "a"\nhf = "b"\ncolour = 1', "rule 1 has colour"),
         ('rules = "a"', r"no \[\[rules\]\]"),

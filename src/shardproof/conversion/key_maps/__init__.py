@@ -1,7 +1,7 @@
 """Maps between the keys of two projects: which written tensor comes from which boxes of stored ones.
 
 A map is named by a family and a direction (`FAMILIES`), declared in a TOML file, or a Python function. It
-sees keys, dtypes, shapes and plain values, and no tensor.
+sees keys, dtypes, shapes and plain values, but no tensor.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def apply_key_map(key_map: KeyMap, stored: Mapping[str, Stored], objects: Mappin
         objects: plain values by key, and Hugging Face's ``config.json``, if any, under that name.
 
     Raises:
-        StructureError: the map does not fit the stored tensors, or a function gives no proper tensors.
+        StructureError: the map does not fit the stored tensors, or a function returns invalid tensors.
         ValueError: there is no such map or option.
     """
     if callable(key_map):

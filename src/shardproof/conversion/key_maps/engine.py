@@ -1,4 +1,4 @@
-"""Applies rules to the tensors of a checkpoint: finds which rule takes each key, and gives the moves.
+"""Applies rules to the tensors of a checkpoint: finds which rule takes each key, and computes the moves.
 
     match keys -> check numbers of layers and experts -> arrange each rule's tensors -> check sizes
 
@@ -33,11 +33,11 @@ _Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class MappedKeys:
-    """What is written."""
+    """The tensors to write."""
 
     tensors: Mapping[str, MappedTensor]
     ignored: Sequence[str] = ()
-    """Stored keys that mean nothing."""
+    """Stored keys that the rules ignore, such as buffers."""
 
 
 def apply_rules(
@@ -54,10 +54,10 @@ def apply_rules(
         direction: one of `KeyRules.directions`.
         stored: dtype and shape of each stored tensor, by key.
         known: numbers of the model.
-        options: how.
+        options: how the rules are applied.
 
     Raises:
-        StructureError: no rule takes a key, a rule lacks a tensor, or shapes contradict.
+        StructureError: no rule takes a key, a rule lacks a tensor, or shapes contradict each other.
     """
     joined_is_stored = direction == rules.directions[0]
     found, ignored = match_keys(rules, joined_is_stored, stored, options)
@@ -74,7 +74,7 @@ def apply_rules(
         )
         for key, tensor in written:
             if key in tensors:
-                raise StructureError(f"key map: two stored tensors would be {key!r}", key=key)
+                raise StructureError(f"key map: two stored tensors are mapped to {key!r}", key=key)
             tensors[key] = tensor
     return MappedKeys(tensors, ignored)
 
@@ -117,8 +117,8 @@ def _joined(
             named = dict(zip(names, numbers, strict=True))
             keys = [item.prefix + KeyPattern(rule.parts[part]).key(named) for part in missing]
             raise StructureError(
-                f"key map: {_listed_keys(keys)} missing: {next(iter(sources.values())).key} is part of "
-                f"{item.prefix}{pattern.key(named)} with it",
+                f"key map: {_listed_keys(keys)} missing: {next(iter(sources.values())).key} is another part "
+                f"of {item.prefix}{pattern.key(named)}",
                 keys=keys,
             )
         arranged = _checked(rule, known, sizes, sources, joined=None)
@@ -135,7 +135,7 @@ def _joined(
 
 
 def _stack(key: str, layers: Sequence[tuple[Numbers, Mapping[int, Source], Arrangement]]) -> MappedTensor:
-    """A joined tensor, of all layers and experts that are stacked in it."""
+    """A joined tensor, with all layers and experts that are stacked in it."""
     _, first_sources, first = layers[0]
     dtype, shape = first_sources[0].dtype, first.joined
     moves: list[Move] = []

@@ -1,7 +1,7 @@
 """The rules between Megatron-Core and Hugging Face, for families of models.
 
 Keys of Hugging Face are those in its files, not those of its modules. Keys of Megatron-Core are those of its
-distributed checkpoints; names that older or unsharded checkpoints have are taken too.
+distributed checkpoints. The rules also take the names of older and of unsharded checkpoints.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _experts(gate: str, up: str, down: str) -> Iterable[Rule]:
 
 
 def _attention() -> Iterable[Rule]:
-    """Embeddings, norms and attention of the models of Llama's kind."""
+    """Embeddings, norms and attention of models like Llama."""
     query_key_value = [f"{_LAYER}self_attn.{name}_proj" for name in "qkv"]
     yield Rule(
         "embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "vocabulary", ("vocab hidden",)

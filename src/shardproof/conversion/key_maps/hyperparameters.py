@@ -1,4 +1,4 @@
-"""Numbers of a model that keys and shapes do not tell: heads, query groups, the size of the vocabulary."""
+"""Numbers of a model that keys and shapes do not show: heads, query groups, the size of the vocabulary."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _IN_ARGS = {
 }
 """Names in the arguments of Megatron."""
 _CHANGES_VALUES = {
-    "rotary_interleaved": "rotates neighbouring elements of a head, Hugging Face the halves of it",
+    "rotary_interleaved": "rotates neighbouring elements of a head, while Hugging Face rotates its halves",
     "apply_layernorm_1p": "stores the weights of norms less 1",
 }
 """Arguments of Megatron with which the values differ from those of Hugging Face, and how."""
@@ -68,7 +68,7 @@ def hyperparameters(
     """The numbers of a model: given ones, else from ``config.json``, else from the arguments of Megatron.
 
     Args:
-        given: by the names of `Hyperparameters`; they count first.
+        given: by the names of `Hyperparameters`; they take precedence.
         config_path: a ``config.json`` or its folder; None for the one beside the checkpoint, if any.
         objects: values of the stored checkpoint by key, and its ``config.json`` under that name.
 
@@ -109,12 +109,12 @@ def _read_config(path: str) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise StructureError(f"the key map cannot read the configuration {file}: {error}") from error
     if not isinstance(value, dict):
-        raise StructureError(f"the configuration {file} is no JSON object")
+        raise StructureError(f"the configuration {file} is not a JSON object")
     return value
 
 
 def _megatron_args(objects: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of Megatron that a checkpoint has: in its common state, or as values of their own."""
+    """The arguments of Megatron that a checkpoint has: in its common state, or as separate values."""
     args: dict[str, Any] = {}
     for key in objects:
         if key in ("common", "common.args"):
@@ -127,7 +127,7 @@ def _megatron_args(objects: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _readable(objects: Mapping[str, Any], key: str) -> Any:
-    """A value; None if it is no plain data."""
+    """A value; None if it is not plain data."""
     try:
         return objects[key]
     except PlainDataError:

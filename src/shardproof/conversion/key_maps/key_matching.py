@@ -31,7 +31,7 @@ Numbers: TypeAlias = tuple[int, ...]
 
 _Shape = tuple[int, ...]
 _MOST_STACKED = 1_000_000
-"""Layers times experts in one tensor, at most. It bounds the work on a shape that lies."""
+"""Layers times experts in one tensor, at most. It bounds the work for a wrong shape."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class RuleOptions:
     """How rules are applied."""
 
     prefixes: Sequence[str] = ()
-    """Below these keys the rules apply, too. The written keys have them as well."""
+    """Prefixes below which the rules apply too. The written keys have the same prefixes."""
     stacked: frozenset[str] = frozenset()
     """Placeholders for which the first project's tensors are written with a leading dimension."""
     unfused_norms: bool = False
@@ -74,13 +74,13 @@ class MatchedRule:
 
 
 class SizeNames:
-    """Sizes by name, each with the key that says it."""
+    """Sizes by name, each with the first key that has it."""
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[int, str]] = {}
 
     def expect(self, name: str, size: int, by: str) -> None:
-        """Notes a size. Raises if it contradicts one noted before."""
+        """Records a size. Raises StructureError if it differs from the recorded one."""
         number = int(name) if name.isdecimal() else None
         expected, first = (number, "the rule") if number is not None else self._known.get(name, (size, by))
         if size != expected:
@@ -117,19 +117,19 @@ def match_keys(
         options: of the map.
 
     Returns:
-        The rules that take keys, and the keys that mean nothing.
+        The rules that take keys, and the ignored keys.
 
     Raises:
         StructureError: no rule takes a key, or two keys are one tensor.
     """
     patterns = list(_patterns(rules, joined_is_stored))
-    meaningless = [KeyPattern(text, prefix=rules.first_prefix) for text in rules.ignored]
+    ignored_patterns = [KeyPattern(text, prefix=rules.first_prefix) for text in rules.ignored]
     found: dict[tuple[str, int], MatchedRule] = {}
     ignored, unknown = [], []
     for key, (dtype, shape) in stored.items():
         prefix = next((f"{at}." for at in options.prefixes if key.startswith(f"{at}.")), "")
         name = key.removeprefix(prefix)
-        if any(pattern.match(name) is not None for pattern in meaningless):
+        if any(pattern.match(name) is not None for pattern in ignored_patterns):
             ignored.append(key)
             continue
         for row, rule, part, pattern in patterns:
@@ -189,7 +189,7 @@ def _add(
 
 
 def _summary(keys: Iterable[str]) -> str:
-    """All keys, one line for those that differ in numbers alone."""
+    """All keys, with one line for keys that differ only in numbers."""
     lines: dict[str, list[str]] = {}
     for key in keys:
         lines.setdefault(re.sub(r"(?<=\.)[0-9]+(?=\.|$)", "*", key), []).append(key)
@@ -207,7 +207,7 @@ def check_numbers(
     Args:
         found: the rules that take keys.
         known: numbers of the model.
-        sizes: by prefix; the numbers of layers and experts are noted there.
+        sizes: by prefix; the numbers of layers and experts are recorded there.
 
     Raises:
         StructureError: a layer or an expert is missing.

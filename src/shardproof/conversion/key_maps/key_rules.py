@@ -1,7 +1,7 @@
 """Rules between the keys of two projects, as data, and the patterns that keys match.
 
 A pattern is a key with placeholders for numbers: ``decoder.layers.{layer}.mlp.linear_fc2.weight``. Text in
-brackets is optional in stored keys, and written: ``[transformer.]wte.weight``.
+brackets is optional in stored keys, and present in written ones: ``[transformer.]wte.weight``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class KeyPattern:
         prefix: regular expression of text that stored keys may begin with.
 
     Raises:
-        ValueError: a placeholder is there twice.
+        ValueError: a placeholder appears twice.
 
     >>> pattern = KeyPattern("layers.{layer}.experts.{expert}.weight", stackable=True)
     >>> pattern.match("layers.3.experts.weight")
@@ -43,7 +43,7 @@ class KeyPattern:
         self.placeholders: tuple[str, ...] = tuple(_PLACEHOLDER.findall(text))
         """Names, in the order of the leading dimensions."""
         if len(set(self.placeholders)) < len(self.placeholders):
-            raise ValueError(f"{text!r} has one placeholder twice")
+            raise ValueError(f"{text!r} has the same placeholder twice")
         self._tokens = _TOKEN.split(text)
         parts = [prefix]
         for token in self._tokens:
@@ -84,7 +84,7 @@ class Rule:
     """A tensor of the first project, and the tensors of the second that it is joined from.
 
     Raises:
-        ValueError: the rule contradicts itself.
+        ValueError: the parts of the rule do not fit together.
     """
 
     joined: str
@@ -97,7 +97,7 @@ class Rule:
     shapes: tuple[str, ...] = ()
     """For each part, the names of its sizes: "hidden ffn". Equal names have to be equal sizes."""
     unfused: str | None = None
-    """Another name of `joined`, for norms that are no part of a linear layer."""
+    """Another name of `joined`, for norms that are not part of a linear layer."""
     also: tuple[str, ...] = ()
     """More names of `joined` in stored checkpoints."""
 
@@ -123,7 +123,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class KeyRules:
-    """All rules between two projects. The first rule that a key matches counts."""
+    """All rules between two projects. The first rule that a key matches takes it."""
 
     first: str
     """Name of the project with the joined tensors, such as "megatron"."""
@@ -131,7 +131,7 @@ class KeyRules:
     """Name of the project with the parts, such as "hf"."""
     rules: tuple[Rule, ...]
     ignored: tuple[str, ...] = ()
-    """Patterns of keys that either project stores and that mean nothing: buffers, for example."""
+    """Patterns of keys, of either project, that are ignored: buffers, for example."""
     first_prefix: str = ""
     """Regular expression of text that keys of the first project may begin with."""
 
@@ -142,12 +142,12 @@ class KeyRules:
 
     @property
     def placeholders(self) -> frozenset[str]:
-        """Names of the placeholders of all rules, and those that most models have."""
+        """Names of the placeholders of all rules, and the two that most models have."""
         names = (name for rule in self.rules for name in KeyPattern(rule.joined).placeholders)
         return frozenset({"layer", "expert", *names})
 
     def with_first(self, rules: Sequence[Rule], ignored: Sequence[str]) -> KeyRules:
-        """These rules after some others."""
+        """The same rules, with other rules before them."""
         return KeyRules(
             self.first, self.second, (*rules, *self.rules), (*ignored, *self.ignored), self.first_prefix
         )

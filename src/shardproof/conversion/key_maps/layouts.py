@@ -1,4 +1,4 @@
-"""How the rows of one joined tensor are those of several parts, as boxes of both.
+"""Maps the rows of a joined tensor to the rows of its parts, as boxes of both.
 
 The joined tensor is Megatron's, for example the fused query, key and value. The parts are those of Hugging
 Face. A layout is a list of runs of rows, so the same list serves both directions.
@@ -18,11 +18,11 @@ __all__ = ["LAYOUTS", "Arrangement", "Layout", "LayoutMismatch", "Piece"]
 
 _Shape = tuple[int, ...]
 _MOST_GROUPS = 65536
-"""It bounds the work on a shape that lies."""
+"""It bounds the work for a wrong shape."""
 
 
 class LayoutMismatch(ValueError):
-    """A shape does not have the layout; the text says what is expected and found, without the key."""
+    """A shape does not have the layout. The text has the expected and the found value, without the key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Arrangement:
     padding: Sequence[tuple[_Shape, _Shape]] = ()
     """Offsets and sizes of boxes of the joined tensor that no part has."""
     sizes: Mapping[str, int] = field(default_factory=dict)
-    """Sizes that follow, by their names in the shapes of rules."""
+    """Sizes that follow from the arrangement, by their names in the shapes of rules."""
 
 
 class _Run(NamedTuple):
@@ -73,7 +73,7 @@ class _Rows:
 
 
 class _RowLayout(ABC):
-    """Finds which rows are where."""
+    """Computes which rows of a joined tensor belong to which part."""
 
     parts: int
     """Number of parts."""
@@ -126,7 +126,7 @@ class _Vocabulary(_RowLayout):
 
 
 class _QueryGroups(_RowLayout):
-    """For each query group: the rows of its queries, of its key, of its value.
+    """For each query group: the rows of its queries, then of its key, then of its value.
 
     Args:
         in_one: True if the parts are one tensor: all queries, then all keys, then all values.
@@ -200,7 +200,7 @@ class Layout:
     """A joined tensor and its parts.
 
     Args:
-        rows: which rows are where.
+        rows: which rows belong to which part.
         transposed: True if parts of two dimensions are stored transposed, as those of Conv1D.
     """
 

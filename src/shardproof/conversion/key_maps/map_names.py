@@ -17,10 +17,10 @@ _TEXTS = ("config", "direction", "norms", "prefix", "stack")
 
 @dataclass(frozen=True, slots=True)
 class MapName:
-    """What a user calls a map: ``megatron-to-hf:llama?heads=32&groups=8``.
+    """The name of a map, as a user gives it: ``megatron-to-hf:llama?heads=32&groups=8``.
 
     Raises:
-        ValueError: an option is unknown, or its value wrong.
+        ValueError: an option is unknown, or its value is wrong.
     """
 
     base: str

@@ -24,7 +24,7 @@ def check_mapped(tensors: Mapping[str, MappedTensor], stored: Mapping[str, Store
         stored: dtype and shape of each stored tensor.
 
     Raises:
-        StructureError: a value is no `MappedTensor`, or a move does not fit its tensors.
+        StructureError: a value is not a `MappedTensor`, or a move does not fit its tensors.
         TilingError: moves overlap, or do not fill a tensor.
     """
     by_dimensions: dict[int, list[str]] = {}
@@ -77,7 +77,7 @@ def _check_tiling(ndim: int, keys: list[str], tensors: Mapping[str, MappedTensor
         key = keys[fault.tensor]
         raise TilingError(
             f"key map: the moves of {key!r} have a fault, {fault.kind}, at {list(fault.offsets)}, sizes "
-            f"{list(fault.sizes)}: each element of {list(tensors[key].shape)} needs exactly one",
+            f"{list(fault.sizes)}: each element of {list(tensors[key].shape)} needs exactly one move",
             key=key,
             kind=fault.kind,
         )

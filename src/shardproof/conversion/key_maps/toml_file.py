@@ -57,7 +57,7 @@ def _rules(table: dict[str, Any]) -> tuple[KeyRules, dict[str, str]]:
     found = base.with_first(declared, _texts("ignored", table.get("ignored", [])))
     options = table.get("options", {})
     if not isinstance(options, dict) or not all(isinstance(item, int | str) for item in options.values()):
-        raise ValueError("[options] has a value that is no number or string")
+        raise ValueError("[options] has a value that is neither a number nor a string")
     texts = {name: str(value) for name, value in options.items()}
     if "direction" in table:
         texts["direction"] = str(table["direction"])
@@ -69,14 +69,14 @@ def _rules(table: dict[str, Any]) -> tuple[KeyRules, dict[str, str]]:
 
 def _rule(where: str, table: Any, first: str, second: str) -> Rule:
     if not isinstance(table, dict):
-        raise ValueError(f"{where} is no table: begin it with [[rules]]")
+        raise ValueError(f"{where} is not a table: begin it with [[rules]]")
     _check_names(where, table, {first, second, *_IN_RULE})
     joined, parts = table.get(first), table.get(second)
     if not isinstance(joined, str) or not joined or parts in (None, [], ""):
         raise ValueError(f"{where} needs {first} = KEY and {second} = KEY, or a list of keys")
     layout = table.get("layout", "same")
     if not isinstance(layout, str):
-        raise ValueError(f"{where}: layout is a name")
+        raise ValueError(f"{where}: layout must be a string")
     try:
         return Rule(
             joined,
