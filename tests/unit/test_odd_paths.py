@@ -163,7 +163,7 @@ def test_commands_name_a_path_that_does_not_exist(
         assert run_cli([command, *options, "--", path, *more]) == (1 if reads_files else 2)
         out, err = capsys.readouterr()
         if reads_files:
-            assert "is no checkpoint of a known format" in out + err
+            assert "is not a checkpoint of a known format" in out + err
             continue
         assert out == "" and err.startswith("error: ") and "Usage" not in err
         assert "does not exist" in err or "is a file" in err

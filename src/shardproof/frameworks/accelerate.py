@@ -1,13 +1,13 @@
-"""Checkpoints of what an `Accelerator` has prepared, saved by each rank for itself.
+"""Checkpoints of the objects that an `Accelerator` has prepared. Each rank saves its own part.
 
-`save_state` and `load_state` take the place of the accelerator's methods:
+`save_state` and `load_state` replace the accelerator's methods:
 
     from shardproof.frameworks.accelerate import load_state, save_state
 
     save_state(accelerator, "run/checkpoint-100")
     load_state(accelerator, "run/checkpoint-100")
 
-`state_of` gives the state tree, for a `shardproof.Checkpointer`.
+`state_of` returns the state tree, for a `shardproof.Checkpointer`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _Progress:
 class _Loaders:
     """The positions and the random orders of this rank's data loaders.
 
-    All ranks draw the order from the generator of rank 0, which Accelerate copies at the begin of an epoch.
+    All ranks draw the order from the generator of rank 0, which Accelerate copies at the start of an epoch.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -90,7 +90,7 @@ def state_of(accelerator: Accelerator) -> dict[str, Any]:
         accelerator: the accelerator, after `prepare`.
 
     Raises:
-        TypeError: DeepSpeed, Megatron-LM or XLA trains, whose engine has the state.
+        TypeError: the accelerator trains with DeepSpeed, Megatron-LM or XLA, whose engine has the state.
 
     Example:
         >>> checkpointer.save(step, state_of(accelerator))  # doctest: +SKIP
@@ -124,8 +124,8 @@ def save_state(
         accelerator: the accelerator, after `prepare`.
         folder: the folder of the checkpoint; a committed checkpoint in it is replaced. None:
             ``<project_dir>/checkpoints/checkpoint_<n>``, if the accelerator has
-            `automatic_checkpoint_naming`. Then older checkpoints than `total_limit` are removed after the
-            commit.
+            `automatic_checkpoint_naming`. Then the oldest checkpoints beyond `total_limit` are removed after
+            the commit.
         background: True to return when training may continue. Call `wait` at the end of the training.
 
     Returns:
@@ -148,9 +148,9 @@ def save_state(
         numbered = numbered_folders(os.path.dirname(folder), _NAME)
         older = [path for number, path in numbered if number < _number(folder)]
         whole = [item for item in older if is_committed(item) or _is_theirs(item)]
-        kept = set(whole[len(whole) - project.total_limit + 1 :] if project.total_limit > 1 else [])
-        for old in older:  # those that are not committed do not count
-            if old not in kept:
+        remaining = set(whole[len(whole) - project.total_limit + 1 :] if project.total_limit > 1 else [])
+        for old in older:  # uncommitted folders do not count
+            if old not in remaining:
                 saves.remove(old)
     if not background:
         saves.wait()
@@ -168,7 +168,7 @@ def load_state(
         accelerator: the accelerator, after `prepare`.
         folder: the folder. None: the newest committed one, if the accelerator has
             `automatic_checkpoint_naming`.
-        options: for a checkpoint of Accelerate: those of `accelerator.load_state`.
+        options: options of `accelerator.load_state`, for a checkpoint of Accelerate.
 
     Returns:
         The loaded folder; None if automatic naming finds none.

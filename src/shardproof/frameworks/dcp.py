@@ -69,12 +69,12 @@ def save(
 ) -> Any:
     """Saves a state dict and returns once it is committed. All ranks of the process group call it.
 
-    It has the parameters of `torch.distributed.checkpoint.save`. A checkpoint at the same place is replaced.
+    It has the parameters of `torch.distributed.checkpoint.save`. A checkpoint at the same path is replaced.
     Keys are those of DCP. Ranks meet over the store of the process group, so no collective runs.
 
     Args:
-        state_dict: tensors, plain values, and at the top objects with `state_dict` and `load_state_dict`.
-            Values that each rank has for itself are wrapped in `shardproof.PerRank`.
+        state_dict: tensors, plain values, and at the top level objects with `state_dict` and
+            `load_state_dict`. Wrap values that differ between ranks in `shardproof.PerRank`.
         checkpoint_id: the folder of the checkpoint.
         storage_writer: a `ShardproofWriter` instead of `checkpoint_id`. torch handles a call with
             ``HuggingFaceStorageWriter``. Others are refused.
@@ -89,7 +89,7 @@ def save(
 
     Raises:
         StructureError: an argument is not supported, or the state dict cannot be stored.
-        ShardproofError: as `shardproof.save`. Every rank gets an error if one rank fails.
+        ShardproofError: see `shardproof.save`. Every rank gets an error if one rank fails.
 
     Example:
         >>> import tempfile, torch
@@ -134,16 +134,16 @@ def async_save(
     It has the parameters of `torch.distributed.checkpoint.async_save`; those of `save` mean the same here.
 
     Args:
-        state_dict: as for `save`.
-        checkpoint_id: as for `save`.
-        storage_writer: as for `save`.
-        planner: as for `save`.
-        process_group: as for `save`.
-        async_checkpointer_type: ignored: shardproof writes in threads, which need no interpreter lock for
-            their work.
+        state_dict: see `save`.
+        checkpoint_id: see `save`.
+        storage_writer: see `save`.
+        planner: see `save`.
+        process_group: see `save`.
+        async_checkpointer_type: ignored, because shardproof writes in threads that do not need the
+            interpreter lock for their work.
         async_stager: None or a stager of torch. It is not used, because shardproof copies the tensors itself.
-        no_dist: as for `save`.
-        use_collectives: as for `save`.
+        no_dist: see `save`.
+        use_collectives: see `save`.
 
     Returns:
         A `concurrent.futures.Future` of the `SaveResult`. If `async_stager` stages asynchronously, an
@@ -151,8 +151,8 @@ def async_save(
 
     Raises:
         StructureError: an argument is not supported, or the state dict cannot be stored.
-        ShardproofError: the ranks do not agree on the save, or the previous save failed and its future was
-            not asked.
+        ShardproofError: the ranks do not agree on the save, or the previous save failed and no call has read
+            the result of its future.
 
     Example:
         >>> import tempfile, torch
@@ -204,24 +204,24 @@ def load(
     """Fills a state dict in place from a checkpoint of shardproof, of DCP, or of another known format.
 
     It has the parameters and the meaning of `torch.distributed.checkpoint.load`: tensors are filled in place
-    and converted to the dtype that they have, other values are replaced, and objects at the top get their
-    state by `load_state_dict`. A key that the checkpoint lacks is an error. Other keys of the checkpoint are
-    ignored. Every byte is verified, and no pickle is run.
+    and converted to the dtype that they have, other values are replaced, and objects at the top level get
+    their state by `load_state_dict`. A key that the checkpoint lacks is an error. Other keys of the
+    checkpoint are ignored. Every byte is verified, and no pickle is run.
 
     Args:
         state_dict: the state dict to fill.
         checkpoint_id: the folder or file of the checkpoint.
         storage_reader: a `ShardproofReader` instead of `checkpoint_id`. torch handles a call with
             ``HuggingFaceStorageReader``. Others are refused.
-        planner: None or a `DefaultLoadPlanner`; with ``allow_partial_load=True``, keys that the checkpoint
-            lacks are left as they are.
+        planner: None or a `DefaultLoadPlanner`. With ``allow_partial_load=True``, keys that the checkpoint
+            lacks stay unchanged.
         process_group: the ranks that load. None: all ranks.
         no_dist: True to load in this process alone.
 
     Raises:
         StructureError: an argument is not supported.
         KeyMismatchError: the checkpoint lacks keys, or has other shapes.
-        ShardproofError: as `shardproof.load`. Every rank gets an error if one rank fails.
+        ShardproofError: see `shardproof.load`. Every rank gets an error if one rank fails.
     """
     if isinstance(storage_reader, HUGGING_FACE):
         state_dict_loader.load(
@@ -236,7 +236,7 @@ def load(
     path = path_of("load", checkpoint_id, storage_reader, ShardproofReader)
     rendezvous = _rendezvous_of(process_group, no_dist)
     source = foreign_of(path)
-    with rendezvous.operation(f"load {source.location}"):  # an error here is every rank's, see `sp.load`
+    with rendezvous.operation(f"load {source.location}"):  # every rank raises an error here, see `sp.load`
         is_partial = check_planner(planner, DefaultLoadPlanner, "load")
         parts = {key: _state_of(state_dict[key]) for key in sorted(state_dict)}  # may run collectives
         flat = FlatTree(parts)
@@ -260,7 +260,7 @@ def load(
 
 
 def _rendezvous_of(process_group: dist.ProcessGroup | None, no_dist: bool) -> Rendezvous:
-    """Where the ranks of a call meet. As in DCP, a process without a process group is alone."""
+    """The rendezvous of a call's ranks. As in DCP, a process without a process group is the only rank."""
     if no_dist or not dist.is_available() or not dist.is_initialized():
         return LocalRendezvous()
     return connect(group=process_group)
@@ -278,7 +278,7 @@ def _tree_to_save(
 def _fit(
     flat: FlatTree, source: Foreign, is_partial: bool, stateful: list[str], rendezvous: Rendezvous
 ) -> None:
-    """Adapts a state to the checkpoint, if it opens."""
+    """Adapts a state to the checkpoint, if the checkpoint opens."""
     try:
         checkpoint = open_storage(source, warn=False)
     except UNREADABLE:
@@ -294,7 +294,7 @@ def _state_of(value: Any) -> Any:
 
 
 def _warn(flat: FlatTree, checkpoint: Checkpoint, stateful: list[str]) -> None:
-    """Logs what a load converts, and what it leaves out of objects whose state is not complete yet."""
+    """Logs the tensors that a load converts, and the values that it leaves out of incomplete objects."""
     if converted := flat.converted(checkpoint):
         _log.warning(
             "%s: %d tensors are converted to another dtype, as DCP does: %s",

@@ -1,4 +1,4 @@
-"""The arguments of DCP's functions: what the adapter takes, hands on to torch, and refuses."""
+"""The arguments of DCP's functions: which ones the adapter uses, passes on to torch, or refuses."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _STAGERS = tuple(
 
 
 def given_arguments(**arguments: Any) -> dict[str, Any]:
-    """The arguments that differ from torch's defaults, because older versions of torch lack some parameters.
+    """The arguments that differ from torch's defaults. Older versions of torch lack some of the parameters.
 
     >>> given_arguments(planner=None, async_stager=None, use_collectives=True)
     {}
@@ -48,9 +48,9 @@ def path_of(
 
     Args:
         verb: name of the function, for messages.
-        checkpoint_id: as given.
-        storage: the storage writer or reader, as given.
-        own: the class of storages that is supported.
+        checkpoint_id: the argument of the caller.
+        storage: the storage writer or reader of the caller.
+        own: the supported class of storages.
 
     Raises:
         StructureError: there is no path, or one that is not supported.
@@ -75,8 +75,8 @@ def check_planner(planner: Any, default: type[Any], verb: str) -> bool:
     """True if a planner allows a partial load.
 
     Args:
-        planner: as given.
-        default: the class of planners that is supported.
+        planner: the planner of the caller.
+        default: the supported class of planners.
         verb: name of the function, for messages.
 
     Raises:

@@ -4,10 +4,10 @@
     path, client_state = adapter.load_checkpoint(engine, "runs/example")
     adapter.save_checkpoint(engine, "runs/example", client_state={"epoch": 3})
 
-or, with saves in the background and retention, ``sp.Checkpointer("runs/example")`` and `engine_state`.
+For saves in the background and retention, use ``sp.Checkpointer("runs/example")`` with `engine_state`.
 
 ZeRO cuts flat buffers into one partition for each rank. The position of every parameter follows from the
-sizes of the parameters before it, so nothing is gathered, and a checkpoint loads at another stage and on
+sizes of the parameters before it. So nothing is gathered, and a checkpoint loads at another stage and on
 another number of ranks.
 """
 
@@ -41,7 +41,7 @@ _COUNTS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 
 
 def engine_state(engine: DeepSpeedEngine) -> dict[str, Any]:
-    """The state of an engine, as a state tree. Make it once, and use it for all saves and loads.
+    """The state of an engine, as a state tree. Create it once, and use it for all saves and loads.
 
     Args:
         engine: the result of `deepspeed.initialize`, with ZeRO at stage 1, 2 or 3.
@@ -72,10 +72,10 @@ def engine_state(engine: DeepSpeedEngine) -> dict[str, Any]:
         if part is not None:
             part.name = part.name or name
             names[name] = part
-    keeper = BlockOptimizer(zero, blocks)
+    partitioned = BlockOptimizer(zero, blocks)
     return {
         "model": PartitionedModule(module, names, _after_load(zero)),
-        "optimizer": sp.OptimizerState(keeper, names=keeper.names),  # type: ignore[arg-type]
+        "optimizer": sp.OptimizerState(partitioned, names=partitioned.names),  # type: ignore[arg-type]
         "engine": _Engine(engine),
     }
 
@@ -152,7 +152,7 @@ class _Engine:
         self._engine = engine
 
     def state_dict(self) -> dict[str, Any]:
-        """The present values."""
+        """The current values."""
         scheduler, zero = self._engine.lr_scheduler, self._engine.optimizer
         return {
             **{name: getattr(self._engine, name) for name in _COUNTS},
@@ -199,7 +199,7 @@ def _publish_latest(save_dir: str, tag: str) -> None:
 
 
 def _found(load_dir: str, tag: str | None) -> tuple[str | None, bool]:
-    """The tag to load, and whether DeepSpeed wrote it. Rank 0 reads both for all ranks."""
+    """The tag to load, and True if DeepSpeed wrote it. Rank 0 reads both for all ranks."""
 
     def find() -> bytes:
         found = tag

@@ -1,6 +1,6 @@
 """Loads a checkpoint that DeepSpeed wrote itself into a live engine, in any layout.
 
-The reader of `shardproof.interop` describes the files with the keys of docs/migrate.md. Each rank reads its
+The reader of `shardproof.interop` describes the files with the keys in docs/migrate.md. Each rank reads its
 own ranges.
 """
 
@@ -58,7 +58,7 @@ def load_files(path: str | os.PathLike[str], state: Mapping[str, Any]) -> dict[s
 
     Raises:
         KeyMismatchError: the checkpoint lacks a parameter or a slot, or has another shape.
-        RankFailure: a rank cannot open the files or take their state. Raised on all ranks.
+        RankFailure: a rank cannot open the files or set their state. Raised on all ranks.
     """
     rendezvous, operation = sp.rendezvous.connect(), f"load {os.fspath(path)}"
     with _opened(path, rendezvous, operation) as checkpoint:
@@ -66,7 +66,7 @@ def load_files(path: str | os.PathLike[str], state: Mapping[str, Any]) -> dict[s
         # Stage 1 has frozen parameters in the dtype of training only.
         elsewhere = {f"fp32.{name}": f"module.{name}" for name in names if f"module.{name}" in checkpoint}
         sp.load(path, {"fp32": state["model"]}, include="fp32", rename=elsewhere, cast=True)
-        # Masters are the rounded weights now.
+        # The masters have the values of the rounded weights now.
         objects: dict[str, Any] = {}
         optimizer = _Optimizer(state["optimizer"].optimizer)
 
@@ -90,7 +90,7 @@ def load_files(path: str | os.PathLike[str], state: Mapping[str, Any]) -> dict[s
 def _opened(
     path: str | os.PathLike[str], rendezvous: sp.rendezvous.Rendezvous, operation: str
 ) -> Iterator[Any]:
-    """The files, which each rank opens. An error reaches all ranks."""
+    """Opens the files on each rank. An error reaches all ranks."""
     with ExitStack() as stack:
         opened: list[Any] = []
         on_every_rank(
@@ -103,11 +103,11 @@ class _Optimizer:
     """The masters and slots of this rank, which a load fills, and the options of the groups.
 
     Args:
-        keeper: the optimizer, as `shardproof.frameworks.deepspeed.engine_state` describes it.
+        partitioned: the optimizer, as `shardproof.frameworks.deepspeed.engine_state` describes it.
     """
 
-    def __init__(self, keeper: Any) -> None:
-        self._keeper = keeper
+    def __init__(self, partitioned: Any) -> None:
+        self._partitioned = partitioned
         self._slots: dict[str, dict[str, Any]] = {}
         self._receipts: dict[str, Receipt] = {}
         self.tree: dict[str, Any] = {}
@@ -116,16 +116,16 @@ class _Optimizer:
         """The keys of the checkpoint to load."""
 
     def match(self, checkpoint: Any) -> None:
-        """Makes memory for the slots of the checkpoint."""
+        """Allocates memory for the slots of the checkpoint."""
         masters: dict[str, Any] = {}
-        stored = _slots_by_parameter(checkpoint, self._keeper.names)
-        for name, parameter in self._keeper.names.items():
+        stored = _slots_by_parameter(checkpoint, self._partitioned.names)
+        for name, parameter in self._partitioned.names.items():
             tensors = {slot: key for slot, key in stored[name].items() if key not in checkpoint.objects}
             kinds = {
                 slot: StoredSlot(getattr(torch, checkpoint.dtype(key)), tuple(checkpoint.shape(key)))
                 for slot, key in tensors.items()
             }
-            receipt = self._receipts[name] = self._keeper.receive_slots(parameter, kinds)
+            receipt = self._receipts[name] = self._partitioned.receive_slots(parameter, kinds)
             self._slots[name] = {
                 slot: _place(receipt.tensors[slot], parameter) if slot in tensors else checkpoint[key]
                 for slot, key in stored[name].items()
@@ -137,11 +137,11 @@ class _Optimizer:
         self.include = ["optimizer.state", *(f"fp32.{name}" for name in masters)]
 
     def finish(self, checkpoint: Any) -> None:
-        """Attaches what is loaded."""
+        """Attaches the loaded slots to the optimizer and sets the options of the groups."""
         for name, receipt in self._receipts.items():
             values = {slot: item for slot, item in self._slots[name].items() if slot not in receipt.tensors}
             receipt.attach(values, frozenset(receipt.tensors))
-        _set_options(checkpoint, self._keeper)
+        _set_options(checkpoint, self._partitioned)
 
 
 def _slots_by_parameter(checkpoint: Any, names: Iterable[str]) -> dict[str, dict[str, str]]:
@@ -178,7 +178,7 @@ def _place(item: torch.Tensor | LocalRange, parameter: torch.Tensor) -> torch.Te
     return item
 
 
-def _set_options(checkpoint: Any, keeper: Any) -> None:
+def _set_options(checkpoint: Any, partitioned: Any) -> None:
     """Sets the options of each group to those of its parameters in the checkpoint."""
     stored = {}
     number = 0
@@ -186,11 +186,11 @@ def _set_options(checkpoint: Any, keeper: Any) -> None:
         for name in checkpoint[f"optimizer.param_groups.{number}.params"]:
             stored[name] = number
         number += 1
-    names = {id(parameter): name for name, parameter in keeper.names.items()}
-    for group in keeper.param_groups:
+    names = {id(parameter): name for name, parameter in partitioned.names.items()}
+    for group in partitioned.param_groups:
         numbers = {stored.get(names[id(parameter)]) for parameter in group["params"]} - {None}
         if len(numbers) != 1:
-            continue  # the parameters have other groups in the checkpoint: the program's options stay
+            continue  # the checkpoint groups these parameters differently: keep the program's options
         prefix = f"optimizer.param_groups.{numbers.pop()}."
         for option in options_of(group, _OF_THE_PROGRAM):
             if f"{prefix}{option}" in checkpoint.objects:

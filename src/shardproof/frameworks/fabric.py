@@ -1,14 +1,14 @@
-"""Checkpoints of a Lightning Fabric program, saved by each rank for itself.
+"""Checkpoints of a Lightning Fabric program. Each rank saves its own part.
 
-`save` and `load` take the place of `fabric.save` and `fabric.load`:
+`save` and `load` replace `fabric.save` and `fabric.load`:
 
     from shardproof.frameworks.fabric import load, save
 
     save(fabric, "run/step-100", state)
     load(fabric, "run/step-100", state)
 
-A state may also have what Fabric cannot save, such as `shardproof.RandomState()` and `shardproof.PerRank`.
-What `unwrapped` returns is a state of `shardproof.Checkpointer`, too.
+A state may also have values that Fabric cannot save, such as `shardproof.RandomState()` and
+`shardproof.PerRank`. The result of `unwrapped` is also a state for `shardproof.Checkpointer`.
 """
 
 from __future__ import annotations
@@ -65,10 +65,11 @@ def load(
         path: the checkpoint.
         state: the dict to fill.
         strict: True if a key that only one side has is an error.
-        options: for a checkpoint of Fabric: those of `fabric.load`.
+        options: options of `fabric.load`, for a checkpoint of Fabric.
 
     Returns:
-        What a checkpoint of Fabric has besides the state; an empty dict for one of `save`.
+        The values of a checkpoint of Fabric that are not in the state; an empty dict for a checkpoint of
+        `save`.
 
     Raises:
         ShardproofError: see `shardproof.load`.
@@ -102,7 +103,10 @@ def _is_theirs(path: str | os.PathLike[str]) -> bool:
 
 
 def _inner(value: Any) -> Any:
-    """The object inside of Fabric's wrapper, which the name of a class tells: Lightning has two packages."""
+    """The object inside Fabric's wrapper.
+
+    The name of the class identifies a wrapper, because Lightning has two packages.
+    """
     for base in type(value).__mro__:
         if base.__name__ in _WRAPPED:
             return getattr(value, _WRAPPED[base.__name__])

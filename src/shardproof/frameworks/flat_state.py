@@ -31,13 +31,14 @@ _HANDLED = (
     sp.PerRank,
     sp.RandomState,
 )
-"""Values that `shardproof.save` collects by itself. DCP stores others whole, under one key."""
+"""Classes of values that `shardproof.save` collects by itself. DCP stores other values whole, under one
+key."""
 _PER_RANK = (sp.PerRank, sp.RandomState)
-"""Those whose keys lie below their own."""
+"""Classes of values that are stored under keys below their own."""
 
 
 def is_stateful(value: Any) -> bool:
-    """True for an object at the top of a state dict that DCP asks for its `state_dict`."""
+    """True for an object at the top level of a state dict whose `state_dict` DCP calls."""
     return isinstance(value, Stateful) and not isinstance(value, _HANDLED)
 
 
@@ -46,7 +47,7 @@ class WholeValue:
 
     Args:
         container: the dict or list that holds the value.
-        name: its key or index there.
+        name: key or index of the value there.
     """
 
     def __init__(self, container: Any, name: Any) -> None:
@@ -54,7 +55,7 @@ class WholeValue:
         self._name = name
 
     def state_dict(self) -> Any:
-        """The present value."""
+        """The current value."""
         return self._container[self._name]
 
     def load_state_dict(self, value: Any) -> None:
@@ -71,7 +72,7 @@ class FlatTree:
         state_dict: nested dicts, lists, tensors and plain values.
 
     Raises:
-        StructureError: two values have one key, or a module or an optimizer is inside of a dict or list.
+        StructureError: two values have the same key, or a module or an optimizer is inside a dict or list.
 
     Example:
         >>> state = {"model": {"w": torch.ones(2)}, "optim": {"param_groups": [{"lr": 0.1}]}, "sizes": [1, 2]}
@@ -83,7 +84,7 @@ class FlatTree:
         self.tree: dict[str, Any] = {}
         """The state tree, for `shardproof.save` and `shardproof.load`."""
         self._places: dict[str, list[_Place]] = {}
-        """Key of each value to the places on the way to it, its own last."""
+        """Key of each value to the positions on the path to it, its own position last."""
         for key, places in _leaves((), [], state_dict):
             if key in self.tree:
                 raise StructureError(
@@ -93,14 +94,14 @@ class FlatTree:
             self._places[key] = places
 
     def fit(self, checkpoint: Checkpoint, *, partial: bool) -> None:
-        """Adapts the tree to what a checkpoint has.
+        """Adapts the tree to the keys of a checkpoint.
 
         A checkpoint may store a dict or list whole under one key, as DCP before torch 2.4 and
-        `shardproof.save` do. The tree then takes it whole too.
+        `shardproof.save` do. Then the tree also has one entry for it.
 
         Args:
             checkpoint: the checkpoint to load.
-            partial: True to leave values out that the checkpoint lacks.
+            partial: True to leave out values that the checkpoint lacks.
 
         Raises:
             KeyMismatchError: the checkpoint lacks keys.
@@ -127,7 +128,7 @@ class FlatTree:
             )
 
     def takes(self, key: str) -> bool:
-        """True if a load takes the value of a key of the checkpoint, by itself or as a part of another."""
+        """True if a load uses the value of a stored key, by itself or as a part of another value."""
         while key and key not in self.tree:
             key = key.rpartition(".")[0]
         return bool(key)
@@ -148,7 +149,7 @@ def _has_below(checkpoint: Checkpoint, key: str) -> bool:
 
 
 def _leaves(path: tuple[str, ...], places: list[_Place], value: Any) -> Iterator[tuple[str, list[_Place]]]:
-    """The key of each value below a value, and the places on the way to it."""
+    """The key of each value below a value, and the positions on the path to it."""
     items = value.items() if isinstance(value, Mapping) else enumerate(value)
     for name, item in items:
         key = (*path, str(name))
@@ -160,7 +161,7 @@ def _leaves(path: tuple[str, ...], places: list[_Place], value: Any) -> Iterator
 
 
 def _has_values(items: list[Any]) -> bool:
-    """True if a list holds a tensor or a dict, also in lists inside."""
+    """True if a list, or a list inside it, holds a tensor or a dict."""
     return any(
         isinstance(item, (torch.Tensor, Mapping)) or (isinstance(item, list) and _has_values(item))
         for item in items
@@ -168,11 +169,11 @@ def _has_values(items: list[Any]) -> bool:
 
 
 def _stored_as(key: str, container: Any, name: Any) -> Any:
-    """What stands for a value in the state tree."""
+    """The entry of the state tree for a value."""
     value = container[name]
     if isinstance(value, (torch.nn.Module, torch.optim.Optimizer)):
         raise StructureError(
-            f"{key}: a {type(value).__name__} is inside of another value. Put it at the top of the state "
+            f"{key}: a {type(value).__name__} is inside another value. Put it at the top level of the state "
             "dict, or put its state_dict() here and call its load_state_dict() after the load",
             key=key,
         )

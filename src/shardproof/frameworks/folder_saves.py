@@ -1,8 +1,8 @@
 """Saves to folders that a framework names, in the background, and removes folders once that is safe.
 
-Trainers name the folder of each checkpoint, and remove older folders as soon as a save has returned. A save
-in the background is not committed by then. `FolderSaves` therefore removes a folder after the commit of the
-newest save, and not at all if that save fails.
+Trainers name the folder of each checkpoint, and remove older folders as soon as a save has returned. At that
+time, a save in the background is not committed. `FolderSaves` therefore removes a folder after the commit of
+the newest save. If that save fails, it removes nothing until a later save commits.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ _log = logging.getLogger("shardproof")
 _SAVES = "shardproof_saves"
 """The attribute of a framework's object that has its `FolderSaves`."""
 _TENSOR = "torch.Tensor"
-"""The key of a small tensor's values in a dict of its own."""
+"""The only key of a dict that stands for a small tensor. Its value is the tensor as an array."""
 _SMALL = 64
-"""Elements of a tensor that is saved within a value."""
+"""Elements of a tensor that is saved within a value, at most."""
 _ARRAY_DTYPES = {torch.float64, torch.float32, torch.int64, torch.int32, torch.bool}
-"""Dtypes of such a tensor. numpy has them, and scores and counters use them."""
+"""Dtypes of a tensor that is saved within a value. numpy has them, and scores and counters use them."""
 
 
 class Value:
-    """A value that a load fills whatever it was before: plain data and tensors in dicts, lists and tuples.
+    """Plain data and tensors in dicts, lists and tuples. A load replaces it, whatever its old structure is.
 
-    Small tensors are saved within the value and not under keys of their own. So the structure of the state
-    stays the same if they come and go, such as the scores of the best checkpoints, and the plan of the last
-    save is used again.
+    Small tensors are saved within the value and not under keys of their own. So their number may change
+    without a change of the structure of the state, and the next save reuses the plan. The scores of the best
+    checkpoints are an example.
 
     Args:
         value: the value to save.
@@ -109,9 +109,9 @@ class FolderSaves:
         self._saver: Saver | None = None
         self._lock = threading.Lock()
         self._uncommitted = False
-        """True from the begin of a save to its commit. A failed save leaves it True."""
+        """True from the start of a save to its commit. It stays True after a failed save."""
         self._waiting: list[Callable[[], None]] = []
-        """Calls that wait for the commit."""
+        """Functions to call after the commit."""
 
     def save(
         self,
@@ -166,7 +166,7 @@ class FolderSaves:
         File systems may show a new folder to some ranks earlier than to others.
 
         Args:
-            run: where the checkpoints are, for errors.
+            run: the folder of the checkpoints, for errors.
             find: returns a folder, or None. Called on rank 0 alone.
 
         Raises:
@@ -175,7 +175,7 @@ class FolderSaves:
         return os.fsdecode(self._of_rank_0(run, "choose", lambda: os.fsencode(find() or ""))) or None
 
     def agree(self, checkpoint: str | os.PathLike[str], ask: Callable[[], bool]) -> bool:
-        """What rank 0 finds about a checkpoint, such as its format. All ranks call it.
+        """The answer of rank 0 about a checkpoint, such as its format. All ranks call it.
 
         Args:
             checkpoint: the folder or file, for errors.
@@ -238,7 +238,10 @@ class FolderSaves:
     def _committed(
         self, then: Callable[[], None] | None, _result: sp.SaveResult, _progress: Callable[[int, int], None]
     ) -> None:
-        """In the thread of saves, after the commit. Every call is made, also if one before it fails."""
+        """Calls the waiting functions, in the thread of saves, after the commit.
+
+        It calls every function, even if an earlier one fails.
+        """
         with self._lock:
             self._uncommitted = False
             acts, self._waiting = self._waiting, []
@@ -281,7 +284,7 @@ def local_path(folder: str | os.PathLike[str]) -> str:
         folder: a path.
 
     Raises:
-        ValueError: it is a URL, which would become a path below the current folder.
+        ValueError: the path is a URL, which would become a path below the current folder.
 
     Example:
         >>> local_path("s3://bucket/run")
@@ -307,9 +310,9 @@ def is_committed(folder: str | os.PathLike[str]) -> bool:
 
 
 def newest_committed(folders: Iterable[str]) -> str | None:
-    """The folder with the highest step, and of these the last one saved; None if no folder is committed.
+    """The folder with the highest step; among equal steps, the last one saved. None if none is committed.
 
-    Step and time are those of the manifests. A copy of a checkpoint has the same.
+    The manifests give step and time, so a copy of a checkpoint has the same step and time.
 
     Args:
         folders: paths, committed or not.

@@ -11,7 +11,7 @@ __all__ = ["LastSaver"]
 class LastSaver:
     """The saver of the last save. The next save of the same ranks reuses its plan, buffers and threads.
 
-    With fresh buffers, a save in the background takes about twice as long to begin.
+    With new buffers, a save in the background takes about twice as long to begin.
 
     Args:
         host_memory_budget: see `shardproof.Checkpointer`.
@@ -22,14 +22,14 @@ class LastSaver:
         self._last: tuple[Rendezvous, Saver] | None = None
 
     def at(self, rendezvous: Rendezvous, location: str) -> Saver:
-        """The saver of these ranks, after the end of the last save of other ranks.
+        """The saver of these ranks. It waits for the last save of other ranks.
 
         Args:
-            rendezvous: where the ranks meet.
+            rendezvous: the rendezvous of the ranks.
             location: path of the checkpoint to save, for errors.
 
         Raises:
-            ShardproofError: the last save failed, and its result was not asked. Every rank gets an error.
+            ShardproofError: the last save failed, and no call has read its result. Every rank gets an error.
         """
         last = self._last
         is_alone = rendezvous.world_size == 1  # each call of a process without a group has its own rendezvous

@@ -1,6 +1,6 @@
-"""Checkpoints of a Lightning `Trainer`, saved by each rank for itself and in the background.
+"""Checkpoints of a Lightning `Trainer`. Each rank saves its own part in the background.
 
-`ShardproofCheckpoint` takes the place of Lightning's `ModelCheckpoint`, with the same arguments:
+`ShardproofCheckpoint` replaces Lightning's `ModelCheckpoint`, with the same arguments:
 
     from shardproof.frameworks.lightning import ShardproofCheckpoint
 
@@ -31,17 +31,17 @@ _REFUSED = {
     "XLAStrategy": "XLA devices are not supported. Use ModelCheckpoint",
     "XLAFSDPStrategy": "XLA devices are not supported. Use ModelCheckpoint",
 }
-"""Strategies whose state cannot be saved by each rank for itself: why, and what to do."""
+"""Strategies whose ranks cannot save their own parts: the reason, and what to do."""
 
 
 def with_shardproof(kind: Any) -> Any:
     """A strategy of Lightning that saves and loads with shardproof.
 
-    `ShardproofCheckpoint` replaces the class of its trainer's strategy by it, so programs do not need it.
+    `ShardproofCheckpoint` sets this class on its trainer's strategy, so programs do not call this function.
 
     Every rank saves its part of the module and of the optimizers, and its random state. Rank 0 saves the rest
     of Lightning's checkpoint. A load fills the module and the optimizers in place, before the hooks
-    `on_load_checkpoint`. The strategy itself loads checkpoints that Lightning wrote.
+    `on_load_checkpoint`. Lightning's own strategy loads checkpoints that Lightning wrote.
 
     Args:
         kind: the class of the strategy.
@@ -58,7 +58,7 @@ def with_shardproof(kind: Any) -> Any:
         shardproof_loaded = False
         """True after `load_checkpoint` has loaded a checkpoint of shardproof."""
         _given: dict[str, Any] | None = None
-        """The values of the module that Lightning's next checkpoint begins with."""
+        """The module's values that the strategy returned for Lightning's next checkpoint."""
 
         @property
         def restore_checkpoint_after_setup(self) -> bool:
@@ -120,9 +120,9 @@ def with_shardproof(kind: Any) -> Any:
             """Loads a folder of shardproof into module and optimizers, or a checkpoint of Lightning.
 
             Args:
-                checkpoint_path: the path. That of rank 0 counts.
-                args: for a checkpoint of Lightning.
-                options: for a checkpoint of Lightning.
+                checkpoint_path: the path. All ranks use the path of rank 0.
+                args: arguments of Lightning's method, for a checkpoint of Lightning.
+                options: options of Lightning's method, for a checkpoint of Lightning.
 
             Returns:
                 Lightning's checkpoint. The state dict is that of the loaded module.
@@ -148,7 +148,7 @@ def with_shardproof(kind: Any) -> Any:
             load = self.shardproof_saves.load
             if self._module.strict_loading:
                 load(checkpoint_path, wanted, exclude=others)
-            else:  # all but the weights must be there, before anything is changed
+            else:  # before any change, all values except the weights must be there
                 load(checkpoint_path, _without_weights(wanted), exclude=[*others, "state_dict"])
                 load(checkpoint_path, {"state_dict": self._module}, include="state_dict", strict=False)
             if loaders.value:
@@ -159,9 +159,9 @@ def with_shardproof(kind: Any) -> Any:
             """Does nothing for a checkpoint of shardproof: `load_checkpoint` has filled the module.
 
             Args:
-                checkpoint: what `load_checkpoint` returned.
-                args: for a checkpoint of Lightning.
-                options: for a checkpoint of Lightning.
+                checkpoint: the result of `load_checkpoint`.
+                args: arguments of Lightning's method, for a checkpoint of Lightning.
+                options: options of Lightning's method, for a checkpoint of Lightning.
             """
             if not self.shardproof_loaded:
                 super().load_model_state_dict(checkpoint, *args, **options)
@@ -196,14 +196,14 @@ def with_shardproof(kind: Any) -> Any:
 class ShardproofCheckpoint(ModelCheckpoint):
     """Saves checkpoints during training, as Lightning's `ModelCheckpoint`, with shardproof.
 
-    ``trainer.fit(ckpt_path="last")`` resumes from the newest committed checkpoint in `dirpath`, or starts
-    anew. `trainer.save_checkpoint` saves with shardproof, too.
+    ``trainer.fit(ckpt_path="last")`` resumes from the newest committed checkpoint in `dirpath`. Without one,
+    training starts from the beginning. `trainer.save_checkpoint` also saves with shardproof.
 
     Args:
-        args: those of `ModelCheckpoint`.
+        args: arguments of `ModelCheckpoint`.
         background: False to wait for the commit of each save. Use it if a callback writes to parameters
             outside of an optimizer step, for example weight averaging.
-        options: those of `ModelCheckpoint`.
+        options: options of `ModelCheckpoint`.
 
     Example:
         >>> from shardproof.frameworks.lightning import ShardproofCheckpoint  # doctest: +SKIP
@@ -222,7 +222,7 @@ class ShardproofCheckpoint(ModelCheckpoint):
         return key.replace(type(self).__qualname__, "ModelCheckpoint", 1)
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Lets the strategy save and load with shardproof.
+        """Makes the strategy save and load with shardproof.
 
         Raises:
             TypeError: the strategy is not supported.
@@ -237,7 +237,7 @@ class ShardproofCheckpoint(ModelCheckpoint):
         super().setup(trainer, pl_module, stage)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Keeps the random state of a checkpoint that was saved within an epoch."""
+        """Stores the random state of a checkpoint that was saved within an epoch."""
         super().on_train_start(trainer, pl_module)
         within_epoch = (
             trainer.fit_loop.restarting and not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
@@ -246,14 +246,14 @@ class ShardproofCheckpoint(ModelCheckpoint):
         self._random = sp.RandomState().state_dict() if resumes else None
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Restores that random state: making the iterator of the data loader has used it."""
+        """Restores that random state, because creating the iterator of the data loader has changed it."""
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         if self._random is not None:
             sp.RandomState().load_state_dict(self._random)
             self._random = None
 
     def _find_last_checkpoints(self, trainer: Any) -> set[str]:
-        """What ``ckpt_path="last"`` chooses from: the newest committed checkpoint, or Lightning's own."""
+        """The candidates for ``ckpt_path="last"``: the newest committed checkpoint, or Lightning's own."""
         folder = self.dirpath or self._ModelCheckpoint__resolve_ckpt_dir(trainer)
         names = os.listdir(folder) if os.path.isdir(folder) else []
         newest = newest_committed(os.path.join(folder, name) for name in names)
@@ -279,7 +279,7 @@ def _without_weights(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _take_loaders(checkpoint: dict[str, Any]) -> Any:
-    """Takes the states of the data loaders, which differ between ranks, out of Lightning's checkpoint."""
+    """Removes the states of the data loaders from Lightning's checkpoint. They differ between ranks."""
     loops = dict(checkpoint.get("loops", {}))
     fit = dict(loops.get("fit_loop", {}))
     state = dict(fit.get("state_dict", {}))

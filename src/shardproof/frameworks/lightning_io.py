@@ -1,4 +1,4 @@
-"""Lightning's `CheckpointIO` on shardproof, for trainers that keep Lightning's own checkpoint callbacks."""
+"""A `CheckpointIO` of Lightning on shardproof, for trainers that use Lightning's own checkpoint callbacks."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ TorchCheckpointIO: Any = _plugins.TorchCheckpointIO
 
 
 class ShardproofCheckpointIO(CheckpointIO):
-    """Writes what Lightning collects as a folder of shardproof, committed as a whole and verified by loads.
+    """Writes the state that Lightning collects as a folder of shardproof. Loads verify it.
 
     Lightning calls it on rank 0 alone, with the state of rank 0, and waits for it. Prefer
     `ShardproofCheckpoint`: each rank saves its part in the background, with its random states and the
     positions of its data loaders.
 
     `ModelParallelStrategy` and `FSDPStrategy` write sharded checkpoints without a call of a `CheckpointIO`.
-    Use `ShardproofCheckpoint` with the former. It does not support the latter.
+    Use `ShardproofCheckpoint` with `ModelParallelStrategy`. It does not support `FSDPStrategy`.
 
     Example:
         >>> from shardproof.frameworks.lightning import ShardproofCheckpointIO  # doctest: +SKIP
@@ -55,8 +55,8 @@ class ShardproofCheckpointIO(CheckpointIO):
         Raises:
             TypeError: `storage_options` is given.
             ValueError: `path` is a URL.
-            ShardproofError: see `shardproof.save`. Lightning's other ranks then wait until its process group
-                gives up.
+            ShardproofError: see `shardproof.save`. Lightning's other ranks then wait until the timeout of the
+                process group.
         """
         if storage_options is not None:
             raise TypeError(f"storage_options={storage_options!r}: shardproof saves to a path. Leave it out")
@@ -78,14 +78,15 @@ class ShardproofCheckpointIO(CheckpointIO):
         Args:
             path: the folder or file.
             map_location: the device of the tensors, for example ``"cpu"``, which is the default. A function
-                or a mapping is for files of Lightning alone.
-            weights_only: for a file of Lightning. A checkpoint of shardproof has no pickle.
+                or a mapping is only for files of Lightning.
+            weights_only: option of `torch.load`, for a file of Lightning. A checkpoint of shardproof has no
+                pickle.
 
         Returns:
             Lightning's checkpoint.
 
         Raises:
-            TypeError: `map_location` is no device.
+            TypeError: `map_location` is not a device.
             ShardproofError: see `shardproof.load`.
         """
         if not os.path.isdir(path):
@@ -118,7 +119,7 @@ class ShardproofCheckpointIO(CheckpointIO):
 
 
 class _Weights(Value):
-    """The weights, each under a key of its own, also the small ones."""
+    """The weights, each under a key of its own, including small ones."""
 
     def state_dict(self) -> Any:
         """The weights."""

@@ -17,12 +17,12 @@ import shardproof as sp
 
 __all__ = ["QueueCall", "call_of", "wait_for_end"]
 
-_LOOK = 1.0
-"""Seconds between two looks whether the training process lives."""
+_POLL_SECONDS = 1.0
+"""Seconds between two checks that the training process is alive."""
 
 
 class QueueCall(NamedTuple):
-    """What Megatron's ``AsyncRequest`` takes."""
+    """The arguments of Megatron's ``AsyncRequest``."""
 
     function: Any
     arguments: tuple[Any, ...]
@@ -60,7 +60,7 @@ def wait_for_end(reader: Connection, trainer: int) -> None:
         reader: the end of a pipe that gets a message when the save is over.
         trainer: the process that saves.
     """
-    while not reader.poll(_LOOK):
+    while not reader.poll(_POLL_SECONDS):
         try:
             os.kill(trainer, 0)
         except ProcessLookupError:

@@ -46,21 +46,24 @@ class Common:
         self.file = file.getvalue()
 
     def tree(self) -> dict[str, Any]:
-        """What this rank adds to the state tree."""
+        """The entries that this rank adds to the state tree."""
         digest = xxhash.xxh3_128_hexdigest(self.file)
         types = {"types": self.types, "digest": digest}
         return {COMMON: StoredObject(self.value), TYPES: StoredObject(types)}
 
 
 def common_of(sharded_state_dict: Mapping[Any, Any]) -> list[Common]:
-    """The common state, if this rank stores it. Megatron-Core 0.16 stores it by itself."""
+    """The common state, if this rank stores it. Megatron-Core 0.16 stores it itself."""
     items = dict_utils.nested_values(sharded_state_dict)
     found = [item for item in items if isinstance(item, ShardedObject) and item.key == COMMON_KEY]
     return [Common(item.data) for item in found if item.replica_id == 0]
 
 
 def publish_for_megatron(folder: Path, common: list[Common]) -> Callable[..., None]:
-    """Writes the files that Megatron's own functions read, on the rank with the common state."""
+    """Returns a function that writes the files which Megatron's own functions read.
+
+    It writes them on the rank with the common state, and does nothing on other ranks.
+    """
 
     def publish(*_: object) -> None:
         for state in common:

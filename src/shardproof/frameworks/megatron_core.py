@@ -1,6 +1,6 @@
 """shardproof as a backend of Megatron-Core's ``dist_checkpointing``.
 
-Import this module in the place of Megatron's. Its functions have the same names and arguments:
+Import this module in place of Megatron's. Its functions have the same names and arguments:
 
     from shardproof.frameworks import megatron_core as dist_checkpointing
 
@@ -8,9 +8,9 @@ Import this module in the place of Megatron's. Its functions have the same names
     state_dict = dist_checkpointing.load(sharded_state_dict, folder)
 
 `save` writes checkpoints of shardproof. `load` reads them, and every other checkpoint with Megatron's own
-functions. No function of this module runs a collective for a checkpoint of shardproof: the ranks meet at its
-rendezvous. The import makes the backend ``("shardproof", 1)`` known to Megatron-Core 0.16, whose own
-functions then save with it and find it in a checkpoint.
+functions. For a checkpoint of shardproof, no function of this module runs a collective: the ranks meet at a
+rendezvous of shardproof. The import registers the backend ``("shardproof", 1)`` with Megatron-Core 0.16,
+whose own functions then save with it and recognize it in a checkpoint.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ __all__ = [
 
 
 def _register() -> None:
-    """Makes ``("shardproof", 1)`` known to Megatron-Core 0.16. Newer releases have no names of strategies."""
+    """Registers ``("shardproof", 1)`` with Megatron-Core 0.16. Newer releases have no registry of names."""
     try:
         from megatron.core.dist_checkpointing.strategies import base
     except ImportError:

@@ -9,11 +9,11 @@
     checkpointer.restore(state)
 
 Megatron-FSDP packs parameters into buffers and cuts each buffer into equal parts, so a rank has some rows of
-a parameter, or none. The position of every range follows from the buffer. Its own `state_dict` gathers the
-positions with a collective for each tensor instead.
+a parameter, or none. The position of every range follows from the buffer. Megatron-FSDP's own `state_dict`
+gathers the positions instead, with a collective for each tensor.
 
-Keys are the names of the module inside. A weight has the dtype of the model, also where Megatron-FSDP steps
-main weights of another dtype; these are the slot ``master`` of the optimizer.
+Keys are the names of the module inside. A weight has the dtype of the model, even if the optimizer steps main
+weights of another dtype. The main weights are the slot ``master`` of the optimizer.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _PARTITIONS = "_shardproof_partitions"
 def module_state(model: MegatronFSDP) -> torch.nn.Module:
     """The parameters and buffers of a model, as a value of a state tree.
 
-    Make it once, after `fully_shard` or `fully_shard_model`. A load fills the model's own memory, on any
-    number of ranks and at any ZeRO stage; main weights follow it.
+    Create it once, after `fully_shard` or `fully_shard_model`. A load fills the model's own memory, on any
+    number of ranks and at any ZeRO stage. It also updates the main weights.
 
     Args:
         model: the model.
@@ -79,8 +79,8 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: MegatronFSDP) -> sp
         StructureError: the optimizer trains a parameter that is not one of the model's distributed
             parameters.
     """
-    keeper = _FsdpOptimizer(optimizer, model)
-    return sp.OptimizerState(keeper, names=keeper.names)  # type: ignore[arg-type]
+    partitioned = _FsdpOptimizer(optimizer, model)
+    return sp.OptimizerState(partitioned, names=partitioned.names)  # type: ignore[arg-type]
 
 
 class _FsdpOptimizer(PartitionedOptimizer):
@@ -116,7 +116,7 @@ class _FsdpOptimizer(PartitionedOptimizer):
         """Existing DTensors stay; new ranges become DTensors like the parameter."""
         parameter = self._distributed[id(partition)]
         if partition.is_elsewhere or not state:
-            self._state.pop(parameter, None)  # as Megatron-FSDP has it
+            self._state.pop(parameter, None)  # Megatron-FSDP has no entry then
             return
         present = self._state.get(parameter) or {}
         self._state[parameter] = {
@@ -152,17 +152,17 @@ def _partition(name: str, raw: torch.Tensor, parameter: torch.Tensor, group: Any
     """The partition of a parameter.
 
     Args:
-        name: of the parameter.
+        name: name of the parameter.
         raw: the module's parameter.
         parameter: the optimizer's parameter.
         group: the group of parameters that share buffers.
-        number: of the parameter in the group.
+        number: number of the parameter in the group.
     """
     shape = tuple(local_tensor(raw).shape)
-    held: slice = getattr(parameter, "megatron_fsdp_slice", slice(0, prod(shape)))
+    local: slice = getattr(parameter, "megatron_fsdp_slice", slice(0, prod(shape)))
     main, weights = group.main_weight_buffer, group.model_weight_buffer
     stepped = _flat(parameter)
-    start, stop = (held.start, held.stop) if stepped.numel() else (0, 0)
+    start, stop = (local.start, local.stop) if stepped.numel() else (0, 0)
     owners = [buffer.data for buffer in (main, weights) if buffer is not None]
     weight, master, copies = stepped, None, []
     if main is not None:

@@ -50,11 +50,11 @@ def load(
     """Loads a checkpoint into a sharded state dict. All ranks call it.
 
     Args:
-        sharded_state_dict: as for Megatron's ``load``.
+        sharded_state_dict: see Megatron's ``load``.
         checkpoint_dir: a checkpoint of shardproof, or any other that Megatron loads.
-        sharded_strategy: a `LoadStrategy`, or Megatron's wrapper of one. None: by the checkpoint.
+        sharded_strategy: a `LoadStrategy`, or Megatron's wrapper of one. None: chosen by the checkpoint.
         validate_access_integrity: used for checkpoints of Megatron only.
-        strict: what to do with keys of one side only, as in Megatron.
+        strict: how to handle keys that only one side has, as in Megatron.
         verify_integrity: True to verify all files before the load. The bytes that it reads are always
             verified.
         process_group: used for checkpoints of Megatron only.
@@ -64,7 +64,8 @@ def load(
         unexpected keys.
 
     Raises:
-        CheckpointingException: keys of one side only, with ``strict="raise_all"`` or ``"raise_unexpected"``.
+        CheckpointingException: only one side has a key, with ``strict="raise_all"`` or
+            ``"raise_unexpected"``.
         ShardproofError: see `shardproof.load`.
     """
     if not agree_if_ours(checkpoint_dir):
@@ -156,7 +157,7 @@ def _load_strategy(strategy: Any) -> Any:
 
 
 def _common_state(checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any]:
-    """The common state, which each rank reads. An error reaches all ranks."""
+    """Reads the common state on each rank. An error reaches all ranks."""
     state: dict[str, Any] = {}
     on_every_rank(
         sp.rendezvous.connect(),

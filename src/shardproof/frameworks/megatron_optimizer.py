@@ -1,9 +1,9 @@
-"""The state of Megatron's DistributedOptimizer as each rank has it: flat ranges of main weights and moments.
+"""The state of Megatron's DistributedOptimizer on each rank: flat ranges of main weights and moments.
 
 Megatron's ``fully_reshardable`` gathers the state over the data parallel ranks before a save, with one
-collective a tensor, and reads moments that exist only after the first step. Here each rank describes its
-ranges alone, and only what exists. Keys are those of ``fully_reshardable``, so either checkpoint loads into
-the other.
+collective a tensor. It reads moments that exist only after the first step. In this module, each rank
+describes its own ranges, and only existing ones. Keys are those of ``fully_reshardable``, so each of the two
+loads the other's checkpoints.
 """
 
 from __future__ import annotations
@@ -87,14 +87,15 @@ def optimizer_state(
         optimizer: a DistributedOptimizer with a fused Adam, or a ChainedOptimizer of these, such as those of
             dense and expert weights.
         model_sharded_state_dict: the model's, made with its live parameters.
-        stored: for a load, the keys of the checkpoint. Moments that it has are made here, and filled in place
-            by the load. Moments that it lacks, because it was saved before the first step, are removed.
+        stored: for a load, the keys of the checkpoint. Moments that it has are allocated here, and the load
+            fills them in place. Moments that it lacks, because it was saved before the first step, are
+            removed.
 
     Returns:
         Options of the parameter groups and the loss scale, as Megatron stores them, and under "param_state" a
-        `FlatRange` for each range; for several optimizers, such a dict by the number of each. Keys of tensors
-        do not depend on the number of optimizers, as with Megatron's ``chained_optim_avoid_prefix``.
-        `load_optimizer_state` takes what a load makes of it.
+        `FlatRange` for each range. For several optimizers, such a dict by the number of each. Keys of tensors
+        do not depend on the number of optimizers, as with Megatron's ``chained_optim_avoid_prefix``. Pass the
+        result to a load, and the result of the load to `load_optimizer_state`.
 
     Raises:
         StructureError: the optimizer is of another kind, is precision-aware, or has state other than
@@ -114,16 +115,17 @@ def load_optimizer_state(optimizer: Any, state: Mapping[Any, Any]) -> None:
 
     Args:
         optimizer: the optimizer that `optimizer_state` was called with.
-        state: what the load made of its result.
+        state: the result of the load.
 
     Raises:
-        StructureError: the checkpoint has the options of another number of optimizers, which differ.
+        StructureError: the checkpoint has the options of another number of optimizers, and these options
+            differ.
     """
     optimizers = _optimizers(optimizer)
     for inner, options in zip(optimizers, _options(state, optimizers), strict=True):
         moments = dict(inner.optimizer.state)
         inner.load_state_dict(options)
-        inner.optimizer.state.clear()  # Megatron makes moments of uninitialised memory where there are none
+        inner.optimizer.state.clear()  # Megatron allocates missing moments as uninitialised memory
         inner.optimizer.state.update(moments)
 
 
@@ -132,8 +134,8 @@ def _state_of(inner: Any, parts: Mapping[int, Any], keys: set[str] | None) -> di
 
     Args:
         inner: the optimizer.
-        parts: by the identity of a parameter, how the model describes it.
-        keys: of the checkpoint, for a load.
+        parts: description of each parameter by the model, by the id of the parameter.
+        keys: keys of the checkpoint, for a load.
     """
     ranges: list[FlatRange] = []
     for parameter, main, start in _ranges(inner):
@@ -153,7 +155,7 @@ def _options(state: Mapping[Any, Any], optimizers: Sequence[Any]) -> list[dict[s
     Experts have an optimizer of their own from expert parallel size 2 on.
 
     Raises:
-        StructureError: the numbers differ, and so do the options.
+        StructureError: the numbers of optimizers differ, and the options differ.
     """
     stored: list[Any] = [state[number] for number in sorted(key for key in state if isinstance(key, int))]
     stored = [options for options in stored if "optimizer" in options] or [state]
@@ -176,14 +178,14 @@ def _options(state: Mapping[Any, Any], optimizers: Sequence[Any]) -> list[dict[s
 
 
 def _shared(options: Mapping[Any, Any]) -> list[dict[str, Any]]:
-    """The groups of an optimizer without what differs between dense and expert weights in any case."""
+    """The groups of an optimizer without the options that always differ between dense and expert weights."""
     own = ("params", "is_expert_parallel")
     groups = options["optimizer"]["param_groups"]
     return [{key: value for key, value in group.items() if key not in own} for group in groups]
 
 
 def _optimizers(optimizer: Any) -> list[Any]:
-    """The DistributedOptimizers, whose state is complete with main weights and the moments of `_SLOTS`."""
+    """The DistributedOptimizers. Checks that their state is main weights and the moments of `_SLOTS`."""
     found = list(getattr(optimizer, "chained_optimizers", [optimizer]))
     if not found or not all(hasattr(one, "gbuf_ranges") for one in found):
         kinds = ", ".join(type(one).__name__ for one in found) or "none"
@@ -219,7 +221,7 @@ def _check_slots(optimizer: Any) -> None:
 
 
 def _ranges(optimizer: Any) -> Iterator[tuple[Any, torch.Tensor, int]]:
-    """Each parameter of which this rank has a range, its main weight, and the first element of the range."""
+    """Yields each parameter with a range on this rank, its main weight, and the range's first element."""
     for buffer in optimizer.gbuf_ranges:
         for buckets in buffer.values():
             for bucket in buckets:
@@ -244,7 +246,7 @@ def _slots(state: Any, main: torch.Tensor, key: str, stored: Any) -> dict[str, t
 
 
 def _boxes(item: Any) -> tuple[tuple[int, ...], list[tuple[tuple[int, ...], tuple[int, ...]]]]:
-    """The global shape, and the boxes of a local part in their order in it."""
+    """The global shape, and the boxes of a local part in the order of the local part."""
     tensors = [item] if isinstance(item, ShardedTensor) else _built(item)
     boxes = [
         (

@@ -1,8 +1,8 @@
 """Values of Megatron's common state and ShardedObjects as plain data, with the types that plain data lacks.
 
-Megatron keeps its arguments in an ``argparse.Namespace`` with members of enums, its rerun state machine names
-a call by a named tuple, and Transformer Engine keeps its extra state in a ``BytesIO``. They are stored as
-dicts, names, tuples and bytes, beside a list of the places where such a type belongs.
+Megatron keeps its arguments in an ``argparse.Namespace`` with members of enums. Its rerun state machine names
+a call by a named tuple. Transformer Engine keeps its extra state in a ``BytesIO``. These values are stored as
+dicts, names, tuples and bytes. A list beside them has the path and the type of each.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Typed:
 
 
 def to_plain(value: Any) -> tuple[Any, Types]:
-    """Returns plain data for a value, and the places of other types in it.
+    """Returns plain data for a value, and the paths and names of other types in it.
 
     >>> to_plain({"args": argparse.Namespace(lr=0.1), "step": 3})
     ({'args': {'lr': 0.1}, 'step': 3}, [(['args'], 'argparse.Namespace')])

@@ -1,7 +1,7 @@
 """The proof that every box of a sharded state dict has one main replica.
 
-The ranks meet. Each posts the digest of its boxes. If the coordinator has not proved these digests before,
-each posts its boxes, and the coordinator compares them.
+At a rendezvous, each rank sends the digest of its boxes. If the coordinator has not proved these digests
+before, each rank sends its boxes, and the coordinator compares them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Box(NamedTuple):
 
 
 class MainReplicas:
-    """Proves that each box has one main replica, and remembers what it proved."""
+    """Proves that each box has one main replica, and caches the proof."""
 
     def __init__(self) -> None:
         self._proved: tuple[bytes, ...] = ()
@@ -51,7 +51,7 @@ class MainReplicas:
         Raises:
             StructureError: two ranks have the main replica of one box, or no rank has one. The message names
                 key, box and ranks.
-            RankFailure, RankSilent: a rank failed or fell silent.
+            RankFailure, RankSilent: a rank failed or became silent.
         """
         meetings = sp.rendezvous.MeetingSequence(rendezvous, f"compare replicas of {location}")
         posted = b""

@@ -45,17 +45,18 @@ def save(
     """Saves a sharded state dict. All ranks call it.
 
     Args:
-        sharded_state_dict: as for Megatron's ``save``.
+        sharded_state_dict: see Megatron's ``save``.
         checkpoint_dir: the folder of the checkpoint. A committed checkpoint in it is replaced.
         sharded_strategy: a `SaveStrategy`, Megatron's wrapper of one, or ``("shardproof", 1)``. None: the
             `SaveStrategy` of the process. Any other strategy saves as Megatron does.
-        validate_access_integrity: False leaves out the comparison of the common state between ranks. The
-            proof that boxes have one main replica and tile each tensor always runs.
+        validate_access_integrity: False to skip the comparison of the common state between ranks. The proof
+            that boxes have one main replica and tile each tensor always runs.
         async_sharded_save: True to return a request for Megatron's ``AsyncCallsQueue``.
-        preprocess_common_before_consistancy_check: removes from the common state what differs between ranks.
+        preprocess_common_before_consistancy_check: removes the values from the common state that may differ
+            between ranks.
         content_metadata: stored in the common state.
-        async_strategy: "mcore" or "nvrx": whose request to return.
-        verify_integrity: changes nothing, since shardproof always stores digests.
+        async_strategy: "mcore" or "nvrx": the library whose request to return.
+        verify_integrity: ignored, because shardproof always stores digests.
 
     Returns:
         None, or the request if `async_sharded_save` is set.
@@ -95,7 +96,7 @@ def begin_save(
     """Begins to save in the background, without Megatron's queue. All ranks call it.
 
     Args:
-        sharded_state_dict: as for Megatron's ``save``. It may change when this function returns.
+        sharded_state_dict: see Megatron's ``save``. It may change when this function returns.
         checkpoint_dir: the folder of the checkpoint.
         sharded_strategy: the strategy of the run.
         content_metadata: stored in the common state.
@@ -126,7 +127,7 @@ def _parts(
     content_metadata: dict[str, Any] | None,
     compared: _Preprocess | None,
 ) -> dict[str, Any]:
-    """The ShardedTensors and ShardedObjects to save; the common state is one of these."""
+    """The ShardedTensors and ShardedObjects to save. The common state is a ShardedObject among them."""
     rendezvous = sp.rendezvous.connect()
     if content_metadata is not None:
         sharded_state_dict[_CONTENT] = content_metadata
@@ -138,7 +139,7 @@ def _parts(
 
 
 def _compare_common(common: dict[str, Any], location: str, rendezvous: sp.rendezvous.Rendezvous) -> None:
-    """Logs which items of the common state differ between ranks; that of rank 0 is stored."""
+    """Logs the items of the common state that differ between ranks. The common state of rank 0 is stored."""
 
     def digests() -> bytes:
         items = {key: to_plain(value) for key, value in common.items()}

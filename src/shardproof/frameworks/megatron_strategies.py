@@ -63,12 +63,13 @@ def agree_if_ours(
 class SaveStrategy(torch_strategies.TorchDistSaveShardedStrategy):
     """Saves a sharded state dict with shardproof.
 
-    Keep one strategy for the run: it reuses the plan while the structure is unchanged on all ranks.
-    Derives from Megatron's ``torch_dist`` strategy only because Megatron-Core 0.19 accepts no other class.
+    Use one strategy for the whole run: it reuses the plan while the structure is unchanged on all ranks. The
+    class derives from Megatron's ``torch_dist`` strategy only because Megatron-Core 0.19 accepts no other
+    class.
 
     Args:
-        replicas: True if any rank that has a replica of a box may write it, which balances the bytes. False
-            if only the rank with the main replica writes it, as in Megatron.
+        replicas: True to let any rank with a replica of a box write it, which balances the bytes. False to
+            let only the rank with the main replica write it, as in Megatron.
         deadline: seconds that a rank may be silent before all ranks fail with `RankSilent`. None: 300.
         host_memory_budget: see `shardproof.Checkpointer`.
 
@@ -114,11 +115,11 @@ class SaveStrategy(torch_strategies.TorchDistSaveShardedStrategy):
         Args:
             sharded_state_dict: it may change when this method returns.
             checkpoint_dir: the folder of the checkpoint.
-            async_strategy: "mcore" or "nvrx": whose ``AsyncRequest`` to return.
+            async_strategy: "mcore" or "nvrx": the library whose ``AsyncRequest`` to return.
 
         Returns:
-            The request to schedule in Megatron's ``AsyncCallsQueue``. The save runs in any case; the queue
-            tells when it is over, and its finalization raises the error of a failed save on all ranks.
+            The request to schedule in Megatron's ``AsyncCallsQueue``. The save runs without the queue too.
+            The queue waits for its end, and its finalization raises the error of a failed save on all ranks.
         """
         function, arguments, finalize = call_of(self.begin(sharded_state_dict, checkpoint_dir))
         return _request_class(async_strategy)(function, arguments, finalize)
@@ -190,7 +191,7 @@ class LoadStrategy(torch_strategies.TorchDistLoadShardedStrategy):
         """Accepts every backend: other checkpoints are loaded with Megatron's strategy."""
 
     def check_version_compatibility(self, loaded_version: int) -> None:
-        """Accepts every version; the manifest has the version that counts."""
+        """Accepts every version; the version of the format is in the manifest."""
 
     def load(
         self,
@@ -206,7 +207,7 @@ class LoadStrategy(torch_strategies.TorchDistLoadShardedStrategy):
         Args:
             sharded_state_dict: nested dicts and lists of ShardedTensors and ShardedObjects.
             checkpoint_dir: the folder of the checkpoint.
-            async_strategy: given to Megatron's own strategy.
+            async_strategy: passed to Megatron's own strategy.
 
         Raises:
             RankFailure: on a rank, the checkpoint lacks a key or has it with another global shape.

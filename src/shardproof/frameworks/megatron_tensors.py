@@ -103,7 +103,7 @@ def add_keys(tree: dict[str, Any], added: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Load:
-    """What this rank reads from a checkpoint.
+    """The reads of this rank from a checkpoint.
 
     Args:
         sharded_state_dict: nested dicts and lists of ShardedTensors and ShardedObjects. Their data is filled
@@ -143,7 +143,7 @@ class Load:
         return tree | {key: sharded(items) for key, items in ranges.items()}
 
     def result(self, tree: Mapping[str, Any]) -> Any:
-        """The state dict with tensors and objects in the places of ShardedTensors and ShardedObjects."""
+        """The state dict with tensors and objects in place of ShardedTensors and ShardedObjects."""
 
         def loaded(item: Any) -> Any:
             if isinstance(item, ShardedObject):

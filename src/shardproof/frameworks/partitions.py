@@ -1,7 +1,7 @@
-"""Modules and optimizers of frameworks that store parameters in flat buffers, each rank its own range.
+"""Modules and optimizers of frameworks that store parameters in flat buffers. Each rank has its own range.
 
 An adapter describes each parameter by a `Partition`: the row-major elements that this rank has, and their
-memory. Nothing here communicates, and a rank may have no element of a parameter.
+memory. No function of this module communicates, and a rank may have no element of a parameter.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ class Partition:
     """This rank's range of one parameter.
 
     Args:
-        name: of the parameter.
-        shape: of the parameter, without data parallelism.
+        name: name of the parameter.
+        shape: shape of the parameter, without data parallelism.
         start: first row-major element of the range.
         stop: element after the last.
         weight: 1-D memory of the range, in the dtype of the model.
         master: 1-D memory of the same elements in another dtype, which the optimizer steps; None if it steps
             `weight`.
         whole: 1-D memory of all elements, of which `weight` is a part, if every rank has all of the weight.
-            Then `start` and `stop` apply to the optimizer's state alone.
+            Then `start` and `stop` apply only to the optimizer's state.
         copies: other memory with the values of `weight`.
         owners: the buffers that `weight` and `master` are parts of.
         description: a tensor without memory with the parameter's shape, dtype and tensor parallel placements.
         embedding: the position of a tensor parallel shard in the global tensor. `start` and `stop` then count
             elements of the shard.
         is_gathered_in_place: True if a forward pass writes `weight` again, with equal values. A save then
-            copies it before training goes on.
+            copies `weight` before training continues.
     """
 
     name: str
@@ -117,12 +117,11 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class PartitionedModule(torch.nn.Module):
     """A module as a checkpoint stores it: its parameters are this rank's ranges.
 
-    It shares all memory with the framework's module, and is no module to train. `sp.save`, `sp.load` and
+    It shares all memory with the framework's module. It is not for training. `sp.save`, `sp.load` and
     `sp.Checkpointer` accept it wherever they accept a module.
 
     Args:
-        module: the framework's module. Values of its state dict that are no partitions are stored as they
-            are.
+        module: the framework's module. Values of its state dict that are not partitions are stored unchanged.
         partitions: the partitions by name in the state dict. Tied parameters share one.
         loaded: called after a load, when all weights and masters have their values.
     """
@@ -147,7 +146,7 @@ class PartitionedModule(torch.nn.Module):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **options: Any) -> Any:
-        """Loads the values that are no partitions."""
+        """Loads the values that are not partitions."""
         rest = {name: value for name, value in state_dict.items() if name not in self._partitions}
         return self._inner[0].load_state_dict(rest, strict=False)
 
@@ -180,7 +179,7 @@ class PartitionedModule(torch.nn.Module):
 class PartitionedOptimizer:
     """An optimizer as a checkpoint stores it: state and masters by parameter name, as this rank's ranges.
 
-    A subclass says where the framework has the state. See `shardproof.state.SlotProvider`.
+    A subclass gives access to the framework's state. See `shardproof.state.SlotProvider`.
 
     Args:
         optimizer: the optimizer whose step writes the state.
@@ -204,7 +203,7 @@ class PartitionedOptimizer:
         return {part.name: part.parameter for part in self._by_parameter.values()}
 
     def state_of(self, partition: Partition) -> Mapping[str, Any]:
-        """The present state of a parameter: 1-D tensors of the range's elements, scalars, plain values."""
+        """The current state of a parameter: 1-D tensors of the range's elements, scalars, plain values."""
         raise NotImplementedError
 
     def set_state(self, partition: Partition, state: dict[str, Any]) -> None:
@@ -252,7 +251,7 @@ class PartitionedOptimizer:
         }
         tensors = {slot: _range_of(part, item) for slot, item in slots.items()}
         weight = part.memory
-        exact: torch.Tensor | None = None  # the values of a weight that is stored rounded
+        exact: torch.Tensor | None = None  # the exact values of a weight that the checkpoint stores rounded
         if part.master is not None:
             tensors[MASTER] = _range_of(part, part.master)
         elif MASTER in stored and stored[MASTER].dtype == weight.dtype:

@@ -79,13 +79,13 @@ class _BoxPart:
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     item: WriteItem | None
-    """What the planner resolves to the values."""
+    """The item of the plan that the planner resolves to the values."""
     value: torch.Tensor | None = None
     """The values, if they are a part of a plain value."""
 
 
 class ShardFile:
-    """The shard file of a rank, as its plan gives it.
+    """The shard file of a rank, built from its plan.
 
     Args:
         plan: the plan of the rank, with its `Assignment`.
@@ -172,9 +172,9 @@ class ShardFile:
             getattr(kind, name) is not getattr(default, name) for name in ("resolve_data", "transform_object")
         ):
             raise StructureError(
-                f"{index.fqn}: {kind.__name__} makes its own bytes of values that are no tensors, and a "
-                "checkpoint of shardproof stores no pickles. Leave resolve_data and transform_object of "
-                "DefaultSavePlanner as they are, or store tensors only",
+                f"{index.fqn}: {kind.__name__} encodes values that are not tensors to bytes itself, and a "
+                "checkpoint of shardproof stores no pickles. Do not override resolve_data and "
+                "transform_object of DefaultSavePlanner, or store tensors only",
                 key=index.fqn,
             )
         used: set[str] = set()

@@ -1,4 +1,4 @@
-"""Work of one rank for all of them, and of each rank, whose error all ranks raise."""
+"""Runs work on rank 0 or on each rank. An error of one rank is raised on all ranks."""
 
 from __future__ import annotations
 

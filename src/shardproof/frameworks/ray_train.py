@@ -1,4 +1,4 @@
-"""Checkpoints of a Ray Train worker, saved by each worker for itself, where Ray Train keeps them.
+"""Checkpoints of Ray Train workers in the storage of the run. Each worker saves its own part.
 
     from shardproof.frameworks.ray_train import report, restore
 
@@ -37,13 +37,13 @@ def report(metrics: dict[str, Any], state: Any, *, step: int) -> sp.SaveResult:
 
     Raises:
         ShardproofError: see `shardproof.save`.
-        ValueError: the storage of the run is no directory.
+        ValueError: the storage of the run is not a directory.
     """
     storage = ray.train.get_context().get_storage()
     if not isinstance(storage.storage_filesystem, LocalFileSystem):
         kind = type(storage.storage_filesystem).__name__
         raise ValueError(
-            f"the storage of this run is a {kind}, and shardproof saves to directories alone: set "
+            f"the storage of this run is a {kind}, and shardproof saves only to directories: set "
             "RunConfig(storage_path=...) to a directory that all workers share"
         )
     folder = os.path.join(storage.experiment_fs_path, f"checkpoint_{step:08d}")

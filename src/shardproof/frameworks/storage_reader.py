@@ -27,7 +27,8 @@ from shardproof.state import references
 __all__ = ["ShardproofReader"]
 
 _BATCH_BYTES = 256 << 20
-"""Bytes that are read together, at most, unless one item has more. It bounds the memory beside the state."""
+"""Bytes that are read together, at most, unless a single item is larger. The limit bounds the memory beside
+the state."""
 
 
 class ShardproofReader(StorageReader):
@@ -55,7 +56,7 @@ class ShardproofReader(StorageReader):
         self._checkpoint: Checkpoint | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begins to read again, another checkpoint if one is given."""
+        """Prepares for the next read, of another checkpoint if `checkpoint_id` is given."""
         if checkpoint_id:
             self.path = checkpoint_id
         self._checkpoint = None
@@ -101,7 +102,7 @@ class ShardproofReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Reads and verifies what a plan asks for.
+        """Reads and verifies the items of a plan.
 
         Raises:
             CorruptChunkError: stored bytes do not match their digest. Tensors may be partly filled.

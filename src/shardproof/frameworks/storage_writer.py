@@ -1,6 +1,6 @@
 """A storage writer of torch DCP that writes checkpoints of shardproof.
 
-torch's `save` plans and communicates; the writer only writes. It takes these steps:
+torch's `save` plans and communicates. The writer takes these steps:
 
     coordinator: name the attempt, in every rank's plan
     each rank:   write one shard file, and return its chunks and digests
@@ -56,7 +56,7 @@ _MARK_TEXT = (
 def mark_as_committed(storage: Storage) -> None:
     """Writes the file by which programs of torch DCP, such as torchtitan, recognise a finished checkpoint.
 
-    The file is a hint for them, and the manifest is the commit. So a failure is only logged.
+    The file is only a hint for these programs; the manifest is the commit. So a failure is only logged.
 
     Args:
         storage: the folder of a committed checkpoint.
@@ -96,10 +96,10 @@ class ShardproofWriter(StorageWriter):
         self.path = path
         self.overwrite = overwrite
         self._attempt, self._time = "", 0.0
-        """On the coordinator: the attempt under way, and when it began."""
+        """On the coordinator: the current attempt, and its start time."""
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begins another checkpoint, in another folder if one is given."""
+        """Prepares for the next save, to another folder if `checkpoint_id` is given."""
         if checkpoint_id:
             self.path = checkpoint_id
         self._attempt, self._time = "", 0.0
@@ -112,8 +112,9 @@ class ShardproofWriter(StorageWriter):
         """
         if kwargs.get("use_collectives") is False:
             raise StructureError(
-                f"{self.path}: with use_collectives=False no rank sees the whole checkpoint, so it cannot be "
-                "proved. Leave it out, or use shardproof.frameworks.dcp.save, which runs no collectives"
+                f"{self.path}: with use_collectives=False no rank has the plan of the whole checkpoint, so "
+                "it cannot be proved complete. Leave use_collectives out, or use "
+                "shardproof.frameworks.dcp.save, which runs no collectives"
             )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -124,7 +125,7 @@ class ShardproofWriter(StorageWriter):
         """
         if not getattr(plan, "usable", True):
             raise StructureError(
-                f"{self.path}: the planner reuses its plan of an earlier save. Leave enable_plan_caching out "
+                f"{self.path}: the planner reuses its plan of an earlier save. Leave out enable_plan_caching "
                 "of DefaultSavePlanner"
             )
         return plan
@@ -160,7 +161,7 @@ class ShardproofWriter(StorageWriter):
         """Proves that the files hold every tensor once, then writes the index and the manifest.
 
         Raises:
-            StructureError: the ranks did not write what was planned.
+            StructureError: the files of the ranks do not match the plan.
             TilingError: the chunks of a tensor do not cover it exactly once.
             AlreadyCommittedError: a checkpoint is committed here, and `overwrite` is False.
             StorageError: a file is missing or has another size, or the storage failed.
@@ -189,8 +190,8 @@ def _merged(
     for file in files:
         if file.attempt != attempt:
             raise StructureError(
-                f"rank {file.record.rank} wrote for the attempt {file.attempt}, but {attempt} is under way; "
-                "nothing was committed"
+                f"rank {file.record.rank} wrote for the attempt {file.attempt}, expected {attempt}; nothing "
+                "was committed"
             )
         for key, described in file.tensors.items():
             if tensors.setdefault(key, described) != described:

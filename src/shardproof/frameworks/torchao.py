@@ -1,12 +1,12 @@
-"""torchao: low-bit optimizer state and quantised weights, also in shards.
+"""torchao: low-bit optimizer state and quantised weights, whole or in shards.
 
 Import the module before a save or load of such tensors:
 
 >>> import shardproof.frameworks.torchao  # doctest: +SKIP
 
-It declares which elements of a tensor the parts of torchao's tensor subclasses belong to (see
-`shardproof.state.subclasses`), and registers the enums and dataclasses in their contexts. Checkpoints hold
-the parts as they are, so nothing is rounded. Tested with torchao 0.18.0.
+It declares the elements of a tensor to which each part of torchao's tensor subclasses belongs (see
+`shardproof.state.subclasses`). It also registers the enums and dataclasses in their contexts. Checkpoints
+store the parts unchanged, so nothing is rounded. Tested with torchao 0.18.0.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PARTS: dict[str, dict[str, str]] = {
     # The scale is computed from the weight after each optimizer step.
     "torchao.float8.fsdp_utils.WeightWithDynamicFloat8CastTensor": {"_precomputed_scale": "derived"},
 }
-"""Kinds of the parts of each class."""
+"""Kind of each part of each class."""
 
 _TYPES = (
     *(

@@ -1,8 +1,8 @@
-"""Tensors without memory that remember which boxes of which tensors they consist of.
+"""Tensors without memory that record the boxes of other tensors they consist of.
 
 A conversion of weights, such as "stack the experts, then join gate and up projection", is written as calls of
-torch functions. Running these calls on `TracedTensor` gives the conversion as boxes, which a rank applies to
-its own part of a tensor.
+torch functions. If these calls run on `TracedTensor`, the result is the conversion as boxes. A rank applies
+the boxes to its own part of a tensor.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["TracedBox", "TracedTensor", "inverse", "local_parts"]
 class TracedBox:
     """A box of a traced tensor, and the box of the source that has the same elements.
 
-    Both boxes have the axes that they share. Every other axis of a box has size 1.
+    The two boxes share some axes. Every other axis of a box has size 1.
     """
 
     source: str
@@ -53,11 +53,11 @@ class TracedTensor:
     `chunk`, `split`, `cat`, `stack`, `transpose`, `squeeze`, `unsqueeze` and `contiguous` are supported.
 
     Args:
-        shape: shape.
-        boxes: tile the shape.
+        shape: shape of the tensor.
+        boxes: boxes that tile the shape.
 
     Raises:
-        StructureError: a torch function is called that no table of boxes expresses.
+        StructureError: a called torch function does more than move boxes.
 
     Example:
         >>> gate, up = TracedTensor.of("gate", (4, 3)), TracedTensor.of("up", (4, 3))
@@ -83,7 +83,7 @@ class TracedTensor:
         traced = _FUNCTIONS.get(function)
         if traced is None:
             name = getattr(function, "__name__", repr(function))
-            raise sp.StructureError(f"the torch function {name} does more than to move boxes of a tensor")
+            raise sp.StructureError(f"the torch function {name} does more than move boxes of a tensor")
         return traced(*args, **(kwargs or {}))
 
     @property
@@ -218,7 +218,7 @@ _FUNCTIONS: Mapping[Any, Callable[..., Any]] = {
 
 
 def local_parts(box: TracedBox, local: sp.LocalShards) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
-    """The parts of a rank's tensor that a box of it holds, as pieces of the box's source.
+    """The parts of a rank's tensor inside one of its boxes, as pieces of the box's source.
 
     Args:
         box: a box of the tensor.

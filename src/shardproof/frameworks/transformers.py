@@ -1,4 +1,4 @@
-"""Checkpoints of the `Trainer` of transformers, saved by each rank for itself and in the background.
+"""Checkpoints of the `Trainer` of transformers. Each rank saves its own part in the background.
 
 `with_shardproof` derives a class from `Trainer`, or from a subclass of it such as TRL's:
 
@@ -33,8 +33,8 @@ _STATE = "trainer_state.json"
 def with_shardproof(kind: Any, *, background: bool = True) -> Any:
     """A class of trainers that saves and loads with shardproof.
 
-    Checkpoints that the Trainer wrote resume, too. `Trainer.save_model` still writes weights for
-    `from_pretrained`. Of a PEFT model, the adapters are saved.
+    It also resumes from checkpoints that the Trainer wrote. `Trainer.save_model` still writes weights for
+    `from_pretrained`. Of a PEFT model, only the adapters are saved.
 
     Args:
         kind: `transformers.Trainer` or a subclass of it.
@@ -49,7 +49,7 @@ def with_shardproof(kind: Any, *, background: bool = True) -> Any:
     """
 
     class ShardproofTrainer(kind):
-        """The trainer. `_save_checkpoint` and the `_load...` methods are the Trainer's own seams."""
+        """The trainer. It overrides `_save_checkpoint` and the `_load...` methods of the Trainer."""
 
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **options)
@@ -69,13 +69,13 @@ def with_shardproof(kind: Any, *, background: bool = True) -> Any:
             """Trains, and returns after the commit of the last save.
 
             Args:
-                resume_from_checkpoint: a folder, or True for the newest committed one. That of rank 0
-                    counts.
-                args: those of `Trainer.train`.
-                options: those of `Trainer.train`.
+                resume_from_checkpoint: a folder, or True for the newest committed one. All ranks use the
+                    folder of rank 0.
+                args: arguments of `Trainer.train`.
+                options: options of `Trainer.train`.
 
             Raises:
-                ValueError: `resume_from_checkpoint` is True, and nothing is committed.
+                ValueError: `resume_from_checkpoint` is True, and no checkpoint is committed.
                 NotCommittedError: the save of this checkpoint did not finish.
             """
             run, wanted = self.args.output_dir, resume_from_checkpoint
@@ -96,7 +96,7 @@ def with_shardproof(kind: Any, *, background: bool = True) -> Any:
             """Writes weights for `from_pretrained`; within a checkpoint only their configuration.
 
             Args:
-                output_dir: the folder; None for that of the arguments.
+                output_dir: the folder; None for `output_dir` of the arguments.
             """
             if not _internal_call:
                 self.shardproof_saves.settle()
@@ -110,7 +110,7 @@ def with_shardproof(kind: Any, *, background: bool = True) -> Any:
         def _save_checkpoint(self, model: Any, trial: Any) -> None:
             self.shardproof_saves.settle()
             limit, self.args.save_total_limit = self.args.save_total_limit, None
-            try:  # older checkpoints go after the commit, and not before it as the Trainer would do
+            try:  # older checkpoints are removed after the commit; the Trainer would remove them before it
                 super()._save_checkpoint(model, trial)
             finally:
                 self.args.save_total_limit = limit
@@ -193,10 +193,10 @@ def with_shardproof(kind: Any, *, background: bool = True) -> Any:
 
 
 def last_checkpoint(folder: str | os.PathLike[str]) -> str | None:
-    """The newest checkpoint that a training can resume from; None if there is none.
+    """The newest checkpoint from which training can resume; None if there is none.
 
-    It takes the place of `transformers.trainer_utils.get_last_checkpoint`, which also returns the folder of a
-    save that did not finish.
+    It replaces `transformers.trainer_utils.get_last_checkpoint`, which also returns the folder of a save that
+    did not finish.
 
     Args:
         folder: the output folder of the trainer. It need not exist.
@@ -224,9 +224,9 @@ def _has(checkpoint: str, key: str) -> bool:
 
 
 def _weights(model: Any) -> Any:
-    """What is saved of the model: itself, or the adapters of a PEFT model by name.
+    """The saved part of the model: the model itself, or the adapters of a PEFT model by name.
 
-    PEFT exports a prompt as the output of its encoder, which is a copy. So the encoder itself is saved.
+    PEFT exports a prompt as the output of its encoder, which is a copy. So the encoder is saved instead.
 
     Raises:
         TypeError: PEFT exports a copy of a weight, which a load cannot fill.
@@ -268,17 +268,18 @@ def _configurations(model: Any) -> list[Any]:
 
 
 def _rotate(run: str, limit: int, step: int, best: str | None) -> None:
-    """Removes the oldest checkpoints up to the committed `step`, so that `limit` stay, and the best one.
+    """Removes the oldest checkpoints up to the committed `step`, so that `limit` of them remain.
 
-    Checkpoints that are not committed do not count, and are removed, too.
+    The best and the newest one always remain. Checkpoints that are not committed do not count, and are also
+    removed.
     """
     found = [path for number, path in numbered_folders(run, _NAME) if number <= step]
     known = [path for path in found if _is_usable(path)]
-    kept = set(known[-1:])
+    remaining = set(known[-1:])
     if best is not None:
-        kept.add(os.path.join(run, os.path.basename(best)))
-    excess = len(known) - max(limit, len(kept))
-    old = [path for path in known if path not in kept][: max(excess, 0)]
+        remaining.add(os.path.join(run, os.path.basename(best)))
+    excess = len(known) - max(limit, len(remaining))
+    old = [path for path in known if path not in remaining][: max(excess, 0)]
     for path in [path for path in found if path not in known] + old:
         remove_folder(os.path.join(path, FOLDER))
         remove_folder(path)

@@ -1,4 +1,4 @@
-"""Where ZeRO has the parameters of a live engine: ranges of flat tensors, by arithmetic.
+"""Positions of the parameters of a live ZeRO engine: ranges of flat tensors, by arithmetic.
 
 `shardproof.interop` has the same arithmetic for files of DeepSpeed.
 """
@@ -35,7 +35,7 @@ class FlatBlock:
 
 
 def flat_blocks(zero: Any) -> Iterator[FlatBlock]:
-    """Stages 1 and 2: the parameters of a group follow each other, and each rank has one part of all."""
+    """Stages 1 and 2: the parameters of a group follow each other. Each rank has one part of the group."""
     for row, group in enumerate(zero.optimizer.param_groups):
         flat, stepped = zero.bit16_groups_flat[row], zero.single_partition_of_fp32_groups[row].detach()
         begin = zero.partition_size[row] * dist.get_rank(zero.real_dp_process_group[row])
@@ -90,7 +90,7 @@ def _partition(
     """A partition whose name is not known yet.
 
     Args:
-        shape: of the parameter.
+        shape: shape of the parameter.
         start: first element of this rank's range.
         stop: element after the last.
         weight: memory of the range in the dtype of the model.
@@ -119,7 +119,7 @@ def frozen_partition(parameter: Any) -> Partition:
 
 
 class BlockOptimizer(PartitionedOptimizer):
-    """The base optimizer of ZeRO, whose state is that of flat tensors."""
+    """The base optimizer of ZeRO, whose state consists of flat tensors."""
 
     def __init__(self, zero: Any, blocks: list[FlatBlock]) -> None:
         self._base = zero.optimizer
@@ -176,7 +176,8 @@ class BlockOptimizer(PartitionedOptimizer):
             if value != item:
                 raise sp.StructureError(
                     f"the checkpoint has {slot} {value} for {name} and {item} for {partition.name}, but "
-                    "DeepSpeed has one for all parameters of a flat tensor. Put them into separate groups",
+                    "DeepSpeed has one value for all parameters of a flat tensor. Put the parameters into "
+                    "separate groups",
                     key=partition.name,
                 )
             present[slot] = item

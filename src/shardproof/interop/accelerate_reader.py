@@ -33,7 +33,7 @@ class _ItemsReader(TorchFilesReader):
     """A folder with models and other items."""
 
     item_file: ClassVar[re.Pattern[str]]
-    """Names of the files of items that are no models."""
+    """Pattern of the file names of items that are not models."""
 
     def __init__(self, foreign: Foreign) -> None:
         super().__init__(foreign)
@@ -65,7 +65,7 @@ class _ItemsReader(TorchFilesReader):
         """The models in the folder: prefix of the keys, and reader."""
 
     def object_keys(self) -> Iterable[str]:
-        """Keys of the values that are no tensors."""
+        """Keys of the values that are not tensors."""
         yield from self._objects
         yield from self._plain
         for prefix, model in self._models:
@@ -110,7 +110,7 @@ class _ItemsReader(TorchFilesReader):
 class AccelerateReader(_ItemsReader):
     """A folder of ``Accelerator.save_state``, open for reading; see `FormatReader`.
 
-    The keys of a second model begin with ``model_1.``.
+    The keys of the second model begin with ``model_1.``.
     """
 
     name = "accelerate"
@@ -123,7 +123,9 @@ class AccelerateReader(_ItemsReader):
         ranks = {int(name[14:-4]) for name in self._files if re.fullmatch(r"random_states_\d+\.pkl", name)}
         self.world_size = max(ranks, default=0) + 1
         if lost := sorted(set(range(self.world_size)) - ranks):
-            raise self.fault(f"random_states_{lost[0]}.pkl", "it is missing, but ranks above have theirs")
+            raise self.fault(
+                f"random_states_{lost[0]}.pkl", "it is missing, but the files of higher ranks are there"
+            )
         self._conclude()
 
     @classmethod
@@ -144,7 +146,7 @@ class AccelerateReader(_ItemsReader):
                 return
             if len(found) > 1:
                 raise self.fault(
-                    found[1][0], f"it and {found[0][0]} may differ: remove the one that is stale"
+                    found[1][0], f"it and {found[0][0]} may differ: remove the stale one of the two"
                 )
             name, reader = found[0]
             yield f"model{end}." if number else "", reader(Foreign(foreign.storage, name))
@@ -160,7 +162,7 @@ class TrainerReader(_ItemsReader):
         super().__init__(foreign)
         _, state = read_json(self.storage, _TRAINER_STATE)
         if not isinstance(state, dict):
-            raise self.fault(_TRAINER_STATE, "it is no JSON object")
+            raise self.fault(_TRAINER_STATE, "it is not a JSON object")
         self._plain = {f"trainer_state.{key}": value for key, value in state.items()}
         step = state.get("global_step")
         self.step = step if type(step) is int else None

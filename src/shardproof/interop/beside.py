@@ -1,6 +1,7 @@
-"""What shardproof stores beside the tensors in formats that have no place for it: values, step, metadata.
+"""Stores plain values, step and metadata beside the tensors, in formats that have no place for them.
 
-It is a few JSON values under names of its own: attributes of a Zarr group, texts of a safetensors header.
+They are JSON values under names that begin with ``shardproof:``: attributes of a Zarr group, or texts of a
+safetensors header.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ _MOST_STEP = 2**63 - 1
 
 
 def encode_beside(contents: Contents) -> dict[str, Any]:
-    """Plain values, step and metadata by name, as JSON values; only what there is.
+    """Returns plain values, step and metadata by name, as JSON values. Absent ones get no name.
 
     Raises:
-        PlainDataError: a value is no plain data.
+        PlainDataError: a value is not plain data.
 
     >>> encode_beside(Contents({}, objects={"betas": (0.9, 1)}, step=3))
     {'shardproof:objects': {'betas': {'$tuple': [0.9, 1]}}, 'shardproof:step': 3}
@@ -42,10 +43,10 @@ def encode_beside(contents: Contents) -> dict[str, Any]:
 
 
 def check_aliases(contents: Contents) -> None:
-    """Checks that tied tensors are tied to tensors.
+    """Checks that each alias names a tensor and is not the key of a tensor itself.
 
     Raises:
-        StructureError: one is not.
+        StructureError: an alias fails the check.
     """
     for alias, key in contents.aliases.items():
         if alias in contents.tensors or key not in contents.tensors:
@@ -68,12 +69,12 @@ class Beside:
         tensors: Mapping[str, TensorDescription],
         fault: Callable[[str], FormatError],
     ) -> Beside:
-        """Checks and decodes what a file has under the names of this module.
+        """Checks and decodes the values that a file has under the names of this module.
 
         Args:
             members: JSON values by name. Other names are ignored.
-            tensors: of the checkpoint.
-            fault: makes an error of a text.
+            tensors: tensors of the checkpoint.
+            fault: returns the error for a message.
 
         Raises:
             FormatError: a value is damaged.
@@ -81,7 +82,7 @@ class Beside:
         objects, aliases = members.get(OBJECTS, {}), members.get(ALIASES, {})
         step = members.get(STEP)
         if not isinstance(objects, dict) or not isinstance(aliases, dict):
-            raise fault(f"{OBJECTS} and {ALIASES} are no JSON objects")
+            raise fault(f"{OBJECTS} and {ALIASES} are not JSON objects")
         for alias, key in aliases.items():
             if alias in tensors or not isinstance(key, str) or key not in tensors:
                 raise fault(f"{ALIASES} ties {alias!r} to {key!r}")
@@ -94,15 +95,15 @@ class Beside:
         except PlainDataError as error:
             raise fault(error.message) from error
         if not isinstance(metadata, dict):
-            raise fault(f"{METADATA} is no dict")
+            raise fault(f"{METADATA} is not a dict")
         return Beside(objects, aliases, step, metadata)
 
     def object(self, key: str) -> Any:
-        """A plain value.
+        """Decodes a plain value.
 
         Raises:
-            KeyError: there is none of this key.
-            FormatError: it is damaged.
+            KeyError: no value has this key.
+            FormatError: the value is damaged.
         """
         try:
             return decode_plain(self.objects[key], path=key)

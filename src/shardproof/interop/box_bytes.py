@@ -20,11 +20,11 @@ def box_bytes(
 
     Args:
         source: gives the values.
-        key: of a tensor.
+        key: key of a tensor.
         dtype: torch's name of its dtype.
         offsets: (d,) first index of the box.
         sizes: (d,) sizes of the box.
-        piece_bytes: bytes of one read, at most, unless one element has more.
+        piece_bytes: bytes of one read, at most, unless a single element is larger.
 
     Yields:
         Pieces of at least one byte; none for an empty box.

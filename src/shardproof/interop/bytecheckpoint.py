@@ -1,10 +1,10 @@
 """Reads checkpoints of ByteCheckpoint: one of the model, one of the optimizer, and a file of each rank.
 
 The folders ``model`` and ``optimizer`` have a ``.metadata`` of ByteCheckpoint's own classes, with the fields
-of DCP. An entry of a tensor holds its bytes alone; ``all_tensor_metadata`` has the pickle that torch.save
+of DCP. The entry of a tensor holds only its raw bytes. ``all_tensor_metadata`` has the pickle that torch.save
 would store beside them. There are no checksums of tensors.
 
-Keys are those in the folders, with the folder before: ``model.layer.weight``. The file
+A key is the key in the folder, prefixed with the name of the folder: ``model.layer.weight``. The file
 ``extra_state/extra_state_rank_<r>.pt`` is the object ``extra_state.<r>``.
 """
 
@@ -50,16 +50,16 @@ class ByteCheckpointReader(DcpReader):
         self._extra: dict[str, str] = {}
         """Files of extra states, by key."""
         self._described: dict[tuple[str, str, tuple[int, ...]], bytes] = {}
-        """By folder, key and offsets of a chunk, the pickle of the tensor that the chunk is."""
+        """By folder, key and offsets of a chunk, the pickle of the tensor that the chunk holds."""
         super().__init__(foreign)
 
     @classmethod
     def recognizes(cls, foreign: Foreign) -> bool:
-        """True if ``model`` is a DCP checkpoint in the folder, and the folder itself is none."""
+        """True if the folder ``model`` is a DCP checkpoint, and the folder above it is not one."""
         return foreign.has("model/.metadata") and not foreign.has(".metadata")
 
     def read_metadata(self) -> None:
-        """Describes the folders that are there, and the files of ranks."""
+        """Describes the folders that exist, and the files of ranks."""
         for folder in _FOLDERS:
             if folder == "model" or self.storage.size(f"{folder}/.metadata") is not None:
                 self._add_pickles(folder, self.add_folder(f"{folder}/", f"{folder}."))
@@ -88,7 +88,7 @@ class ByteCheckpointReader(DcpReader):
     def chunk(
         self, key: str, dtype: str, offsets: tuple[int, ...], sizes: tuple[int, ...], entry: DcpEntry
     ) -> StoredView:
-        """The bytes of a chunk, as the pickle of its tensor orders them; see `DcpReader.chunk`."""
+        """The bytes of a chunk, with the strides in the pickle of its tensor; see `DcpReader.chunk`."""
         path = f"{self.storage.location}/{entry.file}"
         extent = FileRange(self.storage, entry.file, entry.offset, entry.nbytes)
         pickled = self._described.get((entry.file.partition("/")[0], key, offsets))
@@ -137,10 +137,10 @@ def _torch_storage(identifier: Any) -> TorchStorage:
             dtype = storage_dtype(name)
             if dtype is not None:
                 return TorchStorage(key, dtype, numel)
-    raise ValueError("a persistent identifier is no storage")
+    raise ValueError("a persistent identifier is not a storage")
 
 
 def _is_within(tensor: TorchTensor, nbytes: int) -> bool:
-    """True if all elements of a tensor that is not empty lie in so many bytes."""
+    """True if all elements of a non-empty tensor lie in the first `nbytes` bytes."""
     last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride, strict=True))
     return (tensor.offset + last + 1) * DTYPES[tensor.dtype].itemsize <= nbytes

@@ -1,7 +1,7 @@
 """Pickles the ``.metadata`` of ``torch.distributed.checkpoint``.
 
-Its classes are named as torch 2.2 names them: ``TensorProperties`` moved and its memory format was renamed in
-later versions, which read the old names too. Fields that torch 2.2 lacks are left out; their defaults do.
+Classes have the names of torch 2.2. Later versions moved ``TensorProperties`` and renamed its memory format,
+but also read the old names. Fields that torch 2.2 lacks are left out, so readers use their defaults.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PROPERTIES = "torch.distributed._shard.sharded_tensor.metadata"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an entry lies."""
+    """The position of an entry in a file."""
 
     file: str
     start: int
@@ -84,7 +84,7 @@ class _Metadata:
             "state_dict_metadata": described,
             "planner_data": None if paths is None else dict(paths),
             "storage_data": stored,
-            "storage_meta": None,  # tells readers that this is not a torch that left out other ranks' objects
+            "storage_meta": None,  # readers take a missing field for a torch that drops other ranks' objects
         }
         return write_pickle(_made(_METADATA, "Metadata", metadata), 4)
 

@@ -1,10 +1,10 @@
 """Reads checkpoints of ``torch.distributed.checkpoint`` (DCP), of torch 2.2 and newer.
 
-A checkpoint is a folder. The file ``.metadata`` is a pickle that gives the shape and the chunks of each
-tensor, and where the entry of each chunk and of each object lies. An entry is an archive of ``torch.save``
-of its own, a range of a ``.distcp`` file.
+A checkpoint is a folder. The file ``.metadata`` is a pickle. It gives the shape and the chunks of each
+tensor, and the position of the entry of each chunk and object. An entry is a range of a ``.distcp`` file that
+holds a whole archive of ``torch.save``.
 
-torch's reader is silent if chunks overlap, or leave a hole in a tensor, and it does not check the CRC-32 of
+torch's reader accepts chunks that overlap or leave a hole in a tensor, and does not check the CRC-32 of
 entries. Reads through this description check both. Files that ``.metadata`` does not name are not read.
 """
 
@@ -39,7 +39,7 @@ _METADATA = ".metadata"
 _ARCHIVE_BYTES = 1 << 20
 """Bytes that the archive of a compressed entry may have beside those of its tensor."""
 _MOST_OBJECT_BYTES = 1 << 30
-"""Bytes of a compressed object after decoding, at most: its size is described nowhere."""
+"""Bytes of a compressed object after decoding, at most. ``.metadata`` does not give its size."""
 _RANK_0_ONLY = (
     "torch before 2.3 wrote it: it stores the objects of rank 0 only, so those that other ranks had under "
     "keys of their own, for example random states, are not in it."
@@ -94,7 +94,7 @@ class DcpReader(FormatReader):
             return False
 
     def read_metadata(self) -> None:
-        """Describes what is in the checkpoint. A constructor calls it once."""
+        """Describes the content of the checkpoint. The constructor calls it once."""
         self.add_folder()
         if self.joins_halves and (joined := join_halves(self.tensors, self.entries)):
             self.notes.append(
@@ -111,7 +111,7 @@ class DcpReader(FormatReader):
         return self.value_of(self.open_entry(self.entries[key]), key, trust_pickle)
 
     def files(self) -> Mapping[str, int | None]:
-        """Files that entries are in; DCP records no sizes."""
+        """Files that hold entries; DCP records no sizes."""
         return dict(super().files()) | dict.fromkeys(entry.file for entry in self.entries.values())
 
     def verify_extra(self) -> int:
@@ -122,18 +122,18 @@ class DcpReader(FormatReader):
         """The value of an open entry or file, as plain data.
 
         Args:
-            file: holds it.
-            key: for messages.
-            trust_pickle: True to unpickle it with torch if it has objects of classes.
+            file: the file that holds the value.
+            key: key of the value, for messages.
+            trust_pickle: True to unpickle the value with torch if it has objects of classes.
 
         Raises:
-            FormatError: torch cannot unpickle it, for example because a class is not installed.
+            FormatError: torch cannot unpickle the value, for example because a class is not installed.
         """
         if not trust_pickle or not opaque_names(file.value):
             return with_tensors(file)
         try:
             return unpickled(file)
-        except Exception as error:  # the pickle runs any code
+        except Exception as error:  # unpickling may run any code
             raise FormatError(
                 f"{file.path}: {key} cannot be unpickled ({type(error).__name__}: {error}). Install what it "
                 "needs, or leave it out with exclude=",
@@ -145,15 +145,15 @@ class DcpReader(FormatReader):
         """Describes the tensors and objects of a folder with a file ``.metadata``.
 
         Args:
-            folder: its name with a "/" at the end; "" for the checkpoint itself.
-            prefix: stands before each key.
+            folder: name of the folder with a "/" at the end; "" for the checkpoint itself.
+            prefix: prefix of each key.
 
         Returns:
             The attributes of the pickled ``Metadata``.
 
         Raises:
-            NotCommittedError: there is no such file.
-            FormatError: the file is damaged.
+            NotCommittedError: the folder has no ``.metadata``.
+            FormatError: ``.metadata`` is damaged.
         """
         name = f"{folder}{_METADATA}"
         data = self.read_commit(name, "DCP checkpoint")
@@ -172,7 +172,7 @@ class DcpReader(FormatReader):
         return state
 
     def _describe(self, metadata: Mapping[str, Any], folder: str, prefix: str) -> None:
-        """Takes keys, chunks and entries out of the attributes of the pickled ``Metadata``."""
+        """Reads keys, chunks and entries from the attributes of the pickled ``Metadata``."""
         entries = {}
         for index, info in metadata["storage_data"].items():
             entries[index.state["fqn"], index.state.get("offset")] = self._entry(info.state, folder)
@@ -180,7 +180,7 @@ class DcpReader(FormatReader):
         """Key of the tensor whose first box lies at a byte of a file."""
         for key, described in metadata["state_dict_metadata"].items():
             if not isinstance(key, str):
-                raise self.fault(f"{folder}{_METADATA}", f"the key {key!r} is no string")
+                raise self.fault(f"{folder}{_METADATA}", f"the key {key!r} is not a string")
             if any(prefix + key in known for known in (self.tensors, self.aliases, self.entries)):
                 raise self.fault(f"{folder}{_METADATA}", f"two values have the key {prefix + key}")
             match described.name.rpartition(".")[2]:
@@ -257,7 +257,7 @@ class DcpReader(FormatReader):
     def _view(
         self, key: str, dtype: str, offsets: tuple[int, ...], sizes: tuple[int, ...], entry: DcpEntry
     ) -> StoredView:
-        """The elements of a chunk, whose entry has the dtype and sizes that ``.metadata`` gives."""
+        """The elements of a chunk. Checks that its entry has the dtype and sizes that ``.metadata`` gives."""
         last: tuple[Any, StoredView] | None = getattr(self._last, "chunk", None)
         if last is not None and last[0] == (entry, dtype, sizes):
             return last[1]
@@ -289,14 +289,14 @@ class DcpReader(FormatReader):
         """Opens the entry of a chunk, and checks its dtype and sizes.
 
         Args:
-            key: of the tensor, as ``.metadata`` has it.
-            dtype: of the tensor.
+            key: key of the tensor, as ``.metadata`` has it.
+            dtype: dtype of the tensor.
             offsets: (d,) first index of the chunk.
             sizes: (d,) sizes of the chunk; none is 0.
-            entry: holds it.
+            entry: the entry that holds the chunk.
 
         Raises:
-            FormatError: the entry holds something else.
+            FormatError: the entry does not hold a tensor of this dtype and these sizes.
         """
         file = self.open_entry(entry, math.prod(sizes) * DTYPES[dtype].itemsize + _ARCHIVE_BYTES)
         found = file.value
@@ -323,7 +323,7 @@ class DcpRawReader(DcpReader):
 
 
 def inner_name(name: str) -> str | None:
-    """A file name of metadata as a storage takes it; None if it leads out of the checkpoint.
+    """A file name of metadata in the form that a storage takes; None if it leads out of the checkpoint.
 
     Example:
         >>> inner_name("./__0_0.distcp"), inner_name("../secret"), inner_name("/etc/passwd")
@@ -336,14 +336,14 @@ def inner_name(name: str) -> str | None:
 
 
 def numbers(values: Any) -> tuple[int, ...]:
-    """Sizes or offsets of a pickle, checked.
+    """Checks the sizes or offsets of a pickle.
 
     Raises:
-        ValueError: one is no integer, or less than 0.
+        ValueError: a number is not an integer, or is less than 0.
     """
     found = tuple(values)
     if any(type(number) is not int or number < 0 for number in found):
-        raise ValueError(f"{found} are no sizes")
+        raise ValueError(f"{found} are not sizes")
     return found
 
 

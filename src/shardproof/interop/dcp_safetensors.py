@@ -1,8 +1,8 @@
 """Reads the shards of safetensors that torch's ``HuggingFaceStorageWriter`` writes, one or more a rank.
 
 Each file gives the boxes of its tensors in ``__metadata__``, under ``DCP_SHARDING_INFO``. No file gives the
-global shapes: they are where the boxes end. The consolidated files that the same writer makes are ordinary
-files of Hugging Face, of which another reader takes care.
+global shapes, so the size of a dimension is the largest end of a box in it. The same writer also makes
+consolidated files. These are ordinary files of Hugging Face, which `SafetensorsReader` reads.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class DcpSafetensorsReader(FormatReader):
         return foreign.file is None and not foreign.has(".metadata") and bool(_shards(foreign))
 
     def object_keys(self) -> Iterable[str]:
-        """None: the writer drops values that are no tensors."""
+        """None: the writer drops values that are not tensors."""
         return ()
 
     def object(self, key: str, *, trust_pickle: bool = False) -> Any:
@@ -96,11 +96,11 @@ class DcpSafetensorsReader(FormatReader):
         raise KeyError(key)
 
     def _add(self, name: str, header: SafetensorsHeader) -> None:
-        """Takes the boxes of a file."""
+        """Adds the boxes of a file."""
         text = header.metadata.get(_OFFSETS)
         if text is None:
             self._refuse(
-                name, f"it has no {_OFFSETS} in its __metadata__, so nothing says where its tensors lie"
+                name, f"it has no {_OFFSETS} in its __metadata__, so the offsets of its tensors are unknown"
             )
         saved = decode_strictly(_DECODER, text.encode(), f"{self.location}/{name}, {_OFFSETS}")
         for key, tensor in header.tensors.items():
@@ -108,7 +108,9 @@ class DcpSafetensorsReader(FormatReader):
                 self._refuse(name, f"{_OFFSETS} does not say where {key} lies", key)
             offsets, sizes = saved[key].saved_offsets, tensor.shape
             if len(offsets) != len(sizes) or any(not 0 <= offset < 2**62 for offset in offsets):
-                self._refuse(name, f"{key} of shape {sizes} lies at {offsets}, which is no index of it", key)
+                self._refuse(
+                    name, f"{key} of shape {sizes} lies at {offsets}, which is not a valid offset", key
+                )
             ends = tuple(offset + size for offset, size in zip(offsets, sizes, strict=True))
             known = self._shapes.get(key, ends)
             if len(known) != len(ends) or self._dtypes.get(key, tensor.dtype) != tensor.dtype:

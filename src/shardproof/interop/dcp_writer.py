@@ -36,7 +36,7 @@ _FILE_BYTES = 4 << 30
 _CHUNK_BYTES = 512 << 20
 """Bytes of a chunk, at most: torch reads a whole chunk for any part of it, on each rank that needs one."""
 _CHUNKS_IN_FILE = 4
-"""Large tensors are cut into chunks of this part of a file, so that files become about equal in size."""
+"""Chunks of a large tensor that fill one file. Smaller chunks make the files more equal in size."""
 
 _Chunk = tuple[str, tuple[int, ...], tuple[int, ...]]
 """Key, offsets and sizes."""
@@ -48,9 +48,9 @@ class DcpWriter(FormatWriter):
     A tied tensor is stored once, and both keys lead to the same entries. The paths of keys in the nested
     state dict (``planner_data``) are those of `state_paths`.
 
-    Objects keep their keys. torch 2.4 and newer look for the leaves of a dict or of a list of dicts
-    (``optim.param_groups.0.lr``), and if they are missing for the whole (``optim.param_groups``). torch 2.2
-    and 2.3 look for the whole only.
+    Objects keep their keys. For a dict or a list of dicts, torch 2.4 and newer look for the leaves
+    (``optim.param_groups.0.lr``). If the leaves are missing, they look for the whole value
+    (``optim.param_groups``). torch 2.2 and 2.3 look only for the whole value.
     """
 
     name = "dcp"
@@ -75,8 +75,9 @@ class DcpWriter(FormatWriter):
         self.notes: list[str] = notes_of(self.name, contents, keeps_step=self._keeps_step)
         if contents.aliases:
             self.notes.append(
-                f"{self.name} has no ties: tied tensors are stored once, and programs that load them get "
-                f"tensors of equal values, unless their own modules are tied: {listed(contents.aliases)}."
+                f"{self.name} cannot record ties: tied tensors are stored once, and programs that load them "
+                "get tensors of equal values, unless their own modules are tied: "
+                f"{listed(contents.aliases)}."
             )
 
     def write(self, unit: Unit, source: BoxSource, target: Storage) -> dict[str, Any]:
@@ -132,7 +133,7 @@ class DcpWriter(FormatWriter):
         return Unit(f"__{number}_0.distcp", boxes, nbytes)
 
     def _archives(self, number: int, source: BoxSource) -> Iterator[TorchArchive]:
-        """What the entries of a file hold, in their order."""
+        """The archives of a file's entries, in the order of the file."""
         if number == 0:
             yield from self._objects.values()
         for key, offsets, sizes in self._files[number]:
@@ -163,7 +164,7 @@ def _files(tensors: Mapping[str, tuple[str, tuple[int, ...]]], most_bytes: int) 
         itemsize = DTYPES[dtype].itemsize
         for offsets, sizes in _chunks(shape, max(most_chunk // itemsize, 1)):
             nbytes = math.prod(sizes) * itemsize
-            fair = left / max(count - len(files) + 1, 1)  # if the open file and those to come were equal
+            fair = left / max(count - len(files) + 1, 1)  # if the open file and all later ones were equal
             if not files or used + nbytes > most_bytes or used + nbytes / 2 > fair:
                 left -= used
                 files.append([])

@@ -1,18 +1,18 @@
 """Reads checkpoints of DeepSpeed with ZeRO stages 0 to 3.
 
 A run folder has a file ``latest`` that names the tag folder of the newest save. In a tag folder,
-``*_model_states.pt`` has weights, shapes and the state of the engine, and each data-parallel rank has a file
+``*_model_states.pt`` has weights, shapes and the state of the engine. Each data-parallel rank has a file
 ``*_optim_states.pt`` with its partition of the fp32 weights and of the optimizer's state.
 
 Keys:
 
 - ``module.<name>``: weights and buffers as the file of model states has them, in the dtype of training. At
-  stage 3 it has buffers only.
-- ``fp32.<name>``: all of the model: trainable parameters from the partitions, frozen ones, buffers and shared
-  parameters.
+  stage 3 the file has buffers only.
+- ``fp32.<name>``: the whole model: trainable parameters from the partitions, frozen parameters, buffers and
+  shared parameters.
 - ``optimizer.state.<name>.exp_avg`` and others: the optimizer's state of each parameter, in its shape.
 - ``optimizer.param_groups`` and others: values of the optimizer, from rank 0, with parameters by name.
-- All other entries of the model states under their own names, among them what the user saved as client state.
+- All other entries of the model states have their own names. Among them is the user's client state.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class DeepSpeedReader(DeepSpeedStates):
             self.add_frozen(first, frozen)
         except ValueError as error:
             raise self.fault(
-                first, f"{error}: it does not fit to the optimizer states, or is damaged"
+                first, f"{error}: it does not fit the optimizer states, or is damaged"
             ) from error
         except (AttributeError, IndexError, KeyError, OverflowError, TypeError) as error:
             raise self.fault(
@@ -161,9 +161,9 @@ class DeepSpeedReader(DeepSpeedStates):
             if name not in expected:
                 raise self.fault(
                     name,
-                    f"{self.world_size} ranks saved the checkpoint, and this file is of none of them: an "
-                    "older save left it, or files of two checkpoints are in one folder. Remove it if it is "
-                    "stale",
+                    f"{self.world_size} ranks saved the checkpoint, and this file belongs to none of them: "
+                    "an older save left it, or files of two checkpoints are in one folder. Remove it if it "
+                    "is stale",
                 )
         return [self._rank_file(name) for name in expected]
 
@@ -195,13 +195,13 @@ class DeepSpeedReader(DeepSpeedStates):
                 name, f"the optimizer has states of {len(moments)} groups, expected {len(weights)}"
             )
         if not all(isinstance(value, TorchTensor) for value in weights):
-            raise self.fault(name, "its flat fp32 weights are no tensors")
+            raise self.fault(name, "its flat fp32 weights are not tensors")
         return _RankFile(name, state, weights, moments, path, states_path)
 
     def _pieces(
         self, first: str, ranks: Sequence[_RankFile], shapes: Sequence[Mapping[str, tuple[int, ...]]]
     ) -> dict[str, list[Piece]]:
-        """Where the pieces of each parameter are."""
+        """The pieces of each parameter by name."""
         for rank in ranks:
             if len(rank.weights) != len(ranks[0].weights):
                 raise self.fault(
@@ -228,7 +228,7 @@ class DeepSpeedReader(DeepSpeedStates):
     def _group_pieces(
         self, ranks: Sequence[_RankFile], row: int, shapes: Mapping[str, tuple[int, ...]]
     ) -> dict[str, list[Piece]]:
-        """The pieces of a group at stages 1 and 2: as ranks record them, else in the order of shapes."""
+        """The pieces of a group at stages 1 and 2: as ranks record them, else in the order of `shapes`."""
         recorded = [rank.state.get("param_slice_mappings") for rank in ranks]
         mapped = mapped_pieces(shapes, row, [_slices(item[row]) for item in recorded if item is not None])
         if shapes.keys() <= mapped.keys():

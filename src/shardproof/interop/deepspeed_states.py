@@ -1,4 +1,4 @@
-"""What ZeRO and universal checkpoints of DeepSpeed share: tag folders, and files of model states."""
+"""Tag folders and files of model states, which ZeRO and universal checkpoints of DeepSpeed share."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PARALLEL = (
     (re.compile(r"expp_rank_"), "expert parallelism"),
     (re.compile(r"layer_[0-9]+-"), "pipeline parallelism"),
 )
-"""Patterns of file names, and what saved them."""
+"""Patterns of file names, and the kind of parallelism that saves such files."""
 _CONSUMED = (
     "module",
     "buffer_names",
@@ -54,7 +54,7 @@ _SCALERS = ("LossScaler", "DynamicLossScaler")
 
 
 def tag_folder(foreign: Foreign, pointer: str) -> Foreign | None:
-    """The folder of the tag that a file of a run folder names; None without this file.
+    """The tag folder that a file of the run folder names; None if the run folder has no such file.
 
     Args:
         foreign: the run folder.
@@ -62,7 +62,7 @@ def tag_folder(foreign: Foreign, pointer: str) -> Foreign | None:
 
     Raises:
         FormatError: the file names no folder in the run folder.
-        StorageError: it is unreadable.
+        StorageError: the file is unreadable.
     """
     size = foreign.storage.size(pointer) if foreign.file is None else None
     if size is None:
@@ -88,13 +88,13 @@ class DeepSpeedStates(TorchFolderReader):
         """Names of the files directly in the folder."""
         if not any(name.endswith("model_states.pt") for name in self.names):
             raise NotCommittedError(
-                f"{self.location} has no file whose name ends in model_states.pt: it is no checkpoint of "
+                f"{self.location} has no file whose name ends in model_states.pt: it is not a checkpoint of "
                 "DeepSpeed, or its save did not finish",
                 file=self.location,
             )
 
     def parallelism(self) -> tuple[str, str] | None:
-        """A file that shows that other ranks than data-parallel ones saved the model, and what they are."""
+        """A file that proves parallelism other than data parallelism, and the kind; None if there is none."""
         for name in self.names:
             for pattern, kind in _PARALLEL:
                 if name.endswith("_states.pt") and pattern.search(name):
@@ -110,7 +110,7 @@ class DeepSpeedStates(TorchFolderReader):
         """The shapes of trainable parameters, for each group of the optimizer.
 
         Raises:
-            FormatError: they are missing or no shapes.
+            FormatError: the shapes are missing or damaged.
         """
         groups = states.get("param_shapes")
         try:
@@ -128,9 +128,9 @@ class DeepSpeedStates(TorchFolderReader):
         """Adds the weights as stored.
 
         Args:
-            name: of the file.
-            states: its object.
-            described: shapes of parameters. Stage 3 leaves empty tensors in their places.
+            name: name of the file.
+            states: the object of the file.
+            described: shapes of parameters. Stage 3 stores empty tensors instead of them.
 
         Raises:
             FormatError: the states have no weights.
@@ -144,7 +144,7 @@ class DeepSpeedStates(TorchFolderReader):
             if not isinstance(tensor, TorchTensor):
                 self.add_leaves(f"module.{key}", name, ("module", key), value)
             elif 0 in tensor.shape and 0 not in described.get(key, (0,)):
-                continue  # the part that ZeRO stage 3 leaves on a module
+                continue  # the empty tensor that ZeRO stage 3 stores instead of the parameter
             elif tensor in first and 0 not in tensor.shape:
                 self.aliases[f"module.{key}"] = first[tensor]
             else:
@@ -163,10 +163,10 @@ class DeepSpeedStates(TorchFolderReader):
         """The files of all ranks.
 
         Args:
-            pattern: of the names, with a place for the rank.
+            pattern: format string of the names, with ``{}`` for the rank.
 
         Raises:
-            StorageError: one is missing.
+            StorageError: a file is missing.
         """
         present = set(self.names)
         names: list[str] = []
@@ -191,9 +191,9 @@ class DeepSpeedStates(TorchFolderReader):
         """Describes a tensor whose pieces lie in flat tensors of ranks.
 
         Args:
-            key: of the tensor.
-            shape: of the tensor.
-            pieces: its pieces.
+            key: key of the tensor.
+            shape: shape of the tensor.
+            pieces: the pieces of the tensor.
             ranks: for each rank, the name of its file and the flat tensor of each group.
 
         Raises:
@@ -226,7 +226,7 @@ class DeepSpeedStates(TorchFolderReader):
 
         Args:
             first: name of the model states of rank 0.
-            shapes: of the parameters.
+            shapes: shapes of the parameters.
 
         Raises:
             StorageError: the file of a rank is missing.
@@ -254,21 +254,21 @@ class DeepSpeedStates(TorchFolderReader):
             self.add_flat(f"fp32.{key}", shape, pieces, parts)
 
     def add_buffers(self, states: Mapping[str, Any]) -> None:
-        """Makes the names of buffers in the fp32 model aliases of the stored ones."""
+        """Adds an alias ``fp32.<name>`` for each stored buffer."""
         for key in states.get("buffer_names") or ():
             stored = self.aliases.get(f"module.{key}", f"module.{key}")
             if stored in self.tensors and f"fp32.{key}" not in self.tensors:
                 self.aliases[f"fp32.{key}"] = stored
 
     def add_shared(self, name: str, states: Mapping[str, Any]) -> None:
-        """Makes the names of shared parameters aliases of the names that have the values.
+        """Adds an alias for each shared parameter, to the name that has the values.
 
         Raises:
-            FormatError: a name has no values.
+            FormatError: the name that should have the values is missing.
         """
         shared = states.get("shared_params") or {}
         if not isinstance(shared, Mapping):
-            raise self.fault(name, "shared_params is no dict")
+            raise self.fault(name, "shared_params is not a dict")
         for key, other in shared.items():
             target = self.aliases.get(f"fp32.{other}", f"fp32.{other}")
             if target not in self.tensors:
@@ -280,7 +280,7 @@ class DeepSpeedStates(TorchFolderReader):
         """Adds the values of DeepSpeed's optimizer that describe no tensors of parameters.
 
         Args:
-            name: of the file.
+            name: name of the file.
             path: keys that lead to `state` in the file.
             state: optimizer states of DeepSpeed.
         """
@@ -294,10 +294,10 @@ class DeepSpeedStates(TorchFolderReader):
         """Adds the parameter groups of the wrapped optimizer, with parameters by name.
 
         Args:
-            name: of the file.
+            name: name of the file.
             path: keys that lead to `groups` in the file.
-            groups: whose parameters are numbers of flat tensors.
-            names: of the parameters in each flat tensor.
+            groups: the groups, whose parameters are numbers of flat tensors.
+            names: names of the parameters in each flat tensor.
         """
         named = []
         for group in groups if isinstance(groups, list) else ():

@@ -1,9 +1,10 @@
 """Reads universal checkpoints of DeepSpeed, which ``ds_to_universal.py`` makes of ZeRO checkpoints.
 
-A run folder has a file ``latest_universal`` that names the tag folder. It has a folder ``zero/<name>`` for
-each parameter with the files ``fp32.pt``, ``exp_avg.pt``, ``exp_avg_sq.pt`` and ``step.pt``, and the files of
-model states of the ZeRO checkpoint. Files of stage 3 hold flat tensors; the model states have the shapes.
-After model parallelism, parameters are whole, but model states have parts: ``module.<name>`` is left out.
+A run folder has a file ``latest_universal`` that names the tag folder. The tag folder has the files of model
+states of the ZeRO checkpoint. For each parameter, it has a folder ``zero/<name>`` with the files ``fp32.pt``,
+``exp_avg.pt``, ``exp_avg_sq.pt`` and ``step.pt``. Files of stage 3 hold flat tensors, and the model states
+have the shapes. After model parallelism, these files hold whole parameters, but each file of model states
+holds only a part of the model. The keys ``module.<name>`` are then left out.
 
 Keys are those of the reader of ZeRO checkpoints, `shardproof.interop.deepspeed_reader`.
 """
@@ -44,7 +45,7 @@ class DeepSpeedUniversalReader(DeepSpeedStates):
         shapes = {name: shape for group in groups for name, shape in group.items()}
         try:
             self.add_engine_values(first, states)
-            if self.parallelism():  # model states are those of a part of the model
+            if self.parallelism():  # each file of model states holds only a part of the model
                 self._add_parameters({})
             else:
                 self._add_model(first, states, shapes)
@@ -76,7 +77,7 @@ class DeepSpeedUniversalReader(DeepSpeedStates):
     def _add_model(
         self, first: str, states: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
     ) -> None:
-        """Describes a model that each data-parallel rank had whole."""
+        """Describes the model of a checkpoint without model parallelism, where each rank has all of it."""
         frozen = {
             str(key): shape_of(shape) for key, shape in (states.get("frozen_param_shapes") or {}).items()
         }
@@ -89,7 +90,7 @@ class DeepSpeedUniversalReader(DeepSpeedStates):
         self.add_shared(first, states)
 
     def _add_parameters(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Describes the files of all parameters. Each is opened for its shape."""
+        """Describes the files of all parameters. It opens each file for its shape."""
         for path in self.storage.list(_FOLDER.rstrip("/")):
             name, _, entry = path.removeprefix(_FOLDER).rpartition("/")
             if not name or not entry.endswith(_SUFFIX):
@@ -108,7 +109,7 @@ class DeepSpeedUniversalReader(DeepSpeedStates):
                 self._add_shaped(key, path, tensor, shapes.get(name, tensor.shape))
 
     def _add_shaped(self, key: str, path: str, tensor: TorchTensor, shape: tuple[int, ...]) -> None:
-        """Describes a tensor that is stored in its shape, or flat."""
+        """Describes a tensor that is stored in its shape or as a flat tensor."""
         if tensor.shape == shape:
             self.add_tensor(key, path, tensor)
             return

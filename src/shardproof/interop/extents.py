@@ -15,7 +15,7 @@ from shardproof.storage import Storage
 __all__ = ["DecodedExtent", "Extent", "FileRange", "crc32"]
 
 _PIECE_BYTES = 1 << 20
-"""Bytes that are read before they are hashed: a processor still has them in its cache."""
+"""Bytes that are read and then hashed at once, while they are in the processor's cache."""
 
 
 def _fastest_crc32() -> Callable[..., int]:
@@ -34,7 +34,7 @@ crc32 = _fastest_crc32()
 class Extent(ABC):
     """Bytes that are read, decoded and verified together. Boxes of tensors are strided views of them.
 
-    Two extents that are equal have the same bytes, so that a reader reads them once.
+    Equal extents have the same bytes, so a reader reads them once.
     """
 
     __slots__ = ()
@@ -85,7 +85,7 @@ class Extent(ABC):
 
         Args:
             begin: first byte of the part, a multiple of the item size.
-            memory: filled with the bytes from there on.
+            memory: filled with the bytes from `begin` on.
 
         Raises:
             StorageError: the file is missing, short or unreadable.
@@ -93,7 +93,7 @@ class Extent(ABC):
         raise NotImplementedError
 
     def check(self, memory: memoryview) -> None:
-        """Verifies bytes that were read with those of neighbours. Only for an extent with `is_raw`.
+        """Verifies bytes that one read fetched with those of neighbours. Only for an extent with `is_raw`.
 
         Args:
             memory: (nbytes,) the bytes of the file.
@@ -178,7 +178,7 @@ class FileRange(Extent):
         self._check_crc(self._pieces(buffer))
 
     def _pieces(self, memory: memoryview) -> Iterator[memoryview]:
-        """All bytes in order. A buffer that is smaller than the extent is filled again and again."""
+        """All bytes in order. A buffer that is smaller than the extent is filled repeatedly."""
         reuse = len(memory) < self.nbytes
         for begin in range(0, self.nbytes, _PIECE_BYTES):
             count = min(_PIECE_BYTES, self.nbytes - begin)
@@ -214,7 +214,7 @@ class DecodedExtent(Extent):
 
     @abstractmethod
     def decode(self) -> bytes | bytearray | memoryview:
-        """The decoded bytes; fewer or more than `nbytes` are an error of `read_into`.
+        """The decoded bytes. If their number is not `nbytes`, `read_into` raises.
 
         Raises:
             CorruptChunkError, FormatError, StorageError: as `Extent.read_into`.

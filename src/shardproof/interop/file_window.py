@@ -1,4 +1,4 @@
-"""A range of a file, read as it is needed."""
+"""A range of a file, read on demand."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from shardproof.storage import Storage
 __all__ = ["FileWindow"]
 
 _EDGE_BYTES = 4096
-"""Bytes at the begin and at the end of an archive that one read fetches. The metadata of an archive of one
-tensor lies in them."""
+"""Bytes that one read fetches at the start of an archive, and another at its end. The metadata of an archive
+of one tensor lies in them."""
 _SMALL_BYTES = 4 * _EDGE_BYTES
-"""Bytes of an archive that one read fetches whole."""
+"""Bytes of an archive that one read fetches whole, at most."""
 _PIECE_BYTES = 1 << 18
 """Bytes that one read of `FileWindow.pieces` fetches, at least."""
 
 
 class FileWindow(io.RawIOBase):
-    """A range of a file, as a file of its own. It reads the first and the last bytes once."""
+    """A range of a file, as a file object. It reads the first and the last bytes once and caches them."""
 
     def __init__(self, storage: Storage, file: str, start: int, size: int) -> None:
         self._storage = storage
@@ -73,13 +73,13 @@ class FileWindow(io.RawIOBase):
         """The first bytes of the range as a sequence that holds one piece of them in memory.
 
         Args:
-            count: of the bytes.
+            count: number of the bytes.
         """
         return _Pieces(self, count)
 
 
 class _Pieces:
-    """Bytes of a window. It holds the piece that was read last, so reads that go forward are cheap."""
+    """Bytes of a window. It caches the piece that it read last, so sequential reads are cheap."""
 
     def __init__(self, window: FileWindow, count: int) -> None:
         self._window = window
@@ -102,7 +102,7 @@ class _Pieces:
             return self._piece[at] if 0 <= at < len(self._piece) else self[index : index + 1][0]
         start, stop, _ = index.indices(self._count)
         if not self._begin <= start <= stop <= self._begin + len(self._piece):
-            self._piece = memoryview(b"")  # frees its memory before the next piece takes some
+            self._piece = memoryview(b"")  # frees its memory before the next piece is allocated
             self._piece = memoryview(self._window.bytes_at(start, max(stop - start, _PIECE_BYTES)))
             self._begin = start
         return self._piece[start - self._begin : stop - self._begin]

@@ -39,7 +39,7 @@ READERS: Mapping[str, str] = {
     "safetensors": "safetensors_files:SafetensorsReader",
     "hf_bin": "hf_bin:HfBinReader",
 }
-"""Name of each format and where its reader is, in the order in which a path is looked at."""
+"""Name of each format to the module and class of its reader, in the order in which readers are tried."""
 
 WRITERS: Mapping[str, str] = {
     "shardproof": "shardproof_writer:NativeWriter",
@@ -51,14 +51,14 @@ WRITERS: Mapping[str, str] = {
     "torch": "torch_writer:TorchWriter",
     "zarr": "zarr_writer:ZarrWriter",
 }
-"""Name of each format that can be written and where its writer is."""
+"""Name of each format that can be written to the module and class of its writer."""
 
 
 def writer_of(name: str) -> type[FormatWriter]:
     """The writer of a format.
 
     Raises:
-        ValueError: there is none of this name.
+        ValueError: no writer has this name.
     """
     if name not in WRITERS:
         raise ValueError(f"a checkpoint is written as one of {', '.join(WRITERS)}, not {name!r}")
@@ -76,9 +76,9 @@ def _reader(name: str) -> type[FormatReader]:
 def format_of(foreign: Foreign) -> str:
     """The name of the format of a path.
 
-    A folder with shard files is of shardproof's own format, even without a manifest: it is a save that did
-    not finish, and no reader of other files may take it for a checkpoint. So is a folder that no reader
-    recognizes.
+    A folder with shard files has shardproof's own format, even without a manifest. It is a save that did not
+    finish, and a reader of another format must not open it. A folder that no reader recognizes also counts as
+    shardproof's own format.
 
     Raises:
         FormatError: the path is a file of no known format.
@@ -88,8 +88,9 @@ def format_of(foreign: Foreign) -> str:
     name = next((name for name in READERS if _reader(name).recognizes(foreign)), None)
     if name is None and foreign.file is not None:
         raise FormatError(
-            f"{foreign.location} is no checkpoint of a known format ({', '.join(READERS)}). Name its format "
-            "with format=, or on the command line with --format (the second path of diff: --other-format)",
+            f"{foreign.location} is not a checkpoint of a known format ({', '.join(READERS)}). Name its "
+            "format with format=, or on the command line with --format (the second path of diff: "
+            "--other-format)",
             file=foreign.location,
         )
     return name or NATIVE
@@ -99,7 +100,7 @@ def open_reader(foreign: Foreign, name: str) -> FormatReader:
     """Opens a checkpoint of another project.
 
     Args:
-        foreign: where it is.
+        foreign: the path of the checkpoint.
         name: name of the format.
 
     Raises:

@@ -52,7 +52,7 @@ class HfBinReader(TorchFilesReader):
 
     @classmethod
     def recognizes(cls, foreign: Foreign) -> bool:
-        """True for a folder with a file of this name, and for an index."""
+        """True for a folder with such files or an index of them, and for an index file."""
         if foreign.file is not None:
             return foreign.file.endswith(_INDEX_SUFFIX)
         return bool(_found(foreign))

@@ -21,14 +21,14 @@ _MOST_JSON_BYTES = 100_000_000
 
 @dataclass(frozen=True, slots=True)
 class HfIndex:
-    """An index, checked by itself."""
+    """An index. `read` checks it without its files, and `check` compares it with a file."""
 
     path: str
-    """Where it is, for messages."""
+    """Path of the index, for messages."""
     keys_of: Mapping[str, Collection[str]]
     """Name of each file to the keys that it holds."""
     total_size: int | None
-    """Bytes of all tensors, where the index says so."""
+    """Bytes of all tensors; None if the index does not give them."""
     digest: str
 
     @classmethod
@@ -36,12 +36,12 @@ class HfIndex:
         """Reads an index.
 
         Args:
-            storage: holds it, and the files that it names.
-            name: of the index.
+            storage: holds the index and the files that it names.
+            name: name of the index.
 
         Raises:
-            FormatError: it is damaged, or names a file outside of the storage.
-            StorageError: it is missing or unreadable.
+            FormatError: the index is damaged, or names a file outside of the storage.
+            StorageError: the index is missing or unreadable.
         """
         path = f"{storage.location}/{name}"
         data, value = read_json(storage, name)
@@ -67,10 +67,10 @@ class HfIndex:
 
         Args:
             file: one of `keys_of`.
-            keys: what it holds.
+            keys: the keys of the file.
 
         Raises:
-            FormatError: the index lacks a key, or the file does.
+            FormatError: a key is only in the index or only in the file.
         """
         expected = self.keys_of[file]
         missing, more = sorted(set(expected).difference(keys)), sorted(set(keys).difference(expected))
@@ -78,8 +78,8 @@ class HfIndex:
             key = (missing or more)[0]
             raise FormatError(
                 f"{self.path}: it disagrees with {file}: {len(missing)} keys of the index are not in the "
-                f"file, and {len(more)} keys of the file are not in the index, for example {key}. A file is "
-                "from another checkpoint: restore it, or name the one file to read",
+                f"file, and {len(more)} keys of the file are not in the index, for example {key}. One of the "
+                "two is from another checkpoint: restore it, or name the one file to read",
                 file=self.path,
                 key=key,
             )
@@ -92,18 +92,18 @@ def read_json(storage: Storage, name: str) -> tuple[bytes, Any]:
         The bytes, and the value.
 
     Raises:
-        FormatError: it is no JSON, has one name twice, or is too large.
-        StorageError: it is missing or unreadable.
+        FormatError: the file is not JSON, has a name twice in one object, or is too large.
+        StorageError: the file is missing or unreadable.
     """
     path = f"{storage.location}/{name}"
     size = storage.size(name)
     if size is not None and size > _MOST_JSON_BYTES:
-        raise FormatError(f"{path}: {size} bytes are too many for it, at most {_MOST_JSON_BYTES}", file=path)
+        raise FormatError(f"{path}: it has {size} bytes, expected at most {_MOST_JSON_BYTES}", file=path)
     data = storage.read(name)
     try:
         return data, json.loads(data, object_pairs_hook=_without_doubles)
     except (ValueError, RecursionError) as error:
-        raise FormatError(f"{path}: it is no valid JSON ({error})", file=path) from error
+        raise FormatError(f"{path}: it is not valid JSON ({error})", file=path) from error
 
 
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -4,10 +4,11 @@ They are DCP checkpoints with three additions:
 
 - The common state, a dict that all ranks share, is the file ``common.pt`` (up to 0.16) or the entry
   ``common_state/shard_0_1`` (newer).
-- An object of a rank is an entry, or a file, ``<key>/shard_<offset>_<shape>``: a list of the object.
+- An object of a rank is an entry or a file ``<key>/shard_<offset>_<shape>``, which holds a list with the
+  object.
 - Flat ranges of the distributed optimizer (``fully_sharded_model_space``) are stored under a shape of
-  fragments: the first numbers say into how many parts each dimension is cut, the last is the number of
-  elements of a part. ``mcore_data`` has the true shape. Here the ranges are boxes of the true shape.
+  fragments. Its last number is the number of elements of a part. The numbers before it give the parts into
+  which each dimension is cut. ``mcore_data`` has the true shape. The reader gives boxes of the true shape.
 """
 
 from __future__ import annotations
@@ -47,26 +48,26 @@ _SHARD = re.compile(r".+/shard_[0-9.]+(_[0-9.]+)?")
 _BUCKET = re.compile(r"optimizer\..*\.bucket_idx_[0-9]+\.[a-z_]+")
 """Key of a flat bucket of the distributed optimizer."""
 _BUCKETS = (
-    "The optimizer state is stored in flat buckets (dp_reshardable). Nothing says where a parameter lies in "
-    "its bucket, so the buckets are read as they are. Padding between parameters is memory that was never "
-    "set: do not compare it."
+    "The optimizer state is stored in flat buckets (dp_reshardable). The position of a parameter in its "
+    "bucket is not stored, so the buckets are read as they are. Padding between parameters is memory that "
+    "was never set: do not compare it."
 )
 
 
 class MegatronDistReader(DcpReader):
     """A ``torch_dist`` checkpoint of Megatron-Core, open for reading; see `FormatReader`.
 
-    The path is the folder of an iteration, or a run folder, of which the latest iteration is read.
+    The path is the folder of an iteration, or a run folder. Of a run folder, the latest iteration is read.
 
     The common state is the object ``common``. If it holds objects of unknown classes, each of its items is an
-    object ``common.<name>`` instead, so that such a class does not hide the other items.
+    object ``common.<name>`` instead. Then an item of an unknown class does not hide the others.
     """
 
     name = "torch_dist"
 
     def __init__(self, foreign: Foreign) -> None:
         self._objects: dict[str, str | None] = {}
-        """Keys of objects; to the name of the file, or None for an entry."""
+        """Key of each object to the name of its file, or None for an entry."""
         super().__init__(foreign)
 
     @classmethod
@@ -84,7 +85,7 @@ class MegatronDistReader(DcpReader):
         if isinstance(plans, list):
             self.world_size = len(plans)
         self._common = self._open_common()
-        """The common state, or why it cannot be read."""
+        """The file of the common state, or the error of reading it."""
         self._objects = dict.fromkeys([*self._common_keys(), *self.entries])
         for name in self.storage.list():
             key = name.removesuffix(".pt")
@@ -143,7 +144,7 @@ class MegatronDistReader(DcpReader):
         entry = self.entries.pop(_COMMON_ENTRY, None)
         try:
             return TorchFile(self.storage, _COMMON_FILE) if entry is None else self.open_entry(entry)
-        except ShardproofError as error:  # tensors can be read without it
+        except ShardproofError as error:  # tensors can be read without the common state
             return error
 
     def _common_keys(self) -> list[str]:
@@ -159,7 +160,7 @@ class MegatronDistReader(DcpReader):
         return whole if key == _COMMON else whole[key.removeprefix(f"{_COMMON}.")]
 
     def _true_shape(self, key: str, state: Mapping[str, Any]) -> tuple[int, ...] | None:
-        """The shape of a tensor whose stored shape is one of fragments; None for others."""
+        """The true shape of a tensor that is stored under a shape of fragments; None for others."""
         data = state.get("mcore_data")
         extra = data.get(key) if isinstance(data, dict) else None
         shape = extra.get(_TRUE_SHAPE) if isinstance(extra, dict) else None
@@ -169,7 +170,7 @@ class MegatronDistReader(DcpReader):
             raise self.fault(_DCP_METADATA, f"the true shape of {key} is {shape!r}", key=key) from error
 
     def _of_fragments(self, key: str, stored: TensorDescription, shape: tuple[int, ...]) -> TensorDescription:
-        """A tensor of flat ranges in its true shape."""
+        """Describes a tensor of flat ranges in its true shape."""
         *cuts, last = stored.shape or (0,)
         fits = len(cuts) == len(shape) and all(cuts)
         fragment = tuple(size // cut for size, cut in zip(shape, cuts, strict=True)) if fits else ()
@@ -184,8 +185,8 @@ class MegatronDistReader(DcpReader):
             if ones != [1] * len(ones) or start + count > last:
                 raise self.fault(
                     _DCP_METADATA,
-                    f"a chunk of {key} at {box.offsets} of shape {box.sizes} is no flat range of a fragment "
-                    f"of {last} elements",
+                    f"a chunk of {key} at {box.offsets} of shape {box.sizes} is not a flat range of a "
+                    f"fragment of {last} elements",
                     key=key,
                 )
             parts, firsts = flat_range_boxes(fragment, start, start + count)
@@ -206,10 +207,10 @@ class MegatronDistReader(DcpReader):
             return 0
         found = _json(self.storage, _INTEGRITY)
         if not isinstance(found, dict) or found.get("algorithm") != "sha256":
-            raise self.fault(_INTEGRITY, "it names no algorithm that is known; only sha256 is")
+            raise self.fault(_INTEGRITY, "its algorithm is unknown; only sha256 is known")
         digests = found.get("files")
         if not isinstance(digests, dict) or not all(isinstance(item, str) for item in digests.values()):
-            raise self.fault(_INTEGRITY, 'its "files" are no digests by name')
+            raise self.fault(_INTEGRITY, 'its "files" do not map names to digests')
         if missing := sorted(self.files().keys() - digests.keys()):
             raise self.fault(_INTEGRITY, f"it has no digest of {', '.join(missing[:5])}")
         return sum(self._verify_digest(name, digest) for name, digest in digests.items())
@@ -241,7 +242,7 @@ class MegatronDistReader(DcpReader):
 
 
 def _part_of_range(box: StoredBox, sizes: tuple[int, ...], first: int) -> StoredView:
-    """A box of the true shape in the chunk of a flat range that holds it."""
+    """A view of a box of the true shape, in the chunk of the flat range that holds the box."""
     view = box.located()
     step = view.stride[-1]
     strides = tuple(step * stride for stride in row_major_strides(sizes))
@@ -249,7 +250,7 @@ def _part_of_range(box: StoredBox, sizes: tuple[int, ...], first: int) -> Stored
 
 
 def _unwrapped(value: Any) -> Any:
-    """The object in the list that an entry is."""
+    """The object of an entry, which stores it in a list."""
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 

@@ -2,8 +2,8 @@
 
 The folder of a rank is ``mp_rank_TT``, with pipeline or expert parallelism ``mp_rank_TT_PPP`` and
 ``mp_rank_TT_PPP_EEE``. Each has ``model_optim_rng.pt``, and ``distrib_optim.pt`` for the distributed
-optimizer, whose buckets are flat: where a parameter lies in a bucket is stored nowhere. How parallelism
-splits a weight is stored nowhere either, so the keys of each rank stay apart:
+optimizer. The buckets of that optimizer are flat, and the format does not store the position of a parameter
+in its bucket. It does not store either how parallelism splits a weight. So each rank has keys of its own:
 ``mp_rank_00/model_optim_rng/model.decoder.final_layernorm.weight``.
 
 The format "megatron_legacy_merged" joins the weights of ranks by the rules of `megatron_merge`.
@@ -94,7 +94,7 @@ class MegatronLegacyReader(TorchFilesReader):
             if name in _MODEL_FILES:
                 self.models[numbers] = file
                 if not isinstance(file.value, dict):
-                    raise self.fault(path, "it holds no dict")
+                    raise self.fault(path, "it does not hold a dict")
         if numbers not in self.models:
             path = f"{folder}{rank}/{_MODEL_FILES[0]}"
             raise self.fault(
@@ -102,22 +102,20 @@ class MegatronLegacyReader(TorchFilesReader):
             )
 
     def _check_ranks(self, ranks: list[str]) -> None:
-        """Checks that the ranks are a full grid, of the size that the arguments give."""
+        """Checks that the ranks form a full grid of the size that the arguments give."""
         widths = {len(numbers) for numbers in self.models}
         count = 1
         for column in zip(*self.models, strict=False):
             count *= max(column) + 1
         if len(widths) > 1 or count != len(self.models):
             raise FormatError(
-                f"{self.location}: the folders {', '.join(ranks[:9])} are not all ranks: some are missing, "
-                "or left from another run",
+                f"{self.location}: the folders {', '.join(ranks[:9])} are not those of one set of ranks: "
+                "some are missing, or left from another run",
                 file=self.location,
             )
         sizes = [_count(self.arguments.get(name)) for name in _SIZES]
         if not sizes[0] or not sizes[1]:
-            self.notes.append(
-                "Nothing in it says how many ranks there are: a missing last rank is not found."
-            )
+            self.notes.append("It does not store the number of ranks: a missing last rank is not found.")
         elif len(self.models) not in (sizes[0] * sizes[1], sizes[0] * sizes[1] * (sizes[2] or 1)):
             raise FormatError(
                 f"{self.location} has {len(self.models)} folders of ranks, expected {sizes[0] * sizes[1]}, "
@@ -127,11 +125,11 @@ class MegatronLegacyReader(TorchFilesReader):
 
 
 class MegatronLegacyMergedReader(MegatronLegacyReader):
-    """The same with the weights of all tensor- and pipeline-parallel ranks joined; see `FormatReader`.
+    """`MegatronLegacyReader` with the weights of all tensor- and pipeline-parallel ranks joined.
 
-    Name the format to use it: it is never recognized, since the rules are those of Megatron's GPT and Llama
-    models and the checkpoint does not say whether they hold. Weights have the keys of Megatron's sharded
-    state dict, with the layers as the first dimension. Everything else keeps the keys of its rank.
+    It never recognizes a path, so the caller has to name the format. Its rules are those of Megatron's GPT
+    and Llama models, and a checkpoint does not tell whether they apply. Weights have the keys of Megatron's
+    sharded state dict, with the layers as the first dimension. All other values have the keys of their rank.
     """
 
     name = "megatron_legacy_merged"
@@ -141,7 +139,7 @@ class MegatronLegacyMergedReader(MegatronLegacyReader):
         version = self._objects.get(f"{self._first_prefix()}checkpoint_version")
         if version is None or type(version.value) not in (int, float) or version.value < 3:
             raise self._refused(
-                "its checkpoint_version is below 3, which orders query, key and value otherwise"
+                "its checkpoint_version is below 3, which orders query, key and value in another way"
             )
         stages, width = self._stages()
         try:
@@ -159,12 +157,13 @@ class MegatronLegacyMergedReader(MegatronLegacyReader):
             del self._objects[key]
         self.tensors |= merged
         self.notes.append(
-            "The weights of ranks are joined by the rules of GPT and Llama, which it does not store."
+            "The weights of ranks are joined by the rules of GPT and Llama. The checkpoint does not store "
+            "whether these rules apply."
         )
 
     @classmethod
     def recognizes(cls, foreign: Foreign) -> bool:
-        """Never: the caller has to name the format."""
+        """Never true: the caller has to name the format."""
         return False
 
     def _first_prefix(self) -> str:
@@ -222,14 +221,14 @@ def _count(value: Any) -> int | None:
 
 
 def _iteration_folder(foreign: Foreign) -> str:
-    """The folder of the last iteration with a "/", "" if the path is one itself."""
+    """The folder of the last iteration with a "/" at the end; "" if the path is such a folder itself."""
     size = foreign.storage.size(_LATEST)
     if size is None:
         return ""
     text = foreign.storage.read(_LATEST, 0, min(size, 100)).decode("ascii", "replace").strip()
     if text != "release" and not re.fullmatch(r"\d{1,12}", text):
         path = f"{foreign.storage.location}/{_LATEST}"
-        raise FormatError(f"{path}: {text!r} is no iteration", file=path)
+        raise FormatError(f"{path}: {text!r} is not an iteration", file=path)
     return "release/" if text == "release" else f"iter_{int(text):07d}/"
 
 

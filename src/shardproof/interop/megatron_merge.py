@@ -1,7 +1,8 @@
 """Rules that join the weights of Megatron's GPT and Llama over tensor- and pipeline-parallel ranks.
 
-Keys and shapes are those of Megatron's sharded state dict: ``decoder.layers.3.mlp.linear_fc2.weight`` of all
-layers is one tensor ``decoder.layers.mlp.linear_fc2.weight`` with the layers as its first dimension.
+Keys and shapes are those of Megatron's sharded state dict. For example, the weights
+``decoder.layers.<n>.mlp.linear_fc2.weight`` of all layers are one tensor
+``decoder.layers.mlp.linear_fc2.weight`` with the layers as its first dimension.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _RENAMED = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
 }
-"""Names in models without Transformer Engine, and the names that the sharded state dict gives them."""
+"""Names in models without Transformer Engine to the names in the sharded state dict."""
 _GATED = "mlp.linear_fc1"
 _SPLIT: Mapping[str, int | None] = {
     "embedding.word_embeddings.weight": 0,
@@ -89,7 +90,7 @@ def merged_model(
             if is_layer:
                 found.setdefault(name, []).append(parts)
             else:
-                found.setdefault(name, [parts])  # a tied embedding is on the first and on the last stage
+                found.setdefault(name, [parts])  # the first and the last stage both have a tied embedding
         layers += len(numbers)
     return {name: _joined(name, parts, found, layers) for name, parts in found.items()}
 
@@ -150,7 +151,7 @@ def _joined(
 
 
 def _is_gated(part: StageTensor, found: Mapping[str, list[list[StageTensor]]]) -> bool:
-    """True if the first layer of the MLP has a gate beside the values, as in SwiGLU."""
+    """True if the first layer of the MLP has the rows of a gate and of an up projection, as in SwiGLU."""
     second = found.get("decoder.layers.mlp.linear_fc2.weight")
     if second is None or len(second[0][0].shape) != 2:
         raise ValueError("mlp.linear_fc1 has no mlp.linear_fc2.weight")

@@ -20,7 +20,7 @@ def latest_iteration(foreign: Foreign) -> Foreign:
         foreign: a run folder, or the folder of a checkpoint.
 
     Returns:
-        The folder of the iteration; `foreign` itself if it is no run folder.
+        The folder of the iteration; `foreign` itself if it is not a run folder.
 
     Raises:
         FormatError: the file that names the iteration is damaged.
@@ -46,7 +46,7 @@ def latest_iteration(foreign: Foreign) -> Foreign:
 
 
 def iteration_of(folder: str) -> int | None:
-    """The iteration that the name of a folder gives; None if it gives none.
+    """The iteration in the name of a folder; None if the name has none.
 
     >>> iteration_of("iter_0000020"), iteration_of("release")
     (20, None)

@@ -1,8 +1,11 @@
 """Writes checkpoints of Megatron-Core in the format ``torch_dist``, which 0.16 to 0.19 load.
 
-It is a DCP checkpoint with three differences. ``metadata.json`` names the format. Objects whose keys end in
-``/shard_<offset>_<shape>`` are ShardedObjects, stored in a list of one. All other objects are the common
-state, a nested dict in ``common.pt``: 0.16 reads it from there only, and 0.19 reads it from there too.
+It is a DCP checkpoint with three differences:
+
+- ``metadata.json`` names the format.
+- Objects whose keys end in ``/shard_<offset>_<shape>`` are ShardedObjects, each stored in a list of one.
+- All other objects are the common state, a nested dict in ``common.pt``. Megatron-Core 0.16 reads it only
+  from there, and 0.19 also from there.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ __all__ = ["TorchDistWriter"]
 
 _SHARDED_OBJECT = re.compile(r".+/shard_[\d.]+_[\d.]+", re.DOTALL)
 _COMMON, _COMMON_ENTRY = "common", "common_state/shard_0_1"
-"""Keys under which the readers give the common state: that of ``common.pt``, and the entry of 0.19."""
+"""Keys of the common state in the readers: the one of ``common.pt``, and the one of the entry in 0.19."""
 _CONFIG = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
@@ -36,10 +39,10 @@ _CONFIG = {
 class TorchDistWriter(DcpWriter):
     """Writes a ``torch_dist`` checkpoint; see `FormatWriter`.
 
-    Keys are those of Megatron's ShardedTensors. The object ``common``, and each ``common.<name>``, is the
-    common state or an entry of it; ``common.args`` is stored as an ``argparse.Namespace``. The training step
-    is the entry ``iteration``, unless there is one. The folder above, with
-    ``latest_checkpointed_iteration.txt``, is the caller's.
+    Keys are those of Megatron's ShardedTensors. The object ``common`` is the common state, and each object
+    ``common.<name>`` is an entry of it. ``common.args`` is stored as an ``argparse.Namespace``. The training
+    step becomes the entry ``iteration``, unless the common state has that entry. The caller writes
+    ``latest_checkpointed_iteration.txt`` in the folder above.
     """
 
     name = "torch_dist"
@@ -51,8 +54,8 @@ class TorchDistWriter(DcpWriter):
         empty = [key for key, (_, shape) in contents.tensors.items() if 0 in shape]
         if empty:
             note = (
-                "Megatron-Core loads tensors without elements only with validate_access_integrity=False: "
-                f"{len(empty)} of them, the first is {empty[0]!r}."
+                "Megatron-Core loads tensors without elements only with validate_access_integrity=False. "
+                f"There are {len(empty)} of them; the first is {empty[0]!r}."
             )
             self.notes = [*self.notes, note]
 
@@ -74,10 +77,10 @@ def _is_sharded(key: str) -> bool:
 
 
 def _common_state(contents: Contents) -> dict[str, Any]:
-    """The common state: all objects that are no ShardedObjects, nested.
+    """The common state: a nested dict of all objects that are not ShardedObjects.
 
     Raises:
-        StructureError: two objects have one place.
+        StructureError: two objects have the same path.
     """
     values = {key: value for key, value in contents.objects.items() if not _is_sharded(key)}
     common = _Node()
@@ -107,7 +110,7 @@ def _put(root: _Node, key: str, path: tuple[str | int, ...], value: Any) -> None
         node = node.setdefault(step, _Node()) if isinstance(node, _Node) else None
     if not isinstance(node, _Node) or path[-1] in node:
         raise StructureError(
-            f"torch_dist cannot hold {key!r}: the common state has another value in its place. Leave one of "
+            f"torch_dist cannot hold {key!r}: the common state has another value at this path. Leave one of "
             f"them out (exclude=, or --exclude {key})",
             key=key,
         )
@@ -115,7 +118,7 @@ def _put(root: _Node, key: str, path: tuple[str | int, ...], value: Any) -> None
 
 
 def _plain(value: Any) -> Any:
-    """Nodes as lists where their keys are numbers, and as dicts elsewhere."""
+    """Converts a node to a list if its keys are numbers, otherwise to a dict."""
     if not isinstance(value, _Node):
         return value
     if all(isinstance(step, int) for step in value):

@@ -1,12 +1,13 @@
 """Reads the Zarr checkpoints of Megatron-Core, which its releases up to 0.11 write.
 
-Each tensor is a folder of its key with a Zarr array of format 2, whose chunks are the parts of ranks. Objects
-are files of ``torch.save``: ``common.pt``, and ``<key>/shard_<offset>_<shape>.pt`` for those of ranks.
-``metadata.json``, written last, names the format. Flat ranges of the distributed optimizer are written into
-the chunks of their parameter, so that they need no merging here.
+Each tensor is a folder with the name of its key. The folder holds a Zarr array of format 2, whose chunks are
+the parts of ranks. Objects are files of ``torch.save``: ``common.pt``, and
+``<key>/shard_<offset>_<shape>.pt`` for objects of ranks. ``metadata.json``, written last, names the format.
+Megatron writes flat ranges of the distributed optimizer into the chunks of their parameter, so this reader
+does not merge them.
 
-Megatron writes every chunk. Zarr's own readers give zeros for a chunk whose file was lost; here it is an
-error. Folders that end in ``.sync``, which the writer's locks leave behind, are not read.
+Megatron writes every chunk. Zarr's own readers give zeros for a chunk whose file was lost; this reader raises
+an error. Folders that end in ``.sync``, which the writer's locks leave behind, are not read.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _SHARD = re.compile(r"(.+)/shard_([0-9]+(?:\.[0-9]+)*)_([0-9]+(?:\.[0-9]+)*)")
 class MegatronZarrReader(FormatReader):
     """A Zarr checkpoint of Megatron-Core, open for reading; see `FormatReader`.
 
-    The path is the folder of an iteration, or a run folder, of which the latest iteration is read.
+    The path is the folder of an iteration, or a run folder. Of a run folder, the latest iteration is read.
 
     Example:
         >>> import json, tempfile, torch
@@ -66,7 +67,7 @@ class MegatronZarrReader(FormatReader):
         self.location = self.storage.location
         if _backend(self.storage) != "zarr":
             raise NotCommittedError(
-                f"{self.location} has no {_METADATA} that names Megatron's Zarr format: it is no such "
+                f"{self.location} has no {_METADATA} that names Megatron's Zarr format: it is not such a "
                 "checkpoint, or its save did not finish",
                 file=f"{self.location}/{_METADATA}",
             )
@@ -83,7 +84,7 @@ class MegatronZarrReader(FormatReader):
         self.step = iteration_of(self.storage.folder) or self._common_iteration()
         self.notes.append(
             "Megatron's Zarr format has neither checksums of tensors nor a list of keys: changed bytes and a "
-            "whole folder that is gone are not noticed"
+            "missing folder of a tensor are not noticed"
         )
 
     @classmethod
@@ -108,13 +109,16 @@ class MegatronZarrReader(FormatReader):
         return self._files
 
     def verify_extra(self) -> int:
-        """Verifies the files of all objects, and that none is missing; see `FormatReader.verify_extra`."""
+        """Verifies the files of all objects, and that no file is missing; see `FormatReader.verify_extra`."""
         proved = sum(TorchFile(self.storage, name).verify() for name in self._objects.values())
         self._check_objects()
         return proved
 
     def _common_iteration(self) -> int | None:
-        """The iteration in ``common.pt``. A damaged file is an error of those who read it."""
+        """The iteration in ``common.pt``; None without one, or if the file is damaged.
+
+        The error of a damaged file is raised when the object is read.
+        """
         try:
             value = TorchFile(self.storage, _COMMON).value
         except ShardproofError:
@@ -123,7 +127,7 @@ class MegatronZarrReader(FormatReader):
         return found if type(found) is int else None
 
     def _check_objects(self) -> None:
-        """Checks that every index of each grid of objects has its file, as the names give the grid."""
+        """Checks that every index of each grid of objects has a file. The file names give the grid."""
         found: dict[tuple[str, str], set[str]] = defaultdict(set)
         for key in self._objects:
             if (match := _SHARD.fullmatch(key)) is not None:

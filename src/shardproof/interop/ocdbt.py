@@ -1,9 +1,9 @@
 """Zarr arrays in an OCDBT database, the key-value store of TensorStore that Orbax uses.
 
-A database is the file ``manifest.ocdbt`` and a tree of data files, which only TensorStore reads. The entries
-are the files of Zarr arrays. Their metadata is parsed here, as that of arrays in folders, and TensorStore
-reads the chunks. It reads zeros for a chunk without an entry; here that is an error where the writer stores
-every chunk.
+A database is the file ``manifest.ocdbt`` and a tree of data files, which only TensorStore reads. Its entries
+are the files of Zarr arrays. This module parses their metadata, like the metadata of arrays in folders, and
+TensorStore reads the chunks. TensorStore reads zeros for a chunk without an entry. This module raises an
+error for it if the writer stores every chunk.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ __all__ = ["MANIFEST", "OcdbtArrays"]
 
 MANIFEST = "manifest.ocdbt"
 _CACHED_BYTES = 64 << 20
-"""Bytes of the tree that TensorStore keeps in memory. Without, it reads the tree anew for each entry."""
+"""Bytes of the tree that TensorStore caches. Without a cache, it reads the tree again for each entry."""
 
 
 class OcdbtArrays(ZarrArrays):
     """The arrays in an OCDBT database; see `ZarrArrays`.
 
     Args:
-        storage: the folder of the database, which has to be a local one.
+        storage: the folder of the database, which has to be a local folder.
 
     Raises:
         FormatError: tensorstore is not installed, or the database or the metadata of an array is damaged.
@@ -73,7 +73,7 @@ class OcdbtArrays(ZarrArrays):
 
     @property
     def files(self) -> dict[str, int | None]:
-        """The file that has to be there. The tree names the others, which TensorStore alone reads."""
+        """The file ``manifest.ocdbt``. The tree names the other files, which only TensorStore reads."""
         return {MANIFEST: None}
 
     def array(self, folder: str) -> Any:
@@ -90,8 +90,8 @@ class OcdbtArrays(ZarrArrays):
         """Calls TensorStore.
 
         Args:
-            what: the call reads, for the message.
-            function: calls it.
+            what: what the call reads, for the message.
+            function: the call.
 
         Raises:
             FormatError: TensorStore finds damage.
@@ -101,7 +101,7 @@ class OcdbtArrays(ZarrArrays):
             return function()
         except ShardproofError:
             raise
-        except Exception as error:  # TensorStore raises ValueError and others, by the code in the message
+        except Exception as error:  # TensorStore raises ValueError and others; the message has an error code
             text = str(error).partition(" [tensorstore_spec=")[0].partition(" [source locations=")[0]
             is_missing = text.startswith("NOT_FOUND")
             kind = StorageError if is_missing else FormatError
@@ -120,7 +120,7 @@ class _OcdbtExtent(DecodedExtent):
     storage: Storage
     file: str
     start: int
-    """Number of the box. TensorStore alone knows where the bytes lie."""
+    """Number of the box. Only TensorStore knows the position of the bytes."""
     nbytes: int
     read: Callable[[], Any] = field(compare=False)
     """Returns the box as a NumPy array."""
@@ -139,7 +139,7 @@ class _OcdbtChunks(Chunks):
         self._count = 0
 
     def lost_box(self, key: str, array: ArrayMetadata, offsets: tuple[int, ...], name: str) -> StoredBox:
-        """The box of a chunk that was stored and has no entry: an error when it is read."""
+        """The box of a chunk that was stored and has no entry. Reading it raises an error."""
         self._count += 1
         sizes = clipped(offsets, array.layout.sizes, array.shape)
         return StoredBox(

@@ -2,8 +2,8 @@
 
 ``_METADATA`` lists the leaves of the tree. Each array is a Zarr array of format 2 or 3, either in a folder of
 its own or in an OCDBT database. A key is the path of the leaf with dots between its parts, which is also the
-name of the folder. Python numbers are stored as arrays without dimensions, strings in ``_strings.json``, and
-empty containers and None in the metadata alone.
+name of the folder. Python numbers are stored as arrays without dimensions, and strings in ``_strings.json``.
+Empty containers and None are only in the metadata.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _EMPTY: Mapping[str, Callable[[], Any]] = {
     "Tuple": tuple,
     "NamedTuple": tuple,
 }
-"""Values that the metadata alone holds, by their type."""
+"""Values that are only in the metadata, by their type."""
 
 
 class OrbaxReader(FormatReader):
@@ -72,8 +72,8 @@ class OrbaxReader(FormatReader):
         is_database = self.storage.size(MANIFEST) is not None
         if metadata.get("use_ocdbt") and not is_database:
             raise StorageError(
-                f"{self.location}/{MANIFEST} is missing, and {_METADATA} says that it holds the arrays: "
-                "restore it from a copy",
+                f"{self.location}/{MANIFEST} is missing. It holds the arrays, as {_METADATA} shows: restore "
+                "it from a copy",
                 file=f"{self.location}/{MANIFEST}",
                 missing=True,
             )
@@ -97,7 +97,7 @@ class OrbaxReader(FormatReader):
 
     @classmethod
     def recognizes(cls, foreign: Foreign) -> bool:
-        """True if the folder has ``_METADATA``, or if it has that of a step and a folder of it has one."""
+        """True if the folder has ``_METADATA``, or is a step with a folder that has ``_METADATA``."""
         if foreign.has(_METADATA):
             return True
         return foreign.has(_ROOT_METADATA) and bool(_items(foreign))
@@ -107,7 +107,7 @@ class OrbaxReader(FormatReader):
         return self._objects.keys()
 
     def object(self, key: str, *, trust_pickle: bool = False) -> Any:
-        """A value that is no array; see `FormatReader.object`."""
+        """A value that is not an array; see `FormatReader.object`."""
         return self._objects[key]()
 
     def files(self) -> Mapping[str, int | None]:
@@ -115,7 +115,7 @@ class OrbaxReader(FormatReader):
         return self._files
 
     def _enter_item(self, foreign: Foreign) -> None:
-        """Goes into the only item of a step."""
+        """Enters the only item of a step."""
         if foreign.has(_METADATA):
             return
         items = _items(foreign)
@@ -126,8 +126,8 @@ class OrbaxReader(FormatReader):
             )
         if not items:
             raise NotCommittedError(
-                f"{self.location} has no {_METADATA}: it is no Orbax checkpoint of a tree, or its save did "
-                "not finish",
+                f"{self.location} has no {_METADATA}: it is not an Orbax checkpoint of a tree, or its save "
+                "did not finish",
                 file=f"{self.location}/{_METADATA}",
             )
         self.storage = foreign.storage.within(items[0])
@@ -145,7 +145,7 @@ class OrbaxReader(FormatReader):
             if key not in arrays.metadata:
                 path = f"{self.location}/{key}"
                 raise StorageError(
-                    f"{path}: the array of {key} is missing, and {_METADATA} lists it (as {kind}): restore "
+                    f"{path}: the array of {key} is missing, but {_METADATA} lists it (as {kind}): restore "
                     "it from a copy",
                     file=path,
                     key=key,
@@ -168,7 +168,7 @@ class OrbaxReader(FormatReader):
     def _string(self, key: str) -> str:
         found = read_json(self.storage, _STRINGS)[0].get(key)
         if not isinstance(found, str):
-            raise self.fault(_STRINGS, f"the string of {key} is missing, and {_METADATA} lists it")
+            raise self.fault(_STRINGS, f"the string of {key} is missing, but {_METADATA} lists it")
         return found
 
 

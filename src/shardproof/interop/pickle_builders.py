@@ -1,6 +1,7 @@
 """Plain values of the classes that state dicts hold beside tensors: containers, numpy, torch's small types.
 
-The tables are those of `read_pickle`. No builder makes more than it is given, or calls a name of the pickle.
+The tables are arguments of `read_pickle`. A builder allocates no more than its arguments hold, and calls no
+name of the pickle.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ __all__ = ["CONSTANTS", "plain_builders"]
 CONSTANTS: Mapping[str, Any] = {
     f"torch.{name}": getattr(torch, name) for name in DTYPES if hasattr(torch, name)
 }
-"""The dtypes of torch, by the names that pickles give them."""
+"""The dtypes of torch by their names in pickles."""
 
 _FACTORIES: Mapping[str, type] = {
     f"{module}.{kind.__name__}": kind
     for module in ("builtins", "__builtin__")
     for kind in (list, dict, set, int, float, str, tuple, bool)
 }
-"""What a defaultdict may make."""
+"""Factories that a defaultdict may have."""
 
 _SIMPLE_DTYPE = re.compile(r"[<>|=]?[biufcSUa?][0-9]*")
 
@@ -83,7 +84,7 @@ def plain_builders() -> Mapping[str, Callable[..., Any]]:
 
 def _size(sizes: Any = ()) -> torch.Size:
     if any(type(size) is not int for size in sizes):
-        raise ValueError(f"{sizes!r} is no shape")
+        raise ValueError(f"{sizes!r} is not a shape")
     return torch.Size(sizes)
 
 
@@ -91,7 +92,7 @@ def _device(kind: str, index: int | None = None) -> Any:
     text = kind if index is None else f"{kind}:{index}"
     try:
         return torch.device(text)
-    except RuntimeError:  # a kind of device that this version of torch does not know
+    except RuntimeError:  # this version of torch does not know this kind of device
         return text
 
 
@@ -125,7 +126,7 @@ def _bytes_io(data: Any = b"") -> Unfinished:
 def _bytes(data: Any = b"", encoding: str = "latin-1") -> bytes:
     if isinstance(data, str):
         return _encode(data, encoding)
-    if not isinstance(data, (bytes, bytearray)):  # bytes(10 ** 12) would make as many
+    if not isinstance(data, (bytes, bytearray)):  # bytes(10 ** 12) would allocate as many bytes
         raise ValueError(f"bytes are made of a {type(data).__name__}")
     return bytes(data)
 
@@ -176,9 +177,9 @@ def _scalar(dtype: Any, data: Any = b"") -> Any:
 
 
 def _filled(data: bytes, dtype: np.dtype[Any], shape: Any, order: Any) -> np.ndarray[Any, Any]:
-    """An array of its bytes, in the byte order of this machine."""
+    """An array from its bytes, in the byte order of this machine."""
     if any(type(size) is not int or size < 0 for size in shape):
-        raise ValueError(f"{shape!r} is no shape")
+        raise ValueError(f"{shape!r} is not a shape")
     if prod(shape) * dtype.itemsize != len(data):
         raise ValueError(f"an array of shape {tuple(shape)} and dtype {dtype} has {len(data)} bytes")
     native = dtype.newbyteorder("=")

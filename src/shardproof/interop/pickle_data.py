@@ -1,12 +1,11 @@
 """Reads a pickle as data. Nothing that the pickle names is imported or called.
 
 The reader interprets the opcodes of protocols 0 to 5 itself. A pickle refers to classes and functions by
-name; the caller gives a table of names and of functions that build a plain value for each, and a table of
-names that stand for a value. A name in neither table becomes an `Opaque`, which records the name and the
-arguments and does nothing.
+name. The caller gives two tables: names with functions that build a plain value, and names that stand for a
+value. A name in neither table becomes an `Opaque`, which records the name and the arguments and does nothing.
 
-Memory is bounded by the length of the pickle: an opcode makes at most one object, lengths are checked
-against the bytes that are left, and the memo is a dict, so a large memo index costs nothing.
+The length of the pickle bounds the memory. An opcode makes at most one object, and lengths are checked
+against the bytes that are left. The memo is a dict, so a large memo index needs no more memory.
 
 Reference: ``Lib/pickletools.py`` of CPython, which documents every opcode.
 """
@@ -24,12 +23,12 @@ from shardproof.errors import FormatError
 __all__ = ["Bytes", "Opaque", "Pickle", "Unfinished", "check_keys", "opaque_names", "read_pickle"]
 
 _MOST_KEY_TUPLES = 200
-"""Tuples inside a key of a dict or an element of a set, at most. Python hashes them recursively, and a tuple
-that is in a key many times is hashed as many times."""
+"""Tuples inside a key of a dict or an element of a set, at most. Python hashes them recursively, and hashes a
+tuple as often as it occurs in the key."""
 
 
 class Bytes(Protocol):
-    """Bytes that are read when they are needed."""
+    """Bytes that are read on demand."""
 
     def __len__(self) -> int: ...
 
@@ -44,7 +43,7 @@ class Bytes(Protocol):
 class Opaque:
     """An object of a class that the reader does not know, or a reference to such a class.
 
-    Two references to one class are equal values only if they are one object.
+    Two references to the same class are equal only if they are the same object.
     """
 
     name: str
@@ -74,9 +73,9 @@ class Unfinished:
     """
 
     value: Any
-    """The value, as long as no state is set."""
+    """The value if the pickle sets no state."""
     with_state: Callable[[Any], Any]
-    """Returns the value for a state. It may raise as a builder."""
+    """Returns the value for a state. It may raise the same errors as a builder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,13 +113,13 @@ _SIZED: dict[int, tuple[str, Callable[[bytes], Any]]] = {
     0x8A: ("<B", lambda raw: int.from_bytes(raw, "little", signed=True)),
     0x8B: ("<i", lambda raw: int.from_bytes(raw, "little", signed=True)),
 }
-"""Opcodes with a length and as many bytes, and the value of the bytes."""
+"""Opcodes that a length and as many bytes follow: the format of the length, and a decoder of the bytes."""
 _LINE_BYTES = 64
-"""Bytes of a line that are looked at once. Most names of classes are shorter."""
+"""Bytes of a line that one read fetches. Most names of classes are shorter."""
 _RECONSTRUCTORS = ("copyreg._reconstructor", "copy_reg._reconstructor")
-"""What protocols below 2 call with a class, its base and the base's value to make an instance."""
+"""Functions that protocols below 2 call to make an instance, with a class, its base and the base's value."""
 _UNSETTLED = frozenset((_Reference, Unfinished, object))
-"""Types of what is on the stack and is no value: the last is that of a mark."""
+"""Types of items on the stack that are not values. `object` is the type of a mark."""
 _EMPTY: dict[int, Callable[[], Any]] = {ord("]"): list, ord("}"): dict, ord(")"): tuple, 0x8F: set}
 
 
@@ -141,7 +140,7 @@ def read_pickle(
             the value to use instead of the object, or an `Unfinished`.
         file: name of the file in error messages.
         start: offset of the pickle in `data`.
-        persistent: returns the value of a persistent identifier; None if the pickle may have none.
+        persistent: returns the value of a persistent identifier; None to refuse persistent identifiers.
         constants: by module and qualified name, the value of a name that the pickle does not call.
 
     Returns:
@@ -186,7 +185,7 @@ def opaque_names(value: Any) -> list[str]:
 
 
 def check_keys(keys: Iterable[Any]) -> None:
-    """Refuses keys that would overflow the stack of the process, or take forever, when Python hashes them.
+    """Refuses keys whose hash would overflow the stack of the process or take forever.
 
     Raises:
         ValueError: a key has more than 200 tuples in it.
@@ -234,8 +233,9 @@ class _Reader:
     def _run(self) -> Any:
         """Interprets all opcodes and returns the value.
 
-        The loop has the most frequent opcodes of ``.metadata`` files and of pickled tensors, and keeps the
-        offset in a local variable. They make a large DCP checkpoint open fast (benchmarks/interop.py).
+        The loop handles the most frequent opcodes of ``.metadata`` files and of pickled tensors inline, and
+        keeps the offset in a local variable. Both make a large DCP checkpoint open fast
+        (benchmarks/interop.py).
         """
         data, stack, memo, size = self._data, self._stack, self._memo, len(self._data)
         push, pop, at = stack.append, stack.pop, self._at
@@ -356,7 +356,7 @@ class _Reader:
         return self._settled(value) if type(value) in _UNSETTLED else value
 
     def _settled(self, item: Any) -> Any:
-        """An item of the stack as a value: of a name, its constant or an `Opaque`."""
+        """An item of the stack as a value. A name becomes its constant or an `Opaque`."""
         if isinstance(item, _Reference):
             return self._constants[item.name] if item.name in self._constants else Opaque(item.name)
         if item is _MARK:

@@ -18,7 +18,7 @@ __all__ = ["Call", "Named", "Persistent", "write_pickle"]
 
 _MOST_LEVELS = 200
 _BATCH = 2000
-"""Items that one opcode adds to a container, at most. It bounds the reader's stack."""
+"""Items that one opcode adds to a container, at most. The limit bounds the reader's stack."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +37,11 @@ class Call:
     function: Named
     args: tuple[Any, ...] = ()
     state: Any = None
-    """What the reader passes to ``__setstate__``, or a dict of attributes; None for nothing."""
+    """The argument of ``__setstate__``, or a dict of attributes; None for no state."""
     pairs: Iterable[tuple[Any, Any]] = ()
     """Items that the reader sets in the object, which is a dict."""
     is_new: bool = False
-    """True if the reader makes the object by ``__new__`` and not by a call."""
+    """True if the reader makes the object by ``__new__``, False if by a call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ def write_pickle(value: Any, protocol: int, *, describe: Callable[[Any], Any] | 
     Args:
         value: None, numbers, strings, bytes, lists, tuples, dicts, sets, `Named`, `Call` and `Persistent`.
         protocol: 2 or 4.
-        describe: gives a value of these kinds for an object of another class, or None to refuse it.
+        describe: returns a value of these kinds for an object of another class, or None to refuse it.
 
     Raises:
         TypeError: the value holds an object of a class that cannot be written.
@@ -81,9 +81,9 @@ class _Writer:
         self._describe = describe
         self._parts: list[bytes] = [b"\x80", bytes([protocol])]
         self._memo: dict[Any, int] = {}
-        """Number of each value that the reader remembers: strings and names by value, others by identity."""
+        """Memo number of each value: strings and names by value, others by identity."""
         self._alive: list[Any] = []
-        """Keeps values alive whose identities the memo has."""
+        """Values whose identities the memo has. The list keeps them alive."""
 
     def written(self, value: Any) -> bytes:
         self._save(value, 0)
@@ -112,7 +112,7 @@ class _Writer:
                 return
             save: _Save = _SAVERS.get(kind, _Writer._described)
             save(self, value, key, depth + 1)
-            if key not in self._memo:  # containers are remembered before their items
+            if key not in self._memo:  # containers enter the memo before their items
                 self._remember(key, value)
 
     def _described(self, value: Any, key: int, depth: int) -> None:
@@ -120,7 +120,7 @@ class _Writer:
         described = None if self._describe is None else self._describe(value)
         if described is None:
             raise TypeError(
-                f"an object of {type(value).__module__}.{type(value).__qualname__} is no plain data"
+                f"an object of {type(value).__module__}.{type(value).__qualname__} is not plain data"
             )
         self._alive.append(value)
         if isinstance(described, Call):
@@ -255,7 +255,7 @@ _SAVERS: dict[type, _Save] = {
 
 
 def _reference(number: int, short: bytes, long: bytes) -> bytes:
-    """An opcode with a number of the memo."""
+    """An opcode with a memo number."""
     return short + bytes([number]) if number < 256 else long + struct.pack("<I", number)
 
 

@@ -1,4 +1,4 @@
-"""DTensors in pickles of ``torch.save``: what they say of the tensor, and which boxes of it a rank holds."""
+"""DTensors in pickles of ``torch.save``: shape and placements, and the boxes that a rank holds."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class MeshPlacements:
 
     @staticmethod
     def of(mesh_shape: tuple[int, ...], placements: Sequence[Mapping[str, Any]], ndim: int) -> MeshPlacements:
-        """From the placement of each mesh dimension.
+        """Reads the placement of each mesh dimension.
 
         Args:
             mesh_shape: ranks along each mesh dimension.
@@ -39,7 +39,7 @@ class MeshPlacements:
             ndim: dimensions of the tensor.
 
         Raises:
-            ValueError: a placement is a partial sum or unknown, or does not fit to the tensor.
+            ValueError: a placement is a partial sum or unknown, or does not fit the tensor.
 
         Example:
             >>> MeshPlacements.of((2, 3), [{"type": "Replicate"}, {"type": "Shard", "dim": 0}], 1).sharding
@@ -54,11 +54,11 @@ class MeshPlacements:
                 continue
             if kind not in _SPLITS:
                 raise ValueError(
-                    f"the placement {kind!r:.100} is not supported: its parts do not make a tensor"
+                    f"the placement {kind!r:.100} is not supported: its parts do not tile the tensor"
                 )
             dim, split = placement["dim"], placement["split_factor"] if _SPLITS[kind] else 0
             if type(dim) is not int or not -ndim <= dim < ndim or type(split) is not int or split < 0:
-                raise ValueError(f"the placement {dict(placement)} does not fit to {ndim} dimensions")
+                raise ValueError(f"the placement {dict(placement)} does not fit {ndim} dimensions")
             sharding.append((row, dim % ndim, split))
         return MeshPlacements(mesh_shape, tuple(sharding))
 
@@ -99,10 +99,10 @@ class PickledDTensor:
 
 
 def pickled_dtensor(value: Any) -> PickledDTensor | None:
-    """A value of a file as a DTensor; None if it is none.
+    """A value of a file as a DTensor; None for any other value.
 
     Raises:
-        ValueError: it is a DTensor without a local tensor.
+        ValueError: the DTensor has no local tensor.
     """
     match value:
         case Opaque(
@@ -125,8 +125,8 @@ def local_index_maps(
 ) -> list[IndexMap]:
     """The boxes that each rank holds.
 
-    Strided shards are read as an order of sharding, as FSDP means them, and literally only if local shapes
-    show that (see "the order of sharding" in `shardproof.state.placements`).
+    Strided shards are read as an order of sharding, which is what FSDP means by them. They are read literally
+    only if the local shapes show that (see "the order of sharding" in `shardproof.state.placements`).
 
     Args:
         shape: global shape.
@@ -134,7 +134,7 @@ def local_index_maps(
         local_shapes: for each rank, the shape of its local tensor.
 
     Raises:
-        ValueError: a local tensor has another shape than its placements give.
+        ValueError: the shape of a local tensor does not match its placements.
     """
     for ordered in (True, False):
         found = [
@@ -153,7 +153,7 @@ def local_index_maps(
 
 
 def _mesh_shape(mesh: Mapping[str, Any]) -> tuple[int, ...]:
-    """Ranks along each dimension: of the layout from torch 2.10 on, of the tensor of ranks before."""
+    """Ranks along each dimension, from the layout in torch 2.10 and newer, else from the tensor of ranks."""
     if "_layout" not in mesh:
         return shape_of(mesh["mesh"].shape)
     layout = mesh["_layout"].state
@@ -163,7 +163,7 @@ def _mesh_shape(mesh: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _flat_sizes(shape: Any) -> tuple[int, ...]:
-    """Sizes of a layout, in which a dimension may be split in nested tuples."""
+    """Sizes of a layout. Nested tuples may split a dimension."""
     sizes = shape if isinstance(shape, tuple) else (shape,)
     return tuple(
         prod(_flat_sizes(size)) if isinstance(size, tuple) else shape_of((size,))[0] for size in sizes

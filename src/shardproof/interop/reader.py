@@ -53,7 +53,7 @@ def foreign_of(path: Location, storage_options: Mapping[str, Any] | None = None)
     """A path or URL as a folder, or as a file in its folder.
 
     Args:
-        path: of a checkpoint of any format.
+        path: path of a checkpoint of any format.
         storage_options: settings of an object store; see `shardproof.storage.ObjectStorage`.
     """
     if isinstance(path, str) and is_url(path):
@@ -74,13 +74,13 @@ class StoredView:
 
     extent: Extent
     offset: int
-    """First element, counted in elements of the tensor's dtype from the begin of the extent."""
+    """First element, counted in elements of the tensor's dtype from the start of the extent."""
     stride: tuple[int, ...]
     """(d,) elements from one index to the next in each dimension."""
 
     @staticmethod
     def dense(sizes: Sequence[int], extent: Extent, offset: int = 0) -> StoredView:
-        """Elements in row-major order, one after the other."""
+        """Elements that lie in row-major order, one after the other."""
         return StoredView(extent, offset, tuple(row_major_strides(sizes)))
 
 
@@ -95,11 +95,12 @@ class StoredBox:
     file: str
     """Name of the file in the storage, for the order of reads and for messages."""
     start: int
-    """Byte of the file where the box, or what holds it, begins."""
+    """First byte in the file of the box, or of the entry that holds it."""
     nbytes: int
     """Bytes of the file that a read of the box needs, at most."""
     view: StoredView | Callable[[], StoredView]
-    """The elements, or a function that opens the file and finds them. It may raise as `Extent.read_into`."""
+    """The elements, or a function that opens the file and finds them. The function may raise the errors of
+    `Extent.read_into`."""
 
     @staticmethod
     def of(offsets: Sequence[int], sizes: Sequence[int], view: StoredView) -> StoredBox:
@@ -109,13 +110,13 @@ class StoredBox:
 
     @staticmethod
     def whole(shape: Sequence[int], extent: Extent) -> list[StoredBox]:
-        """The only box of a tensor that an extent holds in row-major order; none for a tensor of size 0."""
+        """The one box of a tensor that an extent holds in row-major order; none for a tensor of size 0."""
         if 0 in shape:
             return []
         return [StoredBox.of((0,) * len(shape), shape, StoredView.dense(shape, extent))]
 
     def located(self) -> StoredView:
-        """The elements of the box. It may open the file, and raise as `Extent.read_into`."""
+        """The elements of the box. It may open the file, and raise the errors of `Extent.read_into`."""
         return self.view if isinstance(self.view, StoredView) else self.view()
 
 
@@ -130,7 +131,7 @@ class TensorDescription:
     boxes: Sequence[StoredBox]
     """The stored boxes, without empty ones. They tile the shape, unless the checkpoint is damaged."""
     notes: tuple[str, ...] = field(default=(), kw_only=True)
-    """What the user has to know about this tensor alone, a sentence each."""
+    """Remarks to the user about this tensor, a sentence each."""
 
 
 def flat_boxes(
@@ -139,10 +140,10 @@ def flat_boxes(
     """The boxes of a flat range of a tensor that lies contiguously in an extent.
 
     Args:
-        shape: (d,) of the tensor.
+        shape: (d,) shape of the tensor.
         start: first element of the range, in the row-major order of the tensor.
         stop: end of the range, exclusive.
-        extent: holds the elements in order.
+        extent: the extent that holds the elements in order.
         offset: element of the extent where the range begins.
 
     Returns:
@@ -161,8 +162,8 @@ def missing_file(path: str, key: str, offsets: Sequence[int]) -> StorageError:
     """The error of a missing file that holds a box of a tensor.
 
     Args:
-        path: of the file.
-        key: of the tensor.
+        path: path of the file.
+        key: key of the tensor.
         offsets: (d,) first index of the box.
     """
     return StorageError(
@@ -180,7 +181,7 @@ class FormatReader(ABC):
     A subclass reads the metadata in its constructor and sets the attributes. It stores no tensor data.
 
     Args:
-        foreign: where the checkpoint is.
+        foreign: the path of the checkpoint.
 
     Raises:
         NotCommittedError: there is no checkpoint, or its save did not finish.
@@ -199,15 +200,16 @@ class FormatReader(ABC):
         self.aliases: dict[str, str] = {}
         """Key of a tied tensor to the key in `tensors` that it equals."""
         self.world_size = 1
-        """Ranks that saved, where the format says so."""
+        """Number of ranks that saved; 1 if the format does not store it."""
         self.step: int | None = None
-        """Training step, where the format says so."""
+        """Training step; None if the format does not store it."""
         self.user_metadata: dict[str, Any] = {}
-        """What the writer stored beside the tensors, as plain data, where the format has a place for it."""
+        """The user's metadata, as plain data, if the format has a place for it."""
         self.notes: list[str] = []
-        """What the format cannot prove or lost, a sentence each. Users see them once, as a warning."""
+        """Limits of the format, such as missing checksums, a sentence each. Users see them once, as a
+        warning."""
         self.identity = ""
-        """Equal on all ranks that see the same checkpoint: a digest of the metadata."""
+        """A digest of the metadata. It is equal on all ranks that see the same checkpoint."""
 
     @classmethod
     @abstractmethod
@@ -229,15 +231,16 @@ class FormatReader(ABC):
 
         Raises:
             KeyError: no value has this key.
-            CorruptChunkError, FormatError, StorageError: the value is damaged, or its file missing or short.
+            CorruptChunkError, FormatError, StorageError: the value is damaged, or its file is missing or
+                short.
         """
 
     def files(self) -> Mapping[str, int | None]:
-        """Files that the checkpoint needs: name to expected size, None if the format does not record it."""
+        """Files that the checkpoint needs: name to expected size; None if the format does not record it."""
         return dict.fromkeys(box.file for tensor in self.tensors.values() for box in tensor.boxes)
 
     def missing(self, file: str) -> StorageError:
-        """The error of a file of `files` that is missing; it names the tensor that needs the file."""
+        """The error of a missing file of `files`. It names the tensor that needs the file."""
         path = f"{self.storage.location}/{file}"
         for key, tensor in self.tensors.items():
             for box in tensor.boxes:
@@ -248,13 +251,13 @@ class FormatReader(ABC):
         )
 
     def verify_extra(self) -> int:
-        """Verifies what is neither a tensor nor the metadata, for example objects and files with digests.
+        """Verifies all values except tensors and the metadata: objects, and files with digests.
 
         Returns:
-            The bytes that checksums proved.
+            The number of bytes that checksums proved.
 
         Raises:
-            CorruptChunkError, FormatError, StorageError: the first damage.
+            CorruptChunkError, FormatError, StorageError: the first damage found.
         """
         for key in self.object_keys():
             self.object(key)
@@ -268,8 +271,8 @@ class FormatReader(ABC):
         """Reads the file that the writer writes last.
 
         Args:
-            file: its name.
-            what: the checkpoint, for the message, such as "DCP checkpoint".
+            file: name of the file.
+            what: kind of the checkpoint, for the message, such as "DCP checkpoint".
 
         Raises:
             NotCommittedError: the file is missing.
@@ -281,7 +284,7 @@ class FormatReader(ABC):
             if not error.details.get("missing"):
                 raise
             raise NotCommittedError(
-                f"{self.location} has no {file}: it is no {what}, or its save did not finish",
+                f"{self.location} has no {file}: it is not a {what}, or its save did not finish",
                 file=f"{self.location}/{file}",
             ) from error
 

@@ -1,7 +1,8 @@
 """Reads safetensors: one file, or a folder of Hugging Face with one file or several.
 
-In a folder, the files are those of the index (``model.safetensors.index.json``); without an index, the one of
-the usual name, or all. The index must agree with the files. Quantised weights are read as they are stored.
+In a folder, the reader takes the files of the index (``model.safetensors.index.json``). Without an index, it
+takes the file with the usual name, or else all files. The index must agree with the files. Quantised weights
+are read as they are stored.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from shardproof.interop.safetensors_header import SafetensorsHeader, read_safete
 __all__ = ["NO_CHECKSUMS", "SafetensorsReader", "describe_safetensors"]
 
 NO_CHECKSUMS = "safetensors has no checksums: changed bytes of tensors are not found."
-"""What the format cannot prove."""
+"""Note of every checkpoint of this format."""
 
 _SUFFIX, _INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
 _OWN_INDEX = index_name("").partition("-")[0] + "-"
@@ -76,9 +77,9 @@ class SafetensorsReader(FormatReader):
 
     @classmethod
     def recognizes(cls, foreign: Foreign) -> bool:
-        """True for a file of this name, or a folder with one.
+        """True for a safetensors file or an index of such files, and for a folder with one of the two.
 
-        An index of shardproof's own is none: it is left where a step is being removed.
+        shardproof's own index file does not count. It remains in the folder while a step is removed.
         """
         if foreign.file is not None:
             return foreign.file.endswith((_SUFFIX, _INDEX_SUFFIX))
@@ -87,11 +88,11 @@ class SafetensorsReader(FormatReader):
         return any(map(foreign.has, usual)) or any(others)
 
     def object_keys(self) -> Iterable[str]:
-        """Keys of the values that a conversion of shardproof stored; files of other writers have none."""
+        """Keys of the values that a conversion of shardproof stored. Other writers store no values."""
         return self._beside.objects
 
     def object(self, key: str, *, trust_pickle: bool = False) -> Any:
-        """One of these values."""
+        """A value that a conversion of shardproof stored; see `FormatReader.object`."""
         return self._beside.object(key)
 
     def files(self) -> Mapping[str, int | None]:
@@ -165,12 +166,12 @@ class SafetensorsReader(FormatReader):
         self.user_metadata = {**header.metadata, **self.user_metadata}
 
     def _read_beside(self, file: str) -> Beside:
-        """What shardproof stored beside the tensors. The other texts stay the user's metadata."""
+        """The values that shardproof stored beside the tensors. The other texts are the user's metadata."""
         texts = {key: text for key, text in self.user_metadata.items() if key.startswith(PREFIX)}
         try:
             members = {key: json.loads(text) for key, text in texts.items()}
         except (ValueError, RecursionError) as error:
-            raise self.fault(file, f"the texts {', '.join(texts)} are no JSON ({error})") from error
+            raise self.fault(file, f"the texts {', '.join(texts)} are not JSON ({error})") from error
         beside = Beside.of(members, self.tensors, lambda text: self.fault(file, text))
         others = {key: text for key, text in self.user_metadata.items() if key not in texts}
         self.step, self.user_metadata = beside.step, {**others, **beside.metadata}
@@ -180,16 +181,16 @@ class SafetensorsReader(FormatReader):
         total = sum(box.nbytes for tensor in self.tensors.values() for box in tensor.boxes)
         if index.total_size not in (None, total):
             self.notes.append(
-                f"The index says that all tensors have {index.total_size} bytes, they have {total}."
+                f"The index gives {index.total_size} bytes for all tensors, but they have {total}."
             )
 
     def _note_unread(self, names: Iterable[str]) -> None:
         if unread := sorted(names):
-            self.notes.append(f"Not read, because they are no part of it: {', '.join(unread[:5])}.")
+            self.notes.append(f"Not read, because they are not part of it: {', '.join(unread[:5])}.")
 
     def _note_config(self, foreign: Foreign) -> None:
         if foreign.has("adapter_config.json"):
-            self.notes.append("It is an adapter: the weights of its base model are not in it.")
+            self.notes.append("It is an adapter: it does not have the weights of its base model.")
         if not foreign.has("config.json"):
             return
         try:

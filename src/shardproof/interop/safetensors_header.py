@@ -1,7 +1,8 @@
 """Reads the header of a foreign safetensors file, with torch's names of the dtypes.
 
-A file of another project is checked as one of shardproof's own (`read_shard_header`): the header has at most
-100 MB, no entry lies outside of the file or over another, and the entries fill the file without a hole.
+A file of another project passes the same checks as a shard file of shardproof (`read_shard_header`). The
+header has at most 100 MB, no entry lies outside of the file or overlaps another, and the entries fill the
+file without a hole.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _DTYPES = {
 }
 """Code in a safetensors header to torch's name of the dtype."""
 _PAIRS_OF_FLOATS = "F4"
-"""The code whose shape counts half bytes. Torch has one element for two of them."""
+"""The code of 4-bit numbers. A header counts them one by one, and torch has one element for two of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class SafetensorsHeader:
     data_start: int
     """First byte after the header."""
     raw: bytes
-    """All bytes before the data, for digests."""
+    """All bytes before the data, as input of digests."""
 
     def extent(self, key: str) -> FileRange:
         """The bytes of a tensor. The format has no checksum.
@@ -85,11 +86,11 @@ def dtype_of_code(code: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ..
 def read_safetensors_header(storage: Storage, file: str) -> SafetensorsHeader:
     """Reads and checks the header of a safetensors file.
 
-    It reads and allocates no more than the header, whatever the file claims.
+    It reads and allocates no more than the header, whatever sizes the file declares.
 
     Args:
-        storage: holds the file.
-        file: its name.
+        storage: the storage that holds the file.
+        file: name of the file.
 
     Raises:
         FormatError: the header breaks a rule of safetensors, does not fit the size of the file, or declares a

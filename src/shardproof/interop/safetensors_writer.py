@@ -1,7 +1,7 @@
 """Writes safetensors files: one, or several with an index, as Hugging Face does.
 
-A unit is one file, which one process writes from its beginning to its end. To write in parallel, bound the
-bytes of a file (``max_file_bytes``): then there are several.
+A unit is one file, which one process writes from start to end. To write in parallel, bound the bytes of a
+file (``max_file_bytes``), so that there are several files.
 
     model.safetensors                                            all tensors in one file; or
     model-00001-of-00002.safetensors, model-00002-of-..., and
@@ -41,7 +41,7 @@ __all__ = ["HuggingFaceWriter", "SafetensorsWriter"]
 
 _INDEX_NAME = "model.safetensors.index.json"
 _PAIRS_OF_FLOATS = "float4_e2m1fn_x2"
-"""Torch's dtype of two numbers of 4 bits. The shape in a header counts them one by one."""
+"""Torch's dtype whose element is two 4-bit numbers. The shape in a header counts them one by one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class _Tensor:
 
     name: str
     key: str
-    """Of the tensor in the contents: another one if `name` is that of a tied tensor."""
+    """Key of the tensor in the contents. It differs from `name` for a tied tensor."""
     dtype: str
     shape: tuple[int, ...]
 
@@ -78,12 +78,12 @@ class SafetensorsWriter(FormatWriter):
 
     Args:
         contents: what to write.
-        options: how to write it. A tensor larger than ``max_file_bytes`` gets a file of its own. None: one
-            file.
+        options: how to write it. A tensor larger than ``max_file_bytes`` gets a file of its own. If
+            ``max_file_bytes`` is None, there is one file.
 
     Raises:
         StructureError: the format cannot hold a dtype or a key, or a header would be too large.
-        PlainDataError: a value is no plain data.
+        PlainDataError: a value is not plain data.
     """
 
     name: ClassVar[str] = "safetensors"
@@ -142,7 +142,7 @@ class SafetensorsWriter(FormatWriter):
         return options.max_file_bytes
 
     def _tensors(self, contents: Contents) -> list[_Tensor]:
-        """The entries of all files, in the order of the contents. Notes what happens to tied tensors."""
+        """The entries of all files, in the order of the contents. Adds a note about tied tensors."""
         tensors = [_entry(key, *kind) for key, kind in contents.tensors.items()]
         check_aliases(contents)
         return tensors + self._tied(contents)
@@ -167,16 +167,17 @@ class SafetensorsWriter(FormatWriter):
 class HuggingFaceWriter(SafetensorsWriter):
     """Writes the weights of a model as Hugging Face's libraries do.
 
-    A tied tensor is stored once, under the name that the stored checkpoint has its bytes under. Plain values
-    other than texts are left out. Both are noted. The format's other files (``config.json``, the tokenizer)
-    are no part of a checkpoint.
+    A tied tensor is stored once, under the name that has its bytes in the source checkpoint. Plain values
+    other than texts are left out. Notes name both. The format's other files (``config.json``, the tokenizer)
+    are not part of a checkpoint.
 
     Args:
         contents: what to write.
-        options: how to write it. None: files of 5 GB, which several processes write.
+        options: how to write it. If ``max_file_bytes`` is None, files have 5 GB, and several processes write
+            them.
 
     Raises:
-        StructureError: as `SafetensorsWriter`.
+        StructureError: see `SafetensorsWriter`.
     """
 
     name: ClassVar[str] = "hf"
@@ -198,7 +199,7 @@ class HuggingFaceWriter(SafetensorsWriter):
         texts, others = _texts(contents.objects)
         if others:
             self.notes.append(
-                "Hugging Face's format holds tensors and texts alone, so these values are left out: "
+                "Hugging Face's format holds only tensors and texts, so these values are left out: "
                 f"{listed(others)}"
             )
         return metadata | texts
@@ -235,7 +236,7 @@ class _File:
 
 
 def _entry(name: str, dtype: str, shape: Sequence[int], *, key: str | None = None) -> _Tensor:
-    """The entry of a tensor. Raises if the format cannot hold it."""
+    """The entry of a tensor. Raises `StructureError` if the format cannot hold it."""
     if dtype not in DTYPES or DTYPES[dtype].parts > 1 or (dtype == _PAIRS_OF_FLOATS and not shape):
         raise StructureError(
             f"{name!r}: safetensors has no type for {dtype} of shape {list(shape)}. Leave it out (--exclude "
@@ -270,7 +271,7 @@ def _file_name(at: int, count: int) -> str:
 
 
 def _texts(values: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
-    """Texts that a header can hold under their own names, and the other values but "format": "pt"."""
+    """Texts that a header can hold under their own names, and all other values except "format": "pt"."""
     texts, others = dict[str, str](), dict[str, Any]()
     for key, value in values.items():
         if type(value) is not str or key.startswith(PREFIX) or (key == "format" and value != "pt"):

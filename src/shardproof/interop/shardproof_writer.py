@@ -1,7 +1,7 @@
 """Writes a checkpoint of shardproof from the tensors of a conversion, without a live state.
 
-A unit is one shard file. The name of the attempt is a digest of the plan. So processes that plan alike write
-files of one attempt, and an interrupted conversion goes on with the files that it wrote.
+A unit is one shard file. The name of the attempt is a digest of the plan. So processes with equal plans write
+files of the same attempt, and an interrupted conversion continues with the files that it wrote.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ from shardproof.version import __version__
 __all__ = ["NativeWriter"]
 
 _FILE_BYTES = 512 << 20
-"""Bytes of tensors in a shard file, unless the options say otherwise: enough files for the workers of one
-machine, and few for a model of terabytes."""
+"""Default bytes of tensors in a shard file. It gives enough files for the workers of one machine, and few
+files for a model of terabytes."""
 _BOX_BYTES = 64 << 20
-"""Bytes of a box of a unit, at most. Each box is cut into chunks."""
+"""Bytes of a box in a unit, at most. Each box is cut into chunks."""
 _HASHED_BYTES = 1 << 20
 """Bytes that are hashed and copied together, while the processor's cache holds them."""
 
@@ -72,7 +72,7 @@ class NativeWriter(FormatWriter):
 
     Raises:
         StructureError: the format cannot hold a key, a dtype, a shape or the metadata.
-        PlainDataError: a value is no plain data.
+        PlainDataError: a value is not plain data.
     """
 
     name = "shardproof"
@@ -202,7 +202,7 @@ class NativeWriter(FormatWriter):
             yield from box_bytes(given, key, dtypes[key], offsets, sizes, self._piece_bytes)
 
     def _checked(self, unit: Unit, written: dict[str, Any]) -> tuple[FileRecord, NDArray[np.uint64]]:
-        """The file of a unit, and the digests of its chunks. Raises if it was not written as planned."""
+        """The file of a unit, and the digests of its chunks. Raises if the file does not match the plan."""
         rank = self._ranks[unit.name]
         header, padding = self._header(rank)
         counts = self._chunks.byte_count[self._chunks.rows(rank)]
@@ -221,7 +221,7 @@ class NativeWriter(FormatWriter):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Chunks:
-    """The chunks of all files: a row for each, by file, then in the order of the file."""
+    """The chunks of all files, a row each. Rows are ordered by file, then by position in the file."""
 
     files: int
     tensor: NDArray[np.int64]
@@ -236,9 +236,9 @@ class _Chunks:
     whole: BoxTable
     """The boxes that the chunks are cut from, in the same order."""
     whole_tensor: NDArray[np.int64]
-    """Row of the tensor of each of these boxes."""
+    """Row of the tensor of each box in `whole`."""
     box_start: NDArray[np.int64]
-    """(files + 1,) row pointers: the boxes of each file."""
+    """(files + 1,) row pointers into `whole`: the boxes of each file."""
 
     def rows(self, rank: int) -> slice:
         """The chunks of a file."""
@@ -297,7 +297,7 @@ def _fill(nbytes: Sequence[int], limit: int) -> NDArray[np.int64]:
 def _manifest(
     contents: Contents, tensors: tuple[TensorRecord, ...], objects: dict[str, Any], file_bytes: int
 ) -> Manifest:
-    """The manifest, but for its files. Raises if the format cannot hold the contents."""
+    """The manifest without its files. Raises `StructureError` if the format cannot hold the contents."""
     metadata = encode_plain(dict(contents.metadata), "metadata")
     aliases = dict(contents.aliases)
     described = [tensors, aliases, objects, metadata, contents.step, contents.time, file_bytes]
@@ -328,9 +328,9 @@ class _Hoister:
 
     def __init__(self, contents: Contents) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
-        """By key, what is stored beside the tensors of the contents."""
+        """The added tensors by key."""
         self.kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
-        """Dtypes and shapes of these."""
+        """Dtype and shape of each of `tensors`."""
         self._taken = {*contents.tensors, *contents.aliases, *contents.objects}
 
     def encoded(self, key: str, value: Any) -> Any:
@@ -351,7 +351,7 @@ class _Hoister:
 
 
 class _Hoisted:
-    """The tensors that were inside plain values, as a source."""
+    """The tensors that were inside plain values, as a `BoxSource`."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._tensors = tensors

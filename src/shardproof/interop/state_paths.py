@@ -1,8 +1,8 @@
 """Finds the nested state dict behind keys that are joined by dots.
 
 A key of ``torch.distributed.checkpoint`` is a path in a nested state dict, joined by dots. The names of
-parameters have dots themselves, so a key alone does not tell its path. The optimizer does: a name is known
-where it occurs as ``model.<name>`` and as ``optimizer.state.<name>.<slot>``.
+parameters have dots themselves, so a key alone does not determine its path. The keys of the optimizer do: a
+name of a parameter occurs both as ``model.<name>`` and as ``optimizer.state.<name>.<slot>``.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _GROUPS = re.compile(r"(?:(.*?)\.)?param_groups(?:\.(\d+)(?:\.(.+))?)?")
 def state_paths(tensors: Iterable[str], objects: Iterable[str]) -> Mapping[str, Path]:
     """The path of each key in the nested state dict.
 
-    - The names of parameters stay whole where the optimizer tells them. Other entries of the model are
-      entries of the same dict.
+    - The names of parameters that the optimizer determines are one step of the path. Other entries of the
+      model are entries of the same dict.
     - The optimizer's parameter groups are a list, so their numbers are integers.
-    - Any other key is one step, dots and all.
+    - Any other key is one step, including its dots.
 
     Args:
         tensors: keys of the tensors.
@@ -55,7 +55,7 @@ def state_paths(tensors: Iterable[str], objects: Iterable[str]) -> Mapping[str, 
 
 
 def _optimizer_slots(keys: Iterable[str]) -> dict[str, dict[str, str]]:
-    """By what stands before ``state`` (which may be nothing), the keys there and the parameter of each."""
+    """By the head before ``state`` (it may be empty), the keys of slots and the parameter of each."""
     found: dict[str, dict[str, str]] = {}
     for key in keys:
         head, middle, rest = f".{key}".partition(".state.")
@@ -66,7 +66,7 @@ def _optimizer_slots(keys: Iterable[str]) -> dict[str, dict[str, str]]:
 
 
 def _model(tensors: Mapping[str, None], names: set[str]) -> str | None:
-    """What stands before the names of all parameters; None if some are the names of no tensor."""
+    """The prefix of the names of all parameters; None if no prefix makes every name the key of a tensor."""
     some = min(names, key=len)
     prefixes = [key.removesuffix(some) for key in tensors if key == some or key.endswith(f".{some}")]
     fits = [
@@ -85,7 +85,7 @@ def _model_path(key: str, models: Iterable[str]) -> Path:
 
 
 def _group_paths(keys: Iterable[str]) -> dict[str, Path]:
-    """The paths of parameter groups, where their numbers are those of a list."""
+    """The paths of parameter groups whose numbers are 0, 1, 2 and so on, as those of a list."""
     found: dict[str, dict[str, Path]] = {}
     numbers: dict[str, set[int]] = {}
     for key in keys:
@@ -104,7 +104,7 @@ def _steps(head: str) -> tuple[str, ...]:
 
 
 def _fit_together(paths: Iterable[Path]) -> bool:
-    """True if every path leads to a value of its own, and none to a value that has entries."""
+    """True if all paths differ, and no path is a prefix of another."""
     whole = list(paths)
     inner = {path[:count] for path in whole for count in range(1, len(path))}
     return len(set(whole)) == len(whole) and inner.isdisjoint(whole)

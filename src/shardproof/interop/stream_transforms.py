@@ -1,6 +1,6 @@
-"""Entries of DCP files that the writer compressed: decoded in memory, within a bound.
+"""Decodes compressed entries of DCP files in memory, up to a limit.
 
-torch calls the compression a stream extension. ``.metadata`` names the extensions of each entry; the only one
+torch calls the compression a stream extension. ``.metadata`` names the extensions of each entry. The only one
 that torch has is ``stream.zstd/1``. A decoded entry is an archive of ``torch.save`` like any other.
 """
 
@@ -22,17 +22,17 @@ _PIECE_BYTES = 1 << 20
 """Compressed bytes that one read fetches."""
 _SLICE_BYTES = 1024
 """Compressed bytes that are decoded at once. A block of zstd has at least 4 bytes and at most 128 KiB of
-content, so a slice makes at most 32 MiB."""
+content, so a slice decodes to at most 32 MiB."""
 
 
 def decoded_storage(
     storage: Storage, file: str, start: int, size: int, transforms: tuple[str, ...], most: int
 ) -> Storage:
-    """An entry, decoded, as a storage that has one file with the name of the real one.
+    """A decoded entry, as a storage that has one file with the name of the real file.
 
     Args:
-        storage: holds the file.
-        file: its name.
+        storage: the storage that holds the file.
+        file: name of the file.
         start: first byte of the entry.
         size: bytes of the entry in the file.
         transforms: names of the extensions, for example ``("stream.zstd/1",)``.
@@ -51,8 +51,9 @@ def decoded_storage(
         name, _, version = transform.partition("/")
         if name != _ZSTD or version.partition(".")[0] != "1":
             raise FormatError(
-                f"{path}: the entry at byte {start} is stored through {transform!r}; only {_ZSTD}/1 is "
-                "known. Read it with torch and the extension that wrote it, and save it without extensions",
+                f"{path}: the entry at byte {start} has the stream extension {transform!r}; only {_ZSTD}/1 "
+                "is known. Read it with torch and the extension that wrote it, and save it without "
+                "extensions",
                 file=path,
             )
         data = _decompressed(read, count, most, path, start)
@@ -88,8 +89,8 @@ def _decompressed(
                     rest, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
                     if len(data) > most:
                         raise FormatError(
-                            f"{where} decodes to more than {most} bytes, the most that its description "
-                            "allows. The entry is damaged, or it was made to use up memory",
+                            f"{where} decodes to more than {most} bytes, the limit by its description. The "
+                            "entry is damaged, or it was made to use up memory",
                             file=path,
                         )
         except zstandard.ZstdError as error:
@@ -127,8 +128,8 @@ class _MemoryFile:
 class DecodedPart(DecodedExtent):
     """A part of an entry that has to be decoded as a whole.
 
-    It keeps the decoded entry until the first read, so that a read decodes once. Two are equal if they are
-    the same part of one entry.
+    It holds the decoded entry until the first read, so that opening and reading decode it once. Two parts are
+    equal if they are the same part of the same entry.
     """
 
     storage: Storage
@@ -145,7 +146,7 @@ class DecodedPart(DecodedExtent):
     open: Callable[[], Extent] = field(compare=False)
     """Decodes the entry again, and returns the part in it."""
     decoded: list[Extent] = field(compare=False)
-    """The part in the decoded entry, until it is read."""
+    """The part in the decoded entry. The first read empties the list."""
 
     @property
     def stored_bytes(self) -> int:

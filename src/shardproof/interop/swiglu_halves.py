@@ -1,8 +1,8 @@
-"""The halves of SwiGLU weights that Megatron-Core stores under two names in ``fsdp_dtensor`` checkpoints.
+"""Joins the halves of SwiGLU weights that Megatron-Core stores in ``fsdp_dtensor`` checkpoints.
 
-Megatron-Core splits ``linear_fc1`` in two before it saves: the gate under the name with ``_w``, the up
-projection under the name with ``_v``. Of the optimizer it splits the moments. All other slots, such as the
-step and the master weight, are stored whole under both names.
+Megatron-Core splits ``linear_fc1`` in two before it saves. The gate gets the suffix ``_w``, the up projection
+the suffix ``_v``. It splits the moments of the optimizer in the same way. It stores all other slots, such as
+the step and the master weight, whole under both names.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _GATE = re.compile(
 
 
 def pairs_of_halves(keys: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """The values that are stored under two keys.
+    """Finds the values that are stored under two keys.
 
     Returns:
-        By the key without the ending, the keys of gate and up projection. A pair is left out if one of the
-        two is missing, or the whole is stored, too.
+        By the key without the suffix, the keys of gate and up projection. A pair is left out if one of the
+        two is missing, or if the key without the suffix is stored too.
 
     Example:
         >>> pairs_of_halves(["mlp.linear_fc1.bias_w", "mlp.linear_fc1.bias_v"])
@@ -49,14 +49,14 @@ def pairs_of_halves(keys: Iterable[str]) -> dict[str, tuple[str, str]]:
 
 
 def join_halves(tensors: dict[str, TensorDescription], objects: dict[str, Any]) -> list[str]:
-    """Replaces pairs of halves, and of copies, by the whole. Pairs that fit neither rule are left.
+    """Replaces each pair of halves or copies by the whole tensor. Pairs that fit neither rule remain.
 
     Args:
-        tensors: by key; changed in place.
-        objects: where the objects are, by key; changed in place.
+        tensors: tensors by key; changed in place.
+        objects: positions of the objects by key; changed in place.
 
     Returns:
-        The keys that are gone.
+        The removed keys.
     """
     gone: list[str] = []
     pairs = pairs_of_halves([*tensors, *objects])
@@ -83,7 +83,7 @@ def join_halves(tensors: dict[str, TensorDescription], objects: dict[str, Any]) 
 def _joined(
     gate: TensorDescription, up: TensorDescription, half: tuple[int, ...] | None
 ) -> TensorDescription | None:
-    """The whole of two halves or copies; None if the two are neither. `half` is the shape of a half."""
+    """The whole tensor of two halves or copies; None if they are neither. `half` is the shape of a half."""
     if (gate.dtype, gate.shape) != (up.dtype, up.shape):
         return None
     shape = gate.shape

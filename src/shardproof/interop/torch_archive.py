@@ -1,9 +1,14 @@
 """Writes archives of ``torch.save``: a zip of stored records, streamed in bounded memory.
 
 An archive holds one pickle, ``data.pkl``, and one record for each storage. The layout is that of torch 2.13:
-stored records with a CRC-32 in the data descriptor and in the central directory, data at multiples of 64
-bytes of the archive, zip64 where sizes or offsets need it. torch 2.2 and newer read it. The same values give
-the same bytes, because the serialization id is a digest of the records.
+
+- Records are stored without compression.
+- The CRC-32 of a record is in the data descriptor and in the central directory.
+- Data begins at multiples of 64 bytes of the archive.
+- zip64 is used where sizes or offsets need it.
+
+torch 2.2 and newer read it. The same values give the same bytes, because the serialization id is a digest of
+the records.
 
 `TorchFile` is the reader.
 """
@@ -36,7 +41,8 @@ __all__ = ["ArchiveTensor", "TorchArchive", "archive_of"]
 
 _ALIGNMENT = 64
 _FLAGS, _EMPTY_FLAGS = 0x0808, 0x0800
-"""The name is UTF-8. The sizes and the CRC-32 follow the data, unless the record is empty."""
+"""General purpose flags: the name is UTF-8, and the sizes and the CRC-32 follow the data of a record that is
+not empty."""
 _MOST_32 = 0xFFFFFFFF
 _LOCAL = struct.Struct("<IHHHHHIIIHH")
 _CENTRAL = struct.Struct("<IHHHHHHIIIHHHHHII")
@@ -45,18 +51,18 @@ _END_64 = struct.Struct("<IQHHIIQQQQIIQI")
 _END = struct.Struct("<IHHHHIIH")
 _STORAGE_CLASSES = {dtype: f"{name}Storage" for name, dtype in STORAGE_DTYPES.items()}
 _PLAIN_CLASSES = (OrderedDict, Counter, defaultdict, np.ndarray, np.generic, np.dtype, enum.Enum)
-"""Plain data whose own ``__reduce_ex__`` says how a reader makes it."""
+"""Classes of plain data whose ``__reduce_ex__`` gives the call that makes an object."""
 
 
 class _Output(Protocol):
-    """As `shardproof.storage.FileWriter`."""
+    """The method of `shardproof.storage.FileWriter` that an archive uses."""
 
     def put(self, data: bytes | memoryview, /) -> None: ...
 
 
 @dataclass(eq=False, slots=True)
 class ArchiveTensor:
-    """A dense tensor to write. Tensors of an archive that are one `ArchiveTensor` share a storage."""
+    """A dense tensor to write. All uses of one `ArchiveTensor` object in an archive share a storage."""
 
     dtype: str
     """Torch's name of the dtype, for example "bfloat16"."""
@@ -71,7 +77,7 @@ class ArchiveTensor:
 
     @staticmethod
     def of(tensor: torch.Tensor) -> ArchiveTensor:
-        """A tensor in memory."""
+        """The archive tensor of a tensor in memory."""
         dense = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
         return ArchiveTensor(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), lambda: [dense])
 
@@ -88,11 +94,11 @@ class ArchiveTensor:
 
         Args:
             source: gives the values.
-            key: of the tensor.
+            key: key of the tensor.
             dtype: torch's name of its dtype.
             offsets: (d,) first index of the box.
             sizes: (d,) sizes of the box.
-            piece_bytes: bytes that are read at once, at most, unless one element is larger.
+            piece_bytes: bytes of one read, at most, unless a single element is larger.
         """
 
         def pieces() -> Iterator[torch.Tensor]:
@@ -107,7 +113,7 @@ class ArchiveTensor:
         """The bytes of the elements.
 
         Raises:
-            StructureError: the pieces are not those of the dtype and shape.
+            StructureError: the pieces do not match the dtype and shape.
         """
         found = 0
         for piece in self.pieces():
@@ -154,7 +160,7 @@ class _Record:
         return fixed + self.name + extra
 
     def descriptor(self) -> bytes:
-        """What follows the data."""
+        """The data descriptor, which follows the data."""
         if not self.nbytes:
             return b""
         code = "<IIQQ" if self.is_large else "<IIII"
@@ -183,7 +189,7 @@ class TorchArchive:
         value: plain data with tensors, each a `torch.Tensor` or an `ArchiveTensor`.
 
     Raises:
-        TypeError: the value holds an object that is no plain data.
+        TypeError: the value holds an object that is not plain data.
         ValueError: the value is nested deeper than 200 levels.
 
     Example:
@@ -255,7 +261,7 @@ class TorchArchive:
         file.put(record.descriptor())
 
     def _describe(self, value: Any) -> Any:
-        """Gives the pickler what stands for an object that is no builtin."""
+        """Describes an object of another class than the builtins to the pickler; see `write_pickle`."""
         if isinstance(value, torch.Tensor):
             return self._rebuilt(ArchiveTensor.of(value))
         if isinstance(value, ArchiveTensor):
@@ -273,7 +279,7 @@ class TorchArchive:
         return _reduced(value) if is_record or isinstance(value, _PLAIN_CLASSES) else None
 
     def _rebuilt(self, tensor: ArchiveTensor) -> Call:
-        """The call by which torch makes a tensor of a storage."""
+        """The call with which torch builds a tensor from its storage."""
         number = len(self._tensors)
         self._tensors.append(tensor)
         kind = _STORAGE_CLASSES.get(tensor.dtype)
@@ -291,12 +297,12 @@ def archive_of(key: str, value: Any, format_name: str) -> TorchArchive:
     """The archive of an object of a checkpoint.
 
     Args:
-        key: of the object, for errors.
+        key: key of the object, for errors.
         value: plain data, with tensors in memory.
-        format_name: the format that is written, for errors.
+        format_name: name of the written format, for errors.
 
     Raises:
-        StructureError: the object is no plain data.
+        StructureError: the object is not plain data.
     """
     try:
         return TorchArchive(value)
@@ -315,7 +321,7 @@ class _Parts(list[bytes]):
 
 
 def _reduced(value: Any) -> Call | None:
-    """The call that the class of a value gives for pickling."""
+    """The call that ``__reduce_ex__`` of a value gives; None if the value has list items."""
     reduced = value.__reduce_ex__(2)
     function, args, state, items, pairs = (*reduced, None, None, None)[:5]
     if items is not None:

@@ -1,11 +1,12 @@
 """Reads checkpoints of Meta's torch_checkpointing.
 
-A checkpoint is a folder. Each rank writes one file of ``torch.save`` for each item, ``model_0.pt``, with its
-local parts of DTensors. ``metadata.pkl`` has the mesh and the placements of tensors, and the ranks that have
-them. DTensors are merged into whole tensors.
+A checkpoint is a folder. Each rank writes one file of ``torch.save`` for each item, such as ``model_0.pt``,
+with its local parts of DTensors. ``metadata.pkl`` has the mesh and the placements of tensors, and the ranks
+that have them. The reader merges DTensors into whole tensors.
 
-Keys are the item and the path of the value in it, joined by dots. What is equal on all ranks is there once.
-What differs, such as the state of random generators, begins with its rank: ``1.rng.torch``.
+A key is the item and the path of the value in it, joined by dots. A value that is equal on all ranks has one
+key. A value that differs, such as the state of random generators, has a key for each rank that begins with
+the rank: ``1.rng.torch``.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class TorchCheckpointingReader(RankFilesReader):
         data = self.read_commit(_METADATA, "checkpoint of torch_checkpointing")
         metadata = read_pickle(data, {}, file=f"{self.location}/{_METADATA}").value
         self._plain: dict[str, tuple[str, str]] = {}
-        """By key, the file of an item that is JSON or bytes, and which of them."""
+        """By key, the file of an item that is JSON or bytes, and which of the two it is."""
         try:
             if metadata["version"] != "2.0":
                 raise ValueError(f"the version {metadata['version']!r:.100} is unknown, expected '2.0'")
@@ -54,7 +55,7 @@ class TorchCheckpointingReader(RankFilesReader):
             for item, files in self._items(described).items():
                 self.add_item(item, files, held_tensors(described.get(item)))
         except ValueError as error:
-            raise self.fault(_METADATA, f"{error}: it is damaged, or does not fit to the files") from error
+            raise self.fault(_METADATA, f"{error}: it is damaged, or does not fit the files") from error
         except (AttributeError, IndexError, KeyError, OverflowError, TypeError) as error:
             raise self.fault(
                 _METADATA, f"it does not have the structure that torch_checkpointing writes ({error!r:.300})"
@@ -68,7 +69,7 @@ class TorchCheckpointingReader(RankFilesReader):
         return _MARK in foreign.storage.read(_METADATA, 0, min(size, _MARK_BYTES)) if size else False
 
     def object_keys(self) -> Iterable[str]:
-        """Keys of the values that are no tensors."""
+        """Keys of the values that are not tensors."""
         return [*super().object_keys(), *self._plain]
 
     def object(self, key: str, *, trust_pickle: bool = False) -> Any:
@@ -82,7 +83,7 @@ class TorchCheckpointingReader(RankFilesReader):
         try:
             return json.loads(data)
         except (ValueError, RecursionError) as error:
-            raise self.fault(file, f"it is no JSON, or damaged ({error!r:.300})", key=key) from error
+            raise self.fault(file, f"it is not JSON, or damaged ({error!r:.300})", key=key) from error
 
     def files(self) -> Mapping[str, int | None]:
         """All files; the format records no sizes."""
@@ -130,7 +131,7 @@ class TorchCheckpointingReader(RankFilesReader):
                 elif kind in (_JSON, _RAW):
                     self._plain[item if rank == 0 else f"{rank}.{item}"] = file, kind
                 else:
-                    raise ValueError(f"{file} is stored as {kind!r:.100}, which is not read")
+                    raise ValueError(f"{file} is stored as {kind!r:.100}, which is not supported")
         for file in sorted(present):
             found = _RANK_FILE.fullmatch(file)
             if found and found[1] not in described and int(found[2]) < self.world_size:

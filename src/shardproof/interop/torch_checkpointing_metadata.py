@@ -59,7 +59,7 @@ def _cuts(
 
 
 def _own_map(shape: tuple[int, ...], data: Mapping[str, Any]) -> IndexMap:
-    """The boxes of a tensor that lists them."""
+    """The boxes of a tensor whose metadata lists them."""
     offsets, local, sizes = (
         np.array([shape_of(row) for row in data[name]], np.int64).reshape(-1, len(shape))
         for name in ("global_offsets", "local_offsets", "local_sizes")

@@ -1,12 +1,13 @@
 """Reads files of ``torch.save``, in the zip format and in the format before it, without unpickling them.
 
 A zip file holds one pickle, ``data.pkl``, and one record for each storage. The pickle refers to storages by
-persistent identifiers. Several tensors may be views of one storage. Each record has a CRC-32, which
-``torch.load`` does not check and this reader does. If all CRCs of a file are 0, the writer switched them off
+persistent identifiers. Several tensors may be views of one storage. Each record has a CRC-32. This reader
+checks it; ``torch.load`` does not. If all CRCs of a file are 0, the writer switched them off
 (``torch.serialization.set_crc32_options(False)``) and the file has no checksums.
 
-The format before zip is a row of pickles (magic number, protocol, byte order, the object, the keys of the
-storages), then the storages. It has no checksums. Its pickles are read in pieces.
+The format before zip is a sequence of pickles, followed by the storages. The pickles are the magic number,
+the protocol, the byte order, the object and the keys of the storages. The format has no checksums. Its
+pickles are read in pieces.
 """
 
 from __future__ import annotations
@@ -53,13 +54,14 @@ _MOST_LEAVES = 1_000_000
 """Values of one saved object, at most. A small pickle can refer to one dict more often than memory allows."""
 _PIECE_BYTES = 1 << 20
 _MOST_SMALL_PICKLES = 10_000
-"""Pickles that `SmallPickles` keeps, at most."""
+"""Entries of a `SmallPickles`, at most."""
 _MOST_PICKLE_BYTES = 1 << 30
-"""Bytes of the pickles of a file, at most. Storages are not in them."""
+"""Bytes of the pickles of a file, at most. Storages do not count."""
 
 
 SmallPickles = dict[bytes, tuple[TorchTensor, dict[str, TorchStorage]]]
-"""Pickles of archives of one tensor, and what they are. A checkpoint has few different ones."""
+"""A cache: pickles of archives of one tensor to their tensors and storages. A checkpoint has few different
+pickles."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,15 +108,15 @@ class TorchFile:
     """A file of ``torch.save``, or a range of one. Nothing that its pickle names is imported or called.
 
     Args:
-        storage: holds the file.
+        storage: the storage that holds the file.
         file: name of the file in the storage.
         start: first byte, if the archive is a part of the file.
-        size: bytes of the archive; None for all up to the end of the file.
-        tensors: pickles that other archives had, for archives of one tensor; changed.
+        size: bytes of the archive; None for all bytes up to the end of the file.
+        tensors: cache of the pickles of archives of one tensor; changed in place.
 
     Raises:
         StorageError: the file is missing, short or unreadable.
-        FormatError: the file is no whole file of ``torch.save``.
+        FormatError: the file is not a whole file of ``torch.save``.
         CorruptChunkError: the pickle does not match its CRC-32.
 
     Example:
@@ -129,12 +131,12 @@ class TorchFile:
     """
 
     value: Any
-    """The saved object as plain data: dicts, lists, tuples and scalars as they are, tensors as `TorchTensor`,
-    other objects as `Opaque`."""
+    """The saved object as plain data. Dicts, lists, tuples and scalars are unchanged, tensors are
+    `TorchTensor`, and other objects are `Opaque`."""
     has_checksums: bool
     """True if reads prove the bytes of tensors."""
     is_zip: bool
-    """False for the format before zip."""
+    """True for the zip format, False for the format before it."""
     digest: str
     """Digest of the pickles. Two files with equal tensors but other names of classes differ in it."""
 
@@ -176,7 +178,7 @@ class TorchFile:
         self._check_storages()
 
     def view(self, tensor: TorchTensor) -> StoredView:
-        """Where the elements of a tensor lie.
+        """The view of the file that holds the elements of a tensor.
 
         A tensor that was saved as a lazy conjugate or negative of its storage is decoded when it is read.
         """
@@ -191,7 +193,7 @@ class TorchFile:
         return view
 
     def boxes(self, tensor: TorchTensor) -> list[StoredBox]:
-        """The only box of a tensor; none for a tensor of size 0."""
+        """The one box of a tensor; none for a tensor of size 0."""
         if 0 in tensor.shape:
             return []
         return [StoredBox.of((0,) * len(tensor.shape), tensor.shape, self.view(tensor))]
@@ -207,14 +209,14 @@ class TorchFile:
         """
         view = self.view(tensor)
         if self._last_extent is None or self._last_extent[0] != view.extent:
-            self._last_extent = None  # frees its memory before the next storage takes some
+            self._last_extent = None  # frees its memory before the next storage is allocated
             data = bytearray(view.extent.nbytes)
             view.extent.read_into(memoryview(data))
             self._last_extent = view.extent, data
         return _strided(self._last_extent[1], tensor.dtype, tensor.shape, view)
 
     def stream(self) -> io.BufferedReader:
-        """The archive as a file of its own."""
+        """The archive as a file object."""
         return io.BufferedReader(FileWindow(self._storage, self._name, self._start, self._size))
 
     @property
@@ -229,7 +231,7 @@ class TorchFile:
             storages: their keys; None for all.
 
         Returns:
-            The bytes that were proved; 0 if the file has no checksums.
+            The number of bytes that checksums proved; 0 if the file has no checksums.
 
         Raises:
             CorruptChunkError: the bytes of a storage do not match.
@@ -255,7 +257,7 @@ class TorchFile:
         if "data.pkl" not in entries:
             raise self._fault("the zip archive has no data.pkl, so torch.save did not write it")
         if len(entries) < len(records):
-            raise self._fault("two records of the zip archive have one name")
+            raise self._fault("two records of the zip archive have the same name")
         self.has_checksums = any(record.crc for record in records)
         for name, (_, method, crc, stored, nbytes, header) in entries.items():
             if method or stored != nbytes:
@@ -267,7 +269,7 @@ class TorchFile:
                 raise self._fault(f"the record {name} does not begin at byte {header} of the archive")
             offset = header + _LOCAL_HEADER.size + sum(_LOCAL_HEADER.unpack(local))
             if offset + nbytes > self._size:
-                raise self._fault(f"the record {name} ends behind the end of the file")
+                raise self._fault(f"the record {name} ends past the end of the file")
             self._records[name] = self._range(offset, nbytes, crc if self.has_checksums else None)
         order = bytes(self._verified("byteorder")) if "byteorder" in self._records else b"little"
         if order not in (b"little", b"big"):
@@ -325,7 +327,7 @@ class TorchFile:
         self.value = pickled.value
         keys = read_pickle(pieces, {}, file=self.path, start=pickled.end)
         if not isinstance(keys.value, list):
-            raise self._fault("the keys of the storages are no list")
+            raise self._fault("the keys of the storages are not a list")
         self._take_storages(keys)
         digest = xxhash.xxh3_128()
         for begin in range(0, keys.end, _PIECE_BYTES):
@@ -333,19 +335,19 @@ class TorchFile:
         self.digest = digest.hexdigest()
 
     def _take_storages(self, keys: Pickle) -> None:
-        """Finds the storages of the format before zip, each behind its number of elements."""
+        """Finds the storages of the format before zip. Each storage follows its number of elements."""
         at = keys.end
         for key in keys.value:
             storage = self._storages.get(key) if isinstance(key, str) else None
             if storage is None or at + 8 > self._size:
-                raise self._fault(f"the storage {key!r} is unknown or behind the end of the file")
+                raise self._fault(f"the storage {key!r} is unknown or past the end of the file")
             (numel,) = struct.unpack("<q", self._bytes(at, 8))
             if numel != storage.numel:
                 raise self._fault(f"the storage {key} has {numel} elements, expected {storage.numel}")
             self._records[key] = self._range(at + 8, storage.nbytes, None)
             at += 8 + storage.nbytes
             if at > self._size:
-                raise self._fault(f"the storage {key} ends behind the end of the file")
+                raise self._fault(f"the storage {key} ends past the end of the file")
 
     def _persistent(self, identifier: Any) -> TorchStorage:
         """The storage of a persistent identifier: ("storage", class, key, device, number of elements)."""
@@ -353,7 +355,7 @@ class TorchFile:
             case ("storage", Opaque(name=name), str(key), str(), int(numel), *view) if numel >= 0:
                 dtype = storage_dtype(name)
             case _:
-                raise self._fault("a persistent identifier is no storage")
+                raise self._fault("a persistent identifier is not a storage")
         if dtype is None:
             raise self._fault(f"the storage class {name} is unknown")
         if any(part is not None for part in view):
@@ -378,7 +380,7 @@ class TorchFile:
         return FileRange(self._storage, self._name, self._start + offset, nbytes, crc)
 
     def _verified(self, name: str) -> bytearray:
-        """The bytes of a small record, checked."""
+        """Reads a small record and checks its CRC-32."""
         record = self._records[name]
         data = self._file.bytes_at(record.start - self._start, record.nbytes)
         if record.crc is not None and crc32(data) != record.crc:
@@ -405,7 +407,7 @@ def part_with_tensors(file: TorchFile, value: Any) -> Any:
     """A part of a saved object with its tensors read.
 
     Args:
-        file: holds it.
+        file: the file that holds the object.
         value: the part of `TorchFile.value`.
 
     Raises:
@@ -417,7 +419,7 @@ def part_with_tensors(file: TorchFile, value: Any) -> Any:
 
 
 class _Materializer:
-    """Reads the tensors of an object. What the object holds twice is one object in the result."""
+    """Reads the tensors of an object. Values that are one object in the file are one object in the result."""
 
     def __init__(self, file: TorchFile) -> None:
         self._file = file
@@ -439,7 +441,7 @@ class _Materializer:
 
     def _container(self, value: Any, depth: int) -> Any:
         if isinstance(value, dict):
-            copy = value.copy()  # keeps an OrderedDict, a Counter and a defaultdict what they are
+            copy = value.copy()  # preserves the class: OrderedDict, Counter or defaultdict
             for key, item in value.items():
                 copy[key] = self.made(item, depth)
             return copy
@@ -478,13 +480,16 @@ def flatten(value: Any) -> Iterator[tuple[str, Any]]:
 def leaves(value: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
     """The leaves of a saved object, with the keys that lead to each.
 
-    Dicts are descended unless they are empty or two of their keys are equal as strings, lists only if a
-    tensor or a dict is somewhere in them, tuples never, as ``torch.distributed.checkpoint`` names its keys.
-    Of a pickled ``torch.nn.Module``, the leaves are those of its ``state_dict``.
+    The rules are those by which ``torch.distributed.checkpoint`` names its keys:
+
+    - A dict is descended, unless it is empty or two of its keys are equal as strings.
+    - A list is descended only if a tensor or a dict is somewhere in it.
+    - A tuple is a leaf.
+    - The leaves of a pickled ``torch.nn.Module`` are those of its ``state_dict``.
 
     Raises:
-        ValueError: the object is nested deeper than 200 levels, as one that holds itself is, or has more than
-            1,000,000 leaves.
+        ValueError: the object is nested deeper than 200 levels, for example because it holds itself, or has
+            more than 1,000,000 leaves.
     """
     pending: list[Iterator[tuple[tuple[Any, ...], Any]]] = [iter([((), value)])]
     lists: dict[int, bool] = {}
@@ -510,12 +515,12 @@ def _below(path: tuple[Any, ...], items: Iterable[tuple[Any, Any]]) -> Iterator[
 
 
 def _inside(value: Any, depth: int, lists: dict[int, bool]) -> Iterable[tuple[Any, Any]] | None:
-    """Keys and values of what `leaves` descends; None for a leaf.
+    """Keys and values in a value that `leaves` descends; None for a leaf.
 
     Args:
-        value: to descend.
-        depth: its level.
-        lists: answers of `_holds_tensors` by the id of the list.
+        value: the value.
+        depth: level of the value.
+        lists: cached results of `_holds_tensors` by the id of the list.
     """
     if depth > _MOST_LEVELS:
         raise ValueError(f"the object is nested deeper than {_MOST_LEVELS} levels")
@@ -528,12 +533,12 @@ def _inside(value: Any, depth: int, lists: dict[int, bool]) -> Iterable[tuple[An
 
 
 def _holds_tensors(items: list[Any], depth: int, known: dict[int, bool]) -> bool:
-    """True if a tensor or a dict is in a list, or in the lists in it.
+    """True if a tensor or a dict is in a list or in the lists inside it.
 
     Args:
         items: the list.
-        depth: its level.
-        known: answers by the id of the list. A pickle may refer to one list many times.
+        depth: level of the list.
+        known: cached results by the id of the list. A pickle may refer to one list many times.
     """
     if depth > _MOST_LEVELS:
         raise ValueError(f"the object is nested deeper than {_MOST_LEVELS} levels")

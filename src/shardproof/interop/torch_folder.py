@@ -1,4 +1,4 @@
-"""The part that formats share whose files of ``torch.save`` hold parts of tensors."""
+"""The common part of formats whose files of ``torch.save`` hold parts of tensors."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ __all__ = ["TorchFolderReader", "shape_of"]
 
 
 class TorchFolderReader(TorchFilesReader):
-    """Files of ``torch.save``, whose values a subclass adds one by one; see `FormatReader`."""
+    """Reads files of ``torch.save``. A subclass adds their values one by one; see `FormatReader`."""
 
     def open_file(self, name: str) -> TorchFile:
         """Opens a file once.
 
         Raises:
-            StorageError: it is missing or unreadable.
-            FormatError: it is damaged.
+            StorageError: the file is missing or unreadable.
+            FormatError: the file is damaged.
         """
         if name not in self._files:
             self._files[name] = TorchFile(self.storage, name)
@@ -30,7 +30,7 @@ class TorchFolderReader(TorchFilesReader):
         """The object of a file, which has to be a dict.
 
         Raises:
-            StorageError, FormatError: as `open_file`, or the object is no dict.
+            StorageError, FormatError: see `open_file`; or the object is not a dict.
         """
         value = self.open_file(name).value
         if not isinstance(value, dict):
@@ -38,7 +38,7 @@ class TorchFolderReader(TorchFilesReader):
         return value
 
     def check_new(self, key: str, name: str) -> None:
-        """Refuses a key of a file that another value has.
+        """Checks that no other value has a key.
 
         Raises:
             FormatError: another value has this key.
@@ -57,16 +57,16 @@ class TorchFolderReader(TorchFilesReader):
         self.tensors[key] = TensorDescription(tensor.dtype, tensor.shape, self._files[name].boxes(tensor))
 
     def add_leaves(self, key: str, name: str, path: tuple[Any, ...], value: Any) -> None:
-        """Adds a value of a file, or the values in it, with keys joined by dots.
+        """Adds the leaves of a value of a file, with keys joined by dots.
 
         Args:
-            key: of the value.
-            name: of the file.
+            key: key of the value.
+            name: name of the file.
             path: keys that lead to the value in the object of the file.
             value: tensors and plain data.
 
         Raises:
-            FormatError: another value has a key of these, or the value is nested too deep.
+            FormatError: another value has one of the keys, or the value is nested too deep.
         """
         try:
             found = list(leaves(value))
@@ -81,15 +81,15 @@ class TorchFolderReader(TorchFilesReader):
                 self._objects[leaf_key] = TorchObject(name, (*path, *below), leaf)
 
     def flat_view(self, name: str, tensor: Any, what: str) -> StoredView:
-        """Where the elements of a tensor lie, which has to be dense.
+        """The view of the file that holds the elements of a tensor, which has to be dense.
 
         Args:
-            name: of the file.
-            tensor: of the file.
-            what: the tensor is, for messages.
+            name: name of the file.
+            tensor: a value of the file.
+            what: role of the tensor, for messages.
 
         Raises:
-            FormatError: the value is no tensor, or its elements do not lie one after the other.
+            FormatError: the value is not a tensor, or its elements do not lie one after the other.
         """
         if not isinstance(tensor, TorchTensor):
             raise self.fault(name, f"{what} is {tensor!r:.100}, expected a tensor")
@@ -101,12 +101,12 @@ class TorchFolderReader(TorchFilesReader):
 
 
 def shape_of(value: Any) -> tuple[int, ...]:
-    """A shape that a pickle gives.
+    """Checks a shape that a pickle gives.
 
     Raises:
-        ValueError: it is no sequence of sizes.
+        ValueError: the value is not a sequence of sizes.
     """
     sizes = tuple(value)
     if any(type(size) is not int or not 0 <= size < 1 << 62 for size in sizes):
-        raise ValueError(f"{sizes} is no shape")
+        raise ValueError(f"{sizes} is not a shape")
     return sizes

@@ -1,7 +1,7 @@
-"""The part that formats share in which each rank writes a file of ``torch.save`` with its part of an item.
+"""The common part of formats in which each rank writes a file of ``torch.save`` with its part of an item.
 
-DTensors are merged into whole tensors. What is equal on all ranks is there once. What differs, such as the
-state of random generators, has a key for each rank, which begins with the rank: ``1.rng.torch``.
+DTensors are merged into whole tensors. A value that is equal on all ranks has one key. A value that differs,
+such as the state of random generators, has a key for each rank that begins with the rank: ``1.rng.torch``.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ __all__ = ["HeldTensor", "RankFilesReader"]
 
 @dataclass(frozen=True, slots=True)
 class HeldTensor:
-    """How ranks hold a tensor."""
+    """The parts of a tensor on each rank: either `cuts` of DTensors, or `maps`."""
 
     shape: tuple[int, ...]
     cuts: Mapping[int, tuple[MeshPlacements, tuple[int, ...]]]
-    """By rank, the placements and the coordinate, of a DTensor."""
+    """By rank, the placements of a DTensor and the coordinate of the rank in the mesh."""
     maps: Mapping[int, IndexMap]
-    """By rank, the boxes of a tensor that describes its own parts."""
+    """By rank, the boxes of a tensor whose metadata lists them."""
 
     @property
     def ranks(self) -> Iterable[int]:
@@ -57,14 +57,15 @@ class RankFilesReader(TorchFolderReader):
 
         Args:
             item: the first part of the keys.
-            files: by rank, the name of its file.
-            shardings: by path, how ranks hold a tensor. For others, the DTensors in the files say it.
+            files: name of the file of each rank.
+            shardings: by path, the parts of a tensor on each rank. For other tensors, the DTensors in the
+                files give the parts.
 
         Raises:
             StorageError, FormatError: a file is missing or damaged, or the files contradict each other.
         """
         by_path: dict[tuple[str, ...], dict[int, tuple[tuple[Any, ...], Any]]] = {}
-        """By path and rank, the path with its own types and the value."""
+        """By path as strings and by rank, the original path and the value."""
         for rank, name in files.items():
             for path, leaf in leaves(self.open_file(name).value):
                 by_path.setdefault(tuple(map(str, path)), {})[rank] = path, pickled_dtensor(leaf) or leaf
@@ -72,7 +73,7 @@ class RankFilesReader(TorchFolderReader):
             for rank in described.ranks:
                 if rank not in by_path.get(path, {}):
                     key = ".".join((item, *path))
-                    raise self.fault(files[rank], f"it has no {key}, which the metadata gives to it", key=key)
+                    raise self.fault(files[rank], f"it has no {key}, but the metadata lists it here", key=key)
         ties: dict[Any, str] = {}
         for path, values in by_path.items():
             key = ".".join((item, *path))
@@ -95,10 +96,11 @@ class RankFilesReader(TorchFolderReader):
 
         Args:
             item: the first part of the keys.
-            files: by rank, the name of its file.
+            files: name of the file of each rank.
 
         Raises:
-            StorageError, FormatError: a file is missing, damaged or no dict, or a key is there twice.
+            StorageError, FormatError: a file is missing, damaged or does not hold a dict, or two values have
+                the same key.
         """
         values: dict[Any, dict[int, tuple[str, Any]]] = {}
         for rank, name in files.items():
@@ -108,7 +110,7 @@ class RankFilesReader(TorchFolderReader):
             self._add_ranks(f"{item}.{key}", places, dict.fromkeys(places, (key,)))
 
     def _add_merged(self, key: str, places: Mapping[int, tuple[str, Any]], sharding: HeldTensor) -> None:
-        """Describes a tensor that ranks hold parts or copies of."""
+        """Describes a tensor from the parts or copies on the ranks."""
         ranks = sorted(sharding.ranks)
         tensors = {}
         for rank in ranks:
@@ -170,14 +172,14 @@ class RankFilesReader(TorchFolderReader):
         return boxes
 
     def _note_difference(self, key: str) -> None:
-        note = f"The copies of {key} differ between ranks: that of the first rank is read."
+        note = f"The copies of {key} differ between ranks: the copy of the first rank is read."
         if note not in self.notes:
             self.notes.append(note)
 
     def _add_ranks(
         self, key: str, places: Mapping[int, tuple[str, Any]], paths: Mapping[int, tuple[Any, ...]]
     ) -> None:
-        """Adds a value that each rank has: once if all are equal, otherwise for each rank."""
+        """Adds a value that each rank has, under one key if all are equal, otherwise under a key a rank."""
         are_equal = all(self._are_equal(one, other, set()) for one, other in pairwise(places.values()))
         for rank, (name, value) in places.items():
             rank_key = key if are_equal else f"{rank}.{key}"
@@ -190,12 +192,13 @@ class RankFilesReader(TorchFolderReader):
                 break
 
     def _are_equal(self, one: tuple[str, Any], other: tuple[str, Any], above: set[tuple[int, int]]) -> bool:
-        """True if two values of two files are surely equal.
+        """True if two values of two files are proved equal.
 
         Args:
-            one: name of a file, and a value of it.
-            other: as `one`.
-            above: pairs of containers that were compared before, so that shared ones are compared once.
+            one: name of a file, and a value in it.
+            other: name of another file, and a value in it.
+            above: ids of the pairs of containers that were compared before; changed in place. So shared
+                containers are compared once.
         """
         (name, a), (other_name, b) = one, other
         if type(a) is not type(b):
@@ -237,7 +240,7 @@ def _crc(view: StoredView) -> Any:
 
 
 def _by_dtensors(places: Mapping[int, tuple[str, Any]]) -> HeldTensor | None:
-    """How ranks hold a DTensor that is not in the metadata, by what the DTensor says."""
+    """The parts of a DTensor on each rank, from the DTensors; None if a rank has no DTensor."""
     dtensors = {rank: value for rank, (_, value) in places.items() if isinstance(value, PickledDTensor)}
     if len(dtensors) < len(places) or not dtensors:
         return None

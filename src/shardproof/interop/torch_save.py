@@ -1,9 +1,9 @@
 """Reads files of ``torch.save``: ``.pt``, ``.pth``, ``.bin``, and the ``.ckpt`` of Lightning.
 
 Keys are those of nested dicts and lists, joined by dots. Tensors that are the same view of one storage are
-tied: the first key has the tensor, the others are aliases. Everything else is an object.
+tied: the first key has the tensor, the others are aliases. All other values are objects.
 
-`TorchFilesReader` is the part that formats share whose files torch.save wrote.
+`TorchFilesReader` is the common part of all formats with files of torch.save.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from shardproof.interop.torch_file import TorchFile, TorchTensor, leaves, part_w
 __all__ = ["TorchFilesReader", "TorchObject", "TorchSaveReader", "is_torch_file"]
 
 _MAGICS = (b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.", b"\x80\x04\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.")
-"""How files of the format before zip begin, with the protocols 2 and 4."""
+"""First bytes of files in the format before zip, with the protocols 2 and 4."""
 _WRITTEN = "checkpoint.pt"
 """The file in a folder that `shardproof convert --to torch` wrote."""
 _FIRST_BYTES = 512
-"""Bytes that `is_torch_file` looks at: a zip file begins with the name of its first record."""
+"""Bytes that `is_torch_file` reads. They hold the name of the first record of a zip file."""
 
 
 def is_torch_file(foreign: Foreign, name: str) -> bool:
-    """True if a file begins as torch.save writes it."""
+    """True if the first bytes of a file are those that torch.save writes."""
     size = foreign.storage.size(name)
     if not size:
         return False
@@ -47,7 +47,7 @@ class TorchObject:
 
     file: str
     path: tuple[Any, ...]
-    """Keys that lead to it in the saved object."""
+    """Keys that lead to the value in the saved object."""
     value: Any
 
 
@@ -59,7 +59,7 @@ class TorchFilesReader(FormatReader):
         self._files: dict[str, TorchFile] = {}
         self._objects: dict[str, TorchObject] = {}
         self._used: dict[str, set[str]] = {}
-        """By file, the storages that tensors are in."""
+        """By file, the keys of the storages that tensors use."""
         self._unpickled: tuple[str, Any] | None = None
         """The file that was unpickled last, and its object."""
 
@@ -67,17 +67,18 @@ class TorchFilesReader(FormatReader):
         """Describes the leaves of a file.
 
         Args:
-            name: of the file in the storage.
-            rename: gives the key of a leaf from its keys in the file, joined by dots; None leaves it out.
+            name: name of the file in the storage.
+            rename: returns the key of a leaf for its path in the file, joined by dots; None leaves the leaf
+                out.
 
         Raises:
-            FormatError: the file is damaged, or two values have one key.
-            StorageError: it is missing or unreadable.
+            FormatError: the file is damaged, or two values have the same key.
+            StorageError: the file is missing or unreadable.
         """
         file = self._files[name] = TorchFile(self.storage, name)
         used = self._used[name] = set()
         ties: dict[TorchTensor, str] = {}
-        for path, leaf in self._leaves(name, file):  # too many raise before any has a key
+        for path, leaf in self._leaves(name, file):  # raises for too many leaves before it adds any
             key = rename(".".join(map(str, path)) or "value")
             if key is None:
                 continue
@@ -94,14 +95,14 @@ class TorchFilesReader(FormatReader):
         return file
 
     def keys(self) -> set[str]:
-        """All keys so far: of tensors, of aliases and of objects."""
+        """All keys so far, of tensors, aliases and objects."""
         return {*self.tensors, *self.aliases, *self._objects}
 
     def conclude(self, *digests: str) -> None:
-        """Sets the identity, and the notes on checksums, when all files are added.
+        """Sets the identity and the notes on checksums, once all files are added.
 
         Args:
-            digests: of the metadata that is in no file of torch.save.
+            digests: digests of the metadata that is not in files of torch.save.
         """
         digest = xxhash.xxh3_128("\0".join(digests).encode())
         for name, file in self._files.items():
@@ -121,13 +122,13 @@ class TorchFilesReader(FormatReader):
             )
 
     def object_keys(self) -> Iterable[str]:
-        """Keys of the values that are no tensors."""
+        """Keys of the values that are not tensors."""
         return self._objects.keys()
 
     def object(self, key: str, *, trust_pickle: bool = False) -> Any:
         """A value as plain data; see `FormatReader.object`.
 
-        With `trust_pickle`, a value of a class that is no plain data makes torch unpickle its whole file.
+        With `trust_pickle`, torch unpickles the whole file of a value that is not plain data.
         """
         found = self._objects[key]
         if trust_pickle and opaque_names(found.value):
@@ -153,7 +154,7 @@ class TorchFilesReader(FormatReader):
 
     def _trusted(self, found: TorchObject) -> Any:
         if self._unpickled is None or self._unpickled[0] != found.file:
-            self._unpickled = None  # frees its memory before the next takes some
+            self._unpickled = None  # frees its memory before the next object is loaded
             self._unpickled = found.file, unpickled(self._files[found.file])
         value = self._unpickled[1]
         try:
@@ -192,7 +193,9 @@ class TorchSaveReader(TorchFilesReader):
         super().__init__(foreign)
         name = foreign.file or _WRITTEN
         if foreign.file is None and not foreign.has(_WRITTEN):
-            raise FormatError(f"{self.location} is no file: name the file of torch.save", file=self.location)
+            raise FormatError(
+                f"{self.location} is not a file: name the file of torch.save", file=self.location
+            )
         file = self.add_torch_file(name)
         self.conclude()
         if isinstance(file.value, dict) and "pytorch-lightning_version" in file.value:
@@ -201,5 +204,5 @@ class TorchSaveReader(TorchFilesReader):
 
     @classmethod
     def recognizes(cls, foreign: Foreign) -> bool:
-        """True for a file that begins as torch.save writes it, and for a folder that `convert` wrote."""
+        """True for a file whose first bytes torch.save writes, and for a folder that `convert` wrote."""
         return is_torch_file(foreign, foreign.file or _WRITTEN)

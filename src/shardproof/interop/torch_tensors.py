@@ -59,7 +59,7 @@ class TorchTensor:
     stride: tuple[int, ...]
     """In elements."""
     offset: int
-    """First element, counted from the begin of the storage in elements of this dtype."""
+    """First element, counted from the start of the storage in elements of this dtype."""
     is_conjugated: bool = False
     """True if the storage holds the complex conjugates."""
     is_negated: bool = False
@@ -127,7 +127,7 @@ def _rebuild_v3(
 
 
 def _rebuild_subclass(function: Any, kind: Any, args: Any, state: Any) -> Any:
-    """A tensor with attributes, or of a subclass that has the elements of a tensor."""
+    """Builds a tensor with attributes, or a tensor subclass that has the elements of a plain tensor."""
     builder = _REBUILDERS.get(function.name) if isinstance(function, Opaque) else None
     if builder is None or not isinstance(args, tuple):
         return Opaque("torch._tensor._rebuild_from_type_v2", (function, kind, args, state))
@@ -143,7 +143,7 @@ _REBUILDERS: Mapping[str, Callable[..., Any]] = {
 
 @cache
 def torch_builders() -> Mapping[str, Callable[..., Any]]:
-    """Builders of what a state dict holds. None of them makes more than it is given."""
+    """Builders of the values in a state dict. None of them allocates more than its arguments hold."""
     return {
         **plain_builders(),
         **_REBUILDERS,

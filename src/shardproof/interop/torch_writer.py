@@ -28,9 +28,9 @@ _FILE = "checkpoint.pt"
 class TorchWriter(FormatWriter):
     """Writes a dict of all tensors and objects by key, as one file of ``torch.save``; see `FormatWriter`.
 
-    The dict is flat: its keys are those of the checkpoint, dots and all, as those of a module's state dict.
+    The dict is flat: its keys are those of the checkpoint, including their dots, like a module's state dict.
     Tied tensors share a storage. ``torch.load`` reads the file with ``weights_only=True``, unless an object
-    needs classes beyond those of a state dict. One process writes the file.
+    needs classes that a state dict does not have. One process writes the file.
     """
 
     name = "torch"
@@ -62,10 +62,10 @@ class TorchWriter(FormatWriter):
             return {"size": file.finish()}
 
     def commit(self, records: Mapping[str, dict[str, Any]], target: Storage) -> None:
-        """Checks the file, which is all of the checkpoint; see `FormatWriter.commit`.
+        """Checks the file, which is the whole checkpoint; see `FormatWriter.commit`.
 
         Raises:
-            StructureError: it was not written.
+            StructureError: the file was not written.
             StorageError: the file is missing, or was cut.
         """
         check_units(target, self.units, records, lambda name, record: [(name, record["size"])])

@@ -1,12 +1,12 @@
 """Reads snapshots of TorchSnapshot.
 
 A snapshot is a folder. The file ``.snapshot_metadata``, JSON or YAML, has an entry for each value of each
-rank: where its bytes are, or the value itself. Tensors are raw bytes, several in one file if they are small,
-or files of ``torch.save``.
+rank. An entry gives the position of the bytes, or the value itself. Tensors are raw bytes, several in one
+file if they are small, or files of ``torch.save``.
 
-Keys are the paths of entries with dots between their parts: ``model.layer.weight``. Entries that each rank
-has for itself begin with its rank, ``1.rng.rng_state``, unless one rank saved the snapshot. A list without
-tensors and dicts in it is one object.
+Keys are the paths of entries with dots between their parts: ``model.layer.weight``. The key of an entry that
+ranks do not share begins with the rank, ``1.rng.rng_state``, unless one rank saved the snapshot. A list
+without tensors and dicts in it is one object.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _LOST_ELEMENT = "TorchSnapshot does not write the last element of bfloat16 tenso
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A box of a tensor, and where its bytes are."""
+    """A box of a tensor, and the position of its bytes."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -57,9 +57,9 @@ class _Part:
     file: str
     start: int
     nbytes: int | None
-    """Bytes of the file; None for all from `start` on."""
+    """Number of bytes; None for all bytes of the file from `start` on."""
     is_raw: bool
-    """False for a file of torch.save."""
+    """True for raw bytes, False for a file of torch.save."""
 
 
 class TorchSnapshotReader(FormatReader):
@@ -102,7 +102,7 @@ class TorchSnapshotReader(FormatReader):
         return foreign.has(_METADATA)
 
     def object_keys(self) -> Iterable[str]:
-        """Keys of the values that are no tensors."""
+        """Keys of the values that are not tensors."""
         return self._objects.keys()
 
     def object(self, key: str, *, trust_pickle: bool = False) -> Any:
@@ -141,7 +141,7 @@ class TorchSnapshotReader(FormatReader):
             raise self.fault(_METADATA, f"it is neither JSON nor YAML ({error!r:.300})") from error
 
     def _describe(self, manifest: Mapping[str, Any]) -> None:
-        """Takes tensors and objects out of the entries of all ranks."""
+        """Describes the tensors and objects in the entries of all ranks."""
         found: dict[tuple[int | None, str], Any] = {}
         """By rank (None for all) and path, an entry, a list of sharded entries, or `ListOfEntries`."""
         ranks = self._entries(manifest)
@@ -161,7 +161,7 @@ class TorchSnapshotReader(FormatReader):
         if any(isinstance(entry, list) for entry in found.values()):
             self.notes.append(
                 "TorchSnapshot does not store the shapes of sharded tensors: if the metadata lacks the last "
-                "shards, the tensors are only shorter."
+                "shards, the tensors look shorter than they were saved."
             )
         if self.tensors:
             self.notes.append("TorchSnapshot has no checksums: changed bytes of tensors are not found.")
@@ -172,7 +172,7 @@ class TorchSnapshotReader(FormatReader):
         for name, entry in manifest.items():
             rank, _, path = name.partition("/")
             if not rank.isascii() or not rank.isdigit() or int(rank) >= self.world_size:
-                raise ValueError(f"the entry {name} is of no rank")
+                raise ValueError(f"the entry {name} has no rank")
             if not isinstance(entry.get("type"), str):
                 raise ValueError(f"the entry {name} has no type")
             if path.count("/") > _MOST_LEVELS:
@@ -203,7 +203,7 @@ class TorchSnapshotReader(FormatReader):
             raise ValueError(f"{key} has the dtypes {sorted(dtypes)}")
         (dtype,) = dtypes
         if dtype not in DTYPES:
-            self.notes.append(f"{key} is a tensor of {dtype}, which is not read.")
+            self.notes.append(f"{key} is not read: its dtype {dtype} is not supported.")
             return
         boxes = [self._box(key, part) for part in sorted(parts, key=lambda part: part.offsets)]
         self.tensors[key] = TensorDescription(dtype, shape, [box for box in boxes if 0 not in box.sizes])
@@ -234,7 +234,7 @@ class TorchSnapshotReader(FormatReader):
         return StoredBox(part.offsets, part.sizes, part.file, part.start, part.nbytes or nbytes, view)
 
     def _view(self, key: str, part: _Part, nbytes: int) -> StoredView:
-        """The elements of a box. Raises as `Extent.read_into`."""
+        """The elements of a box. It raises the errors of `Extent.read_into`."""
         if not part.is_raw:
             file = TorchFile(self.storage, part.file, start=part.start, size=part.nbytes)
             tensor = file.value
@@ -265,7 +265,7 @@ class TorchSnapshotReader(FormatReader):
 
     def _file(self, location: Any) -> str:
         if not isinstance(location, str):
-            raise ValueError(f"the location {location!r:.100} is no file name")
+            raise ValueError(f"the location {location!r:.100} is not a file name")
         try:
             return check_name(location, self.location)
         except StorageError as error:

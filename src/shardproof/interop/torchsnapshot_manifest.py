@@ -1,6 +1,6 @@
 """Entries of TorchSnapshot's metadata: containers, lists, values without a file, and keys.
 
-An entry has a path, whose parts are escaped and have slashes between them, and a dict with its ``type``.
+An entry has a path and a dict with its ``type``. The parts of the path are escaped and joined by slashes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = [
 
 _DICTS = ("dict", "OrderedDict")
 PRIMITIVES = ("int", "str", "bool", "bytes", "float")
-"""Types of values that are in the metadata itself."""
+"""Types of values that the metadata itself holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +36,11 @@ class ListOfEntries:
 
 
 def collapsed(entries: Mapping[str, Any], filled: set[str]) -> Iterator[tuple[str, Any]]:
-    """Leaves: tensors, values, empty dicts, and lists without tensors and dicts.
+    """Yields the leaves: tensors, values, empty dicts, and lists without tensors and dicts.
 
     Args:
-        entries: of a rank, by path.
-        filled: containers that have something inside on any rank.
+        entries: entries of a rank, by path.
+        filled: paths of the containers that are not empty on some rank.
     """
     descended = {
         above
@@ -67,7 +67,7 @@ def collapsed(entries: Mapping[str, Any], filled: set[str]) -> Iterator[tuple[st
 
 
 def _items(path: str, inside: Mapping[str, Any]) -> ListOfEntries:
-    """A list, from its own entry and all entries below it."""
+    """Builds a list from its own entry and all entries below it."""
     below: dict[str, list[tuple[int, str]]] = {}
     for name in inside:
         parent, _, number = name.rpartition("/")
@@ -91,7 +91,7 @@ def _list_of(
 
 
 def containers_of(path: str) -> Iterator[str]:
-    """The containers of an entry, the innermost first."""
+    """Paths of the containers of an entry, the innermost first."""
     while "/" in path:
         path = path.rpartition("/")[0]
         yield path
@@ -105,7 +105,7 @@ def is_replicated(entry: Any) -> bool:
 
 
 def unique_keys(places: Iterable[tuple[int | None, str]]) -> dict[tuple[int | None, str], str]:
-    """The key of each place: unescaped parts with dots between, or the path if two places had one key."""
+    """The key of each rank and path: the unescaped parts joined by dots, or the path if keys would clash."""
     keys = {}
     taken: dict[str, int] = {}
     for rank, path in places:

@@ -1,8 +1,8 @@
 """The protocol of a writer of a format: plan units, write them anywhere and in any order, commit.
 
-A writer cuts a checkpoint into units. A unit is written by one process, usually as one file, and no two units
-share a file. So units are written in parallel, and those that are complete survive an interrupted conversion.
-The commit writes the metadata, last.
+A writer cuts a checkpoint into units. One process writes a unit, usually as one file, and no two units share
+a file. So processes write units in parallel, and complete units survive an interrupted conversion. The commit
+writes the metadata, last.
 
     units (same on every process) -> write each unit, in any process -> commit, in one process
 """
@@ -35,7 +35,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What a checkpoint is to hold."""
+    """The content of a checkpoint to write."""
 
     tensors: Mapping[str, tuple[str, tuple[int, ...]]]
     """Key to torch's name of the dtype, and shape."""
@@ -45,9 +45,9 @@ class Contents:
     """Key to plain data."""
     step: int | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """What the user wants to be stored beside, as plain data."""
+    """The user's metadata, as plain data."""
     time: float = 0.0
-    """Seconds since 1970 that the checkpoint is dated, for formats that store it. Equal in all processes."""
+    """Date of the checkpoint in seconds since 1970, for formats that store it. Equal in all processes."""
 
 
 class BoxSource(Protocol):
@@ -57,7 +57,7 @@ class BoxSource(Protocol):
         """Reads a box of a tensor.
 
         Args:
-            key: of a tensor.
+            key: key of a tensor.
             offsets: (d,) first index of the box.
             sizes: (d,) sizes of the box.
 
@@ -75,8 +75,8 @@ class WriteOptions:
     """How to write a checkpoint."""
 
     max_file_bytes: int | None = None
-    """Bytes of tensors in one file, at most, where the format allows several files. None: the format's
-    habit."""
+    """Bytes of tensors in one file, at most, where the format allows several files. None: the default of the
+    format."""
     piece_bytes: int = 64 << 20
     """Bytes of one `BoxSource.read`, at most, unless a single row is larger. It bounds the memory."""
 
@@ -96,7 +96,7 @@ class Unit:
 class FormatWriter(ABC):
     """Writes a checkpoint of one format.
 
-    A constructor plans the units. It depends on its arguments alone, so that all processes plan the same.
+    The constructor plans the units. It depends only on its arguments, so all processes plan the same units.
 
     Args:
         contents: what to write.
@@ -115,24 +115,24 @@ class FormatWriter(ABC):
     last_file: str
     """Name of the file without which no reader takes the folder for a checkpoint. It has to appear last."""
     notes: Sequence[str] = ()
-    """What the format cannot hold and the checkpoint loses, a sentence each."""
+    """Losses of the conversion, because the format cannot hold a value, a sentence each."""
 
     @abstractmethod
     def __init__(self, contents: Contents, options: WriteOptions) -> None: ...
 
     @abstractmethod
     def write(self, unit: Unit, source: BoxSource, target: Storage) -> dict[str, Any]:
-        """Writes a unit to files that no other unit writes, durably.
+        """Writes a unit durably, to files that no other unit writes.
 
-        A file of the unit that is there already is left from an interrupted attempt and is replaced.
+        It replaces an existing file of the unit, which an interrupted attempt left.
 
         Args:
             unit: one of `units`.
-            source: gives the boxes; asked for at most `WriteOptions.piece_bytes` at once.
+            source: gives the boxes. One read has at most `WriteOptions.piece_bytes`.
             target: a new folder that becomes the checkpoint.
 
         Returns:
-            What `commit` needs to know about the unit, as JSON values.
+            The record of the unit for `commit`, as JSON values.
 
         Raises:
             ShardproofError: the source is damaged, or the target fails.
@@ -140,11 +140,11 @@ class FormatWriter(ABC):
 
     @abstractmethod
     def commit(self, records: Mapping[str, dict[str, Any]], target: Storage) -> None:
-        """Writes the metadata, when all units are written.
+        """Writes the metadata, once all units are written.
 
         Args:
-            records: by name of the unit, what `write` returned.
-            target: where the units are.
+            records: the result of `write` for each unit, by name of the unit.
+            target: the folder with the units.
         """
 
 
@@ -152,8 +152,8 @@ def notes_of(name: str, contents: Contents, *, keeps_step: bool = False) -> list
     """The notes of a format without a place for the step and the metadata of the user.
 
     Args:
-        name: of the format.
-        contents: what is written.
+        name: name of the format.
+        contents: the content to write.
         keeps_step: True if the format has a place for the step.
     """
     lost = [] if keeps_step or contents.step is None else [f"the step ({contents.step})"]
@@ -164,12 +164,12 @@ def notes_of(name: str, contents: Contents, *, keeps_step: bool = False) -> list
 
 
 def new_file(target: Storage, name: str, buffer: memoryview | None = None) -> FileWriter:
-    """Begins a file of a unit. A file of this name is left from an interrupted attempt and is replaced.
+    """Begins a file of a unit. It replaces an existing file, which an interrupted attempt left.
 
     Args:
-        target: where the units are.
-        name: of the file.
-        buffer: as of `FileWriter`.
+        target: the folder with the units.
+        name: name of the file.
+        buffer: see `FileWriter`.
 
     Raises:
         StorageError: the storage failed.
@@ -184,17 +184,17 @@ def check_units(
     records: Mapping[str, dict[str, Any]],
     files: Callable[[str, dict[str, Any]], Iterable[tuple[str, int]]],
 ) -> None:
-    """Checks, before a commit, that all units were written and their files are as long as then.
+    """Checks, before a commit, that all units were written and that their files still have the same sizes.
 
     Args:
-        target: where the units are.
-        units: all of the checkpoint.
-        records: by name of the unit, what `FormatWriter.write` returned.
-        files: gives name and expected bytes of each file, from the name of a unit and its record.
+        target: the folder with the units.
+        units: all units of the checkpoint.
+        records: the result of `FormatWriter.write` for each unit, by name of the unit.
+        files: returns name and expected bytes of each file, for the name of a unit and its record.
 
     Raises:
         StructureError: a unit was not written.
-        StorageError: a file is missing or has another size, or the storage cannot tell.
+        StorageError: a file is missing or has another size, or the storage failed.
     """
     for unit in units:
         if unit.name not in records:

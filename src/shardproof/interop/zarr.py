@@ -1,12 +1,12 @@
 """Reads Zarr groups and arrays in a folder, of format 2 and 3.
 
 Each array is a folder with its metadata, ``zarr.json`` or ``.zarray``, and a file for each chunk or shard. A
-key is the path of the array with dots instead of slashes. The arrays' own metadata counts. Consolidated
-metadata, a copy of it, must agree.
+key is the path of the array with dots instead of slashes. The reader uses the arrays' own metadata.
+Consolidated metadata is a copy of it, and must agree.
 
 Zarr stores no list of chunks: an absent chunk reads as the fill value, whether it was lost or never written.
-Notes say where that happens. Groups that shardproof wrote say that every chunk is stored: there, an absent
-one is an error.
+A note gives the number of absent chunks and an example. Groups that shardproof wrote have an attribute that
+every chunk is stored. An absent chunk in such a group is an error.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ZarrArrays:
 
     Args:
         storage: the folder.
-        is_skipped: True for the folder of an array that is not read, for example a leftover.
+        is_skipped: returns True for the folder of an array to skip, for example a leftover.
 
     Raises:
         FormatError: metadata is damaged.
@@ -50,7 +50,7 @@ class ZarrArrays:
     names: frozenset[str]
     """All files below the folder."""
     metadata: dict[str, tuple[str, ArrayMetadata]]
-    """By folder of the array: the file of the metadata, and what it says."""
+    """By folder of the array: name of the metadata file, and the parsed metadata."""
     groups: dict[str, dict[str, Any]]
     """By folder of a group of Zarr v3, its metadata."""
 
@@ -60,10 +60,10 @@ class ZarrArrays:
         self.metadata = {}
         self.groups = {}
         self.keys: dict[str, str] = {}
-        """By folder of an array, the key that its attributes name."""
+        """By folder of an array, the key in its attributes."""
         self.chunks = self.chunks_of(self.names)
         self._digest = xxhash.xxh3_128()
-        for name in sorted(self.names):  # ".zarray" comes before "zarr.json", which counts if both exist
+        for name in sorted(self.names):  # ".zarray" is before "zarr.json", which is used if both exist
             folder, _, last = name.rpartition("/")
             if last in (_V2, _V3) and not is_skipped(folder):
                 self._add(folder, name)
@@ -86,10 +86,10 @@ class ZarrArrays:
         """Describes an array as a tensor.
 
         Args:
-            folder: of the array; "" for the root.
-            key: of the tensor.
-            every_chunk: True for an array of which the writer stores every chunk. An absent chunk is an error
-                there.
+            folder: folder of the array; "" for the root.
+            key: key of the tensor.
+            every_chunk: returns True for an array of which the writer stores every chunk. An absent chunk of
+                it is an error.
 
         Raises:
             FormatError: the array has more chunks than any checkpoint.
@@ -106,7 +106,7 @@ class ZarrArrays:
 
     @property
     def notes(self) -> list[str]:
-        """What Zarr cannot prove about the arrays that are described."""
+        """Notes on absent chunks of the described arrays; see `FormatReader.notes`."""
         if not self.chunks.filled:
             return []
         return [
@@ -136,12 +136,12 @@ class ZarrArrays:
             self.keys[folder] = key
 
     def parsed(self, document: Mapping[str, Any], folder: str, name: str) -> ArrayMetadata:
-        """What the metadata of an array says; see `parse_array`.
+        """Parses the metadata of an array; see `parse_array`.
 
         Args:
             document: the metadata.
-            folder: of the array.
-            name: of the file that has the metadata.
+            folder: folder of the array.
+            name: name of the file that has the metadata.
         """
         attributes = document.get("attributes")
         if document.get("zarr_format") == 2:
@@ -193,7 +193,7 @@ class ZarrReader(FormatReader):
         arrays = ZarrArrays(self.storage)
         if not arrays.metadata and not arrays.names.intersection(_GROUP_FILES):
             raise NotCommittedError(
-                f"{self.location} has neither {_V3} nor .zgroup, and no array: it is no Zarr group",
+                f"{self.location} has neither {_V3} nor .zgroup, and no array: it is not a Zarr group",
                 path=self.location,
             )
         self._check_consolidated(arrays)
@@ -218,15 +218,15 @@ class ZarrReader(FormatReader):
 
     @classmethod
     def recognizes(cls, foreign: Foreign) -> bool:
-        """True if the folder is a Zarr group or array. A folder of arrays without a group is not found."""
+        """True if the folder is a Zarr group or array; False for a folder of arrays without a group."""
         return any(foreign.has(name) for name in _GROUP_FILES)
 
     def object_keys(self) -> Iterable[str]:
-        """Keys of the values that a conversion of shardproof stored; a group of another writer has none."""
+        """Keys of the values that a conversion of shardproof stored. Other writers store no values."""
         return self._beside.objects
 
     def object(self, key: str, *, trust_pickle: bool = False) -> Any:
-        """One of these values."""
+        """A value that a conversion of shardproof stored; see `FormatReader.object`."""
         return self._beside.object(key)
 
     def files(self) -> Mapping[str, int | None]:
@@ -248,9 +248,9 @@ class ZarrReader(FormatReader):
         """Compares the consolidated metadata of a group.
 
         Args:
-            arrays: with the metadata of their own.
-            name: of the file that has the consolidated metadata.
-            folder: of the group.
+            arrays: the arrays with their own metadata.
+            name: name of the file that has the consolidated metadata.
+            folder: folder of the group.
             documents: path in the group to metadata.
         """
         if not isinstance(documents, dict) or not all(isinstance(item, dict) for item in documents.values()):
@@ -277,11 +277,11 @@ class ZarrReader(FormatReader):
             if arrays.parsed(document, where, name) != found[1]:
                 raise self.fault(
                     name,
-                    f"the consolidated metadata of {where} is not that of {found[0]}: one of them is stale "
-                    "or damaged. Consolidate again if the array is right",
+                    f"the consolidated metadata of {where} differs from {found[0]}: one of them is stale or "
+                    "damaged. Consolidate again if the array is right",
                 )
         inside = {where for where in arrays.metadata if not folder or where.startswith(f"{folder}/")}
         for where in sorted(inside - listed)[:1]:
             self.notes.append(
-                f"the consolidated metadata in {name} does not list {where}, which is read all the same"
+                f"the consolidated metadata in {name} does not list {where}, which is read nevertheless"
             )

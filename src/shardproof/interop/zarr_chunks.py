@@ -1,4 +1,4 @@
-"""Where the chunks of Zarr arrays lie: a stored box for each chunk, in a file of its own or in a shard."""
+"""Stored boxes of the chunks of Zarr arrays. A chunk lies in a file of its own or in a shard."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ __all__ = ["Chunks", "FillExtent", "chunks_in_shard", "clipped", "leaf"]
 _MOST_CHUNKS = 1 << 22
 """Chunks of a checkpoint, at most. Each one takes about 0.5 KB while the checkpoint is open."""
 _MOST_ABSENT = 1 << 18
-"""Absent files of chunks, at most: a grid that has more is damage."""
+"""Absent files of chunks, at most. Metadata with a larger grid is damaged."""
 _MOST_UNSEEN = 1 << 16
-"""Chunks of a shard that are described before its file is looked at."""
+"""Chunks of a shard that are described without a check of the file's size, at most."""
 _ABSENT = np.uint64(2**64 - 1)
 """Offset and bytes of a chunk that a shard does not hold."""
 
 
 @dataclass(frozen=True, slots=True)
 class FillExtent(Extent):
-    """Elements that no file holds, because a chunk was never written. All equal the fill value."""
+    """Elements of a chunk that was never written, so no file holds them. All equal the fill value."""
 
     storage: Storage
     file: str
-    """The metadata that gives the fill value."""
+    """Name of the metadata file that gives the fill value."""
     nbytes: int
     fill: bytes
     """One element."""
@@ -71,14 +71,14 @@ class Chunks:
     """Describes the chunks of the arrays of one checkpoint.
 
     Args:
-        storage: holds the checkpoint.
-        names: of all files in it.
+        storage: the storage that holds the checkpoint.
+        names: names of all files in the checkpoint.
     """
 
     absent: int
-    """Files of chunks that are not there."""
+    """Number of absent files of chunks."""
     filled: list[str]
-    """One such file of each array that reads as the fill value there."""
+    """Name of an absent file of each array whose absent chunks read as the fill value."""
     sizes: dict[str, int | None]
     """Files of chunks, present or lost: name to expected bytes, None if they are not known."""
 
@@ -97,12 +97,12 @@ class Chunks:
         """The stored boxes of an array.
 
         Args:
-            key: of the array.
+            key: key of the array.
             array: its metadata.
             folder: the array's folder with a "/" at the end; "" for the root.
             metadata: name of the file of the metadata.
-            every_chunk: True if the writer stores every chunk, so that an absent one is lost. Its box is an
-                error when it is read.
+            every_chunk: True if the writer stores every chunk, so that an absent chunk is lost. Reading its
+                box raises an error.
 
         Raises:
             FormatError: the array has more chunks than any checkpoint.
@@ -113,8 +113,8 @@ class Chunks:
             path, sizes = f"{self._storage.location}/{metadata}", leaf(array.layout).sizes
             raise FormatError(
                 f"{path}: {key} has the shape {array.shape} in {chunks} chunks of {sizes}. "
-                f"The folder has {len(self._names)} files, and a checkpoint {_MOST_CHUNKS} chunks at most: "
-                "the metadata is damaged, or the chunks are too small for a checkpoint",
+                f"The folder has {len(self._names)} files, and a checkpoint has {_MOST_CHUNKS} chunks at "
+                "most: the metadata is damaged, or the chunks are too small for a checkpoint",
                 file=path,
                 key=key,
             )
@@ -146,7 +146,7 @@ class Chunks:
         ]
 
     def lost_box(self, key: str, array: ArrayMetadata, offsets: tuple[int, ...], name: str) -> StoredBox:
-        """The box of a chunk that was stored and is gone: an error when it is read."""
+        """The box of a lost chunk. Reading it raises an error."""
         sizes = clipped(offsets, array.layout.sizes, array.shape)
         return StoredBox(offsets, sizes, name, 0, 0, partial(self._lost, name, key, offsets))
 
@@ -190,15 +190,15 @@ class Chunks:
         start: int,
         stored: int | None,
     ) -> StoredView:
-        """The part of a chunk that lies in the array.
+        """The view of the part of a chunk that lies in the array.
 
         Args:
             array: the array.
-            layout: of the chunk.
-            sizes: of the part, from the begin of the chunk on.
-            name: of the file.
+            layout: layout of the chunk.
+            sizes: sizes of the part, from the start of the chunk on.
+            name: name of the file.
             start: first byte of the chunk in the file.
-            stored: bytes of the chunk in the file; None for all up to the end of the file.
+            stored: bytes of the chunk in the file; None for all bytes up to the end of the file.
         """
         codecs, stride = layout.codecs, layout.stride
         extent: Extent
@@ -219,14 +219,14 @@ class Chunks:
         places: Sequence[int],
         metadata: str,
     ) -> StoredView:
-        """The part of a chunk in a shard that lies in the array.
+        """The view of the part of a chunk in a shard that lies in the array.
 
         Args:
             array: the array.
-            key: of the array.
-            sizes: of the part.
-            name: of the file.
-            places: row of the index in the shard, and in each shard in it.
+            key: key of the array.
+            sizes: sizes of the part.
+            name: name of the file.
+            places: row of the chunk in the index of the shard, and of each shard inside it.
             metadata: name of the file of the metadata.
         """
         layout, start, stop = array.layout, 0, None
@@ -277,8 +277,8 @@ class Chunks:
         if not inside.all():
             offset, count = entries[np.flatnonzero(~inside)[0]].tolist()
             raise FormatError(
-                f"{path}: the index of a shard of {size} bytes says that a chunk of {count} bytes begins at "
-                f"byte {offset}: the file was cut, or its index is damaged. Restore it from a copy",
+                f"{path}: the index of a shard of {size} bytes gives a chunk of {count} bytes from byte "
+                f"{offset} on: the file was cut, or its index is damaged. Restore it from a copy",
                 file=path,
                 byte_start=begin,
                 byte_count=nbytes,
@@ -286,13 +286,13 @@ class Chunks:
         return entries
 
     def _check_index_size(self, layout: Layout, name: str, start: int, stop: int) -> int:
-        """Bytes of the index of a shard, which has to be large enough for it."""
+        """Bytes of the index of a shard. Checks that the shard is large enough for its index."""
         assert layout.index is not None
         nbytes = 16 * math.prod(layout.grid) + 4 * layout.index.has_checksum
         if nbytes > stop - start:
             path = f"{self._storage.location}/{name}"
             raise FormatError(
-                f"{path}: a shard has {stop - start} bytes, expected {nbytes} for its index at least: the "
+                f"{path}: a shard has {stop - start} bytes, expected at least {nbytes} for its index: the "
                 "file was cut. Restore it from a copy",
                 file=path,
                 byte_start=start,
@@ -307,7 +307,7 @@ def leaf(layout: Layout) -> Layout:
 
 
 def _leaves(layout: Layout) -> int:
-    """Chunks in a chunk that no shard divides further."""
+    """Number of chunks in a chunk that no shard divides further."""
     return 1 if layout.inner is None else math.prod(layout.grid) * _leaves(layout.inner)
 
 

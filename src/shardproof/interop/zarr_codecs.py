@@ -1,11 +1,12 @@
 """Decodes chunks of Zarr arrays: the codecs that map bytes to bytes.
 
-A chunk passes through a row of codecs, the last one of the writer first. Each one is named by its identifier
-in the package numcodecs, which Zarr v2 metadata uses. The names of Zarr v3 are mapped to these.
+A chunk passes through a sequence of codecs. The codec that the writer applied last comes first. A codec is
+named by its identifier in the package numcodecs, which Zarr v2 metadata uses. Names of Zarr v3 are mapped to
+these identifiers.
 
-Memory is bounded: each codec gets the largest size that its output may have, and the decoders that could
-make more, because the chunk says so, are stopped there. Codecs that could run code (``pickle``) or that make
-no numbers (``vlen-utf8``) are refused.
+Memory is bounded. Each codec gets the largest size that its output may have, and a decoder of a chunk that
+declares more stops there. Codecs that could run code (``pickle``) or that do not decode to numbers
+(``vlen-utf8``) are refused.
 """
 
 from __future__ import annotations
@@ -33,26 +34,26 @@ __all__ = ["Codec", "Codecs", "CodedExtent", "import_extra"]
 Buffer = bytes | memoryview
 
 _LARGEST_CHUNK = 1 << 36
-"""Bytes that a chunk may have after decoding. A larger one is damage: it has to fit into memory at once."""
+"""Bytes of a chunk after decoding, at most. A chunk has to fit into memory, so a larger size is damage."""
 _COMPRESSORS = frozenset({"gzip", "zlib", "bz2", "lzma", "zstd", "blosc", "lz4"})
 _CHECKSUMS = frozenset({"crc32c", "crc32", "adler32", "fletcher32", "jenkins_lookup3"})
 _PROVING = frozenset({"gzip", "zlib", "bz2"}) | _CHECKSUMS
-"""Codecs that always have a checksum, and whose decoders compare it."""
+"""Codecs that always store a checksum and whose decoders compare it."""
 _FILTERS = frozenset({"shuffle", "delta", "fixedscaleoffset", "astype", "bitround", "quantize", "packbits"})
 _NUMBERS = re.compile(r"[<>|=]?[biufc](1|2|4|8|16)|b|bool|u?int(8|16|32|64)|float(16|32|64)")
-"""Dtypes that a filter may name. Others could ask for any amount of memory."""
+"""Dtypes that a filter may name. Other dtypes could need any amount of memory."""
 
 
 def import_extra(package: str, extra: str, what: str) -> Any:
-    """Imports an optional package when it is needed.
+    """Imports an optional package on demand.
 
     Args:
-        package: its name.
-        extra: the extra of shardproof that brings it.
-        what: what needs it, for the message.
+        package: name of the package.
+        extra: the extra of shardproof that installs the package.
+        what: what needs the package, for the message.
 
     Raises:
-        FormatError: it is not installed.
+        FormatError: the package is not installed.
     """
     try:
         return importlib.import_module(package)
@@ -68,16 +69,16 @@ class Codec:
     """A codec that maps bytes to bytes."""
 
     name: str
-    """Its identifier in numcodecs, for example "zstd"."""
+    """Identifier in numcodecs, for example "zstd"."""
     config: str
-    """Its configuration, as JSON with sorted keys."""
+    """Configuration, as JSON with sorted keys."""
 
     @staticmethod
     def of(name: Any, config: Mapping[str, Any]) -> Codec:
-        """A codec of the metadata.
+        """Builds a codec from the metadata.
 
         Raises:
-            ValueError: the codec is not known, or would not be safe.
+            ValueError: the codec is unknown or unsafe.
         """
         if name not in _COMPRESSORS | _CHECKSUMS | _FILTERS:
             raise ValueError(f"the codec {name!r} is unknown")
@@ -100,7 +101,7 @@ class Codec:
         return config
 
     def encoded_size(self, size: int, *, exact: bool) -> tuple[int, bool]:
-        """Bytes of the encoded form of `size` bytes, and whether that is exact or a bound."""
+        """Bytes of the encoded form of `size` bytes, and True if the number is exact, False if a bound."""
         if self.name in _CHECKSUMS:
             return size + 4, exact
         if self.name == "shuffle":
@@ -113,18 +114,18 @@ class Codec:
         Args:
             data: the encoded bytes.
             size: bytes of the decoded form, at most.
-            exact: True if the decoded form has to have all of them.
+            exact: True if the decoded form has to have exactly `size` bytes.
             into: (size,) memory that a codec may decode to, which is then returned.
 
         Raises:
-            Exception: of any kind, if the bytes are damaged.
+            Exception: the bytes are damaged. The codecs raise exceptions of any class.
         """
         if self.name == "crc32c" and self._config.get("location", "end") == "end":
             return _without_crc32c(data)
         if self.name in _BOUNDED:
             return _inflated(_BOUNDED[self.name], data, size)
         numcodecs = import_extra("numcodecs", "zarr", f"the codec {self.name} of Zarr")
-        # a compressed chunk says itself how it was compressed
+        # a compressed chunk declares how it was compressed
         options = {} if self.name in _COMPRESSORS else self._config
         codec = numcodecs.get_codec({**options, "id": self.name})
         if self.name == "zstd":
@@ -149,16 +150,16 @@ class Codecs:
 
     def __post_init__(self) -> None:
         if self.codecs and self.nbytes > _LARGEST_CHUNK:
-            raise ValueError(f"a chunk has {self.nbytes} bytes, which have to be decoded at once")
+            raise ValueError(f"a chunk has {self.nbytes} bytes, expected at most {_LARGEST_CHUNK}")
 
     @property
     def has_checksum(self) -> bool:
-        """True if one of them proves the bytes."""
+        """True if a codec proves the bytes."""
         return any(codec.has_checksum for codec in self.codecs)
 
     @cached_property
     def sizes(self) -> list[tuple[int, bool]]:
-        """(codecs + 1) sizes before, between and after the codecs, and whether each is exact or a bound."""
+        """(codecs + 1) sizes before, between and after the codecs. The flag is True for an exact size."""
         sizes = [(self.nbytes, True)]
         for codec in reversed(self.codecs):
             size, exact = sizes[0]
@@ -170,8 +171,8 @@ class Codecs:
 
         Args:
             data: the stored bytes.
-            path: of the file, for messages.
-            start: of the bytes in the file, for messages.
+            path: path of the file, for messages.
+            start: first byte in the file, for messages.
             into: (nbytes,) memory that the last codec may decode to, which is then returned.
 
         Raises:
@@ -210,7 +211,7 @@ class CodedExtent(DecodedExtent):
     start: int
     codecs: Codecs
     stored: int | None
-    """Bytes in the file; None for all up to its end."""
+    """Bytes in the file; None for all bytes up to its end."""
     swap: int = 1
     """Bytes of each number whose order is reversed; 1 if the order is that of this machine."""
 
@@ -276,7 +277,7 @@ def _check_declared(declared: int, size: int) -> None:
 def _without_crc32c(data: Buffer) -> memoryview:
     google_crc32c = import_extra("google_crc32c", "zarr", "the codec crc32c of Zarr")
     if len(data) < 4:
-        raise ValueError(f"only {len(data)} bytes, expected 4 of the checksum at least")
+        raise ValueError(f"only {len(data)} bytes, expected at least 4 of the checksum")
     content = memoryview(data)[:-4]
     expected, found = int.from_bytes(data[-4:], "little"), google_crc32c.value(_array(content))
     if found != expected:
@@ -290,18 +291,18 @@ _BOUNDED: Mapping[str, Callable[[], Any]] = {
     "bz2": bz2.BZ2Decompressor,
     "lzma": lzma.LZMADecompressor,
 }
-"""Decompressors that stop at a size. Those of numcodecs do not."""
+"""Decompressors that stop at a given size. The decompressors of numcodecs do not."""
 
 
 def _inflated(decompressor: Callable[[], Any], data: Buffer, size: int) -> bytes:
-    """All members of a compressed stream, and one byte more than `size` at most."""
+    """Decompresses all members of a stream, up to `size` + 1 bytes."""
     parts: list[bytes] = []
     left = size + 1
     while True:
         stream = decompressor()
         while not stream.eof and left:
             part = stream.decompress(data, left)
-            # zlib keeps the input that it did not take, the others hold it themselves
+            # zlib returns unread input as unconsumed_tail; the other decompressors hold it themselves
             data = getattr(stream, "unconsumed_tail", b"")
             parts.append(part)
             left -= len(part)
@@ -313,12 +314,12 @@ def _inflated(decompressor: Callable[[], Any], data: Buffer, size: int) -> bytes
 
 
 def _unzstd(codec: Any, data: Buffer, size: int, *, exact: bool, into: memoryview | None) -> memoryview:
-    """Decodes a zstd frame into the given memory, or into memory that is allocated before."""
+    """Decodes a zstd frame into the given memory, or into newly allocated memory."""
     declared = _zstd_content_size(data)
     if declared is None:
         if not exact:
-            raise ValueError("its header does not say how many bytes it gives")
-        declared = size  # numcodecs refuses a frame that gives fewer
+            raise ValueError("its header does not give the decoded size")
+        declared = size  # numcodecs refuses a frame that decodes to fewer bytes
     _check_declared(declared, size)
     memory = np.empty(declared, np.uint8).data if into is None or len(into) != declared else into
     if declared:
@@ -327,9 +328,9 @@ def _unzstd(codec: Any, data: Buffer, size: int, *, exact: bool, into: memoryvie
 
 
 def _zstd_content_size(data: Buffer) -> int | None:
-    """The size that the header of a zstd frame gives; None if it gives none. See RFC 8878, 3.1.1.1."""
+    """The decoded size in the header of a zstd frame; None if the header has none. See RFC 8878, 3.1.1.1."""
     if bytes(data[:4]) != b"\x28\xb5\x2f\xfd" or len(data) < 6:
-        raise ValueError("it is no zstd frame")
+        raise ValueError("it is not a zstd frame")
     flags = data[4]
     is_single = flags >> 5 & 1
     width = (is_single, 2, 4, 8)[flags >> 6]

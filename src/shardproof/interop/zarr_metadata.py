@@ -1,8 +1,8 @@
 """The metadata of Zarr arrays, of format 2 (``.zarray``) and 3 (``zarr.json``).
 
-Both become one description: dtype, shape, names of the chunk files, and the layout of the elements in a
-chunk. A transposition becomes strides, so that transposed chunks are read as they are. A shard is a chunk
-that holds smaller chunks, with layouts of their own.
+Both formats are parsed to one description: dtype, shape, names of the chunk files, and the layout of the
+elements in a chunk. A transposition becomes strides, so transposed chunks are read as they are stored. A
+shard is a chunk that holds smaller chunks, with layouts of their own.
 
 References: https://zarr-specs.readthedocs.io, versions 2 and 3.
 """
@@ -39,11 +39,12 @@ __all__ = [
 ]
 
 DTYPE_ATTRIBUTE = "shardproof:dtype"
-"""Attribute with torch's name of the dtype, of an array of unsigned integers that holds its bits."""
+"""Attribute of an array of unsigned integers that holds the bits of another dtype: torch's name of that
+dtype."""
 KEY_ATTRIBUTE = "shardproof:key"
-"""Attribute of an array with the key of its tensor, where the folder cannot have that name."""
+"""Attribute of an array with the key of its tensor, if the folder cannot have that name."""
 EVERY_CHUNK_ATTRIBUTE = "shardproof:every_chunk"
-"""Attribute of a group: every chunk is stored, so that a missing one is damage and no fill value."""
+"""Attribute of a group: every chunk is stored, so a missing chunk is damage and not the fill value."""
 
 _MOST_JSON_BYTES = 256 << 20
 """Bytes of a metadata file, at most. Consolidated metadata of 100,000 arrays has about 60 MB."""
@@ -75,7 +76,7 @@ class ShardIndex:
     has_checksum: bool
     """True if a CRC-32C of 4 bytes follows."""
     is_at_end: bool
-    """True if the index is the end of the shard, False if the begin."""
+    """True if the index is at the end of the shard, False if at the start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,17 +111,17 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class ArrayMetadata:
-    """What the metadata says about an array."""
+    """The parsed metadata of an array."""
 
     dtype: str
     """Torch's name of the dtype."""
     shape: tuple[int, ...]
     fill: bytes | None
-    """The element that absent chunks have, as this machine stores it; None if the array has none."""
+    """The fill value of absent chunks, in the byte order of this machine; None if the array has none."""
     prefix: tuple[str, ...]
-    """Begin of the names of chunks."""
+    """Prefix of the names of chunks."""
     separator: str
-    """Between the numbers in the names of chunks: "." or "/"."""
+    """Separator of the numbers in the names of chunks: "." or "/"."""
     layout: Layout
 
     @property
@@ -145,32 +146,32 @@ def read_json(storage: Storage, name: str) -> tuple[dict[str, Any], bytes]:
         The JSON object and the bytes of the file.
 
     Raises:
-        FormatError: it is no JSON object, or larger than 256 MiB.
-        StorageError: it is missing or cannot be read.
+        FormatError: the file is not a JSON object, or is larger than 256 MiB.
+        StorageError: the file is missing or unreadable.
     """
     path = f"{storage.location}/{name}"
     if (storage.size(name) or 0) > _MOST_JSON_BYTES:
-        raise FormatError(f"{path} is larger than {_MOST_JSON_BYTES} bytes: it is no metadata", file=path)
+        raise FormatError(f"{path} is larger than {_MOST_JSON_BYTES} bytes: it is not metadata", file=path)
     data = storage.read(name)
     return parse_json(data, path), data
 
 
 def parse_json(data: bytes, path: str) -> dict[str, Any]:
-    """A JSON object.
+    """Parses a JSON object.
 
     Args:
-        data: its text.
-        path: of the file, for messages.
+        data: text of the object.
+        path: path of the file, for messages.
 
     Raises:
-        FormatError: it is no JSON object.
+        FormatError: the text is not a JSON object.
     """
     try:
         found = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise FormatError(f"{path} is damaged: it is no JSON ({error})", file=path) from error
+        raise FormatError(f"{path} is damaged: it is not JSON ({error})", file=path) from error
     if not isinstance(found, dict):
-        raise FormatError(f"{path} is damaged: it is a JSON {type(found).__name__}, no object", file=path)
+        raise FormatError(f"{path} is damaged: it is a JSON {type(found).__name__}, not an object", file=path)
     return found
 
 
@@ -182,11 +183,11 @@ def parse_array(
     Args:
         document: the content of ``.zarray`` or ``zarr.json``.
         attributes: the user's attributes of the array.
-        path: of the file, for messages.
-        key: of the array, for messages.
+        path: path of the file, for messages.
+        key: key of the array, for messages.
 
     Raises:
-        FormatError: the metadata is damaged, or needs what this reader does not know.
+        FormatError: the metadata is damaged, or needs a feature that this reader does not support.
 
     Example:
         >>> document = {"zarr_format": 2, "shape": [5], "chunks": [2], "dtype": ">f4", "compressor": None,
@@ -253,7 +254,7 @@ def _v2_dtype(text: Any) -> tuple[str, str]:
 
 def _parse_v3(document: Mapping[str, Any], attributes: Mapping[str, Any]) -> ArrayMetadata:
     if document["node_type"] != "array":
-        raise ValueError(f"it is a {document['node_type']!r}, no array")
+        raise ValueError(f"it is a {document['node_type']!r}, not an array")
     for name in document.keys() - _MEMBERS:
         value = document[name]
         if not (isinstance(value, dict) and value.get("must_understand") is False):
@@ -284,25 +285,25 @@ def _parse_v3(document: Mapping[str, Any], attributes: Mapping[str, Any]) -> Arr
 
 
 def _v3_layout(documents: Any, sizes: tuple[int, ...], axes: tuple[int, ...], dtype: str) -> Layout:
-    """The layout that a row of codecs gives.
+    """The layout that a sequence of codecs gives.
 
     Args:
-        documents: the codecs, the first one that the writer applies first.
-        sizes: (d,) of the chunk, in the array's order of dimensions.
+        documents: the codecs, in the order in which the writer applies them.
+        sizes: (d,) sizes of the chunk, in the array's order of dimensions.
         axes: (d,) dimensions of the array in the order in which the codecs get them.
-        dtype: of the stored elements.
+        dtype: dtype of the stored elements.
     """
     rest = [_named(document) for document in documents]
     while rest and rest[0][0] == "transpose":
         axes = _transposed(axes, rest.pop(0)[1]["order"])
     if not rest:
-        raise ValueError("no codec makes bytes of the elements")
+        raise ValueError("no codec encodes the elements to bytes")
     (name, options), *after = rest
     codecs = tuple(Codec.of(name.removeprefix("numcodecs."), options) for name, options in reversed(after))
     nbytes = math.prod(sizes) * DTYPES[dtype].itemsize
     if name == "sharding_indexed":
         if codecs:
-            raise ValueError(f"the codec {codecs[-1].name} stores a shard, which is not read")
+            raise ValueError(f"the codec {codecs[-1].name} encodes a shard, which is not supported")
         stored = _chunk_sizes(options["chunk_shape"], sizes)
         by_axis = dict(zip(axes, stored, strict=True))
         inner_sizes = tuple(by_axis[axis] for axis in range(len(axes)))
@@ -342,7 +343,7 @@ def _transposed(axes: tuple[int, ...], order: Any) -> tuple[int, ...]:
     if order in ("C", "F"):
         return axes[:: 1 if order == "C" else -1]
     if sorted(order) != list(range(len(axes))):
-        raise ValueError(f"{order!r} is no order of {len(axes)} dimensions")
+        raise ValueError(f"{order!r} is not an order of {len(axes)} dimensions")
     return tuple(axes[at] for at in order)
 
 
@@ -367,7 +368,7 @@ def _separator(separator: Any) -> str:
 
 
 def _dtype(stored: str, attributes: Mapping[str, Any]) -> str:
-    """The dtype of the elements, which an attribute may give for unsigned integers."""
+    """The dtype of the elements. For unsigned integers, an attribute may give it."""
     named = attributes.get(DTYPE_ATTRIBUTE)
     if named is None:
         return stored
@@ -379,7 +380,7 @@ def _dtype(stored: str, attributes: Mapping[str, Any]) -> str:
 def _numbers(values: Any) -> tuple[int, ...]:
     numbers = tuple(values)
     if any(type(number) is not int or number < 0 for number in numbers):
-        raise ValueError(f"{numbers} are no sizes")
+        raise ValueError(f"{numbers} are not sizes")
     return numbers
 
 
@@ -418,10 +419,10 @@ def _fill(value: Any, dtype: str) -> bytes | None:
     if dtype.startswith(("int", "uint")):
         number = int(value)
         if number != value:
-            raise ValueError(f"the fill value {value!r} is no integer")
+            raise ValueError(f"the fill value {value!r} is not an integer")
         return number.to_bytes(itemsize, sys.byteorder, signed=dtype.startswith("int"))
     if not isinstance(value, (bool, int, float, str)):
-        raise ValueError(f"the fill value {value!r} is no number")
+        raise ValueError(f"the fill value {value!r} is not a number")
     real_number = _SPECIAL[value] if isinstance(value, str) else value
     element = torch.tensor([real_number], dtype=torch.float64, device="cpu").to(getattr(torch, dtype))
     return bytes(element.view(torch.uint8).numpy())

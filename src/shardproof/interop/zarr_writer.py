@@ -4,8 +4,8 @@
     <key>/zarr.json        the metadata of an array
     <key>/c/0/0            a chunk
 
-A chunk has whole rows, so its elements are one range of the tensor in row-major order. A unit is a number of
-chunks, and no two units share one.
+A chunk has whole rows, so its elements are one range of the tensor in row-major order. A unit is a set of
+chunks, and no two units share a chunk.
 
 Zarr has no bfloat16, no floats of 8 bits and no complex32. Such tensors are stored as unsigned integers that
 hold their bits, and the attribute ``shardproof:dtype`` has torch's name of the dtype. Nothing is compressed.
@@ -49,9 +49,9 @@ __all__ = ["ZarrWriter"]
 _CHUNK_BYTES = 32 << 20
 """Bytes of a chunk, at most, unless one row of the innermost dimensions has more."""
 _UNIT_BYTES = 256 << 20
-"""Bytes of a unit, about: units are for parallel writing, and no trace of them is left."""
+"""Approximate bytes of a unit. Units are only for parallel writing; a checkpoint does not record them."""
 _UNIT_CHUNKS = 256
-"""Chunks of a unit, at most. The files of small tensors take their time, not their bytes."""
+"""Chunks of a unit, at most. For small tensors, the number of files takes the time, not their bytes."""
 _BUFFER_BYTES = 8 << 20
 _GROUP = "zarr.json"
 """Name of the metadata of the group."""
@@ -60,11 +60,11 @@ _NATIVE = {
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
     *("float16", "float32", "float64", "complex64", "complex128"),
 }
-"""Torch's dtypes that Zarr has, under the same names."""
+"""Torch's dtypes that Zarr has under the same names."""
 _MOST_NAME_BYTES = 255
 """Bytes of a file name on most file systems, at most."""
 _NAME_START_BYTES = 200
-"""Bytes of a longer name that the file name begins with."""
+"""Bytes of a longer name that the file name starts with; a digest replaces the rest."""
 
 
 class ZarrWriter(FormatWriter):
@@ -73,7 +73,7 @@ class ZarrWriter(FormatWriter):
     Plain values, the step and the user's metadata become attributes of the group: ``shardproof:objects``,
     ``shardproof:step`` and ``shardproof:metadata``, encoded as in docs/format.md. Zarr has no ties: a tied
     tensor is stored once, and the attribute ``shardproof:aliases`` has its other keys. The attribute
-    ``shardproof:every_chunk`` says that no chunk is left out, so that a lost one can be told from zeros.
+    ``shardproof:every_chunk`` states that every chunk is stored, so readers can tell a lost chunk from zeros.
 
     Args:
         contents: what to write.
@@ -81,7 +81,7 @@ class ZarrWriter(FormatWriter):
 
     Raises:
         StructureError: the format cannot hold a dtype or a key, or google-crc32c is not installed.
-        PlainDataError: a value is no plain data.
+        PlainDataError: a value is not plain data.
     """
 
     name: ClassVar[str] = "zarr"
@@ -96,8 +96,8 @@ class ZarrWriter(FormatWriter):
         self.notes: list[str] = []
         if contents.aliases:
             self.notes.append(
-                "Zarr has no ties, so tied tensors are stored once, and an attribute of the group names "
-                f"them: {listed(contents.aliases)}"
+                "Zarr cannot record ties, so tied tensors are stored once, and an attribute of the group "
+                f"names them: {listed(contents.aliases)}"
             )
         self._chunks: dict[str, Sequence[_Chunk]] = {
             f"chunks-{at:06d}": chunks for at, chunks in enumerate(self._grouped())
@@ -164,7 +164,7 @@ class ZarrWriter(FormatWriter):
             yield chunks
 
     def _pieces(self, chunk: _Chunk, source: BoxSource) -> Iterator[memoryview]:
-        """The bytes of a chunk. One at the end of its array goes on with zeros, up to the size of all."""
+        """The bytes of a chunk. A chunk at the end of its array is padded with zeros to the common size."""
         array = chunk.array
         yield from box_bytes(source, array.key, array.dtype, chunk.offsets, chunk.sizes, self._piece_bytes)
         left = chunk.stored_bytes - _CRC_BYTES - chunk.nbytes
@@ -180,7 +180,7 @@ class _Array:
 
     key: str
     name: str
-    """Of its folder."""
+    """Name of the folder of the array."""
     dtype: str
     shape: tuple[int, ...]
     chunk_shape: tuple[int, ...]
@@ -235,7 +235,7 @@ class _Array:
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """A chunk of an array, and its part inside of the array."""
+    """A chunk of an array, and its part inside the array."""
 
     array: _Array
     file: str
@@ -244,7 +244,7 @@ class _Chunk:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the elements inside of the array."""
+        """Bytes of the elements inside the array."""
         return prod(self.sizes) * DTYPES[self.array.dtype].itemsize
 
     @property
@@ -254,15 +254,16 @@ class _Chunk:
 
 
 def _chunk_shape(shape: Sequence[int], itemsize: int, limit: int) -> tuple[int, ...]:
-    """The shape of chunks of whole rows, of about equal sizes.
+    """The shape of chunks that have whole rows and about equal sizes.
 
     Args:
-        shape: (d,) of the array.
+        shape: (d,) shape of the array.
         itemsize: bytes of an element.
-        limit: bytes of a chunk, at most, unless an element has more.
+        limit: bytes of a chunk, at most, unless a single element is larger.
 
     Returns:
-        (d,) sizes from 1 on: 1 in the first dimensions, a block in the next, and all of the last ones.
+        (d,) positive sizes: 1 in the first dimensions, a block in the next one, and the whole size in the
+        last ones.
 
     >>> _chunk_shape((100, 8), 4, 2048), _chunk_shape((3, 100, 8), 4, 2048), _chunk_shape((), 4, 2048)
     ((50, 8), (1, 50, 8), ())
@@ -283,7 +284,7 @@ def _array_name(key: str) -> str:
     The end of a long name is replaced by its digest.
 
     Raises:
-        StructureError: no file system can have the name.
+        StructureError: the key is empty or not valid Unicode, so no file system can have its name.
 
     >>> _array_name("model.layers.0.weight"), _array_name("a/b%"), _array_name(".."), _array_name("__x")
     ('model.layers.0.weight', 'a%2Fb%25', '%2E.', '%5F_x')
@@ -300,7 +301,7 @@ def _array_name(key: str) -> str:
     if len(encoded) <= _MOST_NAME_BYTES:
         return name
     beginning = encoded[:_NAME_START_BYTES].decode(errors="ignore")
-    return f"{beginning}%~{xxhash.xxh3_128_hexdigest(encoded)}"  # no escaped character begins so
+    return f"{beginning}%~{xxhash.xxh3_128_hexdigest(encoded)}"  # no escaped character starts with "%~"
 
 
 def _attributes(contents: Contents) -> dict[str, Any]:
@@ -315,7 +316,7 @@ def _json(document: dict[str, Any]) -> bytes:
 
 
 def _crc32c() -> Callable[[int, NDArray[np.uint8]], int]:
-    """The function that extends a CRC-32C by an array. It takes no memoryview."""
+    """The function that extends a CRC-32C by an array. It does not accept a memoryview."""
     try:
         extend: Callable[[int, NDArray[np.uint8]], int] = import_module("google_crc32c").extend
     except ImportError as error:

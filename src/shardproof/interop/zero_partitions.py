@@ -1,7 +1,8 @@
-"""Where ZeRO of DeepSpeed puts parameters: arithmetic on flat partitions, without files.
+"""Positions of parameters in the flat partitions of DeepSpeed's ZeRO: arithmetic without files.
 
-Stages 1 and 2 join the parameters of a group and cut the whole into one partition for each rank. Stage 3 cuts
-each parameter into one part for each rank, and joins the parts of a rank. Both pad; padding is no data.
+Stages 1 and 2 join the parameters of a group and cut the result into one partition for each rank. Stage 3
+cuts each parameter into one part for each rank, and joins the parts of a rank. Both add padding, which has no
+elements of parameters.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a parameter in the flat tensor of a group on a rank. It is empty only if the parameter is."""
+    """A part of a parameter in the flat tensor of a group on a rank.
+
+    It is empty only if the parameter is empty.
+    """
 
     rank: int
     group: int
@@ -34,8 +38,8 @@ def cut_pieces(shapes: Shapes, groups: Sequence[int], world_size: int) -> dict[s
     """The pieces of ZeRO stage 3.
 
     Args:
-        shapes: of all parameters, in order.
-        groups: elements of each flat tensor of a rank; all ranks have the same.
+        shapes: shapes of all parameters, in order.
+        groups: number of elements of each flat tensor of a rank, equal on all ranks.
         world_size: data-parallel ranks.
 
     Returns:
@@ -51,7 +55,7 @@ def cut_pieces(shapes: Shapes, groups: Sequence[int], world_size: int) -> dict[s
     wanted = sum(-(-prod(shape) // world_size) for shape in shapes.values())
     if wanted != sum(groups):
         raise ValueError(
-            f"each rank has {sum(groups)} elements in its flat tensors, expected {wanted} for the shapes of "
+            f"each rank has {sum(groups)} elements in its flat tensors, expected {wanted} by the shapes of "
             f"the parameters and {world_size} ranks"
         )
     pieces: dict[str, list[Piece]] = {}
@@ -86,16 +90,17 @@ def mapped_pieces(
     """The pieces of ZeRO stages 1 and 2, where each rank records them.
 
     Args:
-        shapes: of the parameters of the group, in order.
+        shapes: shapes of the parameters of the group, in order.
         group: number of the group.
-        slices: for each rank, the first element and the elements of each parameter in the partition.
+        slices: for each rank, the first element and the number of elements of each parameter in the
+            partition.
 
     Returns:
         The pieces of each parameter that a rank records.
 
     Raises:
         ValueError: two parameters overlap, a slice has no parameter, or the slices of a parameter have more
-            or fewer elements than it.
+            or fewer elements than the parameter.
 
     Example:
         >>> mapped_pieces({"weight": (5,)}, 0, [{"weight": (0, 3)}, {"weight": (0, 2)}])["weight"][1]
@@ -129,9 +134,9 @@ def joined_pieces(
     """The pieces of ZeRO stages 1 and 2, where no rank records them: parameters follow each other.
 
     Args:
-        shapes: of the parameters of the group, in order.
+        shapes: shapes of the parameters of the group, in order.
         group: number of the group.
-        partition: elements of the partition of a rank, with padding.
+        partition: number of elements of a rank's partition, including padding.
         paddings: unused elements after each parameter.
         world_size: data-parallel ranks.
 
@@ -154,7 +159,7 @@ def joined_pieces(
             rank, start = divmod(begin + at, partition) if partition else (world_size, 0)
             if rank >= world_size:
                 raise ValueError(
-                    f"{name} ends behind the partitions of {world_size} ranks with {partition} elements each"
+                    f"{name} ends past the partitions of {world_size} ranks with {partition} elements each"
                 )
             taken = min(numel - at, partition - start)
             pieces[name].append(Piece(rank, group, start, taken, at))

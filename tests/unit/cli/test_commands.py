@@ -123,7 +123,7 @@ def test_a_file_is_not_a_folder(call: Any, ckpt: Path, name: str) -> None:
 def test_a_file_of_no_known_format_is_no_checkpoint(call: Any, ckpt: Path, name: str) -> None:
     code, out, err = call(name, *[ckpt / MANIFEST_NAME] * (2 if name == "diff" else 1))
     assert code == 1
-    assert "is no checkpoint of a known format" in out + err
+    assert "is not a checkpoint of a known format" in out + err
 
 
 @pytest.mark.parametrize("name", ["inspect", "verify", "diff", "repair"])

@@ -248,7 +248,7 @@ def test_errors_of_refused_calls_say_what_to_do(tmp_path: Path) -> None:
         dcp.async_save(state, checkpoint_id=tmp_path, async_stager=Counter())
     with pytest.raises(StructureError, match="FileSystemReader: leave it out"):
         dcp.load(state, storage_reader=torch_dcp.FileSystemReader(tmp_path))
-    with pytest.raises(StructureError, match="Put it at the top of the state dict"):
+    with pytest.raises(StructureError, match="Put it at the top level of the state dict"):
         dcp.save({"inside": {"layer": layer}}, checkpoint_id=tmp_path)
     with pytest.raises(PlainDataError, match="value: a value of builtins.object"):
         dcp.save({"value": object()}, checkpoint_id=tmp_path)

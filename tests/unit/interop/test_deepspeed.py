@@ -146,7 +146,7 @@ def test_files_of_another_run_are_named(stage: int, tmp_path: Path) -> None:
     write_zero(tmp_path / "two", stage, 2, SHAPES)
     stale, there = (tmp_path / folder / "step7" for folder in ("three", "two"))
     shutil.copy(stale / optimizer_file(2), there)
-    with pytest.raises(FormatError, match=f"{optimizer_file(2)}.*of none of them"):
+    with pytest.raises(FormatError, match=f"{optimizer_file(2)}.*belongs to none of them"):
         sp.open(tmp_path / "two")
     (there / optimizer_file(2)).unlink()
     shutil.copy(stale / optimizer_file(1), there)

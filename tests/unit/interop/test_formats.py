@@ -35,7 +35,7 @@ def test_the_error_for_an_empty_folder_says_how_to_name_a_format(tmp_path: Path)
 
 def test_a_file_of_no_known_format_and_an_unknown_format_name_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
-    with pytest.raises(FormatError, match="no checkpoint of a known format"):
+    with pytest.raises(FormatError, match="not a checkpoint of a known format"):
         sp.open(tmp_path / "a.txt")
     with pytest.raises(ValueError, match="format is one of"):
         sp.open(tmp_path, format="parchment")

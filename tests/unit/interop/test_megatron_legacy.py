@@ -142,7 +142,7 @@ def test_missing_ranks_are_found(tmp_path: Path, rank: str) -> None:
 def test_a_missing_rank_is_found_without_arguments(tmp_path: Path) -> None:
     for rank in ("mp_rank_00_000", "mp_rank_01_000", "mp_rank_01_001"):
         save(tmp_path, rank, {})
-    with pytest.raises(FormatError, match="not all ranks"):
+    with pytest.raises(FormatError, match="not those of one set of ranks"):
         opened(tmp_path)
 
 

@@ -82,13 +82,13 @@ def test_a_common_state_is_written_even_without_objects(tmp_path: Path) -> None:
     ],
 )
 def test_two_objects_in_one_place_are_refused(objects: dict[str, Any]) -> None:
-    with pytest.raises(StructureError, match="another value in its place"):
+    with pytest.raises(StructureError, match="another value at this path"):
         writer_of("torch_dist")(Contents({}, objects=objects), WriteOptions())
 
 
 def test_objects_that_are_no_plain_data_are_refused() -> None:
     for key in ("common", "rng_state/shard_0_1"):
-        with pytest.raises(StructureError, match="is no plain data"):
+        with pytest.raises(StructureError, match="is not plain data"):
             writer_of("torch_dist")(Contents({}, objects={key: {"a": object()}}), WriteOptions())
 
 

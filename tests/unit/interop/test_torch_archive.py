@@ -132,7 +132,7 @@ def test_arrays_and_declared_classes_are_named() -> None:
     ids=["object", "function", "class", "buffer", "storage"],
 )
 def test_other_objects_are_refused(value: Any) -> None:
-    with pytest.raises(TypeError, match="is no plain data"):
+    with pytest.raises(TypeError, match="is not plain data"):
         TorchArchive({"a": [value]})
 
 

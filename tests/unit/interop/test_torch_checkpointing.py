@@ -224,7 +224,7 @@ def test_partial_sums_are_refused(tmp_path: Path) -> None:
     ("change", "found"),
     [
         (lambda data: data_of(data).update(global_shape=[8]), "expected"),
-        (lambda data: data_of(data).update(global_shape=[-7]), "no shape"),
+        (lambda data: data_of(data).update(global_shape=[-7]), "not a shape"),
         (lambda data: data_of(data).update(placements=[]), "placements"),
         (lambda data: data_of(data).update(placements=[{"type": "Shard", "dim": 4}]), "does not fit"),
         (lambda data: data_of(data).update(placements=[{"type": "Replicate"}]), "local tensor"),
@@ -233,7 +233,7 @@ def test_partial_sums_are_refused(tmp_path: Path) -> None:
         (lambda data: group(data).update(ranks=(0, 1, 2, 7)), "structure|missing"),
         (lambda data: group(data)["sharding_metadata"].update(type="Widget"), "Widget"),
         (lambda data: layouts(data).update({1: layout("../model_1.pt")}), "leads out"),
-        (lambda data: layouts(data).update({1: layout("model_1.pt", "Safetensors")}), "not read"),
+        (lambda data: layouts(data).update({1: layout("model_1.pt", "Safetensors")}), "not supported"),
         (lambda data: data.update(world_size="3"), "world_size"),
         (lambda data: data.update(version="9"), "version"),
         (lambda data: data.pop("metadata"), "structure"),

@@ -267,5 +267,5 @@ def test_a_folder_is_no_file_of_torch_save(tmp_path: Path) -> None:
         opened(tmp_path, format="torch")
     with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
         archive.writestr("a/data.json", "{}")
-    with pytest.raises(FormatError, match="no checkpoint of a known format"):
+    with pytest.raises(FormatError, match="not a checkpoint of a known format"):
         opened(tmp_path / "a.zip")

@@ -61,7 +61,7 @@ def test_a_leftover_is_replaced_and_the_commit_finds_a_cut_file(tmp_path: Path) 
 
 
 def test_contents_that_the_format_cannot_hold_are_refused_or_noted() -> None:
-    with pytest.raises(StructureError, match="'a'.*no plain data"):
+    with pytest.raises(StructureError, match="'a'.*not plain data"):
         writer_of("torch")(Contents({}, objects={"a": object()}), WriteOptions())
     (note,) = writer_of("torch")(Contents({}, metadata={"run": 1}), WriteOptions()).notes
     assert "run" in note

@@ -416,7 +416,7 @@ def test_every_damaged_byte_of_a_shard_index_is_found(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("offset", "count", "message"),
-    [(10**6, 24, "chunk of 24 bytes begins at byte 1000000"), (0, 2**63, "bytes begins"), (0, 20, "24")],
+    [(10**6, 24, "chunk of 24 bytes from byte 1000000"), (0, 2**63, "bytes from byte"), (0, 20, "24")],
 )
 def test_a_shard_index_that_leads_out_is_refused(
     offset: int, count: int, message: str, tmp_path: Path
@@ -480,7 +480,7 @@ def test_a_shard_with_a_false_number_of_chunks_is_refused_quickly(tmp_path: Path
     changed(tmp_path / "w" / "zarr.json", lambda array: array.update(codecs=sharding))
     (tmp_path / "w" / "c" / "0" / "0").write_bytes(bytes(1000))
     begun = time.monotonic()
-    with pytest.raises(FormatError, match="1000 bytes, expected 67108864 for its index"):
+    with pytest.raises(FormatError, match="1000 bytes, expected at least 67108864 for its index"):
         opened(tmp_path)
     assert time.monotonic() - begun < 5
 
@@ -508,7 +508,7 @@ def test_consolidated_metadata_must_agree_with_the_arrays(tmp_path: Path) -> Non
         metadata = folder / "a" / "w" / (".zarray" if version == 2 else "zarr.json")
         text = metadata.read_text()
         changed(metadata, lambda array: array.update(shape=[6, 5]))
-        with pytest.raises(FormatError, match="a/w is not that of"):
+        with pytest.raises(FormatError, match="a/w differs from"):
             opened(folder)
         metadata.write_text(text)
         assert opened(folder).keys() == ["a.w", "b", "c"]
@@ -548,5 +548,5 @@ def test_cut_and_missing_files_are_errors(tmp_path: Path) -> None:
         StorageError, match=r"c/1/1 is missing: it holds the part of w that begins at \(3, 2\)"
     ):
         checkpoint["w"].read()
-    with pytest.raises(NotCommittedError, match="no Zarr group"):
+    with pytest.raises(NotCommittedError, match="not a Zarr group"):
         opened(tmp_path / "w" / "c")

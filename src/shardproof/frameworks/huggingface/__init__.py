@@ -7,9 +7,9 @@
     ...
     save_pretrained(model, "trained")              # a folder that from_pretrained opens
 
-transformers says how the tensors of a module correspond to those of the files: by name, or joined, as the
-experts of Mixtral are. Its conversions run on traced tensors. The resulting boxes are views of this rank's
-parameters, under the keys of the files, so `shardproof.load` and `shardproof.save` do the rest.
+transformers defines how the tensors of a module correspond to those of the files: by name, or joined, like
+the experts of Mixtral. Its conversions run on traced tensors. The resulting boxes are views of this rank's
+parameters, under the keys of the files. `shardproof.load` and `shardproof.save` read and write these views.
 """
 
 from __future__ import annotations

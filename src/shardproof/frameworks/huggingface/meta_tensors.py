@@ -20,12 +20,12 @@ _INITIALIZED = "_is_hf_initialized"
 
 
 def materialize(model: PreTrainedModel, dtype: torch.dtype | None, device: torch.device | str | None) -> None:
-    """Gives the tensors on the meta device memory, with whatever is in it. Parameters stay the same objects.
+    """Allocates uninitialised memory for the tensors on the meta device. Parameters stay the same objects.
 
     Args:
         model: a model, sharded or not.
-        dtype: of the floating point parameters on the meta device; None to leave theirs.
-        device: of the memory; None for that of the model's mesh, or the CPU.
+        dtype: dtype of the floating point parameters on the meta device; None to leave it unchanged.
+        device: device of the memory; None for the device of the model's mesh, or the CPU.
 
     Raises:
         StructureError: a module has a tensor on the meta device that is neither parameter nor buffer.
@@ -55,12 +55,12 @@ def materialize(model: PreTrainedModel, dtype: torch.dtype | None, device: torch
 def compute_buffers(model: PreTrainedModel, names: Collection[str]) -> None:
     """Computes buffers with the model's own ``_init_weights``.
 
-    It runs twice, over zeros and over ones. A buffer that differs then was not computed, or not the same way
-    on every rank.
+    It runs twice, over zeros and over ones. A buffer that differs between the two runs was not computed, or
+    not computed in the same way on every rank.
 
     Args:
         model: a model whose tensors all have memory.
-        names: of the buffers. Other tensors are left as they are.
+        names: names of the buffers. Other tensors stay unchanged.
 
     Raises:
         StructureError: ``_init_weights`` does not compute a buffer; the message names it.

@@ -46,23 +46,23 @@ def load_pretrained(
     Args:
         model: a model of transformers.
         path: the folder, or any checkpoint that `shardproof.open` reads and that has the keys of such files.
-        dtype: dtype of the parameters on the meta device, as in `from_pretrained`; parameters that the model
-            keeps in float32 stay so. None: the dtypes that they have. Stored values are converted.
+        dtype: dtype of the parameters on the meta device, as in `from_pretrained`. Parameters that the model
+            keeps in float32 stay in float32. None: the dtypes that they have. Stored values are converted.
         exclude: patterns (`fnmatch`) of stored keys to ignore.
         device: where tensors on the meta device get memory; None for the device of the model's mesh, or the
             CPU if it has no mesh.
-        rendezvous: where the ranks meet; found by itself when None.
+        rendezvous: the rendezvous of the ranks; None to find it.
         deadline: seconds that a rank may be silent; see `shardproof.load`.
 
     Returns:
         What this rank read.
 
     Raises:
-        TypeError: `model` is no model of transformers.
+        TypeError: `model` is not a model of transformers.
         KeyMismatchError: the folder lacks a tensor of the model, has one that the model does not know, or has
             another shape.
         StructureError: a conversion or a buffer of the model is not supported, or a tie is broken.
-        ShardproofError: as `shardproof.load`.
+        ShardproofError: see `shardproof.load`.
 
     Example:
         >>> load_pretrained(model, "Llama-3.2-1B", dtype=torch.bfloat16)  # doctest: +SKIP
@@ -106,28 +106,28 @@ def save_pretrained(
     """Writes a model as a folder that `from_pretrained` opens. Called by every rank.
 
     No rank gathers the model. Each rank writes its part to a checkpoint in ``FOLDER.exporting``. The ranks
-    share the conversion of it to ``model-0000x-of-N.safetensors``, and verify what they wrote. Then rank 0
-    adds ``config.json`` and ``generation_config.json``, and moves the folder to its name.
+    share the conversion of this checkpoint to ``model-0000x-of-N.safetensors``, and verify the written files.
+    Then rank 0 adds ``config.json`` and ``generation_config.json``, and moves the folder to its name.
 
     The tensors are stored as transformers stores them: experts one by one, tied tensors once.
 
     Args:
         model: a model of transformers, sharded or not.
         folder: path of the new folder. The disk needs room for the model twice.
-        config: what to write as ``config.json``; None for the model's own.
-        dtype: dtype of the floating point tensors in the files; None to leave them.
+        config: configuration to write as ``config.json``; None for the model's own.
+        dtype: dtype of the floating point tensors in the files; None to leave it unchanged.
         max_file_bytes: bytes of tensors in one file, at most, unless a single tensor is larger.
-        rendezvous: where the ranks meet; found by itself when None.
+        rendezvous: the rendezvous of the ranks; None to find it.
         deadline: seconds that a rank may be silent; see `shardproof.load`.
 
     Returns:
         What was written.
 
     Raises:
-        TypeError: `model` is no model of transformers.
-        AlreadyCommittedError: there is something at `folder`.
+        TypeError: `model` is not a model of transformers.
+        AlreadyCommittedError: `folder` exists.
         StructureError: a conversion of the model is not supported, or a tie is broken.
-        ShardproofError: as `shardproof.save` and `shardproof.convert`.
+        ShardproofError: see `shardproof.save` and `shardproof.convert`.
 
     Example:
         >>> save_pretrained(model, "trained", dtype=torch.bfloat16)  # doctest: +SKIP
@@ -141,9 +141,9 @@ def save_pretrained(
     def begin() -> None:
         if os.path.lexists(target):
             raise sp.AlreadyCommittedError(
-                f"{target} exists. It was not touched: choose another folder, or remove it", path=str(target)
+                f"{target} exists. It was not changed: choose another folder, or remove it", path=str(target)
             )
-        if work.exists():  # left from an interrupted export
+        if work.exists():  # an interrupted export left it
             shutil.rmtree(work)
 
     def publish() -> None:
@@ -186,7 +186,7 @@ def _together(
     work: Callable[[], None],
     decide: Callable[[], None] | None = None,
 ) -> None:
-    """Does local work on every rank, then `decide` on rank 0. An error of one rank is raised on all."""
+    """Runs `work` on every rank, then `decide` on rank 0. An error of one rank is raised on all ranks."""
 
     def post() -> bytes:
         try:

@@ -1,4 +1,4 @@
-"""Which boxes of a model's tensors each tensor of the files fills, by the conversions of transformers."""
+"""Maps each tensor of the files to boxes of a model's tensors, by the conversions of transformers."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ __all__ = ["FileTensors", "plan_load", "plan_save", "state_of", "tensors_of"]
 
 _Shape: TypeAlias = "tuple[int, ...]"
 FileTensors: TypeAlias = "dict[str, tuple[_Shape, list[tuple[str, TracedBox]]]]"
-"""By key in the files: the shape, and for each part of the tensor the name of the tensor of the model and its
-box, whose source is the tensor of the files."""
+"""By key in the files: the shape, and for each part of the tensor the name and the box of the model's tensor.
+The source of the box is the tensor of the files."""
 
 
 def tensors_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -54,15 +54,15 @@ def state_of(model: PreTrainedModel, plan: FileTensors) -> dict[str, sp.LocalSha
 
 
 def plan_load(model: PreTrainedModel, shapes: Mapping[str, _Shape], location: str) -> FileTensors:
-    """Finds what each stored tensor fills.
+    """Finds the boxes of the model that each stored tensor fills.
 
     Args:
         model: the model to load into.
-        shapes: by key, shape of the stored tensors.
-        location: of the files, for messages.
+        shapes: shapes of the stored tensors by key.
+        location: location of the files, for messages.
 
     Raises:
-        KeyMismatchError: the model and the files do not fit.
+        KeyMismatchError: the keys or shapes of the model and the files do not match.
         StructureError: a conversion is not supported, or a tie of the model is broken.
     """
     tensors = tensors_of(model)
@@ -93,7 +93,7 @@ def plan_load(model: PreTrainedModel, shapes: Mapping[str, _Shape], location: st
 
 
 def plan_save(model: PreTrainedModel) -> FileTensors:
-    """Finds the tensors that `save_pretrained` of transformers stores, and what they consist of.
+    """Finds the tensors that `save_pretrained` of transformers stores, and the boxes that they consist of.
 
     Raises:
         StructureError: a conversion is not supported, or a tie of the model is broken.
@@ -106,7 +106,7 @@ def plan_save(model: PreTrainedModel) -> FileTensors:
     }
     try:
         stored: dict[str, TracedTensor] = revert_weight_conversion(model, traced)
-    except Exception as error:  # of any conversion of transformers
+    except Exception as error:  # conversions of transformers raise exceptions of any class
         raise sp.StructureError(
             f"the tensors of {type(model).__name__} do not convert to those of its files: {error}. Save the "
             "model with shardproof.save, and export it with save_pretrained of transformers on one rank"
@@ -146,7 +146,7 @@ def _converted(
     for name, group in groups.items():
         try:
             result = group.convert(name, model=model, config=model.config)
-        except Exception as error:  # of any conversion of transformers
+        except Exception as error:  # conversions of transformers raise exceptions of any class
             keys = [box.source for parts in stored[name] for box in parts.boxes]
             raise sp.StructureError(
                 f"the stored tensors {listed(keys)} do not convert to {name} of {type(model).__name__}: "
@@ -175,7 +175,7 @@ def _matches(name: str, patterns: Iterable[str] | None) -> bool:
 
 
 def _unexpected(model: PreTrainedModel, keys: Iterable[str]) -> list[str]:
-    """Without those that `from_pretrained` ignores: buffers that old files hold are now computed."""
+    """The keys without those that `from_pretrained` ignores, such as buffers in old files."""
     ignored = {*(model._keys_to_ignore_on_load_unexpected or ())}
     buffers = [name for name, _ in model.named_buffers()]
     if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
