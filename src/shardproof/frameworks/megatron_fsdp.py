@@ -171,7 +171,7 @@ def _partition(name: str, raw: torch.Tensor, parameter: torch.Tensor, group: Any
             copies = [own]
         else:
             weight, master = own, stepped
-    embedding = dtensor_index_map(raw, name) if is_dtensor(raw) else None
+    index_map = dtensor_index_map(raw, name) if is_dtensor(raw) else None
     return Partition(
         name,
         shape,
@@ -181,17 +181,17 @@ def _partition(name: str, raw: torch.Tensor, parameter: torch.Tensor, group: Any
         master,
         copies=copies,
         owners=owners,
-        description=_description(raw, weight.dtype, embedding),
-        embedding=embedding,
+        description=_description(raw, weight.dtype, index_map),
+        index_map=index_map,
         is_gathered_in_place=(main is None or master is not None)
         and weights is not None
         and not weights.is_data_distributed,
     )
 
 
-def _description(raw: Any, dtype: torch.dtype, embedding: IndexMap | None) -> torch.Tensor | None:
+def _description(raw: Any, dtype: torch.dtype, index_map: IndexMap | None) -> torch.Tensor | None:
     """The parameter without memory, if it is a tensor parallel DTensor."""
-    if embedding is None:
+    if index_map is None:
         return None
     from torch.distributed.tensor import DTensor
 
@@ -203,7 +203,7 @@ def _description(raw: Any, dtype: torch.dtype, embedding: IndexMap | None) -> to
         shape=raw.shape,
         stride=raw.stride(),
     )
-    setattr(described, LOCAL, embedding)
+    setattr(described, LOCAL, index_map)
     return described
 
 

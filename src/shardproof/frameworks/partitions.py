@@ -45,7 +45,7 @@ class Partition:
         copies: other memory with the values of `weight`.
         owners: the buffers that `weight` and `master` are parts of.
         description: a tensor without memory with the parameter's shape, dtype and tensor parallel placements.
-        embedding: the position of a tensor parallel shard in the global tensor. `start` and `stop` then count
+        index_map: the position of a tensor parallel shard in the global tensor. `start` and `stop` then count
             elements of the shard.
         is_gathered_in_place: True if a forward pass writes `weight` again, with equal values. A save then
             copies `weight` before training continues.
@@ -61,7 +61,7 @@ class Partition:
     copies: Sequence[torch.Tensor] = ()
     owners: Sequence[torch.Tensor] = ()
     description: torch.Tensor | None = None
-    embedding: IndexMap | None = None
+    index_map: IndexMap | None = None
     is_gathered_in_place: bool = False
     parameter: torch.nn.Parameter = field(init=False)
     """Stands for the parameter in a checkpoint. It has no memory."""
@@ -90,10 +90,10 @@ class Partition:
 
     def shard(self) -> sp.FlatShard:
         """The weight as a checkpoint stores it."""
-        shape = self.shape if self.embedding is None else self.embedding.global_shape
+        shape = self.shape if self.index_map is None else self.index_map.global_shape
         if self.whole is not None:
-            return sp.FlatShard(self.whole, shape, 0, prod(self.shape), self.embedding)
-        return sp.FlatShard(self.weight, shape, self.start, self.stop, self.embedding)
+            return sp.FlatShard(self.whole, shape, 0, prod(self.shape), self.index_map)
+        return sp.FlatShard(self.weight, shape, self.start, self.stop, self.index_map)
 
     @torch.no_grad()
     def update_copies(self) -> None:

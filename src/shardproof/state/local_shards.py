@@ -84,7 +84,7 @@ class FlatShard:
         shape: global shape.
         start: first element.
         stop: element after the last.
-        embedding: index map (`shardproof.geometry.IndexMap`) from the local array to the global tensor, for
+        index_map: map (`shardproof.geometry.IndexMap`) from the local array to the global tensor, for
             a tensor parallel shard or a fused weight. The range then counts elements of the local array.
             Without it the local array is the global tensor.
 
@@ -98,21 +98,20 @@ class FlatShard:
         shape: Sequence[int],
         start: int,
         stop: int,
-        embedding: IndexMap | None = None,
+        index_map: IndexMap | None = None,
     ) -> None:
         self.buffer = buffer
         self.shape = tuple(shape)
         self.start, self.stop = start, stop
-        self.embedding = embedding
+        self.index_map = index_map
         if buffer.dim() != 1 or buffer.numel() != stop - start:
             raise StructureError(
                 f"the buffer of a flat shard has shape {list(buffer.shape)}, expected [{stop - start}] for "
                 f"elements {start} to {stop}"
             )
-        if embedding is not None and tuple(embedding.global_shape) != self.shape:
+        if index_map is not None and tuple(index_map.global_shape) != self.shape:
             raise StructureError(
-                f"the index map (embedding=) maps into shape {list(embedding.global_shape)}, but the tensor "
-                f"has {list(shape)}"
+                f"the index map has the global shape {list(index_map.global_shape)}, expected {list(shape)}"
             )
 
     def sharded(self) -> LocalShards:
@@ -121,7 +120,7 @@ class FlatShard:
 
         try:
             boxes, starts, strides = flat_shard(
-                self.embedding or IndexMap.whole(self.shape), self.start, self.stop
+                self.index_map or IndexMap.whole(self.shape), self.start, self.stop
             )
         except ValueError as error:
             raise StructureError(f"flat shard [{self.start}, {self.stop}): {error}") from error
