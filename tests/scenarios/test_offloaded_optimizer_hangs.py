@@ -33,7 +33,6 @@ SHARDINGS = ("fsdp2", *(f"flat {strategy}" for strategy in STRATEGIES))
 FAST = [
     Setup("fsdp2", "hybrid", 0.5),
     Setup("flat all", "hybrid", 0.5),
-    Setup("flat optimizer", "hybrid", 0.0),
     Setup("none", "distributed hybrid", 0.5, bf16=True),
 ]
 ALL = (

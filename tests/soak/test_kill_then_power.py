@@ -118,7 +118,7 @@ def overwrite_the_first(root: Path) -> None:
         ("step-00000002", retain_two),
         ("step-00000002", overwrite_the_first),
         pytest.param("step-00000002", prune_to_one, marks=pytest.mark.slow),
-        ("best", retain_one),
+        pytest.param("best", retain_one, marks=pytest.mark.slow),
     ],
 )
 def test_no_replaced_manifest_comes_back_without_its_files(

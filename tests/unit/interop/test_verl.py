@@ -115,7 +115,9 @@ def test_a_file_that_a_rank_did_not_write_is_named(lost: str, tmp_path: Path) ->
 def test_files_of_two_saves_are_told_apart_by_the_configuration_alone(tmp_path: Path) -> None:
     write(tmp_path, run(0), 2)
     write(tmp_path, run(1), 1)
-    with pytest.raises(FormatError, match=r"files of 1 and of 2 ranks, from several saves\. Move the files of the older save"):
+    with pytest.raises(
+        FormatError, match=r"files of 1 and of 2 ranks, from several saves\. Move the files of the older save"
+    ):
         sp.open(tmp_path)
     (tmp_path / "fsdp_config.json").write_text(json.dumps({"FSDP_version": 2, "world_size": 2}))
     with sp.open(tmp_path) as checkpoint:

@@ -141,7 +141,7 @@ def save_pretrained(
     def begin() -> None:
         if os.path.lexists(target):
             raise sp.AlreadyCommittedError(
-                f"{target} exists. It was not changed: choose another folder, or remove it", path=str(target)
+                f"{target} exists. It was not touched: choose another folder, or remove it", path=str(target)
             )
         if work.exists():  # an interrupted export left it
             shutil.rmtree(work)
