@@ -99,7 +99,7 @@ check: $(STAMP)  ## format, lint, types, layers, docs
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/unit/test_layers.py tests/unit/test_docs.py
 
-format: $(STAMP)  ## mend what can be mended by itself
+format: $(STAMP)  ## format the code, and fix what ruff can fix
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 

@@ -37,7 +37,7 @@ def test_doctor_and_watch_on_a_bucket(url: str, capsys: pytest.CaptureFixture[st
     storage.delete(shard)
     code, report = answer(capsys, "doctor", url, "--older-than", "0s")
     assert code == 1
-    found = {(one["where"], one["kind"]): one["mend"] for one in report["findings"]}
+    found = {(one["where"], one["kind"]): one["fix"] for one in report["findings"]}
     assert found["step-00000002", "lost"] == f"shardproof prune {url} --damaged"
     assert found["step-00000001", "leftover"] == f"shardproof prune {url}"
 

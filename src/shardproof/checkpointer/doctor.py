@@ -66,7 +66,7 @@ class Finding:
     """The folder in the run, or the location of the run."""
     what: str
     """One sentence."""
-    mend: str = ""
+    fix: str = ""
     """The command that repairs it, or other advice; empty for a fact."""
 
     @property
@@ -207,31 +207,31 @@ def _ago(now: float, then: float) -> str:
 def _of_space(location: str, needed: int, space: FreeSpace | None, run: str) -> Iterator[Finding]:
     if space is None or needed <= space.free:
         return
-    mend = f"shardproof prune {run} --keep N, or a smaller keep= of the Checkpointer"
+    fix = f"shardproof prune {run} --keep N, or a smaller keep= of the Checkpointer"
     have = f"the next full save writes {gigabytes(needed)}, and {gigabytes(space.free)} is free"
     if space.most is not None and needed > space.most:
-        yield Finding("error", "space", location, f"{have}: it will be refused", mend)
+        yield Finding("error", "space", location, f"{have}: it will be refused", fix)
     else:
-        yield Finding("warning", "space", location, f"{have}: it may fail", mend)
+        yield Finding("warning", "space", location, f"{have}: it may fail", fix)
 
 
 def _of_clocks(storage: DatedStorage, infos: Sequence[StepInfo], now: float) -> Iterator[Finding]:
-    mend = _SYNCHRONIZE
+    fix = _SYNCHRONIZE
     for info in infos:
         if info.status == "unreadable":
             continue
         written = storage.modified(_manifest_of(info))
         if info.time is not None and info.time > now + _CLOCK_SECONDS:
             text = f"saved {age(info.time - now)} in the future, by the clock of this machine"
-            yield Finding("warning", "clock", info.name, text, mend)
+            yield Finding("warning", "clock", info.name, text, fix)
         elif written is not None and written > now + _CLOCK_SECONDS:
             text = (
                 f"its manifest was written {age(written - now)} in the future, by the clock of this machine"
             )
-            yield Finding("warning", "clock", info.name, f"{text}: prune misjudges ages", mend)
+            yield Finding("warning", "clock", info.name, f"{text}: prune misjudges ages", fix)
         elif info.time is not None and written is not None and info.time > written + _CLOCK_SECONDS:
             text = f"the clock of its writer was {age(info.time - written)} ahead of the clock of the storage"
-            yield Finding("warning", "clock", info.name, text, mend)
+            yield Finding("warning", "clock", info.name, text, fix)
 
 
 def _manifest_of(info: StepInfo) -> str:
@@ -266,11 +266,11 @@ def _of_uploads(plan: PrunePlan, location: str, run: str, now: float) -> Iterato
         if young:
             last = _ago(now, max(upload.modified for upload in young))
             text = f"{counted(len(young), 'upload')} that did not complete, last written {last}"
-            mend = f"shardproof watch {run}"
-            yield Finding("note", "in progress", folder, f"{text}: a save may be in progress", mend)
+            fix = f"shardproof watch {run}"
+            yield Finding("note", "in progress", folder, f"{text}: a save may be in progress", fix)
     if plan.uploads_fault:
-        mend = "set a lifecycle rule of the bucket that aborts incomplete multipart uploads after some days"
-        yield Finding("note", "uploads", location, plan.uploads_fault, mend)
+        fix = "set a lifecycle rule of the bucket that aborts incomplete multipart uploads after some days"
+        yield Finding("note", "uploads", location, plan.uploads_fault, fix)
 
 
 def probe_storage(storage: DatedStorage) -> list[Finding]:
@@ -301,8 +301,8 @@ def probe_storage(storage: DatedStorage) -> list[Finding]:
         if written is not None and ahead > _CLOCK_SECONDS:
             side = "ahead of" if written > after else "behind"
             text = f"the clock of the storage is {age(ahead)} {side} the clock of this machine"
-            mend = "synchronize the clocks (see `timedatectl`), or prune with a larger --older-than"
-            findings.append(Finding("warning", "clock", storage.location, text, mend))
+            fix = "synchronize the clocks (see `timedatectl`), or prune with a larger --older-than"
+            findings.append(Finding("warning", "clock", storage.location, text, fix))
     published = run("publish", lambda: storage.publish(name, b"1")) and run(
         "replace", lambda: storage.publish(name, b"2", replace=True)
     )
@@ -369,8 +369,8 @@ def _of_node_faults(run: str, folder: str, faults: Sequence[ShardproofError]) ->
         return _of_faults(folder, faults, shlex.quote(f"{run}/{folder}"))
     text = f"damaged, and restore reads the copy on another node: {faults[0].message}"
     remove = shlex.join(["rm", *(f"{run}/{file}" for file in files)])
-    mend = f"{remove}; the next restore of this step copies them again. Do not trust this disk (see `dmesg`)"
-    return Finding("error", "damaged", folder, text, mend)
+    fix = f"{remove}; the next restore of this step copies them again. Do not trust this disk (see `dmesg`)"
+    return Finding("error", "damaged", folder, text, fix)
 
 
 def _of_faults(folder: str, faults: Sequence[ShardproofError], path: str) -> Finding:
@@ -380,8 +380,8 @@ def _of_faults(folder: str, faults: Sequence[ShardproofError], path: str) -> Fin
         text = f"could not be read: {faults[0].message}{more}"
         return Finding("warning", "unreadable", folder, text, f"shardproof verify {path}")
     text = f"damaged, and restore passes over it: {damage[0].message}{more}"
-    mend = f"shardproof verify {path}; then remove the folder, and do not trust this disk (see `dmesg`)"
-    return Finding("error", "damaged", folder, text, mend)
+    fix = f"shardproof verify {path}; then remove the folder, and do not trust this disk (see `dmesg`)"
+    return Finding("error", "damaged", folder, text, fix)
 
 
 def compare_tiers(
@@ -405,7 +405,7 @@ def compare_tiers(
     findings = []
     for info in found:
         copy = there.get(info.name)
-        mend = (
+        fix = (
             f"shardproof convert {shlex.quote(run)}/{info.name} {shlex.quote(other)}/{info.name} --standalone"
         )
         if copy is None and info.time is not None and now - info.time < older_than:
@@ -413,12 +413,12 @@ def compare_tiers(
             findings.append(Finding("note", "one copy", info.name, text))
         elif copy is None:
             findings.append(
-                Finding("warning", "one copy", info.name, f"not committed on {second.location}", mend)
+                Finding("warning", "one copy", info.name, f"not committed on {second.location}", fix)
             )
         elif copy.attempt != info.attempt and (copy.time or 0) < (info.time or 0):
             text = f"{second.location} has an older checkpoint of the step"
             findings.append(
-                Finding("warning", "other copy", info.name, text, f"remove the step there, then {mend}")
+                Finding("warning", "other copy", info.name, text, f"remove the step there, then {fix}")
             )
     if not there and any(not finding.is_healthy for finding in findings):
         steps = listed((info.name for info in found), 3)

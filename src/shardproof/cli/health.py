@@ -100,8 +100,8 @@ def _show(found: Examination, now: float) -> None:
 
     for finding in found.findings:
         click.echo(printable(f"{finding.severity:8} {finding.where}: {finding.what}"))
-        if finding.mend:
-            click.echo(printable(f"{'':8} {finding.mend}"))
+        if finding.fix:
+            click.echo(printable(f"{'':8} {finding.fix}"))
     counts = [
         counted(number, severity)
         for severity in ("error", "warning")

@@ -96,7 +96,7 @@ def test_missing_and_stale_copies_on_other_nodes_are_named(call: Any, two_nodes:
     code, kinds = findings(call, run)
     (note,) = kinds.pop("other nodes")
     assert code == 0 and kinds == {} and "1 other node" in note["what"]
-    assert note["mend"] == "add --node FOLDER for each"
+    assert note["fix"] == "add --node FOLDER for each"
     assert call("doctor", run, "--node", run)[0] == 2, "one folder counts once"
 
     for step in (2, 3):
@@ -106,7 +106,7 @@ def test_missing_and_stale_copies_on_other_nodes_are_named(call: Any, two_nodes:
     assert code == 1 and kinds == {}
     assert (newest["severity"], newest["where"]) == ("warning", "step-00000003")
     assert newest["what"].startswith("at most one of the 2 nodes has shards/00000-")
-    assert "replicas=1" in newest["mend"]
+    assert "replicas=1" in newest["fix"]
     assert (older["severity"], older["where"]) == ("note", "step-00000002")
     # From the folder that lacks the files, the same is certain without the other one.
     code, kinds = findings(call, other)
@@ -145,7 +145,7 @@ def test_the_scrub_reads_what_a_node_has_and_names_the_file_to_remove(
     code, kinds = findings(call, run, "--scrub")
     assert code == 1 and [one["where"] for one in kinds["damaged"]] == ["step-00000002", "step-00000003"]
     for one, shard in zip(kinds["damaged"], shards, strict=True):
-        assert one["mend"].startswith(f"rm {shard}; the next restore of this step copies them again")
+        assert one["fix"].startswith(f"rm {shard}; the next restore of this step copies them again")
     assert "damaged" not in findings(call, other, "--scrub")[1]
 
 
@@ -201,7 +201,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_each_fault_of_a_step_is_found(call: Any, run_folder: Path, case: str) -> None:
     change: Callable[[Path], None]
-    change, severity, what, mend = CASES[case]
+    change, severity, what, fix = CASES[case]
     change(run_folder / "step-00000002")
     code, kinds = findings(call, run_folder)
     (found,) = kinds.pop(case.split(" of ")[0])
@@ -209,10 +209,10 @@ def test_each_fault_of_a_step_is_found(call: Any, run_folder: Path, case: str) -
     assert found["severity"] == severity
     assert found["where"] == ("suspect-00000002" if case == "suspect" else "step-00000002")
     assert what in found["what"]
-    assert mend.replace("RUN", str(run_folder)) in found["mend"]
+    assert fix.replace("RUN", str(run_folder)) in found["fix"]
     assert code == (0 if severity == "note" else 1)
     text = call("doctor", run_folder)[1]
-    assert found["what"] in text and found["mend"] in text
+    assert found["what"] in text and found["fix"] in text
 
 
 def test_the_scrub_finds_changed_bytes(call: Any, run_folder: Path) -> None:
@@ -221,7 +221,7 @@ def test_the_scrub_finds_changed_bytes(call: Any, run_folder: Path) -> None:
     code, kinds = findings(call, run_folder, "--scrub")
     (found,) = kinds["damaged"]
     assert (code, found["where"]) == (1, "step-00000002")
-    assert "dmesg" in found["mend"]
+    assert "dmesg" in found["fix"]
 
 
 def test_too_little_space_for_the_next_save(
@@ -289,9 +289,9 @@ def test_steps_that_the_second_tier_lacks(call: Any, run_folder: Path, tmp_path:
     code, kinds = findings(call, run_folder, "--then", second)
     assert code == 1
     assert [one["where"] for one in kinds["one copy"]] == ["step-00000002", "step-00000003"]
-    mend = f"shardproof convert {run_folder}/step-00000003 {second}/step-00000003 --standalone"
-    assert kinds["one copy"][1]["mend"] == mend
-    assert call(*mend.split()[1:])[0] == 0, "the command mends it"
+    fix = f"shardproof convert {run_folder}/step-00000003 {second}/step-00000003 --standalone"
+    assert kinds["one copy"][1]["fix"] == fix
+    assert call(*fix.split()[1:])[0] == 0, "the command fixes it"
     _, kinds = findings(call, run_folder, "--then", second)
     assert [one["where"] for one in kinds["one copy"]] == ["step-00000002"]
     code, kinds = findings(call, run_folder, "--then", second, "--older-than", "1d")
@@ -299,7 +299,7 @@ def test_steps_that_the_second_tier_lacks(call: Any, run_folder: Path, tmp_path:
     write(second / "step-00000002", Sample(STATE, step=2, attempt="b2"))
     code, kinds = findings(call, run_folder, "--then", second)
     (other,) = kinds["other copy"]
-    assert (code, other["where"], other["mend"][:27]) == (1, "step-00000002", "remove the step there, then")
+    assert (code, other["where"], other["fix"][:27]) == (1, "step-00000002", "remove the step there, then")
     _, kinds = findings(call, run_folder, "--then", tmp_path / "elsewhere")
     assert kinds["no copies"][0]["severity"] == "error"
 
