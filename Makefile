@@ -44,7 +44,7 @@ test: $(STAMP)  ## everything but the slow repeats and test-interop
 	$(BIN)/python -m pytest -n 3 -m "not slow and not interop" $(ARGS)
 
 test-unit: $(STAMP)  ## the tests without other processes, in two minutes
-	$(BIN)/python -m pytest -n 2 -m "not slow and not processes" tests/unit $(ARGS)
+	$(BIN)/python -m pytest -n 3 -m "not slow and not processes" tests/unit $(ARGS)
 
 test-all: $(STAMP)  ## every test but test-interop, the slow ones too
 	$(BIN)/python -m pytest -n 2 -m "not interop" $(ARGS)
