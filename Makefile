@@ -43,7 +43,7 @@ demo: $(STAMP)  ## train, save, be killed, resume on other layouts, prove it
 test: $(STAMP)  ## everything but the slow repeats and test-interop
 	$(BIN)/python -m pytest -n 3 -m "not slow and not interop" $(ARGS)
 
-test-unit: $(STAMP)  ## the tests without other processes, in two minutes
+test-unit: $(STAMP)  ## the tests without other processes, in about two minutes
 	$(BIN)/python -m pytest -n 3 -m "not slow and not processes" tests/unit $(ARGS)
 
 test-all: $(STAMP)  ## every test but test-interop, the slow ones too

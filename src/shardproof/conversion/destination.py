@@ -253,7 +253,7 @@ class BucketDestination(Destination):
 
     def _abort_uploads(self, names: Sequence[str]) -> None:
         """Removes the parts of interrupted uploads of these files; see note "Dead uploads"."""
-        storage = self._above if self.is_file else self._folder
+        storage, _ = self._object(names[0])
         objects = {self._object(name)[1] for name in names}
         try:
             for upload in storage.uploads(parts_before=0.0):

@@ -87,7 +87,7 @@ def plans_of(run: Run, sample_bytes: int) -> tuple[WritePlan, list[RankPlan]]:
     return plan, [RankPlan.decode(part.encode()) for part in plan.rank_plans()]
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=200)
 @given(runs(), st.sampled_from([64, 100, 256, 10_000]), st.integers(0, 2**32))
 def test_turns_cover_every_replica_within_the_bound(run: Run, sample_bytes: int, first: int) -> None:
     _, parts = plans_of(run, sample_bytes)
@@ -142,7 +142,7 @@ def digests_of(run: Run, part: RankPlan, rank: int, turn: int | None, flipped: s
     return b"".join(digests)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=200)
 @given(st.data())
 def test_differing_replicas_are_found_and_named(data: st.DataObject) -> None:
     run = data.draw(runs())
