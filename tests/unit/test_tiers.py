@@ -399,6 +399,24 @@ def test_files_that_steps_refer_to_are_uploaded_once(near: Path, far: Path) -> N
     assert torch.equal(target["fixed"], fixed) and target["w"].tolist() == [4.0] * 4
 
 
+def test_damaged_files_that_a_later_step_kept_are_repaired_by_an_upload(near: Path, far: Path) -> None:
+    fixed = torch.arange(300_000.0)
+    run = checkpointer(near, far, incremental=True, scrub=None, keep_then=sp.KeepLatest(1))
+    run.save(1, {"fixed": fixed}).durable(WAIT)
+    (shard,) = (far / "step-00000001" / "shards").iterdir()
+    flip(shard, shard.stat().st_size // 2)
+    run.save(2, {"fixed": fixed}).durable(WAIT)
+    run.wait_for_uploads(WAIT)
+    assert alone(far).steps() == [2]
+    assert shard.exists()  # step 2 refers to it
+    again = checkpointer(near, far, incremental=True, scrub=None, keep_then=sp.KeepLatest(1))
+    assert again.restore({"fixed": torch.zeros(300_000)}, step=1) == 1
+    again.wait_for_uploads(WAIT)
+    assert alone(far).steps() == [1, 2]
+    for step in (1, 2):
+        assert verify(LocalStorage(far / f"step-0000000{step}")).ok
+
+
 def test_another_save_of_a_step_is_replaced_only_with_overwrite(
     near: Path, far: Path, tmp_path: Path
 ) -> None:

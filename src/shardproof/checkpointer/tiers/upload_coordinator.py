@@ -9,9 +9,11 @@ Note "The first tier does not wait": `protected` is part of a save's retention, 
 tier. For the second tier it uses the steps that the last round saw. Before the first round these are none,
 and more steps stay.
 
-Note "Files that are there": a file on the second tier that a manifest there names is durable and verified.
-It is not copied again. A file that no manifest names may be that of a killed upload: the rank reads it again
-and compares it with its digest.
+Note "Files that are there": a step may refer to files of other steps. Such a file is not copied again if a
+manifest on the second tier names it, because then an upload verified it. Any other file that is there is read
+and compared with its digest, and is copied only if it differs. It may be from a killed upload. Or this step
+was removed from the second tier, a later step that refers to the file kept it there, and the job went back to
+this step. The file may have been damaged since. A commit would accept the damage.
 
 Note "Nothing is replaced by accident": the second tier may have another save of a step, by another job or
 from a branch that was given up. The step is then uploaded only if its save was allowed to overwrite the step.
@@ -341,7 +343,7 @@ class UploadCoordinator:
         ]
         parts: list[list[FileRecord]] = [[] for _ in reports]
         for record in needed:
-            if self._is_trusted(record):
+            if record.folder != step_name(step) and self._is_trusted(record):
                 continue
             rank = record.rank % len(reports)
             parts[rank].append(record)
@@ -359,7 +361,10 @@ class UploadCoordinator:
         ]
 
     def _is_trusted(self, record: FileRecord) -> bool:
-        """True if the second tier has a file, and a manifest there names it (note "Files that are there")."""
+        """True if the second tier has another step's file, and a manifest there names it.
+
+        Note "Files that are there".
+        """
         folder = self._second.within(record.folder)
         if folder.size(record.name) != record.size:
             return False
