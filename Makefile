@@ -47,7 +47,7 @@ test-unit: $(STAMP)  ## the tests without other processes, in about two minutes
 	$(BIN)/python -m pytest -n 3 -m "not slow and not processes" tests/unit $(ARGS)
 
 test-all: $(STAMP)  ## every test but test-interop, the slow ones too
-	$(BIN)/python -m pytest -n 2 -m "not interop" $(ARGS)
+	$(BIN)/python -m pytest -n 2 -m "not interop" --hypothesis-profile thorough $(ARGS)
 
 test-interop: $(STAMP) $(INTEROP_STAMPS)  ## released packages of other projects read what we write
 	$(BIN)/python -m pytest -n 2 -m interop tests/interop $(ARGS)

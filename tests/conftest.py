@@ -20,6 +20,7 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 # must repeat.
 settings.register_profile("local", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", settings.get_profile("local"), derandomize=True, print_blob=True)
+settings.register_profile("thorough", settings.get_profile("local"), max_examples=500)  # make test-all
 settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 

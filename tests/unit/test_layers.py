@@ -10,6 +10,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from itertools import chain
 from pathlib import Path
@@ -132,8 +133,25 @@ def _only_for_types(node: ast.If) -> bool:
     )
 
 
-def imports(tree: ast.AST, at_load: bool = True) -> Iterator[Import]:
-    """Every import below `tree`, also those for type checkers alone."""
+@dataclass(frozen=True)
+class Facts:
+    """What the checks need of a source."""
+
+    imports: list[Import]
+    """Every import, also those for type checkers alone."""
+    attributes: list[tuple[int, list[str]]]
+    """Line and path of every attribute: ``["torch", "distributed", "barrier"]``."""
+
+
+@cache
+def facts_of(source: str) -> Facts:
+    """The facts of a source, parsed once for all checks."""
+    tree = ast.parse(source)
+    attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    return Facts([*_imports(tree)], [(node.lineno, _root_and_path(node)) for node in attributes])
+
+
+def _imports(tree: ast.AST, at_load: bool = True) -> Iterator[Import]:
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -143,11 +161,11 @@ def imports(tree: ast.AST, at_load: bool = True) -> Iterator[Import]:
             for alias in node.names:
                 yield Import(node.module or "", alias.name, node.lineno, at_load)
         elif isinstance(node, ast.If) and _only_for_types(node):
-            yield from imports(ast.Module(node.body, []), False)
-            yield from imports(ast.Module(node.orelse, []), at_load)
+            yield from _imports(ast.Module(node.body, []), False)
+            yield from _imports(ast.Module(node.orelse, []), at_load)
         else:
             inside = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-            yield from imports(node, at_load and not inside)
+            yield from _imports(node, at_load and not inside)
 
 
 def layers_imported(found: Import) -> set[str]:
@@ -169,7 +187,7 @@ def deep_imports(layer: str, source: str) -> list[str]:
     """What a file of `layer` imports from inside another package, one line each; `_utils` is exempt."""
     return [
         f"line {found.line}: imports {found.module}; import from shardproof.{found.module.split('.')[1]}"
-        for found in imports(ast.parse(source))
+        for found in facts_of(source).imports
         if found.module.startswith("shardproof.")
         and found.module.count(".") >= 2
         and found.module.split(".")[1] not in {layer, "_utils"}
@@ -184,7 +202,7 @@ def module_name(path: Path) -> str:
 def modules_imported(source: str, known: Mapping[str, str]) -> set[str]:
     """The `known` modules that a file imports: at load, inside functions or for type checkers."""
     found = set()
-    for entry in imports(ast.parse(source)):
+    for entry in facts_of(source).imports:
         inside = f"{entry.module}.{entry.name}"
         found.add(inside if inside in known else entry.module)
     return found & set(known)
@@ -193,7 +211,7 @@ def modules_imported(source: str, known: Mapping[str, str]) -> set[str]:
 def wrong_imports(layer: str, source: str) -> list[str]:
     """What a file of `layer` with this source imports against the rules, one line each."""
     wrong = []
-    for found in imports(ast.parse(source)):
+    for found in facts_of(source).imports:
         what = f"line {found.line}: imports {found.module}{'.' + found.name if found.name else ''}"
         above = layers_imported(found) - MAY_IMPORT[layer]
         if above:
@@ -222,32 +240,28 @@ def _root_and_path(node: ast.expr) -> list[str]:
 
 def collectives(source: str) -> list[str]:
     """Every mention of a collective, called or passed as a value, one line each."""
-    tree = ast.parse(source)
+    facts = facts_of(source)
     of_torch = {"dist", "distributed", "funcol"}
     found = []
-    for entry in imports(tree):
+    for entry in facts.imports:
         if entry.module.startswith("torch.distributed") and entry.name in COLLECTIVES | COLLECTIVES_OF_TORCH:
             found.append(f"line {entry.line}: imports {entry.module}.{entry.name}")
         if "_functional_collectives" in f"{entry.module}.{entry.name}":
             found.append(f"line {entry.line}: imports the functional collectives")
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute):
-            path = _root_and_path(node)
-            if (node.attr in COLLECTIVES and path[0] not in NOT_TORCH) or (
-                node.attr in COLLECTIVES_OF_TORCH and of_torch & set(path[:-1])
-            ):
-                found.append(f"line {node.lineno}: {'.'.join(path)}")
+    for line, path in facts.attributes:
+        if (path[-1] in COLLECTIVES and path[0] not in NOT_TORCH) or (
+            path[-1] in COLLECTIVES_OF_TORCH and of_torch & set(path[:-1])
+        ):
+            found.append(f"line {line}: {'.'.join(path)}")
     return found
 
 
 def stores(source: str) -> list[str]:
     """Every mention of a store class of torch.distributed as an attribute."""
     return [
-        f"line {node.lineno}: {'.'.join(_root_and_path(node))}"
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Attribute)
-        and node.attr in STORES
-        and {"dist", "distributed", "torch"} & set(_root_and_path(node)[:-1])
+        f"line {line}: {'.'.join(path)}"
+        for line, path in facts_of(source).attributes
+        if path[-1] in STORES and {"dist", "distributed", "torch"} & set(path[:-1])
     ]
 
 
@@ -368,7 +382,7 @@ def test_dependencies_are_those_imported() -> None:
         found.module.split(".")[0]
         for path in FILES
         if path.stem != "conformance" and layer_of(path) not in ADAPTERS  # whose framework the user has
-        for found in imports(ast.parse(path.read_text()))
+        for found in facts_of(SOURCES[path]).imports
     }
     assert imported - sys.stdlib_module_names - {"shardproof"} - optional == declared
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,10 +83,10 @@ def assignments(body: list[ast.stmt]) -> Iterator[tuple[str, ast.expr]]:
                 yield target.id, value
 
 
-def changed_names(tree: ast.Module) -> set[str]:
+def changed_names(nodes: Sequence[ast.AST]) -> set[str]:
     """Names whose value the module's functions replace (``global``), or that it changes in place."""
     changed = set[str]()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Global):
             changed |= set(node.names)
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
@@ -113,43 +113,60 @@ def is_state(value: ast.expr, changed: bool, mutable_classes: set[str]) -> bool:
     return False
 
 
-def state_of(source: str, mutable_classes: set[str] = frozenset()) -> set[SharedName]:  # type: ignore[assignment]
-    """The mutable state of a module, by its source.
+@dataclass(frozen=True)
+class Scanned:
+    """What the check needs of the source of a module."""
 
-    Args:
-        source: of the module.
-        mutable_classes: names of classes of other modules whose instances change.
-    """
-    tree = ast.parse(source)
-    own = {node.name: is_frozen(node) for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
-    mutable = (mutable_classes - own.keys()) | {name for name, frozen in own.items() if not frozen}
-    changed = changed_names(tree)
-    replaced = {name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names}
-    found = {SharedName(name) for name in replaced}
-    for name, value in assignments(tree.body):
-        if name != "__all__" and is_state(value, name in changed, mutable):
-            found.add(SharedName(name))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ClassDef):
-            fields = bool({"dataclass", "Struct"} & {*map(last_name, node.decorator_list + node.bases)})
-            found |= {
-                SharedName(f"{node.name}.{name}")
-                for name, value in assignments(node.body)
-                if not fields and is_state(value, name in changed, mutable)
-            }
-        elif isinstance(node, ast.FunctionDef) and CACHES & set(map(last_name, node.decorator_list)):
-            found.add(SharedName(node.name, is_cache=True))
-    return found
+    classes: dict[str, bool]
+    """Each class, and whether it is frozen."""
+    certain: set[SharedName]
+    """Shared names that are state, whatever their value."""
+    bound: list[tuple[str, ast.expr, bool]]
+    """Other shared names, with their value, and whether the module changes it."""
 
+    @classmethod
+    def of(cls, source: str) -> Scanned:
+        tree = ast.parse(source)
+        nodes = [*ast.walk(tree)]
+        changed = changed_names(nodes)
+        classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
+        bodies = [("", tree.body)] + [
+            (f"{one.name}.", one.body)
+            for one in classes
+            if not {"dataclass", "Struct"} & {*map(last_name, one.decorator_list + one.bases)}
+        ]
+        replaced = {name for node in nodes if isinstance(node, ast.Global) for name in node.names}
+        caches = {
+            SharedName(node.name, is_cache=True)
+            for node in nodes
+            if isinstance(node, ast.FunctionDef) and CACHES & set(map(last_name, node.decorator_list))
+        }
+        return cls(
+            {one.name: is_frozen(one) for one in classes},
+            {SharedName(name) for name in replaced} | caches,
+            [
+                (prefix + name, value, name in changed)
+                for prefix, body in bodies
+                for name, value in assignments(body)
+                if prefix + name != "__all__"
+            ],
+        )
 
-def classes_that_change() -> set[str]:
-    """Names of classes of the package whose instances change."""
-    return {
-        node.name
-        for path in SOURCE.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.ClassDef) and not is_frozen(node)
-    }
+    @property
+    def mutable_classes(self) -> set[str]:
+        """Names of classes whose instances change."""
+        return {name for name, frozen in self.classes.items() if not frozen}
+
+    def state(self, mutable_classes: Collection[str] = ()) -> set[SharedName]:
+        """The mutable state of the module.
+
+        Args:
+            mutable_classes: names of classes of other modules whose instances change.
+        """
+        mutable = {*mutable_classes} - self.classes.keys() | self.mutable_classes
+        return self.certain | {
+            SharedName(name) for name, value, changed in self.bound if is_state(value, changed, mutable)
+        }
 
 
 def listed() -> dict[str, bool]:
@@ -165,11 +182,12 @@ def listed() -> dict[str, bool]:
 
 
 def test_module_level_state_is_what_architecture_lists() -> None:
-    mutable = classes_that_change()
+    modules = {path: Scanned.of(path.read_text()) for path in SOURCE.rglob("*.py")}
+    mutable = {name for module in modules.values() for name in module.mutable_classes}
     found = {
         f"{path.relative_to(SOURCE)}: {one.name}": one.is_cache
-        for path in SOURCE.rglob("*.py")
-        for one in state_of(path.read_text(), mutable)
+        for path, module in modules.items()
+        for one in module.state(mutable)
     }
     assert found == listed()
 
@@ -202,13 +220,13 @@ def test_module_level_state_is_what_architecture_lists() -> None:
     ],
 )
 def test_state_is_found(source: str) -> None:
-    assert state_of(source, {"Elsewhere"}) == {SharedName("x")}
+    assert Scanned.of(source).state({"Elsewhere"}) == {SharedName("x")}
 
 
 def test_state_of_a_class_and_caches_are_found() -> None:
-    assert state_of("class A:\n    known = {}") == {SharedName("A.known")}
-    assert state_of("@functools.lru_cache(maxsize=8)\ndef f(): pass") == {SharedName("f", is_cache=True)}
-    assert state_of("@cache\ndef f(): pass") == {SharedName("f", is_cache=True)}
+    assert Scanned.of("class A:\n    known = {}").state() == {SharedName("A.known")}
+    for decorator in ("functools.lru_cache(maxsize=8)", "cache"):
+        assert Scanned.of(f"@{decorator}\ndef f(): pass").state() == {SharedName("f", is_cache=True)}
 
 
 @pytest.mark.parametrize(
@@ -227,4 +245,4 @@ def test_state_of_a_class_and_caches_are_found() -> None:
     ],
 )
 def test_constants_pass(source: str) -> None:
-    assert state_of(source) == set()
+    assert Scanned.of(source).state() == set()

@@ -9,6 +9,7 @@ import textwrap
 import types
 import typing
 from collections.abc import Iterator
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -101,6 +102,7 @@ def set_by_init(value: type) -> dict[str, Any]:
     }
 
 
+@cache
 def names_in(module: str) -> dict[str, Any]:
     """The names in a module, also those that it imports for type checkers alone."""
     seen = dict(vars(sys.modules[module]))

@@ -90,6 +90,7 @@ def run_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Modu
     del sys.modules[name]
 
 
+@pytest.mark.processes
 def test_classes_that_are_registered_by_name_convert(
     call: Any, run_module: ModuleType, tmp_path: Path
 ) -> None:

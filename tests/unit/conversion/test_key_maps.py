@@ -309,7 +309,7 @@ def halves(
     return found
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.processes)])
 def test_a_function_is_a_map(workers: int, tmp_path: Path) -> None:
     state = {"a": torch.randn(6, 4), "b": torch.randn(4, 2)}
     sp.save(tmp_path / "source", {**state, "parts": 2})

@@ -397,6 +397,7 @@ def run_cli(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.processes
 def test_the_command_merges_a_folder(tmp_path: Path) -> None:
     of_rank(tmp_path, 0, 5000.0, [("agree", 3.0, 4.0)])
     of_rank(tmp_path, 1, 5000.0, [("agree", 1.0, 4.25)])

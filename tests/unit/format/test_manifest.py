@@ -9,7 +9,7 @@ import time
 import hypothesis.strategies as st
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from shardproof.dtypes import DTYPES
 from shardproof.errors import FormatError, NotCommittedError
@@ -250,7 +250,6 @@ _JSON = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     metadata=st.dictionaries(_TEXT, _JSON, max_size=3),
     objects=st.dictionaries(_TEXT.map(lambda key: "o" + key), _JSON, max_size=3),

@@ -13,7 +13,7 @@ import safetensors
 import safetensors.numpy
 import safetensors.torch
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 
 from shardproof.dtypes import DTYPES
 from shardproof.errors import FormatError, StorageError
@@ -278,7 +278,6 @@ def test_a_shard_file_without_chunks_is_read(tmp_path):
     assert read_chunk_digests(storage, "s", read_shard_header(storage, "s")).shape == (0, 2)
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     st.text(st.characters(exclude_categories=["Cs"])),
     st.lists(st.tuples(st.integers(0, 2**62), st.integers(0, 2**62)), max_size=4),
@@ -298,7 +297,6 @@ def test_a_name_that_names_no_chunk_is_refused(name):
         parse_chunk_name(name)
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     st.dictionaries(
         st.text(st.characters(exclude_categories=["Cs"])).map(lambda key: key + "[]"),

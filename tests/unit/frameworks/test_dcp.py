@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
@@ -61,7 +61,6 @@ TREES = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
 @given(st.dictionaries(st.sampled_from(["a", "b", "c"]), TREES, max_size=3))
 def test_keys_are_those_of_dcp(state: dict[str, Any]) -> None:
     try:

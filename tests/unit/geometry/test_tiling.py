@@ -2,7 +2,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardproof.geometry import Boxes, TilingFault, tiling, tiling_faults
@@ -60,7 +60,6 @@ def test_a_tiling_has_no_faults(data):
     assert faults_of(shape, data.draw(reference.tilings(shape))) == []
 
 
-@settings(max_examples=300)
 @given(st.data())
 def test_faults_of_mutated_tilings_match_counting(data):
     ndim = data.draw(st.integers(0, 4))
@@ -82,7 +81,6 @@ def test_faults_of_any_boxes_match_counting(data):
     assert_faults_are_true([shape], np.zeros(len(boxes), np.int64), boxes)
 
 
-@settings(max_examples=200)
 @given(st.data(), st.sampled_from([1, 2**20, 2**40]))
 def test_very_large_tensors_have_the_faults_of_small_ones(data, scale):
     """At the largest scale, numbers of corners in two or more dimensions exceed int64."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -226,7 +226,6 @@ def plans() -> st.SearchStrategy[dict[str, tuple[str, tuple[int, ...]]]]:
     return st.dictionaries(st.text(min_size=1, max_size=5), kinds, max_size=20)
 
 
-@settings(deadline=None)
 @given(plans(), st.integers(16, 5000))
 def test_files_are_bounded_and_complete(tensors: dict[str, tuple[str, tuple[int, ...]]], most: int) -> None:
     contents = Contents(tensors)

@@ -61,7 +61,7 @@ def check(folder: Path, made: dict[str, dict[str, torch.Tensor]]) -> None:
                 assert bits(checkpoint[f"optimizer.state.{name}.{state}"].read()) == bits(tensor), name
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     stage=st.integers(1, 3),
     world_size=st.integers(1, 5),

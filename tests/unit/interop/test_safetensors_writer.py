@@ -53,7 +53,7 @@ def loaded(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(state=tensors(STORABLE), limit=..., piece=...)
 def test_tensors_of_every_kind_are_read_back(
     state: dict[str, torch.Tensor], limit: bool, piece: bool, tmp_path_factory: Any

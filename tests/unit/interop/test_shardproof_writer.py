@@ -107,7 +107,7 @@ def test_a_large_value_gets_a_key_that_no_tensor_has(tmp_path: Path) -> None:
         assert (checkpoint["a"]["b"] == value["b"]).all()
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(state=tensors(ALL_DTYPES))
 def test_tensors_of_every_kind_are_read_back(state: dict[str, torch.Tensor], tmp_path_factory: Any) -> None:
     folder = tmp_path_factory.mktemp("c")

@@ -251,7 +251,7 @@ def test_a_cut_batched_file_is_an_error(tmp_path: Path) -> None:
             checkpoint[f"{rank}.extra.big"].read()
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(at=st.integers(0, 1 << 20), flip=st.integers(1, 255))
 def test_a_damaged_byte_of_the_metadata_is_an_error_or_harmless(at: int, flip: int, tmp_path: Path) -> None:
     folder = tmp_path / "golden"

@@ -186,7 +186,7 @@ def test_dtypes_of_tensorstore(dtype: str, version: int, tmp_path: Path) -> None
 
 
 @given(st.data())
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @pytest.mark.filterwarnings("ignore")
 def test_any_array_is_read_whole_and_in_slices(data: st.DataObject) -> None:
     shape = data.draw(st.lists(st.integers(0, 6), max_size=3), label="shape")
@@ -296,7 +296,7 @@ def test_every_damaged_byte_is_found_where_there_is_a_checksum(name: str, tmp_pa
     found = opened(tmp_path).reader.tensors["w"].boxes[0].located()
     assert found.extent.has_checksum == has_checksum
     chosen = random.Random(0)
-    for at in range(0, len(whole), 1 + len(whole) // 150):
+    for at in range(0, len(whole), 1 + len(whole) // 75):
         damaged = bytearray(whole)
         damaged[at] ^= 1 << chosen.randrange(8)
         file.write_bytes(damaged)
@@ -314,7 +314,6 @@ def test_every_damaged_byte_is_found_where_there_is_a_checksum(name: str, tmp_pa
 
 
 @given(st.binary(max_size=80), st.sampled_from(["blosc", "zstd", "lz4", "gzip", "zlib", "bz2", "lzma"]))
-@settings(deadline=None, max_examples=200)
 def test_decoders_survive_any_bytes(data: bytes, name: str) -> None:
     from shardproof.interop.zarr_codecs import Codec, Codecs
 

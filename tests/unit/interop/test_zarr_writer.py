@@ -76,7 +76,7 @@ READERS = [read_with_zarr, read_with_tensorstore, read_with_shardproof]
 
 
 @pytest.mark.parametrize("read", READERS)
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(state=tensors(ALL_DTYPES))
 def test_tensors_of_every_kind_are_read_back(
     read: Any, state: dict[str, torch.Tensor], tmp_path_factory: Any

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardproof as sp
@@ -201,6 +201,7 @@ def test_threads_stop_if_one_cannot_start() -> None:
 
 
 @pytest.mark.parametrize("direct", [1, 1 << 30])
+@settings(max_examples=40)
 @given(
     rows=st.integers(1, 12),
     columns=st.integers(1, 7),

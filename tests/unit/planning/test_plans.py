@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardproof.dtypes import DTYPES
@@ -120,7 +120,6 @@ def written(run: Run, plan: WritePlan) -> tuple[ChunkTable, list[np.ndarray]]:
     )
 
 
-@settings(max_examples=200)
 @given(run=runs(), chunk_bytes=st.integers(1, 64), data=st.data())
 def test_every_element_is_written_once_where_the_plan_says(
     run: Run, chunk_bytes: int, data: st.DataObject
@@ -165,7 +164,6 @@ def test_a_file_has_small_tensors_before_large_ones_of_their_alignment(
         assert places == sorted(places)
 
 
-@settings(max_examples=200)
 @given(run=runs(), chunk_bytes=st.integers(1, 64), data=st.data())
 def test_a_requested_box_is_read_from_the_chunks_that_have_its_elements(
     run: Run, chunk_bytes: int, data: st.DataObject

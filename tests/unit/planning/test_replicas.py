@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 import xxhash
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardproof.dtypes import DTYPES
@@ -87,7 +87,6 @@ def plans_of(run: Run, sample_bytes: int) -> tuple[WritePlan, list[RankPlan]]:
     return plan, [RankPlan.decode(part.encode()) for part in plan.rank_plans()]
 
 
-@settings(deadline=None, max_examples=200)
 @given(runs(), st.sampled_from([64, 100, 256, 10_000]), st.integers(0, 2**32))
 def test_turns_cover_every_replica_within_the_bound(run: Run, sample_bytes: int, first: int) -> None:
     _, parts = plans_of(run, sample_bytes)
@@ -142,7 +141,6 @@ def digests_of(run: Run, part: RankPlan, rank: int, turn: int | None, flipped: s
     return b"".join(digests)
 
 
-@settings(deadline=None, max_examples=200)
 @given(st.data())
 def test_differing_replicas_are_found_and_named(data: st.DataObject) -> None:
     run = data.draw(runs())
@@ -196,7 +194,6 @@ def test_differing_replicas_are_found_and_named(data: st.DataObject) -> None:
                 assert number in reported, f"{number} differs and is not reported"
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 4)), max_size=30))
 def test_boxes_with_the_same_holders_are_one_set(holdings: list[tuple[int, int]]) -> None:
     names = sorted({box for box, _ in holdings})

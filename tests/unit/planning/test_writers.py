@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardproof.planning.writers import choose_writers, find_shared
@@ -80,7 +80,6 @@ def best(holders: Sequence[Sequence[int]], chunks: Sequence[Sequence[int]], bins
     return least
 
 
-@settings(max_examples=150, deadline=None)
 @given(boxes, st.lists(st.integers(0, 2), min_size=WORLD, max_size=WORLD))
 def test_the_fullest_node_and_rank_are_near_the_best(
     held: list[tuple[list[int], list[int]]], nodes: list[int]

@@ -145,7 +145,7 @@ def meet_at(store: Any) -> list[Any]:
 RECORDS = ["/0/post/1", "/0/post/1/0", "/1/post/1", "/1/verdict"]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.sampled_from(RECORDS), st.sampled_from(WRONG) | st.binary(max_size=60))
 @example("/1/verdict", b"{}")
 @example("/1/verdict", with_head(size=HUGE))

@@ -135,7 +135,7 @@ def boxes_with_bytes(
     return found
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(first=runs(), data=st.data(), chunk_bytes=st.integers(1, 64), seed=st.integers(0, 2**32 - 1))
 def test_unchanged_chunks_are_references_and_all_others_are_written(
     first: Run, data: st.DataObject, chunk_bytes: int, seed: int
@@ -187,7 +187,7 @@ def test_unchanged_chunks_are_references_and_all_others_are_written(
         disk.check(*step)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(run=runs(), other=runs(), chunk_bytes=st.integers(1, 64))
 def test_match_base_finds_the_same_chunks_as_a_dict_lookup(run: Run, other: Run, chunk_bytes: int) -> None:
     _, _, manifest, table = Disk().save(1, other, values_of(other, np.random.default_rng(0)), 16, None)

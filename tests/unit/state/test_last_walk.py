@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -258,7 +258,6 @@ def test_pieces_that_change_are_seen() -> None:
     check(["pieces", "other pieces"])
 
 
-@settings(deadline=None, max_examples=100)
 @given(st.lists(st.sampled_from(sorted(CHANGES)), min_size=1, max_size=12))
 def test_a_walk_that_reuses_the_last_one_collects_the_same_as_a_first_walk(changes: list[str]) -> None:
     check(changes)

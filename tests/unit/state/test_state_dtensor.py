@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -121,7 +121,6 @@ def test_pieces_hold_what_fsdp_over_tensor_parallel_puts_there(rows: int, dp: in
     assert (checkpoint.holders("m.weight") == 1).all()
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     size=st.integers(0, 40),
     mesh_shape=st.lists(st.integers(1, 4), min_size=1, max_size=3),

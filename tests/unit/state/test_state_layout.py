@@ -9,7 +9,7 @@ from math import prod
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -119,7 +119,6 @@ def expected(shape: tuple[int, ...], truth: np.ndarray, start: int, stop: int) -
 
 
 @given(layouts(), st.booleans())
-@settings(max_examples=300, deadline=None)
 def test_pieces_of_a_local_tensor_are_where_its_elements_are(
     drawn: tuple[Layout, np.ndarray], transposed: bool
 ) -> None:
@@ -136,7 +135,6 @@ def test_pieces_of_a_local_tensor_are_where_its_elements_are(
 
 
 @given(layouts(), st.data())
-@settings(max_examples=300, deadline=None)
 def test_pieces_of_a_range_are_where_its_elements_are(
     drawn: tuple[Layout, np.ndarray], data: st.DataObject
 ) -> None:
@@ -153,7 +151,6 @@ def test_pieces_of_a_range_are_where_its_elements_are(
 
 
 @given(layouts())
-@settings(max_examples=100, deadline=None)
 def test_a_whole_layout_moves_no_element(drawn: tuple[Layout, np.ndarray]) -> None:
     layout, truth = drawn
     moves_nothing = layout.shape == truth.shape and (truth.ravel() == np.arange(truth.size)).all()
