@@ -40,17 +40,30 @@ _BLOCK = 16 << 20
 _SPAN = 2 * BLOCK_BYTES
 
 
-def parser(description: str | None, *, device: bool = True) -> argparse.ArgumentParser:
+def parser(
+    description: str | None, *, device: bool = True, ranks: int | Sequence[int] = 2
+) -> argparse.ArgumentParser:
     """The options that every benchmark takes.
 
     Args:
         description: of the benchmark.
         device: True if the benchmark can put its state on an accelerator.
+        ranks: default of `--ranks`; several if the benchmark runs once for each number of ranks.
     """
     options = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    options.add_argument("--ranks", type=int, default=2, help="processes (default 2)")
+    if isinstance(ranks, int):
+        options.add_argument("--ranks", type=int, default=ranks, help=f"processes (default {ranks})")
+    else:
+        default = " ".join(map(str, ranks))
+        options.add_argument(
+            "--ranks",
+            type=int,
+            nargs="+",
+            default=[*ranks],
+            help=f"processes of each run (default {default})",
+        )
     options.add_argument(
         "--gib", type=float, default=1.7, help="size of the whole state in GiB (default 1.7)"
     )

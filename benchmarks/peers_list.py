@@ -32,7 +32,7 @@ def kept(way: Way, subject: Subject) -> bool:
 def main() -> None:
     given = options(__doc__).parse_args()
     if not is_rank():
-        raise SystemExit(launched(given, given.world_sizes[0]))
+        raise SystemExit(launched(given, given.ranks[0]))
     mesh = start(given)
     torch.set_grad_enabled(False)
     subject = gpt(min(given.gib, 0.15), mesh)

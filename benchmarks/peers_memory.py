@@ -158,7 +158,7 @@ def main() -> None:
         dist.destroy_process_group()
         return
     ways, missing = every_way(given.only)
-    for ranks in given.world_sizes:
+    for ranks in given.ranks:
         rows: dict[str, dict[str, float]] = {}
         reasons = {item.name: item.reason for item in missing}
         for way in ways:

@@ -189,7 +189,7 @@ def measure_each_apart(given: Namespace) -> None:
     classes, failed = every_way(given.only)
     ways = {way.__name__: way for way in classes if is_fit(given, way)}
     by_row = {way.name: way for way in ways.values()}
-    for ranks in given.world_sizes:
+    for ranks in given.ranks:
         answers = measure_apart(given, [RAW, *ways], ranks)
         rows = [Row(name, by_row.get(name), figures) for name, figures in answers.figures.items()]
         missing = [*failed, *answers.missing]

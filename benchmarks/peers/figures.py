@@ -46,10 +46,7 @@ class Row:
 
 def options(description: str | None, **defaults: object) -> argparse.ArgumentParser:
     """The options of a script that measures peers."""
-    given = parser(description)
-    given.add_argument(
-        "--world-sizes", type=int, nargs="+", default=[2, 4], help="ranks of each run (default 2 4)"
-    )
+    given = parser(description, ranks=(2, 4))
     given.add_argument(
         "--only", help="ways or modules of ways to measure, separated by commas (see peers/roster.py)"
     )
@@ -63,7 +60,7 @@ def options(description: str | None, **defaults: object) -> argparse.ArgumentPar
 
 def launch_each(given: argparse.Namespace, timeout: float = 3600) -> None:
     """Runs the script once for each number of ranks, and exits with the greatest exit code."""
-    codes = [launched(given, ranks, timeout=timeout) for ranks in given.world_sizes]
+    codes = [launched(given, ranks, timeout=timeout) for ranks in given.ranks]
     sys.exit(max(map(abs, codes)))
 
 
