@@ -54,7 +54,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import shardproof as sp
-from shardproof.loading import Options, load_from
+from shardproof.loading import LoadOptions, load_from
 from shardproof.loading.read_once import agreement, cost_model
 from shardproof.rendezvous import connect
 from shardproof.storage import LocalStorage
@@ -162,7 +162,7 @@ def measured(target: Any, kind: str, speed: float | None, repeats: int) -> dict[
             storage: LocalStorage = LocalStorage(folder() / "saved")
             if speed is not None:
                 storage = Slow(folder() / "saved", node, speed * GIB, cached=kind == "cached")
-            chosen.append(load_from(storage, target, connect(), Options(read_once=read_once)).read_once)
+            chosen.append(load_from(storage, target, connect(), LoadOptions(read_once=read_once)).read_once)
 
         times = rounds(
             {

@@ -45,7 +45,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardproof as sp
-from shardproof.loading import LoadReport, Options, load_from
+from shardproof.loading import LoadOptions, LoadReport, load_from
 from shardproof.rendezvous import StoreRendezvous, connect
 from shardproof.storage import LocalStorage
 
@@ -165,7 +165,7 @@ def crossover(mesh: DeviceMesh, options: Any) -> None:
 
         def load(read_once: Any, speed: float | None = speed, chosen: list[bool] = chosen) -> None:
             storage = Throttled(folder() / "small", speed)
-            chosen.append(load_from(storage, columns, connect(), Options(read_once=read_once)).read_once)
+            chosen.append(load_from(storage, columns, connect(), LoadOptions(read_once=read_once)).read_once)
 
         measured = rounds(
             {

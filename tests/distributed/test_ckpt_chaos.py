@@ -45,7 +45,7 @@ def train(program: str, folder: str) -> None:
         runpy.run_path(str(EXAMPLE), run_name="__main__")
         return
     from shardproof.demo.run import TEXT
-    from shardproof.demo.story import Layout, Task
+    from shardproof.demo.story import RankLayout, Task
     from shardproof.demo.train import Trainer, leave, run_task
 
     records = Path(folder).parent / "records"  # not counted, because they are no part of a save
@@ -55,7 +55,7 @@ def train(program: str, folder: str) -> None:
         folder=str(records),
         text=str(TEXT),
         device="cpu",
-        layout=Layout(2),
+        layout=RankLayout(2),
         checkpoints=str(Path(folder) / "checkpoints"),
         horizon=STEPS,
         stop=STEPS,

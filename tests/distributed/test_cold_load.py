@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import shardproof as sp
-from shardproof.loading import Options, load_from
+from shardproof.loading import LoadOptions, load_from
 from shardproof.storage import LocalStorage
 from tests.harness import rank, rendezvous, run_ranks, world_size
 
@@ -39,7 +39,7 @@ def load(folder: str, replicas: bool) -> tuple[int, int]:
     mine = whole if replicas else whole[rank() * height : (rank() + 1) * height]
     target = torch.zeros_like(mine)
     state = {"w": target if replicas else sp.LocalShards(whole.shape, [(target, (rank() * height, 0))])}
-    load_from(storage, state, rendezvous(deadline=20.0), Options())
+    load_from(storage, state, rendezvous(deadline=20.0), LoadOptions())
     assert torch.equal(target, mine)
     return storage.past, storage.through
 

@@ -19,7 +19,7 @@ from shardproof.demo.fault_story import FAULTS
 from shardproof.demo.launch import Job
 from shardproof.demo.model import ModelSize, TextLoader, Transformer
 from shardproof.demo.run import TEXT
-from shardproof.demo.story import OPTIMIZERS, SHARDINGS, STORAGES, Layout, Record, Story, Task
+from shardproof.demo.story import OPTIMIZERS, SHARDINGS, STORAGES, RankLayout, Record, Story, Task
 
 
 def check(report: DemoReport, ranks: int, resume_ranks: tuple[int, ...], *, loss: float = 4.0) -> None:
@@ -321,7 +321,7 @@ def a_task(tmp_path: Path, text: Path = TEXT) -> Task:
         folder=str(tmp_path),
         text=str(text),
         device="cpu",
-        layout=Layout(1),
+        layout=RankLayout(1),
         checkpoints=str(tmp_path / "checkpoints"),
         horizon=1000,
         stop=1000,

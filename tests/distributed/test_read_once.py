@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import shardproof as sp
 from shardproof.errors import CorruptChunkError, RankFailure, ShardproofError
-from shardproof.loading import LoadReport, Options, load_from, load_protocol
+from shardproof.loading import LoadOptions, LoadReport, load_from, load_protocol
 from shardproof.loading.checkpoint import NativeCheckpoint
 from shardproof.loading.read_once import agreement, cost_model, wanted_parts
 from shardproof.loading.read_once.group_plan import plan_once
@@ -131,7 +131,7 @@ def load_layout(
             )
             for key, value in stored().items()
         }
-        options = Options(cast=["w", "half", "double"] if cast else False, read_once=True)
+        options = LoadOptions(cast=["w", "half", "double"] if cast else False, read_once=True)
         report = load_from(storage, state, connect(), options)
         wrong = [key for key, target in state.items() if not expected(key, target)]
         assert not wrong
@@ -252,7 +252,7 @@ def load_tied_and_empty(folder: str, way: str) -> tuple[int, int]:
         else:
             one = torch.zeros(50, 4)
             state = {"one": one, "two": one}
-        report = load_from(storage, state, connect(), Options(read_once=True))
+        report = load_from(storage, state, connect(), LoadOptions(read_once=True))
         if rank() < 2:
             assert all(torch.equal(state[key], torch.arange(200.0).reshape(50, 4)) for key in state)
         return report.bytes, storage.count
@@ -305,7 +305,7 @@ def failing(folder: str, way: str, round_bytes: int, unreadable_on: int | None) 
     with process_group():
         target = {key: torch.zeros_like(value) for key, value in stored().items()}
         try:
-            load_from(storage, target, connect(), Options(read_once=True))
+            load_from(storage, target, connect(), LoadOptions(read_once=True))
         except ShardproofError as error:
             dist.barrier()  # the group is still in step
             return error.to_wire()
@@ -350,7 +350,7 @@ def in_third_read(folder: str, act: Callable[[], None]) -> str:
     dist.init_process_group("gloo", timeout=timedelta(seconds=20))
     target = {key: torch.zeros_like(value) for key, value in stored().items()}
     with pytest.raises(ShardproofError) as caught:
-        load_from(storage, target, rendezvous(deadline=4.0), Options(read_once=True))
+        load_from(storage, target, rendezvous(deadline=4.0), LoadOptions(read_once=True))
     return str(caught.value)
 
 
@@ -408,7 +408,7 @@ def behind_a_slow_reader(folder: str, way: str) -> LoadReport:
     storage.read_into = slowly  # type: ignore[method-assign]
     with process_group():
         target = {key: torch.zeros(5000 if key.startswith("big") else 100) for key in asks}
-        report = load_from(storage, target, rendezvous(deadline=4.0), Options(read_once=True))
+        report = load_from(storage, target, rendezvous(deadline=4.0), LoadOptions(read_once=True))
         assert all(value.eq(1).all() for value in target.values())
         return report
 

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardproof._utils.streams import on_stream
 from shardproof.errors import RankFailure
-from shardproof.loading import Options, load_from, load_protocol
+from shardproof.loading import LoadOptions, load_from, load_protocol
 from shardproof.loading.read_once import cost_model, group_collectives
 from shardproof.rendezvous import LocalRendezvous, connect
 from shardproof.saving import Saver
@@ -48,7 +48,7 @@ def load_late(folder: str, way: str) -> bool:
         for target in state.values():
             for _ in range(40):
                 target.fill_(-1)
-        report = load_from(LocalStorage(folder), state, connect(), Options(read_once=True))
+        report = load_from(LocalStorage(folder), state, connect(), LoadOptions(read_once=True))
         doubled = [target * 2 for target in state.values()]
         assert report.read_once and report.received
         return all(torch.equal(found.cpu(), value(number) * 2) for number, found in enumerate(doubled))
@@ -119,7 +119,7 @@ def load_over_the_device(folder: str, read_once: Any, full: range) -> tuple[str,
         state = {str(number): torch.empty(SHAPE) for number in range(COUNT)}
         try:
             with FullDevice(full if rank() == 1 else range(0)):
-                load_from(LocalStorage(folder), state, connect(), Options(read_once=read_once))
+                load_from(LocalStorage(folder), state, connect(), LoadOptions(read_once=read_once))
         except RankFailure as error:
             dist.barrier()  # the group is still in step
             return error.phase, {str(key): cause for key, cause in error.causes.items()}

@@ -316,6 +316,17 @@ def test_no_two_modules_have_one_name() -> None:
     assert {name for name, count in names.items() if count > 1} == {"__init__", "optimizer"}
 
 
+def test_no_two_classes_have_one_name() -> None:
+    """So that a name says which class is meant. Private classes (``_Name``) belong to one file each."""
+    names = Counter(
+        node.name
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    assert {name for name, count in names.items() if count > 1} == set()
+
+
 def test_no_files_import_each_other_in_a_circle() -> None:
     """Counting imports inside functions, and those for type checkers alone."""
     sources = {module_name(path): source for path, source in SOURCES.items()}

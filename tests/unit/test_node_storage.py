@@ -21,7 +21,7 @@ from shardproof.checkpointer import delete_steps, plan_removal
 from shardproof.checkpointer.damage import is_damage
 from shardproof.checkpointer.nodes import MissingCopies, NodeGroup, NodeStorage
 from shardproof.checkpointer.nodes.file_service import FileService
-from shardproof.checkpointer.nodes.peer_frames import PIECE_BYTES, PeerConnection, Request
+from shardproof.checkpointer.nodes.peer_frames import PIECE_BYTES, PeerConnection, PeerRequest
 from shardproof.checkpointer.nodes.peer_storage import Peer, PeerStorage, ask_all
 from shardproof.checkpointer.tiers import Uploader
 from shardproof.format import flush_manifests_in
@@ -181,7 +181,7 @@ def test_the_service_serves_its_folder_and_nothing_else(nodes: Nodes, tmp_path: 
             if do == "folders" and not folder:
                 continue
             with pytest.raises(sp.StorageError, match="cannot name a file"):
-                peer.ask(Request(do, folder, name))
+                peer.ask(PeerRequest(do, folder, name))
     assert (tmp_path / "secret").read_bytes() == b"outside"
 
 
@@ -202,9 +202,9 @@ def test_a_rank_without_the_secret_is_refused_and_learns_nothing(
 def test_bytes_that_change_in_transit_are_not_stored(nodes: Nodes) -> None:
     peer = nodes.peer(1)
     connection = peer.take()
-    connection.send(Request("create", b"", b"a"))
+    connection.send(PeerRequest("create", b"", b"a"))
     peer.answer(connection)
-    connection.send(Request("write", count=3, digest=b"0" * 16), b"abc")
+    connection.send(PeerRequest("write", count=3, digest=b"0" * 16), b"abc")
     with pytest.raises(sp.StorageError, match="3 bytes from byte 0 on changed on the way"):
         peer.answer(connection)
     connection.close()
@@ -259,7 +259,7 @@ def test_every_call_to_a_silent_node_ends_in_time(tmp_path: Path) -> None:
         lambda: storage.read("a"),
         lambda: storage.create("a"),
         lambda: storage.publish("a", b"1"),
-        lambda: ask_all([peer, peer], Request("size", b"", b"a")),
+        lambda: ask_all([peer, peer], PeerRequest("size", b"", b"a")),
     )
     for call in calls:
         began = time.monotonic()

@@ -36,7 +36,7 @@ from shardproof.checkpointer.tiers import (
 )
 from shardproof.errors import StructureError
 from shardproof.interop import foreign_of
-from shardproof.loading import Cast, LoadReport, Options, Patterns, ReadOnce, load_from
+from shardproof.loading import Cast, LoadOptions, LoadReport, Patterns, ReadOnce, load_from
 from shardproof.reentrance import guarded, refuse_inside
 from shardproof.rendezvous import Rendezvous, check_deadline, check_group, connect
 from shardproof.saving import CheckReplicas, PendingSave, Saver, WhenBusy
@@ -416,7 +416,7 @@ class Checkpointer:
         """
         refuse_inside("restore")
         self._check_group()
-        options = Options(strict, include, exclude, cast, rename, read_once, group)
+        options = LoadOptions(strict, include, exclude, cast, rename, read_once, group)
         if self._uploader is not None:
             self._uploader.prepare()  # an operation of its own, so not within that of the restore
         with self._rendezvous.operation(f"restore {self._run.location}"):
@@ -442,7 +442,7 @@ class Checkpointer:
         return self._storage_options if same else None
 
     @guarded("restore")
-    def _restore_elsewhere(self, state: Any, path: Location, options: Options) -> RestoredStep:
+    def _restore_elsewhere(self, state: Any, path: Location, options: LoadOptions) -> RestoredStep:
         """Loads a checkpoint that is no step of this run."""
         self._saver.settle()
         self.passed_over, self.last_restore = (), None
@@ -455,7 +455,9 @@ class Checkpointer:
         return RestoredStep(self.last_restore.step or 0, self.last_restore)
 
     @guarded("restore")
-    def _restore(self, state: Any, step: int | None, suspect: bool, options: Options) -> RestoredStep | None:
+    def _restore(
+        self, state: Any, step: int | None, suspect: bool, options: LoadOptions
+    ) -> RestoredStep | None:
         self._saver.settle()
         self.last_restore = None
         view = self._run.view()

@@ -37,7 +37,7 @@ from shardproof.errors import (
     StructureError,
 )
 from shardproof.format import Manifest
-from shardproof.loading import UNREADABLE, LoadReport, Options, from_rank, load_from
+from shardproof.loading import UNREADABLE, LoadOptions, LoadReport, from_rank, load_from
 from shardproof.rendezvous import MeetingSequence, Rendezvous
 from shardproof.storage import Storage
 
@@ -60,7 +60,7 @@ class Restore:
     """
 
     def __init__(
-        self, run: Storage, rendezvous: Rendezvous, step: int | None, suspect: bool, options: Options
+        self, run: Storage, rendezvous: Rendezvous, step: int | None, suspect: bool, options: LoadOptions
     ) -> None:
         self.passed_over: tuple[PassedOver, ...] = ()
         """Newer steps that were not restored, newest first."""

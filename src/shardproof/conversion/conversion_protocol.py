@@ -28,7 +28,7 @@ from shardproof.conversion.executors import (
     WriteTask,
 )
 from shardproof.conversion.request import ConversionRequest
-from shardproof.conversion.work import Work
+from shardproof.conversion.work import ConversionWork
 from shardproof.errors import StructureError
 from shardproof.loading import ForeignCheckpoint
 from shardproof.rendezvous import MeetingSequence, Rendezvous, connected
@@ -120,7 +120,7 @@ class _Conversion:
         self._on = on
         self._on_progress = on_progress
         self._operation = operation
-        self._work = Work(request)
+        self._work = ConversionWork(request)
         self._executor: Executor | None = None
         self._done = self._total = 0
         self._resumed = 0

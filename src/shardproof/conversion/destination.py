@@ -40,7 +40,7 @@ from shardproof.storage import (
     storage_at,
 )
 
-__all__ = ["FILES", "BucketDestination", "Destination", "FolderDestination", "destination_at"]
+__all__ = ["FILES", "BucketDestination", "FolderDestination", "NewCheckpoint", "destination_at"]
 
 FILES = "files"
 """Name of the folder of the new checkpoint in the work folder."""
@@ -51,7 +51,7 @@ _REQUESTS = 8
 """Requests of small files, and of comparisons, in flight."""
 
 
-class Destination(ABC):
+class NewCheckpoint(ABC):
     """The place of the new checkpoint. The coordinator calls `begin`, `publish` and `end`."""
 
     passes: ClassVar[int]
@@ -97,7 +97,7 @@ class Destination(ABC):
         """Removes what `begin` left beside the checkpoint. Called after the removal of the work folder."""
 
 
-class FolderDestination(Destination):
+class FolderDestination(NewCheckpoint):
     """A path of a file system.
 
     Args:
@@ -114,12 +114,12 @@ class FolderDestination(Destination):
         self.space_advice = "choose a destination on another file system"
 
     def begin(self, digest: str) -> None:
-        """Raises if there is something at the destination; see `Destination.begin`."""
+        """Raises if there is something at the destination; see `NewCheckpoint.begin`."""
         if os.path.lexists(self._path):
             raise _exists(self.location)
 
     def publish(self, files: LocalStorage, names: Sequence[str], last: str) -> None:
-        """Moves the new checkpoint to its place; see `Destination.publish`."""
+        """Moves the new checkpoint to its place; see `NewCheckpoint.publish`."""
         source = self.work_path / FILES
         publish_path(source / names[0] if self.is_file else source, self._path)
 
@@ -127,7 +127,7 @@ class FolderDestination(Destination):
         """Does nothing: `begin` left nothing."""
 
 
-class BucketDestination(Destination):
+class BucketDestination(NewCheckpoint):
     """A prefix of an object store, or one object.
 
     Args:
@@ -268,7 +268,7 @@ class BucketDestination(Destination):
             )
 
     def end(self) -> None:
-        """Removes the marker object; see `Destination.end`."""
+        """Removes the marker object; see `NewCheckpoint.end`."""
         try:
             self._above.delete(self._mark)
         except StorageError as error:
@@ -284,7 +284,7 @@ class BucketDestination(Destination):
         )
 
 
-def destination_at(location: str, temporary: str) -> Destination:
+def destination_at(location: str, temporary: str) -> NewCheckpoint:
     """The destination that a path or URL names.
 
     Args:

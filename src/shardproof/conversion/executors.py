@@ -21,7 +21,7 @@ from typing import Any, Protocol, cast
 from shardproof._utils import libc
 from shardproof.conversion.mapped_source import HashedBox
 from shardproof.conversion.request import ConversionRequest
-from shardproof.conversion.work import Work
+from shardproof.conversion.work import ConversionWork
 from shardproof.conversion.work_folder import UnitRecord
 from shardproof.errors import ShardproofError
 
@@ -48,7 +48,7 @@ class WriteTask:
 
     unit: int
 
-    def run(self, work: Work) -> UnitRecord:
+    def run(self, work: ConversionWork) -> UnitRecord:
         """Executes the task."""
         return work.write(self.unit)
 
@@ -59,7 +59,7 @@ class VerifyTask:
 
     boxes: Sequence[HashedBox]
 
-    def run(self, work: Work) -> int:
+    def run(self, work: ConversionWork) -> int:
         """Executes the task."""
         return work.verify(self.boxes)
 
@@ -70,7 +70,7 @@ class UploadTask:
 
     names: Sequence[str]
 
-    def run(self, work: Work) -> None:
+    def run(self, work: ConversionWork) -> None:
         """Executes the task."""
         work.upload(self.names)
 
@@ -101,7 +101,7 @@ class Executor(Protocol):
 class InlineExecutor:
     """Runs tasks in this process, one after the other."""
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: ConversionWork) -> None:
         self._work = work
 
     def run(self, tasks: Sequence[Task], on_bytes: Callable[[int], None]) -> Iterator[Any]:
@@ -187,14 +187,14 @@ def _serve(pipe: Connection, request: ConversionRequest, parent: int) -> None:
     libc.call("prctl", ctypes.c_int(_SET_PARENT_DEATH_SIGNAL), ctypes.c_ulong(signal.SIGKILL))
     if os.getppid() != parent:  # the parent ended before the call
         return
-    work: Work | None = None
+    work: ConversionWork | None = None
     while True:
         try:
             task = pipe.recv()
         except EOFError:
             return
         try:
-            work = work or Work(request)
+            work = work or ConversionWork(request)
             work.on_bytes = lambda count: pipe.send(("bytes", count))
             result = task.run(work)
         except Exception as error:
@@ -291,7 +291,7 @@ class _Actor:
 
     def __init__(self, request: ConversionRequest) -> None:
         self._request = request
-        self._work: Work | None = None
+        self._work: ConversionWork | None = None
         self._lock = threading.Lock()
         self._count = 0
         """Bytes that were read and not reported yet."""
@@ -301,7 +301,7 @@ class _Actor:
         """The result of a task or its error, and the bytes that were read since the last report."""
         self._is_idle.clear()
         try:
-            self._work = self._work or Work(self._request)
+            self._work = self._work or ConversionWork(self._request)
             self._work.on_bytes = self._add
             return task.run(self._work), self._take()
         except Exception as error:

@@ -18,14 +18,14 @@ from shardproof.interop import foreign_of
 from shardproof.loading import Checkpoint, open_storage
 from shardproof.state import register_by_name
 
-__all__ = ["Work"]
+__all__ = ["ConversionWork"]
 
 _READS = 4
 """Reads in flight of a written checkpoint. It was written past the page cache, and a disk serves several
 reads faster than one (benchmarks/interop.py)."""
 
 
-class Work:
+class ConversionWork:
     """One process's part of a conversion. The constructor opens the source and plans.
 
     Args:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardproof.demo.story import Layout, Story, Task
+from shardproof.demo.story import RankLayout, Story, Task
 
 __all__ = ["FAILED", "FAULTS", "RESTART", "FaultRun", "FaultStory", "FaultTask"]
 
@@ -69,7 +69,7 @@ class FaultStory:
     """
 
     fault: str
-    layout: Layout
+    layout: RankLayout
     steps: int
     save_every: int
 

@@ -27,11 +27,11 @@ from torch.distributed.tensor.parallel import (
 
 from shardproof import fsdp, optim
 from shardproof.demo.model import Transformer
-from shardproof.demo.story import Layout
+from shardproof.demo.story import RankLayout
 from shardproof.state import LocalRange, SlotProvider, as_bytes
 
 __all__ = [
-    "Place",
+    "RankPosition",
     "average_gradients",
     "clip_gradients",
     "digest_of",
@@ -43,7 +43,7 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankPosition:
     """The position of a rank in its layout."""
 
     mesh: DeviceMesh | None
@@ -51,7 +51,7 @@ class Place:
     data_rank: int
 
     @classmethod
-    def of(cls, layout: Layout, device: torch.device) -> Place:
+    def of(cls, layout: RankLayout, device: torch.device) -> RankPosition:
         """This rank's position. All ranks of the default process group must call it."""
         if layout.ranks == 1:
             return cls(None, 0)
@@ -83,7 +83,7 @@ def _leave(_module: nn.Module, output: Any, _mesh: DeviceMesh) -> Any:
     return output.to_local()
 
 
-def spread(model: Transformer, place: Place, sharding: str) -> None:
+def spread(model: Transformer, place: RankPosition, sharding: str) -> None:
     """Shard `model` in place: tensor parallel over the mesh's "tensor" dimension, `sharding` over "data".
 
     Tensor parallelism shards the rows of the projections into heads and hidden units. FSDP2 shards each
@@ -126,7 +126,7 @@ def _block_plan() -> dict[str, ParallelStyle]:
     return plan
 
 
-def average_gradients(model: nn.Module, place: Place) -> None:
+def average_gradients(model: nn.Module, place: RankPosition) -> None:
     """Average the gradients of unsharded parameters over the data-parallel ranks."""
     group = place.data_group
     if group is None:
@@ -147,7 +147,7 @@ LEARNING_RATE = 3e-3
 BETAS = (0.9, 0.95)
 
 
-def make_optimizer(model: nn.Module, layout: Layout, place: Place) -> torch.optim.Optimizer:
+def make_optimizer(model: nn.Module, layout: RankLayout, place: RankPosition) -> torch.optim.Optimizer:
     """Make an AdamW optimizer with weight decay for matrices, and none for norms and gains."""
     if layout.optimizer == "distributed":
         return optim.DistributedOptimizer(
@@ -172,7 +172,7 @@ def _options(parameter: torch.Tensor) -> dict[str, Any]:
     return {"weight_decay": 0.1 if parameter.ndim > 1 else 0.0}
 
 
-def finish_gradients(model: nn.Module, layout: Layout, place: Place) -> None:
+def finish_gradients(model: nn.Module, layout: RankLayout, place: RankPosition) -> None:
     """Average the gradients over the data-parallel ranks, unless backward or the optimizer's step does."""
     if layout.sharding == "none" and layout.optimizer != "distributed":
         average_gradients(model, place)

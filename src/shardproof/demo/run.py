@@ -24,7 +24,7 @@ from shardproof.demo.evidence import (
     stored_facts,
 )
 from shardproof.demo.launch import DemoError, Job
-from shardproof.demo.story import LOSS_TOLERANCE, STORAGES, Layout, Record, Story, Task
+from shardproof.demo.story import LOSS_TOLERANCE, STORAGES, RankLayout, Record, Story, Task
 from shardproof.storage import storage_at
 
 __all__ = ["DemoEvent", "demo_folder", "ignore", "run_demo"]
@@ -215,7 +215,7 @@ class _Demo:
     def _task(
         self,
         name: str,
-        layout: Layout,
+        layout: RankLayout,
         *,
         stop: int,
         save_every: int = 0,

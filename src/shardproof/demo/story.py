@@ -18,7 +18,7 @@ __all__ = [
     "OPTIMIZERS",
     "SHARDINGS",
     "STORAGES",
-    "Layout",
+    "RankLayout",
     "Record",
     "Story",
     "Task",
@@ -38,7 +38,7 @@ _SHARDING_NAMES = {"fsdp2": "FSDP2", "flat": "flat", "none": "DP"}
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class RankLayout:
     """The numbers of data-parallel and tensor-parallel ranks, the sharding and the optimizer."""
 
     data: int
@@ -51,7 +51,7 @@ class Layout:
     """Fraction of the elements that the hybrid optimizer updates on the CPU."""
 
     @classmethod
-    def of(cls, ranks: int, sharding: str = "fsdp2", optimizer: str = "adamw") -> Layout:
+    def of(cls, ranks: int, sharding: str = "fsdp2", optimizer: str = "adamw") -> RankLayout:
         """A layout of data-parallel ranks.
 
         Raises:
@@ -71,7 +71,7 @@ class Layout:
             )
         return cls(ranks, sharding=sharding, optimizer=optimizer)
 
-    def widest(self) -> Layout:
+    def widest(self) -> RankLayout:
         """The layout with the same number of ranks, and tensor parallelism of 2 for even numbers from 4 on.
 
         >>> str(Layout(4).widest()), str(Layout(3).widest()), str(Layout(1).widest())
@@ -123,7 +123,7 @@ class Story:
     (8, 12, (16, 24))
     """
 
-    layout: Layout
+    layout: RankLayout
     """Layout of the runs before the kill, and of the resume on the same layout."""
     resume_ranks: tuple[int, ...]
     steps: int
@@ -155,11 +155,11 @@ class Story:
                 f"steps is {steps}: it must be a multiple of save_every, {save_every}, and at least {least}, "
                 f"for two saves, one interrupted save and {len(resume_ranks)} resumed runs"
             )
-        layout = Layout.of(ranks, sharding, optimizer).widest()
+        layout = RankLayout.of(ranks, sharding, optimizer).widest()
         return cls(layout, tuple(resume_ranks), steps, save_every)
 
     @property
-    def resume_layouts(self) -> tuple[Layout, ...]:
+    def resume_layouts(self) -> tuple[RankLayout, ...]:
         """Layouts of the runs on other ranks. The hybrid optimizer's CPU fraction changes too: 1, 0, 1, ...
 
         >>> story = Story.of(4, (3, 1), 24, 4, optimizer="hybrid", sharding="flat")
@@ -206,7 +206,7 @@ class Task:
     text: str
     """File with the text to train on."""
     device: str
-    layout: Layout
+    layout: RankLayout
     checkpoints: str
     """The run folder of the `Checkpointer`, or its URL."""
     horizon: int
@@ -228,7 +228,7 @@ class Task:
     def read(cls, path: Path) -> Self:
         """Read a task from a file that `write` made."""
         values = json.loads(path.read_text())
-        return cls(**values | {"layout": Layout(**values["layout"])})
+        return cls(**values | {"layout": RankLayout(**values["layout"])})
 
     def write(self) -> Path:
         """Writes the task to a file in its folder; returns the path."""

@@ -30,7 +30,7 @@ import shardproof as sp
 from shardproof._utils.topology import ranks_here
 from shardproof.demo.model import ModelSize, TextLoader, Transformer
 from shardproof.demo.parallel import (
-    Place,
+    RankPosition,
     clip_gradients,
     finish_gradients,
     make_optimizer,
@@ -112,7 +112,7 @@ class Trainer:
         # A resumed run starts from other weights and generators than the previous run, so that only the
         # checkpoint can give the right state.
         size = ModelSize()
-        self.place = Place.of(task.layout, self.device)
+        self.place = RankPosition.of(task.layout, self.device)
         self.model = Transformer(size, seed=task.seed).to(self.device)
         spread(self.model, self.place, task.layout.sharding)
         self.record("model", parameters=sum(parameter.numel() for parameter in self.model.parameters()))

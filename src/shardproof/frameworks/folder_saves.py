@@ -23,7 +23,7 @@ import torch
 import shardproof as sp
 from shardproof.format import MANIFEST_NAME, read_manifest
 from shardproof.frameworks.rank_work import on_rank_0
-from shardproof.loading import Options, load_from
+from shardproof.loading import LoadOptions, load_from
 from shardproof.rendezvous import Rendezvous, check_group, connect
 from shardproof.saving import Saver
 from shardproof.storage import LocalStorage
@@ -158,7 +158,7 @@ class FolderSaves:
         self._connected().settle()
         assert self._rendezvous is not None
         with self._rendezvous.operation(f"load {source.location}"):
-            return load_from(source, state, self._rendezvous, Options(**options, format="shardproof"))
+            return load_from(source, state, self._rendezvous, LoadOptions(**options, format="shardproof"))
 
     def choose(self, run: str | os.PathLike[str], find: Callable[[], str | None]) -> str | None:
         """The checkpoint that rank 0 finds. All ranks call it, after the end of the current save.

@@ -9,15 +9,15 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from shardproof.fsdp.schedule import Schedule, is_backward
-from shardproof.fsdp.unit import Unit, units_in
+from shardproof.fsdp.schedule import UnitSchedule, is_backward
+from shardproof.fsdp.unit import ShardedUnit, units_in
 
 __all__ = ["install"]
 
 _SCHEDULE = "_shardproof_schedule"
 
 
-def install(unit: Unit) -> None:
+def install(unit: ShardedUnit) -> None:
     """Installs the hooks in the unit's module."""
     unit.module.register_forward_pre_hook(partial(_before_forward, unit), prepend=True, with_kwargs=True)
     unit.module.register_forward_hook(partial(_after_forward, unit), always_call=True)
@@ -27,19 +27,19 @@ def install(unit: Unit) -> None:
     unit.module.__dict__["_apply"] = partial(_apply, unit)
 
 
-def _schedule(unit: Unit) -> Schedule:
+def _schedule(unit: ShardedUnit) -> UnitSchedule:
     """The schedule of the outermost module around this unit. The first forward makes it."""
     schedule = unit.__dict__.get(_SCHEDULE)
     if schedule is None:
         units = units_in(unit.module)
-        schedule = Schedule(units)
+        schedule = UnitSchedule(units)
         for inner in units:
             inner.__dict__[_SCHEDULE] = schedule
-    assert isinstance(schedule, Schedule)
+    assert isinstance(schedule, UnitSchedule)
     return schedule
 
 
-def _before_forward(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
+def _before_forward(unit: ShardedUnit, module: nn.Module, args: Any, kwargs: Any) -> Any:
     _schedule(unit).enter(unit)
     if unit.precision.cast_inputs and unit.precision.compute_dtype is not None:
         args, kwargs = tree_map_only(
@@ -50,7 +50,7 @@ def _before_forward(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> An
     return args, kwargs
 
 
-def _after_forward(unit: Unit, module: nn.Module, args: Any, output: Any) -> Any:
+def _after_forward(unit: ShardedUnit, module: nn.Module, args: Any, output: Any) -> Any:
     _schedule(unit).leave(unit)
     if unit.precision.output_dtype is not None:
         output = tree_map_only(torch.Tensor, partial(_cast, unit.precision.output_dtype), output)
@@ -61,17 +61,17 @@ def _after_forward(unit: Unit, module: nn.Module, args: Any, output: Any) -> Any
     return output
 
 
-def _settle(unit: Unit, *details: Any) -> None:
+def _settle(unit: ShardedUnit, *details: Any) -> None:
     """Restores sharded parameters after a failed pass, and adopts those that `assign=True` replaced."""
     unit.show_sharded()
     unit.adopt_changes()
 
 
-def _before_backward(unit: Unit, gradient: torch.Tensor) -> None:
+def _before_backward(unit: ShardedUnit, gradient: torch.Tensor) -> None:
     _schedule(unit).enter_backward(unit)
 
 
-def _watch_inputs(unit: Unit, inputs: Any) -> Any:
+def _watch_inputs(unit: ShardedUnit, inputs: Any) -> Any:
     leaves, structure = tree_flatten(inputs)
     positions = [k for k, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     if not positions:
@@ -88,7 +88,7 @@ class _LeaveBackward(torch.autograd.Function):
     """The identity on a unit's inputs. Its forward runs first in the unit, so its backward runs last."""
 
     @staticmethod
-    def forward(ctx: Any, unit: Unit, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, unit: ShardedUnit, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.unit = unit
         return inputs
 
@@ -102,7 +102,7 @@ def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
-def _apply(unit: Unit, function: Any, recurse: bool = True) -> nn.Module:
+def _apply(unit: ShardedUnit, function: Any, recurse: bool = True) -> nn.Module:
     """Makes the flat buffers adopt the parameters that `to_empty`, `to` and others replace."""
     apply: Any = type(unit.module)._apply
     unit.show_sharded()

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardproof.fsdp.unit import Unit, units_in
+from shardproof.fsdp.unit import ShardedUnit, units_in
 
 __all__ = ["materialize"]
 
@@ -65,7 +65,7 @@ def materialize(
 
 
 @torch.no_grad()
-def _materialize(unit: Unit, device: torch.device, initialize: Callable[[nn.Module], None]) -> None:
+def _materialize(unit: ShardedUnit, device: torch.device, initialize: Callable[[nn.Module], None]) -> None:
     buffers = [buffer for buffer in unit.buffers if buffer.device.type == "meta"]
     whole = []
     for buffer in buffers:

@@ -9,9 +9,9 @@ from torch.autograd import Variable
 
 from shardproof.fsdp.lanes import Lane
 from shardproof.fsdp.reduce import GradientFlags, Reduction
-from shardproof.fsdp.unit import SharedUnits, Unit
+from shardproof.fsdp.unit import ShardedUnit, SharedUnits
 
-__all__ = ["Schedule", "is_backward"]
+__all__ = ["UnitSchedule", "is_backward"]
 
 
 def is_backward() -> bool:
@@ -19,7 +19,7 @@ def is_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-class Schedule:
+class UnitSchedule:
     """The forward and backward passes of the units of one model.
 
     Every decision depends on the order in which units run, and never on which gradients exist. So ranks that
@@ -32,7 +32,7 @@ class Schedule:
         run is freed at the end of the pass.
     """
 
-    def __init__(self, units: list[Unit]) -> None:
+    def __init__(self, units: list[ShardedUnit]) -> None:
         self.units = units
         device = units[0].device
         shared = SharedUnits(Lane(device), Lane(device))
@@ -40,18 +40,18 @@ class Schedule:
             unit.shared = shared
             unit.on_gradient = partial(self._note_gradient, unit)
         self._pool = shared.pool
-        self._running: list[Unit] = []
+        self._running: list[ShardedUnit] = []
         """Units whose forward is running, the outermost first."""
-        self._order: list[Unit] = []
-        self._expected: list[Unit] = []
+        self._order: list[ShardedUnit] = []
+        self._expected: list[ShardedUnit] = []
         self._cursor = 0
-        self._finished: list[Unit] = []
+        self._finished: list[ShardedUnit] = []
         """Units whose forward has ended and whose backward has not begun, in the order of the forward."""
-        self._to_reduce: dict[Unit, None] = {}
+        self._to_reduce: dict[ShardedUnit, None] = {}
         self._sent: list[Reduction] = []
         self._ending = False
 
-    def enter(self, unit: Unit) -> None:
+    def enter(self, unit: ShardedUnit) -> None:
         """Before a unit's forward: gathers its parameters, and begins to gather those of the next units."""
         again = is_backward()
         if not again:
@@ -66,7 +66,7 @@ class Schedule:
             self._to_reduce[unit] = None
         unit.show_whole()
 
-    def leave(self, unit: Unit) -> None:
+    def leave(self, unit: ShardedUnit) -> None:
         """After a unit's forward, also if it raised."""
         again = is_backward()
         if not (again and unit.in_backward):
@@ -89,7 +89,7 @@ class Schedule:
                 if other not in ran or not with_grad:
                     other.free()
 
-    def enter_backward(self, unit: Unit) -> None:
+    def enter_backward(self, unit: ShardedUnit) -> None:
         """Before a unit's backward: gathers its parameters again, and begins with those of the next units."""
         self._ensure_end()
         if not unit.in_backward:
@@ -100,7 +100,7 @@ class Schedule:
             self._gather_before(unit)
         unit.wait_for_gather()
 
-    def leave_backward(self, unit: Unit) -> None:
+    def leave_backward(self, unit: ShardedUnit) -> None:
         """After a unit's backward: begins to reduce its gradients, and frees its parameters."""
         unit.calls = max(unit.calls - 1, 0)
         if unit.calls == 0:
@@ -122,12 +122,12 @@ class Schedule:
             self._ending = True
             Variable._execution_engine.queue_callback(self.end_backward)
 
-    def _note_gradient(self, unit: Unit) -> None:
+    def _note_gradient(self, unit: ShardedUnit) -> None:
         """Records a gradient. It may not come by the unit's output, if an attribute refers to the loss."""
         self._ensure_end()
         self._to_reduce.setdefault(unit)
 
-    def _run(self, unit: Unit) -> None:
+    def _run(self, unit: ShardedUnit) -> None:
         if unit in self._running:  # an interrupt ended its forward without its hook
             first = self._running.index(unit)
             for other in self._running[first:]:
@@ -155,7 +155,7 @@ class Schedule:
         for unit in self.units:
             unit.forget_old()
 
-    def _gather_ahead(self, unit: Unit) -> None:
+    def _gather_ahead(self, unit: ShardedUnit) -> None:
         try:
             self._cursor = self._expected.index(unit, self._cursor) + 1
         except ValueError:  # the order of units has changed
@@ -164,14 +164,14 @@ class Schedule:
             other.adopt_changes()
             other.gather()
 
-    def _gather_before(self, unit: Unit) -> None:
+    def _gather_before(self, unit: ShardedUnit) -> None:
         found = [index for index, other in enumerate(self._finished) if other is unit]
         if found:
             del self._finished[found[-1] :]
             for other in self._finished[: -unit.prefetch - 1 : -1]:
                 other.gather()
 
-    def _end_unit(self, unit: Unit) -> None:
+    def _end_unit(self, unit: ShardedUnit) -> None:
         if unit.in_backward:
             unit.in_backward = False
             unit.show_sharded()

@@ -13,7 +13,7 @@ from shardproof.fsdp.hooks import install
 from shardproof.fsdp.mesh_ranks import MeshRanks, spec_of
 from shardproof.fsdp.packing import pack
 from shardproof.fsdp.precision import MixedPrecision, Strategy, check_strategy
-from shardproof.fsdp.unit import UNIT, Unit, unit_of
+from shardproof.fsdp.unit import UNIT, ShardedUnit, unit_of
 from shardproof.fsdp.unit_parameter import UnitParameter
 from shardproof.state import LOCAL, local_tensor
 
@@ -98,7 +98,7 @@ def fully_shard(
         buffers += _buffers(alike, ranks, precision, strategy, device)
     if not buffers and not any(unit_of(part) for part in module.modules()):
         raise ValueError(f"{type(module).__name__} has no parameters to shard")
-    unit = Unit(
+    unit = ShardedUnit(
         module,
         buffers,
         ranks,

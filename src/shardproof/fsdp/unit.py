@@ -17,7 +17,15 @@ from shardproof.fsdp.precision import MixedPrecision, Strategy
 from shardproof.fsdp.reduce import GradientPool, Reduction
 from shardproof.fsdp.unit_parameter import UnitParameter
 
-__all__ = ["UNIT", "SharedUnits", "Unit", "no_sync", "set_requires_gradient_sync", "unit_of", "units_in"]
+__all__ = [
+    "UNIT",
+    "ShardedUnit",
+    "SharedUnits",
+    "no_sync",
+    "set_requires_gradient_sync",
+    "unit_of",
+    "units_in",
+]
 
 UNIT = "_shardproof_fsdp"
 """Attribute of a module: its unit."""
@@ -32,7 +40,7 @@ class SharedUnits:
     pool: GradientPool = field(default_factory=GradientPool)
 
 
-class Unit:
+class ShardedUnit:
     """One module's own parameters, sharded together.
 
     Args:
@@ -191,14 +199,14 @@ def _no_schedule() -> None:
     raise AssertionError("a gradient arrived before the unit's first forward")
 
 
-def unit_of(module: nn.Module) -> Unit | None:
+def unit_of(module: nn.Module) -> ShardedUnit | None:
     """The unit of a module; None if `fully_shard` was not called on it."""
     unit = module.__dict__.get(UNIT)
-    assert unit is None or isinstance(unit, Unit)
+    assert unit is None or isinstance(unit, ShardedUnit)
     return unit
 
 
-def units_in(module: nn.Module) -> list[Unit]:
+def units_in(module: nn.Module) -> list[ShardedUnit]:
     """All units in a module, its own first, in the order of registration.
 
     Raises:

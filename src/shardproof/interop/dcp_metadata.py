@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardproof.interop.pickle_writer import Call, Named, write_pickle
+from shardproof.interop.pickle_writer import Named, PickledCall, write_pickle
 
-__all__ = ["Place", "StoredChunk", "metadata_pickle"]
+__all__ = ["EntryPosition", "StoredChunk", "metadata_pickle"]
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
@@ -20,7 +20,7 @@ _PROPERTIES = "torch.distributed._shard.sharded_tensor.metadata"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class EntryPosition:
     """The position of an entry in a file."""
 
     file: str
@@ -34,13 +34,13 @@ class StoredChunk:
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    place: Place
+    place: EntryPosition
 
 
 def metadata_pickle(
     tensors: Mapping[str, tuple[str, tuple[int, ...], Sequence[StoredChunk]]],
     aliases: Mapping[str, str],
-    objects: Mapping[str, Place],
+    objects: Mapping[str, EntryPosition],
     paths: Mapping[str, tuple[str | int, ...]] | None,
 ) -> bytes:
     """The bytes of a ``.metadata`` file.
@@ -58,18 +58,18 @@ class _Metadata:
     """Builds the objects. Equal sizes and properties are one object, so that the pickle is short."""
 
     def __init__(self) -> None:
-        self._sizes: dict[tuple[int, ...], Call] = {}
-        self._properties: dict[str, Call] = {}
+        self._sizes: dict[tuple[int, ...], PickledCall] = {}
+        self._properties: dict[str, PickledCall] = {}
 
     def pickled(
         self,
         tensors: Mapping[str, tuple[str, tuple[int, ...], Sequence[StoredChunk]]],
         aliases: Mapping[str, str],
-        objects: Mapping[str, Place],
+        objects: Mapping[str, EntryPosition],
         paths: Mapping[str, tuple[str | int, ...]] | None,
     ) -> bytes:
-        described: dict[str, Call] = {}
-        stored: dict[Call, Call] = {}
+        described: dict[str, PickledCall] = {}
+        stored: dict[PickledCall, PickledCall] = {}
         for key, place in objects.items():
             described[key] = _made(_METADATA, "BytesStorageMetadata", None)
             stored[_made(_METADATA, "MetadataIndex", {"fqn": key, "index": None})] = _info(place)
@@ -88,11 +88,11 @@ class _Metadata:
         }
         return write_pickle(_made(_METADATA, "Metadata", metadata), 4)
 
-    def _tensor(self, dtype: str, shape: tuple[int, ...], chunks: Sequence[StoredChunk]) -> Call:
+    def _tensor(self, dtype: str, shape: tuple[int, ...], chunks: Sequence[StoredChunk]) -> PickledCall:
         boxes = [{"offsets": self._size(item.offsets), "sizes": self._size(item.sizes)} for item in chunks]
         if dtype not in self._properties:
-            layout = Call(Named("torch.serialization", "_get_layout"), ("torch.strided",))
-            contiguous = Call(Named(_PROPERTIES, "MEM_FORMAT_ENCODING"), (0,))
+            layout = PickledCall(Named("torch.serialization", "_get_layout"), ("torch.strided",))
+            contiguous = PickledCall(Named(_PROPERTIES, "MEM_FORMAT_ENCODING"), (0,))
             fields = (Named("torch", dtype), layout, False, contiguous, False)
             self._properties[dtype] = _made(_PROPERTIES, "TensorProperties", fields)
         state = {
@@ -102,14 +102,14 @@ class _Metadata:
         }
         return _made(_METADATA, "TensorStorageMetadata", state)
 
-    def _size(self, sizes: tuple[int, ...]) -> Call:
-        return self._sizes.setdefault(sizes, Call(Named("torch", "Size"), (sizes,)))
+    def _size(self, sizes: tuple[int, ...]) -> PickledCall:
+        return self._sizes.setdefault(sizes, PickledCall(Named("torch", "Size"), (sizes,)))
 
 
-def _info(place: Place) -> Call:
+def _info(place: EntryPosition) -> PickledCall:
     state = {"relative_path": place.file, "offset": place.start, "length": place.nbytes}
     return _made(_FILESYSTEM, "_StorageInfo", state)
 
 
-def _made(module: str, name: str, state: Any) -> Call:
-    return Call(Named(module, name), state=state, is_new=True)
+def _made(module: str, name: str, state: Any) -> PickledCall:
+    return PickledCall(Named(module, name), state=state, is_new=True)

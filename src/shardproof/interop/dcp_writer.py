@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from shardproof._utils.humanize import listed
 from shardproof.dtypes import DTYPES
 from shardproof.geometry import Boxes, cut
-from shardproof.interop.dcp_metadata import Place, StoredChunk, metadata_pickle
+from shardproof.interop.dcp_metadata import EntryPosition, StoredChunk, metadata_pickle
 from shardproof.interop.state_paths import state_paths
 from shardproof.interop.torch_archive import ArchiveTensor, TorchArchive, archive_of
 from shardproof.interop.writer import (
@@ -104,10 +104,12 @@ class DcpWriter(FormatWriter):
             records,
             lambda name, record: [(name, sum(nbytes for _, nbytes in record["entries"]))],
         )
-        objects: dict[str, Place] = {}
+        objects: dict[str, EntryPosition] = {}
         chunks: dict[str, list[StoredChunk]] = {key: [] for key in self._contents.tensors}
         for number, unit in enumerate(self.units):
-            places = [Place(unit.name, start, nbytes) for start, nbytes in records[unit.name]["entries"]]
+            places = [
+                EntryPosition(unit.name, start, nbytes) for start, nbytes in records[unit.name]["entries"]
+            ]
             if number == 0:
                 objects = dict(zip(self._objects, places, strict=False))
             for (key, offsets, sizes), place in zip(

@@ -32,7 +32,7 @@ from shardproof.interop.pickle_data import Opaque
 from shardproof.interop.reader import Foreign
 from shardproof.interop.torch_folder import shape_of
 from shardproof.interop.torch_tensors import TorchTensor
-from shardproof.interop.zero_partitions import Piece, cut_pieces, joined_pieces, mapped_pieces
+from shardproof.interop.zero_partitions import PartitionPart, cut_pieces, joined_pieces, mapped_pieces
 
 __all__ = ["DeepSpeedReader"]
 
@@ -200,7 +200,7 @@ class DeepSpeedReader(DeepSpeedStates):
 
     def _pieces(
         self, first: str, ranks: Sequence[_RankFile], shapes: Sequence[Mapping[str, tuple[int, ...]]]
-    ) -> dict[str, list[Piece]]:
+    ) -> dict[str, list[PartitionPart]]:
         """The pieces of each parameter by name."""
         for rank in ranks:
             if len(rank.weights) != len(ranks[0].weights):
@@ -220,14 +220,14 @@ class DeepSpeedReader(DeepSpeedStates):
                 f"it has the shapes of {len(shapes)} groups, expected {len(ranks[0].weights)} as in "
                 f"{ranks[0].name}",
             )
-        pieces: dict[str, list[Piece]] = {}
+        pieces: dict[str, list[PartitionPart]] = {}
         for row, group in enumerate(shapes):
             pieces |= self._group_pieces(ranks, row, group)
         return pieces
 
     def _group_pieces(
         self, ranks: Sequence[_RankFile], row: int, shapes: Mapping[str, tuple[int, ...]]
-    ) -> dict[str, list[Piece]]:
+    ) -> dict[str, list[PartitionPart]]:
         """The pieces of a group at stages 1 and 2: as ranks record them, else in the order of `shapes`."""
         recorded = [rank.state.get("param_slice_mappings") for rank in ranks]
         mapped = mapped_pieces(shapes, row, [_slices(item[row]) for item in recorded if item is not None])
@@ -242,7 +242,7 @@ class DeepSpeedReader(DeepSpeedStates):
         self,
         ranks: Sequence[_RankFile],
         shapes: Mapping[str, tuple[int, ...]],
-        pieces: Mapping[str, Sequence[Piece]],
+        pieces: Mapping[str, Sequence[PartitionPart]],
     ) -> None:
         for name, found in pieces.items():
             self.add_flat(f"fp32.{name}", shapes[name], found, [(rank.name, rank.weights) for rank in ranks])
@@ -256,7 +256,7 @@ class DeepSpeedReader(DeepSpeedStates):
                     self.add_flat(where, shapes[name], found, states)
 
 
-def _names_of_groups(pieces: Mapping[str, Sequence[Piece]], count: int) -> list[dict[str, None]]:
+def _names_of_groups(pieces: Mapping[str, Sequence[PartitionPart]], count: int) -> list[dict[str, None]]:
     """Names of the parameters in each flat tensor, in order."""
     names: list[dict[str, None]] = [{} for _ in range(count)]
     for name, found in pieces.items():

@@ -12,7 +12,7 @@ from shardproof.interop.pickle_data import Opaque
 from shardproof.interop.reader import Foreign, StoredBox, TensorDescription, flat_boxes
 from shardproof.interop.torch_folder import TorchFolderReader, shape_of
 from shardproof.interop.torch_tensors import TorchTensor
-from shardproof.interop.zero_partitions import Piece, cut_pieces
+from shardproof.interop.zero_partitions import PartitionPart, cut_pieces
 from shardproof.storage import check_name
 
 __all__ = ["FIRST_MODEL_STATES", "DeepSpeedStates", "tag_folder"]
@@ -185,7 +185,7 @@ class DeepSpeedStates(TorchFolderReader):
         self,
         key: str,
         shape: tuple[int, ...],
-        pieces: Sequence[Piece],
+        pieces: Sequence[PartitionPart],
         ranks: Sequence[tuple[str, Sequence[Any]]],
     ) -> None:
         """Describes a tensor whose pieces lie in flat tensors of ranks.

@@ -206,7 +206,9 @@ class MegatronDistReader(DcpReader):
         if size is None:
             return 0
         found = _json(self.storage, _INTEGRITY)
-        if not isinstance(found, dict) or found.get("algorithm") != "sha256":
+        if not isinstance(found, dict):
+            raise self.fault(_INTEGRITY, "it is not a JSON object, or it is too large")
+        if found.get("algorithm") != "sha256":
             raise self.fault(_INTEGRITY, "its algorithm is unknown; only sha256 is known")
         digests = found.get("files")
         if not isinstance(digests, dict) or not all(isinstance(item, str) for item in digests.values()):

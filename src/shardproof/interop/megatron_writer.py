@@ -17,7 +17,7 @@ from typing import Any
 
 from shardproof.errors import StructureError
 from shardproof.interop.dcp_writer import DcpWriter
-from shardproof.interop.pickle_writer import Call, Named
+from shardproof.interop.pickle_writer import Named, PickledCall
 from shardproof.interop.state_paths import state_paths
 from shardproof.interop.torch_archive import archive_of
 from shardproof.interop.writer import Contents, WriteOptions
@@ -96,7 +96,7 @@ def _common_state(contents: Contents) -> dict[str, Any]:
     if contents.step is not None:
         state.setdefault("iteration", contents.step)
     if isinstance(state.get("args"), dict):
-        state["args"] = Call(Named("argparse", "Namespace"), state=state["args"], is_new=True)
+        state["args"] = PickledCall(Named("argparse", "Namespace"), state=state["args"], is_new=True)
     return state
 
 

@@ -21,7 +21,7 @@ from shardproof.errors import FormatError, ShardproofError, StorageError
 from shardproof.interop.extents import DecodedExtent
 from shardproof.interop.reader import StoredBox, StoredView
 from shardproof.interop.zarr import ZarrArrays
-from shardproof.interop.zarr_chunks import Chunks, chunks_in_shard, clipped, leaf
+from shardproof.interop.zarr_chunks import ZarrChunks, chunks_in_shard, clipped, leaf
 from shardproof.interop.zarr_codecs import import_extra
 from shardproof.interop.zarr_metadata import ArrayMetadata, parse_json
 from shardproof.storage import LocalStorage, Storage
@@ -67,7 +67,7 @@ class OcdbtArrays(ZarrArrays):
         found = self.call(name, lambda: self._store.read(name).result())
         return parse_json(bytes(found.value), f"{self._path}/{name}"), bytes(found.value)
 
-    def chunks_of(self, names: frozenset[str]) -> Chunks:
+    def chunks_of(self, names: frozenset[str]) -> ZarrChunks:
         """Describes the chunks among some entries."""
         return _OcdbtChunks(self, names)
 
@@ -130,8 +130,8 @@ class _OcdbtExtent(DecodedExtent):
         return np.ascontiguousarray(self.read()).reshape(-1).view(np.uint8).data
 
 
-class _OcdbtChunks(Chunks):
-    """Describes the chunks of the arrays in a database; see `Chunks`."""
+class _OcdbtChunks(ZarrChunks):
+    """Describes the chunks of the arrays in a database; see `ZarrChunks`."""
 
     def __init__(self, arrays: OcdbtArrays, names: frozenset[str]) -> None:
         super().__init__(arrays.storage, names)

@@ -1,8 +1,8 @@
 """Writes plain data as a pickle, opcode by opcode: the inverse of `read_pickle`.
 
 Nothing that the pickle names is imported. A class or function is a `Named`, and an object that the reader of
-the pickle makes is a `Call`. The opcodes are those that Python's own pickler writes for protocols 2 and 4,
-without frames.
+the pickle makes is a `PickledCall`. The opcodes are those that Python's own pickler writes for protocols 2
+and 4, without frames.
 
 Reference: ``Lib/pickletools.py`` of CPython, which documents every opcode.
 """
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Call", "Named", "Persistent", "write_pickle"]
+__all__ = ["Named", "Persistent", "PickledCall", "write_pickle"]
 
 _MOST_LEVELS = 200
 _BATCH = 2000
@@ -31,8 +31,8 @@ class Named:
 
 
 @dataclass(eq=False, slots=True)
-class Call:
-    """An object that the reader of the pickle makes. Two references to one `Call` are one object."""
+class PickledCall:
+    """An object that the reader of the pickle makes. Two references to one `PickledCall` are one object."""
 
     function: Named
     args: tuple[Any, ...] = ()
@@ -55,7 +55,8 @@ def write_pickle(value: Any, protocol: int, *, describe: Callable[[Any], Any] | 
     """Pickles a value.
 
     Args:
-        value: None, numbers, strings, bytes, lists, tuples, dicts, sets, `Named`, `Call` and `Persistent`.
+        value: None, numbers, strings, bytes, lists, tuples, dicts, sets, `Named`, `PickledCall` and
+            `Persistent`.
         protocol: 2 or 4.
         describe: returns a value of these kinds for an object of another class, or None to refuse it.
 
@@ -123,7 +124,7 @@ class _Writer:
                 f"an object of {type(value).__module__}.{type(value).__qualname__} is not plain data"
             )
         self._alive.append(value)
-        if isinstance(described, Call):
+        if isinstance(described, PickledCall):
             self._called(described, key, depth)
         else:
             self._save(described, depth)
@@ -171,14 +172,16 @@ class _Writer:
 
     def _blob(self, value: bytes, key: int, depth: int) -> None:
         if self._protocol < 4:
-            self._called(Call(Named("_codecs", "encode"), (value.decode("latin-1"), "latin1")), key, depth)
+            self._called(
+                PickledCall(Named("_codecs", "encode"), (value.decode("latin-1"), "latin1")), key, depth
+            )
         elif len(value) < 256:
             self._parts += [b"C", bytes([len(value)]), value]
         else:
             self._parts += [_header(len(value), b"B", b"\x8e"), value]
 
     def _bytearray(self, value: bytearray, key: int, depth: int) -> None:
-        self._called(Call(Named("builtins", "bytearray"), (bytes(value),)), key, depth)
+        self._called(PickledCall(Named("builtins", "bytearray"), (bytes(value),)), key, depth)
 
     def _tuple(self, value: tuple[Any, ...], key: int, depth: int) -> None:
         opcode = {1: b"\x85", 2: b"\x86", 3: b"\x87"}.get(len(value))
@@ -213,7 +216,7 @@ class _Writer:
 
     def _set(self, value: set[Any], key: int, depth: int) -> None:
         if self._protocol < 4:
-            self._called(Call(Named("builtins", "set"), (list(value),)), key, depth)
+            self._called(PickledCall(Named("builtins", "set"), (list(value),)), key, depth)
             return
         self._parts.append(b"\x8f")
         self._remember(key, value)
@@ -221,14 +224,14 @@ class _Writer:
 
     def _frozenset(self, value: frozenset[Any], key: int, depth: int) -> None:
         if self._protocol < 4:
-            self._called(Call(Named("builtins", "frozenset"), (list(value),)), key, depth)
+            self._called(PickledCall(Named("builtins", "frozenset"), (list(value),)), key, depth)
             return
         self._parts.append(b"(")
         for item in value:
             self._save(item, depth)
         self._parts.append(b"\x91")
 
-    def _called(self, value: Call, key: int, depth: int) -> None:
+    def _called(self, value: PickledCall, key: int, depth: int) -> None:
         self._save(value.function, depth)
         self._save(value.args, depth)
         self._parts.append(b"\x81" if value.is_new else b"R")
@@ -250,7 +253,7 @@ _SAVERS: dict[type, _Save] = {
     frozenset: _Writer._frozenset,
     bytes: _Writer._blob,
     bytearray: _Writer._bytearray,
-    Call: _Writer._called,
+    PickledCall: _Writer._called,
 }
 
 

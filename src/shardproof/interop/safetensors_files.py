@@ -16,7 +16,7 @@ import xxhash
 
 from shardproof.errors import FormatError, NotCommittedError, StorageError
 from shardproof.format import index_name
-from shardproof.interop.beside import PREFIX, Beside
+from shardproof.interop.embedded_values import PREFIX, EmbeddedValues
 from shardproof.interop.hf_index import HfIndex, read_json, top_level_files
 from shardproof.interop.reader import Foreign, FormatReader, StoredBox, TensorDescription
 from shardproof.interop.safetensors_header import SafetensorsHeader, read_safetensors_header
@@ -68,7 +68,7 @@ class SafetensorsReader(FormatReader):
             digest.update(header.raw)
             self._add(name, header, index)
         self.identity = digest.hexdigest()
-        self._beside = self._read_beside(next(iter(names), ""))
+        self._embedded = self._read_embedded(next(iter(names), ""))
         if index is not None:
             self._check_total(index)
         self.notes.append(NO_CHECKSUMS)
@@ -89,11 +89,11 @@ class SafetensorsReader(FormatReader):
 
     def object_keys(self) -> Iterable[str]:
         """Keys of the values that a conversion of shardproof stored. Other writers store no values."""
-        return self._beside.objects
+        return self._embedded.objects
 
     def object(self, key: str, *, trust_pickle: bool = False) -> Any:
         """A value that a conversion of shardproof stored; see `FormatReader.object`."""
-        return self._beside.object(key)
+        return self._embedded.object(key)
 
     def files(self) -> Mapping[str, int | None]:
         """All files, with the sizes that their headers describe."""
@@ -165,17 +165,17 @@ class SafetensorsReader(FormatReader):
         self._sizes[name] = max((tensor.end for tensor in header.tensors.values()), default=header.data_start)
         self.user_metadata = {**header.metadata, **self.user_metadata}
 
-    def _read_beside(self, file: str) -> Beside:
+    def _read_embedded(self, file: str) -> EmbeddedValues:
         """The values that shardproof stored beside the tensors. The other texts are the user's metadata."""
         texts = {key: text for key, text in self.user_metadata.items() if key.startswith(PREFIX)}
         try:
             members = {key: json.loads(text) for key, text in texts.items()}
         except (ValueError, RecursionError) as error:
             raise self.fault(file, f"the texts {', '.join(texts)} are not JSON ({error})") from error
-        beside = Beside.of(members, self.tensors, lambda text: self.fault(file, text))
+        embedded = EmbeddedValues.of(members, self.tensors, lambda text: self.fault(file, text))
         others = {key: text for key, text in self.user_metadata.items() if key not in texts}
-        self.step, self.user_metadata = beside.step, {**others, **beside.metadata}
-        return beside
+        self.step, self.user_metadata = embedded.step, {**others, **embedded.metadata}
+        return embedded
 
     def _check_total(self, index: HfIndex) -> None:
         total = sum(box.nbytes for tensor in self.tensors.values() for box in tensor.boxes)

@@ -23,8 +23,8 @@ from shardproof.dtypes import DTYPES
 from shardproof.errors import FormatError, StructureError
 from shardproof.format import PAGE_BYTES, encode_entries, shard_header
 from shardproof.geometry import row_pointers
-from shardproof.interop.beside import PREFIX, check_aliases, encode_beside
 from shardproof.interop.box_bytes import box_bytes
+from shardproof.interop.embedded_values import PREFIX, check_aliases, encode_embedded
 from shardproof.interop.writer import (
     BoxSource,
     Contents,
@@ -160,8 +160,8 @@ class SafetensorsWriter(FormatWriter):
     def _metadata(self, contents: Contents) -> dict[str, str]:
         """The texts beside the tensors."""
         texts, others = _texts(contents.metadata)
-        beside = encode_beside(replace(contents, metadata=others))
-        return texts | {name: json.dumps(value, allow_nan=False) for name, value in beside.items()}
+        embedded = encode_embedded(replace(contents, metadata=others))
+        return texts | {name: json.dumps(value, allow_nan=False) for name, value in embedded.items()}
 
 
 class HuggingFaceWriter(SafetensorsWriter):

@@ -33,7 +33,7 @@ from shardproof.dtypes import DTYPES
 from shardproof.errors import StructureError
 from shardproof.geometry import Boxes, cut, row_major_strides
 from shardproof.interop.extents import crc32
-from shardproof.interop.pickle_writer import Call, Named, Persistent, write_pickle
+from shardproof.interop.pickle_writer import Named, Persistent, PickledCall, write_pickle
 from shardproof.interop.torch_tensors import STORAGE_DTYPES
 from shardproof.interop.writer import BoxSource
 
@@ -269,16 +269,16 @@ class TorchArchive:
         if isinstance(value, torch.dtype):
             return Named("torch", str(value).removeprefix("torch."))
         if isinstance(value, torch.Size):
-            return Call(Named("torch", "Size"), (tuple(value),))
+            return PickledCall(Named("torch", "Size"), (tuple(value),))
         if isinstance(value, torch.device):
             index = () if value.index is None else (value.index,)
-            return Call(Named("torch", "device"), (value.type, *index))
+            return PickledCall(Named("torch", "device"), (value.type, *index))
         if type(value) is complex:
-            return Call(Named("builtins", "complex"), (value.real, value.imag))
+            return PickledCall(Named("builtins", "complex"), (value.real, value.imag))
         is_record = dataclasses.is_dataclass(value) and not isinstance(value, type)
         return _reduced(value) if is_record or isinstance(value, _PLAIN_CLASSES) else None
 
-    def _rebuilt(self, tensor: ArchiveTensor) -> Call:
+    def _rebuilt(self, tensor: ArchiveTensor) -> PickledCall:
         """The call with which torch builds a tensor from its storage."""
         number = len(self._tensors)
         self._tensors.append(tensor)
@@ -287,10 +287,10 @@ class TorchArchive:
         storage = Named("torch", kind) if kind else Named("torch.storage", "UntypedStorage")
         identifier = Persistent(("storage", storage, str(number), "cpu", count))
         strides = tuple(row_major_strides([max(size, 1) for size in tensor.shape]))
-        args = (identifier, 0, tensor.shape, strides, False, Call(Named("collections", "OrderedDict")))
+        args = (identifier, 0, tensor.shape, strides, False, PickledCall(Named("collections", "OrderedDict")))
         if kind:
-            return Call(Named("torch._utils", "_rebuild_tensor_v2"), args)
-        return Call(Named("torch._utils", "_rebuild_tensor_v3"), (*args, Named("torch", tensor.dtype)))
+            return PickledCall(Named("torch._utils", "_rebuild_tensor_v2"), args)
+        return PickledCall(Named("torch._utils", "_rebuild_tensor_v3"), (*args, Named("torch", tensor.dtype)))
 
 
 def archive_of(key: str, value: Any, format_name: str) -> TorchArchive:
@@ -320,7 +320,7 @@ class _Parts(list[bytes]):
         self.append(bytes(data))
 
 
-def _reduced(value: Any) -> Call | None:
+def _reduced(value: Any) -> PickledCall | None:
     """The call that ``__reduce_ex__`` of a value gives; None if the value has list items."""
     reduced = value.__reduce_ex__(2)
     function, args, state, items, pairs = (*reduced, None, None, None)[:5]
@@ -330,7 +330,7 @@ def _reduced(value: Any) -> Call | None:
     if is_new:
         function, *args = args
     named = tuple(_name(item) if isinstance(item, type) else item for item in args)
-    return Call(_name(function), named, state, pairs or (), is_new)
+    return PickledCall(_name(function), named, state, pairs or (), is_new)
 
 
 def _name(value: Any) -> Named:

@@ -21,7 +21,7 @@ import xxhash
 from shardproof.errors import StorageError
 from shardproof.interop.pickle_data import read_pickle
 from shardproof.interop.reader import Foreign
-from shardproof.interop.torch_checkpointing_metadata import held_tensors
+from shardproof.interop.torch_checkpointing_metadata import sharded_tensors
 from shardproof.interop.torch_rank_files import RankFilesReader
 from shardproof.storage import check_name
 
@@ -53,7 +53,7 @@ class TorchCheckpointingReader(RankFilesReader):
                 raise ValueError(f"world_size is {self.world_size!r:.100}")
             described = metadata["metadata"]
             for item, files in self._items(described).items():
-                self.add_item(item, files, held_tensors(described.get(item)))
+                self.add_item(item, files, sharded_tensors(described.get(item)))
         except ValueError as error:
             raise self.fault(_METADATA, f"{error}: it is damaged, or does not fit the files") from error
         except (AttributeError, IndexError, KeyError, OverflowError, TypeError) as error:

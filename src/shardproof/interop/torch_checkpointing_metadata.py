@@ -12,14 +12,14 @@ import numpy as np
 from shardproof.geometry import Boxes, IndexMap
 from shardproof.interop.pickled_dtensors import MeshPlacements
 from shardproof.interop.torch_folder import shape_of
-from shardproof.interop.torch_rank_files import HeldTensor
+from shardproof.interop.torch_rank_files import ShardedTensorParts
 
-__all__ = ["held_tensors"]
+__all__ = ["sharded_tensors"]
 
 Path = tuple[str, ...]
 
 
-def held_tensors(described: Mapping[str, Any] | None) -> dict[Path, HeldTensor]:
+def sharded_tensors(described: Mapping[str, Any] | None) -> dict[Path, ShardedTensorParts]:
     """By path, how ranks hold the tensors of an item.
 
     Raises:
@@ -43,7 +43,7 @@ def held_tensors(described: Mapping[str, Any] | None) -> dict[Path, HeldTensor]:
                 raise ValueError(f"the sharding {kind!r:.100} of {'.'.join(path)} is not supported")
         if len(shapes) != 1 or (cuts and maps):
             raise ValueError(f"{'.'.join(path)} has several shapes: {sorted(shapes)}")
-        found[path] = HeldTensor(shapes.pop(), cuts, maps)
+        found[path] = ShardedTensorParts(shapes.pop(), cuts, maps)
     return found
 
 

@@ -28,11 +28,11 @@ from shardproof.interop.torch_folder import TorchFolderReader
 from shardproof.interop.torch_save import TorchObject
 from shardproof.interop.torch_tensors import TorchTensor
 
-__all__ = ["HeldTensor", "RankFilesReader"]
+__all__ = ["RankFilesReader", "ShardedTensorParts"]
 
 
 @dataclass(frozen=True, slots=True)
-class HeldTensor:
+class ShardedTensorParts:
     """The parts of a tensor on each rank: either `cuts` of DTensors, or `maps`."""
 
     shape: tuple[int, ...]
@@ -51,7 +51,7 @@ class RankFilesReader(TorchFolderReader):
     """Files of ``torch.save``, one for each rank and item; see `FormatReader`."""
 
     def add_item(
-        self, item: str, files: Mapping[int, str], shardings: Mapping[tuple[str, ...], HeldTensor]
+        self, item: str, files: Mapping[int, str], shardings: Mapping[tuple[str, ...], ShardedTensorParts]
     ) -> None:
         """Describes the values of an item, from the files of all ranks.
 
@@ -109,7 +109,9 @@ class RankFilesReader(TorchFolderReader):
         for key, places in values.items():
             self._add_ranks(f"{item}.{key}", places, dict.fromkeys(places, (key,)))
 
-    def _add_merged(self, key: str, places: Mapping[int, tuple[str, Any]], sharding: HeldTensor) -> None:
+    def _add_merged(
+        self, key: str, places: Mapping[int, tuple[str, Any]], sharding: ShardedTensorParts
+    ) -> None:
         """Describes a tensor from the parts or copies on the ranks."""
         ranks = sorted(sharding.ranks)
         tensors = {}
@@ -239,10 +241,10 @@ def _crc(view: StoredView) -> Any:
     return None if crc is None else (crc, extent.nbytes)
 
 
-def _by_dtensors(places: Mapping[int, tuple[str, Any]]) -> HeldTensor | None:
+def _by_dtensors(places: Mapping[int, tuple[str, Any]]) -> ShardedTensorParts | None:
     """The parts of a DTensor on each rank, from the DTensors; None if a rank has no DTensor."""
     dtensors = {rank: value for rank, (_, value) in places.items() if isinstance(value, PickledDTensor)}
     if len(dtensors) < len(places) or not dtensors:
         return None
     shape = next(iter(dtensors.values())).shape
-    return HeldTensor(shape, {rank: value.placements() for rank, value in dtensors.items()}, {})
+    return ShardedTensorParts(shape, {rank: value.placements() for rank, value in dtensors.items()}, {})

@@ -17,9 +17,9 @@ from typing import Any
 import xxhash
 
 from shardproof.errors import FormatError, NotCommittedError, StorageError
-from shardproof.interop.beside import Beside
+from shardproof.interop.embedded_values import EmbeddedValues
 from shardproof.interop.reader import Foreign, FormatReader, TensorDescription
-from shardproof.interop.zarr_chunks import Chunks
+from shardproof.interop.zarr_chunks import ZarrChunks
 from shardproof.interop.zarr_metadata import (
     EVERY_CHUNK_ATTRIBUTE,
     KEY_ATTRIBUTE,
@@ -76,9 +76,9 @@ class ZarrArrays:
         """A metadata file and its bytes; see `read_json`."""
         return read_json(self.storage, name)
 
-    def chunks_of(self, names: frozenset[str]) -> Chunks:
+    def chunks_of(self, names: frozenset[str]) -> ZarrChunks:
         """Describes the chunks among some files."""
-        return Chunks(self.storage, names)
+        return ZarrChunks(self.storage, names)
 
     def describe(
         self, folder: str, key: str, *, every_chunk: Callable[[ArrayMetadata], bool] = lambda _: False
@@ -209,9 +209,9 @@ class ZarrReader(FormatReader):
                 )
             folders[key] = folder
             self.tensors[key] = arrays.describe(folder, key, every_chunk=lambda _: is_whole)
-        self._beside = Beside.of(attributes, self.tensors, lambda text: self.fault(_V3, text))
-        self.aliases = dict(self._beside.aliases)
-        self.step, self.user_metadata = self._beside.step, dict(self._beside.metadata)
+        self._embedded = EmbeddedValues.of(attributes, self.tensors, lambda text: self.fault(_V3, text))
+        self.aliases = dict(self._embedded.aliases)
+        self.step, self.user_metadata = self._embedded.step, dict(self._embedded.metadata)
         self.notes += arrays.notes
         self.identity = arrays.identity
         self._files = arrays.files
@@ -223,11 +223,11 @@ class ZarrReader(FormatReader):
 
     def object_keys(self) -> Iterable[str]:
         """Keys of the values that a conversion of shardproof stored. Other writers store no values."""
-        return self._beside.objects
+        return self._embedded.objects
 
     def object(self, key: str, *, trust_pickle: bool = False) -> Any:
         """A value that a conversion of shardproof stored; see `FormatReader.object`."""
-        return self._beside.object(key)
+        return self._embedded.object(key)
 
     def files(self) -> Mapping[str, int | None]:
         """Files of metadata and chunks; see `FormatReader.files`."""

@@ -17,10 +17,10 @@ from shardproof.geometry import row_major_strides
 from shardproof.interop.extents import Extent, FileRange
 from shardproof.interop.reader import StoredBox, StoredView, missing_file
 from shardproof.interop.zarr_codecs import CodedExtent, import_extra
-from shardproof.interop.zarr_metadata import ArrayMetadata, Layout
+from shardproof.interop.zarr_metadata import ArrayMetadata, ChunkLayout
 from shardproof.storage import Storage
 
-__all__ = ["Chunks", "FillExtent", "chunks_in_shard", "clipped", "leaf"]
+__all__ = ["FillExtent", "ZarrChunks", "chunks_in_shard", "clipped", "leaf"]
 
 _MOST_CHUNKS = 1 << 22
 """Chunks of a checkpoint, at most. Each one takes about 0.5 KB while the checkpoint is open."""
@@ -67,7 +67,7 @@ class FillExtent(Extent):
         """Does nothing: there are no bytes."""
 
 
-class Chunks:
+class ZarrChunks:
     """Describes the chunks of the arrays of one checkpoint.
 
     Args:
@@ -184,7 +184,7 @@ class Chunks:
     def _located(
         self,
         array: ArrayMetadata,
-        layout: Layout,
+        layout: ChunkLayout,
         sizes: tuple[int, ...],
         name: str,
         start: int,
@@ -249,7 +249,7 @@ class Chunks:
             )
         return self._located(array, layout, sizes, name, start, stop - start)
 
-    def _read_index(self, layout: Layout, name: str, start: int, stop: int | None) -> NDArray[np.uint64]:
+    def _read_index(self, layout: ChunkLayout, name: str, start: int, stop: int | None) -> NDArray[np.uint64]:
         """(chunks, 2) offset and bytes of the chunks of a shard; checked to lie in the shard."""
         index, path = layout.index, f"{self._storage.location}/{name}"
         assert index is not None
@@ -285,7 +285,7 @@ class Chunks:
             )
         return entries
 
-    def _check_index_size(self, layout: Layout, name: str, start: int, stop: int) -> int:
+    def _check_index_size(self, layout: ChunkLayout, name: str, start: int, stop: int) -> int:
         """Bytes of the index of a shard. Checks that the shard is large enough for its index."""
         assert layout.index is not None
         nbytes = 16 * math.prod(layout.grid) + 4 * layout.index.has_checksum
@@ -301,12 +301,12 @@ class Chunks:
         return nbytes
 
 
-def leaf(layout: Layout) -> Layout:
+def leaf(layout: ChunkLayout) -> ChunkLayout:
     """The layout of the chunks that no shard divides further."""
     return layout if layout.inner is None else leaf(layout.inner)
 
 
-def _leaves(layout: Layout) -> int:
+def _leaves(layout: ChunkLayout) -> int:
     """Number of chunks in a chunk that no shard divides further."""
     return 1 if layout.inner is None else math.prod(layout.grid) * _leaves(layout.inner)
 
@@ -317,7 +317,7 @@ def clipped(offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int]) 
 
 
 def chunks_in_shard(
-    layout: Layout, offsets: tuple[int, ...]
+    layout: ChunkLayout, offsets: tuple[int, ...]
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """First index of each chunk in a shard, and its row in the index of each shard around it."""
     inner = layout.inner

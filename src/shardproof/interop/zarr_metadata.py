@@ -31,7 +31,7 @@ __all__ = [
     "EVERY_CHUNK_ATTRIBUTE",
     "KEY_ATTRIBUTE",
     "ArrayMetadata",
-    "Layout",
+    "ChunkLayout",
     "ShardIndex",
     "parse_array",
     "parse_json",
@@ -80,7 +80,7 @@ class ShardIndex:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ChunkLayout:
     """How the elements of a chunk are stored."""
 
     sizes: tuple[int, ...]
@@ -92,7 +92,7 @@ class Layout:
     codecs: Codecs
     index: ShardIndex | None = None
     """Set if the chunk is a shard."""
-    inner: Layout | None = None
+    inner: ChunkLayout | None = None
     """Layout of the chunks in a shard."""
 
     @property
@@ -122,7 +122,7 @@ class ArrayMetadata:
     """Prefix of the names of chunks."""
     separator: str
     """Separator of the numbers in the names of chunks: "." or "/"."""
-    layout: Layout
+    layout: ChunkLayout
 
     @property
     def grid(self) -> tuple[int, ...]:
@@ -228,7 +228,7 @@ def _parse_v2(document: Mapping[str, Any], attributes: Mapping[str, Any]) -> Arr
         _fill(document["fill_value"], stored),
         (),
         _separator(separator),
-        Layout(sizes, axes, _swap(stored, order), Codecs(codecs, nbytes)),
+        ChunkLayout(sizes, axes, _swap(stored, order), Codecs(codecs, nbytes)),
     )
 
 
@@ -284,7 +284,7 @@ def _parse_v3(document: Mapping[str, Any], attributes: Mapping[str, Any]) -> Arr
     )
 
 
-def _v3_layout(documents: Any, sizes: tuple[int, ...], axes: tuple[int, ...], dtype: str) -> Layout:
+def _v3_layout(documents: Any, sizes: tuple[int, ...], axes: tuple[int, ...], dtype: str) -> ChunkLayout:
     """The layout that a sequence of codecs gives.
 
     Args:
@@ -314,10 +314,10 @@ def _v3_layout(documents: Any, sizes: tuple[int, ...], axes: tuple[int, ...], dt
             raise ValueError(f"the location {location!r} of a shard's index is unknown")
         index = _shard_index(options["index_codecs"], is_at_end=location == "end")
         inner = _v3_layout(options["codecs"], inner_sizes, axes, dtype)
-        return Layout(sizes, axes, 1, Codecs((), nbytes), index, inner)
+        return ChunkLayout(sizes, axes, 1, Codecs((), nbytes), index, inner)
     if name not in ("bytes", "endian"):
         raise ValueError(f"the codec {name!r} is unknown")
-    return Layout(sizes, axes, _swap(dtype, _order(options)), Codecs(codecs, nbytes))
+    return ChunkLayout(sizes, axes, _swap(dtype, _order(options)), Codecs(codecs, nbytes))
 
 
 def _shard_index(documents: Any, *, is_at_end: bool) -> ShardIndex:

@@ -30,8 +30,8 @@ from numpy.typing import NDArray
 from shardproof._utils.humanize import listed
 from shardproof.dtypes import DTYPES
 from shardproof.errors import StructureError
-from shardproof.interop.beside import ALIASES, check_aliases, encode_beside
 from shardproof.interop.box_bytes import box_bytes
+from shardproof.interop.embedded_values import ALIASES, check_aliases, encode_embedded
 from shardproof.interop.writer import (
     BoxSource,
     Contents,
@@ -308,7 +308,7 @@ def _attributes(contents: Contents) -> dict[str, Any]:
     """The attributes of the group."""
     check_aliases(contents)
     aliases = {ALIASES: dict(sorted(contents.aliases.items()))} if contents.aliases else {}
-    return {EVERY_CHUNK_ATTRIBUTE: True, **encode_beside(contents), **aliases}
+    return {EVERY_CHUNK_ATTRIBUTE: True, **encode_embedded(contents), **aliases}
 
 
 def _json(document: dict[str, Any]) -> bytes:

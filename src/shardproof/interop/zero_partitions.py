@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 
-__all__ = ["Piece", "cut_pieces", "joined_pieces", "mapped_pieces"]
+__all__ = ["PartitionPart", "cut_pieces", "joined_pieces", "mapped_pieces"]
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Shape of each parameter of a group, in the order in which they lie in the flat tensor."""
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class PartitionPart:
     """A part of a parameter in the flat tensor of a group on a rank.
 
     It is empty only if the parameter is empty.
@@ -34,7 +34,7 @@ class Piece:
     """First element in the row-major order of the parameter."""
 
 
-def cut_pieces(shapes: Shapes, groups: Sequence[int], world_size: int) -> dict[str, list[Piece]]:
+def cut_pieces(shapes: Shapes, groups: Sequence[int], world_size: int) -> dict[str, list[PartitionPart]]:
     """The pieces of ZeRO stage 3.
 
     Args:
@@ -58,7 +58,7 @@ def cut_pieces(shapes: Shapes, groups: Sequence[int], world_size: int) -> dict[s
             f"each rank has {sum(groups)} elements in its flat tensors, expected {wanted} by the shapes of "
             f"the parameters and {world_size} ranks"
         )
-    pieces: dict[str, list[Piece]] = {}
+    pieces: dict[str, list[PartitionPart]] = {}
     group = start = 0
     for name, shape in shapes.items():
         numel = prod(shape)
@@ -74,19 +74,19 @@ def cut_pieces(shapes: Shapes, groups: Sequence[int], world_size: int) -> dict[s
             spans.append((group, start, taken, done))
             done, start = done + taken, start + taken
         pieces[name] = [
-            Piece(rank, at_group, begin, stored, rank * count + skipped)
+            PartitionPart(rank, at_group, begin, stored, rank * count + skipped)
             for rank in range(world_size)
             for at_group, begin, taken, skipped in spans
             if (stored := min(taken, numel - rank * count - skipped)) > 0
         ]
         if not numel:
-            pieces[name] = [Piece(0, min(group, len(groups) - 1), 0, 0, 0)]
+            pieces[name] = [PartitionPart(0, min(group, len(groups) - 1), 0, 0, 0)]
     return pieces
 
 
 def mapped_pieces(
     shapes: Shapes, group: int, slices: Sequence[Mapping[str, tuple[int, int]]]
-) -> dict[str, list[Piece]]:
+) -> dict[str, list[PartitionPart]]:
     """The pieces of ZeRO stages 1 and 2, where each rank records them.
 
     Args:
@@ -106,7 +106,7 @@ def mapped_pieces(
         >>> mapped_pieces({"weight": (5,)}, 0, [{"weight": (0, 3)}, {"weight": (0, 2)}])["weight"][1]
         Piece(rank=1, group=0, start=0, numel=2, at=3)
     """
-    found: dict[str, list[Piece]] = {}
+    found: dict[str, list[PartitionPart]] = {}
     for rank, mapping in enumerate(slices):
         for (name, (start, numel)), (other, (begin, _)) in pairwise(
             sorted(mapping.items(), key=lambda item: item[1])
@@ -118,7 +118,7 @@ def mapped_pieces(
                 raise ValueError(f"rank {rank} has a slice of {name}, which has no shape")
             before = found.setdefault(name, [])
             at = before[-1].at + before[-1].numel if before else 0
-            before.append(Piece(rank, group, start, numel, at))
+            before.append(PartitionPart(rank, group, start, numel, at))
     for name, pieces in found.items():
         numel = sum(piece.numel for piece in pieces)
         if numel != prod(shapes[name]):
@@ -130,7 +130,7 @@ def mapped_pieces(
 
 def joined_pieces(
     shapes: Shapes, group: int, partition: int, paddings: Sequence[int], world_size: int
-) -> dict[str, list[Piece]]:
+) -> dict[str, list[PartitionPart]]:
     """The pieces of ZeRO stages 1 and 2, where no rank records them: parameters follow each other.
 
     Args:
@@ -150,11 +150,11 @@ def joined_pieces(
         >>> joined_pieces({"weight": (5,)}, 0, 3, [0], 2)["weight"][1]
         Piece(rank=1, group=0, start=0, numel=2, at=3)
     """
-    pieces: dict[str, list[Piece]] = {}
+    pieces: dict[str, list[PartitionPart]] = {}
     begin = 0
     for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
         numel, at = prod(shape), 0
-        pieces[name] = [] if numel else [Piece(0, group, 0, 0, 0)]
+        pieces[name] = [] if numel else [PartitionPart(0, group, 0, 0, 0)]
         while at < numel:
             rank, start = divmod(begin + at, partition) if partition else (world_size, 0)
             if rank >= world_size:
@@ -162,7 +162,7 @@ def joined_pieces(
                     f"{name} ends past the partitions of {world_size} ranks with {partition} elements each"
                 )
             taken = min(numel - at, partition - start)
-            pieces[name].append(Piece(rank, group, start, taken, at))
+            pieces[name].append(PartitionPart(rank, group, start, taken, at))
             at += taken
         begin += numel + padding
     return pieces

@@ -9,7 +9,7 @@ from shardproof.interop import foreign_of
 from shardproof.loading.checkpoint import Checkpoint, NativeCheckpoint, StoredTensor
 from shardproof.loading.foreign_checkpoint import ForeignCheckpoint
 from shardproof.loading.load_protocol import LoadReport, load_from
-from shardproof.loading.matching import Options, ReadOnce, from_rank
+from shardproof.loading.matching import LoadOptions, ReadOnce, from_rank
 from shardproof.loading.opening import open_checkpoint as open  # noqa: A004 the public name is sp.open
 from shardproof.loading.opening import open_storage
 from shardproof.loading.read_once.agreement import UNREADABLE
@@ -26,9 +26,9 @@ __all__ = [
     "Cast",
     "Checkpoint",
     "ForeignCheckpoint",
+    "LoadOptions",
     "LoadReport",
     "NativeCheckpoint",
-    "Options",
     "Patterns",
     "ReadOnce",
     "StoredTensor",
@@ -126,7 +126,7 @@ def load(
         {'w': tensor([1., 1.]), 'epoch': 3}
     """
     refuse_inside("load")
-    options = Options(strict, include, exclude, cast, rename, read_once, group, format, trust_pickle)
+    options = LoadOptions(strict, include, exclude, cast, rename, read_once, group, format, trust_pickle)
     source = foreign_of(path, storage_options)
     with connected(rendezvous, deadline) as meetings, meetings.operation(f"load {source.location}"):
         return load_from(source, state, meetings, options)

@@ -39,7 +39,7 @@ from shardproof.interop import NATIVE, Foreign
 from shardproof.loading.checkpoint import Checkpoint, NativeCheckpoint, Reads
 from shardproof.loading.cold_reads import Cold, Sketch
 from shardproof.loading.destinations import DestinationWriter
-from shardproof.loading.matching import DEFAULTS, Matched, MatchReport, Options, from_rank, match
+from shardproof.loading.matching import DEFAULTS, LoadOptions, Matched, MatchReport, from_rank, match
 from shardproof.loading.opening import open_storage
 from shardproof.loading.read_once import offers
 from shardproof.loading.read_once.agreement import UNREADABLE, ReadOnceExchange
@@ -110,7 +110,7 @@ def load_from(
     source: Storage | Foreign,
     state: Any,
     rendezvous: Rendezvous,
-    options: Options = DEFAULTS,
+    options: LoadOptions = DEFAULTS,
     *,
     check: Callable[[Manifest], None] | None = None,
 ) -> LoadReport:
@@ -164,7 +164,7 @@ def load_from(
 class _Loader:
     """One rank's part of a load."""
 
-    def __init__(self, source: Storage | Foreign, rendezvous: Rendezvous, options: Options) -> None:
+    def __init__(self, source: Storage | Foreign, rendezvous: Rendezvous, options: LoadOptions) -> None:
         self.operation = f"load {source.location}"
         self.cold = Cold.THROUGH_CACHE
         """The way in which this rank reads bytes that are not in the page cache."""

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 __all__ = [
     "DEFAULTS",
     "Agreed",
+    "LoadOptions",
     "MatchReport",
     "Matched",
-    "Options",
     "ReadOnce",
     "agree",
     "from_rank",
@@ -42,7 +42,7 @@ ReadOnce: TypeAlias = bool | Literal["auto"]
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class LoadOptions:
     """The options of a load; see `shardproof.load`."""
 
     strict: bool = True
@@ -60,7 +60,7 @@ class Options:
             raise ValueError(f"read_once is True, False or 'auto', not {self.read_once!r}")
 
 
-DEFAULTS = Options()
+DEFAULTS = LoadOptions()
 
 
 class MatchReport(msgspec.Struct, frozen=True, array_like=True):
@@ -105,7 +105,7 @@ class Matched:
     """None after a mismatch, because then no rank reads."""
 
 
-def match(checkpoint: Checkpoint, state: Any, options: Options, rank: int, world_size: int) -> Matched:
+def match(checkpoint: Checkpoint, state: Any, options: LoadOptions, rank: int, world_size: int) -> Matched:
     """Binds a state to a checkpoint and plans the reads. It does not change the state.
 
     Raises:

@@ -29,13 +29,13 @@ from shardproof.rendezvous.wire import (
     unpack_error,
 )
 
-__all__ = ["Meeting", "PassedOver", "attend"]
+__all__ = ["Meeting", "MeetingGivenUp", "attend"]
 
 _LONGEST_STAY = 10.0
 """Seconds for which the coordinator waits at most until its verdict has been read."""
 
 
-class PassedOver(Exception):
+class MeetingGivenUp(Exception):
     """The other ranks gave up this meeting of another operation. This rank continues with the next."""
 
 
@@ -305,7 +305,7 @@ def _answer(channel: Channel, meeting: Meeting, keys: MeetingKeys, verdict: byte
             failed = meeting.record(GIVEN_UP, record.body) if carries else None
             channel.leave(meeting.number, failed)
         if record.whole != meeting.whole:
-            raise PassedOver
+            raise MeetingGivenUp
     else:
         channel.sweep(meeting.number)
     if record.kind == EACH:

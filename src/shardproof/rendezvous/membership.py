@@ -38,7 +38,7 @@ import msgspec
 from shardproof._utils import forks
 from shardproof.rendezvous import store_requests as requests
 from shardproof.rendezvous.keys import JoinKeys, MeetingKeys
-from shardproof.rendezvous.wire import Count, Place, Token, WrongBytes, checked, part_keys, unpack
+from shardproof.rendezvous.wire import Count, RankKeys, Token, WrongBytes, checked, part_keys, unpack
 
 __all__ = ["Membership"]
 
@@ -74,7 +74,7 @@ class Membership:
         self._world_size = world_size
         self._incarnation = ""
         self._meetings = (0, 0, False)
-        self._old: list[Place] = []
+        self._old: list[RankKeys] = []
         self._lock = forks.lock()
         self._welcomed: dict[int, str] = {}
         self._returned: dict[int, str] = {}
@@ -202,7 +202,7 @@ class Membership:
             self._delete_place(store, place)
 
     def _trace(self, generation: str) -> dict[str, bytes]:
-        places = [*self._old, Place(generation, self._incarnation, *self._meetings)]
+        places = [*self._old, RankKeys(generation, self._incarnation, *self._meetings)]
         return {self.keys.trace(self._rank): msgspec.json.encode(places)}
 
     def _find_trace(self, store: Any, generation: str) -> None:
@@ -211,7 +211,7 @@ class Membership:
         key = self.keys.trace(self._rank)
         value = requests.peek(store, key)
         try:
-            found = checked(key, value, list[Place]) if value is not None else []
+            found = checked(key, value, list[RankKeys]) if value is not None else []
         except WrongBytes:
             found = []  # a trace only says what to delete
         self._old += [place for place in found if place.incarnation not in _alive and place not in self._old]
@@ -222,10 +222,10 @@ class Membership:
 
     def _add_old(self) -> None:
         if self.generation:
-            self._old.append(Place(self.generation, self._incarnation, *self._meetings))
+            self._old.append(RankKeys(self.generation, self._incarnation, *self._meetings))
             self.generation = ""
 
-    def _delete_place(self, store: Any, place: Place) -> None:
+    def _delete_place(self, store: Any, place: RankKeys) -> None:
         generation, root = place.generation, self.keys.root(place.generation)
         keys = [MeetingKeys(root, 0).beat(self._rank)]
         if self._rank == 0:

@@ -51,7 +51,7 @@ from shardproof.rendezvous.channel import Channel
 from shardproof.rendezvous.heartbeat import Heartbeat
 from shardproof.rendezvous.leaving import give_up_next
 from shardproof.rendezvous.link import LinkLost, wait_in_steps
-from shardproof.rendezvous.meeting import Meeting, PassedOver, attend
+from shardproof.rendezvous.meeting import Meeting, MeetingGivenUp, attend
 from shardproof.rendezvous.ordering import Operation, Reservation, Turns
 from shardproof.rendezvous.protocol import Decide
 from shardproof.rendezvous.wire import WrongBytes
@@ -156,7 +156,7 @@ class StoreRendezvous:
                 purpose = operation, phase, self._deadline, self._stays, (whole.name, number - first)
                 try:
                     answer = attend(self._open(), Meeting(number, self.world_size, *purpose), post, decide)
-                except PassedOver:
+                except MeetingGivenUp:
                     self._number = number + 1
                     continue
                 except ShardproofError:

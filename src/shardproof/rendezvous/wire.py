@@ -30,7 +30,7 @@ __all__ = [
     "INLINE",
     "PART",
     "Count",
-    "Place",
+    "RankKeys",
     "Record",
     "Sign",
     "Token",
@@ -81,7 +81,7 @@ class Sign(msgspec.Struct):
     meeting: Count | None = None
 
 
-class Place(msgspec.Struct):
+class RankKeys(msgspec.Struct):
     """The keys of a rank: its generation, its incarnation there, and its oldest and newest meeting."""
 
     generation: Token

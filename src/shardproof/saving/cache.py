@@ -22,13 +22,13 @@ __all__ = [
     "CachedStructure",
     "CoordinatorPlan",
     "Limits",
-    "Request",
     "SaveCache",
+    "SaveRequest",
 ]
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class SaveRequest:
     """The caller's request, without the state. It must be the same on all ranks."""
 
     step: Any

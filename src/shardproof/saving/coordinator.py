@@ -13,7 +13,7 @@ from shardproof._utils.gc_pause import no_garbage_collection
 from shardproof.errors import AlreadyCommittedError, RankFailure, ShardproofError, StructureError
 from shardproof.format import MANIFEST_NAME, chain_attempt
 from shardproof.planning import Structure, WritePlan, plan_writes
-from shardproof.saving.cache import CoordinatorPlan, Limits, Request, SaveCache
+from shardproof.saving.cache import CoordinatorPlan, Limits, SaveCache, SaveRequest
 from shardproof.saving.commit import commit
 from shardproof.saving.failed_commit import is_in_place
 from shardproof.saving.incremental import BaseChoice, CachedBase
@@ -44,12 +44,12 @@ class Coordinator:
 
     Args:
         storage: storage of the step.
-        request: see `Request`.
+        request: see `SaveRequest`.
         cache: cache of earlier saves, which is updated.
         limits: see `Limits`.
     """
 
-    def __init__(self, storage: Storage, request: Request, cache: SaveCache, limits: Limits) -> None:
+    def __init__(self, storage: Storage, request: SaveRequest, cache: SaveCache, limits: Limits) -> None:
         self._storage = storage
         self._request = request
         self._cache = cache

@@ -11,7 +11,7 @@ import msgspec
 
 from shardproof.errors import ShardproofError, StructureError
 from shardproof.planning import Structure
-from shardproof.saving.cache import CachedStructure, Request, SaveCache
+from shardproof.saving.cache import CachedStructure, SaveCache, SaveRequest
 from shardproof.saving.messages import RankReport
 from shardproof.saving.replica_check import CheckReplicas
 from shardproof.state import Collected, encode_plain
@@ -31,14 +31,14 @@ def structure_of(collected: Collected, cache: SaveCache) -> tuple[Structure, byt
     return cached.structure, cached.digest
 
 
-def fits_cached_plan(request: Request, cache: SaveCache, digest: bytes) -> bool:
+def fits_cached_plan(request: SaveRequest, cache: SaveCache, digest: bytes) -> bool:
     """True if this rank can reuse its cached plan, and its request needs no answer of the coordinator."""
     is_plain = request.base is None and not request.check_replicas
     return is_plain and cache.plan is not None and cache.plan.digest == digest
 
 
 def report_rank(
-    request: Request, cache: SaveCache, digest: bytes, failed: ShardproofError | None
+    request: SaveRequest, cache: SaveCache, digest: bytes, failed: ShardproofError | None
 ) -> RankReport:
     """A rank's report, without the space that it sees.
 

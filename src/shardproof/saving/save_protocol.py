@@ -36,7 +36,7 @@ from shardproof.format import shard_name
 from shardproof.planning import RankPlan, Structure
 from shardproof.rendezvous import MeetingSequence, Operation, Rendezvous, Reservation
 from shardproof.saving.background import Progress, wait_while_moving
-from shardproof.saving.cache import CachedDigests, CachedPlan, Limits, Request, SaveCache
+from shardproof.saving.cache import CachedDigests, CachedPlan, Limits, SaveCache, SaveRequest
 from shardproof.saving.capture import Capture
 from shardproof.saving.coordinator import Coordinator
 from shardproof.saving.failed_commit import remove_own_files
@@ -80,7 +80,7 @@ class Save:
         self,
         rendezvous: Rendezvous,
         storage: Storage,
-        request: Request,
+        request: SaveRequest,
         cache: SaveCache,
         limits: Limits,
         failed: ShardproofError | None = None,

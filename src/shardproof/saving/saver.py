@@ -17,7 +17,7 @@ from shardproof.planning import CHUNK_BYTES, SAMPLE_BYTES
 from shardproof.reentrance import guarded, refuse_inside
 from shardproof.rendezvous import MeetingSequence, Rendezvous
 from shardproof.saving.background import Workers, unfinished
-from shardproof.saving.cache import Limits, Request, SaveCache
+from shardproof.saving.cache import Limits, SaveCache, SaveRequest
 from shardproof.saving.device_copy import pinned_buffer
 from shardproof.saving.failed_commit import Unconfirmed
 from shardproof.saving.incremental import FindBase
@@ -95,12 +95,12 @@ class Saver:
             StorageError: the storage failed.
         """
         refuse_inside("save")
-        request = Request(step, metadata or {}, overwrite, None, check_replicas)
+        request = SaveRequest(step, metadata or {}, overwrite, None, check_replicas)
         with self._turn:  # serialises the threads of a rank; deadlines bound the wait
             return self._save(storage, state, request)
 
     @guarded("save")
-    def _save(self, storage: Storage, state: Any, request: Request) -> SaveResult:
+    def _save(self, storage: Storage, state: Any, request: SaveRequest) -> SaveResult:
         before = self._under_way
         try:
             return self._begin(storage, state, request, background=False).outcome()
@@ -154,7 +154,7 @@ class Saver:
         """
         refuse_inside("save")
         begun = time.monotonic()
-        request = Request(step, metadata or {}, overwrite, base, check_replicas, full_every)
+        request = SaveRequest(step, metadata or {}, overwrite, base, check_replicas, full_every)
         with self._turn:
             pending = self._begin(
                 storage,
@@ -173,7 +173,7 @@ class Saver:
         self,
         storage: Storage,
         state: Any,
-        request: Request,
+        request: SaveRequest,
         *,
         background: bool,
         stage_all: bool = False,
@@ -244,7 +244,7 @@ class Saver:
         under_way = self._own_save()
         return self._turn.locked() or (under_way is not None and not under_way.future.done())
 
-    def _next(self, storage: Storage, request: Request) -> Save:
+    def _next(self, storage: Storage, request: SaveRequest) -> Save:
         """Makes the next save, after the end of the previous one."""
         cache = self._own_cache()
         self.settle()

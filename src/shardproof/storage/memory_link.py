@@ -25,7 +25,7 @@ from shardproof._utils.topology import available_memory
 from shardproof.errors import StorageError
 from shardproof.storage import memory_keeper
 
-__all__ = ["ANSWER_SECONDS", "IDLE_SECONDS", "Connection", "Link", "keepers_here"]
+__all__ = ["ANSWER_SECONDS", "IDLE_SECONDS", "Connection", "MemoryLink", "keepers_here"]
 
 IDLE_SECONDS = 4 * 3600.0
 """Seconds without a client after which a keeper ends, unless the storage names others."""
@@ -129,7 +129,7 @@ class Connection:
         return answer, with_it
 
 
-class Link:
+class MemoryLink:
     """The connections of this process to the keeper of a run.
 
     Args:

@@ -18,7 +18,7 @@ from typing import Any
 from shardproof._utils import forks
 from shardproof.errors import AlreadyCommittedError, StorageError
 from shardproof.storage.base import check_folder, check_name
-from shardproof.storage.memory_link import Link, keepers_here
+from shardproof.storage.memory_link import MemoryLink, keepers_here
 from shardproof.storage.memory_sink import AnonymousFile, MemorySink, check_room, short_read
 from shardproof.storage.paths import printable
 
@@ -90,11 +90,13 @@ class MemoryStorage:
         for what, value in (("budget", budget), ("idle_timeout", idle_timeout)):
             if value is not None and (isinstance(value, bool) or value <= 0):
                 raise ValueError(f"{what} is a positive number or None, not {value!r}")
-        self._start(Link(run, budget, idle_timeout), "/".join(part for part in prefix.split("/") if part))
+        self._start(
+            MemoryLink(run, budget, idle_timeout), "/".join(part for part in prefix.split("/") if part)
+        )
         if self._prefix:
             check_name(self._prefix, self._link.location)
 
-    def _start(self, link: Link, prefix: str) -> None:
+    def _start(self, link: MemoryLink, prefix: str) -> None:
         self._link, self._prefix = link, prefix
         self._lock = forks.lock()
         self._open_files: dict[str, AnonymousFile] = {}
@@ -102,7 +104,7 @@ class MemoryStorage:
         """Files that this storage has written or seen, and that may go with the process that wrote them."""
 
     @classmethod
-    def _of(cls, link: Link, prefix: str) -> MemoryStorage:
+    def _of(cls, link: MemoryLink, prefix: str) -> MemoryStorage:
         storage = cls.__new__(cls)
         storage._start(link, prefix)
         return storage

@@ -15,7 +15,7 @@ import shardproof.fsdp
 from shardproof.fsdp import fully_shard
 from shardproof.fsdp.lanes import Lane
 from shardproof.fsdp.reduce import GradientPool, Reduction
-from shardproof.fsdp.unit import Unit, unit_of
+from shardproof.fsdp.unit import ShardedUnit, unit_of
 
 NAMES = sorted(module.name for module in pkgutil.iter_modules(shardproof.fsdp.__path__))
 
@@ -25,7 +25,7 @@ def test_examples_run(name: str) -> None:
     assert doctest.testmod(importlib.import_module(f"shardproof.fsdp.{name}")).failed == 0
 
 
-def unit(module: nn.Module) -> Unit:
+def unit(module: nn.Module) -> ShardedUnit:
     fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
     made = unit_of(module)
     assert made is not None

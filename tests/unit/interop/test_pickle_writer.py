@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardproof.interop.pickle_data import Opaque, read_pickle
-from shardproof.interop.pickle_writer import Call, Named, Persistent, write_pickle
+from shardproof.interop.pickle_writer import Named, Persistent, PickledCall, write_pickle
 from tests.unit.interop.test_pickle_data import VALUES, builders
 
 PROTOCOLS = st.sampled_from([2, 4])
@@ -72,7 +72,7 @@ def test_two_references_to_an_object_stay_one_object(protocol: int) -> None:
 @pytest.mark.parametrize("protocol", [2, 4])
 def test_many_names_and_references(protocol: int) -> None:
     """References beyond the 256th take four bytes."""
-    made = [Call(Named("argparse", "Namespace"), state={"number": number}) for number in range(400)]
+    made = [PickledCall(Named("argparse", "Namespace"), state={"number": number}) for number in range(400)]
     found = pickle.loads(write_pickle([made, made], protocol))
     assert [item.number for item in found[0]] == list(range(400))
     assert found[0] is found[1] or all(one is other for one, other in zip(*found, strict=True))
@@ -81,8 +81,8 @@ def test_many_names_and_references(protocol: int) -> None:
 @pytest.mark.parametrize("protocol", [2, 4])
 def test_objects_are_named_and_not_imported(protocol: int) -> None:
     value = [
-        Call(Named("argparse", "Namespace"), state={"lr": 0.1}, is_new=True),
-        Call(Named("collections", "OrderedDict"), pairs=[("b", 1), ("a", 2)]),
+        PickledCall(Named("argparse", "Namespace"), state={"lr": 0.1}, is_new=True),
+        PickledCall(Named("collections", "OrderedDict"), pairs=[("b", 1), ("a", 2)]),
         Named("no.such", "Module.inner"),
     ]
     data = write_pickle(value, protocol)
@@ -106,7 +106,7 @@ def test_other_objects_are_described_by_the_caller() -> None:
     inner = argparse.Namespace(a=1)
 
     def describe(value: Any) -> Any:
-        return Call(Named("argparse", "Namespace"), state=vars(value)) if value is inner else None
+        return PickledCall(Named("argparse", "Namespace"), state=vars(value)) if value is inner else None
 
     first, second = pickle.loads(write_pickle([inner, inner], 4, describe=describe))
     assert first == inner

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 import shardproof as sp
 from shardproof.errors import FormatError, PlainDataError, StorageError, StructureError
 from shardproof.interop import Contents, FormatWriter, WriteOptions, writer_of
-from shardproof.interop.beside import OBJECTS
+from shardproof.interop.embedded_values import OBJECTS
 from shardproof.storage import LocalStorage
 from tests.unit.interop.peers import bits
 from tests.unit.interop.writers import (

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import shardproof as sp
 from shardproof.loading.checkpoint import NativeCheckpoint
 from shardproof.loading.destinations import DestinationWriter
-from shardproof.loading.matching import Options, match
+from shardproof.loading.matching import LoadOptions, match
 from shardproof.loading.read_once.group_plan import plan_once
 from shardproof.loading.read_once.group_transfer import Receiver, Sender
 from shardproof.loading.read_once.orders import ChunkRequest, Orders
@@ -303,7 +303,7 @@ def test_rounds_between_ranks_of_one_process_fill_every_destination(data: st.Dat
         for boxes, views in zip(wanted, states, strict=True):
             pieces = [(view, box[:2]) for view, box in zip(views, boxes, strict=True)]
             state = {"a": torch.zeros_like(byte), "w": sp.LocalShards((rows, columns), pieces, dtype=cast)}
-            matched.append((match(opened, state, Options(cast=True), 0, 1), state))
+            matched.append((match(opened, state, LoadOptions(cast=True), 0, 1), state))
         writers = [
             DestinationWriter(opened.tensors, opened.table, found.plan, found.destinations)
             for found, _ in matched

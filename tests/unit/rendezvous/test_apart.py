@@ -10,7 +10,7 @@ from torch.distributed import HashStore
 from shardproof.errors import RankSilent, ShardproofError
 from shardproof.rendezvous.channel import Channel
 from shardproof.rendezvous.heartbeat import Heartbeat, Watch
-from shardproof.rendezvous.meeting import Meeting, PassedOver, attend
+from shardproof.rendezvous.meeting import Meeting, MeetingGivenUp, attend
 
 DEADLINE = 1.0
 
@@ -30,7 +30,7 @@ class Rank:
             meeting = Meeting(self.number, 2, operation, "agree", DEADLINE, False, (operation, 0))
             try:
                 return attend(self.channel, meeting, b"%d" % self.channel.rank, b",".join)
-            except PassedOver:
+            except MeetingGivenUp:
                 continue
             finally:
                 self.number += 1

@@ -15,7 +15,7 @@ from torch.distributed import HashStore
 from shardproof.errors import RankFailure, RankSilent, ShardproofError
 from shardproof.rendezvous import StoreRendezvous, wire
 from shardproof.rendezvous.heartbeat import amounts, describe
-from shardproof.rendezvous.wire import Place, Sign, Token, WrongBytes
+from shardproof.rendezvous.wire import RankKeys, Sign, Token, WrongBytes
 
 DEADLINE = 5.0
 HUGE = 10**15
@@ -57,7 +57,7 @@ WRONG = [
 @example(record)
 def test_every_value_is_decoded_or_refused(value: bytes) -> None:
     refusals: list[str] = []
-    for kind in (Token, Place, list[Place], Sign, int):
+    for kind in (Token, RankKeys, list[RankKeys], Sign, int):
         try:
             wire.checked("key", value, kind)
         except WrongBytes as wrong:

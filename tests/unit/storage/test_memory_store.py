@@ -341,7 +341,7 @@ def test_one_publisher_of_many_storages_wins(storage: MemoryStorage, url: str) -
 
 def test_a_finished_file_cannot_be_changed(storage: MemoryStorage) -> None:
     write(storage, "a", b"0123")
-    answer = memory_link.Link(storage.folder).read("open", name="a")
+    answer = memory_link.MemoryLink(storage.folder).read("open", name="a")
     assert answer is not None and answer[1] is not None
     descriptor = answer[1]
     try:
@@ -359,7 +359,7 @@ def test_a_finished_file_cannot_be_changed(storage: MemoryStorage) -> None:
 def test_a_client_that_sends_no_sealed_file_is_cut_off(storage: MemoryStorage) -> None:
     storage.publish("a", b"1")
     keeper = keeper_of(storage)
-    writer = memory_link.Link(storage.folder).writer()
+    writer = memory_link.MemoryLink(storage.folder).writer()
     unsealed = os.memfd_create("unsealed", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         with pytest.raises(StorageError, match="ended"):

@@ -22,9 +22,9 @@ import xxhash
 from shardproof._utils import forks
 from shardproof.checkpointer.nodes.peer_frames import (
     PIECE_BYTES,
-    Answer,
+    PeerAnswer,
     PeerConnection,
-    Request,
+    PeerRequest,
     WrongPeer,
     name_from,
     name_to,
@@ -112,7 +112,7 @@ class FileService:
             self._connections.add(connection)
         try:
             connection.prove(self._secret, self.name.encode(), asks=False)
-            while (request := connection.receive(Request, idle=True)) is not None:
+            while (request := connection.receive(PeerRequest, idle=True)) is not None:
                 connection.patience = self._patience()
                 self._answer(connection, request)
         except WrongPeer as error:
@@ -124,7 +124,7 @@ class FileService:
                 self._connections.discard(connection)
             connection.close()
 
-    def _answer(self, connection: PeerConnection, request: Request) -> None:
+    def _answer(self, connection: PeerConnection, request: PeerRequest) -> None:
         folder, name = name_from(request.folder), name_from(request.name)
         data = _payload(connection, request) if request.do == "publish" else b""
         try:
@@ -132,7 +132,7 @@ class FileService:
             place = self._root.within(folder) if folder else LocalStorage(self._root.path)
             if request.do == "create":
                 sink = place.create(name)
-                connection.send(Answer())
+                connection.send(PeerAnswer())
                 _write(connection, sink)
                 return
             if request.do == "read":
@@ -140,18 +140,18 @@ class FileService:
                 return
             value = _CALLS[request.do](place, name, request, data)
         except ShardproofError as error:
-            connection.send(Answer(error=error.to_wire()))
+            connection.send(PeerAnswer(error=error.to_wire()))
         except KeyError as error:
             raise WrongPeer(f"an unknown request {request.do!r}") from error
         else:
-            connection.send(Answer(value))
+            connection.send(PeerAnswer(value))
 
 
 def _names(names: list[str]) -> list[bytes]:
     return [name_to(name) for name in names]
 
 
-_CALLS: dict[str, Callable[[LocalStorage, str, Request, bytes], bool | int | list[bytes] | None]] = {
+_CALLS: dict[str, Callable[[LocalStorage, str, PeerRequest, bytes], bool | int | list[bytes] | None]] = {
     "size": lambda place, name, request, data: place.size(name),
     "list": lambda place, name, request, data: _names(place.list(name)),
     "folders": lambda place, name, request, data: _names(place.folders()),
@@ -164,7 +164,7 @@ _CALLS: dict[str, Callable[[LocalStorage, str, Request, bytes], bool | int | lis
 }
 
 
-def _payload(connection: PeerConnection, request: Request) -> bytes:
+def _payload(connection: PeerConnection, request: PeerRequest) -> bytes:
     if not 0 <= request.count <= _MOST_PUBLISHED:
         raise WrongPeer(f"a file of {request.count} bytes to publish")
     data = bytearray(request.count)
@@ -172,7 +172,7 @@ def _payload(connection: PeerConnection, request: Request) -> bytes:
     return bytes(data)
 
 
-def _read(connection: PeerConnection, place: Storage, request: Request, name: str) -> None:
+def _read(connection: PeerConnection, place: Storage, request: PeerRequest, name: str) -> None:
     """Sends a range in pieces; the first answer has the number of all bytes."""
     start, stop = request.start, request.stop
     if stop is None:
@@ -185,7 +185,7 @@ def _read(connection: PeerConnection, place: Storage, request: Request, name: st
             place.read(name, start)  # raises if the file is missing, a folder, or shorter than `start`
         else:
             place.read_into(name, start, piece)
-        connection.send(Answer(stop - request.start if first else None, len(piece)), piece)
+        connection.send(PeerAnswer(stop - request.start if first else None, len(piece)), piece)
         start, first = start + len(piece), False
 
 
@@ -194,7 +194,7 @@ def _write(connection: PeerConnection, sink: Sink) -> None:
     memory = aligned_buffer(PIECE_BYTES)
     try:
         while True:
-            request = connection.receive(Request, idle=True)
+            request = connection.receive(PeerRequest, idle=True)
             if request is None:
                 raise ConnectionResetError("the connection ended before the file was finished")
             if request.do == "write":
@@ -215,12 +215,14 @@ def _write(connection: PeerConnection, sink: Sink) -> None:
                 sink.abort()
             else:
                 raise WrongPeer(f"a request {request.do!r} within a file")
-            connection.send(Answer())
+            connection.send(PeerAnswer())
             return
     except StorageError as error:
         sink.abort()
-        connection.send(Answer(error=error.to_wire()))
-        while (request := connection.receive(Request, idle=True)) is not None:  # until the writer reads this
+        connection.send(PeerAnswer(error=error.to_wire()))
+        while (
+            request := connection.receive(PeerRequest, idle=True)
+        ) is not None:  # until the writer reads this
             connection.receive_into(memory[: min(request.count, len(memory))])
     finally:
         sink.abort()

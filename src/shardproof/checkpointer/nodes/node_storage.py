@@ -24,10 +24,10 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 
 from shardproof.checkpointer.nodes.node_group import NodeGroup
-from shardproof.checkpointer.nodes.peer_frames import Request, name_from, name_to
+from shardproof.checkpointer.nodes.peer_frames import PeerRequest, name_from, name_to
 from shardproof.checkpointer.nodes.peer_storage import PeerSink, PeerStorage, ask_all
 from shardproof.checkpointer.step_folders import PINNED_NAME, read_note
-from shardproof.checkpointer.tiers import Choice, TieredRun
+from shardproof.checkpointer.tiers import CopyChoice, TieredRun
 from shardproof.errors import AlreadyCommittedError, ShardproofError, StorageError
 from shardproof.format import (
     MANIFEST_NAME,
@@ -53,7 +53,11 @@ class NodesView(TieredRun):
     """
 
     def __init__(
-        self, group: NodeGroup, second: Storage | None = None, path: str = "", choice: Choice | None = None
+        self,
+        group: NodeGroup,
+        second: Storage | None = None,
+        path: str = "",
+        choice: CopyChoice | None = None,
     ) -> None:
         super().__init__([*group.folders, *([] if second is None else [second])], path, choice)
         self.group = group
@@ -163,7 +167,7 @@ class NodesView(TieredRun):
         }
         here = range(len(self._places))
         found = {number: work(self._places[number]) for number in here if number not in peers}
-        answers = ask_all(list(peers.values()), Request(do, name_to(self._path), name_to(name)))
+        answers = ask_all(list(peers.values()), PeerRequest(do, name_to(self._path), name_to(name)))
         for number, answer in zip(peers, answers, strict=True):
             found[number] = [name_from(one) for one in answer] if isinstance(answer, list) else answer
         return found
@@ -241,7 +245,9 @@ class NodeStorage(NodesView):
                 for number, place in enumerate(self._places)
                 if number != arbiter and isinstance(place, PeerStorage)
             ]
-            request = Request("publish", name_to(self._path), name_to(name), replace=True, count=len(data))
+            request = PeerRequest(
+                "publish", name_to(self._path), name_to(name), replace=True, count=len(data)
+            )
             ask_all(others, request, data)
         except ShardproofError as error:
             raise StorageError(

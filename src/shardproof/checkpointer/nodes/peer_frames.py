@@ -22,7 +22,7 @@ import msgspec
 
 from shardproof._utils import forks
 
-__all__ = ["PIECE_BYTES", "Answer", "PeerConnection", "Request", "WrongPeer", "name_from", "name_to"]
+__all__ = ["PIECE_BYTES", "PeerAnswer", "PeerConnection", "PeerRequest", "WrongPeer", "name_from", "name_to"]
 
 T = TypeVar("T")
 
@@ -38,7 +38,7 @@ _LONGEST_IDLE = 32_767
 """Seconds without bytes before the first probe, at most: the limit of Linux."""
 
 
-class Request(msgspec.Struct, frozen=True, array_like=True):
+class PeerRequest(msgspec.Struct, frozen=True, array_like=True):
     """A call of a method of `Storage` or `Sink`."""
 
     do: str
@@ -57,7 +57,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     """Digest (xxh3_128) of these bytes, if the receiver has to compare them."""
 
 
-class Answer(msgspec.Struct, frozen=True, array_like=True):
+class PeerAnswer(msgspec.Struct, frozen=True, array_like=True):
     """The result of a call."""
 
     value: bool | int | list[bytes] | None = None
@@ -139,7 +139,7 @@ class PeerConnection:
         if not hmac.compare_digest(self._exactly(_NONCE), _proof(secret, other, mine)):
             raise WrongPeer("the other end does not know the secret of this run")
 
-    def send(self, message: Request | Answer, data: bytes | memoryview = b"") -> None:
+    def send(self, message: PeerRequest | PeerAnswer, data: bytes | memoryview = b"") -> None:
         """Sends a message, and the raw bytes after it.
 
         Raises:

@@ -13,9 +13,9 @@ import xxhash
 from shardproof._utils import forks
 from shardproof.checkpointer.nodes.peer_frames import (
     PIECE_BYTES,
-    Answer,
+    PeerAnswer,
     PeerConnection,
-    Request,
+    PeerRequest,
     name_from,
     name_to,
 )
@@ -56,7 +56,7 @@ class Peer:
         self._lock = forks.lock()
         self._idle: list[PeerConnection] = []
 
-    def ask(self, request: Request, data: bytes = b"") -> Any:
+    def ask(self, request: PeerRequest, data: bytes = b"") -> Any:
         """Sends a request, and the raw bytes after it. Returns the value of the answer.
 
         Raises:
@@ -116,14 +116,14 @@ class Peer:
         for connection in idle:
             connection.close()
 
-    def answer(self, connection: PeerConnection) -> Answer:
+    def answer(self, connection: PeerConnection) -> PeerAnswer:
         """The answer to a request.
 
         Raises:
             ShardproofError: the call failed on the other node.
             OSError: the other rank is gone, or does not answer.
         """
-        answer = connection.receive(Answer)
+        answer = connection.receive(PeerAnswer)
         if answer is None:
             raise ConnectionResetError("the connection ended")
         if answer.error is not None:
@@ -164,7 +164,7 @@ class Peer:
         raise self.failure(cause) from cause
 
 
-def ask_all(peers: Sequence[Peer], request: Request, data: bytes = b"") -> list[Any]:
+def ask_all(peers: Sequence[Peer], request: PeerRequest, data: bytes = b"") -> list[Any]:
     """Sends one request to several peers, and then reads all answers. Returns their values.
 
     Raises:
@@ -268,7 +268,7 @@ class PeerStorage:
         data = buffer.cast("B") if buffer.format != "B" or buffer.ndim != 1 else buffer
         self._read(self._request("read", name, start=start, stop=start + len(data)), data)
 
-    def _read(self, request: Request, into: bytearray | memoryview) -> None:
+    def _read(self, request: PeerRequest, into: bytearray | memoryview) -> None:
         with self.peer.connection() as connection:
             connection.send(request)
             answer = self.peer.answer(connection)
@@ -321,10 +321,10 @@ class PeerStorage:
         """Close the idle connections. The storage stays usable."""
         self.peer.close()
 
-    def _request(self, do: str, name: str = "", **facts: Any) -> Request:
+    def _request(self, do: str, name: str = "", **facts: Any) -> PeerRequest:
         if name or do not in ("linked", "folders", "siblings", "list", "flush_names"):
             check_name(name, self.location)
-        return Request(do, name_to(self._path), name_to(name), **facts)
+        return PeerRequest(do, name_to(self._path), name_to(name), **facts)
 
 
 class PeerSink:
@@ -350,7 +350,7 @@ class PeerSink:
             with self._lock, self._exchange():
                 if self._connection.has_news():  # the other end has failed
                     self._peer.answer(self._connection)
-                request = Request("write", start=start + at, count=len(piece), digest=digest)
+                request = PeerRequest("write", start=start + at, count=len(piece), digest=digest)
                 self._connection.send(request, piece)
 
     def finish(self, size: int) -> None:
@@ -361,7 +361,7 @@ class PeerSink:
     def begin_finish(self, size: int) -> None:
         """Begin what `finish` does. Does not wait for the flush."""
         with self._lock, self._exchange():
-            self._connection.send(Request("finish", start=size))
+            self._connection.send(PeerRequest("finish", start=size))
 
     def end_finish(self) -> None:
         """Return when the file is durable there."""
@@ -377,7 +377,7 @@ class PeerSink:
             if not self._is_open:
                 return
             try:
-                self._connection.send(Request("abort"))
+                self._connection.send(PeerRequest("abort"))
                 self._peer.answer(self._connection)
             except (OSError, ShardproofError):
                 pass  # the end of the connection removes the file

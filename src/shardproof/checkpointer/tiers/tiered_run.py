@@ -26,7 +26,7 @@ from shardproof.errors import FormatError, NotCommittedError, ShardproofError, S
 from shardproof.format import MANIFEST_NAME, FileRecord, Manifest, read_manifest, read_seal
 from shardproof.storage import Sink, Storage, check_folder, check_name
 
-__all__ = ["Choice", "NearerCopy", "OneCopy", "TieredRun", "copies_in", "copies_of", "log_other_copy"]
+__all__ = ["CopyChoice", "NearerCopy", "OneCopy", "TieredRun", "copies_in", "copies_of", "log_other_copy"]
 
 T = TypeVar("T")
 
@@ -46,7 +46,7 @@ class NearerCopy:
 
 
 @dataclass(slots=True)
-class Choice:
+class CopyChoice:
     """The choice of copies. All views of one `TieredRun` share it."""
 
     left_out: dict[str, list[int]] = field(default_factory=dict)
@@ -83,8 +83,8 @@ class TieredRun:
     _is_settled = True
     """True if the manifest of a folder does not change while this object is in use."""
 
-    def __init__(self, tiers: Sequence[Storage], path: str = "", choice: Choice | None = None) -> None:
-        self.choice = choice or Choice()
+    def __init__(self, tiers: Sequence[Storage], path: str = "", choice: CopyChoice | None = None) -> None:
+        self.choice = choice or CopyChoice()
         self._runs = tiers
         self._path = path
         self._places = [run.within(path) for run in tiers] if path else list(tiers)
@@ -244,7 +244,7 @@ class TieredRun:
     def anew(self) -> TieredRun:
         """The same run without any choice of copies."""
         view = copy(self)
-        view.choice = Choice()
+        view.choice = CopyChoice()
         return view
 
     def _is_damage(self, copies: Sequence[int]) -> bool:
@@ -375,7 +375,7 @@ class OneCopy:
     has_several = False
 
     def __init__(self, run: Storage) -> None:
-        self.choice = Choice()
+        self.choice = CopyChoice()
         self._run = run
 
     def next_copy(self, folder: str, error: ShardproofError) -> bool:

@@ -45,10 +45,10 @@ from shardproof.checkpointer.step_folders import PINNED_NAME, parse_step, step_n
 from shardproof.checkpointer.tiers.tiered_run import copies_of, log_other_copy
 from shardproof.checkpointer.tiers.upload_messages import (
     Skip,
-    Upload,
     UploadAnswer,
     UploadReport,
     UploadRequest,
+    UploadShare,
 )
 from shardproof.errors import (
     AlreadyCommittedError,
@@ -192,7 +192,7 @@ class UploadCoordinator:
             if self._under_way is None:  # without it, keep_then may keep an older one
                 pending, reasons = self._pending(requests)
         uploaded, skipped = self._settle(requests, pending, reasons)
-        shares: list[Upload | None] = [None] * len(reports)
+        shares: list[UploadShare | None] = [None] * len(reports)
         if self._under_way is not None:
             shares = [*self._share(self._under_way.step, self._under_way.manifest, reports)]
         return [
@@ -335,7 +335,7 @@ class UploadCoordinator:
         self._damaged[step] = seal
         _log.error("%s: step %d is damaged, and is not uploaded: %s", self._first.location, step, error)
 
-    def _share(self, step: int, manifest: Manifest, reports: Sequence[UploadReport]) -> list[Upload]:
+    def _share(self, step: int, manifest: Manifest, reports: Sequence[UploadReport]) -> list[UploadShare]:
         """Each rank's part of the upload. The rank that wrote a file copies it, if the job still has it."""
         needed = [
             msgspec.structs.replace(record, folder=record.folder or step_name(step))
@@ -349,7 +349,7 @@ class UploadCoordinator:
             parts[rank].append(record)
         total = sum(record.size for part in parts for record in part)
         return [
-            Upload(
+            UploadShare(
                 step,
                 manifest.attempt,
                 tuple(part),

@@ -9,10 +9,10 @@ import msgspec
 from shardproof.errors import ShardproofError
 from shardproof.format import FileRecord
 
-__all__ = ["Skip", "Upload", "UploadAnswer", "UploadReport", "UploadRequest"]
+__all__ = ["Skip", "UploadAnswer", "UploadReport", "UploadRequest", "UploadShare"]
 
 
-class Upload(msgspec.Struct, frozen=True, array_like=True):
+class UploadShare(msgspec.Struct, frozen=True, array_like=True):
     """One rank's part of the upload of a step."""
 
     step: int
@@ -34,7 +34,7 @@ class Skip(msgspec.Struct, frozen=True, array_like=True):
 class UploadAnswer(msgspec.Struct, frozen=True, array_like=True):
     """The coordinator's answer: the settled uploads, and the next one."""
 
-    next: Upload | None = None
+    next: UploadShare | None = None
     """None: the round is over."""
     uploaded: tuple[tuple[int, str], ...] = ()
     """Step and attempt of each save that is known to be whole on the second tier."""

@@ -29,7 +29,12 @@ from shardproof.checkpointer.step_folders import step_name
 from shardproof.checkpointer.tiers.throttle import Throttle
 from shardproof.checkpointer.tiers.tiered_run import copies_of, log_other_copy
 from shardproof.checkpointer.tiers.upload_coordinator import UploadCoordinator
-from shardproof.checkpointer.tiers.upload_messages import Upload, UploadAnswer, UploadReport, UploadRequest
+from shardproof.checkpointer.tiers.upload_messages import (
+    UploadAnswer,
+    UploadReport,
+    UploadRequest,
+    UploadShare,
+)
 from shardproof.errors import (
     CorruptChunkError,
     FormatError,
@@ -237,7 +242,7 @@ class Uploader:
             with self._phase(upload.step, "commit"), self._progress.bounded():
                 answer = meetings.meet("commit", copied, commit)
 
-    def _take(self, encoded: bytes) -> Upload | None:
+    def _take(self, encoded: bytes) -> UploadShare | None:
         """Takes over an answer. Returns what this rank copies next; None if the round is over."""
         answer = msgspec.msgpack.decode(encoded, type=UploadAnswer)
         with self._changed:
@@ -256,7 +261,7 @@ class Uploader:
         self._progress.moved()
         return answer.next
 
-    def _copy(self, upload: Upload) -> bytes:
+    def _copy(self, upload: UploadShare) -> bytes:
         """Copies the files of this rank. An error becomes part of the report."""
         total = sum(record.size for record in upload.files)
         self._throttle.rate = upload.rate

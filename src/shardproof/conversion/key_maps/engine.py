@@ -22,7 +22,7 @@ from shardproof.conversion.key_maps.key_matching import (
     match_keys,
 )
 from shardproof.conversion.key_maps.key_rules import KeyPattern, KeyRules, Rule
-from shardproof.conversion.key_maps.layouts import LAYOUTS, Arrangement, LayoutMismatch, Piece
+from shardproof.conversion.key_maps.layouts import LAYOUTS, Arrangement, JoinedPart, LayoutMismatch
 from shardproof.conversion.request import MappedTensor, Move
 from shardproof.errors import StructureError
 
@@ -160,7 +160,7 @@ def _stack(key: str, layers: Sequence[tuple[Numbers, Mapping[int, Source], Arran
     return MappedTensor(dtype, (*extents, *shape), moves)
 
 
-def _join_move(piece: Piece, source: Source, at: Numbers, ones: _Shape) -> Move:
+def _join_move(piece: JoinedPart, source: Source, at: Numbers, ones: _Shape) -> Move:
     return Move(
         (*at, *piece.offsets),
         (*ones, *piece.sizes),

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from shardproof.conversion.key_maps.hyperparameters import Hyperparameters
 
-__all__ = ["LAYOUTS", "Arrangement", "Layout", "LayoutMismatch", "Piece"]
+__all__ = ["LAYOUTS", "Arrangement", "JoinedLayout", "JoinedPart", "LayoutMismatch"]
 
 _Shape = tuple[int, ...]
 _MOST_GROUPS = 65536
@@ -26,7 +26,7 @@ class LayoutMismatch(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class JoinedPart:
     """A box of the joined tensor, and the box of a part that has the same elements."""
 
     offsets: _Shape
@@ -44,7 +44,7 @@ class Arrangement:
 
     joined: _Shape
     parts: tuple[_Shape, ...]
-    pieces: Sequence[Piece]
+    pieces: Sequence[JoinedPart]
     padding: Sequence[tuple[_Shape, _Shape]] = ()
     """Offsets and sizes of boxes of the joined tensor that no part has."""
     sizes: Mapping[str, int] = field(default_factory=dict)
@@ -196,7 +196,7 @@ class _QueryGroups(_RowLayout):
         return (0, bases[part] + row) if self.parts == 1 else (part, row)
 
 
-class Layout:
+class JoinedLayout:
     """A joined tensor and its parts.
 
     Args:
@@ -262,7 +262,7 @@ class Layout:
             (rows.joined, *rest),
             tuple(upright(count, rest) for count in rows.parts),
             [
-                Piece(
+                JoinedPart(
                     (run.row, *start),
                     (run.rows, *rest),
                     run.part,
@@ -282,13 +282,13 @@ def _padding(rows: _Rows) -> Iterator[_Run]:
     return (run for run in rows.runs if run.part is None and run.rows)
 
 
-LAYOUTS: Mapping[str, Layout] = {
-    "same": Layout(_EqualRows(1)),
-    "transposed": Layout(_EqualRows(1), transposed=True),
-    "gate_up": Layout(_EqualRows(2)),
-    "vocabulary": Layout(_Vocabulary()),
-    "qkv": Layout(_QueryGroups(in_one=False)),
-    "qkv_conv1d": Layout(_QueryGroups(in_one=True), transposed=True),
+LAYOUTS: Mapping[str, JoinedLayout] = {
+    "same": JoinedLayout(_EqualRows(1)),
+    "transposed": JoinedLayout(_EqualRows(1), transposed=True),
+    "gate_up": JoinedLayout(_EqualRows(2)),
+    "vocabulary": JoinedLayout(_Vocabulary()),
+    "qkv": JoinedLayout(_QueryGroups(in_one=False)),
+    "qkv_conv1d": JoinedLayout(_QueryGroups(in_one=True), transposed=True),
 }
 """By the name that rules use.
 

@@ -19,7 +19,7 @@ from shardproof.errors import (
 from shardproof.loading.checkpoint import NativeCheckpoint
 from shardproof.loading.chunk_reader import Chunks
 from shardproof.loading.destinations import DestinationWriter
-from shardproof.loading.matching import Options, from_rank
+from shardproof.loading.matching import LoadOptions, from_rank
 from shardproof.loading.read_once.cost_model import Sampled, memory_speed, pays, sample, worth_measuring
 from shardproof.loading.read_once.group_collectives import Exchange, can_exchange
 from shardproof.loading.read_once.group_plan import plan_once
@@ -92,7 +92,7 @@ class ReadOnceExchange:
         plan: ReadPlan,
         writer: DestinationWriter,
         rendezvous: Rendezvous,
-        options: Options,
+        options: LoadOptions,
         memory: NodeMemory | None,
         handles: Sequence[Handle],
     ) -> None:

@@ -23,7 +23,7 @@ import torch
 from shardproof.errors import StructureError
 from shardproof.state.binder import MISSING, Binder
 from shardproof.state.dtensor import local_tensor
-from shardproof.state.optimizer.group_options import Options
+from shardproof.state.optimizer.group_options import GroupOptions
 from shardproof.state.optimizer.parameter_names import Names
 from shardproof.state.optimizer.slot_layouts import SlotLayout, SlotLayouts
 from shardproof.state.optimizer.slot_sources import receiver
@@ -90,7 +90,7 @@ class OptimizerBinding:
                 _check_data(data, key)
                 stored[name] = data["options"]
                 self._parameter(key, group, parameter, data)
-            self.attach.append(Options(self.place.key, stored).bind(group, self.to))
+            self.attach.append(GroupOptions(self.place.key, stored).bind(group, self.to))
         self._bind_shared()
         for act in self.attach:
             self.to.on_finish(act)

@@ -23,7 +23,7 @@ from shardproof.state.handlers.modules import named
 from shardproof.state.module_names import NamedModule
 from shardproof.state.optimizer.bind import EXTRA, SHARED, OptimizerBinding
 from shardproof.state.optimizer.flat_slots import FlatSlots
-from shardproof.state.optimizer.group_options import Options
+from shardproof.state.optimizer.group_options import GroupOptions
 from shardproof.state.optimizer.parameter_names import Names
 from shardproof.state.optimizer.slot_layouts import SlotLayouts
 from shardproof.state.optimizer.slot_sources import slots_of
@@ -239,7 +239,7 @@ class _OptionsObjects:
         if is_shared and identity in self._objects:
             return self._objects[identity]
         if id(slots.options) not in self._options:
-            self._options[id(slots.options)] = Options.encode(slots.options, self._key)
+            self._options[id(slots.options)] = GroupOptions.encode(slots.options, self._key)
         data = {
             "class": slots.kind,
             "optimizer": self._key,

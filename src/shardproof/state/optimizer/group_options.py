@@ -15,14 +15,14 @@ from shardproof.state.plain.encode import encode
 from shardproof.state.tensors import local_of
 from shardproof.state.visitor import join
 
-__all__ = ["Options"]
+__all__ = ["GroupOptions"]
 
 _OF_THE_PROGRAM = frozenset(("fused", "foreach", "capturable", "differentiable"))
 """Options that change how a step is computed, but not its result. A load does not change the target's."""
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class GroupOptions:
     """The stored options of the parameters of one target group."""
 
     key: str

@@ -15,7 +15,16 @@ from shardproof.interop.reader import TensorDescription
 from shardproof.interop.writer import Contents
 from shardproof.state import decode_plain, encode_plain
 
-__all__ = ["ALIASES", "METADATA", "OBJECTS", "PREFIX", "STEP", "Beside", "check_aliases", "encode_beside"]
+__all__ = [
+    "ALIASES",
+    "METADATA",
+    "OBJECTS",
+    "PREFIX",
+    "STEP",
+    "EmbeddedValues",
+    "check_aliases",
+    "encode_embedded",
+]
 
 PREFIX = "shardproof:"
 OBJECTS, ALIASES = f"{PREFIX}objects", f"{PREFIX}aliases"
@@ -23,13 +32,13 @@ STEP, METADATA = f"{PREFIX}step", f"{PREFIX}metadata"
 _MOST_STEP = 2**63 - 1
 
 
-def encode_beside(contents: Contents) -> dict[str, Any]:
+def encode_embedded(contents: Contents) -> dict[str, Any]:
     """Returns plain values, step and metadata by name, as JSON values. Absent ones get no name.
 
     Raises:
         PlainDataError: a value is not plain data.
 
-    >>> encode_beside(Contents({}, objects={"betas": (0.9, 1)}, step=3))
+    >>> encode_embedded(Contents({}, objects={"betas": (0.9, 1)}, step=3))
     {'shardproof:objects': {'betas': {'$tuple': [0.9, 1]}}, 'shardproof:step': 3}
     """
     found: dict[str, Any] = {}
@@ -54,7 +63,7 @@ def check_aliases(contents: Contents) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class EmbeddedValues:
     """What was stored beside the tensors."""
 
     objects: Mapping[str, Any] = field(default_factory=dict)
@@ -68,7 +77,7 @@ class Beside:
         members: Mapping[str, Any],
         tensors: Mapping[str, TensorDescription],
         fault: Callable[[str], FormatError],
-    ) -> Beside:
+    ) -> EmbeddedValues:
         """Checks and decodes the values that a file has under the names of this module.
 
         Args:
@@ -96,7 +105,7 @@ class Beside:
             raise fault(error.message) from error
         if not isinstance(metadata, dict):
             raise fault(f"{METADATA} is not a dict")
-        return Beside(objects, aliases, step, metadata)
+        return EmbeddedValues(objects, aliases, step, metadata)
 
     def object(self, key: str) -> Any:
         """Decodes a plain value.
