@@ -399,6 +399,34 @@ def test_files_that_steps_refer_to_are_uploaded_once(near: Path, far: Path) -> N
     assert torch.equal(target["fixed"], fixed) and target["w"].tolist() == [4.0] * 4
 
 
+def test_files_copied_for_a_newer_step_are_not_read_again(near: Path, far: Path) -> None:
+    """After an outage, the newest waiting step is uploaded first, with the files of older steps."""
+    down = [True]
+
+    def fault(operation: str, name: str) -> None:
+        if down[0]:
+            raise sp.StorageError("no route to host", errno="EHOSTUNREACH")
+
+    second = FaultyStorage(LocalStorage(far), lambda: True, fault)
+    run = checkpointer(near, second, incremental=True, scrub=None)
+    fixed = torch.arange(300_000.0)
+    for step in (1, 2, 3):
+        run.save(step, {"fixed": fixed, "w": torch.full((4,), float(step))}).result()
+    with pytest.raises(sp.StorageError, match="no route"):
+        run.wait_for_uploads(WAIT)
+    down[0] = False
+    before = len(second.operations)
+    run.save(4, {"fixed": fixed, "w": torch.full((4,), 4.0)}).durable(WAIT)
+    run.wait_for_uploads(WAIT)
+    done = second.operations[before:]
+    shards = [(operation, name) for operation, name in done if "shards/" in name]
+    assert len({name for operation, name in shards if operation == "create"}) == 4
+    assert not [name for operation, name in shards if "read" in operation]
+    assert alone(far).steps() == [1, 2, 3, 4]
+    for step in (1, 2, 3, 4):
+        assert verify(LocalStorage(far / f"step-0000000{step}")).ok
+
+
 def test_damaged_files_that_a_later_step_kept_are_repaired_by_an_upload(near: Path, far: Path) -> None:
     fixed = torch.arange(300_000.0)
     run = checkpointer(near, far, incremental=True, scrub=None, keep_then=sp.KeepLatest(1))

@@ -13,7 +13,9 @@ Note "Files that are there": a step may refer to files of other steps. Such a fi
 manifest on the second tier names it, because then an upload verified it. Any other file that is there is read
 and compared with its digest, and is copied only if it differs. It may be from a killed upload. Or this step
 was removed from the second tier, a later step that refers to the file kept it there, and the job went back to
-this step. The file may have been damaged since. A commit would accept the damage.
+this step. The file may have been damaged since. A commit would accept the damage. The exception are files
+that this round copied for a newer step: the newest waiting step goes first, and it refers to files of older
+ones. Without the exception, a backlog of incremental steps would be read again from the second tier.
 
 Note "Nothing is replaced by accident": the second tier may have another save of a step, by another job or
 from a branch that was given up. The step is then uploaded only if its save was allowed to overwrite the step.
@@ -112,6 +114,8 @@ class UploadCoordinator:
         self._damaged: dict[int, bytes] = {}
         """Steps that could not be uploaded because they are damaged in the first tier, to their seals."""
         self._references: References | None = None
+        self._copied: set[tuple[str, str]] = set()
+        """Folder and name of the files of the steps that this round uploaded."""
         self._under_way: _UnderWay | None = None
 
     def protected(self) -> set[int]:
@@ -139,6 +143,7 @@ class UploadCoordinator:
             posts: an `UploadReport` of each rank.
         """
         self._under_way = self._references = None
+        self._copied = set()
         return self._answer(requests, self._reports(posts))
 
     def commit(self, requests: Sequence[UploadRequest], posts: Sequence[bytes]) -> list[bytes]:
@@ -157,6 +162,7 @@ class UploadCoordinator:
         self._publish(upload)
         self._remove_drafts(upload)
         self._under_way = None
+        self._copied |= {(record.folder or step_name(step), record.name) for record in upload.manifest.files}
         self._there[step] = seal
         self._stored = {**self._stored, step: seal}
         self._facts.forget(step)
@@ -343,6 +349,8 @@ class UploadCoordinator:
         ]
         parts: list[list[FileRecord]] = [[] for _ in reports]
         for record in needed:
+            if (record.folder, record.name) in self._copied:
+                continue
             if record.folder != step_name(step) and self._is_trusted(record):
                 continue
             rank = record.rank % len(reports)
