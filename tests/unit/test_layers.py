@@ -317,12 +317,12 @@ def test_no_two_modules_have_one_name() -> None:
 
 
 def test_no_two_classes_have_one_name() -> None:
-    """So that a name says which class is meant. Private classes (``_Name``) belong to one file each."""
+    """So that a name says which class is meant."""
     names = Counter(
         node.name
         for path in FILES
         for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+        if isinstance(node, ast.ClassDef)
     )
     assert {name for name, count in names.items() if count > 1} == set()
 

@@ -72,7 +72,7 @@ class Choice(msgspec.Struct, frozen=True, array_like=True):
     next_bell: str
 
 
-class _Post(msgspec.Struct, frozen=True, array_like=True):
+class _RequestPost(msgspec.Struct, frozen=True, array_like=True):
     answered: int
     request: Request
 
@@ -225,13 +225,13 @@ class AgreedCalls:
 
     def _meet(self, answered: int, request: Request) -> Choice:
         def decide(posts: list[bytes]) -> bytes:
-            found = [msgspec.msgpack.decode(post, type=_Post) for post in posts]
+            found = [msgspec.msgpack.decode(post, type=_RequestPost) for post in posts]
             asked = Request()
             for post in found:
                 asked |= post.request
             call = choose([post.answered for post in found]) if asked else 0
             return msgspec.msgpack.encode(Choice(call, asked, token_hex(8)))
 
-        post = msgspec.msgpack.encode(_Post(answered, request))
+        post = msgspec.msgpack.encode(_RequestPost(answered, request))
         answer = self._rendezvous.meet(self._operation, "choose", post, decide)
         return msgspec.msgpack.decode(answer, type=Choice)

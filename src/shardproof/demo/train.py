@@ -62,12 +62,12 @@ def stop_in_the_middle(
 
     def create_unfinished(storage: Storage, name: str) -> Sink:
         sink = create(storage, name)
-        return _Unfinished(sink, mark) if folder_name in f"{storage.location}/{name}" else sink
+        return _TornFile(sink, mark) if folder_name in f"{storage.location}/{name}" else sink
 
     setattr(kind, "create", create_unfinished)  # noqa: B010 (mypy refuses to assign a method)
 
 
-class _Unfinished:
+class _TornFile:
     """A file whose first write stops after half of its bytes."""
 
     def __init__(self, sink: Sink, mark: Path) -> None:

@@ -86,7 +86,7 @@ class Tracer:
         self._path = path
         self._wall = time.time() if wall is None else wall
         self._clock = time.perf_counter() if clock is None else clock
-        self._files: OrderedDict[Any, _File] = OrderedDict()
+        self._files: OrderedDict[Any, _TraceFile] = OrderedDict()
         self._lock = threading.Lock()
 
     def __call__(self, event: Event) -> None:
@@ -102,7 +102,7 @@ class Tracer:
             while self._files:
                 self._files.popitem()[1].close()
 
-    def _file(self, event: Event) -> _File:
+    def _file(self, event: Event) -> _TraceFile:
         single = self._path.suffix == ".json"
         key = (event.rank,) if single else (event.operation, event.step, event.rank)
         file = self._files.get(key)
@@ -118,13 +118,13 @@ class Tracer:
         else:
             path = self._path / _name_of(event)
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = self._files[key] = _File(path, event, self._wall)
+        file = self._files[key] = _TraceFile(path, event, self._wall)
         while len(self._files) > _OPEN_FILES:
             self._files.popitem(last=False)[1].close()
         return file
 
 
-class _File:
+class _TraceFile:
     """One trace file: where its finished events end, and the open phases."""
 
     def __init__(self, path: Path, event: Event, wall: float) -> None:

@@ -52,7 +52,7 @@ class ShardHeader:
     """All bytes before the data."""
 
 
-class _Entry(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+class _ReadEntry(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     dtype: str
     shape: tuple[_Size, ...]
     data_offsets: tuple[_Size, _Size]
@@ -60,7 +60,7 @@ class _Entry(msgspec.Struct, forbid_unknown_fields=True, gc=False):
 
 _MEMBERS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _METADATA = msgspec.json.Decoder(dict[str, str])
-_ENTRIES = msgspec.json.Decoder(dict[str, _Entry])
+_ENTRIES = msgspec.json.Decoder(dict[str, _ReadEntry])
 
 
 def read_shard_header(storage: Storage, name: str) -> ShardHeader:

@@ -67,7 +67,7 @@ class _Placed(msgspec.Struct, frozen=True, array_like=True, gc=False, forbid_unk
 _FileForm = TypeVar("_FileForm", _File, _Placed)
 
 
-class _Wire(msgspec.Struct, Generic[_FileForm], frozen=True, forbid_unknown_fields=True):
+class _ManifestText(msgspec.Struct, Generic[_FileForm], frozen=True, forbid_unknown_fields=True):
     """The JSON of the manifest: all members are required, in this order."""
 
     format: str
@@ -96,17 +96,17 @@ class _Version(msgspec.Struct):
 
 
 _DECODERS: dict[int, msgspec.json.Decoder[Any]] = {
-    FORMAT_VERSION: msgspec.json.Decoder(_Wire[_File]),
-    REFERENCES_VERSION: msgspec.json.Decoder(_Wire[_Placed]),
+    FORMAT_VERSION: msgspec.json.Decoder(_ManifestText[_File]),
+    REFERENCES_VERSION: msgspec.json.Decoder(_ManifestText[_Placed]),
 }
-_FIELDS = tuple(name for name in _Wire.__struct_fields__ if name not in ("format", "files", "index"))
+_FIELDS = tuple(name for name in _ManifestText.__struct_fields__ if name not in ("format", "files", "index"))
 
 
-def _wire(manifest: Manifest) -> _Wire[Any]:
+def _wire(manifest: Manifest) -> _ManifestText[Any]:
     form = _Placed if manifest.version == REFERENCES_VERSION else _File
     files = tuple(_formed(record, form) for record in manifest.files)
     values = {name: getattr(manifest, name) for name in _FIELDS}
-    return _Wire(format="shardproof", **values, files=files, index=_formed(manifest.index, _File))
+    return _ManifestText(format="shardproof", **values, files=files, index=_formed(manifest.index, _File))
 
 
 def _formed(record: FileRecord, form: type[_File] | type[_Placed]) -> Any:

@@ -40,7 +40,7 @@ DIGESTS = "@digests"
 """Name of the last entry: U64 [n, 2], high and low half of the digests of all chunks, in byte order."""
 
 
-class _Entry(msgspec.Struct, gc=False):
+class _WrittenEntry(msgspec.Struct, gc=False):
     dtype: str
     shape: Sequence[int]
     data_offsets: tuple[int, int]
@@ -77,7 +77,7 @@ def encode_entries(
     starts = np.asarray(starts, np.int64)
     stops = (starts + counts).tolist()
     offsets = zip(starts.tolist(), stops, strict=True)
-    entries = dict(zip(names, map(_Entry, codes, shapes, offsets), strict=True))
+    entries = dict(zip(names, map(_WrittenEntry, codes, shapes, offsets), strict=True))
     if len(entries) != len(names):
         raise FormatError("a shard file would have two entries of one name.")
     try:

@@ -68,7 +68,7 @@ def load_files(path: str | os.PathLike[str], state: Mapping[str, Any]) -> dict[s
         sp.load(path, {"fp32": state["model"]}, include="fp32", rename=elsewhere, cast=True)
         # The masters have the values of the rounded weights now.
         objects: dict[str, Any] = {}
-        optimizer = _Optimizer(state["optimizer"].optimizer)
+        optimizer = _OptimizerShard(state["optimizer"].optimizer)
 
         def match() -> None:
             objects.update((key, checkpoint[key]) for key in checkpoint if key in checkpoint.objects)
@@ -99,7 +99,7 @@ def _opened(
         yield opened[0]
 
 
-class _Optimizer:
+class _OptimizerShard:
     """The masters and slots of this rank, which a load fills, and the options of the groups.
 
     Args:

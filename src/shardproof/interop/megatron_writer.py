@@ -83,7 +83,7 @@ def _common_state(contents: Contents) -> dict[str, Any]:
         StructureError: two objects have the same path.
     """
     values = {key: value for key, value in contents.objects.items() if not _is_sharded(key)}
-    common = _Node()
+    common = _Container()
     entry = values.pop(_COMMON_ENTRY, None)
     for whole in (values.pop(_COMMON, None), entry[0] if isinstance(entry, list) and entry else entry):
         for name, value in whole.items() if isinstance(whole, dict) else ():
@@ -100,15 +100,15 @@ def _common_state(contents: Contents) -> dict[str, Any]:
     return state
 
 
-class _Node(dict[str | int, Any]):
+class _Container(dict[str | int, Any]):
     """A dict or a list that is being built."""
 
 
-def _put(root: _Node, key: str, path: tuple[str | int, ...], value: Any) -> None:
+def _put(root: _Container, key: str, path: tuple[str | int, ...], value: Any) -> None:
     node: Any = root
     for step in path[:-1]:
-        node = node.setdefault(step, _Node()) if isinstance(node, _Node) else None
-    if not isinstance(node, _Node) or path[-1] in node:
+        node = node.setdefault(step, _Container()) if isinstance(node, _Container) else None
+    if not isinstance(node, _Container) or path[-1] in node:
         raise StructureError(
             f"torch_dist cannot hold {key!r}: the common state has another value at this path. Leave one of "
             f"them out (exclude=, or --exclude {key})",
@@ -119,7 +119,7 @@ def _put(root: _Node, key: str, path: tuple[str | int, ...], value: Any) -> None
 
 def _plain(value: Any) -> Any:
     """Converts a node to a list if its keys are numbers, otherwise to a dict."""
-    if not isinstance(value, _Node):
+    if not isinstance(value, _Container):
         return value
     if all(isinstance(step, int) for step in value):
         return [_plain(value[step]) for step in sorted(value)]

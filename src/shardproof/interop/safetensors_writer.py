@@ -45,7 +45,7 @@ _PAIRS_OF_FLOATS = "float4_e2m1fn_x2"
 
 
 @dataclass(frozen=True, slots=True)
-class _Tensor:
+class _PlannedTensor:
     """An entry of a file."""
 
     name: str
@@ -95,7 +95,7 @@ class SafetensorsWriter(FormatWriter):
         metadata: list[dict[str, str]] = [{} for _ in files]
         metadata[0] = self._metadata(contents)
         self._files = {
-            _file_name(at, len(files)): _File.of(tensors, texts | {"format": "pt"})
+            _file_name(at, len(files)): _PlannedFile.of(tensors, texts | {"format": "pt"})
             for at, (tensors, texts) in enumerate(zip(files, metadata, strict=True))
         }
         self.units = [
@@ -141,13 +141,13 @@ class SafetensorsWriter(FormatWriter):
     def _file_bytes(self, options: WriteOptions) -> int | None:
         return options.max_file_bytes
 
-    def _tensors(self, contents: Contents) -> list[_Tensor]:
+    def _tensors(self, contents: Contents) -> list[_PlannedTensor]:
         """The entries of all files, in the order of the contents. Adds a note about tied tensors."""
         tensors = [_entry(key, *kind) for key, kind in contents.tensors.items()]
         check_aliases(contents)
         return tensors + self._tied(contents)
 
-    def _tied(self, contents: Contents) -> list[_Tensor]:
+    def _tied(self, contents: Contents) -> list[_PlannedTensor]:
         if contents.aliases:
             self.notes.append(
                 "safetensors has no ties, so tied tensors are stored under each of their names: "
@@ -185,7 +185,7 @@ class HuggingFaceWriter(SafetensorsWriter):
     def _file_bytes(self, options: WriteOptions) -> int | None:
         return options.max_file_bytes or 5 * 10**9
 
-    def _tied(self, contents: Contents) -> list[_Tensor]:
+    def _tied(self, contents: Contents) -> list[_PlannedTensor]:
         if contents.aliases:
             pairs = [f"{alias} (as {key})" for alias, key in sorted(contents.aliases.items())]
             self.notes.append(
@@ -206,17 +206,17 @@ class HuggingFaceWriter(SafetensorsWriter):
 
 
 @dataclass(frozen=True, slots=True)
-class _File:
+class _PlannedFile:
     """The plan of a file."""
 
     header: bytes
-    tensors: Sequence[_Tensor]
+    tensors: Sequence[_PlannedTensor]
     """In the order of the file."""
     nbytes: int
     """Bytes of the tensors."""
 
     @staticmethod
-    def of(tensors: Sequence[_Tensor], metadata: dict[str, str]) -> _File:
+    def of(tensors: Sequence[_PlannedTensor], metadata: dict[str, str]) -> _PlannedFile:
         """Plans a file. Tensors of the largest alignment are first, so that all are aligned."""
         ordered = sorted(tensors, key=lambda tensor: -DTYPES[tensor.dtype].alignment)
         counts = np.array([tensor.nbytes for tensor in ordered], np.int64)
@@ -232,10 +232,10 @@ class _File:
         except FormatError as error:
             raise StructureError(f"safetensors cannot hold the checkpoint: {error.message}") from error
         assert len(header) % PAGE_BYTES == 0
-        return _File(header, ordered, int(counts.sum()))
+        return _PlannedFile(header, ordered, int(counts.sum()))
 
 
-def _entry(name: str, dtype: str, shape: Sequence[int], *, key: str | None = None) -> _Tensor:
+def _entry(name: str, dtype: str, shape: Sequence[int], *, key: str | None = None) -> _PlannedTensor:
     """The entry of a tensor. Raises `StructureError` if the format cannot hold it."""
     if dtype not in DTYPES or DTYPES[dtype].parts > 1 or (dtype == _PAIRS_OF_FLOATS and not shape):
         raise StructureError(
@@ -245,12 +245,12 @@ def _entry(name: str, dtype: str, shape: Sequence[int], *, key: str | None = Non
         )
     if name == "__metadata__":
         raise StructureError(f"{name!r} is reserved by safetensors: give the tensor another name", key=name)
-    return _Tensor(name, name if key is None else key, dtype, tuple(shape))
+    return _PlannedTensor(name, name if key is None else key, dtype, tuple(shape))
 
 
-def _filled(tensors: Sequence[_Tensor], limit: int | None) -> list[list[_Tensor]]:
+def _filled(tensors: Sequence[_PlannedTensor], limit: int | None) -> list[list[_PlannedTensor]]:
     """The tensors of each file, at least one file. Tensors fill files one after the other."""
-    files: list[list[_Tensor]] = [[]]
+    files: list[list[_PlannedTensor]] = [[]]
     filled = 0
     for tensor in tensors:
         if limit is not None and files[-1] and filled + tensor.nbytes > limit:

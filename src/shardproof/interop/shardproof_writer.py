@@ -220,7 +220,7 @@ class NativeWriter(FormatWriter):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Chunks:
+class _ChunkRows:
     """The chunks of all files, a row each. Rows are ordered by file, then by position in the file."""
 
     files: int
@@ -246,7 +246,7 @@ class _Chunks:
         return slice(first, stop)
 
 
-def _plan_chunks(tensors: Sequence[TensorRecord], file_bytes: int) -> _Chunks:
+def _plan_chunks(tensors: Sequence[TensorRecord], file_bytes: int) -> _ChunkRows:
     """Cuts tensors into boxes, fills files with boxes by key, and cuts the boxes into chunks."""
     itemsize = np.array([DTYPES[record.dtype].itemsize for record in tensors], np.int64)
     stored = np.array([row for row, record in enumerate(tensors) if 0 not in record.shape], np.int64)
@@ -265,7 +265,7 @@ def _plan_chunks(tensors: Sequence[TensorRecord], file_bytes: int) -> _Chunks:
     byte_count, file_of = byte_count[order], file[box][order]
     before = row_pointers(byte_count)[:-1]
     first = before[np.searchsorted(file_of, file_of)] if len(before) else before
-    return _Chunks(
+    return _ChunkRows(
         files,
         tensor[box][order],
         file_of,

@@ -48,7 +48,7 @@ _LOST_ELEMENT = "TorchSnapshot does not write the last element of bfloat16 tenso
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _StoredBox:
     """A box of a tensor, and the position of its bytes."""
 
     offsets: tuple[int, ...]
@@ -208,7 +208,7 @@ class TorchSnapshotReader(FormatReader):
         boxes = [self._box(key, part) for part in sorted(parts, key=lambda part: part.offsets)]
         self.tensors[key] = TensorDescription(dtype, shape, [box for box in boxes if 0 not in box.sizes])
 
-    def _part(self, shard: Mapping[str, Any]) -> _Part:
+    def _part(self, shard: Mapping[str, Any]) -> _StoredBox:
         tensor = shard["tensor"]
         offsets, sizes = shape_of(shard["offsets"]), shape_of(shard["sizes"])
         if len(offsets) != len(sizes) or shape_of(tensor["shape"]) != sizes:
@@ -226,14 +226,14 @@ class TorchSnapshotReader(FormatReader):
             self._sizes.setdefault(file, None)
         else:
             self._sizes[file] = prod(sizes) * DTYPES[dtype].itemsize
-        return _Part(offsets, sizes, dtype, file, start, nbytes, is_raw)
+        return _StoredBox(offsets, sizes, dtype, file, start, nbytes, is_raw)
 
-    def _box(self, key: str, part: _Part) -> StoredBox:
+    def _box(self, key: str, part: _StoredBox) -> StoredBox:
         nbytes = prod(part.sizes) * DTYPES[part.dtype].itemsize
         view = partial(self._view, key, part, nbytes)
         return StoredBox(part.offsets, part.sizes, part.file, part.start, part.nbytes or nbytes, view)
 
-    def _view(self, key: str, part: _Part, nbytes: int) -> StoredView:
+    def _view(self, key: str, part: _StoredBox, nbytes: int) -> StoredView:
         """The elements of a box. It raises the errors of `Extent.read_into`."""
         if not part.is_raw:
             file = TorchFile(self.storage, part.file, start=part.start, size=part.nbytes)

@@ -91,7 +91,7 @@ class ZarrWriter(FormatWriter):
         self._extend_crc = _crc32c()
         self._piece_bytes = options.piece_bytes
         limit = min(options.max_file_bytes or _CHUNK_BYTES, _CHUNK_BYTES)
-        self._arrays = {key: _Array.of(key, *kind, limit) for key, kind in contents.tensors.items()}
+        self._arrays = {key: _PlannedArray.of(key, *kind, limit) for key, kind in contents.tensors.items()}
         self._attributes = _attributes(contents)
         self.notes: list[str] = []
         if contents.aliases:
@@ -99,7 +99,7 @@ class ZarrWriter(FormatWriter):
                 "Zarr cannot record ties, so tied tensors are stored once, and an attribute of the group "
                 f"names them: {listed(contents.aliases)}"
             )
-        self._chunks: dict[str, Sequence[_Chunk]] = {
+        self._chunks: dict[str, Sequence[_PlannedChunk]] = {
             f"chunks-{at:06d}": chunks for at, chunks in enumerate(self._grouped())
         }
         self.units = [
@@ -149,9 +149,9 @@ class ZarrWriter(FormatWriter):
         }
         target.publish(_GROUP, _json(group), replace=True)
 
-    def _grouped(self) -> Iterator[list[_Chunk]]:
+    def _grouped(self) -> Iterator[list[_PlannedChunk]]:
         """The chunks of each unit."""
-        chunks: list[_Chunk] = []
+        chunks: list[_PlannedChunk] = []
         filled = 0
         for array in self._arrays.values():
             for chunk in array.chunks():
@@ -163,7 +163,7 @@ class ZarrWriter(FormatWriter):
         if chunks:
             yield chunks
 
-    def _pieces(self, chunk: _Chunk, source: BoxSource) -> Iterator[memoryview]:
+    def _pieces(self, chunk: _PlannedChunk, source: BoxSource) -> Iterator[memoryview]:
         """The bytes of a chunk. A chunk at the end of its array is padded with zeros to the common size."""
         array = chunk.array
         yield from box_bytes(source, array.key, array.dtype, chunk.offsets, chunk.sizes, self._piece_bytes)
@@ -175,7 +175,7 @@ class ZarrWriter(FormatWriter):
 
 
 @dataclass(frozen=True, slots=True)
-class _Array:
+class _PlannedArray:
     """The plan of an array."""
 
     key: str
@@ -186,26 +186,26 @@ class _Array:
     chunk_shape: tuple[int, ...]
 
     @staticmethod
-    def of(key: str, dtype: str, shape: Sequence[int], limit: int) -> _Array:
+    def of(key: str, dtype: str, shape: Sequence[int], limit: int) -> _PlannedArray:
         """Plans the array of a tensor, in chunks of at most `limit` bytes where a row fits."""
         if dtype not in DTYPES:
             raise StructureError(f"{key!r}: Zarr cannot store tensors of dtype {dtype}", key=key)
         cut = _chunk_shape(shape, DTYPES[dtype].itemsize, limit)
-        return _Array(key, _array_name(key), dtype, tuple(shape), cut)
+        return _PlannedArray(key, _array_name(key), dtype, tuple(shape), cut)
 
     @property
     def stored_dtype(self) -> str:
         """Zarr's name of the dtype of the elements."""
         return self.dtype if self.dtype in _NATIVE else f"uint{8 * DTYPES[self.dtype].itemsize}"
 
-    def chunks(self) -> Iterator[_Chunk]:
+    def chunks(self) -> Iterator[_PlannedChunk]:
         """All chunks, in row-major order; none if the array has no elements."""
         counts = [-(-size // step) for size, step in zip(self.shape, self.chunk_shape, strict=True)]
         for at in product(*map(range, counts)):
             offsets = tuple(index * step for index, step in zip(at, self.chunk_shape, strict=True))
             ends = zip(offsets, self.chunk_shape, self.shape, strict=True)
             sizes = tuple(min(step, size - offset) for offset, step, size in ends)
-            yield _Chunk(self, "/".join([self.name, "c", *map(str, at)]), offsets, sizes)
+            yield _PlannedChunk(self, "/".join([self.name, "c", *map(str, at)]), offsets, sizes)
 
     def document(self) -> dict[str, Any]:
         """The metadata of the array."""
@@ -234,10 +234,10 @@ class _Array:
 
 
 @dataclass(frozen=True, slots=True)
-class _Chunk:
+class _PlannedChunk:
     """A chunk of an array, and its part inside the array."""
 
-    array: _Array
+    array: _PlannedArray
     file: str
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]

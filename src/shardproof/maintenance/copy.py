@@ -81,7 +81,7 @@ def make_standalone(
             path=target.location,
         )
     prove_chunks(manifest.tensors, table, np.arange(len(manifest.tensors)))
-    copy = _Copy(source, target, manifest, table, on_progress)
+    copy = _CheckpointCopy(source, target, manifest, table, on_progress)
     try:
         return copy.run()
     except BaseException:
@@ -103,7 +103,7 @@ class _Shard:
     record: FileRecord
 
 
-class _Copy:
+class _CheckpointCopy:
     def __init__(
         self,
         source: Storage,

@@ -32,7 +32,7 @@ class TensorTable(msgspec.Struct, frozen=True, array_like=True):
     """The key of the tensor that shares this tensor's memory; empty if there is none."""
 
 
-class _Wire(msgspec.Struct, frozen=True, array_like=True):
+class _EncodedStructure(msgspec.Struct, frozen=True, array_like=True):
     """The encoded form. The table is nested as bytes, so that the coordinator decodes equal tables once."""
 
     table: bytes
@@ -103,7 +103,7 @@ class Structure:
     def encode(self) -> bytes:
         """The structure as bytes, for the rendezvous."""
         return msgspec.msgpack.encode(
-            _Wire(
+            _EncodedStructure(
                 self.table,
                 self.objects,
                 pack(self.box_tensor),
@@ -115,7 +115,7 @@ class Structure:
     @staticmethod
     def decode(data: bytes) -> Structure:
         """The structure that `encode` wrote."""
-        wire = msgspec.msgpack.decode(data, type=_Wire)
+        wire = msgspec.msgpack.decode(data, type=_EncodedStructure)
         return Structure(
             wire.table,
             wire.objects,

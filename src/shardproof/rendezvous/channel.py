@@ -30,7 +30,7 @@ class CoordinatorSilent(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class _Joining:
     """The wait for the announcement of a generation, or for the welcome into one."""
 
     generation: str
@@ -80,7 +80,7 @@ class Channel:
         self._written_keys: list[tuple[int, list[str]]] = []
         self._first: int | None = None
         self._pending_verdicts: list[_PendingVerdict] = []
-        self._entry: _Entry | None = None
+        self._entry: _Joining | None = None
         self._bell: tuple[str, Future[None]] | None = None
         """The key of the bell that this rank waits for, and the wait."""
 
@@ -206,10 +206,10 @@ class Channel:
             self._requests.submit(membership.leave)  # this rank set the welcome key itself
             raise
 
-    def _wait_to_enter(self, generation: str, key: str) -> _Entry:
-        return _Entry(generation, key, self._waits.submit(partial(_wait_for, key)))
+    def _wait_to_enter(self, generation: str, key: str) -> _Joining:
+        return _Joining(generation, key, self._waits.submit(partial(_wait_for, key)))
 
-    def _end_wait(self, entry: _Entry) -> None:
+    def _end_wait(self, entry: _Joining) -> None:
         """End the wait for a welcome, and delete the welcome."""
         self.release(entry.waiting, entry.key)
         if entry.key != self._membership.keys.opened:

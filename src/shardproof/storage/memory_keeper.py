@@ -103,7 +103,7 @@ def _exactly(connection: socket.socket, count: int) -> bytes:
     return bytes(data)
 
 
-class _File:
+class _FinishedFile:
     """A finished file. Its descriptor closes with the last reference."""
 
     def __init__(self, descriptor: int, owner: object | None) -> None:
@@ -136,7 +136,7 @@ class Keeper:
     def __init__(self, budget: int, idle: float) -> None:
         self._budget, self._idle = budget, idle
         self._lock = threading.Lock()
-        self._files: dict[str, _File] = {}
+        self._files: dict[str, _FinishedFile] = {}
         self._reserved: dict[str, tuple[object, int]] = {}
         """Unfinished files: the connection that makes each, and its bytes."""
         self._used = 0
@@ -172,7 +172,7 @@ class Keeper:
         try:
             while (got := receive(connection)) is not None:
                 request, descriptor = got
-                file = None if descriptor is None else _File(descriptor, connection)
+                file = None if descriptor is None else _FinishedFile(descriptor, connection)
                 del got, descriptor
                 handed: int | None = None
                 try:
@@ -207,7 +207,7 @@ class Keeper:
         self._wake.send(b".")
 
     def _answer(
-        self, client: object, request: dict[str, Any], new: _File | None
+        self, client: object, request: dict[str, Any], new: _FinishedFile | None
     ) -> tuple[dict[str, Any], int | None]:
         """The answer to a request, and the descriptor to send with it.
 
@@ -219,7 +219,7 @@ class Keeper:
         do, name = request["do"], request.get("name", "")
         if request["protocol"] != PROTOCOL and do != "drop":
             raise _Refused("protocol", process=os.getpid())
-        gone: _File | None = None
+        gone: _FinishedFile | None = None
         with self._lock:
             file = self._files.get(name)
             if do == "open":
@@ -271,7 +271,7 @@ class Keeper:
             raise _Refused("full", budget=self._budget, used=self._used, more=more, files=len(self._files))
         self._used += more
 
-    def _finish(self, client: object, name: str, file: _File) -> None:
+    def _finish(self, client: object, name: str, file: _FinishedFile) -> None:
         owner, size = self._reserved[name]
         if owner is not client:
             raise KeyError(name)
@@ -285,7 +285,7 @@ class Keeper:
             del self._reserved[name]
             self._used -= size
 
-    def _publish(self, request: dict[str, Any], file: _File) -> _File | None:
+    def _publish(self, request: dict[str, Any], file: _FinishedFile) -> _FinishedFile | None:
         """Gives a file its name, whole and at once. Returns the file that it replaces."""
         name, replaced = request["name"], self._files.get(request["name"])
         if name in self._reserved or (replaced is not None and not request["replace"]):
@@ -301,13 +301,13 @@ class Keeper:
                 each.owner = None
         return replaced
 
-    def _remove(self, name: str) -> _File:
+    def _remove(self, name: str) -> _FinishedFile:
         file = self._files.pop(name)
         self._used -= file.size
         return file
 
 
-def _sealed(file: _File | None) -> _File:
+def _sealed(file: _FinishedFile | None) -> _FinishedFile:
     """The file that came with a request. No process can change it any more."""
     if file is None or fcntl.fcntl(file.descriptor, fcntl.F_GET_SEALS) & SEALS != SEALS:
         raise ValueError("a request without a sealed file")

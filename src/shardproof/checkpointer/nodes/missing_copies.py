@@ -43,7 +43,7 @@ __all__ = ["MissingCopies"]
 _log = logging.getLogger("shardproof")
 
 
-class _Copy(msgspec.Struct, frozen=True, array_like=True):
+class _FileCopy(msgspec.Struct, frozen=True, array_like=True):
     """A file to copy."""
 
     record: FileRecord
@@ -62,7 +62,7 @@ class _Share(msgspec.Struct, frozen=True, array_like=True):
     step: int | None
     seal: bytes
     """Seal of the step's manifest."""
-    copies: tuple[_Copy, ...]
+    copies: tuple[_FileCopy, ...]
 
 
 class MissingCopies:
@@ -96,7 +96,7 @@ class MissingCopies:
             return []
         manifest = decode_manifest(text, f"{self._nodes.location}/{folder}")
         name, ranks = secrets.token_hex(8), range(self._rendezvous.world_size)
-        shares: list[list[_Copy]] = [[] for _ in ranks]
+        shares: list[list[_FileCopy]] = [[] for _ in ranks]
         sizes = [0 for _ in ranks]
         single = []
         holders = self._nodes.holders(folder, (manifest.index, *manifest.files))
@@ -110,7 +110,7 @@ class MissingCopies:
             targets = (*damaged, writer, group.partner_of(writer), group.partner_of(source))
             target = next(node for node in targets if node != source)
             rank = min((rank for rank in ranks if group.of_rank[rank] == target), key=sizes.__getitem__)
-            shares[rank].append(_Copy(record, source))
+            shares[rank].append(_FileCopy(record, source))
             sizes[rank] += record.size
             single.append(record)
         if not single:
@@ -214,7 +214,7 @@ class MissingCopies:
                 )
             raise
 
-    def _copy(self, share: _Share, copy: _Copy, moving: Callable[[int], None]) -> bool:
+    def _copy(self, share: _Share, copy: _FileCopy, moving: Callable[[int], None]) -> bool:
         """Copies one file to this node (note "Whole or not at all"). False if the step is gone."""
         folders, record = self._nodes.group.folders, copy.record
         own = self._nodes.own()

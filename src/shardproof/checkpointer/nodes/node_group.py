@@ -59,7 +59,7 @@ class _Node(msgspec.Struct, frozen=True, array_like=True):
     service: str
 
 
-class _Answer(msgspec.Struct, frozen=True, array_like=True):
+class _NodeAnswer(msgspec.Struct, frozen=True, array_like=True):
     """The answer to one rank."""
 
     name: str
@@ -183,7 +183,7 @@ def join_nodes(rendezvous: Rendezvous, root: LocalStorage, replicas: int) -> Nod
             service.stop()
         raise
     assert service is not None
-    answer = msgspec.msgpack.decode(encoded, type=_Answer)
+    answer = msgspec.msgpack.decode(encoded, type=_NodeAnswer)
     service.start(answer.secret)
     own = answer.of_rank[rendezvous.rank]
     if answer.of_rank.index(own) == rendezvous.rank:  # the lowest rank of its node
@@ -231,7 +231,7 @@ def _decide(posts: Sequence[bytes]) -> list[bytes]:
     name, secret, places = secrets.token_hex(8), secrets.token_bytes(32), list(numbers)
     arbiter = places.index(min(places))
 
-    def known_to(rank: int) -> _Answer:
+    def known_to(rank: int) -> _NodeAnswer:
         at = ranks[of_rank[rank]].index(rank)
         nodes = []
         for number, members in enumerate(ranks):
@@ -240,7 +240,7 @@ def _decide(posts: Sequence[bytes]) -> list[bytes]:
             where = f"{report.host}:{report.location}"
             node = _Node(label, where, report.location, report.addresses, report.port, report.service)
             nodes.append(node)
-        return _Answer(name, secret, reports[0].location, tuple(nodes), of_rank, arbiter)
+        return _NodeAnswer(name, secret, reports[0].location, tuple(nodes), of_rank, arbiter)
 
     return [msgspec.msgpack.encode(known_to(rank)) for rank in range(len(reports))]
 

@@ -47,7 +47,7 @@ class _RequestReport(msgspec.Struct, frozen=True, array_like=True):
     """True if this rank has opened the shared memory of every rank."""
 
 
-class _Answer(msgspec.Struct, frozen=True, array_like=True):
+class _LoadAnswer(msgspec.Struct, frozen=True, array_like=True):
     """The answer of the coordinator, at the first or at the second meeting."""
 
     choice: str
@@ -102,12 +102,12 @@ class ReadOnceExchange:
         self._rendezvous = rendezvous
         self._options = options
         self._exchange: Exchange
-        self._answer = _Answer("all")
+        self._answer = _LoadAnswer("all")
         self._memory = memory
         self._handles = handles
         self._peers: list[PeerMemory | None] = []
         self._loads: Loads
-        self._planned: list[_Answer] = []
+        self._planned: list[_LoadAnswer] = []
 
     @property
     def is_active(self) -> bool:
@@ -199,8 +199,8 @@ class ReadOnceExchange:
         phase: str,
         work: Callable[[], bytes],
         decide: Callable[[list[bytes]], Sequence[bytes]],
-    ) -> _Answer:
-        return msgspec.msgpack.decode(meetings.meet(phase, work, decide), type=_Answer)
+    ) -> _LoadAnswer:
+        return msgspec.msgpack.decode(meetings.meet(phase, work, decide), type=_LoadAnswer)
 
     def _request(self) -> bytes:
         group = self._options.group
@@ -230,22 +230,22 @@ class ReadOnceExchange:
     def _plan_all(self, posts: Sequence[bytes]) -> list[bytes]:
         """Coordinator: plans the exchange if it is possible and can pay."""
         reports = [msgspec.msgpack.decode(post, type=_RequestReport) for post in posts]
-        reads_all = _encoded([_Answer("all")] * len(posts))
+        reads_all = _encoded([_LoadAnswer("all")] * len(posts))
         if not all(report.able for report in reports):
             return reads_all
         table, is_forced = self._checkpoint.table, self._options.read_once is True
         requests = [ChunkRequest.decode(report.request) for report in reports]
         if all(report.reached for report in reports):
             on_node, self._loads = plan_node(table, requests)
-            self._planned = [_Answer("node", None, one) for one in on_node]
+            self._planned = [_LoadAnswer("node", None, one) for one in on_node]
         else:
             orders, self._loads = plan_once(table, requests)
-            self._planned = [_Answer("group", one) for one in orders]
+            self._planned = [_LoadAnswer("group", one) for one in orders]
         if not self._loads.saved or not (is_forced or worth_measuring(self._loads)):
             return reads_all
         if is_forced:
             return _encoded(self._planned)
-        return _encoded([_Answer("measure", over=self._planned[0].choice)] * len(posts))
+        return _encoded([_LoadAnswer("measure", over=self._planned[0].choice)] * len(posts))
 
     def _measure(self) -> bytes:
         """Measures the storage and the exchange. An error of the checkpoint goes into the report."""
@@ -267,12 +267,12 @@ class ReadOnceExchange:
         for rank, report in enumerate(reports):
             if report.error is not None:
                 raise from_rank(rank, len(posts), report.error)
-        return _encoded(self._planned if self._pays(reports) else [_Answer("all")] * len(posts))
+        return _encoded(self._planned if self._pays(reports) else [_LoadAnswer("all")] * len(posts))
 
     def _pays(self, reports: Sequence[_SpeedReport]) -> bool:
         found = [(report.sampled, report.speed) for report in reports if report.sampled is not None]
         return pays(self._loads, found, through_memory=self._planned[0].choice == "node")
 
 
-def _encoded(answers: Sequence[_Answer]) -> list[bytes]:
+def _encoded(answers: Sequence[_LoadAnswer]) -> list[bytes]:
     return [msgspec.msgpack.encode(answer) for answer in answers]

@@ -41,7 +41,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     """See `shardproof.loading.cold_reads.reads_twice`."""
 
 
-class _Post(msgspec.Struct, frozen=True, array_like=True):
+class _OfferPost(msgspec.Struct, frozen=True, array_like=True):
     match: bytes
     offer: Offer | None
     sketch: Sketch | None
@@ -49,7 +49,7 @@ class _Post(msgspec.Struct, frozen=True, array_like=True):
 
 def post(match: MatchReport, offer: Offer | None = None, sketch: Sketch | None = None) -> bytes:
     """The report of a rank, as bytes."""
-    return msgspec.msgpack.encode(_Post(msgspec.msgpack.encode(match), offer, sketch))
+    return msgspec.msgpack.encode(_OfferPost(msgspec.msgpack.encode(match), offer, sketch))
 
 
 def answer(location: str, posts: Sequence[bytes], stored: Callable[[], Iterable[str]]) -> bytes:
@@ -63,7 +63,7 @@ def answer(location: str, posts: Sequence[bytes], stored: Callable[[], Iterable[
     Raises:
         ShardproofError: the ranks do not agree (see `agree`).
     """
-    reports = [msgspec.msgpack.decode(one, type=_Post) for one in posts]
+    reports = [msgspec.msgpack.decode(one, type=_OfferPost) for one in posts]
     agreed = agree(location, [report.match for report in reports], stored)
     handles = usable_handles([report.offer for report in reports])
     sketches = [report.sketch for report in reports if report.sketch is not None]
