@@ -74,7 +74,7 @@ class RankLayout:
     def widest(self) -> RankLayout:
         """The layout with the same number of ranks, and tensor parallelism of 2 for even numbers from 4 on.
 
-        >>> str(Layout(4).widest()), str(Layout(3).widest()), str(Layout(1).widest())
+        >>> str(RankLayout(4).widest()), str(RankLayout(3).widest()), str(RankLayout(1).widest())
         ('4 ranks, FSDP2 2 × TP 2', '3 ranks, FSDP2', '1 rank')
         """
         ranks = self.ranks
@@ -89,7 +89,7 @@ class RankLayout:
     def method(self) -> str:
         """The optimizer, as a text.
 
-        >>> Layout(2, optimizer="hybrid", cpu_fraction=0.25).method
+        >>> RankLayout(2, optimizer="hybrid", cpu_fraction=0.25).method
         'hybrid, 25% on CPU'
         """
         return f"hybrid, {self.cpu_fraction:.0%} on CPU" if self.optimizer == "hybrid" else self.optimizer
@@ -118,7 +118,7 @@ BATCH = 12
 class Story:
     """Sizes of the demo.
 
-    >>> story = Story(Layout(4), resume_ranks=(3, 1), steps=24, save_every=4)
+    >>> story = Story(RankLayout(4), resume_ranks=(3, 1), steps=24, save_every=4)
     >>> story.restored_step, story.killed_step, story.stops
     (8, 12, (16, 24))
     """

@@ -68,7 +68,7 @@ def write_pickle(value: Any, protocol: int, *, describe: Callable[[Any], Any] | 
         >>> import pickle
         >>> pickle.loads(write_pickle({"step": 3, "betas": (0.9, 0.99)}, 4))
         {'step': 3, 'betas': (0.9, 0.99)}
-        >>> pickle.loads(write_pickle(Call(Named("builtins", "complex"), (1.0, 2.0)), 2))
+        >>> pickle.loads(write_pickle(PickledCall(Named("builtins", "complex"), (1.0, 2.0)), 2))
         (1+2j)
     """
     if protocol not in (2, 4):

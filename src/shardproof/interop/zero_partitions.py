@@ -50,7 +50,7 @@ def cut_pieces(shapes: Shapes, groups: Sequence[int], world_size: int) -> dict[s
 
     Example:
         >>> cut_pieces({"weight": (5,)}, [3], 2)["weight"][1]
-        Piece(rank=1, group=0, start=0, numel=2, at=3)
+        PartitionPart(rank=1, group=0, start=0, numel=2, at=3)
     """
     wanted = sum(-(-prod(shape) // world_size) for shape in shapes.values())
     if wanted != sum(groups):
@@ -104,7 +104,7 @@ def mapped_pieces(
 
     Example:
         >>> mapped_pieces({"weight": (5,)}, 0, [{"weight": (0, 3)}, {"weight": (0, 2)}])["weight"][1]
-        Piece(rank=1, group=0, start=0, numel=2, at=3)
+        PartitionPart(rank=1, group=0, start=0, numel=2, at=3)
     """
     found: dict[str, list[PartitionPart]] = {}
     for rank, mapping in enumerate(slices):
@@ -148,7 +148,7 @@ def joined_pieces(
 
     Example:
         >>> joined_pieces({"weight": (5,)}, 0, 3, [0], 2)["weight"][1]
-        Piece(rank=1, group=0, start=0, numel=2, at=3)
+        PartitionPart(rank=1, group=0, start=0, numel=2, at=3)
     """
     pieces: dict[str, list[PartitionPart]] = {}
     begin = 0

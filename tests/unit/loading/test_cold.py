@@ -75,7 +75,7 @@ WAYS: dict[str, Callable[[Path], Any]] = {
 
 
 def load(storage: Any, state: Any, **options: Any) -> LoadReport:
-    return load_from(storage, state, LocalRendezvous(), sp.loading.Options(**options))
+    return load_from(storage, state, LocalRendezvous(), sp.loading.LoadOptions(**options))
 
 
 @pytest.mark.parametrize("way", WAYS)
