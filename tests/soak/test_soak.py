@@ -128,7 +128,7 @@ def damage_ends_the_restore(patch: pytest.MonkeyPatch) -> None:
 
 def waiting_steps_unprotected(patch: pytest.MonkeyPatch) -> None:
     """Retention of the first tier removes steps that wait for their upload."""
-    patch.setattr(Uploader, "protected", lambda self: set())
+    patch.setattr(Uploader, "protect", lambda self, steps: set())
 
 
 @pytest.mark.slow

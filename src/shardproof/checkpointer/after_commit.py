@@ -72,9 +72,10 @@ class AfterCommit:
         assert committed.step is not None
         run, name = self._run, step_name(committed.step)
         self._note_cost(committed.seconds)
+        run.damaged.discard(committed.step)
+        run.damaged_everywhere.discard(committed.step)
         if upload is not None and self._uploader is not None:
             self._uploader.committed(upload, committed.step, committed.attempt)
-        run.damaged.discard(committed.step)
         folder = run.storage.within(name)
         if isinstance(folder, NodeStorage):
             folder = folder.own()
@@ -94,6 +95,6 @@ class AfterCommit:
                     progress,
                     unconfirmed=run.is_unconfirmed,
                     facts=run.facts,
-                    protected=set if self._uploader is None else self._uploader.protected,
+                    protect=None if self._uploader is None else self._uploader.protect,
                 )
         run.scrub.begin(name)

@@ -272,7 +272,7 @@ class Checkpointer:
         upload = None
         if self._uploader is not None and not suspect:
             self._uploader.prepare()
-            upload = UploadRequest(overwrite or number in self._run.damaged)
+            upload = UploadRequest(overwrite or number in self._run.damaged_everywhere)
         with self._run.phase(number, folder, "blocked"):
             pending = self._saver.begin(
                 self._run.storage.within(folder),
@@ -467,6 +467,7 @@ class Checkpointer:
         finally:
             self.passed_over = restore.passed_over
             self._run.damaged |= restore.damaged
+            self._run.damaged_everywhere |= restore.damaged_everywhere
         if self._uploader is not None:
             self._uploader.begin_round(None if restored is None else restored[0].step)
         if restored is None:

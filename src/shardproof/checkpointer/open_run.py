@@ -51,7 +51,9 @@ class OpenRun:
         self.rendezvous, self.saver, self.scrub = rendezvous, saver, scrub
         self.facts = StepFacts(storage)
         self.damaged: set[int] = set()
-        """Steps that a restore passed over as damaged. A save of one of them replaces it."""
+        """Steps of which a restore passed over a damaged copy. A save replaces them in the first tier."""
+        self.damaged_everywhere: set[int] = set()
+        """Those of `damaged` that are whole in no tier. A save replaces them in all tiers."""
 
     @property
     def location(self) -> str:

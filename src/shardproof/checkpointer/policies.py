@@ -157,7 +157,7 @@ class KeepEvery(RetentionPolicy):
         if self.hours is not None:
             last = -math.inf
             for step in sorted(steps):
-                if step.time >= last + self.hours * 3600:
+                if not last <= step.time < last + self.hours * 3600:  # the clock may have been set back
                     kept.add(step)
                     last = step.time
         return kept

@@ -193,11 +193,12 @@ def _install(number: int, reference: weakref.ref[SignalNotices]) -> None:
             if callable(previous) and previous is not signal.default_int_handler:
                 previous(signum, frame)
             return
-        if signal.getsignal(signum) is handle:
+        is_installed = signal.getsignal(signum) is handle
+        if is_installed:
             signal.signal(signum, previous)
         if callable(previous):
             previous(signum, frame)
-        elif previous == signal.SIG_DFL:
+        elif is_installed and previous == signal.SIG_DFL:  # else the installed handler would run again
             signal.raise_signal(signum)
 
     found: Any = signal.getsignal(number)

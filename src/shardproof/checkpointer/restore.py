@@ -65,7 +65,9 @@ class Restore:
         self.passed_over: tuple[PassedOver, ...] = ()
         """Newer steps that were not restored, newest first."""
         self.damaged: set[int] = set()
-        """Steps, without suspects, that were passed over as damaged."""
+        """Steps, without suspects, of which a copy was passed over as damaged."""
+        self.damaged_everywhere: set[int] = set()
+        """Those of `damaged` of which no copy could be read."""
         self._run, self._rendezvous = run, rendezvous
         self._step, self._suspect, self._options = step, suspect, options
         self._overwritten: StepFolder | None = None
@@ -191,6 +193,8 @@ class Restore:
         self.passed_over = tuple(sorted(items, key=lambda item: item.folder, reverse=True))
         if item.damaged and not item.suspect:
             self.damaged.add(item.step)
+            if not item.tier:
+                self.damaged_everywhere.add(item.step)
         if self._rendezvous.rank == 0:
             where = f" on {item.tier}" if item.tier else ""
             _log.warning("%s: %s%s is passed over: %s", self._run.location, item.folder, where, item.reason)

@@ -21,7 +21,7 @@ This module removes nothing in a linked folder (note "Linked steps" in `step_fol
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -37,10 +37,11 @@ from shardproof.checkpointer.step_folders import (
     step_name,
 )
 from shardproof.checkpointer.suspects import settled_suspects
-from shardproof.errors import FormatError, NotCommittedError
+from shardproof.errors import FormatError, NotCommittedError, StorageError
 from shardproof.format import (
     MANIFEST_NAME,
     FileRecord,
+    Manifest,
     References,
     flush_manifests_in,
     kept_files_message,
@@ -150,15 +151,29 @@ class StepFacts:
         self._holder = holder
         self._known: dict[int, tuple[float, Mapping[str, Any]]] = {}
 
-    def select(self, policy: Retention, steps: Sequence[int]) -> tuple[set[int], set[int]]:
-        """The steps that a policy keeps, and those whose manifest it needs and that cannot be read."""
+    def select(
+        self, policy: Retention, steps: Sequence[int], only_known: Collection[int] = ()
+    ) -> tuple[set[int], set[int]]:
+        """The steps that a policy keeps, and those whose manifest it needs and that cannot be read.
+
+        Args:
+            policy: the policy.
+            steps: the steps, ascending.
+            only_known: steps whose manifest is not read now. The policy does not see one of them if it needs
+                its manifest, and that was not read before.
+        """
         unreadable: set[int] = set()
+        unseen: set[int] = set()
         while True:
             readable = [
-                SavedStep(step, partial(self._read, step)) for step in steps if step not in unreadable
+                SavedStep(step, partial(self._read, step, step in only_known))
+                for step in steps
+                if step not in unreadable and step not in unseen
             ]
             try:
                 return {int(step) for step in policy.select(readable)}, unreadable
+            except _Unknown as error:
+                unseen.add(error.step)
             except _Unreadable as error:
                 unreadable.add(error.step)
                 _log.warning(
@@ -172,8 +187,14 @@ class StepFacts:
         """Reads the manifest of a step again when needed. Call it after a save or a removal."""
         self._known.pop(step, None)
 
-    def _read(self, step: int) -> tuple[float, Mapping[str, Any]]:
+    def learn(self, step: int, manifest: Manifest) -> None:
+        """Takes the facts of a step from its manifest."""
+        self._known[step] = manifest.time, _small_values(manifest.metadata)
+
+    def _read(self, step: int, only_known: bool = False) -> tuple[float, Mapping[str, Any]]:
         facts = self._known.get(step)
+        if facts is None and only_known:
+            raise _Unknown(step)
         if facts is None:
             run = self._run if self._holder is None else self._holder(step)
             try:
@@ -189,6 +210,14 @@ def _small_values(metadata: Mapping[str, Any]) -> dict[str, Any]:
     from shardproof.state import decode_plain, references
 
     return {name: decode_plain(value) for name, value in metadata.items() if not any(references(value))}
+
+
+class _Unknown(Exception):
+    """The manifest of a step was not read yet."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(step)
+        self.step = step
 
 
 class _Unreadable(Exception):
@@ -208,7 +237,7 @@ def retain(
     on_progress: Callable[[int, int], None] | None = None,
     unconfirmed: Callable[[int], bool] = lambda step: False,
     facts: StepFacts | None = None,
-    protected: Callable[[], set[int]] = set,
+    protect: Callable[[Sequence[int]], Collection[int]] | None = None,
 ) -> list[str]:
     """Removes the steps that a policy does not keep. A failure costs space, not safety, so it is only logged.
 
@@ -230,7 +259,8 @@ def retain(
         on_progress: see `delete_steps`.
         unconfirmed: True for steps whose commit is not known to be durable.
         facts: cache of times and metadata; None for a new one.
-        protected: gives the steps that stay whatever the policy says, because they wait for their upload.
+        protect: takes steps to remove, and returns those of them that stay because they wait for their
+            upload. No upload of the others begins. None: no step waits.
 
     Returns:
         Folders of the steps that were removed.
@@ -243,7 +273,7 @@ def retain(
             for folder in map(parse_folder, run.folders())
             if folder is not None and not folder.suspect and not damaged(folder.step)
         ]
-        sizes = map_requests(run, run.size, [f"{folder.name}/{MANIFEST_NAME}" for folder in folders])
+        sizes = map_requests(run, partial(_manifest_size, run), [folder.name for folder in folders])
         steps = [folder.step for folder, size in zip(folders, sizes, strict=True) if size is not None]
         newer = sorted(step for step in steps if step > newest)
         if newer:
@@ -263,11 +293,11 @@ def retain(
             kept |= {step}.intersection(selected | unreadable)
         kept |= {step for step in set(counted) - kept if read_pin(run.within(step_name(step))) is not None}
         dropped = sorted(set(counted) - kept)
-        if dropped:
-            dropped = sorted(set(dropped) - protected())
         if dropped and not any(is_proved(step) for step in kept.intersection(certain)):
             last_proved = next((step for step in reversed(dropped) if is_proved(step)), None)
             dropped = [step for step in dropped if step != last_proved]
+        if dropped and protect is not None:
+            dropped = sorted(set(dropped).difference(protect(dropped)))
         if dropped:
             for step in dropped:
                 facts.forget(step)  # another job may save a step of this number
@@ -279,6 +309,15 @@ def retain(
     except Exception as error:
         _log.warning("%s: old steps could not be removed: %s", run.location, error)
     return removed
+
+
+def _manifest_size(run: Storage, folder: str) -> int | None:
+    """Bytes of the manifest of a step; None if there is none, or the storage cannot read this folder."""
+    try:
+        return run.size(f"{folder}/{MANIFEST_NAME}")
+    except StorageError as error:
+        _log.warning("%s: retention leaves %s as it is: %s", run.location, folder, error)
+        return None
 
 
 def _delete(

@@ -10,8 +10,15 @@ import msgspec
 import xxhash
 
 from shardproof._utils.gc_pause import no_garbage_collection
-from shardproof.errors import AlreadyCommittedError, RankFailure, ShardproofError, StructureError
-from shardproof.format import MANIFEST_NAME, chain_attempt
+from shardproof.errors import (
+    AlreadyCommittedError,
+    FormatError,
+    NotCommittedError,
+    RankFailure,
+    ShardproofError,
+    StructureError,
+)
+from shardproof.format import MANIFEST_NAME, chain_attempt, read_manifest
 from shardproof.planning import Structure, WritePlan, plan_writes
 from shardproof.saving.cache import CoordinatorPlan, Limits, SaveCache, SaveRequest
 from shardproof.saving.commit import commit
@@ -81,7 +88,7 @@ class Coordinator:
         send_base, self._choice = bool(choice.folder) and not is_cached, choice
         if cached is not None and reuse_plan:
             self._check_space(cached.plan)
-        name, now = secrets.token_hex(8), time.time()
+        name, now = secrets.token_hex(8), self._time()
         attempt = chain_attempt(name, choice.length) if choice.folder else name
         self._attempt = Attempt(attempt, now, reports[0].step, len(reports), metadata, choice.folder)
         self._cache.background_name = self._cache.background_name or name
@@ -89,6 +96,19 @@ class Coordinator:
         return msgspec.msgpack.encode(
             Agreement(self._attempt, reuse_plan, send_base, self._cache.background_name, turn)
         )
+
+    def _time(self) -> float:
+        """The time of this save, Unix seconds; later than that of the save that it replaces.
+
+        A restore from two tiers takes the later save of a step, and the clock may have been set back.
+        """
+        now = time.time()
+        if self._replace and self._storage.size(MANIFEST_NAME) is not None:
+            try:
+                now = max(now, read_manifest(self._storage).time + 0.001)
+            except (FormatError, NotCommittedError):
+                pass  # a damaged checkpoint, or one that was removed meanwhile, is older than any
+        return now
 
     def _check_requests(self, reports: Sequence[RankReport]) -> None:
         """Raises a failure that a rank reports, and checks that the requests are equal and allowed."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -61,9 +63,16 @@ def open_tiers(
         )
     first = storage_at(root, options if is_bucket_url(root) or not is_bucket_url(then) else None)
     second = storage_at(then, options if is_bucket_url(then) else None)
-    if first.location == second.location:
+    if _place(first) == _place(second):
         raise ValueError(f"the second tier is the first one, {first.location}: pass another place as then=")
     return first, second
+
+
+def _place(run: Storage) -> str:
+    """The location of a run without symbolic links, and with one name for the schemes of S3."""
+    if isinstance(run, LocalStorage):
+        return os.path.realpath(run.path)
+    return re.sub("^s3a://", "s3://", run.location)
 
 
 def tier_of(run: Storage, folder: str) -> Storage:

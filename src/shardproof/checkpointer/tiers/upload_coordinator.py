@@ -5,9 +5,13 @@ it names is there with the recorded size. The ranks verified each file with its 
 bytes of index and manifest are those of the first tier. So a step on the second tier is an ordinary
 checkpoint, and a killed upload leaves files without a manifest, as a killed save does.
 
-Note "The first tier does not wait": `protected` is part of a save's retention, so it reads only the first
-tier. For the second tier it uses the steps that the last round saw. Before the first round these are none,
-and more steps stay.
+Note "The first tier does not wait": `protect` is part of a save's retention, so it reads only the first
+tier. For the second tier it uses the steps that the last round saw, and what rounds read of their manifests.
+Of a step whose manifest was not read, the policy knows nothing, and more steps stay.
+
+Note "One step cannot block the others": a step of the first tier that cannot be read is set aside until the
+next round. The round uploads the other steps. Then it fails with the error of this step, and the next round
+tries the step again. A damaged step is not tried again.
 
 Note "Files that are there": a step may refer to files of other steps. Such a file is not copied again if a
 manifest on the second tier names it, because then an upload verified it. Any other file that is there is read
@@ -30,11 +34,16 @@ is gone finds the whole file. Of two different saves, one is committed, and the 
 Note "One line of steps": after a rollback, the second tier may have steps that are newer than the one that
 was saved or restored last. They were given up. As in the first tier (see `retention`), they stay, and do not
 displace the steps of the run that continues. Those that still wait are uploaded as without a rollback.
+
+Note "Pins": a pin is copied before the manifest, so that retention never sees a committed step without its
+pin. A program may change the pin while the step is uploaded. It changes the pin of the first tier, and then
+the pins of the tiers that have the manifest. So the pin is compared again after the manifest is published.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -117,23 +126,45 @@ class UploadCoordinator:
         self._copied: set[tuple[str, str]] = set()
         """Folder and name of the files of the steps that this round uploaded."""
         self._under_way: _UnderWay | None = None
+        self._aside: dict[int, ShardproofError] = {}
+        """Steps that this round does not upload, because they cannot be read, to the errors."""
+        self._reported: set[tuple[int, bytes]] = set()
+        """Step and seal of saves that are not uploaded, as the log says."""
+        self._lock = threading.Lock()
+        self._chosen: int | None = None
+        """The step that is uploaded, from its choice on. Guarded by the lock."""
+        self._removed: set[int] = set()
+        """Steps that retention of the first tier removes or has removed. Guarded by the lock."""
 
-    def protected(self) -> set[int]:
-        """The steps that retention must not remove from the first tier.
+    def protect(self, steps: Collection[int]) -> set[int]:
+        """The steps that retention must not remove from the first tier. No upload of the others begins.
 
-        One is the step whose upload is under way. With a policy for the second tier, the others are the
-        waiting steps that the policy keeps (note "The first tier does not wait").
+        One is the step that is uploaded. With a policy for the second tier, the others are the waiting steps
+        that the policy keeps (note "The first tier does not wait").
+
+        Args:
+            steps: the steps that retention wants to remove.
 
         Raises:
             StorageError: the first tier cannot be listed.
         """
-        under_way = self._under_way
-        steps = set() if under_way is None else {under_way.step}
+        stay: set[int] = set()
         if self._keep is not None:
             there = self._stored
-            waiting = self._committed(self._first).keys() - there.keys()
-            steps |= self._kept(there, waiting) & waiting
-        return steps
+            here, unreadable = self._committed(self._first)
+            waiting = here.keys() - there.keys()
+            stay = (self._kept(there, waiting, only_known=True) & waiting) | unreadable.keys()
+        with self._lock:
+            if self._chosen is not None:
+                stay.add(self._chosen)
+            self._removed = set(steps) - stay
+        return stay.intersection(steps)
+
+    def committed(self, step: int) -> None:
+        """Notes that a step was saved. An earlier save of it may be known, or removed."""
+        self._facts.forget(step)
+        with self._lock:
+            self._removed.discard(step)
 
     def plan(self, requests: Sequence[UploadRequest], posts: Sequence[bytes]) -> list[bytes]:
         """The first answer of a round.
@@ -142,8 +173,9 @@ class UploadCoordinator:
             requests: saves that wait for their upload.
             posts: an `UploadReport` of each rank.
         """
-        self._under_way = self._references = None
-        self._copied = set()
+        self.give_up()
+        self._references = None
+        self._copied, self._aside = set(), {}
         return self._answer(requests, self._reports(posts))
 
     def commit(self, requests: Sequence[UploadRequest], posts: Sequence[bytes]) -> list[bytes]:
@@ -153,19 +185,23 @@ class UploadCoordinator:
         assert upload is not None
         step, seal = upload.step, _seal_of(upload.text)
         if failed is not None:
-            rank, error = failed
-            if not reports[rank].is_damage:
-                raise from_rank(rank, len(reports), error)
-            self._under_way = None
-            self._give_up_damaged(step, seal, from_rank(rank, len(reports), error))
+            rank, wire = failed
+            error = from_rank(rank, len(reports), wire)
+            if not reports[rank].of_first:
+                raise error
+            self.give_up()
+            if reports[rank].is_damage:
+                self._give_up_damaged(step, seal, error)
+            else:
+                self._set_aside(step, error)
             return self._answer(requests, reports)
         self._publish(upload)
         self._remove_drafts(upload)
-        self._under_way = None
+        self.give_up()
         self._copied |= {(record.folder or step_name(step), record.name) for record in upload.manifest.files}
         self._there[step] = seal
+        self._facts.learn(step, upload.manifest)
         self._stored = {**self._stored, step: seal}
-        self._facts.forget(step)
         if self._references is not None:
             self._references.add(step_name(step), upload.manifest)
         _log.info("%s: step %d is on %s", self._first.location, step, self._second.location)
@@ -184,31 +220,53 @@ class UploadCoordinator:
         return self._answer(requests, reports)
 
     def give_up(self) -> None:
-        """Ends the upload under way after an error."""
+        """Ends the upload under way."""
         self._under_way = None
+        with self._lock:
+            self._chosen = None
 
     def _reports(self, posts: Sequence[bytes]) -> list[UploadReport]:
         return [msgspec.msgpack.decode(post, type=UploadReport) for post in posts]
 
     def _answer(self, requests: Sequence[UploadRequest], reports: Sequence[UploadReport]) -> list[bytes]:
         pending, reasons = self._pending(requests)
-        while pending and self._under_way is None:
-            newest = max(self._in_line(pending) or pending)
-            self._under_way = self._read(newest, pending[newest])
-            if self._under_way is None:  # without it, keep_then may keep an older one
-                pending, reasons = self._pending(requests)
+        while (step := self._choose(pending)) is not None:
+            self._under_way = self._read(step, pending[step])
+            if self._under_way is not None:
+                break
+            self.give_up()
+            pending, reasons = self._pending(requests)  # without it, keep_then may keep an older one
+        with self._lock:
+            pending = {step: replace for step, replace in pending.items() if step not in self._removed}
         uploaded, skipped = self._settle(requests, pending, reasons)
         shares: list[UploadShare | None] = [None] * len(reports)
+        waits: dict[str, object] | None = None
         if self._under_way is not None:
             shares = [*self._share(self._under_way.step, self._under_way.manifest, reports)]
+        elif self._aside:
+            waits = self._aside[max(self._aside)].to_wire()
         return [
-            msgspec.msgpack.encode(UploadAnswer(share, tuple(uploaded), tuple(skipped))) for share in shares
+            msgspec.msgpack.encode(UploadAnswer(share, tuple(uploaded), tuple(skipped), waits))
+            for share in shares
         ]
+
+    def _choose(self, pending: Collection[int]) -> int | None:
+        """The step to upload next, which retention of the first tier then keeps; None without one."""
+        with self._lock:
+            ready = [step for step in pending if step not in self._aside and step not in self._removed]
+            self._chosen = max(self._in_line(ready) or ready, default=None)
+            return self._chosen
 
     def _pending(self, requests: Sequence[UploadRequest]) -> tuple[dict[int, bool], dict[int, str]]:
         """The steps to upload, with whether one is replaced; and why other steps are not uploaded."""
-        here = self._committed(self._first)
-        there = self._committed(self._second, None if self._keep is not None else here)
+        here, unreadable = self._committed(self._first)
+        with self._lock:
+            here = {step: seal for step, seal in here.items() if step not in self._removed}
+        for step in unreadable.keys() - self._aside.keys():
+            self._set_aside(step, unreadable[step])
+        there, unknown = self._committed(self._second, None if self._keep is not None else here)
+        for error in unknown.values():
+            raise error
         may_replace = {one.step: one.attempt for one in requests if one.overwrite}
         pending: dict[int, bool] = {}
         reasons: dict[int, str] = {}
@@ -224,8 +282,12 @@ class UploadCoordinator:
                     f"{self._second.location} has another save of this step. Check that no other job uses "
                     "this place; save with overwrite=True to replace the step there"
                 )
-            elif self._there.get(step) != seal:  # its process may have died before it was flushed
+                if (step, seal) not in self._reported and all(one.step != step for one in requests):
+                    _log.warning("%s: step %d is not uploaded: %s", self._first.location, step, reasons[step])
+                self._reported.add((step, seal))
+            elif self._there.get(step) != seal:  # its process may have died before all of it was durable
                 self._second.within(step_name(step)).flush(MANIFEST_NAME)
+                self._copy_pin(step)
             self._there.update({step: there[step]} if step in there and step not in pending else {})
         self._stored = {step: seal for step, seal in there.items() if step not in pending}
         kept = self._kept(self._stored, pending)
@@ -240,7 +302,7 @@ class UploadCoordinator:
         uploaded: list[tuple[int, str]] = []
         skipped: list[Skip] = []
         for one in requests:
-            if one.step in pending:
+            if one.step in pending or one.step in self._aside:
                 continue
             if one.step not in reasons and _attempt(self._second, one.step) == one.attempt:
                 uploaded.append((one.step, one.attempt))
@@ -267,51 +329,69 @@ class UploadCoordinator:
             pass
         return False
 
-    def _committed(self, run: Storage, only: dict[int, bytes] | None = None) -> dict[int, bytes]:
-        """Committed steps of a tier, to their seals.
+    def _committed(
+        self, run: Storage, only: dict[int, bytes] | None = None
+    ) -> tuple[dict[int, bytes], dict[int, StorageError]]:
+        """Committed steps of a tier to their seals, and the steps that cannot be read to the errors.
 
         Args:
             run: the run in the tier.
             only: steps that matter; None: all.
+
+        Raises:
+            StorageError: the tier cannot be listed, or no step can be read.
         """
         names = {step: name for name in run.folders() if (step := parse_step(name)) is not None}
         steps = [step for step in names if only is None or step in only]
         if run is self._first:
             steps = [step for step in steps if step not in self._damaged_before]
 
-        def seal_of(step: int) -> bytes | None:
+        def seal_of(step: int) -> bytes | StorageError | None:
             place = run.within(names[step])
-            seal = read_seal(place)
-            if seal is None and place.size(MANIFEST_NAME) is not None:
-                return b""  # the manifest is cut to less than a seal
+            try:
+                seal = read_seal(place)
+                if seal is None and place.size(MANIFEST_NAME) is not None:
+                    return b""  # the manifest is cut to less than a seal
+            except StorageError as error:
+                return None if error.details.get("lost_link") else error
             return seal
 
-        seals = map_requests(run, seal_of, steps)
-        return {step: seal for step, seal in zip(steps, seals, strict=True) if seal is not None}
+        found = dict(zip(steps, map_requests(run, seal_of, steps), strict=True))
+        unreadable = {step: seal for step, seal in found.items() if isinstance(seal, StorageError)}
+        if unreadable and len(unreadable) == len(found):
+            raise unreadable[max(unreadable)]
+        return {step: seal for step, seal in found.items() if isinstance(seal, bytes)}, unreadable
 
-    def _kept(self, there: Iterable[int], pending: Iterable[int]) -> set[int]:
-        """The steps of both tiers that the policy of the second tier keeps."""
+    def _kept(self, there: Collection[int], pending: Collection[int], only_known: bool = False) -> set[int]:
+        """The steps of both tiers that the policy of the second tier keeps.
+
+        Args:
+            there: steps of the second tier.
+            pending: steps that wait.
+            only_known: True to read nothing of the second tier.
+        """
         steps = sorted({*there, *pending})
         if self._keep is None or not steps:
             return set(steps)
-        for step in pending:
+        for step in () if only_known else pending:
             self._facts.forget(step)  # it may have been saved again
+        known = there if only_known else ()
         pinned = {step for step in pending if read_pin(self._first.within(step_name(step))) is not None}
         line = self._in_line(steps)
         if line == steps:
-            return pinned | self._selected(line)
-        return pinned | self._selected(line) | (self._selected(steps) - set(line))
+            return pinned | self._selected(line, known)
+        return pinned | self._selected(line, known) | (self._selected(steps, known) - set(line))
 
     def _in_line(self, steps: Iterable[int]) -> list[int]:
         """The steps that were not given up by a rollback (note "One line of steps")."""
         position = self.position
         return [step for step in steps if position is None or step <= position]
 
-    def _selected(self, steps: Sequence[int]) -> set[int]:
+    def _selected(self, steps: Sequence[int], only_known: Collection[int]) -> set[int]:
         """The steps that the policy keeps of these, which ascend. The newest is one of them."""
         if self._keep is None or not steps:
             return set(steps)
-        selected, unreadable = self._facts.select(self._keep, steps)
+        selected, unreadable = self._facts.select(self._keep, steps, only_known)
         return {*selected, *unreadable, steps[-1]}
 
     def _holder(self, step: int) -> Storage:
@@ -330,8 +410,8 @@ class UploadCoordinator:
             self._give_up_damaged(step, _seal_of(text), error)
         except StorageError as error:
             if not error.details.get("missing"):
-                raise
-            if text:
+                self._set_aside(step, error)
+            elif text:
                 self._give_up_damaged(step, _seal_of(text), error)
         else:
             return _UnderWay(step, manifest, text, index, replace)
@@ -340,6 +420,11 @@ class UploadCoordinator:
     def _give_up_damaged(self, step: int, seal: bytes, error: ShardproofError) -> None:
         self._damaged[step] = seal
         _log.error("%s: step %d is damaged, and is not uploaded: %s", self._first.location, step, error)
+
+    def _set_aside(self, step: int, error: ShardproofError) -> None:
+        """Note "One step cannot block the others"."""
+        self._aside[step] = error
+        _log.warning("%s: step %d waits, because it cannot be read: %s", self._first.location, step, error)
 
     def _share(self, step: int, manifest: Manifest, reports: Sequence[UploadReport]) -> list[UploadShare]:
         """Each rank's part of the upload. The rank that wrote a file copies it, if the job still has it."""
@@ -385,7 +470,7 @@ class UploadCoordinator:
     def _publish(self, upload: _UnderWay) -> None:
         """The commit on the second tier (note "The manifest goes last")."""
         name, manifest = step_name(upload.step), upload.manifest
-        source, target = self._first.within(name), self._second.within(name)
+        target = self._second.within(name)
         for record in manifest.files:
             folder = self._second.within(record.folder or name)
             check_size(
@@ -396,14 +481,24 @@ class UploadCoordinator:
                 "second tier",
             )
         target.publish(manifest.index.name, upload.index, replace=True)
+        was_pinned = self._copy_pin(upload.step)
         try:
             publish(target, manifest, None, overwrite=upload.replace, text=upload.text)
         except AlreadyCommittedError:
             if read_seal(target) != _seal_of(upload.text):
                 raise
             _log.warning("%s: another job has uploaded this save at the same time", target.location)
-        if read_pin(source) is not None:
+        if not self._copy_pin(upload.step) and was_pinned:
+            target.delete(PINNED_NAME)
+
+    def _copy_pin(self, step: int) -> bool:
+        """Copies the pin of a step of the first tier (note "Pins"). False if the step has none."""
+        source, target = self._first.within(step_name(step)), self._second.within(step_name(step))
+        if read_pin(source) is None:
+            return False
+        if read_pin(target) is None:
             target.publish(PINNED_NAME, source.read(PINNED_NAME), replace=True)
+        return True
 
     def _remove_drafts(self, upload: _UnderWay) -> None:
         """Removes the drafts that killed uploads left in a step. A failure only wastes space."""
@@ -432,11 +527,15 @@ class _UnderWay:
 
 
 def _first_error(reports: Sequence[UploadReport]) -> tuple[int, dict[str, object]] | None:
-    """The first rank that reports an error, and the error. One that is no damage comes before damage."""
-    failed = [(report.is_damage, rank) for rank, report in enumerate(reports) if report.error is not None]
+    """The first rank with an error, and the error. Errors of the second tier come first, damage last."""
+    failed = [
+        (report.of_first, report.is_damage, rank)
+        for rank, report in enumerate(reports)
+        if report.error is not None
+    ]
     if not failed:
         return None
-    _, rank = min(failed)
+    *_, rank = min(failed)
     error = reports[rank].error
     assert error is not None
     return rank, error

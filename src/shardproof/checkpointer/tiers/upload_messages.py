@@ -39,6 +39,8 @@ class UploadAnswer(msgspec.Struct, frozen=True, array_like=True):
     uploaded: tuple[tuple[int, str], ...] = ()
     """Step and attempt of each save that is known to be whole on the second tier."""
     skipped: tuple[Skip, ...] = ()
+    error: dict[str, object] | None = None
+    """The reason why a step still waits at the end of the round."""
 
 
 class UploadReport(msgspec.Struct, frozen=True, array_like=True):
@@ -46,6 +48,8 @@ class UploadReport(msgspec.Struct, frozen=True, array_like=True):
 
     error: dict[str, object] | None = None
     """The error of a rank that could not copy its files."""
+    of_first: bool = False
+    """True if the error is of the first tier: no other step has it."""
     is_damage: bool = False
     """True if the error is damage of the first tier."""
 

@@ -124,6 +124,7 @@ class Uploader:
     def committed(self, request: UploadRequest, step: int, attempt: str) -> None:
         """Begins a round, after the commit of a step on the first tier. Returns at once."""
         request.step, request.attempt = step, attempt
+        self._coordinator.committed(step)
         with self._changed:
             self._requests.append(request)
         self.begin_round(step)
@@ -142,9 +143,9 @@ class Uploader:
         future = self._workers.submit(self._round)
         unfinished.add(future, self._progress, self._patience, self._operation)
 
-    def protected(self) -> set[int]:
-        """On rank 0: see `UploadCoordinator.protected`."""
-        return self._coordinator.protected()
+    def protect(self, steps: Sequence[int]) -> Collection[int]:
+        """On rank 0: see `UploadCoordinator.protect`."""
+        return self._coordinator.protect(steps)
 
     def wait(self, request: UploadRequest, timeout: float | None) -> None:
         """Returns when a step is whole on the second tier.
@@ -259,6 +260,8 @@ class Uploader:
                         )
             self._changed.notify_all()
         self._progress.moved()
+        if answer.error is not None:
+            raise ShardproofError.from_wire(answer.error)
         return answer.next
 
     def _copy(self, upload: UploadShare) -> bytes:
@@ -268,7 +271,6 @@ class Uploader:
         piece = _MOST_PIECE
         if upload.rate is not None:
             piece = int(min(_MOST_PIECE, max(_LEAST_PIECE, upload.rate / _PIECES_A_SECOND)))
-        source: FileRecord | None = None
         with self._phase(upload.step, "copy") as phase:
             done = 0
 
@@ -285,27 +287,29 @@ class Uploader:
                 phase.progress(min(done, total), total)
 
             try:
-                for source in upload.files:
-                    self._copy_file(source, moving, piece)
+                for record in upload.files:
+                    self._copy_file(record, moving, alive, piece)
                 report = UploadReport()
+            except _SourceError as error:
+                phase.fail(error.error)
+                report = UploadReport(error.error.to_wire(), of_first=True, is_damage=error.is_damage)
             except (ShardproofError, OSError) as error:
                 phase.fail(error)
                 failed = error if isinstance(error, ShardproofError) else StorageError(str(error))
-                is_damage = isinstance(error, (CorruptChunkError, FormatError)) or (
-                    source is not None and _is_lost(self._first.within(source.folder), source)
-                )
-                report = UploadReport(failed.to_wire(), is_damage)
+                report = UploadReport(failed.to_wire())
         return msgspec.msgpack.encode(report)
 
-    def _copy_file(self, record: FileRecord, moving: Callable[[int], None], piece: int) -> None:
+    def _copy_file(
+        self, record: FileRecord, moving: Callable[[int], None], alive: Callable[[], None], piece: int
+    ) -> None:
         target = self._second.within(record.folder)
         try:
-            if self._is_whole(target, record):
+            if self._is_whole(target, record, alive):
                 return  # of a killed upload, or of another job
             try:
                 self._copy_first_whole(record, target, moving, piece)
-            except StorageError:
-                if not self._is_whole(target, record):  # another job has not written it meanwhile
+            except (StorageError, _SourceError):
+                if not self._is_whole(target, record, alive):  # another job has not written it meanwhile
                     raise
         finally:
             target.close()
@@ -316,9 +320,10 @@ class Uploader:
         """Copies a file from the nearest storage of the first tier in which it is not damaged.
 
         Raises:
-            ShardproofError: the nearest copy is damaged, and so are all others; or a storage failed.
+            _SourceError: no copy can be read; it has the error of the nearest one.
+            ShardproofError: the second tier failed.
         """
-        damage: ShardproofError | None = None
+        damage: _SourceError | None = None
         for source in copies_of(self._first.within(record.folder), record.name):
             try:
                 sink = (
@@ -328,24 +333,25 @@ class Uploader:
                 )
                 copy_shard_file(source, record, sink, moving, piece_bytes=piece)
             except ShardproofError as error:
-                if not _is_of_source(error, source, record):
+                failed = _source_error(error, source, record)
+                if failed is None:
                     raise
-                damage = damage or error
+                damage = damage or failed
             else:
                 if damage is not None:
-                    log_other_copy(self._first.location, f"{source.location}/{record.name}", damage)
+                    log_other_copy(self._first.location, f"{source.location}/{record.name}", damage.error)
                 return
             finally:
                 source.close()
         assert damage is not None
         raise damage
 
-    def _is_whole(self, target: Storage, record: FileRecord) -> bool:
+    def _is_whole(self, target: Storage, record: FileRecord, alive: Callable[[], None]) -> bool:
         """True if a file is on the second tier, has the right bytes, and is durable."""
         try:
             if target.size(record.name) is None:
                 return False
-            copy_shard_file(target, record, None, lambda count: self._progress.moved())
+            copy_shard_file(target, record, None, lambda count: alive())
         except (CorruptChunkError, FormatError, StorageError):
             return False
         target.flush(record.name)
@@ -378,9 +384,21 @@ def _is_lost(folder: Storage, record: FileRecord) -> bool:
         return False
 
 
-def _is_of_source(error: ShardproofError, source: Storage, record: FileRecord) -> bool:
-    """True if a copy failed because its source is damaged, lost, or on a device that fails."""
+class _SourceError(Exception):
+    """A file of the first tier cannot be read."""
+
+    def __init__(self, error: ShardproofError, is_damage: bool) -> None:
+        super().__init__(error.message)
+        self.error = error
+        self.is_damage = is_damage
+        """True if its bytes are lost or changed."""
+
+
+def _source_error(error: ShardproofError, source: Storage, record: FileRecord) -> _SourceError | None:
+    """The error of the source of a copy; None if the copy failed for another reason."""
     if isinstance(error, (CorruptChunkError, FormatError)) or _is_lost(source, record):
-        return True
+        return _SourceError(error, is_damage=True)
     file = str(error.details.get("file", ""))
-    return error.details.get("errno") == "EIO" and file.startswith(f"{source.location}/")
+    if error.details.get("errno") is not None and file.startswith(f"{source.location}/"):
+        return _SourceError(error, is_damage=False)
+    return None
