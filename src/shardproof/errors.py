@@ -148,8 +148,8 @@ class CorruptChunkError(ShardproofError):
 class StorageError(ShardproofError):
     """The storage refused an operation, or failed in it.
 
-    Details: ``file``; if known, ``errno`` and ``missing``; and ``damaged``, which is false if the
-    checkpoint may be whole.
+    Details: ``file``; if known, ``errno`` and ``missing``; ``damaged``, which is false if the checkpoint may
+    be whole; ``unanswered``, which is true if the storage may carry out the operation later.
     """
 
 

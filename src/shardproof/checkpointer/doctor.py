@@ -197,6 +197,11 @@ def _of_leftovers(storage: DatedStorage, run: str, older_than: float, now: float
         else:
             text = f"{size}, last written {_ago(now, written)}: their save died"
             yield Finding("warning", "leftover", leftover.folder, text, f"shardproof prune {run}")
+    for leftover in plan.repairable:
+        text = f"all files of a step are there ({gigabytes(leftover.bytes)}), and its manifest is missing"
+        yield Finding(
+            "warning", "no manifest", leftover.folder, text, f"shardproof repair {run}/{leftover.folder}"
+        )
     yield from _of_uploads(plan, storage.location, run, now)
 
 

@@ -14,6 +14,7 @@ from shardproof.checkpointer.retention import (
     leftovers,
     plan_removal,
     remove_leftover,
+    times_of,
 )
 from shardproof.checkpointer.scan import scan_run
 from shardproof.checkpointer.step_folders import attempt_of, is_ours, parse_folder, parse_step
@@ -58,6 +59,8 @@ class PrunePlan:
     """These stay: multipart uploads whose save may not have ended."""
     uploads_fault: str = ""
     """Why the uploads of the run cannot be listed; empty if they can, or if the storage has none."""
+    repairable: tuple[Leftover, ...] = ()
+    """These stay, for `repair`: all shard files of a step that is newer than the last committed step."""
 
     @property
     def bytes(self) -> int:
@@ -102,14 +105,17 @@ def plan_prune(
     found, uploads, uploads_fault = _with_uploads(
         storage, leftovers(storage, modified, references), now - older_than
     )
-    old = [leftover for leftover in found if leftover.older_than(older_than, now)]
     infos = scan_run(storage, sizes=True)
+    last = max((info.step for info in infos if info.committed and info.step is not None), default=-1)
+    old = [leftover for leftover in found if leftover.older_than(older_than, now)]
+    young = tuple(leftover for leftover in found if leftover not in old)
+    repairable = tuple(leftover for leftover in old if _is_repairable(storage, leftover, last))
+    old = [leftover for leftover in old if leftover not in repairable]
     scanned = {step: info for info in infos if (step := parse_step(info.name)) is not None}
     committed = [step for step, info in scanned.items() if info.committed]
     selected = set(committed)
     if keep is not None:
         selected = {*KeepLatest(keep).select(committed), *pinned_steps(storage)}
-    young = tuple(leftover for leftover in found if leftover not in old)
     dead = tuple(upload for upload in uploads if now - upload.modified >= older_than)
     young_uploads = tuple(upload for upload in uploads if upload not in dead)
     # A running save may be replacing a step in one of these folders.
@@ -132,8 +138,7 @@ def plan_prune(
     hopeless = [info.name for info in scanned.values() if info.beyond_repair and not info.linked]
     lost = []
     for name in hopeless if damaged else ():
-        times = [time for file in _ours(storage, name) if (time := modified(file)) is not None]
-        # A copy that is under way looks the same.
+        times = times_of(modified, _ours(storage, name))  # a copy that is under way looks the same
         if name not in busy and times and now - max(times) >= older_than:
             lost.append(name)
     steps = [info.name for info in gone]
@@ -165,7 +170,21 @@ def plan_prune(
         uploads=dead,
         young_uploads=young_uploads,
         uploads_fault=uploads_fault,
+        repairable=repairable,
     )
+
+
+def _is_repairable(storage: Storage, leftover: Leftover, last: int) -> bool:
+    """True if `repair` can make a step of the files, which is newer than the last committed step."""
+    folder = parse_folder(leftover.folder)
+    if folder is None or folder.suspect or leftover.committed or folder.step <= last:
+        return False
+    from shardproof.maintenance import whole_attempts  # needs torch, which most runs of prune do not
+
+    try:
+        return leftover.attempt in whole_attempts(storage.within(leftover.folder))
+    except StorageError:
+        return True  # not known
 
 
 def _with_uploads(

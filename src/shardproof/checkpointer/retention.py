@@ -61,6 +61,7 @@ __all__ = [
     "plan_removal",
     "remove_leftover",
     "retain",
+    "times_of",
 ]
 
 _log = logging.getLogger("shardproof")
@@ -381,12 +382,15 @@ def leftovers(
     for folder in storage.folders():
         if parse_folder(folder) is None or storage.within(folder).linked:
             continue
-        for name in storage.within(folder).list():
-            if is_ours(name, folder) and name != MANIFEST_NAME:
-                by_folder.setdefault(folder, []).append(name)
+        try:
+            names = storage.within(folder).list()
+        except StorageError as error:
+            _log.warning("%s: the leftovers of %s stay: %s", storage.location, folder, error)
+            continue
+        by_folder[folder] = [name for name in names if is_ours(name, folder) and name != MANIFEST_NAME]
     found: list[Leftover] = []
     for folder, files in sorted(by_folder.items(), key=lambda item: parse_folder(item[0]) or ()):
-        needed = _needed(storage.within(folder), folder, references)
+        needed = _needed(storage.within(folder), folder, references) if files else None
         if needed is None:
             continue
         if references.unknown:
@@ -423,6 +427,25 @@ def _needed(storage: Storage, folder: str, references: References) -> set[str] |
     return named | set(references.files(folder)) | ({SETTLED_NAME, PINNED_NAME} if named else set())
 
 
+def times_of(modified: Callable[[str], float | None], files: Sequence[str]) -> list[float]:
+    """The times of the last writes to files and to their folders.
+
+    A copy may give a file the time of its source. The time of the folder then shows when it was copied.
+    """
+    folders = {file.rpartition("/")[0] for file in files}
+    return [time for name in (*files, *sorted(folders)) if (time := modified(name)) is not None]
+
+
+def _size(storage: Storage, file: str) -> int:
+    """Bytes of a file; 0 if it is gone, or a link that leads nowhere."""
+    try:
+        return storage.size(file) or 0
+    except StorageError as error:
+        if error.details.get("lost_link"):
+            return 0
+        raise
+
+
 def _leftovers_of(
     storage: Storage,
     folder: str,
@@ -437,8 +460,8 @@ def _leftovers_of(
             by_attempt.setdefault(attempt, []).append(file)
     found = []
     for attempt, group in sorted(by_attempt.items()):
-        times = [time for file in group if (time := modified(f"{folder}/{file}")) is not None]
-        total = sum(storage.size(f"{folder}/{file}") or 0 for file in group)
+        times = times_of(modified, [f"{folder}/{file}" for file in group])
+        total = sum(_size(storage, f"{folder}/{file}") for file in group)
         newest = max(times, default=None)
         found.append(Leftover(folder, attempt, tuple(group), total, newest, MANIFEST_NAME in needed))
     return found

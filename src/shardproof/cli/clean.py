@@ -144,6 +144,13 @@ def _show_plan(plan: PrunePlan, now: float, older_than: float, damaged: bool) ->
                 f"{age(older_than)}: a save may be in progress (--older-than)"
             )
         )
+    for leftover in plan.repairable:
+        out.print(
+            printable(
+                f"kept: {leftover.folder}: all files of a step without a manifest (run `shardproof repair`; "
+                "if the step is not needed, remove the folder)"
+            )
+        )
     for upload in plan.young_uploads:
         out.print(
             printable(

@@ -41,14 +41,17 @@ TRACEBACK = "SHARDPROOF_TRACEBACK"
 def tells_nothing(details: Mapping[str, object]) -> bool:
     """Whether an error comes from the system that reads, and so says nothing about the checkpoint.
 
-    Examples: no permission, a lost file server, too many open files. A missing file is no such error.
+    Examples: no permission, a lost file server, a bucket that refuses a request. A missing file is no such
+    error.
 
     >>> tells_nothing({"errno": "EACCES", "missing": False})
     True
     >>> tells_nothing({"errno": "ENOENT", "missing": True})
     False
     """
-    return bool(details.get("errno")) and details.get("missing") is not True
+    if details.get("missing") is True:
+        return False
+    return bool(details.get("errno")) or details.get("damaged") is False
 
 
 def show_usage(error: click.UsageError, as_json: bool) -> None:

@@ -161,10 +161,14 @@ def _flush_manifests(places: Iterable[tuple[str, Storage]]) -> None:
             return  # changes there are durable when they return
         if name == _LOST_AND_FOUND or not _had_manifest(name, storage):
             continue
-        if isinstance(storage, NameFlush):
-            storage.flush_names()
-        else:
-            _flush_any_file(storage)
+        try:
+            if isinstance(storage, NameFlush):
+                storage.flush_names()
+            else:
+                _flush_any_file(storage)
+        except StorageError:
+            if _is_readable(storage):
+                raise
 
 
 def _had_manifest(name: str, storage: Storage) -> bool:
@@ -175,6 +179,15 @@ def _had_manifest(name: str, storage: Storage) -> bool:
         return storage.size(MANIFEST_NAME) is not None
     except StorageError:
         return False
+
+
+def _is_readable(storage: Storage) -> bool:
+    """True if the storage can look for the manifest of a folder."""
+    try:
+        storage.size(MANIFEST_NAME)
+    except StorageError:
+        return False
+    return True
 
 
 def _flush_any_file(storage: Storage) -> None:

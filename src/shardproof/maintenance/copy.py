@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from shardproof.errors import AlreadyCommittedError, ShardproofError
+from shardproof.errors import AlreadyCommittedError, ShardproofError, StorageError
 from shardproof.format import (
     FORMAT_VERSION,
     MANIFEST_NAME,
@@ -84,8 +84,10 @@ def make_standalone(
     copy = _CheckpointCopy(source, target, manifest, table, on_progress)
     try:
         return copy.run()
-    except BaseException:
-        copy.remove()
+    except BaseException as error:
+        # A publish without an answer may still take effect, and its manifest names the files.
+        if not (isinstance(error, StorageError) and error.details.get("committed", False) is None):
+            copy.remove()
         raise
     finally:
         copy.close()

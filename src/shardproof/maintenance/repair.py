@@ -6,7 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from shardproof.errors import AlreadyCommittedError, FormatError, NotCommittedError, TilingError
+from shardproof.errors import (
+    AlreadyCommittedError,
+    FormatError,
+    NotCommittedError,
+    StorageError,
+    TilingError,
+)
 from shardproof.format import (
     MANIFEST_NAME,
     FileRecord,
@@ -24,10 +30,10 @@ from shardproof.format import (
 from shardproof.geometry import BoxTable
 from shardproof.maintenance.stored import FoundShard, VerifiedShard, find_shard, verify_shard
 from shardproof.planning import ChunkTable, chunk_table, prove_chunks
-from shardproof.storage import Storage, write_file
+from shardproof.storage import Storage
 from shardproof.version import __version__
 
-__all__ = ["repair"]
+__all__ = ["repair", "whole_attempts"]
 
 
 def repair(storage: Storage) -> Manifest:
@@ -63,6 +69,29 @@ def repair(storage: Storage) -> Manifest:
         return _commit(storage, shards, intact)
     finally:
         storage.close()
+
+
+def whole_attempts(storage: Storage) -> set[str]:
+    """The attempts in a folder without a manifest that `repair` can commit, as far as headers show.
+
+    Args:
+        storage: storage of the checkpoint.
+
+    Raises:
+        StorageError: the storage failed.
+    """
+    attempts: dict[str, list[FoundShard]] = {}
+    for name in storage.list("shards"):
+        try:
+            shard = find_shard(storage, name)
+        except FormatError:
+            continue
+        except StorageError as error:
+            if not error.details.get("lost_link"):
+                raise
+            continue
+        attempts.setdefault(shard.declared.attempt, []).append(shard)
+    return {name for name, files in attempts.items() if _is_complete(files) and not files[0].declared.base}
 
 
 def _intact_manifest(storage: Storage) -> Manifest | None:
@@ -104,6 +133,11 @@ def _shards(storage: Storage, intact: Manifest | None) -> list[FoundShard]:
         try:
             shard = find_shard(storage, name)
         except FormatError as error:
+            unreadable.append(error.message)
+            continue
+        except StorageError as error:
+            if not error.details.get("lost_link"):
+                raise
             unreadable.append(error.message)
             continue
         attempts.setdefault(shard.declared.attempt, []).append(shard)
@@ -226,11 +260,9 @@ def _commit(storage: Storage, shards: list[VerifiedShard], intact: Manifest | No
     )
     text = encode_manifest(manifest)
     decode_index(index, manifest, manifest.index.name)
-    storage.delete(manifest.index.name)
-    if intact is None:
-        storage.delete(MANIFEST_NAME)
-    write_file(storage, manifest.index.name, index)
-    storage.publish(MANIFEST_NAME, text, replace=intact is not None)
+    # A damaged manifest goes last: as long as it is there, prune keeps the files of the step.
+    storage.publish(manifest.index.name, index, replace=True)
+    storage.publish(MANIFEST_NAME, text, replace=storage.size(MANIFEST_NAME) is not None)
     return manifest
 
 

@@ -143,13 +143,18 @@ def publish(
 
     Raises:
         AlreadyCommittedError: a checkpoint is committed here and `overwrite` is False.
-        StorageError: the storage failed.
+        StorageError: the storage failed. The detail ``committed`` is None if the manifest may appear later.
     """
     text = encode_manifest(manifest) if text is None else text
     if index is not None:
         write_file(storage, manifest.index.name, index)
     replaced = _committed(storage) if overwrite else None
-    storage.publish(MANIFEST_NAME, text, replace=overwrite)
+    try:
+        storage.publish(MANIFEST_NAME, text, replace=overwrite)
+    except StorageError as error:
+        if error.details.get("unanswered"):  # the manifest may appear later, so the files have to stay
+            error.details["committed"] = None
+        raise
     if replaced is not None:
         _remove_replaced(storage, replaced, manifest)
     return text[-SEAL_LENGTH:]
@@ -240,7 +245,7 @@ def _remove_replaced(storage: Storage, old: Manifest, new: Manifest) -> None:
                 storage.location,
                 kept_files_message(references.unknown),
             )
-    except (FormatError, StorageError) as error:
+    except Exception as error:  # the new checkpoint is committed, so nothing may fail the save
         _log.warning(
             "%s: files of the replaced checkpoint stay (%s); prune removes them",
             storage.location,

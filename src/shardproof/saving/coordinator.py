@@ -16,6 +16,7 @@ from shardproof.errors import (
     NotCommittedError,
     RankFailure,
     ShardproofError,
+    StorageError,
     StructureError,
 )
 from shardproof.format import MANIFEST_NAME, chain_attempt, read_manifest
@@ -39,7 +40,7 @@ _OUTCOMES = {
         "may undo it; save again with overwrite=True once the storage works)"
     ),
     None: (
-        "it is unknown whether it was committed, because the storage cannot be read (its files stay; once "
+        "it is unknown whether it was committed, because the storage does not answer (its files stay; once "
         "the storage works, run `shardproof ls` and save again with overwrite=True)"
     ),
 }
@@ -215,6 +216,8 @@ class Coordinator:
     def _commit_failure(self, error: Exception) -> RankFailure:
         """The error of a failed commit, which says whether the manifest is in place."""
         in_place = is_in_place(self._storage, self._attempt.id)
+        if in_place is False and isinstance(error, StorageError):
+            in_place = error.details.get("committed", False)
         if in_place is not False:
             self._cache.unconfirmed.add(self._storage, self._attempt.id)
         cause = f"{type(error).__name__}: {error}"

@@ -87,7 +87,8 @@ class Storage(Protocol):
             AlreadyCommittedError: there is a file of that name and `replace` is false. Of several concurrent
                 calls for one name, exactly one succeeds.
             StorageError: the storage failed. With ``details["in_place"]`` true, readers see `data` under
-                `name`, but a crash of the machine may bring back the previous state.
+                `name`, but a crash of the machine may bring back the previous state. With
+                ``details["unanswered"]`` true, the storage may still carry out the request later.
         """
         ...
 

@@ -313,9 +313,9 @@ class FsspecStorage:
     def _error(self, error: Exception, doing: str, name: str) -> StorageError:
         file = self._file(name) if name else self.location
         text = str(error) or type(error).__name__
-        return StorageError(
-            f"cannot {doing} {file}: {text}", file=file, missing=isinstance(error, FileNotFoundError)
-        )
+        missing = isinstance(error, FileNotFoundError)
+        details: dict[str, Any] = {"missing": True} if missing else {"missing": False, "damaged": False}
+        return StorageError(f"cannot {doing} {file}: {text}", file=file, **details)
 
 
 def _protocols(fs: AbstractFileSystem) -> tuple[str, ...]:

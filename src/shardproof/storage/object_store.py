@@ -159,10 +159,22 @@ class ObjectStorage:
             self._put(name, data, "publish", use_multipart=False)
             return
         self._check_conditional_puts()
-        if self._put_new(name, data, "publish") or self._has(name, data):
-            return
         file = f"{self.location}/{name}"
-        raise AlreadyCommittedError(f"{file} is there already: another save published it", file=file)
+        ends = time.monotonic() + self._retry["retry_timeout"].total_seconds()
+        while not (self._put_new(name, data, "publish") or self._has(name, data)):
+            if self.size(name) is not None:
+                raise AlreadyCommittedError(f"{file} is there already: another save published it", file=file)
+            # A store may answer "conflict" while it still carries out another request for this object.
+            if time.monotonic() > ends:
+                raise StorageError(
+                    f"cannot publish {file}: the store carries out another request for it, which has not "
+                    "ended. It may be an earlier one of this process",
+                    file=file,
+                    missing=False,
+                    damaged=False,
+                    unanswered=True,
+                )
+            time.sleep(_CONFLICT_SECONDS)
 
     def _has(self, name: str, data: bytes) -> bool:
         """True if the object has these bytes already; see note "A lost answer"."""
@@ -439,12 +451,18 @@ class ObjectStorage:
                 "Requests are repeated for at most "
                 f"{self._retry['retry_timeout'].total_seconds():.0f} s (retry_config)."
             )
+        details: dict[str, Any] = {"missing": True} if missing else {"missing": False, "damaged": False}
+        if type(error).__name__ == "GenericError":
+            details["unanswered"] = True
         return StorageError(
-            f"cannot {doing} {file}: {_first_line(error)}. {advice}".rstrip(), file=file, missing=missing
+            f"cannot {doing} {file}: {_first_line(error)}. {advice}".rstrip(), file=file, **details
         )
 
 
 _PROBE_LOCK = lock()
+
+_CONFLICT_SECONDS = 0.5
+"""Pause before a conditional PUT is repeated after a conflict."""
 
 _ADVICE = {
     "NotFoundError": "There is no such object.",

@@ -119,7 +119,8 @@ and whether it is mounted on this node.
     code, path = cause.errno or 0, printable(path)
     name = errno.errorcode.get(code, str(code))
     text = f"cannot {doing} {path}: {cause.strerror or cause} ({name}). {_ADVICE.get(code, '')}".rstrip()
-    return StorageError(text, file=path, errno=name, missing=code == errno.ENOENT)
+    details = {"unanswered": True} if code == errno.ETIMEDOUT else {}
+    return StorageError(text, file=path, errno=name, missing=code == errno.ENOENT, **details)
 
 
 def unconfirmed_error(cause: OSError, path: str | Path) -> StorageError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -107,6 +108,12 @@ def write(folder: str | Path | Storage, sample: Sample, *, commit: bool = True) 
     if commit:
         storage.publish(MANIFEST_NAME, encode_manifest(manifest), replace=True)
     return manifest
+
+
+def cut(folder: Path) -> None:
+    """Cuts a shard file, as a save does that dies while it writes."""
+    shard = min((folder / "shards").iterdir())
+    os.truncate(shard, shard.stat().st_size - 1)
 
 
 def _write_shard(

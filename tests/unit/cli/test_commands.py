@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 import shardproof.cli.failures
 from shardproof.cli.group import COMMANDS, run
 from shardproof.format import MANIFEST_NAME
-from tests.unit.cli.samples import Sample, model, rows_cut, write
+from tests.unit.cli.samples import Sample, cut, model, rows_cut, write
 
 STATE = model(4)
 SPREAD = Sample(
@@ -555,6 +556,7 @@ def test_repair_fails_where_a_shard_is_missing(call: Any, ckpt: Path) -> None:
 def test_prune(call: Any, ckpt: Path) -> None:
     run_folder = ckpt.parent
     write(run_folder / "step-00000008", Sample(STATE, attempt="dead"), commit=False)
+    cut(run_folder / "step-00000008")
     write(ckpt, Sample(STATE, attempt="dead"), commit=False)
     (run_folder / "step-00000009" / "shards").mkdir(parents=True)
     code, out, _ = call("prune", run_folder)
@@ -569,7 +571,7 @@ def test_prune(call: Any, ckpt: Path) -> None:
     assert set(report) == {
         "location", "dry_run", "removed", "committed_meanwhile", "bytes", "leftovers", "steps", "steps_bytes",
         "young", "damaged", "beyond_repair", "lost", "lost_bytes", "lent", "unknown", "settled", "unsettled",
-        "uploads", "young_uploads", "uploads_fault",
+        "uploads", "young_uploads", "uploads_fault", "repairable",
     }  # fmt: skip
     assert (report["dry_run"], report["removed"]) == (True, False)
     assert [left["folder"] for left in report["leftovers"]] == ["step-00000007", "step-00000008"]
@@ -673,6 +675,7 @@ def test_prune_asks_on_a_terminal(
     call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, removed: bool
 ) -> None:
     write(tmp_path / "step-00000008", Sample(STATE), commit=False)
+    cut(tmp_path / "step-00000008")
     make_old(tmp_path)
     monkeypatch.setattr("shardproof.cli.clean.sys.stdin", _Terminal(answer))
     code, out, err = call("prune", tmp_path, "--json")
@@ -683,6 +686,49 @@ def test_prune_asks_on_a_terminal(
     if not removed:
         assert call("prune", tmp_path, "--yes")[0] == 0
         assert not (tmp_path / "step-00000008").exists()
+
+
+def test_prune_keeps_a_step_that_lacks_only_its_manifest(call: Any, tmp_path: Path) -> None:
+    """Until a newer step is committed. `repair` makes a step of it."""
+    write(tmp_path / "step-00000007", Sample(STATE, step=7))
+    write(tmp_path / "step-00000008", Sample(STATE, step=8, attempt="whole"), commit=False)
+    make_old(tmp_path)
+    code, out, _ = call("prune", tmp_path, "--yes")
+    assert code == 0 and "nothing to remove" in out
+    assert "kept: step-00000008: all files of a step without a manifest (run `shardproof repair`" in out
+    _, out, _ = call("doctor", tmp_path)
+    assert f"shardproof repair {tmp_path}/step-00000008" in out.replace("\n", "")
+    write(tmp_path / "step-00000009", Sample(STATE, step=9))
+    assert call("prune", tmp_path, "--yes")[0] == 0
+    assert not (tmp_path / "step-00000008").exists()
+
+
+def test_prune_keeps_a_copy_under_way_whose_files_have_old_times(call: Any, tmp_path: Path) -> None:
+    """As `rsync -a` and `cp -p` make it: shards before the manifest, and a manifest before the shards."""
+    write(tmp_path / "step-00000007", Sample(STATE, step=7))
+    write(tmp_path / "step-00000008", Sample(STATE, step=8), commit=False)
+    cut(tmp_path / "step-00000008")
+    write(tmp_path / "step-00000009", Sample(STATE, step=9))
+    shutil.rmtree(tmp_path / "step-00000009" / "shards")
+    for file in tmp_path.rglob("*"):
+        if file.is_file():
+            os.utime(file, (0, 0))
+    code, out, _ = call("prune", tmp_path, "--yes", "--damaged")
+    assert code == 0 and "nothing to remove" in out
+    make_old(tmp_path)
+    code, out, _ = call("prune", tmp_path, "--yes", "--damaged")
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000007"]
+
+
+def test_prune_works_beside_a_link_that_leads_nowhere(call: Any, tmp_path: Path) -> None:
+    for step in (7, 8):
+        write(tmp_path / f"step-0000000{step}", Sample(STATE, step=step))
+        write(tmp_path / f"step-0000000{step}", Sample(STATE, attempt="dead"), commit=False)
+    (tmp_path / "step-00000008" / "shards" / "00009-dead9.safetensors").symlink_to("/nowhere/x")
+    make_old(tmp_path / "step-00000007")
+    code, out, _ = call("prune", tmp_path, "--yes")
+    assert code == 0 and "removed" in out
+    assert not list((tmp_path / "step-00000007").rglob("*dead*"))
 
 
 class _Terminal:

@@ -13,7 +13,7 @@ from shardproof.format import MANIFEST_NAME, read_index, read_manifest
 from shardproof.report import Summary, TensorDetail, detail, scan_run, summarise
 from shardproof.report.detail import ObjectDetail, spelled
 from shardproof.storage import LocalStorage
-from tests.unit.cli.samples import Sample, model, rows_cut, write
+from tests.unit.cli.samples import Sample, cut, model, rows_cut, write
 
 STATE = model(3)
 SPREAD = Sample(
@@ -175,6 +175,7 @@ def test_a_plan_keeps_the_newest_and_the_young(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         write(tmp_path / f"step-{step:08d}", Sample(STATE, step=step))
     write(tmp_path / "step-00000004", Sample(STATE, attempt="dead"), commit=False)
+    cut(tmp_path / "step-00000004")
     write(tmp_path / "step-00000005", Sample(STATE, attempt="going"), commit=False)
     write(tmp_path / "step-00000006", Sample(STATE))
     (tmp_path / "step-00000006" / MANIFEST_NAME).write_bytes(b"{")

@@ -16,6 +16,7 @@ import shardproof as sp
 from shardproof.cli.group import run
 from shardproof.format import BLOCK_BYTES, MANIFEST_NAME
 from tests.small_blocks import blocks_of
+from tests.unit.cli.samples import cut
 
 
 @pytest.fixture(autouse=True, params=[BLOCK_BYTES, 100])
@@ -80,6 +81,7 @@ def test_a_run_from_save_to_prune(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert answer(capsys, "diff", ten, twenty)[0] == 0
 
     (thirty / MANIFEST_NAME).unlink()
+    cut(thirty)
     code, report = answer(capsys, "prune", tmp_path, "--keep", 1, "--older-than", "0s", "--yes")
     assert code == 0
     assert report["steps"] == ["step-00000010"]
@@ -144,7 +146,7 @@ def test_a_run_that_was_saved_incrementally(tmp_path: Path, capsys: pytest.Captu
     assert json.loads(ok("verify", three, "--json"))["ok"]
     listed = json.loads(ok("ls", tmp_path, "--json"))["checkpoints"]
     assert [info["status"] for info in listed] == ["lends", "committed"]
-    for file in one.rglob("*"):
+    for file in (*one.rglob("*"), one):
         os.utime(file, (0, 0))
     report = json.loads(ok("prune", tmp_path, "--json"))
     assert report["leftovers"] == [] and report["lent"] == {one.name: [three.name]}

@@ -399,6 +399,7 @@ def _source_error(error: ShardproofError, source: Storage, record: FileRecord) -
     if isinstance(error, (CorruptChunkError, FormatError)) or _is_lost(source, record):
         return _SourceError(error, is_damage=True)
     file = str(error.details.get("file", ""))
-    if error.details.get("errno") is not None and file.startswith(f"{source.location}/"):
+    is_unreadable = error.details.get("errno") is not None or error.details.get("damaged") is False
+    if is_unreadable and file.startswith(f"{source.location}/"):
         return _SourceError(error, is_damage=False)
     return None
