@@ -34,6 +34,7 @@ from tests.faults.damage import (
     sample,
     save,
 )
+from tests.faulty_storage import FaultyStorage
 from tests.harness import rank, rendezvous, run_ranks, world_size
 
 
@@ -126,6 +127,21 @@ def test_a_lost_manifest_or_index_is_rebuilt_and_loads_the_same(
     assert isinstance(load_and_judge(folder, sample(3)).error, FormatError | NotCommittedError)
     given = repair(LocalStorage(folder))
     assert given == _is_as_saved(folder, saved)
+
+
+@pytest.mark.parametrize("operation", ["publish", "create"])
+def test_a_repair_that_cannot_write_leaves_what_prune_keeps(
+    folder: Path, saved: Path, operation: str
+) -> None:
+    """A full disk may be why the manifest is cut. Without a manifest, prune may remove the shard files."""
+    _cut(folder / MANIFEST_NAME)
+    before = _files(folder)
+    full = sp.StorageError("No space left on device", errno="ENOSPC", missing=False)
+    try:
+        repair(FaultyStorage(LocalStorage(folder), 0, full, only=(operation,)))
+    except sp.StorageError:
+        assert _files(folder) == before
+    assert (folder / MANIFEST_NAME).exists()
 
 
 def test_a_whole_checkpoint_is_not_repaired(folder: Path) -> None:

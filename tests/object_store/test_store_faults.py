@@ -13,6 +13,9 @@ import pytest
 import torch
 
 import shardproof as sp
+from shardproof.checkpointer.damage import is_damage
+from shardproof.cli.failures import tells_nothing
+from shardproof.rendezvous import LocalRendezvous
 from shardproof.storage import ObjectStorage, Sink
 from shardproof.storage import object_store as implementation
 from tests.object_store.faulty_proxy import FaultyProxy
@@ -198,3 +201,39 @@ def test_a_server_that_dies_in_an_upload_and_comes_back(tmp_path: Path) -> None:
         assert again.restore(target, step=1) == 1
         assert torch.equal(target["big"], state(1.0)["big"])
         proxy.close()
+
+
+def test_a_conflict_is_no_other_save(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store answers 409 to a conditional PUT while an earlier one of the same object is under way."""
+    storage = ObjectStorage(f"{url}/step")
+    real, answers = ObjectStorage._put_new, [False, False]
+    monkeypatch.setattr(implementation, "_CONFLICT_SECONDS", 0.01)
+    monkeypatch.setattr(ObjectStorage, "_put_new", lambda *args: answers.pop() if answers else real(*args))
+    storage._check_conditional_puts()
+    storage.publish("manifest.json", b"ours")
+    assert storage.read("manifest.json") == b"ours" and not answers
+    with pytest.raises(sp.AlreadyCommittedError):
+        storage.publish("manifest.json", b"theirs")
+    never = ObjectStorage(f"{url}/never", {"retry_config": {"retry_timeout": timedelta(seconds=0.1)}})
+    monkeypatch.setattr(ObjectStorage, "_put_new", lambda *args: False)
+    with pytest.raises(sp.StorageError, match="another request") as failed:
+        never.publish("manifest.json", b"ours")
+    assert failed.value.details["unanswered"] and not isinstance(failed.value, sp.AlreadyCommittedError)
+
+
+def test_a_bucket_that_refuses_reads_is_no_damage(s3: S3Server, proxy: FaultyProxy, url: str) -> None:
+    """So `restore` raises instead of taking an older step, and `verify` has no answer."""
+    run = sp.Checkpointer(url, rendezvous=LocalRendezvous())
+    for step in (1, 2):
+        run.save(step, {"w": torch.full((1000,), float(step))}).result()
+    short = options(s3, proxy, retry_config={"retry_timeout": timedelta(seconds=0.5), "max_retries": 1})
+    storage = ObjectStorage(f"{url}/step-00000002", short)
+    proxy.refuse = 1000
+    with pytest.raises(sp.StorageError) as failed:
+        storage.read("manifest.json")
+    assert failed.value.details["damaged"] is False and not is_damage(failed.value)
+    assert tells_nothing(failed.value.details)
+    proxy.refuse = 0
+    with pytest.raises(sp.StorageError) as missing:
+        storage.read("shards/none")
+    assert missing.value.details["missing"] and is_damage(missing.value)

@@ -42,6 +42,13 @@ def test_hours_keep_the_first_step_of_each_period() -> None:
     assert sp.KeepEvery(steps=50, hours=24).select(steps) == {0, 50, 240, 300, 490}
 
 
+def test_a_clock_that_was_set_back_drops_no_steps() -> None:
+    """Step 1 has a time 100 hours ahead. The others are 30 hours apart."""
+    times = {1: 100.0, 2: 0.0, 3: 30.0, 4: 31.0, 5: 60.0}
+    steps = [saved(step, hours * 3600) for step, hours in times.items()]
+    assert sp.KeepEvery(hours=24).select(steps) == {1, 2, 3, 5}
+
+
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=30), st.floats(0.1, 100))
 def test_a_step_that_hours_keep_stays_when_later_steps_come(times: list[float], hours: float) -> None:
     """The policy never needs a step that it gave up: pruning after each save keeps what one pass keeps."""
@@ -191,6 +198,8 @@ def test_a_removed_step_leaves_no_pin_and_a_pin_needs_a_step(tmp_path: Path) -> 
         checkpointer.pin("1", "x")  # type: ignore[arg-type]
     checkpointer.pin(1, "x")
     (tmp_path / "step-00000001" / "manifest.json").unlink()
+    (shard,) = (tmp_path / "step-00000001" / "shards").iterdir()
+    shard.unlink()  # else `repair` could make a step of the files
     plan = plan_prune(LocalStorage(tmp_path), lambda name: 0.0, older_than=0, now=1e9)
     prune(LocalStorage(tmp_path), plan)
     assert not (tmp_path / "step-00000001").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import os
@@ -244,6 +245,20 @@ def test_signals_need_the_main_thread(tmp_path: Path) -> None:
     thread.start()
     thread.join(60)
     assert raised and "in the main thread only" in raised[0] and "Preemption(signals=())" in raised[0]
+
+
+def test_a_handler_that_replaced_one_of_a_dropped_checkpointer_notes_the_signal() -> None:
+    """As after ``checkpointer = make(); checkpointer = make()``. The dropped one has no effect."""
+    before = signal.getsignal(signal.SIGUSR1)
+    first = SignalNotices((signal.SIGUSR1,), lambda: None)
+    second = SignalNotices((signal.SIGUSR1,), lambda: None)
+    del first
+    gc.collect()
+    try:
+        signal.raise_signal(signal.SIGUSR1)
+        assert second.first == signal.SIGUSR1
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_no_handler_is_installed_without_preemption(tmp_path: Path) -> None:

@@ -6,12 +6,14 @@ import logging
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch.distributed import HashStore
@@ -19,6 +21,8 @@ from torch.distributed import HashStore
 import shardproof as sp
 from shardproof.checkpointer.tiers import Uploader, open_tiers
 from shardproof.checkpointer.tiers.throttle import Throttle
+from shardproof.checkpointer.tiers.upload_coordinator import UploadCoordinator
+from shardproof.checkpointer.tiers.upload_messages import UploadAnswer, UploadReport
 from shardproof.format import read_manifest
 from shardproof.maintenance import verify
 from shardproof.rendezvous import LocalRendezvous, StoreRendezvous
@@ -445,6 +449,253 @@ def test_damaged_files_that_a_later_step_kept_are_repaired_by_an_upload(near: Pa
         assert verify(LocalStorage(far / f"step-0000000{step}")).ok
 
 
+class GatedStorage(LocalStorage):
+    """Calls a hook before each publish and read, with the operation and the path below the root."""
+
+    def __init__(self, path: Path, hook: Callable[[str, str], None]) -> None:
+        super().__init__(path)
+        self._hook = hook
+
+    def _named(self, name: str) -> str:
+        return f"{self.path.name}/{name}"
+
+    def within(self, prefix: str) -> GatedStorage:
+        return GatedStorage(self.path / prefix, self._hook)
+
+    def sibling(self, folder: str) -> GatedStorage:
+        return GatedStorage(self.path.parent / folder, self._hook)
+
+    def publish(self, name: str, data: bytes, *, replace: bool = False) -> None:
+        self._hook("publish", self._named(name))
+        super().publish(name, data, replace=replace)
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        self._hook("read" if start or stop is not None else "read all", self._named(name))
+        return super().read(name, start, stop)
+
+    def read_into(self, name: str, start: int, buffer: memoryview) -> None:
+        self._hook("read", self._named(name))
+        super().read_into(name, start, buffer)
+
+
+@pytest.mark.parametrize("part", ["manifest.json", "index-", "shards/"])
+@pytest.mark.parametrize("code", ["EIO", "EACCES"])
+def test_a_step_that_cannot_be_read_does_not_block_the_others(
+    near: Path, far: Path, part: str, code: str
+) -> None:
+    """The round uploads the others, then fails with the error. A later round uploads the step."""
+    broken = [True]
+
+    def hook(operation: str, name: str) -> None:
+        if broken[0] and operation != "publish" and name.startswith(f"step-00000002/{part}"):
+            file = f"{near}/{name}"
+            raise sp.StorageError(f"cannot read {file} ({code})", file=file, errno=code, missing=False)
+
+    for step in (1, 2, 3):
+        alone(near).save(step, state(step)).result()
+    run = checkpointer(GatedStorage(near, hook), far)
+    assert_restores(run, 3)
+    with pytest.raises(sp.StorageError, match=rf"cannot read .*step-00000002.*\({code}\)"):
+        run.wait_for_uploads(WAIT)
+    assert alone(far).steps() == [1, 3]
+    run.save(4, state(4)).durable(WAIT)
+    broken[0] = False
+    run.save(5, state(5)).durable(WAIT)
+    run.wait_for_uploads(WAIT)
+    assert alone(far).steps() == [1, 2, 3, 4, 5]
+
+
+def test_a_link_that_leads_nowhere_stops_neither_uploads_nor_retention(near: Path, far: Path) -> None:
+    near.mkdir()
+    (near / "step-00000001").symlink_to("/not/mounted/step-00000001")
+    run = checkpointer(near, far, keep=sp.KeepLatest(1))
+    for step in (4, 5):
+        run.save(step, state(step)).durable(WAIT)
+    assert alone(far).steps() == [4, 5]
+    assert not (near / "step-00000004" / "manifest.json").exists()
+
+
+@pytest.mark.parametrize("policy", [sp.KeepBest("loss", 3), sp.KeepEvery(hours=1)])
+def test_retention_of_the_first_tier_reads_no_manifest_of_the_second(
+    near: Path, far: Path, policy: sp.RetentionPolicy
+) -> None:
+    """The second tier fails after it was listed, at its first whole manifest."""
+    down = [False]
+    threads: set[str] = set()
+
+    def hook(operation: str, name: str) -> None:
+        threads.add(threading.current_thread().name)
+        down[0] = down[0] or (operation == "read all" and name.endswith("manifest.json"))
+        if down[0]:
+            raise sp.StorageError("no route to host", errno="EHOSTUNREACH", missing=False)
+
+    options = {"keep": sp.KeepLatest(1), "keep_then": policy}
+    first = checkpointer(near, far, **options)
+    for step in (1, 2, 3):
+        first.save(step, state(step), metadata={"loss": 1 / step}).durable(WAIT)
+    run = checkpointer(near, GatedStorage(far, hook), **options)
+    for step in range(4, 12):
+        run.save(step, state(step), metadata={"loss": 100.0 + step}).result()
+        with pytest.raises(sp.StorageError, match="no route"):
+            run.wait_for_uploads(WAIT)
+    assert down[0] and not any(name.startswith("shardproof-save") for name in threads)
+    assert len(alone(near).steps()) <= 4  # the newest, and as many as the policy selects
+
+
+def test_a_pin_is_on_the_second_tier_before_the_manifest(near: Path, far: Path) -> None:
+    """So that retention there never sees the step without its pin, also if the upload dies in between."""
+    first = alone(near)
+    first.save(1, state(1)).result()
+    first.pin(1, "release")
+
+    def hook(operation: str, name: str) -> None:
+        if operation == "publish" and name == "step-00000001/manifest.json":
+            assert (far / "step-00000001" / "pinned.json").exists()
+            raise sp.StorageError("the process dies here")
+
+    run = checkpointer(near, GatedStorage(far, hook), keep_then=sp.KeepLatest(1))
+    assert_restores(run, 1)
+    with pytest.raises(sp.StorageError, match="dies here"):
+        run.wait_for_uploads(WAIT)
+    again = checkpointer(near, far, keep_then=sp.KeepLatest(1))
+    again.save(2, state(2)).durable(WAIT)
+    again.wait_for_uploads(WAIT)
+    again.save(3, state(3)).durable(WAIT)
+    assert alone(far).steps() == [1, 3]
+
+
+@pytest.mark.parametrize("is_pinned", [True, False])
+def test_a_pin_that_changes_during_the_upload_is_copied(near: Path, far: Path, is_pinned: bool) -> None:
+    first = alone(near)
+    first.save(1, state(1)).result()
+    if not is_pinned:
+        first.pin(1, "old")
+
+    def hook(operation: str, name: str) -> None:
+        if operation == "publish" and name == "step-00000001/manifest.json":
+            first.pin(1, "new") if is_pinned else first.unpin(1)
+
+    run = checkpointer(near, GatedStorage(far, hook))
+    assert_restores(run, 1)
+    run.wait_for_uploads(WAIT)
+    assert (far / "step-00000001" / "pinned.json").exists() is is_pinned
+
+
+def test_a_pin_that_an_earlier_process_did_not_copy_is_copied(near: Path, far: Path) -> None:
+    checkpointer(near, far).save(1, state(1)).durable(WAIT)
+    alone(near).pin(1, "release")
+    run = checkpointer(near, far, keep_then=sp.KeepLatest(1))
+    run.save(2, state(2)).durable(WAIT)
+    run.wait_for_uploads(WAIT)
+    assert alone(far).steps() == [1, 2]
+
+
+def test_retention_removes_no_step_whose_upload_begins(near: Path, far: Path) -> None:
+    """Retention asks for the steps that stay, and removes the others later. The upload begins in between."""
+    for step in (1, 2):
+        alone(near).save(step, state(step)).result()
+    coordinator = UploadCoordinator(LocalStorage(near), LocalStorage(far), None, None, set())
+    report = msgspec.msgpack.encode(UploadReport())
+    assert coordinator.protect([1, 2]) == set()
+    (answer,) = coordinator.plan([], [report])
+    assert msgspec.msgpack.decode(answer, type=UploadAnswer).next is None
+    coordinator.committed(2)  # saved again
+    (answer,) = coordinator.plan([], [report])
+    share = msgspec.msgpack.decode(answer, type=UploadAnswer).next
+    assert share is not None and share.step == 2
+    assert coordinator.protect([1, 2]) == {2}
+    coordinator.give_up()
+    assert coordinator.protect([1, 2]) == set()
+
+
+def test_a_check_of_uploaded_files_shows_signs_of_life(near: Path, far: Path) -> None:
+    """Rank 1 reads a file of a killed upload for longer than the deadline."""
+    store, deadline = HashStore(), 3.0
+
+    class Slow(LocalStorage):
+        def within(self, prefix: str) -> Slow:
+            return Slow(self.path / prefix)
+
+        def read_into(self, name: str, start: int, buffer: memoryview) -> None:
+            if name.startswith("shards/00001"):
+                threading.Event().wait(len(buffer) / (2 << 20))  # 2 MiB a second
+            super().read_into(name, start, buffer)
+
+    def of_rank(rank: int) -> dict[str, Any]:
+        return {"w": sp.PerRank(torch.arange((12 if rank else 1) * (1 << 18), dtype=torch.float32))}
+
+    def work(rank: int) -> None:
+        rendezvous = StoreRendezvous(store, rank, 2, deadline=deadline)
+        sp.Checkpointer(near, rendezvous=rendezvous, cache="none").save(1, of_rank(rank)).result()
+        if rank == 0:
+            shutil.copytree(near / "step-00000001" / "shards", far / "step-00000001" / "shards")
+        run = sp.Checkpointer(near, then=Slow(far), rendezvous=rendezvous, cache="none")
+        run.restore(of_rank(rank))
+        run.wait_for_uploads(WAIT)
+
+    with ThreadPoolExecutor(2) as pool:
+        for future in [pool.submit(work, rank) for rank in range(2)]:
+            future.result(WAIT)
+    assert alone(far).steps() == [1]
+
+
+def test_an_overwritten_step_that_was_not_uploaded_is_named_after_a_restart(
+    near: Path, far: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpointer(near, far).save(1, state(1)).durable(WAIT)
+    alone(near).save(1, state(2), overwrite=True).result()
+    run = checkpointer(near, far)
+    run.save(3, state(3)).durable(WAIT)
+    run.save(4, state(4)).durable(WAIT)
+    run.wait_for_uploads(WAIT)
+    named = [record for record in caplog.records if "step 1 is not uploaded" in record.getMessage()]
+    assert len(named) == 1 and "another save of this step" in named[0].getMessage()
+
+
+def test_a_save_that_replaces_a_later_one_counts_as_later(
+    near: Path, far: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock may have been set back. A restore takes the later save of a step."""
+    checkpointer(near, far).save(1, state(1)).durable(WAIT)
+    now = time.time() - 60
+    monkeypatch.setattr("shardproof.saving.coordinator.time.time", lambda: now)
+    alone(near).save(1, {**state(1), "n": 7}, overwrite=True).result()
+    target = blank()
+    assert checkpointer(near, far).restore(target) == 1
+    assert target["n"] == 7
+
+
+def test_a_save_replaces_a_step_of_the_second_tier_only_if_no_tier_has_it_whole(
+    near: Path, far: Path
+) -> None:
+    first = checkpointer(near, far)
+    for step in (1, 2):
+        first.save(step, state(step)).durable(WAIT)
+    flip(near / "step-00000002" / "manifest.json", 100)
+    run = checkpointer(near, far)
+    assert_restores(run, 2)
+    with pytest.raises(sp.SaveSkipped, match="another save of this step"):
+        run.save(2, state(7)).durable(WAIT)
+    assert_restores(alone(far), 2)
+    remove(near / "step-00000002")
+    (shard,) = (far / "step-00000002" / "shards").iterdir()
+    flip(shard, shard.stat().st_size // 2)
+    run = checkpointer(near, far)
+    assert_restores(run, 1)
+    run.save(2, {**state(2), "n": 7}).durable(WAIT)
+    target = blank()
+    assert alone(far).restore(target) == 2 and target["n"] == 7
+
+
+def test_a_second_tier_that_is_the_first_under_another_name_is_refused(near: Path, tmp_path: Path) -> None:
+    near.mkdir()
+    (tmp_path / "link").symlink_to(near)
+    with pytest.raises(ValueError, match="the second tier is the first one"):
+        checkpointer(near, tmp_path / "link")
+    with pytest.raises(ValueError, match="the second tier is the first one"):
+        open_tiers("s3://bucket/run", "s3a://bucket/run", None, None, {"region": "us-east-1"})
+
+
 def test_another_save_of_a_step_is_replaced_only_with_overwrite(
     near: Path, far: Path, tmp_path: Path
 ) -> None:
@@ -813,9 +1064,9 @@ def test_all_ranks_of_an_upload_together_stay_within_the_bandwidth(
     sent.sort()
     for at, (begin, _) in enumerate(sent):
         bytes_since = 0
-        for time, count in sent[at:]:
+        for moment, count in sent[at:]:
             bytes_since += count
-            assert bytes_since <= bandwidth * (time - begin) + ranks * piece
+            assert bytes_since <= bandwidth * (moment - begin) + ranks * piece
     for clock in clocks:  # both are busy to the end
         assert clock[0] == pytest.approx(total / bandwidth, rel=0.2)
 
