@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -198,8 +199,7 @@ def test_a_removed_step_leaves_no_pin_and_a_pin_needs_a_step(tmp_path: Path) -> 
         checkpointer.pin("1", "x")  # type: ignore[arg-type]
     checkpointer.pin(1, "x")
     (tmp_path / "step-00000001" / "manifest.json").unlink()
-    (shard,) = (tmp_path / "step-00000001" / "shards").iterdir()
-    shard.unlink()  # else `repair` could make a step of the files
+    shutil.rmtree(tmp_path / "step-00000001" / "shards")  # else `repair` could make a step of the files
     plan = plan_prune(LocalStorage(tmp_path), lambda name: 0.0, older_than=0, now=1e9)
     prune(LocalStorage(tmp_path), plan)
     assert not (tmp_path / "step-00000001").exists()
