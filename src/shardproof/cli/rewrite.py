@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
+from click.core import ParameterSource
 
 from shardproof.cli.failures import YES, BadPath
 from shardproof.cli.options import (
@@ -81,11 +82,10 @@ def convert_command(
     unchanged. 2: an option fits neither SRC nor the format, or another conversion uses DST.
     """
     if standalone:
-        if to is not None:
-            raise click.UsageError("give --to or --standalone, not both")
+        _refuse_options_of_formats()
         if os.path.isfile(src):
             raise BadPath(f"SRC: {src!r} is a file, expected the folder of a step")
-        return _make_standalone(src, dst, as_json)
+        return _make_standalone(src, dst, dry_run, as_json)
     if to is None:
         raise click.UsageError(
             f"name the format to write: --to {'|'.join(FORMATS)}; or give --standalone for a copy that "
@@ -174,14 +174,51 @@ def _show_conversion(report: ConversionReport) -> None:
         click.echo(printable(f"note: {note}"))
 
 
-def _make_standalone(src: str, dst: str, as_json: bool) -> int:
+def _refuse_options_of_formats() -> None:
+    """Refuses options beside --standalone that change a conversion to another format."""
+    context = click.get_current_context()
+    given = [
+        parameter.opts[0]
+        for parameter in context.command.params
+        if isinstance(parameter, click.Option)
+        and parameter.name not in ("standalone", "dry_run", "as_json")
+        and parameter.name is not None
+        and context.get_parameter_source(parameter.name) is not ParameterSource.DEFAULT
+    ]
+    if "--to" in given:
+        raise click.UsageError("give --to or --standalone, not both")
+    if given:
+        raise click.UsageError(
+            f"{', '.join(given)} {'does' if len(given) == 1 else 'do'} not go with --standalone, "
+            "which copies a step as it is: leave out one of them"
+        )
+
+
+def _make_standalone(src: str, dst: str, dry_run: bool, as_json: bool) -> int:
     import time
+    from dataclasses import asdict
 
     from shardproof.cli.terminal import bytes_progress
-    from shardproof.maintenance import make_standalone
+    from shardproof.maintenance import make_standalone, plan_standalone
     from shardproof.storage import storage_at
 
     source, target = storage_at(src), storage_at(dst)
+    if dry_run:
+        plan = plan_standalone(source, target)
+        if as_json:
+            places = {"source": source.location, "location": target.location}
+            print_json({**places, **asdict(plan), "dry_run": True})
+            return YES
+
+        from shardproof._utils.humanize import counted, gigabytes, printable
+
+        click.echo(
+            printable(
+                f"would copy to {target.location}: {counted(plan.tensors, 'tensor')}, "
+                f"{gigabytes(plan.bytes)} in {counted(plan.files, 'file')}"
+            )
+        )
+        return YES
     begun = time.monotonic()
     with bytes_progress("copy", shown=not as_json) as on_progress:
         manifest = make_standalone(source, target, on_progress=on_progress)
@@ -198,6 +235,7 @@ def _make_standalone(src: str, dst: str, as_json: bool) -> int:
                 "files": len(manifest.files),
                 "bytes": size,
                 "seconds": seconds,
+                "dry_run": False,
             }
         )
         return YES

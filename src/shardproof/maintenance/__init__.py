@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardproof.maintenance.copy import make_standalone
+from shardproof.maintenance.copy import StandalonePlan, make_standalone, plan_standalone
 from shardproof.maintenance.copy_file import copy_shard_file as copy_shard_file
 from shardproof.maintenance.copy_file import read_whole_index as read_whole_index
 from shardproof.maintenance.copy_file import verify_files_here as verify_files_here
@@ -11,8 +11,10 @@ from shardproof.maintenance.verify import VerifyReport, verify
 from shardproof.maintenance.verify_foreign import verify_any, verify_foreign
 
 __all__ = [
+    "StandalonePlan",
     "VerifyReport",
     "make_standalone",
+    "plan_standalone",
     "repair",
     "verify",
     "verify_any",

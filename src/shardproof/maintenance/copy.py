@@ -19,6 +19,7 @@ from shardproof.format import (
     FileRecord,
     Manifest,
     bytes_digest,
+    check_size,
     encode_index,
     file_digest,
     header_of_chunks,
@@ -35,7 +36,7 @@ from shardproof.saving import publish
 from shardproof.storage import FileWriter, Storage
 from shardproof.version import __version__
 
-__all__ = ["make_standalone"]
+__all__ = ["StandalonePlan", "make_standalone", "plan_standalone"]
 
 _log = logging.getLogger("shardproof")
 
@@ -73,15 +74,7 @@ def make_standalone(
         >>> copy.step, len(copy.borrowed_files)
         (2, 0)
     """
-    manifest = read_manifest(source)
-    table = read_index(source, manifest)
-    if target.size(MANIFEST_NAME) is not None:
-        raise AlreadyCommittedError(
-            f"{target.location} holds a committed checkpoint; name a new place for the copy",
-            path=target.location,
-        )
-    prove_chunks(manifest.tensors, table, np.arange(len(manifest.tensors)))
-    copy = _CheckpointCopy(source, target, manifest, table, on_progress)
+    copy = _planned_copy(source, target, on_progress)
     try:
         return copy.run()
     except BaseException as error:
@@ -91,6 +84,53 @@ def make_standalone(
         raise
     finally:
         copy.close()
+
+
+@dataclass(frozen=True, slots=True)
+class StandalonePlan:
+    """What `make_standalone` would copy."""
+
+    step: int | None
+    tensors: int
+    files: int
+    """Shard files of the copy."""
+    bytes: int
+    """Bytes of the tensors."""
+
+
+def plan_standalone(source: Storage, target: Storage) -> StandalonePlan:
+    """Describes the copy that `make_standalone` would make. Reads the manifest and the index; writes nothing.
+
+    Args:
+        source: storage of the checkpoint.
+        target: storage of the copy. It must not hold a checkpoint.
+
+    Raises:
+        NotCommittedError: there is no checkpoint in `source`.
+        AlreadyCommittedError: there is one in `target`.
+        FormatError, TilingError: the source is damaged.
+        StorageError: a storage failed, or a shard file is missing or has another size.
+    """
+    copy = _planned_copy(source, target, None)
+    try:
+        return copy.plan()
+    finally:
+        copy.close()
+
+
+def _planned_copy(
+    source: Storage, target: Storage, on_progress: Callable[[int, int], None] | None
+) -> _CheckpointCopy:
+    """The copy, after the checks that read metadata alone. Arguments and errors are those of the callers."""
+    manifest = read_manifest(source)
+    table = read_index(source, manifest)
+    if target.size(MANIFEST_NAME) is not None:
+        raise AlreadyCommittedError(
+            f"{target.location} holds a committed checkpoint; name a new place for the copy",
+            path=target.location,
+        )
+    prove_chunks(manifest.tensors, table, np.arange(len(manifest.tensors)))
+    return _CheckpointCopy(source, target, manifest, table, on_progress)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -133,6 +173,13 @@ class _CheckpointCopy:
         self._on_progress = on_progress
         self._done = 0
         self._total = int(table.byte_count.sum())
+
+    def plan(self) -> StandalonePlan:
+        """Checks the sizes of the source's files, and describes the copy."""
+        manifest = self._manifest
+        for (folder, _), record in zip(self._files, manifest.files, strict=True):
+            check_size(folder, record)
+        return StandalonePlan(manifest.step, len(manifest.tensors), len(self._ranks()), self._total)
 
     def run(self) -> Manifest:
         """Writes all shard files, then index and manifest."""

@@ -740,3 +740,54 @@ class _Terminal:
 
     def readline(self, *_: object) -> str:
         return self.answer
+
+
+# convert --standalone
+
+
+def test_a_dry_run_of_a_standalone_copy_writes_nothing(call: Any, ckpt: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    code, out, _ = call("convert", ckpt, copy, "--standalone", "--dry-run")
+    assert code == 0
+    assert out.startswith(f"would copy to {copy}: {len(STATE)} tensors, ")
+    dry = json.loads(call("convert", ckpt, copy, "--standalone", "--dry-run", "--json")[1])
+    assert not copy.exists()
+    done = json.loads(call("convert", ckpt, copy, "--standalone", "--json")[1])
+    assert [dry[key] for key in ("location", "step", "tensors", "files")] == [
+        done[key] for key in ("location", "step", "tensors", "files")
+    ]
+    assert (dry["bytes"], dry["dry_run"], done["dry_run"]) == (
+        sum(array.nbytes for array in STATE.values()),
+        True,
+        False,
+    )
+    assert call("convert", ckpt, copy, "--standalone", "--dry-run")[0] == 1, "there is a checkpoint"
+    os.truncate(ckpt / "shards" / "00000-a1.safetensors", 5000)
+    assert call("convert", ckpt, tmp_path / "other", "--standalone", "--dry-run")[0] == 1
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        ("--to", "hf"),
+        ("--format", "shardproof"),
+        ("--dtype", "float16"),
+        ("--include", "model"),
+        ("--exclude", "model"),
+        ("--rename", "names.toml"),
+        ("--map", "names.toml"),
+        ("--max-file-size", "1GB"),
+        ("--memory", "1GB"),
+        ("--workers", "2"),
+        ("--on", "processes"),
+        ("--trust-pickle",),
+        ("--register", "json"),
+    ],
+)
+def test_options_of_other_formats_do_not_go_with_standalone(
+    call: Any, ckpt: Path, tmp_path: Path, option: tuple[str, ...]
+) -> None:
+    code, out, err = call("convert", ckpt, tmp_path / "copy", "--standalone", *option)
+    assert (code, out) == (2, "")
+    assert option[0] in err.splitlines()[-1]
+    assert not (tmp_path / "copy").exists()
