@@ -86,6 +86,28 @@ def test_checkpoints_in_a_bucket(tmp_path: Path) -> None:
         urllib.request.urlopen(config["endpoint"], timeout=10)
 
 
+def test_a_device_that_is_not_here_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--device nosuch: torch finds no device of this type"):
+        run_demo(device="nosuch", run_dir=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_worker_that_fails_before_its_start_is_an_error_with_its_cause(tmp_path: Path) -> None:
+    story = Story.of(1, (1,), 3, 1)
+    task = Task(
+        name="whole",
+        folder=str(tmp_path),
+        text=str(TEXT),
+        device="nosuch",
+        layout=story.layout,
+        checkpoints=str(tmp_path / "checkpoints"),
+        horizon=3,
+        stop=3,
+    )
+    with pytest.raises(DemoError, match="rank 0: .*nosuch"), Job(task, limit=60.0) as job:
+        job.finish(lambda record: None)
+
+
 def test_a_bucket_needs_seaweedfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))

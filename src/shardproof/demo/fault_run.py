@@ -14,7 +14,7 @@ import shardproof as sp
 from shardproof.demo.evidence import RunRecords
 from shardproof.demo.fault_claims import Claim, FaultRunFacts, claims_of
 from shardproof.demo.fault_story import FAILED, RESTART, FaultStory, FaultTask
-from shardproof.demo.launch import Job
+from shardproof.demo.launch import Job, check_device
 from shardproof.demo.run import RUN_LIMIT, TEXT, DemoEvent, demo_folder, ignore
 from shardproof.demo.story import Record
 
@@ -133,11 +133,12 @@ def run_fault_demo(
 
     Raises:
         ValueError: an unknown fault, sizes that do not fit together, an optimizer and a sharding that exclude
-            each other, or a folder that is not empty.
+            each other, a device that is not here, or a folder that is not empty.
         DemoError: a run failed. A false claim is not an error, but ``ok`` of the report is False.
     """
     begin = time.monotonic()
     story = FaultStory.of(fault, ranks, steps, save_every, optimizer=optimizer, sharding=sharding)
+    check_device(device)
     folder, stays = demo_folder(run_dir, keep)
     emit = on_event or ignore
     task_of = partial(story.task, folder=folder, text=(text or TEXT).resolve(), device=device)

@@ -20,7 +20,7 @@ import shardproof
 from shardproof.demo.story import Record, Task, read_records
 from shardproof.errors import ShardproofError
 
-__all__ = ["DemoError", "Job"]
+__all__ = ["DemoError", "Job", "check_device"]
 
 POLL = 0.05
 GRACE = 5.0
@@ -29,6 +29,26 @@ GRACE = 5.0
 
 class DemoError(ShardproofError):
     """A run of the demo failed, so the next run cannot start. Details: ``log``."""
+
+
+def check_device(name: str) -> None:
+    """Checks that the runs can use a type of device.
+
+    Raises:
+        ValueError: torch has no device of this type here.
+
+    >>> check_device("cpu")
+    """
+    if name == "cpu":
+        return
+    import torch  # a demo on the CPU needs it in the workers only
+
+    try:
+        count = torch.get_device_module(name).device_count()
+    except (AttributeError, RuntimeError):  # not the name of a type
+        count = 0
+    if not count:
+        raise ValueError(f"--device {name}: torch finds no device of this type on this machine: use cpu")
 
 
 class Job:
@@ -144,7 +164,8 @@ class Job:
     def _worker_pids(self) -> list[int]:
         ranks = range(self.task.layout.ranks)
         starts = [read_records(self.task.records(rank))[:1] for rank in ranks]
-        return [int(record["pid"]) for records in starts for record in records]
+        # A worker that fails before it starts has a first record without a process id.
+        return [int(record["pid"]) for records in starts for record in records if "pid" in record]
 
     def _error(self, what: str) -> DemoError:
         failures = [

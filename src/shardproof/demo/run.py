@@ -23,7 +23,7 @@ from shardproof.demo.evidence import (
     facts_of,
     stored_facts,
 )
-from shardproof.demo.launch import DemoError, Job
+from shardproof.demo.launch import DemoError, Job, check_device
 from shardproof.demo.story import LOSS_TOLERANCE, STORAGES, RankLayout, Record, Story, Task
 from shardproof.storage import storage_at
 
@@ -81,14 +81,15 @@ def run_demo(
         limit: time limit of one run, in seconds.
 
     Raises:
-        ValueError: sizes that do not fit together, an optimizer and a sharding that exclude each other, or a
-            folder that is not empty.
+        ValueError: sizes that do not fit together, an optimizer and a sharding that exclude each other, a
+            device that is not here, or a folder that is not empty.
         DemoError: a run failed, or the S3 server is not installed. A false claim is not an error, but ``ok``
             of the report is False.
     """
     story = Story.of(ranks, resume_ranks, steps, save_every, optimizer=optimizer, sharding=sharding)
     if storage not in STORAGES:
         raise ValueError(f"storage is {storage!r}, not one of {', '.join(STORAGES)}")
+    check_device(device)
     folder, stays = demo_folder(run_dir, keep)
     with _checkpoints(storage, folder) as (checkpoints, options):
         demo = _Demo(

@@ -85,6 +85,8 @@ def test_every_command_has_help_and_json(call: Any, name: str) -> None:
         ("demo", "--ranks", "0"),
         ("demo", "--resume-ranks", "3,x"),
         ("demo", "--text", "/nowhere"),
+        ("demo", "--device", "nosuch"),
+        ("demo", "--device", "nosuch", "--inject", "transient"),
         ("demo", "--optimizer", "lion"),
         ("demo", "--sharding", "zero"),
         ("demo", "--storage", "tape"),
