@@ -139,11 +139,11 @@ def examine_run(storage: DatedStorage, run: str, *, older_than: float, now: floa
     next_save = committed[-1].bytes if committed else 0
     space = storage.free_space() if isinstance(storage, LimitedStorage) else None
     steps = tuple(info.step for info in committed if info.step is not None)
-    run = shlex.quote(run)
+    quoted = shlex.quote(run)
     findings = [
         *_of_steps(infos, run),
-        *_of_leftovers(storage, run, older_than, now),
-        *_of_space(storage.location, next_save, space, run),
+        *_of_leftovers(storage, quoted, older_than, now),
+        *_of_space(storage.location, next_save, space, quoted),
         *_of_clocks(storage, infos, now),
         *_of_permissions(storage, infos),
     ]
@@ -151,19 +151,20 @@ def examine_run(storage: DatedStorage, run: str, *, older_than: float, now: floa
 
 
 def _of_steps(infos: Sequence[StepInfo], run: str) -> Iterator[Finding]:
+    quoted = shlex.quote(run)
     if not any(info.committed or info.status == "partial" for info in infos):
         severity: Severity = "error" if infos else "note"
         yield Finding(severity, "no steps", ".", "no step of the run is committed, so none can be restored")
     for info in infos:
         reason = info.reason or ""
         if info.status == "damaged" and info.beyond_repair:
-            yield Finding("error", "lost", info.name, reason, f"shardproof prune {run} --damaged")
+            yield Finding("error", "lost", info.name, reason, f"shardproof prune {quoted} --damaged")
         elif info.status == "damaged":
-            yield Finding("error", "damaged", info.name, reason, f"shardproof repair {run}/{info.name}")
+            yield Finding("error", "damaged", info.name, reason, f"shardproof repair {quoted}/{info.name}")
         elif info.status == "unreadable":
             yield Finding("error", "unreadable", info.name, reason, _CHECK_RIGHTS)
         elif info.status == "suspect":
-            settle = f'sp.Checkpointer({run}).settle_suspect({info.step}, "...")'
+            settle = f'sp.Checkpointer({run!r}).settle_suspect({info.step}, "...")'
             yield Finding("warning", "suspect", info.name, reason, settle)
         elif info.status == "settled":
             yield Finding("note", "settled", info.name, f"a settled suspect: {info.verdict}")

@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING
 import click
 
 from shardproof.cli.failures import BAD, YES
-from shardproof.cli.options import folder_argument, json_option, older_than_option, print_json, size
+from shardproof.cli.options import (
+    existing_folder,
+    existing_folders,
+    folder_argument,
+    json_option,
+    older_than_option,
+    print_json,
+    size,
+)
 
 if TYPE_CHECKING:
     from shardproof.checkpointer import Examination
@@ -18,14 +26,24 @@ if TYPE_CHECKING:
 __all__ = ["doctor_command"]
 
 
+def _second_tier(context: click.Context, parameter: click.Parameter, place: str | None) -> str | None:
+    return None if place is None else existing_folder(context, parameter, place)
+
+
 @click.command("doctor", short_help="Find what is wrong with a run, and how to fix it.")
 @folder_argument("run")
-@click.option("--then", metavar="URL", help="The second tier of the run: find steps that it lacks.")
+@click.option(
+    "--then",
+    metavar="URL",
+    callback=_second_tier,
+    help="The second tier of the run: find steps that it lacks.",
+)
 @click.option(
     "--node",
     "nodes",
     metavar="FOLDER",
     multiple=True,
+    callback=existing_folders,
     help="RUN on another node, for a run with node_local=True: count the copies of each file. Repeatable.",
 )
 @older_than_option("Files without a manifest that changed within this time may belong to a save in progress.")
@@ -63,7 +81,7 @@ def doctor_command(
         scrub_run,
     )
     from shardproof.cli.terminal import bytes_progress
-    from shardproof.storage import storage_at
+    from shardproof.storage import is_same_place, storage_at
 
     if bandwidth is not None and not scrub:
         raise click.UsageError("--bandwidth limits the reads of --scrub: add --scrub")
@@ -74,11 +92,13 @@ def doctor_command(
         raise click.UsageError(
             "--node names the folders of other nodes: RUN and each --node are different folders"
         )
+    second = None if then is None else storage_at(then)
+    if second is not None and is_same_place(storage, second):
+        raise click.UsageError(f"--then: {then} is RUN itself: name the second tier of the run")
     now = time.time()
     found = examine_run(storage, run, older_than=older_than, now=now)
     found = found.with_findings(find_missing_copies(storage, others))
-    if then is not None:
-        second = storage_at(then)
+    if then is not None and second is not None:
         more = compare_tiers(storage, second, run, then, older_than=older_than, now=now)
         found = found.with_findings(more)
     if probe:

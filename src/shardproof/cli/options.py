@@ -7,6 +7,7 @@ import os
 import re
 import stat
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import click
@@ -15,6 +16,9 @@ from shardproof.cli.failures import BadPath
 
 __all__ = [
     "checkpoint_argument",
+    "destination_argument",
+    "existing_folder",
+    "existing_folders",
     "folder_argument",
     "format_option",
     "json_option",
@@ -96,7 +100,7 @@ span = _quantity(seconds_of)
 
 def folder_argument(name: str) -> Callable[[Function], Function]:
     """An argument for a folder. A missing folder is bad usage (exit code 2)."""
-    return click.argument(name, callback=_folder)
+    return click.argument(name, callback=existing_folder)
 
 
 def checkpoint_argument(name: str) -> Callable[[Function], Function]:
@@ -109,12 +113,53 @@ def path_argument(name: str) -> Callable[[Function], Function]:
     return click.argument(name, callback=_path)
 
 
+def destination_argument(name: str) -> Callable[[Function], Function]:
+    """An argument for a new folder or file. A URL of no known store is bad usage (exit code 2)."""
+    return click.argument(name, type=click.Path(), callback=_destination)
+
+
 def _path(context: click.Context, parameter: click.Parameter, path: str) -> str:
     return path if os.path.isfile(path) else _checkpoint(context, parameter, path)
 
 
-def _folder(_context: click.Context, parameter: click.Parameter, path: str) -> str:
-    if "://" in path:  # the storage reports what is wrong with a URL
+def _destination(_context: click.Context, parameter: click.Parameter, path: str) -> str:
+    _is_url(parameter, path, is_stored=False)
+    return path
+
+
+def _is_url(parameter: click.Parameter, text: str, *, is_stored: bool = True) -> bool:
+    """True for the URL of a store.
+
+    Args:
+        parameter: has the text.
+        text: a path or a URL.
+        is_stored: True if something is stored there. A run in memory then has a keeper.
+
+    Raises:
+        BadPath: the URL is of no known store, or no keeper has the run.
+    """
+    if ":/" not in text:
+        return False
+    from shardproof.errors import StorageError
+    from shardproof.storage import LocalStorage, MemoryStorage, storage_at
+
+    try:
+        storage = storage_at(text)
+    except StorageError as error:
+        raise BadPath(f"{parameter.human_readable_name}: {error.message}") from error
+    if is_stored and isinstance(storage, MemoryStorage):
+        with suppress(StorageError):  # the command reports it with its cause
+            if storage.usage() is None:
+                raise BadPath(
+                    f"{parameter.human_readable_name}: {storage.location}: there is no keeper of this run on "
+                    "this node (`shardproof memory` lists the runs in memory)"
+                )
+    return not isinstance(storage, LocalStorage)
+
+
+def existing_folder(_context: click.Context, parameter: click.Parameter, path: str) -> str:
+    """The callback of a path or URL. A missing folder is bad usage, if the storage has folders."""
+    if _is_url(parameter, path):
         return path
     try:
         mode = os.stat(path).st_mode
@@ -127,6 +172,13 @@ def _folder(_context: click.Context, parameter: click.Parameter, path: str) -> s
     return path
 
 
+def existing_folders(
+    context: click.Context, parameter: click.Parameter, paths: Sequence[str]
+) -> Sequence[str]:
+    """The callback of an option that is repeatable; see `existing_folder`."""
+    return [existing_folder(context, parameter, path) for path in paths]
+
+
 def _shown(path: str) -> str:
     """The path as given, and its absolute form if that differs."""
     from shardproof.storage import LocalStorage
@@ -136,10 +188,10 @@ def _shown(path: str) -> str:
 
 
 def _checkpoint(context: click.Context, parameter: click.Parameter, path: str) -> str:
-    if "://" in path:
+    if _is_url(parameter, path):
         return path
     try:
-        names = os.listdir(_folder(context, parameter, path))
+        names = os.listdir(existing_folder(context, parameter, path))
     except OSError:  # the storage reports it with its cause
         return path
     steps = [name for name in names if re.fullmatch(r"step-[0-9]{8,18}", name)]

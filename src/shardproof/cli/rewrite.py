@@ -11,6 +11,7 @@ from click.core import ParameterSource
 from shardproof.cli.failures import YES, BadPath
 from shardproof.cli.options import (
     checkpoint_argument,
+    destination_argument,
     format_option,
     json_option,
     path_argument,
@@ -35,7 +36,7 @@ KEYS_SHOWN = 20
     "convert", short_help="Write a checkpoint in another format, or copy a step without references."
 )
 @path_argument("src")
-@click.argument("dst", type=click.Path())
+@destination_argument("dst")
 @click.option("--to", type=click.Choice(FORMATS), help="Format to write.")
 @click.option(
     "--standalone", is_flag=True, help="Make the copy of an incremental step refer to no other step."

@@ -38,6 +38,7 @@ from shardproof.storage import (
     is_url,
     publish_path,
     storage_at,
+    storage_error,
 )
 
 __all__ = ["FILES", "BucketDestination", "FolderDestination", "NewCheckpoint", "destination_at"]
@@ -322,10 +323,8 @@ def _make_private(path: Path) -> None:
         path.mkdir(0o700, parents=True, exist_ok=True)
         is_foreign = path.lstat().st_uid != os.geteuid() and path.parent.stat().st_mode & stat.S_ISVTX
     except OSError as error:
-        raise StorageError(
-            f"the work folder {path} cannot be made: {error.strerror}. TMPDIR chooses its place",
-            file=str(path),
-        ) from error
+        failure = storage_error(error, "make the work folder", path)
+        raise StorageError(f"{failure.message} TMPDIR chooses its place.", **failure.details) from error
     if is_foreign:
         raise StorageError(
             f"{path} belongs to another user: set TMPDIR to a folder of your own", file=str(path)

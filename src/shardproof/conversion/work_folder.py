@@ -22,7 +22,7 @@ import msgspec
 from shardproof.conversion.destination import FILES, BucketDestination, destination_at
 from shardproof.conversion.mapped_source import HashedBox
 from shardproof.errors import FormatError, StorageError, StructureError
-from shardproof.storage import LocalStorage
+from shardproof.storage import LocalStorage, storage_error
 
 __all__ = ["UnitRecord", "WorkFolder"]
 
@@ -86,9 +86,7 @@ class WorkFolder:
                 f"{self.path}: another process converts to {self.destination.location} now"
             ) from error
         except OSError as error:
-            raise StorageError(
-                f"{self.path} cannot be made: {error.strerror}", file=str(self.path)
-            ) from error
+            raise storage_error(error, "make", self.path) from error
         if self.storage.size(_PLAN) is None:
             self.storage.publish(_PLAN, digest.encode())
         elif (found := self.storage.read(_PLAN).decode(errors="replace")) != digest:
@@ -103,6 +101,7 @@ class WorkFolder:
                 f"{self.path}: {free:,} bytes are free, and the conversion writes {nbytes - written:,}. Free "
                 f"some space, or {self.destination.space_advice}",
                 file=str(self.path),
+                errno="ENOSPC",
             )
         for name in self.files.list():
             if name.endswith(".tmp"):  # a process was killed in the `publish` of this file

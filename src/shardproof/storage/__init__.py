@@ -24,12 +24,14 @@ from shardproof.storage.fsspec_storage import FsspecStorage
 from shardproof.storage.local import LocalStorage
 from shardproof.storage.locations import Location, is_url, storage_at
 from shardproof.storage.locations import is_bucket_url as is_bucket_url  # not listed in __all__: internal
+from shardproof.storage.locations import is_same_place as is_same_place  # not listed in __all__: internal
 from shardproof.storage.memory_link import keepers_here as keepers_here
 from shardproof.storage.memory_sink import MemorySink
 from shardproof.storage.memory_store import MemoryStorage, MemoryUsage
 from shardproof.storage.multipart_uploads import Upload
 from shardproof.storage.object_store import ObjectStorage
 from shardproof.storage.paths import StrOrBytesPath
+from shardproof.storage.paths import storage_error as storage_error  # not listed in __all__: internal
 from shardproof.storage.remote_requests import map_requests as map_requests  # not listed in __all__: internal
 from shardproof.storage.sink import LocalSink
 from shardproof.storage.uncached import UncachedStorage

@@ -26,7 +26,8 @@ from collections import deque
 from pathlib import Path
 
 from shardproof._utils import libc
-from shardproof.errors import AlreadyCommittedError, StorageError
+from shardproof.errors import AlreadyCommittedError
+from shardproof.storage.paths import storage_error
 
 __all__ = [
     "WriteBack",
@@ -160,9 +161,7 @@ def publish_path(source: Path, target: Path) -> None:
             f"{target} exists. It was not touched; the new data is in {source}", path=str(target)
         ) from error
     except OSError as error:
-        raise StorageError(
-            f"{source} cannot be moved to {target}: {error.strerror}", file=str(source)
-        ) from error
+        raise storage_error(error, f"move {source} to", target) from error
 
 
 def _rename_no_replace(source: Path, target: Path) -> None:

@@ -14,7 +14,7 @@ from shardproof.storage.memory_store import MEMORY_SCHEME, MemoryStorage
 from shardproof.storage.object_store import SCHEMES, ObjectStorage
 from shardproof.storage.paths import StrOrBytesPath
 
-__all__ = ["Location", "is_bucket_url", "is_url", "storage_at"]
+__all__ = ["Location", "is_bucket_url", "is_same_place", "is_url", "storage_at"]
 
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 """The beginning of a URL, also after `pathlib` has joined its slashes."""
@@ -84,3 +84,18 @@ def storage_at(location: Location, options: Mapping[str, Any] | None = None) -> 
             file=text,
         )
     return LocalStorage(location)
+
+
+def is_same_place(one: Storage, other: Storage) -> bool:
+    """True if two storages have one place: without symbolic links, and with one name for the schemes of S3.
+
+    >>> is_same_place(LocalStorage("run"), LocalStorage("run/../run"))
+    True
+    """
+    return _place(one) == _place(other)
+
+
+def _place(storage: Storage) -> str:
+    if isinstance(storage, LocalStorage):
+        return os.path.realpath(storage.path)
+    return re.sub("^s3a://", "s3://", storage.location)

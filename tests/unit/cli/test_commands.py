@@ -109,6 +109,60 @@ def test_bad_usage_is_2(call: Any, arguments: tuple[str, ...]) -> None:
     assert report["details"] == {}
 
 
+@pytest.mark.parametrize(
+    ("url", "text"),
+    [
+        ("ftp://x/y", "no URL of a known store"),
+        ("file:///x", "no URL of a known store"),
+        ("s3://", "names no bucket"),
+        ("memory://-x", "names no run in memory"),
+    ],
+)
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("ls", "{url}"),
+        ("prune", "{url}"),
+        ("watch", "{url}", "--once"),
+        ("doctor", "{url}"),
+        ("doctor", ".", "--then", "{url}"),
+        ("doctor", ".", "--node", "{url}"),
+        ("verify", "{url}"),
+        ("inspect", "{url}"),
+        ("diff", "{url}", "{url}"),
+        ("repair", "{url}"),
+        ("convert", "{url}", "copy", "--to", "hf"),
+        ("convert", ".", "{url}", "--to", "hf"),
+        ("convert", ".", "{url}", "--standalone"),
+    ],
+)
+def test_a_url_of_no_known_store_is_bad_usage(
+    call: Any, command: tuple[str, ...], url: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = call(*(word.format(url=url) for word in command))
+    assert (code, out) == (2, "")
+    assert text in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_destination_without_permission_gives_no_answer(
+    call: Any, ckpt: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.mkdir
+
+    def mkdir(path: Any, *arguments: Any, **options: Any) -> None:
+        if "closed" in os.fspath(path):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        real(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "mkdir", mkdir)
+    for how in (("--to", "hf", "--include", "model"), ("--standalone",)):
+        code, out, err = call("convert", ckpt, tmp_path / "closed", *how)
+        assert (code, out) == (3, ""), how
+        assert "Permission denied (EACCES)" in err
+
+
 def test_no_command_is_bad_usage_and_shows_the_help(call: Any) -> None:
     code, out, err = call()
     assert (code, out) == (2, "")

@@ -300,8 +300,35 @@ def test_steps_that_the_second_tier_lacks(call: Any, run_folder: Path, tmp_path:
     code, kinds = findings(call, run_folder, "--then", second)
     (other,) = kinds["other copy"]
     assert (code, other["where"], other["fix"][:27]) == (1, "step-00000002", "remove the step there, then")
+    (tmp_path / "elsewhere").mkdir()
     _, kinds = findings(call, run_folder, "--then", tmp_path / "elsewhere")
     assert kinds["no copies"][0]["severity"] == "error"
+
+
+def test_other_places_of_the_run_exist_and_are_not_the_run(
+    call: Any, run_folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "link").symlink_to(run_folder)
+    for option, place, text in (
+        ("--then", tmp_path / "missing", "does not exist"),
+        ("--node", tmp_path / "missing", "does not exist"),
+        ("--then", run_folder / "step-00000001" / MANIFEST_NAME, "is a file"),
+        ("--then", run_folder, "is RUN itself"),
+        ("--then", tmp_path / "link", "is RUN itself"),
+        ("--node", tmp_path / "link", "are different folders"),
+    ):
+        code, out, err = call("doctor", run_folder, option, place)
+        assert (code, out) == (2, ""), place
+        assert text in err
+
+
+def test_the_fix_of_a_suspect_is_a_line_of_python(call: Any, tmp_path: Path) -> None:
+    run = tmp_path / "a 'run'"
+    write(run / "suspect-00000040", Sample(STATE, step=40))
+    (suspect,) = findings(call, run)[1]["suspect"]
+    assert suspect["fix"] == f'sp.Checkpointer({str(run)!r}).settle_suspect(40, "...")'
+    exec(f"import shardproof as sp; {suspect['fix']}")
+    assert findings(call, run)[1]["settled"][0]["where"] == "suspect-00000040"
 
 
 def test_a_run_that_cannot_be_used(call: Any, run_folder: Path, tmp_path: Path) -> None:

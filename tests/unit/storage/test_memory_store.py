@@ -468,9 +468,39 @@ def test_commands(storage: MemoryStorage, url: str, capsys: pytest.CaptureFixtur
     code, pruned = shardproof("prune", url, "--yes", "--older-than", "0s")
     assert code == 0 and "step-00000002" in pruned and storage.folders() == ["step-00000001"]
     assert url in shardproof("memory")[1]
+    assert shardproof("memory", "--drop", f"{url}/step-00000001")[0] == 2, "not the whole run"
+    assert shardproof("memory", "--drop", "-x")[0] == 2
     assert shardproof("memory", "--drop", storage.folder)[0] == 0
     assert url not in shardproof("memory")[1]
     assert shardproof("memory", "--drop", storage.folder)[0] == 1
+    write(storage, "a", b"1")
+    assert shardproof("memory", "--drop", url, "--json")[0] == 0, "as `memory` prints it"
+    assert url not in shardproof("memory")[1]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("ls", "{run}"),
+        ("prune", "{run}"),
+        ("watch", "{run}", "--once"),
+        ("doctor", "{run}"),
+        ("doctor", ".", "--then", "{run}"),
+        ("verify", "{run}/step-00000001"),
+        ("inspect", "{run}/step-00000001"),
+        ("diff", "{run}/step-00000001", "{run}/step-00000001"),
+        ("repair", "{run}/step-00000001"),
+        ("convert", "{run}/step-00000001", "copy", "--to", "hf"),
+        ("convert", "{run}/step-00000001", "copy", "--standalone"),
+    ],
+)
+def test_a_command_on_a_run_without_a_keeper_is_bad_usage(
+    url: str, command: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = run([word.format(run=url) for word in command])
+    captured = capsys.readouterr()
+    assert (code, captured.out) == (2, "")
+    assert "there is no keeper of this run on this node" in captured.err
 
 
 def test_a_request_under_way_is_not_taken_for_the_end_of_the_keeper() -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from shardproof.checkpointer.policies import Retention
 from shardproof.checkpointer.tiers.tiered_run import TieredRun
-from shardproof.storage import LocalStorage, Location, Storage, is_bucket_url, storage_at
+from shardproof.storage import LocalStorage, Location, Storage, is_bucket_url, is_same_place, storage_at
 
 __all__ = ["check_node_local", "open_tiers", "tier_of"]
 
@@ -63,16 +61,9 @@ def open_tiers(
         )
     first = storage_at(root, options if is_bucket_url(root) or not is_bucket_url(then) else None)
     second = storage_at(then, options if is_bucket_url(then) else None)
-    if _place(first) == _place(second):
+    if is_same_place(first, second):
         raise ValueError(f"the second tier is the first one, {first.location}: pass another place as then=")
     return first, second
-
-
-def _place(run: Storage) -> str:
-    """The location of a run without symbolic links, and with one name for the schemes of S3."""
-    if isinstance(run, LocalStorage):
-        return os.path.realpath(run.path)
-    return re.sub("^s3a://", "s3://", run.location)
 
 
 def tier_of(run: Storage, folder: str) -> Storage:
