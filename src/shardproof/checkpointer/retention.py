@@ -365,38 +365,48 @@ class Leftover:
 
 
 def leftovers(
-    storage: Storage, modified: Callable[[str], float | None], references: References | None = None
+    storage: Storage,
+    modified: Callable[[str], float | None],
+    references: References | None = None,
 ) -> list[Leftover]:
     """Finds the files of dead saves, and of saves under way, in the step folders of a run.
 
-    A folder with an unreadable manifest has no leftovers, because its manifest may name any file in it. Such
+    Folders that the storage cannot read are skipped. A folder with an unreadable manifest has no leftovers, because its manifest may name any file in it. Such
     a manifest may also refer to files of other steps, so none of those are leftovers, either.
 
     Args:
         storage: the run's folder.
         modified: the time of the last write to a file, Unix seconds; None if it is gone.
         references: references of the steps of the run; None to read them.
+
+    Raises:
+        StorageError: the storage cannot list the run.
     """
     references = references_in(storage) if references is None else references
-    by_folder: dict[str, list[str]] = {}
-    for folder in storage.folders():
-        if parse_folder(folder) is None or storage.within(folder).linked:
-            continue
-        try:
-            names = storage.within(folder).list()
-        except StorageError as error:
-            _log.warning("%s: the leftovers of %s stay: %s", storage.location, folder, error)
-            continue
-        by_folder[folder] = [name for name in names if is_ours(name, folder) and name != MANIFEST_NAME]
+    folders = [folder for folder in storage.folders() if parse_folder(folder) is not None]
     found: list[Leftover] = []
-    for folder, files in sorted(by_folder.items(), key=lambda item: parse_folder(item[0]) or ()):
-        needed = _needed(storage.within(folder), folder, references) if files else None
-        if needed is None:
-            continue
-        if references.unknown:
-            files = [file for file in files if not file.startswith("shards/")]
-        found += _leftovers_of(storage, folder, files, needed, modified)
+    for folder in sorted(folders, key=lambda folder: parse_folder(folder) or ()):
+        try:
+            found += _leftovers_in(storage, folder, references, modified)
+        except StorageError as error:
+            _log.info("%s: the leftovers of %s stay: %s", storage.location, folder, error)
     return found
+
+
+def _leftovers_in(
+    storage: Storage, folder: str, references: References, modified: Callable[[str], float | None]
+) -> list[Leftover]:
+    """The leftovers in one step folder. Files are listed before the manifest that may name them is read."""
+    place = storage.within(folder)
+    if place.linked:
+        return []
+    files = [name for name in place.list() if is_ours(name, folder) and name != MANIFEST_NAME]
+    needed = _needed(place, folder, references) if files else None
+    if needed is None:
+        return []
+    if references.unknown:
+        files = [file for file in files if not file.startswith("shards/")]
+    return _leftovers_of(storage, folder, files, needed, modified)
 
 
 def remove_leftover(storage: Storage, leftover: Leftover) -> bool:

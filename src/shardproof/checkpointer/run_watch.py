@@ -73,7 +73,7 @@ class RunWatch:
             now: Unix seconds; not less than at the last look.
 
         Raises:
-            StorageError: the storage failed.
+            StorageError: the storage cannot list the run. A step that cannot be read is "unreadable".
         """
         infos = scan_run(self._storage)
         unnamed: dict[str, list[Leftover]] = {}

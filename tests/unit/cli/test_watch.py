@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pty
@@ -44,6 +45,33 @@ def test_a_save_is_seen_while_it_grows_until_it_is_committed(tmp_path: Path) -> 
     write(tmp_path / "step-00000002", Sample(STATE, step=2, attempt="a2"))
     states = [(save.state, save.note) for save in watch.look(now + 4.0)]
     assert states[1:] == [("committed", ""), ("writing", "beside a committed checkpoint")]
+
+
+def test_a_step_without_permission_is_shown_and_the_watch_goes_on(
+    call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2):
+        write(tmp_path / f"step-0000000{step}", Sample(STATE, step=step))
+    write(tmp_path / "step-00000003", Sample(STATE, step=3), commit=False)
+    for name in ("open", "scandir", "stat", "lstat"):
+        monkeypatch.setattr(os, name, _refused(getattr(os, name), str(tmp_path / "step-00000001")))
+    code, out, _ = call("watch", tmp_path, "--once", "--json")
+    assert code == 0
+    saves = json.loads(out)["saves"]
+    assert [save["state"] for save in saves] == ["unreadable", "committed", "writing"]
+    assert "EACCES" in saves[0]["note"]
+
+
+def _refused(real: Any, folder: str) -> Any:
+    """A function of `os` to which a folder has no permission: it can be looked at, and nothing in it."""
+
+    def function(path: Any, *arguments: Any, **options: Any) -> Any:
+        text = os.fsdecode(path) if not isinstance(path, int) else ""
+        if text.startswith(f"{folder}/") or (text == folder and real.__name__ in ("open", "scandir")):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), text)
+        return real(path, *arguments, **options)
+
+    return function
 
 
 def test_once_prints_one_table(call: Any, tmp_path: Path) -> None:
