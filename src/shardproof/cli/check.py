@@ -154,21 +154,29 @@ def diff_command(
     A and B may have different formats. --format names the format of A, as it names the format of SRC for
     convert. --other-format names the format of B. If both checkpoints have digests and cut a tensor into the
     same chunks, digests are compared; otherwise the tensor is read. Step, time, metadata and layout are not
-    differences. Exit code 0: the same state. 1: they differ.
+    differences. Exit code 0: the same state. 1: they differ, or one is damaged. 3: one could not be read.
     """
     from shardproof.cli.terminal import bytes_progress
+    from shardproof.errors import StorageError
     from shardproof.interop import foreign_of
     from shardproof.report import diff
 
-    with bytes_progress("diff", shown=not as_json) as on_progress:
-        difference = diff(
-            foreign_of(a),
-            foreign_of(b),
-            format=format,
-            other_format=other_format,
-            trust_pickle=trust_pickle,
-            on_progress=on_progress,
-        )
+    one, other = foreign_of(a), foreign_of(b)
+    try:
+        with bytes_progress("diff", shown=not as_json) as on_progress:
+            difference = diff(
+                one,
+                other,
+                format=format,
+                other_format=other_format,
+                trust_pickle=trust_pickle,
+                on_progress=on_progress,
+            )
+    except StorageError:
+        for foreign in () if as_json else (one, other):
+            if (note := _of_nodes(foreign.storage)) is not None:
+                click.echo(note, err=True)
+        raise
     if as_json:
         print_json(difference.to_json())
     else:

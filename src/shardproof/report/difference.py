@@ -16,14 +16,15 @@ from typing import Any
 
 import numpy as np
 
-from shardproof.format import Manifest
+from shardproof.errors import StorageError
+from shardproof.format import FileRecord, Manifest, locate_files, size_error
 from shardproof.interop import Foreign
 from shardproof.planning import ChunkTable
 from shardproof.report.compare import compare_tensors
 from shardproof.report.description import describe
 from shardproof.report.detail import rows_of
 from shardproof.report.summary import tensor_bytes
-from shardproof.storage import Storage
+from shardproof.storage import LocalStorage, Storage, map_requests
 
 __all__ = ["Change", "Difference", "ValueDifference", "diff", "structure_changes"]
 
@@ -102,7 +103,8 @@ def diff(
 ) -> Difference:
     """Compares the states in two checkpoints of any formats.
 
-    `diff` trusts the digests; `verify` checks them against the bytes.
+    `diff` trusts the digests; `verify` checks them against the bytes. `diff` checks that the files with the
+    bytes are there, have their recorded sizes and can be opened.
 
     Args:
         a: one checkpoint.
@@ -113,7 +115,8 @@ def diff(
         on_progress: called with the bytes read so far and in all.
 
     Raises:
-        NotCommittedError, FormatError, StorageError: one of them cannot be read.
+        NotCommittedError, FormatError, StorageError: one of them cannot be read, or one of its files is
+            missing or has another size.
         PlainDataError: a value of another format is no plain data.
         CorruptChunkError: a chunk that had to be read does not match its digest.
         TilingError: the chunks of a tensor that had to be read do not cover it.
@@ -122,6 +125,9 @@ def diff(
         describe(place, format=name, trust_pickle=trust_pickle)
         for place, name in ((a, format), (b, other_format))
     )
+    for place, stored in ((a, one), (b, other)):
+        if stored.has_digests:
+            _check_files(place.storage if isinstance(place, Foreign) else place, stored.manifest)
     manifest_a, manifest_b = one.manifest, other.manifest
     only_a, only_b, changed = structure_changes(manifest_a, manifest_b)
     pairs = list(_comparable(manifest_a, manifest_b))
@@ -150,6 +156,38 @@ def diff(
         len(unlike),
         2 * sum(nbytes for _, nbytes in unlike),
     )
+
+
+def _check_files(storage: Storage, manifest: Manifest) -> None:
+    """Checks the size of each shard file, and on file systems that it can be opened.
+
+    Args:
+        storage: storage of the checkpoint.
+        manifest: manifest of the checkpoint.
+
+    Raises:
+        StorageError: of a missing or cut file; if there is none, of a file that cannot be read.
+    """
+
+    def fault_of(item: tuple[tuple[Storage, str], FileRecord]) -> StorageError | None:
+        (folder, name), record = item
+        try:
+            error = size_error(
+                folder,
+                record,
+                path=f"{folder.location}/{name}",
+                advice=f"`shardproof verify {storage.location}` names all damage",
+            )
+            if error is None and isinstance(folder, LocalStorage):
+                folder.read(name, 0, min(1, record.size))
+        except StorageError as failure:
+            return failure
+        return error
+
+    items = zip(locate_files(storage, manifest), manifest.files, strict=True)
+    faults = [fault for fault in map_requests(storage, fault_of, items) if fault is not None]
+    if faults:
+        raise min(faults, key=lambda fault: bool(fault.details.get("errno")))
 
 
 def _read_differences(

@@ -847,3 +847,33 @@ def test_options_of_other_formats_do_not_go_with_standalone(
     assert (code, out) == (2, "")
     assert option[0] in err.splitlines()[-1]
     assert not (tmp_path / "copy").exists()
+
+
+# diff of checkpoints with lost files
+
+
+@pytest.mark.parametrize("side", ["a", "b"])
+def test_diff_does_not_trust_digests_of_bytes_that_are_not_there(
+    call: Any, ckpt: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, side: str
+) -> None:
+    other = tmp_path / "other"
+    write(other, SPREAD)
+    pair = (other, ckpt) if side == "a" else (ckpt, other)
+    shard = other / "shards" / "00001-a1.safetensors"
+    data = shard.read_bytes()
+    assert call("diff", *pair)[0] == 0
+    for size in (len(data) - 1, len(data) + 1, None):
+        if size is None:
+            shard.unlink()
+        else:
+            os.truncate(shard, size)
+        code, out, err = call("diff", *pair)
+        assert (code, out) == (1, ""), size
+        assert f"error: {shard}: expected {len(data)} bytes, it" in err
+    shard.write_bytes(data)
+    _unreadable(monkeypatch, "other/shards/00001", errno.EACCES)
+    code, out, err = call("diff", *pair)
+    assert (code, out) == (3, "")
+    assert "may be whole" in err
+    (other / "shards" / "00000-a1.safetensors").unlink()
+    assert call("diff", *pair)[0] == 1, "damage counts even where the storage fails too"
