@@ -139,9 +139,11 @@ def test_one_file_goes_to_one_object(
     assert torch.equal(sp.open(there)["w"].read(), large["w"])
     with pytest.raises(sp.AlreadyCommittedError):
         sp.convert(source, there, to="safetensors", include="model")
-    with pytest.raises(sp.StructureError, match="names a file, and the checkpoint has 3 files"):
-        sp.convert(source, f"{url}/m.pt", to="hf", include="model", max_file_bytes=FILE_BYTES)
-    assert ObjectStorage(url).list() == ["m.pt.converting", "models/w.safetensors"]
+    with pytest.raises(sp.StructureError, match="names a file, and the checkpoint has [23] files"):
+        sp.convert(source, f"{url}/m.safetensors", to="hf", include="model", max_file_bytes=FILE_BYTES)
+    with pytest.raises(sp.StructureError, match="names a file of the format torch"):
+        sp.convert(source, f"{url}/m.pt", to="hf", include="model")
+    assert ObjectStorage(url).list() == ["models/w.safetensors"], "refused before the marker is written"
 
 
 def _convert(

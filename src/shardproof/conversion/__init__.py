@@ -56,8 +56,9 @@ def convert(
 
     Args:
         source: a checkpoint of any known format: its folder or file.
-        destination: path or URL of the new checkpoint. A name that ends in ``.safetensors``, ``.pt``,
-            ``.pth``, ``.bin`` or ``.ckpt`` gets one file, other names a folder.
+        destination: path or URL of the new checkpoint. A name that ends in ``.safetensors`` (formats
+            "safetensors" and "hf") or in ``.pt``, ``.pth``, ``.bin`` or ``.ckpt`` ("torch") gets one file,
+            other names a folder.
         to: name of the format to write. docs/formats.md lists the names.
         format: name of the stored format; None to find it.
         dtype: torch's name of the dtype that floating point tensors are converted to; None to leave them.
@@ -102,6 +103,8 @@ def convert(
         8
     """
     refuse_inside("convert")
+    if max_file_bytes is not None and max_file_bytes < 1:
+        raise ValueError(f"max_file_bytes (--max-file-size) is at least 1 or None, not {max_file_bytes}")
     if callable(key_map) and workers > 1 and on == "processes":
         _check_picklable(key_map)
     request = ConversionRequest(

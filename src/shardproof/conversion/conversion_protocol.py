@@ -181,7 +181,6 @@ class _Conversion:
             )
         written: Mapping[str, dict[str, object]] = {name: record.written for name, record in records.items()}
         self._work.plan.writer.commit(written, self._work.folder.files)
-        self._work.folder.names()  # raises if the destination is a file and there are several
         return b""
 
     def verify(self) -> bytes:

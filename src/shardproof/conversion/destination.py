@@ -45,6 +45,14 @@ __all__ = ["FILES", "BucketDestination", "FolderDestination", "NewCheckpoint", "
 
 FILES = "files"
 """Name of the folder of the new checkpoint in the work folder."""
+_FORMATS_OF_FILES = {
+    ".safetensors": ("safetensors", "hf"),
+    ".pt": ("torch",),
+    ".pth": ("torch",),
+    ".bin": ("torch",),
+    ".ckpt": ("torch",),
+}
+"""Suffix of the name of a file to the formats that it can have. Other names are those of folders."""
 _log = logging.getLogger("shardproof")
 _PIECE_BYTES = 8 << 20
 """Bytes of one read of a file, and of one request that reads its object again."""
@@ -64,6 +72,38 @@ class NewCheckpoint(ABC):
     """The work folder of conversions to this destination."""
     space_advice: str
     """What to do if the work folder has too little space."""
+
+    def check_format(self, to: str) -> None:
+        """Checks that a name of a file fits the format to write.
+
+        Args:
+            to: name of the format.
+
+        Raises:
+            StructureError: the name is of a file, and the format has other files.
+        """
+        suffix = os.path.splitext(self.location)[1]
+        if self.is_file and to not in _FORMATS_OF_FILES[suffix]:
+            formats = " or ".join(_FORMATS_OF_FILES[suffix])
+            raise StructureError(
+                f"{self.location} names a file of the format {formats}, and the format to write is {to}: "
+                f"choose a name without {suffix}, or another format"
+            )
+
+    def check_files(self, count: int) -> None:
+        """Checks that a checkpoint of some files fits the name.
+
+        Args:
+            count: files of the new checkpoint.
+
+        Raises:
+            StructureError: the name is of one file, and there are several.
+        """
+        if self.is_file and count != 1:
+            raise StructureError(
+                f"{self.location} names a file, and the checkpoint has {count} files. Give a folder, or no "
+                "--max-file-size, or a larger one"
+            )
 
     @abstractmethod
     def begin(self, digest: str) -> None:
@@ -337,4 +377,4 @@ def _is_file_name(name: str) -> bool:
     >>> _is_file_name("model.safetensors"), _is_file_name("step-00001000")
     (True, False)
     """
-    return name.endswith((".safetensors", ".pt", ".pth", ".bin", ".ckpt"))
+    return os.path.splitext(name)[1] in _FORMATS_OF_FILES

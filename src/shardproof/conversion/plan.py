@@ -13,7 +13,7 @@ from shardproof._utils.lazy_mapping import LazyMapping
 from shardproof.conversion.key_maps import CONFIG, apply_key_map, key_map_label
 from shardproof.conversion.request import ConversionRequest, MappedTensor, Move
 from shardproof.dtypes import DTYPES
-from shardproof.errors import PlainDataError
+from shardproof.errors import PlainDataError, StructureError
 from shardproof.interop import Contents, FormatWriter, WriteOptions, foreign_of, read_json, writer_of
 from shardproof.loading import Checkpoint, NativeCheckpoint, check_patterns, rename_keys, selects
 from shardproof.state import optimizer_state_dicts, references, with_new_key
@@ -55,14 +55,16 @@ def plan_conversion(checkpoint: Checkpoint, request: ConversionRequest) -> Conve
         request: what to do.
 
     Raises:
-        StructureError: a pattern or a rename fits no key, two keys get one name, the key map does not fit, or
-            the format cannot hold a tensor.
+        StructureError: a pattern or a rename fits no key, the patterns leave no key, two keys get one name,
+            the key map does not fit, or the format cannot hold a tensor.
         PlainDataError: values are not plain data; the message names all of them.
         ValueError: the format cannot be written, or the dtype is unknown.
     """
     for option, patterns in (("include", request.include), ("exclude", request.exclude)):
         check_patterns(option, patterns, checkpoint.keys())
     selected = selects(request.include, request.exclude)
+    if (request.include or request.exclude) and not any(map(selected, checkpoint)):
+        raise StructureError(f"include and exclude leave no key of {checkpoint.location}: nothing to convert")
     inside = _inside_values(checkpoint, selected)
     aliases = {key: other for key, other in checkpoint.aliases.items() if selected(key) and key not in inside}
     tensors = {

@@ -30,6 +30,9 @@ class ConversionWork:
 
     Args:
         request: what to do.
+
+    Raises:
+        StructureError: the destination is the name of a file, and does not fit the format or the plan.
     """
 
     def __init__(self, request: ConversionRequest) -> None:
@@ -39,6 +42,7 @@ class ConversionWork:
         self.on_bytes: Callable[[int], None] = lambda count: None
         """Called with the bytes that were read since the last call."""
         self.folder = WorkFolder(request.destination, request.temporary)
+        self.folder.destination.check_format(request.to)
         self.checkpoint = open_storage(
             foreign_of(request.source),
             format=request.format,
@@ -46,6 +50,7 @@ class ConversionWork:
             warn=False,
         )
         self.plan: ConversionPlan = plan_conversion(self.checkpoint, request)
+        self.folder.destination.check_files(len(self.plan.writer.units))
         self._written: Checkpoint | None = None
         self._memory: torch.Tensor | None = None
         """Memory for the boxes that are read again."""

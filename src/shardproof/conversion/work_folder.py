@@ -142,18 +142,8 @@ class WorkFolder:
         self.storage.publish(name, msgspec.json.encode(record), replace=True)
 
     def names(self) -> list[str]:
-        """Sorted names of the files of the new checkpoint, when its metadata is written.
-
-        Raises:
-            StructureError: the destination names a file, and the checkpoint has several.
-        """
-        names = self.files.list()
-        if self.destination.is_file and len(names) != 1:
-            raise StructureError(
-                f"{self.destination.location} names a file, and the checkpoint has {len(names)} files. Give "
-                f"a folder, or no --max-file-size. What was written is in {self.files.location}"
-            )
-        return names
+        """Sorted names of the files of the new checkpoint, when its metadata is written."""
+        return self.files.list()
 
     def uploads(self, last: str) -> list[list[str]]:
         """Names of the files to upload before `publish`, by task: large files, then groups of small ones.

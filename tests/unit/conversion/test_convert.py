@@ -147,6 +147,50 @@ def test_a_file_name_gets_one_file(source: Path, tmp_path: Path) -> None:
         sp.convert(
             source, tmp_path / "two.safetensors", to="safetensors", include="model", max_file_bytes=100
         )
+    assert not (tmp_path / "two.safetensors.converting").exists(), "it is refused before it writes"
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+@pytest.mark.parametrize(
+    ("name", "to"),
+    [
+        ("x.pt", "safetensors"),
+        ("x.pth", "shardproof"),
+        ("x.bin", "hf"),
+        ("x.ckpt", "hf"),
+        ("x.safetensors", "torch"),
+        ("x.safetensors", "dcp"),
+        ("x.safetensors", "zarr"),
+    ],
+)
+def test_a_file_name_of_another_format_is_refused_before_any_work(
+    tmp_path: Path, name: str, to: str, dry_run: bool
+) -> None:
+    """The source does not exist, and is not asked for."""
+    with pytest.raises(StructureError, match=f"names a file of the format .* to write is {to}"):
+        sp.convert(tmp_path / "missing", tmp_path / name, to=to, dry_run=dry_run)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("name", "to"), [("x.pt", "torch"), ("x.ckpt", "torch"), ("x.safetensors", "hf")])
+def test_a_file_name_of_the_format_is_converted(source: Path, tmp_path: Path, name: str, to: str) -> None:
+    sp.convert(source, tmp_path / name, to=to, include="model")
+    assert tensors_of(tmp_path / name) == tensors_of(source)
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_a_request_that_writes_nothing_is_refused(source: Path, tmp_path: Path, dry_run: bool) -> None:
+    for size in (0, -1):
+        with pytest.raises(ValueError, match="max_file_bytes .* is at least 1"):
+            sp.convert(source, tmp_path / "there", to="hf", max_file_bytes=size, dry_run=dry_run)
+    for patterns in (
+        {"exclude": "*"},
+        {"exclude": ["model", "step"]},
+        {"include": "model", "exclude": "mo*"},
+    ):
+        with pytest.raises(StructureError, match="include and exclude leave no key of .*source"):
+            sp.convert(source, tmp_path / "there", to="shardproof", dry_run=dry_run, **patterns)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
 def test_values_that_are_no_plain_data_are_all_named(tmp_path: Path) -> None:
