@@ -122,8 +122,13 @@ def test_python_blocks_of_a_page(page: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_readme_has_an_example() -> None:
-    assert python_blocks((ROOT / "README.md").read_text())
+def test_the_example_of_the_readme_goes_on_where_it_ended(tmp_path: Path) -> None:
+    blocks = python_blocks((ROOT / "README.md").read_text())
+    assert blocks
+    for number in (1, 2):
+        done = run_blocks(blocks, "README.md", tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert (tmp_path / "runs" / "example" / f"step-{number:08d}").is_dir()
 
 
 def test_the_targets_of_links_between_pages_exist() -> None:
