@@ -146,15 +146,20 @@ def _is_url(parameter: click.Parameter, text: str, *, is_stored: bool = True) ->
     try:
         storage = storage_at(text)
     except StorageError as error:
-        raise BadPath(f"{parameter.human_readable_name}: {error.message}") from error
+        raise BadPath(f"{_name_of(parameter)}: {error.message}") from error
     if is_stored and isinstance(storage, MemoryStorage):
         with suppress(StorageError):  # the command reports it with its cause
             if storage.usage() is None:
                 raise BadPath(
-                    f"{parameter.human_readable_name}: {storage.location}: there is no keeper of this run on "
+                    f"{_name_of(parameter)}: {storage.location}: there is no keeper of this run on "
                     "this node (`shardproof memory` lists the runs in memory)"
                 )
     return not isinstance(storage, LocalStorage)
+
+
+def _name_of(parameter: click.Parameter) -> str:
+    """The name as a user writes it: RUN of an argument, --then of an option."""
+    return parameter.opts[0] if isinstance(parameter, click.Option) else parameter.human_readable_name
 
 
 def existing_folder(_context: click.Context, parameter: click.Parameter, path: str) -> str:
@@ -164,11 +169,11 @@ def existing_folder(_context: click.Context, parameter: click.Parameter, path: s
     try:
         mode = os.stat(path).st_mode
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise BadPath(f"{parameter.human_readable_name}: {_shown(path)} does not exist") from error
+        raise BadPath(f"{_name_of(parameter)}: {_shown(path)} does not exist") from error
     except OSError:  # the storage reports it with its cause
         return path
     if not stat.S_ISDIR(mode):
-        raise BadPath(f"{parameter.human_readable_name}: {_shown(path)} is a file, expected a folder")
+        raise BadPath(f"{_name_of(parameter)}: {_shown(path)} is a file, expected a folder")
     return path
 
 

@@ -319,7 +319,7 @@ def test_other_places_of_the_run_exist_and_are_not_the_run(
     ):
         code, out, err = call("doctor", run_folder, option, place)
         assert (code, out) == (2, ""), place
-        assert text in err
+        assert text in err and option in err
 
 
 def test_the_fix_of_a_suspect_is_a_line_of_python(call: Any, tmp_path: Path) -> None:
