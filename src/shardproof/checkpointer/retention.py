@@ -371,8 +371,9 @@ def leftovers(
 ) -> list[Leftover]:
     """Finds the files of dead saves, and of saves under way, in the step folders of a run.
 
-    Folders that the storage cannot read are skipped. A folder with an unreadable manifest has no leftovers, because its manifest may name any file in it. Such
-    a manifest may also refer to files of other steps, so none of those are leftovers, either.
+    Folders that the storage cannot read are skipped. A folder with an unreadable manifest has no leftovers,
+    because its manifest may name any file in it. Such a manifest may also refer to files of other steps, so
+    none of those are leftovers, either.
 
     Args:
         storage: the run's folder.
