@@ -56,7 +56,7 @@ def test_a_silent_rank_is_given_up_after_the_deadline_of_the_call(what: str, tmp
     for rank in (0, 2):
         ranks, message, seconds, lasting = outcomes[rank].value
         assert ranks == [1]
-        assert f"silent for {DEADLINE:g} s, the deadline" in message
+        assert f"silent for {DEADLINE:g} s (the deadline)" in message
         assert seconds <= DEADLINE + SLACK
         assert lasting == (DEADLINE if what == "checkpointer" else 300.0)
     assert max(outcomes[rank].value[2] for rank in (0, 2)) >= DEADLINE

@@ -214,7 +214,7 @@ class _Notices(Requests):
         if self._preemption is not None and self._limit < math.inf:
             left = self._limit - self._wall()
             if left <= lead_seconds(self._preemption, list(self.saves), self._longest_pause):
-                return f"the time limit of the job, {left:.0f} s later"
+                return f"the time limit of the job, {left:.0f} s away when the save was requested"
         return ""
 
 
@@ -243,7 +243,7 @@ class _Costs:
         if not self._is_told and advice is not None and advice.saves > ENOUGH_SAVES and advice.differs_much:
             self._is_told = True
             _log.info(
-                "%s: a save begins every %s and holds training for %s on rank 0 (medians of %d saves). With "
+                "%s: a save begins every %s and blocks training for %s on rank 0 (medians of %d saves). With "
                 "a failure every %s (mtbf_hours), the formula of Daly suggests a save every %s",
                 self._location,
                 span(advice.interval),

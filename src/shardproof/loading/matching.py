@@ -249,8 +249,8 @@ def agree(location: str, posts: Sequence[bytes], stored: Callable[[], Iterable[s
     if len(attempts) > 1:
         seen = ", ".join(f"rank {rank} sees attempt {attempt}" for attempt, rank in sorted(attempts.items()))
         raise StorageError(
-            f"{location}: ranks see different checkpoints at this place: {seen}. Is it shared by all nodes, "
-            "and does another job save there?",
+            f"{location}: ranks see different checkpoints: {seen}. Check that all nodes share this folder, "
+            "and that no other job saves there",
             file=location,
             damaged=False,
         )
@@ -291,7 +291,10 @@ def from_rank(rank: int, world_size: int, wire: dict[str, Any]) -> ShardproofErr
         return error
     text, details = f"rank {rank}: {error.message}", {**error.details, "rank": rank}
     if rank and (isinstance(error, NotCommittedError) or error.details.get("missing") is True):
-        text += "\nRank 0 sees it: is this place shared by all nodes, and mounted on the node of this rank?"
+        text += (
+            "\nRank 0 sees it. Check that all nodes share this folder, and that the node of this rank mounts "
+            "it."
+        )
         details["damaged"] = False
     return type(error)(text, **details)
 

@@ -58,13 +58,15 @@ def failure(
     """The error of a meeting in which ranks failed. Other ranks may have fallen silent meanwhile."""
     silent = sorted(silent)
     lines = [
-        f"{operation}, phase {phase}: {_ranks(causes)} of {world_size} failed, so it failed on every rank."
+        f"{operation}, phase {phase}: {_ranks(causes)} of {world_size} failed, so the operation failed on "
+        "every rank."
     ]
     lines += _listed({rank: causes[rank] for rank in sorted(causes)})
     if silent:
-        lines.append(f"  Nothing was heard from {_ranks(silent)} in the meantime.")
+        lines.append(f"  {_ranks(silent)}: no sign of life for the deadline")
     lines.append(
-        "The whole story is in the log of the rank named first. Ranks are in step: it may be tried again."
+        "The log of the rank named first has the full error. The ranks are still in step, so they can retry "
+        "the operation."
     )
     return RankFailure(
         "\n".join(lines),
@@ -89,13 +91,14 @@ def silence(
         states[rank] = "never heard" if seconds is None else f"last heard {seconds:.1f} s ago"
         states[rank] += f", {progress[rank]}"
     lines = [
-        f"{operation}, phase {phase}: {_ranks(last_heard)} of {world_size} silent for {deadline:g} s, the "
-        "deadline, so it failed on every rank."
+        f"{operation}, phase {phase}: {_ranks(last_heard)} of {world_size} silent for {deadline:g} s (the "
+        "deadline), so the operation failed on every rank."
     ]
     lines += _listed(states)
     lines.append(
-        "Look at the process of the rank that is named: ended, stopped, out of memory, or stuck in a file "
-        "system or a collective. A longer deadline helps only where work makes no progress it can report."
+        "Check the process of each rank listed above. It may have ended or run out of memory, be stopped, or "
+        "hang in a file system or a collective. A longer deadline helps only if the rank works without "
+        "reporting progress."
     )
     return RankSilent(
         "\n".join(lines),
@@ -110,9 +113,10 @@ def silence(
 def store_lost(operation: str, phase: str, text: str, last_heard: float | None) -> RankSilent:
     """The error of a rank that lost the store, and so reaches no other rank."""
     message = (
-        f"{operation}, phase {phase}: the store through which the ranks meet is lost ({text}). Rank 0 or the "
-        "launcher on its host serves it: look there first. The store of a process group ends with the group: "
-        "after another init_process_group make a new Checkpointer. No rank can be reached, so it failed here."
+        f"{operation}, phase {phase}: cannot reach the store through which the ranks meet ({text}). Rank 0, "
+        "or the launcher on its host, serves the store: check that process first. The store of a process "
+        "group ends with the group: after another init_process_group, make a new Checkpointer. This rank "
+        "reaches no other rank, so the operation failed on this rank."
     )
     return RankSilent(
         message,
@@ -166,8 +170,9 @@ def _listed(texts: Mapping[int, str]) -> list[str]:
 def stuck(rank: int, seconds: float) -> RankSilent:
     """The error of a thread that waits for another thread of its rank, which hangs in a meeting."""
     return RankSilent(
-        f"rank {rank} cannot meet: a meeting of another of its threads has made no progress for "
-        f"{seconds:.0f} s. Look at the storage of the save under way, in which its decision may hang",
+        f"rank {rank} cannot start a meeting: another thread of this rank is in a meeting that has made no "
+        f"progress for {seconds:.0f} s. Check the storage of the save under way: the decision of that "
+        "meeting may hang there",
         phase="turn",
         ranks=[rank],
         last_heard={str(rank): seconds},

@@ -195,7 +195,12 @@ class StoreRendezvous:
             if self._turns.is_next(place):
                 give_up_next(self._open(), self._number, self._left[0], self.world_size)
         except (LinkLost, WrongBytes) as error:
-            _log.warning("%s: the other ranks wait until this one meets again: %s", operation.name, error)
+            _log.warning(
+                "%s: this rank left the operation and cannot report it to the other ranks now; they wait "
+                "until its next meeting: %s",
+                operation.name,
+                error,
+            )
         finally:
             place.give_up()
 

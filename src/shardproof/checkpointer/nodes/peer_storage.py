@@ -140,8 +140,8 @@ class Peer:
             )
         else:
             text = (
-                f"{self.label} cannot be reached ({cause}). Its process ended, or dropped its Checkpointer "
-                "before all ranks were done with theirs"
+                f"{self.label} cannot be reached ({cause}). Its process ended, or deleted its Checkpointer "
+                "while other ranks still used theirs"
             )
         return StorageError(text, file=self.label, missing=False, damaged=False)
 
