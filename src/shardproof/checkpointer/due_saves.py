@@ -30,7 +30,7 @@ from shardproof.saving import PendingSave
 __all__ = ["DueSaves"]
 
 _SAVES = 10
-"""Number of the last saves from which the lead is computed."""
+"""Number of recent saves that `lead_seconds` uses."""
 
 _log = logging.getLogger("shardproof")
 
@@ -112,14 +112,17 @@ class DueSaves:
         return self._preempted is not None
 
     def settle(self, wait: Callable[[], None]) -> None:
-        """Wait for the save before the last one. Its failure must not prevent the last one."""
+        """Waits for the save before the last one.
+
+        Logs its failure, because the last save must begin in any case.
+        """
         try:
             wait()
         except ShardproofError as error:
             _log.warning("%s: the save before the end of the program failed: %s", self._location, error)
 
     def began(self, pending: PendingSave) -> PendingSave:
-        """Note a save that began. Before the end of the program, wait for it.
+        """Records that a save began. If the program has to end, waits for the commit and raises `Preempted`.
 
         Raises:
             Preempted: the save is committed, and the program has to end.
@@ -186,7 +189,7 @@ class _Notices(Requests):
         self._last_call = now
 
     def began(self) -> None:
-        """Note the begin of a save."""
+        """Records the start of a save."""
         self._last_save = self._clock()
 
     def requested(self) -> Request:
@@ -219,15 +222,15 @@ class _Notices(Requests):
 
 
 class _Costs:
-    """The time that saves hold training on this rank, and a suggestion in the log."""
+    """The time for which saves block training on this rank, and a suggestion in the log."""
 
     def __init__(self, location: str, mtbf: float, clock: Callable[[], float]) -> None:
         self._location = location
         self._mtbf = mtbf
         self._clock = clock
         self._times: list[float] = []
-        self._held: list[float] = []
-        self._is_told = False
+        self._blocked: list[float] = []
+        self._has_logged = False
         self._fences: list[float] = []
         """Seconds that steps of optimizers waited since the last save began."""
         subscription = events.subscribe(partial(_note_fence, self._fences, f"save {location}/"))
@@ -235,13 +238,18 @@ class _Costs:
 
     def began(self, pending: PendingSave) -> None:
         """Note a save that began. Log the suggestion once, if it differs much from the interval."""
-        if self._held:
-            self._held[-1] += sum(self._fences)
+        if self._blocked:
+            self._blocked[-1] += sum(self._fences)
         self._fences.clear()
         # The first save makes the plan, and takes longer than the others. The last one is not over.
-        advice = advice_of(self._times, self._held[1:], self._mtbf)
-        if not self._is_told and advice is not None and advice.saves > ENOUGH_SAVES and advice.differs_much:
-            self._is_told = True
+        advice = advice_of(self._times, self._blocked[1:], self._mtbf)
+        if (
+            not self._has_logged
+            and advice is not None
+            and advice.saves > ENOUGH_SAVES
+            and advice.differs_much
+        ):
+            self._has_logged = True
             _log.info(
                 "%s: a save begins every %s and blocks training for %s on rank 0 (medians of %d saves). With "
                 "a failure every %s (mtbf_hours), the formula of Daly suggests a save every %s",
@@ -254,7 +262,7 @@ class _Costs:
             )
         if not pending.skipped:
             self._times.append(self._clock())
-            self._held.append(pending.blocked)
+            self._blocked.append(pending.blocked)
 
 
 def _note_fence(fences: list[float], prefix: str, event: events.Event) -> None:

@@ -76,7 +76,7 @@ class OpenRun:
         return dict(sorted(pin for tier in reversed(self.tiers) for pin in pinned_steps(tier).items()))
 
     def holders(self, step: int) -> list[Storage]:
-        """The tiers in which a step is committed; the first one without any."""
+        """The tiers in which a step is committed; the first tier if there is none."""
         name = f"{step_name(step)}/{MANIFEST_NAME}"
         return [tier for tier in self.tiers if tier.size(name) is not None] or self.tiers[:1]
 

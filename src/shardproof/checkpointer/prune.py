@@ -197,7 +197,8 @@ def _with_uploads(
     Args:
         storage: the run's folder.
         found: the leftovers.
-        before: Unix seconds. Of uploads that began later, only the begin is known.
+        before: Unix seconds. For uploads that began later, only the start time is known, not the time of the
+            last part.
     """
     if not isinstance(storage, ObjectStorage):
         return found, [], ""

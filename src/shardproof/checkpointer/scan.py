@@ -30,7 +30,8 @@ from shardproof.storage import Storage, map_requests
 __all__ = ["StepInfo", "interval_advice", "scan_run"]
 
 _LONGEST_SAVE = 3600.0
-"""Seconds. A manifest that is older by more than that was copied later."""
+"""Seconds. If the manifest's file is newer than the time in the manifest by this or more, the file was copied
+later."""
 
 
 @dataclass(frozen=True, slots=True)

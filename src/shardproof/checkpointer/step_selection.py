@@ -32,8 +32,8 @@ __all__ = [
 ]
 
 MOST_TRIES = 16
-"""Attempts to choose a step if another process removes or replaces the chosen one. If retention removes every
-other step too early, one restore in 60,000 fails."""
+"""Maximum number of attempts to choose a step while another process removes or replaces chosen steps. If each
+attempt fails with probability 1/2, one restore in 65,536 fails."""
 
 KEEP_MORE = (
     "Retention removes steps faster than this process reads them: keep more steps in the training job, for "
@@ -50,7 +50,9 @@ class PassedOver:
     """A newer step that `Checkpointer.restore` did not take: damaged, or never committed."""
 
     step: int
+    """Number of the step."""
     reason: str
+    """Why `restore` did not take it, for messages."""
     damaged: bool
     """It was committed and its bytes are lost or changed. A save of this step may replace it."""
     suspect: bool = False

@@ -86,8 +86,9 @@ def load(
             all.
         exclude: patterns of the keys that the load leaves unchanged.
         cast: True, or patterns of keys, where values may be converted to the dtype of their destination.
-        rename: key in the target to key in the checkpoint, for a key and all below it. The longest key of the
-            checkpoint decides. An empty key in the target removes the prefix. `convert` maps the other way.
+        rename: maps a key of the target to a key of the checkpoint. It applies to that key and all keys below
+            it. If several keys of the checkpoint match, the longest decides. An empty key of the target
+            removes the prefix. `convert` maps in the other direction.
         read_once: True if one rank reads each chunk that several ranks need, and sends it to them. "auto" to
             do so only if it takes less time: the ranks measure storage and group for a few milliseconds, if
             they need many bytes twice. The same on all ranks. During the exchange, the timeout of the group

@@ -15,9 +15,9 @@ Note: past the cache or through it
 Note: samples
     A rank does not know what other ranks read, and posting all of it is too much for thousands of ranks. So
     each rank posts at most `SAMPLES` of its chunks: those with the smallest scrambled numbers (a bottom-k
-    sketch, Cohen and Kaplan, 2007). All ranks scramble alike. Up to the smallest of the bounds of a
-    node's ranks, the samples contain every chunk that each rank reads. So they show the share that is read
-    twice.
+    sketch, Cohen and Kaplan, 2007). All ranks use the same scrambling. The bound of a rank that posts only
+    some of its chunks is the largest number that it posts. Up to the smallest bound on a node, the samples
+    contain every chunk that a rank of the node reads. So they show which share of these chunks is read twice.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ REMOTE_MEMORY_BYTES = 64 << 20
 SAMPLES = 32
 _LEAST_THREADS = 2
 _SHARE = 8
-"""Ranks read the same if they read more than an eighth of the bytes again."""
+"""`reads_twice` is True if the ranks of a node read more than an eighth of the bytes of the sampled chunks
+again."""
 _SCRAMBLE = np.uint64(0x9E3779B97F4A7C15)
 """An odd number: the products of distinct numbers with it are distinct."""
 
@@ -68,9 +69,11 @@ class Cold(enum.Enum):
     """The way in which a load reads bytes that are not in the page cache."""
 
     AS_CACHED = enum.auto()
-    """Like cached bytes: enough for a few bytes."""
+    """As if they were cached. Suffices for small reads."""
     THROUGH_CACHE = enum.auto()
+    """In large requests, through the page cache."""
     PAST_CACHE = enum.auto()
+    """In large requests that bypass the page cache, where the storage can."""
 
 
 class Fetcher:

@@ -132,7 +132,8 @@ class DestinationWriter:
     def straight(self, rows: Sequence[int]) -> Runs:
         """The bytes to read straight into a destination, for each row of the chunk table.
 
-        None for a chunk with several parts, or whose part is not contiguous or needs a conversion.
+        The address is 0 for a chunk with several parts, and for a chunk whose part is not contiguous or needs
+        a conversion.
         """
         first = np.searchsorted(self._plan.chunk, rows, "left")
         alone = np.searchsorted(self._plan.chunk, rows, "right") - first == 1

@@ -35,6 +35,9 @@ def open_checkpoint(
         storage_options: settings of an object store; see `shardproof.storage.ObjectStorage`. None: those of
             the environment.
 
+    Returns:
+        The checkpoint. Close it after use, or use it as a context manager.
+
     Raises:
         NotCommittedError: there is no manifest.
         FormatError: manifest or index are damaged, or the format is not known.
@@ -60,10 +63,16 @@ def open_storage(
     """Opens a checkpoint in a storage; see `open_checkpoint`.
 
     Args:
-        foreign: where it is.
+        foreign: the folder of the checkpoint, or the location of one of another format.
         format: name of the format; None to find it.
         trust_pickle: True to unpickle values that are not plain data.
-        warn: True to log what the format cannot prove or lost.
+        warn: True to log the notes of the reader: what the format cannot verify, and what is not read.
+
+    Returns:
+        The checkpoint.
+
+    Raises:
+        NotCommittedError, FormatError, StorageError: see `open_checkpoint`.
     """
     place = foreign if isinstance(foreign, Foreign) else Foreign(foreign)
     name = format or format_of(place)

@@ -19,12 +19,14 @@ Cast = bool | str | Sequence[str]
 
 _PAIRS_SHOWN = 8
 _NAMES_LOOKED_UP = 3
-"""An error looks for keys that are spelled like this many names: each takes seconds among 100,000 keys."""
+"""Maximum number of names for which an error searches for similar keys. One search takes seconds among
+100,000 keys."""
 
 
 def selects(include: Patterns, exclude: Patterns) -> Callable[[str], bool]:
-    """True for a selected key: it matches a pattern of `include` (or there is none) and none of `exclude`.
+    """Returns a predicate.
 
+    It is True for a key that matches a pattern of `include` (None: any key) and no pattern of `exclude`.
     Patterns are those of `fnmatch`, over the whole key; a pattern also takes all keys below it.
 
     >>> selected = selects("model", "*.bias")
@@ -42,7 +44,7 @@ def selects(include: Patterns, exclude: Patterns) -> Callable[[str], bool]:
 
 
 def casts(cast: Cast) -> Callable[[str], bool]:
-    """True if the values of a key may be converted to the dtype of their destination."""
+    """Returns a predicate: True if the values of a key may be converted to the dtype of their destination."""
     if isinstance(cast, bool):
         return lambda key: cast
     patterns = _as_tuple(cast)
@@ -52,8 +54,13 @@ def casts(cast: Cast) -> Callable[[str], bool]:
 def check_patterns(option: str, patterns: Patterns, keys: Sequence[str]) -> None:
     """Refuses a pattern that matches no key: a typo would load nothing and report success.
 
+    Args:
+        option: name of the option, for the message.
+        patterns: the patterns.
+        keys: all keys.
+
     Raises:
-        StructureError: naming the patterns.
+        StructureError: a pattern matches no key.
     """
     unused = [item for item in _as_tuple(patterns) if not any(_matches(key, (item,)) for key in keys)]
     if unused:
@@ -61,7 +68,9 @@ def check_patterns(option: str, patterns: Patterns, keys: Sequence[str]) -> None
 
 
 def rename_keys(keys: Iterable[str], rename: Mapping[str, str], *, stored_first: bool) -> dict[str, str]:
-    """The new name of each stored key. The longest stored key that is the key, or above it, decides.
+    """Returns the new name of each stored key.
+
+    Of the stored keys in `rename` that equal the key or are above it, the longest decides.
 
     Args:
         keys: the stored keys.

@@ -53,7 +53,7 @@ def chunk_table(
     box_offsets: np.ndarray[Any, Any],
     box_sizes: np.ndarray[Any, Any],
 ) -> ChunkTable:
-    """A chunk table from columns in any order of rows; rows of one tensor keep their order."""
+    """Builds a `ChunkTable`. Sorts the rows by tensor; rows of one tensor keep their order."""
     order = stable_order(tensor)
     boxes = BoxTable(box_start, box_offsets, box_sizes).take(order)
     return ChunkTable(

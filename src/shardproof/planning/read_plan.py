@@ -151,8 +151,12 @@ def plan_reads(
         wanted: the requested boxes.
         advice: as for `prove_chunks`.
 
+    Returns:
+        The parts: one row for each intersection of a requested box and a chunk, sorted by chunk.
+
     Raises:
         TilingError: the chunks of a requested tensor do not tile it, or a box exceeds its tensor.
+        FormatError: see `prove_chunks`.
     """
     prove_chunks(tensors, table, wanted.tensor, advice=advice)
     ndims = _ndims(tensors, wanted.tensor)

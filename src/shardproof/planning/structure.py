@@ -55,8 +55,8 @@ class Structure:
     """
 
     table: bytes
-    """An encoded and compressed `TensorTable`. The coordinator decodes equal bytes once. Compressors that
-    differ between ranks only cost time."""
+    """An encoded and compressed `TensorTable`. The coordinator decodes equal bytes once. If the
+    compressors of two ranks differ, equal tables have different bytes, and the coordinator decodes both."""
     objects: tuple[str, ...]
     box_tensor: NDArray[np.int64]
     box_offsets: NDArray[np.int64]

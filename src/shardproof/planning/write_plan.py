@@ -66,6 +66,7 @@ def plan_writes(
     Raises:
         StructureError: ranks declare different dtypes, shapes or kinds for a key.
         TilingError: the boxes of a tensor do not cover it exactly once.
+        ValueError: `nodes` does not have one entry for each rank, or `sample_bytes` is below 64.
 
     >>> from shardproof.planning.structure import TensorTable
     >>> table = TensorTable(("w",), ("float32",), ((4, 2),), ("",))

@@ -140,18 +140,19 @@ class Channel:
         else:
             self._pending_verdicts.append(_PendingVerdict(number, verdict))
 
-    def leave(self, number: int, failed: bytes | None) -> None:
+    def leave(self, number: int, carried: bytes | None) -> None:
         """Leave the generation. At its next meeting, this rank joins again under another name.
 
         Args:
             number: the number of the meeting that was given up.
-            failed: its verdict, if the coordinator of the next generation has to get it.
+            carried: the verdict that this rank proposes again in the next generation; None if that is not
+                needed.
         """
 
         def request(store: Any) -> None:  # runs on the link's thread, which gets no interrupts
             self._membership.leave(store)
-            self._first = None if failed is None else number
-            self._pending_verdicts = [] if failed is None else [_PendingVerdict(number, failed)]
+            self._first = None if carried is None else number
+            self._pending_verdicts = [] if carried is None else [_PendingVerdict(number, carried)]
 
         self._requests.call(request, self.patience)
 
@@ -168,7 +169,10 @@ class Channel:
         return MeetingKeys(self._membership.root, number - self._first)
 
     def _announce(self) -> None:
-        """Announce a generation once. A store that is stopped still takes the request when it goes on."""
+        """Announces a generation, unless this rank is in one.
+
+        If the server is stopped, the request takes effect when the server resumes.
+        """
         self._requests.call(self._membership.announce, self.patience)
 
     def _until_welcome(self) -> None:
@@ -198,9 +202,9 @@ class Channel:
                     self.heard(0)
                 if watch.silent(self.patience):
                     raise CoordinatorSilent(watch)
-        except (
-            Exception
-        ):  # not after an interrupt: the same wait goes on, as the coordinator may know this rank
+        except Exception:
+            # An interrupt passes: the next call continues this wait, because the coordinator may have
+            # welcomed this rank.
             self._end_wait(self._entry)
             self._entry = None
             self._requests.submit(membership.leave)  # this rank set the welcome key itself
@@ -299,8 +303,8 @@ class Channel:
     ) -> View:
         """The present posts and signs of life of these ranks, and the verdict.
 
-        Reads no posts if the count of posts is at most `known`. To ask for thousands of missing keys takes a
-        second, and ranks that write post nothing for a long time.
+        Reads posts only if more than `known` ranks have posted. A request for thousands of missing keys takes
+        a second, and ranks that write their shards do not post for a long time.
         """
         posts, signs = list(posts_of), list(signs_of)
 
@@ -345,7 +349,7 @@ class Channel:
         return checked_body(key, record, b"".join(parts))
 
     def write_answers(self, keys: MeetingKeys, answers: Iterable[tuple[int, bytes, bytes]]) -> None:
-        """Write one answer a rank, before the verdict: rank, record and body of each."""
+        """Write one answer per rank, before the verdict: rank, record and body of each."""
         batch: dict[str, bytes] = {}
         for rank, record, body in answers:
             key = keys.answer(rank)
@@ -362,7 +366,10 @@ class Channel:
         return wait_in_steps(self.propose_later(keys, record, parts), self.patience)
 
     def propose_later(self, keys: MeetingKeys, record: bytes, parts: Sequence[str] = ()) -> Future[bytes]:
-        """Propose a verdict without waiting. A store that is stopped takes it when it goes on."""
+        """Proposes a verdict. Does not wait.
+
+        If the server is stopped, the request takes effect when the server resumes.
+        """
         self._remember(keys, [*parts, *keys.shared])
         items = {keys.wake: b"1"} | self._trace(keys)
 

@@ -35,11 +35,12 @@ def connect(*, deadline: float | None = None, group: ProcessGroup | None = None)
        1;
     - this process alone.
 
-    A process has one rendezvous a store. All callers share it, so that ranks stay in step.
+    A process has one rendezvous per store. All callers share it, so that ranks stay in step.
 
     Args:
-        deadline: seconds of silence after which the others give up a rank, from now on, for all callers that
-            share the rendezvous. None: 300, or the deadline that the rendezvous has.
+        deadline: seconds that a rank may be silent before the others give it up. It applies from now on to
+            all callers that share the rendezvous. None: an open rendezvous keeps its deadline; a new one gets
+            300 s.
         group: the process group whose ranks meet, at the store of that group. Its first rank is the
             coordinator. None: all ranks.
 
@@ -106,7 +107,7 @@ def check_deadline(rendezvous: Rendezvous | None, deadline: float | None) -> Non
 
 
 def _connect(deadline: float | None, *, lasting: bool, group: ProcessGroup | None = None) -> Rendezvous:
-    """See `connect`. A deadline that does not last only bounds the time to reach the store."""
+    """As `connect`. If `lasting` is False, `deadline` bounds only the time to reach the store."""
     refuse_inside("connect", "connect")
     found = _process_group(group)
     if found is not None:
@@ -195,7 +196,10 @@ def _from_environment(environment: Mapping[str, str], deadline: float) -> StoreR
 
 
 class _Shared:
-    """The rendezvous of this process, one a store: two at one store would count meetings separately."""
+    """The rendezvous of this process, one per store.
+
+    Two rendezvous at one store would count meetings separately.
+    """
 
     def __init__(self) -> None:
         self._lock = forks.lock()

@@ -29,7 +29,10 @@ class JoinKeys:
 
     @property
     def opened(self) -> str:
-        """Set after the first announcement. Ranks wait for this key, because they peek at the other."""
+        """Set after the first announcement.
+
+        Ranks wait for this key, because they peek at `announced` (see `store_requests.peek`).
+        """
         return f"{self.base}/opened"
 
     def root(self, generation: str) -> str:

@@ -44,12 +44,12 @@ class LeaveResult:
 
     following: int
     """The number of the meeting after those that this rank gave up."""
-    is_told: bool
-    """True if the ranks of the operation find there that it failed."""
+    is_reported: bool
+    """True if the standing verdict makes the operation fail on its other ranks."""
     renew: bool
     """True if all ranks join again, in a new generation."""
     carried: bytes | None = None
-    """The verdict that says so, if the coordinator of the new generation has to get it."""
+    """The verdict that this rank proposes again in the new generation; None if that is not needed."""
 
 
 def give_up_next(

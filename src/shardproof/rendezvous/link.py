@@ -68,7 +68,9 @@ _Request: TypeAlias = "tuple[Callable[[Any], Any], Future[Any]]"
 
 
 def wait_in_steps(future: Future[Answer], patience: float, steps: int = 8) -> Answer:
-    """Wait for the future's result in steps. A stopped process loses one step of its patience.
+    """Waits for the future's result, in `steps` steps of equal length.
+
+    If this process is stopped meanwhile, at most one step expires.
 
     Raises:
         LinkLost: the request failed, or had no result after `patience` seconds.

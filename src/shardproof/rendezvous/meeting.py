@@ -75,7 +75,7 @@ def attend(channel: Channel, meeting: Meeting, post: bytes | BaseException, deci
         return _take_part(channel, meeting, keys, post)
     except LinkLost as lost:
         error = meeting_errors.store_lost(meeting.operation, meeting.phase, str(lost), channel.last_heard(0))
-        # A store that was only stopped takes this verdict when it goes on.
+        # If the server was only stopped, this verdict takes effect when the server resumes.
         channel.give_up_alone(meeting.number, meeting.record(GIVEN_UP, pack_error(error)))
         raise error from (cause or lost)
     except CoordinatorSilent as silent:
@@ -231,7 +231,7 @@ def _as_failed(meeting: Meeting, wrong: WrongBytes) -> Record:
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """The decision of the coordinator: an error, one answer, or one answer a rank."""
+    """The decision of the coordinator: an error, one answer, or one answer per rank."""
 
     error: ShardproofError | None = None
     cause: BaseException | None = None
@@ -302,8 +302,8 @@ def _answer(channel: Channel, meeting: Meeting, keys: MeetingKeys, verdict: byte
         if record.renew is not None:
             # A new coordinator has not seen this meeting: it gets this verdict, so no rank is ahead of it.
             carries = record.renew > 0 and record.whole == meeting.whole and not record.parts
-            failed = meeting.record(GIVEN_UP, record.body) if carries else None
-            channel.leave(meeting.number, failed)
+            carried = meeting.record(GIVEN_UP, record.body) if carries else None
+            channel.leave(meeting.number, carried)
         if record.whole != meeting.whole:
             raise MeetingGivenUp
     else:

@@ -43,9 +43,10 @@ from shardproof.rendezvous.wire import Count, RankKeys, Token, WrongBytes, check
 __all__ = ["Membership"]
 
 _OLD_MEETINGS = 64
-"""Meetings of one generation that a rank cleans at most. It bounds the work for a wrong trace."""
+"""Maximum number of meetings before the last one of a generation whose keys a rank deletes. It bounds the
+work if the trace is wrong."""
 _OLD_PLACES = 8
-"""Generations in a trace at most. A rank that fails before its first meeting adds one each time."""
+"""Maximum number of old generations in a trace. Each failure of a rank before its first meeting adds one."""
 
 _alive: set[str] = set()
 """Incarnations of this process, whose keys are in use. In a forked child, the parent uses them."""
@@ -135,9 +136,10 @@ class Membership:
         self.generation = generation
 
     def find_welcome(self, store: Any) -> bool:
-        """Other ranks: True if this rank is welcome, and so takes part.
+        """Other ranks: True once the coordinator has welcomed this rank.
 
-        Until then it shows no sign of life, because its former incarnation, maybe dead, has the same key.
+        Until then the rank posts no sign of life, because its earlier incarnation, which may be dead, uses
+        the same key.
         """
         if not self.is_member and self.generation and store.check([self.welcome_key]):
             self.start = checked(self.welcome_key, requests.peek(store, self.welcome_key), Count)

@@ -133,7 +133,8 @@ class Order(Protocol):
     def enter(self, operation: Operation) -> None:
         """Assign the meetings of this thread to this operation.
 
-        The thread may have been interrupted in an earlier operation, which this rank leaves then.
+        If an interrupt kept this thread from leaving an earlier operation, the rank leaves that operation
+        now.
         """
 
     def exit(self, operation: Operation) -> None:

@@ -12,7 +12,7 @@ from shardproof.rendezvous.ordering import Operation, Reservation
 __all__ = ["Decide", "MeetingSequence", "Rendezvous"]
 
 Decide: TypeAlias = Callable[[list[bytes]], bytes | Sequence[bytes]]
-"""Takes one post a rank, in the order of ranks. Returns one answer for all ranks, or one answer a rank."""
+"""Takes one post per rank, in the order of ranks. Returns one answer for all ranks, or one per rank."""
 
 
 class Rendezvous(Protocol):
@@ -115,6 +115,10 @@ class MeetingSequence:
     Every rank takes part in every meeting up to the first that fails. It posts the result of its local
     work, or the error that ended the work. So one failure ends the sequence at the same meeting on all
     ranks.
+
+    Args:
+        rendezvous: the rendezvous of all ranks.
+        operation: name of the operation, the same on all ranks.
     """
 
     def __init__(self, rendezvous: Rendezvous, operation: str) -> None:
@@ -123,6 +127,14 @@ class MeetingSequence:
 
     def meet(self, phase: str, work: Callable[[], bytes], decide: Decide) -> bytes:
         """Do local work, post its result or its error, and return this rank's answer.
+
+        Args:
+            phase: see `Rendezvous.meet`.
+            work: does the local work and returns the post.
+            decide: see `Decide`.
+
+        Returns:
+            The answer to this rank.
 
         Raises:
             RankFailure: the work of a rank raised an exception.

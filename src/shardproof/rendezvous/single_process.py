@@ -14,6 +14,9 @@ __all__ = ["LocalRendezvous"]
 class LocalRendezvous:
     """A rendezvous of one rank. It raises a posted exception, and one that `decide` raises, unchanged.
 
+    Args:
+        deadline: as in `Rendezvous`. No other rank waits, so `meet` does not use it.
+
     >>> LocalRendezvous().meet("save", "plan", b"two", lambda posts: posts[0] * 2)
     b'twotwo'
     """

@@ -173,7 +173,8 @@ class StoreRendezvous:
     def enter(self, operation: Operation) -> None:
         """Assign the meetings of this thread to this operation. See `Order.enter`.
 
-        If another thread carries that out, it is not left: the interrupt did not reach that thread.
+        If another thread has claimed that earlier operation, the rank does not leave it: the interrupt did
+        not reach that thread.
         """
         before = self._entered.get(threading.get_ident())
         if before is not None and before is not operation and not before.is_over and before.claim():
@@ -225,7 +226,7 @@ class StoreRendezvous:
         channel.remember_verdicts(range(self._number, ended.following))
         if ended.renew:
             channel.leave(ended.following - 1, ended.carried)
-        if ended.is_told:
+        if ended.is_reported:
             left.following = ended.following
         self._number = ended.following
 

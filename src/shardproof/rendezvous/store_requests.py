@@ -12,9 +12,11 @@ __all__ = ["BATCH", "FEW", "delete", "peek", "present", "set_all", "values", "wa
 BATCH = 256
 """Keys in one request."""
 _LONG_WAIT = timedelta(hours=1)
-"""The client logs a warning for each wait that times out. A set key ends our waits much earlier."""
+"""Timeout of one wait. It is long, because the client logs a warning at each timeout. A wait normally ends
+much earlier, when a rank sets the key."""
 FEW = 3
-"""At most so many keys are read one by one, a trip to the server each. A batch takes three or more."""
+"""Up to this many keys are read one by one, with one trip to the server each. A batch takes three trips or
+more."""
 _NOTHING = "(nothing)"
 """A value that is neither a record nor a sign of life."""
 
@@ -33,11 +35,12 @@ def wait(store: Any, key: str) -> None:
 
 
 def peek(store: Any, key: str) -> bytes | None:
-    """The value of a key, or None. One trip to the server, where a check and a read are three.
+    """Returns the value of a key; None if it does not exist.
 
-    Compare-and-set with a value that no key has changes no key. Every store answers with the value of the
-    key, or with the given value if the key does not exist. It may end a wait for the key (on the libuv
-    server of `TCPStore`). So no rank may wait for a key that any rank peeks at.
+    Takes one trip to the server; a check and a read take three. The function calls compare-and-set and
+    expects a value that no key has, so the call writes nothing. Every store answers with the value of the
+    key, or with the expected value if the key does not exist. On the libuv server of `TCPStore`, the call may
+    end a wait for the key. So no rank may wait for a key that any rank peeks at.
     """
     found = bytes(store.compare_set(key, _NOTHING, _NOTHING))
     return None if found == _NOTHING.encode() else found

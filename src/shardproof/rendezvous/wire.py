@@ -47,8 +47,8 @@ __all__ = [
 ]
 
 BYTES, ERROR, ALL, EACH, GIVEN_UP = "bytes", "error", "all", "each", "given up"
-"""Kinds of records. A post is BYTES or ERROR. A verdict is ALL (one answer), EACH (one answer a rank), ERROR,
-or GIVEN_UP: an error that a rank decided before every rank had posted."""
+"""Kinds of records. A post is BYTES or ERROR. A verdict is ALL (one answer), EACH (one answer per rank),
+ERROR, or GIVEN_UP: an error that a rank decided before every rank had posted."""
 
 INLINE = 64 << 10
 """Bytes that a record itself may hold."""

@@ -21,7 +21,7 @@ _UNFENCED_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Capture:
-    """The state of one rank at the begin of a save."""
+    """The state of one rank at the start of a save."""
 
     pieces: Sequence[Piece]
     """In the order of the structure."""

@@ -134,9 +134,9 @@ def publish(
     Args:
         storage: storage of the step.
         manifest: the manifest.
-        index: the encoded index; None if it is there.
+        index: the encoded index; None if the storage already has it.
         overwrite: True to replace a committed checkpoint.
-        text: the encoded manifest, if it has to keep its bytes; None to encode it.
+        text: the encoded manifest, for a manifest whose bytes must not change; None to encode `manifest`.
 
     Returns:
         The seal of the checkpoint, as `shardproof.format.read_seal` returns it.

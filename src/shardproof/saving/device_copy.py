@@ -37,7 +37,7 @@ __all__ = ["DeviceCopies", "copies_of", "pinned_buffer"]
 class DeviceCopies:
     """Copies of one device's tensors, with their values when this object was made.
 
-    On a device without streams, `copy` copies on the device's default order.
+    On a device without streams, copies run in the device's default order.
 
     Args:
         device: device of the tensors.

@@ -89,18 +89,21 @@ class _HostSample:
         if len(scattered):
             starts, stops, row = _with_elements(views, starts, stops, scattered)
         self._row = row
-        """(m,) the tensor of each range of bytes."""
+        """(m,) row of the piece of each byte range."""
         first, last = starts & ~7, (stops - 1) & ~7
         self._addresses = np.linspace(first, last, _WORDS, axis=1, dtype=np.int64) & ~7
-        """(m, _WORDS) of the words."""
+        """(m, _WORDS) addresses of the sampled words."""
         self._partial = np.flatnonzero((starts | stops) & 7)
         """The ranges whose first or last word is only partly in the tensor."""
         self._mask = _mask(self._addresses[self._partial], starts[self._partial], stops[self._partial])
-        """The bits of their words that are in the tensor."""
+        """Masks for the words of these ranges: the bits that belong to the tensor."""
         self._words = self._read()
 
     def changed(self) -> NDArray[np.bool_]:
-        """(n,) bool."""
+        """(n,) True for each piece whose address or sampled words differ.
+
+        If an address differs, no words are read.
+        """
         pointers = list(map(torch.Tensor.data_ptr, self._views))
         moved: NDArray[np.bool_] = np.array(pointers, np.int64) != np.array(self._pointers, np.int64)
         if not moved.any():  # memory of a moved tensor may be freed

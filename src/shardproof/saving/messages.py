@@ -44,7 +44,7 @@ class RankReport(msgspec.Struct, frozen=True, array_like=True):
     failed: bytes = b""
     """The error of the previous save, if this rank's caller has not received it."""
     full_every: int | None = None
-    """See `Request`."""
+    """See `SaveRequest`."""
     space: tuple[int, int, int | None] | None = None
     """The fields of the `FreeSpace` that the rank sees; None: not known."""
 
@@ -95,7 +95,7 @@ class WriteReport(msgspec.Struct, frozen=True, array_like=True):
 
 
 def pack_rows(chosen: NDArray[np.bool_]) -> bytes:
-    r"""One bit a row, the first row in the lowest bit of the first byte.
+    r"""One bit per row, the first row in the lowest bit of the first byte.
 
     >>> pack_rows(np.array([True, False, True]))
     b'\x05'

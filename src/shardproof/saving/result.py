@@ -53,9 +53,13 @@ class SaveResult(msgspec.Struct, frozen=True):
     """
 
     location: str
+    """Location of the checkpoint."""
     step: int | None
+    """None if the caller gave none."""
     attempt: str
+    """Id of the save, part of its file names."""
     tensors: int
+    """Number of stored tensors. Tied tensors count once."""
     bytes: int
     """Size of all shard files that this save wrote."""
     reused: int = 0

@@ -474,7 +474,7 @@ class Save:
         return moved
 
     def _unbounded(self, decide: Callable[[Sequence[bytes]], bytes]) -> Callable[[Sequence[bytes]], bytes]:
-        """On the coordinator: storage may hang in `decide`, so waiting threads apply their patience."""
+        """On the coordinator: storage may hang in `decide`, so waiters apply the progress timeout."""
 
         def decided(posts: Sequence[bytes]) -> bytes:
             with self.progress.bounded(False):

@@ -34,6 +34,8 @@ __all__ = ["Saver", "WhenBusy"]
 WhenBusy = Literal["wait", "skip"]
 
 _log = logging.getLogger("shardproof")
+# A signal handler may interrupt a step that waits in `Fence.open`. A save from that handler would wait for
+# itself.
 guarded("a step of an optimizer, which waits for a save")(Fence.open)
 
 

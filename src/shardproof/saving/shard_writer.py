@@ -125,7 +125,7 @@ def write_shard(
     compared = [] if base is None else [count for count, old in zip(counts, in_base, strict=True) if old]
     scratch = buffers.scratch(max(compared, default=0))
     head, spaces = header(shard.entries), b""
-    # The header of some of the chunks may be longer by one entry of padding, and by nothing else.
+    # A header that lists only some of the chunks exceeds `head` by at most one entry of padding.
     reserved = -(-(len(head) + _PADDING_ENTRY) // ALIGNMENT) * ALIGNMENT
     digests: list[bytes] = []
     written = np.zeros(len(counts), bool)

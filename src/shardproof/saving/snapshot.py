@@ -14,7 +14,7 @@ torn, and:
    write, so the tensors still have the values of the save. If the ranks have not agreed on the chunks yet,
    these events wait for that, too.
 4. Any other write to such a tensor fails the save. The save compares version counters and a sample of the
-   memory with those of its begin (see `WriteWatch`). It does so when the writer is done, and before a step,
+   memory with those at its start (see `WriteWatch`). It does so when the writer is done, and before a step,
    load or `fence` continues. Two kinds of writes are not detected. One is a write that torch does not count
    and that changes no sample. The other is an operation that still runs at the comparison, because torch
    counts it at its end.

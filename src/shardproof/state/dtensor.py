@@ -46,7 +46,10 @@ _dtensor: Any = ()
 
 
 def is_dtensor(value: Any) -> TypeGuard[Any]:
-    """True if the value is a DTensor. Does not import its module: a program without that import has none."""
+    """True if the value is a DTensor.
+
+    Does not import `torch.distributed.tensor`: until the program imports it, no DTensor exists.
+    """
     return isinstance(value, _dtensor or _imported_dtensor())
 
 

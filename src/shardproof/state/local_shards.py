@@ -88,6 +88,10 @@ class FlatShard:
             a tensor parallel shard or a fused weight. The range then counts elements of the local array.
             Without it the local array is the global tensor.
 
+    Raises:
+        StructureError: `buffer` does not have the shape ``[stop - start]``, or `index_map` has another global
+            shape.
+
     >>> FlatShard(torch.zeros(5), (4, 3), 2, 7).sharded()
     LocalShards(shape=(4, 3), dtype=torch.float32, pieces=3)
     """

@@ -38,6 +38,13 @@ _ATTRIBUTES = (_SEGMENT, _EXPERT, _SHARED)
 def rename(module: torch.nn.Module, segment: str) -> None:
     """Changes a module's segment in the keys of all values below it. ``""`` removes the segment.
 
+    Args:
+        module: the module.
+        segment: the new segment, without dots.
+
+    Raises:
+        StructureError: `segment` contains a dot.
+
     >>> blocks = torch.nn.Sequential(torch.nn.Linear(1, 1))
     >>> rename(blocks[0], "12")
     >>> NamedModule(blocks).clean("0.weight")
@@ -49,12 +56,26 @@ def rename(module: torch.nn.Module, segment: str) -> None:
 
 
 def number_expert(module: torch.nn.Module, number: int) -> None:
-    """Makes a module one expert. Keys of stacked tensors omit its segment; others use its number."""
+    """Declares that a module is one expert.
+
+    Keys of tensors that the model stacks over experts omit the module's segment. In other keys, the segment
+    is the expert's number.
+
+    Args:
+        module: the expert.
+        number: its number in the model.
+    """
     module.__dict__[_EXPERT] = str(number)
 
 
 def share(module: torch.nn.Module, name: str, key: str) -> None:
-    """Declares that a module's own tensor is a copy of the model's tensor with another key."""
+    """Declares that a module's own tensor is a copy of the model's tensor with another key.
+
+    Args:
+        module: the module that owns the tensor.
+        name: name of the tensor in the module.
+        key: key of the other tensor in the model.
+    """
     module.__dict__.setdefault(_SHARED, {})[name] = key
 
 

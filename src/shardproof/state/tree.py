@@ -34,6 +34,9 @@ def collect(tree: Any, *, rank: int = 0, world_size: int = 1, last: LastWalk | N
         last: cache of the previous walk, over this tree or another. It is updated. None: the next walk finds
             nothing to reuse, and this one is faster.
 
+    Returns:
+        The tensors and objects of this rank, each sorted by key.
+
     Raises:
         StructureError, PlainDataError: a value cannot be stored. The message says where, and what to do.
 
@@ -69,6 +72,9 @@ def bind(
         selected: returns True for each key to load.
         strict: True if options that differ between the parameters of one optimizer group are a mismatch.
             Otherwise the group's options do not change.
+
+    Returns:
+        The destinations, and the calls that complete the load.
 
     Raises:
         StructureError: the target has a value that cannot be loaded.

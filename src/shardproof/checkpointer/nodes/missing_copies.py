@@ -3,12 +3,13 @@
     restore: rank 0 plans -> each rank gets its part with the last meeting of the restore
     background: copy (local) -> copy (meet)
 
-Note "Who copies": a rank of the node that lacks a file reads it from the node that has it. A file belongs on
-the node of the rank that wrote it and on its partner, as after a save. So its own ranks fill a replaced node.
+Note "Who copies": a file belongs on the node of the rank that wrote it, and on the partner of that node, as
+after a save. A rank of the node that lacks a file reads it from the node that has it. So the ranks of a
+replaced node fill that node.
 
-Note "Whole or not at all": a file counts as a copy once its name is there. So it is written under another
-name, and gets its own name after every byte was compared with its digest and is durable. A damaged file of
-that name is replaced. Its bytes pass through one buffer, whatever its size.
+Note "Whole or not at all": a file counts as a copy as soon as its name exists. So a rank writes the copy
+under another name. It renames the copy after every byte was compared with its digest and is durable. The copy
+replaces a damaged file of the same name. All bytes pass through one buffer, whatever the size of the file.
 
 Note "A step that is removed meanwhile": a removal deletes the manifest from all nodes before any file
 (`node_storage`, note "Removal"). If the manifest is still there after a copy got its name, a later removal
@@ -105,11 +106,11 @@ class MissingCopies:
             if len(whole) != 1:
                 continue  # it has two copies, or only the second tier has it
             (source,) = whole
-            writer = group.of_rank[max(record.rank, 0) % len(ranks)]  # that of the index is rank 0
+            writer = group.node_of_rank[max(record.rank, 0) % len(ranks)]  # rank 0 wrote the index
             damaged = sorted(nodes - whole)
             targets = (*damaged, writer, group.partner_of(writer), group.partner_of(source))
             target = next(node for node in targets if node != source)
-            rank = min((rank for rank in ranks if group.of_rank[rank] == target), key=sizes.__getitem__)
+            rank = min((rank for rank in ranks if group.node_of_rank[rank] == target), key=sizes.__getitem__)
             shares[rank].append(_FileCopy(record, source))
             sizes[rank] += record.size
             single.append(record)

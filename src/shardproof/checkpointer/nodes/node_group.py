@@ -66,7 +66,7 @@ class _NodeAnswer(msgspec.Struct, frozen=True, array_like=True):
     secret: bytes
     location: str
     nodes: tuple[_Node, ...]
-    of_rank: tuple[int, ...]
+    node_of_rank: tuple[int, ...]
     arbiter: int
 
 
@@ -76,7 +76,7 @@ class NodeGroup:
     Args:
         own: number of this rank's node.
         folders: the run's folder on each node.
-        of_rank: number of the node of each rank.
+        node_of_rank: number of the node of each rank.
         location: location of the run on the node of rank 0; the same on all ranks.
         arbiter: number of the node on which a file is published first.
         replicas: number of other nodes that have a copy of each file, 0 or 1.
@@ -88,32 +88,32 @@ class NodeGroup:
         self,
         own: int,
         folders: Sequence[Storage],
-        of_rank: Sequence[int],
+        node_of_rank: Sequence[int],
         location: str,
         arbiter: int,
         replicas: int,
         service: FileService,
         meetings: Rendezvous,
     ) -> None:
-        self.own, self.folders, self.of_rank = own, tuple(folders), tuple(of_rank)
+        self.own, self.folders, self.node_of_rank = own, tuple(folders), tuple(node_of_rank)
         self.location, self.arbiter, self.replicas = location, arbiter, replicas
         self.meetings = meetings
         self._stop = weakref.finalize(self, service.stop)
 
     def partner_of(self, node: int) -> int | None:
-        """The node that has copies of the files of a node; None without copies."""
+        """The node with the second copy of the files of `node`; None without `replicas` or with one node."""
         if not self.replicas or len(self.folders) == 1:
             return None
         return (node + 1) % len(self.folders)
 
     def end_together(self, what: str, answers: Sequence[bytes] = ()) -> bytes:
-        """Returns when no rank needs the files of another node any more. All ranks call it.
+        """A barrier of all ranks. After it, no rank reads files of another node for this save or restore.
 
         A failure is logged and loses nothing. At worst, old steps stay on the node of a rank that left early.
 
         Args:
-            what: name of the save or restore that ends. By this name, a rank that missed one finds the
-                meeting of the next.
+            what: name of the save or restore that ends. A rank that missed an earlier barrier finds this one
+                by the name.
             answers: on rank 0, the answer to each rank; empty for no answers.
 
         Returns:
@@ -147,7 +147,7 @@ def join_nodes(rendezvous: Rendezvous, root: LocalStorage, replicas: int) -> Nod
         >>> import tempfile
         >>> from shardproof.rendezvous import LocalRendezvous
         >>> group = join_nodes(LocalRendezvous(), LocalStorage(tempfile.mkdtemp()), 0)
-        >>> len(group.folders), group.of_rank
+        >>> len(group.folders), group.node_of_rank
         (1, (0,))
     """
 
@@ -185,8 +185,8 @@ def join_nodes(rendezvous: Rendezvous, root: LocalStorage, replicas: int) -> Nod
     assert service is not None
     answer = msgspec.msgpack.decode(encoded, type=_NodeAnswer)
     service.start(answer.secret)
-    own = answer.of_rank[rendezvous.rank]
-    if answer.of_rank.index(own) == rendezvous.rank:  # the lowest rank of its node
+    own = answer.node_of_rank[rendezvous.rank]
+    if answer.node_of_rank.index(own) == rendezvous.rank:  # the lowest rank of its node
         names = tuple(node.name for node in answer.nodes)
         try:
             write_node_mark(root, NodeMark(nodes=names, own=own, replicas=replicas))
@@ -201,7 +201,7 @@ def join_nodes(rendezvous: Rendezvous, root: LocalStorage, replicas: int) -> Nod
             folders.append(PeerStorage(peer, node.location))
     meetings = rendezvous.beside(f"nodes/{answer.name}")
     group = NodeGroup(
-        own, folders, answer.of_rank, answer.location, answer.arbiter, replicas, service, meetings
+        own, folders, answer.node_of_rank, answer.location, answer.arbiter, replicas, service, meetings
     )
     if rendezvous.rank == 0:
         _log.info("%s: the ranks are on %d nodes", answer.location, len(folders))
@@ -224,15 +224,15 @@ def _decide(posts: Sequence[bytes]) -> list[bytes]:
             ranks=[0, other],
         )
     numbers: dict[tuple[str, int, int], int] = {}
-    of_rank = tuple(numbers.setdefault(report.place, len(numbers)) for report in reports)
+    node_of_rank = tuple(numbers.setdefault(report.place, len(numbers)) for report in reports)
     ranks: list[list[int]] = [[] for _ in numbers]
-    for rank, node in enumerate(of_rank):
+    for rank, node in enumerate(node_of_rank):
         ranks[node].append(rank)
     name, secret, places = secrets.token_hex(8), secrets.token_bytes(32), list(numbers)
     arbiter = places.index(min(places))
 
     def known_to(rank: int) -> _NodeAnswer:
-        at = ranks[of_rank[rank]].index(rank)
+        at = ranks[node_of_rank[rank]].index(rank)
         nodes = []
         for number, members in enumerate(ranks):
             report = reports[members[at % len(members)]]
@@ -240,7 +240,7 @@ def _decide(posts: Sequence[bytes]) -> list[bytes]:
             where = f"{report.host}:{report.location}"
             node = _Node(label, where, report.location, report.addresses, report.port, report.service)
             nodes.append(node)
-        return _NodeAnswer(name, secret, reports[0].location, tuple(nodes), of_rank, arbiter)
+        return _NodeAnswer(name, secret, reports[0].location, tuple(nodes), node_of_rank, arbiter)
 
     return [msgspec.msgpack.encode(known_to(rank)) for rank in range(len(reports))]
 

@@ -142,11 +142,11 @@ class NodesView(TieredRun):
     def _numbers(self, name: str, rank: int | None) -> Sequence[int]:
         """The own node, then the node of the rank that wrote a shard file, if ranks have not moved."""
         group = self.group
-        own = group.own if rank is None else group.of_rank[rank]
+        own = group.own if rank is None else group.node_of_rank[rank]
         first: list[int | None] = [own]
         written = parse_shard_name(name)
-        if written is not None and written[0] < len(group.of_rank):
-            writer = group.of_rank[written[0]]
+        if written is not None and written[0] < len(group.node_of_rank):
+            writer = group.node_of_rank[written[0]]
             first += [writer, group.partner_of(writer)]
         nearest = [number for number in first if number is not None]
         return tuple(dict.fromkeys([*nearest, *range(len(self._places))]))

@@ -183,6 +183,9 @@ def _again(sampled: Sequence[Sampled]) -> float:
 
 
 def _copied(loads: Loads) -> NDArray[np.float64]:
-    """(ranks,) bytes that a rank copies from memory: of its own reads the same fraction as of others."""
+    """(ranks,) bytes that a rank copies from shared memory.
+
+    It is assumed to copy the same fraction of its own reads as of the other ranks' reads.
+    """
     part = loads.received / np.maximum(loads.read_all - loads.read_once, 1)
     return np.asarray(loads.received + part * loads.read_once, np.float64)

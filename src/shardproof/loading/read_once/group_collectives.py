@@ -1,4 +1,6 @@
-"""The collectives of the read-once exchange, over the process group of the training. No other load has any.
+"""The collectives of the read-once exchange, over the process group of the training.
+
+Loads without `read_once` call no collective.
 
 Note: Collectives of a load
     Every rank of the group calls the same methods in the same order: `measure` if the coordinator asks for
@@ -74,7 +76,7 @@ class Exchange:
         sent_sizes: Sequence[int],
         received: torch.Tensor,
         received_sizes: Sequence[int],
-    ) -> Underway:
+    ) -> PendingExchange:
         """Starts to send a part to each rank and to receive a part from each. The previous call must be over.
 
         Args:
@@ -98,7 +100,7 @@ class Exchange:
             group=self._group,
             async_op=True,
         )
-        return Underway(work, arriving, target)
+        return PendingExchange(work, arriving, target)
 
     def measure(self) -> float:
         """Bytes a second that a rank sends while all ranks send. Every rank calls this."""
@@ -111,8 +113,8 @@ class Exchange:
         return sizes[0] * (world_size - 1) / max(time.perf_counter() - begun, 1e-9)
 
 
-class Underway:
-    """An exchange under way."""
+class PendingExchange:
+    """An exchange that has started; `wait` ends it."""
 
     def __init__(self, work: Any, arriving: torch.Tensor, target: torch.Tensor) -> None:
         self._work, self._arriving, self._target = work, arriving, target

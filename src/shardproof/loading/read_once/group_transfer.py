@@ -20,7 +20,7 @@ from shardproof.geometry import row_pointers
 from shardproof.loading.block_reader import Files
 from shardproof.loading.chunk_reader import Chunks
 from shardproof.loading.destinations import DestinationWriter, part_of, shaped
-from shardproof.loading.read_once.group_collectives import Exchange, Underway
+from shardproof.loading.read_once.group_collectives import Exchange, PendingExchange
 from shardproof.loading.read_once.orders import Orders
 from shardproof.loading.threads import in_threads
 from shardproof.planning import ChunkTable
@@ -258,7 +258,7 @@ def through_group(
     """
     error: BaseException | None = None
     parts: tuple[Sender, Receiver] | None = None
-    underway: Underway | None = None
+    pending: PendingExchange | None = None
     try:
         parts = make()
         exchange.reserve(len(parts[0].buffer(0)), len(parts[1].buffer))
@@ -270,8 +270,8 @@ def through_group(
                 moved(parts[0].pack(number))
         except BaseException as caught:
             error = caught
-        if underway is not None:
-            underway.wait()
+        if pending is not None:
+            pending.wait()
         try:
             if error is None and parts is not None and number:
                 moved(parts[1].unpack(number - 1))
@@ -284,7 +284,7 @@ def through_group(
         assert parts is not None
         sender, receiver = parts
         if number < rounds:
-            underway = exchange.start(
+            pending = exchange.start(
                 sender.buffer(number), sender.sizes[number], receiver.buffer, receiver.sizes[number]
             )
     return sender.read, receiver.received

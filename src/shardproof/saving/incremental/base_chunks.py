@@ -55,7 +55,7 @@ class BaseDigests:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Base:
-    """Positions of a plan's chunks in the base: one row a chunk, in the order of the plan."""
+    """Positions of a plan's chunks in the base: one row per chunk, in the order of the plan."""
 
     folder: str
     """The base's folder, beside that of the new step."""

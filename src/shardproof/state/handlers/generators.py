@@ -20,6 +20,10 @@ class RandomState:
     additional ranks unchanged, or fails with ``missing="error"``. A load on fewer ranks drops the other
     states: `LoadReport.dropped` and a warning name them.
 
+    Args:
+        missing: for a rank that did not save: "keep" leaves its generators unchanged, "error" reports the key
+            as missing.
+
     >>> rng = RandomState()
     >>> state = rng.state_dict()
     >>> before = torch.rand(1)

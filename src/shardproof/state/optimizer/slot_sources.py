@@ -1,4 +1,7 @@
-"""Reads and restores the slots of any optimizer: a `SlotProvider`, torch's ZeRO, or another of torch."""
+"""Reads and restores the slots of any optimizer.
+
+The optimizer is a `SlotProvider`, torch's ZeroRedundancyOptimizer, or any other optimizer of torch.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,9 @@ __all__ = ["receiver", "slots_of"]
 
 
 def slots_of(optimizer: torch.optim.Optimizer | SlotProvider) -> list[ParameterSlots]:
-    """The slots of any optimizer. Its state does not change: a parameter without state has none after.
+    """The slots of any optimizer.
+
+    The call does not change the optimizer, and creates no state for a parameter without state.
 
     >>> weight = torch.nn.Parameter(torch.ones(2))
     >>> slots_of(torch.optim.SGD([weight], lr=0.1))[0].tensors

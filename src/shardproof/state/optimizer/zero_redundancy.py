@@ -25,7 +25,9 @@ SlotsOf = Callable[[torch.optim.Optimizer], list[ParameterSlots]]
 
 
 def is_zero_redundancy(optimizer: object) -> bool:
-    """True for a ZeroRedundancyOptimizer. Does not import torch's module: without it, there is none.
+    """True for a ZeroRedundancyOptimizer.
+
+    Does not import its module: until the program imports it, no such optimizer exists.
 
     >>> is_zero_redundancy(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]))
     False

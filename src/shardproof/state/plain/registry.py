@@ -30,9 +30,20 @@ _NAME_OF: dict[type, str] = {}
 
 
 def register_dataclass(cls: _Class, *, name: str | None = None) -> _Class:
-    """Registers a dataclass under its name or `name`. Use it as a decorator.
+    """Registers a dataclass, so that checkpoints may contain it. Use it as a decorator.
 
     Fields are stored and restored one by one. A load runs neither ``__init__`` nor ``__post_init__``.
+
+    Args:
+        cls: the dataclass.
+        name: name of the class in checkpoints; None: its qualified name.
+
+    Returns:
+        `cls`.
+
+    Raises:
+        TypeError: `cls` is not a dataclass.
+        ValueError: another class has the name.
 
     >>> @dataclasses.dataclass
     ... class Progress:
@@ -45,7 +56,20 @@ def register_dataclass(cls: _Class, *, name: str | None = None) -> _Class:
 
 
 def register_enum(cls: _Class, *, name: str | None = None) -> _Class:
-    """Registers an enum under its name or `name`. A checkpoint stores the names of members.
+    """Registers an enum, so that checkpoints may contain its members. Use it as a decorator.
+
+    A checkpoint stores the names of members.
+
+    Args:
+        cls: the enum.
+        name: name of the class in checkpoints; None: its qualified name.
+
+    Returns:
+        `cls`.
+
+    Raises:
+        TypeError: `cls` is not an enum.
+        ValueError: another class has the name.
 
     >>> class Phase(enum.Enum):
     ...     WARMUP = 1
