@@ -71,8 +71,8 @@ def give_up_next(
     )
 
     def record(before: int) -> bytes:
-        whole = operation.name, before
-        return pack(operation.name, operation.phase, GIVEN_UP, pack_error(error), whole=whole)
+        position = operation.name, before
+        return pack(operation.name, operation.phase, GIVEN_UP, pack_error(error), operation_position=position)
 
     channel.begin(number)
     if channel.rank > 0 and not channel.is_member:
@@ -95,7 +95,7 @@ def give_up_next(
             standing = unpack(keys.verdict, found)
             requests.set_all(store, {keys.wake: b"1", keys.ready: b"1"})  # wakes the other ranks, and rank 0
             at += 1
-            same = standing.kind == GIVEN_UP and standing.whole == (operation.name, before)
+            same = standing.kind == GIVEN_UP and standing.operation_position == (operation.name, before)
             if standing.kind == ERROR or same or standing.renew is not None:
                 return LeaveResult(
                     at, standing.kind == ERROR or same, standing.renew is not None, _carried(standing)
@@ -110,5 +110,5 @@ def _carried(verdict: Record) -> bytes | None:
     """The verdict for the first meeting of the new generation, as each rank that saw it proposes it."""
     if not verdict.renew or verdict.parts:
         return None  # the coordinator itself wrote it
-    whole = verdict.whole
-    return pack(verdict.operation, verdict.phase, GIVEN_UP, verdict.body, whole=whole)
+    position = verdict.operation_position
+    return pack(verdict.operation, verdict.phase, GIVEN_UP, verdict.body, operation_position=position)

@@ -31,8 +31,8 @@ from shardproof.rendezvous.wire import (
 
 __all__ = ["Meeting", "MeetingGivenUp", "attend"]
 
-_LONGEST_STAY = 10.0
-"""Seconds for which the coordinator waits at most until its verdict has been read."""
+_LONGEST_WAIT_FOR_READERS = 10.0
+"""Maximum seconds for which the coordinator waits until the ranks have read its verdict."""
 
 
 class MeetingGivenUp(Exception):
@@ -49,17 +49,18 @@ class Meeting:
     phase: str
     deadline: float
 
-    stays: bool
-    """True if the coordinator waits until the ranks have read its verdict: it may serve the store."""
+    waits_for_readers: bool
+    """True if the coordinator waits until the ranks have read its verdict, because its process may serve the
+    store."""
 
-    whole: tuple[str, int]
-    """Its operation, and the number of earlier meetings of that operation. Equal on all ranks."""
+    operation_position: tuple[str, int]
+    """Name of the operation, and number of its earlier meetings. Equal on all ranks of the operation."""
 
     def record(self, kind: str, body: bytes, readers: int = 0, *, renew: int | None = None) -> bytes:
         """A record of this meeting."""
-        whole = self.whole if kind == GIVEN_UP else ("", 0)
-        readers = readers if self.stays else 0
-        return pack(self.operation, self.phase, kind, body, readers, renew=renew, whole=whole)
+        position = self.operation_position if kind == GIVEN_UP else ("", 0)
+        readers = readers if self.waits_for_readers else 0
+        return pack(self.operation, self.phase, kind, body, readers, renew=renew, operation_position=position)
 
 
 @guarded("a meeting")
@@ -130,7 +131,7 @@ def _coordinate(
         outcome = _conclude(channel, meeting, found, decide)
         ours, verdict = _publish(channel, meeting, keys, outcome)
     if unpack(keys.verdict, verdict).readers > 0:
-        _stay(channel, meeting, keys)
+        _wait_for_readers(channel, meeting, keys)
     if verdict == ours and outcome.error is None:
         channel.sweep(meeting.number)
         return outcome.answer if outcome.answers is None else outcome.answers[0]
@@ -286,10 +287,10 @@ def _publish(channel: Channel, meeting: Meeting, keys: MeetingKeys, outcome: _Ou
     return ours, channel.propose(keys, ours, body) if meeting.world_size > 1 else ours
 
 
-def _stay(channel: Channel, meeting: Meeting, keys: MeetingKeys) -> None:
-    """Wait until all live ranks have read the verdict, for a limited time: the verdict stands anyway."""
+def _wait_for_readers(channel: Channel, meeting: Meeting, keys: MeetingKeys) -> None:
+    """Waits for a limited time until the ranks have read the verdict. The verdict stands in any case."""
     waiting = channel.until_read(keys)
-    is_over(waiting, min(meeting.deadline, _LONGEST_STAY))
+    is_over(waiting, min(meeting.deadline, _LONGEST_WAIT_FOR_READERS))
     channel.release(waiting, keys.all_read)
 
 
@@ -299,12 +300,13 @@ def _answer(channel: Channel, meeting: Meeting, keys: MeetingKeys, verdict: byte
     key, record = keys.verdict, unpack(keys.verdict, verdict)
     readers = record.readers
     if record.kind == GIVEN_UP:
+        is_same = record.operation_position == meeting.operation_position
         if record.renew is not None:
             # A new coordinator has not seen this meeting: it gets this verdict, so no rank is ahead of it.
-            carries = record.renew > 0 and record.whole == meeting.whole and not record.parts
+            carries = record.renew > 0 and is_same and not record.parts
             carried = meeting.record(GIVEN_UP, record.body) if carries else None
             channel.leave(meeting.number, carried)
-        if record.whole != meeting.whole:
+        if not is_same:
             raise MeetingGivenUp
     else:
         channel.sweep(meeting.number)

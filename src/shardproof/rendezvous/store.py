@@ -108,7 +108,7 @@ class StoreRendezvous:
         self._name = f"{name}/{world_size}"
         self._server = server
         self._store = store
-        self._stays = rank == 0 and _ends_with_this_process(store)
+        self._waits_for_readers = rank == 0 and _ends_with_this_process(store)
         self._channel: Channel | None = None
         self._number = 0
         self._turns = Turns(
@@ -139,12 +139,12 @@ class StoreRendezvous:
     def meet(self, operation: str, phase: str, post: bytes | BaseException, decide: Decide) -> bytes:
         """Post, and return the answer that rank 0 decides on. See `Rendezvous.meet`."""
         self._check()
-        whole = self._entered.get(threading.get_ident())
-        if whole is None:
+        current = self._entered.get(threading.get_ident())
+        if current is None:
             with self.operation(operation):
                 return self.meet(operation, phase, post, decide)
         with self._my_turn():
-            whole.phase, whole.is_over = phase, False
+            current.phase, current.is_over = phase, False
             while True:
                 try:
                     number = self._next_number()
@@ -152,17 +152,25 @@ class StoreRendezvous:
                     raise meeting_errors.store_lost(operation, phase, str(lost), None) from lost
                 except WrongBytes as wrong:
                     raise meeting_errors.wrong_bytes(operation, phase, str(wrong)) from wrong
-                first = number if whole.first is None else whole.first
-                purpose = operation, phase, self._deadline, self._stays, (whole.name, number - first)
+                first = number if current.first is None else current.first
+                meeting = Meeting(
+                    number,
+                    self.world_size,
+                    operation,
+                    phase,
+                    self._deadline,
+                    waits_for_readers=self._waits_for_readers,
+                    operation_position=(current.name, number - first),
+                )
                 try:
-                    answer = attend(self._open(), Meeting(number, self.world_size, *purpose), post, decide)
+                    answer = attend(self._open(), meeting, post, decide)
                 except MeetingGivenUp:
                     self._number = number + 1
                     continue
                 except ShardproofError:
-                    self._number, whole.is_over = number + 1, True
+                    self._number, current.is_over = number + 1, True
                     raise
-                whole.first = first
+                current.first = first
                 self._number = number + 1
                 return answer
 

@@ -101,7 +101,7 @@ class _Head(msgspec.Struct):
     digest: str
     readers: Count
     renew: Count | None
-    whole: tuple[str, Count]
+    operation_position: tuple[str, Count] = msgspec.field(name="whole")
 
 
 class _Error(msgspec.Struct):
@@ -125,8 +125,8 @@ class Record:
     """Of a verdict: the number of ranks that acknowledge it. The coordinator waits for them."""
     renew: int | None = None
     """Of a verdict: the rank that tells all ranks to join a new generation; None if they stay."""
-    whole: tuple[str, int] = ("", 0)
-    """Of kind GIVEN_UP: the operation, and the number of its meetings before this one."""
+    operation_position: tuple[str, int] = ("", 0)
+    """Of kind GIVEN_UP: name of the operation, and number of its earlier meetings."""
 
 
 def checked(key: str, value: bytes | None, kind: type[Value]) -> Value:
@@ -152,7 +152,7 @@ def pack(
     readers: int = 0,
     *,
     renew: int | None = None,
-    whole: tuple[str, int] = ("", 0),
+    operation_position: tuple[str, int] = ("", 0),
 ) -> bytes:
     """Encode a record. More than `INLINE` bytes go to parts, see `cut`.
 
@@ -163,7 +163,7 @@ def pack(
     3
     """
     parts = 0 if len(body) <= INLINE else -(-len(body) // PART)
-    head = _Head(operation, phase, kind, parts, len(body), _digest(body), readers, renew, whole)
+    head = _Head(operation, phase, kind, parts, len(body), _digest(body), readers, renew, operation_position)
     return msgspec.json.encode(head) + b"\n" + (b"" if parts else body)
 
 
@@ -187,7 +187,7 @@ def unpack(key: str, value: bytes) -> Record:
         head.digest,
         head.readers,
         head.renew,
-        head.whole,
+        head.operation_position,
     )
     if not head.parts:
         checked_body(key, record, body)
