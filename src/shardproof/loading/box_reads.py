@@ -80,7 +80,7 @@ class BoxReads:
         self._boxes = [boxes[row] for row in self._rows]
         self._dtypes = [tensors[tensor].dtype for tensor in table.tensor[rows].tolist()]
         self._begin, self._end = (column.tolist() for column in writer.wanted(rows))
-        self._runs = writer.straight(self._rows)
+        self._direct = writer.straight(self._rows)
         self._writer = writer
         self._proved = proved
         self._lock = threading.Lock()
@@ -97,11 +97,11 @@ class BoxReads:
     def _read_batch(self, positions: range) -> None:
         batch = self._located(positions)
         read = 0
-        spans: list[_Range] = []
+        ranges: list[_Range] = []
         for extent, boxes in batch.extents.items():
-            read += self._read_extent(batch, extent, boxes, spans)
-        for together in _neighbours(spans):
-            read += self._read_spans(batch, together)
+            read += self._read_extent(batch, extent, boxes, ranges)
+        for together in _neighbours(ranges):
+            read += self._read_ranges(batch, together)
         with self._lock:
             self._read += read
         if self._moved is not None:
@@ -125,15 +125,15 @@ class BoxReads:
             batch.extents.setdefault(view.extent, []).append(at)
         return batch
 
-    def _read_extent(self, batch: _Batch, extent: Extent, boxes: Sequence[int], spans: list[_Range]) -> int:
-        """Fills the boxes of an extent, or appends the ranges to read for them to `spans`.
+    def _read_extent(self, batch: _Batch, extent: Extent, boxes: Sequence[int], ranges: list[_Range]) -> int:
+        """Fills the boxes of an extent, or appends the ranges to read for them to `ranges`.
 
         Returns:
             The bytes that were read.
         """
         is_pending = extent.has_checksum and extent not in self._proved
         if is_pending and extent.is_raw and extent.nbytes <= _BATCH_BYTES:
-            spans.append(_Range(extent, extent.start, extent.start + extent.nbytes, boxes, True))
+            ranges.append(_Range(extent, extent.start, extent.start + extent.nbytes, boxes, True))
             return 0
         read = 0
         if is_pending or not extent.is_seekable:
@@ -153,26 +153,26 @@ class BoxReads:
         origin = extent.start if extent.is_raw else 0
         for at in boxes:
             place = batch.place(at)
-            if self._is_run(at, place) and self._runs.nbytes[at] >= LARGE_BYTES:
-                extent.read_range(place.first + self._runs.begin[at], self._destination(at))
-                read += self._runs.nbytes[at]
+            if self._is_contiguous(at, place) and self._direct.nbytes[at] >= LARGE_BYTES:
+                extent.read_range(place.first + self._direct.begin[at], self._destination(at))
+                read += self._direct.nbytes[at]
             else:
-                spans.append(_Range(extent, origin + place.begin, origin + place.end, [at], False))
+                ranges.append(_Range(extent, origin + place.begin, origin + place.end, [at], False))
         return read
 
     def _read_straight(self, batch: _Batch, extent: Extent, at: int) -> bool:
         """Reads an extent into its destination, if the box is all of it and the destination is dense."""
         place = batch.place(at)
-        if not self._is_run(at, place) or self._runs.begin[at] or place.first:
+        if not self._is_contiguous(at, place) or self._direct.begin[at] or place.first:
             return False
-        if self._runs.nbytes[at] != extent.nbytes:
+        if self._direct.nbytes[at] != extent.nbytes:
             return False
         extent.read_into(self._destination(at))
         return True
 
-    def _read_spans(self, batch: _Batch, spans: Sequence[_Range]) -> int:
-        """Reads neighbouring spans at once, verifies those that are whole extents, and fills their boxes."""
-        extent, begin, end = spans[0].extent, spans[0].begin, max(span.end for span in spans)
+    def _read_ranges(self, batch: _Batch, ranges: Sequence[_Range]) -> int:
+        """Reads neighbouring ranges at once, verifies those that are whole extents, and fills their boxes."""
+        extent, begin, end = ranges[0].extent, ranges[0].begin, max(one.end for one in ranges)
         scratch = self._scratch(end - begin)
         memory = scratch.bytes[: end - begin]
         if extent.is_raw:
@@ -180,11 +180,11 @@ class BoxReads:
         else:
             extent.read_range(begin, memory)
         filled = []
-        for span in spans:
-            if span.is_pending:
-                span.extent.check(memory[span.begin - begin : span.end - begin])
-                self._note_proved(span.extent)
-            filled.append(((span.extent.start if extent.is_raw else 0) - begin, span.boxes))
+        for one in ranges:
+            if one.is_pending:
+                one.extent.check(memory[one.begin - begin : one.end - begin])
+                self._note_proved(one.extent)
+            filled.append(((one.extent.start if extent.is_raw else 0) - begin, one.boxes))
         self._fill(batch, filled, scratch)
         return end - begin
 
@@ -198,7 +198,7 @@ class BoxReads:
             scratch: has the bytes that the boxes need.
         """
         into, out_of, counts = [], [], []
-        addresses, begins, sizes = self._runs
+        addresses, begins, sizes = self._direct
         for origin, boxes in filled:
             base = scratch.address + origin
             for at in boxes:
@@ -229,14 +229,14 @@ class BoxReads:
         dense = strided.clone(memory_format=torch.contiguous_format)
         self._writer.put(row, parts, dense.reshape(-1).view(torch.uint8), 0)
 
-    def _is_run(self, at: int, place: _BoxBytes) -> bool:
+    def _is_contiguous(self, at: int, place: _BoxBytes) -> bool:
         """True if the only part of a box is contiguous in the file and in its destination."""
-        return place.is_dense and self._runs.address[at] != 0
+        return place.is_dense and self._direct.address[at] != 0
 
     def _destination(self, at: int) -> memoryview:
-        """The memory that the run of a box goes to."""
-        count = self._runs.nbytes[at]
-        return memoryview((ctypes.c_char * count).from_address(self._runs.address[at])).cast("B")
+        """The memory that the part of a box is read into."""
+        count = self._direct.nbytes[at]
+        return memoryview((ctypes.c_char * count).from_address(self._direct.address[at])).cast("B")
 
     def _note_proved(self, extent: Extent) -> None:
         if extent.has_checksum:
@@ -291,7 +291,7 @@ class _Range(NamedTuple):
     end: int
     boxes: Sequence[int]
     is_pending: bool
-    """True if the span is the whole extent, whose checksum was not compared yet."""
+    """True if the range is the whole extent, whose checksum was not compared yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,27 +324,27 @@ def _batches(first: Sequence[int], file: Sequence[int], nbytes: Sequence[int], c
     return [range(start, stop) for start, stop in pairwise([*cuts, count])]
 
 
-def _neighbours(spans: list[_Range]) -> Iterator[list[_Range]]:
-    """Spans that one read fetches: of one file, or of one extent that is not raw."""
-    spans.sort(key=lambda span: span.begin)
+def _neighbours(ranges: list[_Range]) -> Iterator[list[_Range]]:
+    """Ranges that one read fetches: of one file, or of one extent that is not raw."""
+    ranges.sort(key=lambda one: one.begin)
     groups: dict[object, list[_Range]] = {}
-    for span in spans:
-        extent = span.extent
-        groups.setdefault((id(extent.storage), extent.file) if extent.is_raw else extent, []).append(span)
+    for one in ranges:
+        extent = one.extent
+        groups.setdefault((id(extent.storage), extent.file) if extent.is_raw else extent, []).append(one)
     for group in groups.values():
         together, end, wanted = [group[0]], group[0].end, group[0].end - group[0].begin
-        for span in group[1:]:
-            gap = max(span.begin - end, 0)
-            new = max(span.end - max(end, span.begin), 0)
+        for one in group[1:]:
+            gap = max(one.begin - end, 0)
+            new = max(one.end - max(end, one.begin), 0)
             begin = together[0].begin
             unwanted = end - begin - wanted + gap
             is_far = gap > _GAP_BYTES or unwanted * _WANTED_PER_UNWANTED > wanted + new
-            if is_far or max(end, span.end) - begin > _BATCH_BYTES:
+            if is_far or max(end, one.end) - begin > _BATCH_BYTES:
                 yield together
-                together, end, wanted = [], span.begin, 0
-                new = span.end - span.begin
-            together.append(span)
-            end = max(end, span.end)
+                together, end, wanted = [], one.begin, 0
+                new = one.end - one.begin
+            together.append(one)
+            end = max(end, one.end)
             wanted += new
         yield together
 

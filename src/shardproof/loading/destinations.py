@@ -16,11 +16,11 @@ from shardproof.dtypes import DTYPES
 from shardproof.format import TensorRecord
 from shardproof.geometry import row_major_strides
 from shardproof.loading.block_reader import Extents
-from shardproof.loading.uploads import DeviceRun
+from shardproof.loading.uploads import DeviceRange
 from shardproof.planning import ChunkTable, ReadPlan
 from shardproof.state import is_plain_memory
 
-__all__ = ["Destination", "DestinationWriter", "Runs", "part_of", "shaped"]
+__all__ = ["Destination", "DestinationWriter", "DirectRanges", "part_of", "shaped"]
 
 
 class Destination(msgspec.Struct, frozen=True, gc=False):
@@ -41,7 +41,7 @@ class Destination(msgspec.Struct, frozen=True, gc=False):
         return Destination(key, dtype, view, view.data_ptr(), is_plain_memory(view))
 
 
-class Runs(NamedTuple):
+class DirectRanges(NamedTuple):
     """For each chunk the bytes that are read straight into their destination."""
 
     address: list[int]
@@ -100,13 +100,13 @@ class DestinationWriter:
         for row in self.overlapping:
             base[row] = 0
         into = np.array(base, np.uint64)[plan.requested]
-        is_run = plan.chunk_stop - plan.chunk_start == volumes
-        straight = is_run & (plan.run_start >= 0) & (into != 0)
-        inside = plan.run_start * itemsizes
+        is_contiguous = plan.chunk_stop - plan.chunk_start == volumes
+        straight = is_contiguous & (plan.requested_start >= 0) & (into != 0)
+        inside = plan.requested_start * itemsizes
         self._address = np.where(straight, into + inside.astype(np.uint64), np.uint64(0))
         """By part: destination address; 0 if the part is not contiguous in both, or needs a conversion."""
         self._uploaded = np.where(
-            is_run & (plan.run_start >= 0) & self._is_uploaded()[plan.requested], inside, -1
+            is_contiguous & (plan.requested_start >= 0) & self._is_uploaded()[plan.requested], inside, -1
         )
         """By part: its first byte in the destination, if it can be copied to a device unchanged; else -1."""
         self._begin = plan.chunk_start * itemsizes
@@ -129,7 +129,7 @@ class DestinationWriter:
         at = np.searchsorted(self._plan.chunk[first], rows)
         return np.minimum.reduceat(self._begin, first)[at], np.maximum.reduceat(self._end, first)[at]
 
-    def straight(self, rows: Sequence[int]) -> Runs:
+    def straight(self, rows: Sequence[int]) -> DirectRanges:
         """The bytes to read straight into a destination, for each row of the chunk table.
 
         The address is 0 for a chunk with several parts, and for a chunk whose part is not contiguous or needs
@@ -141,10 +141,10 @@ class DestinationWriter:
         address, begin, nbytes = np.zeros(len(first), np.uint64), *np.zeros((2, len(first)), np.int64)
         address[alone] = self._address[part]
         begin[alone], nbytes[alone] = self._begin[part], self.part_bytes[part]
-        return Runs(address.tolist(), begin.tolist(), nbytes.tolist())
+        return DirectRanges(address.tolist(), begin.tolist(), nbytes.tolist())
 
     @torch.inference_mode(False)  # the slices are written by threads that are not in inference mode
-    def device_runs(self, rows: Sequence[int], least: int) -> dict[int, DeviceRun]:
+    def device_ranges(self, rows: Sequence[int], least: int) -> dict[int, DeviceRange]:
         """The bytes to copy unchanged to contiguous memory of a device, by position in `rows`.
 
         Args:
@@ -157,12 +157,12 @@ class DestinationWriter:
         alone = np.flatnonzero(np.searchsorted(self._plan.chunk, rows, "right") - first == 1)
         part = first[alone]
         large = (self._uploaded[part] >= 0) & (self.part_bytes[part] >= least)
-        runs: dict[int, DeviceRun] = {}
+        ranges: dict[int, DeviceRange] = {}
         for at, row in zip(alone[large].tolist(), part[large].tolist(), strict=True):
             view = self._destinations[self._want[row]].view.detach().reshape(-1).view(torch.uint8)
             start, count = int(self._uploaded[row]), int(self.part_bytes[row])
-            runs[at] = DeviceRun(view[start : start + count], int(self._begin[row]))
-        return runs
+            ranges[at] = DeviceRange(view[start : start + count], int(self._begin[row]))
+        return ranges
 
     def parts_of(self, rows: Sequence[int]) -> list[range]:
         """The parts of each row of the chunk table."""

@@ -101,9 +101,9 @@ class _Job:
             for address, nbytes in zip(self._straight.address, self._straight.nbytes, strict=True)
         ]
         self.uploads = Uploads(writer.devices)
-        self._device_runs = writer.device_runs(chunks.rows, least) if self.uploads.devices else {}
+        self._device_ranges = writer.device_ranges(chunks.rows, least) if self.uploads.devices else {}
         alone = list(self._direct)
-        for at in (*chunks.extents, *self._device_runs):
+        for at in (*chunks.extents, *self._device_ranges):
             alone[at] = True
         self.batches = chunks.batches(alone, most)
         self._fetcher: Fetcher | None = None
@@ -126,7 +126,7 @@ class _Job:
             address, begin, nbytes = (column[batch.start] for column in self._straight)
             run = memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
             read = self._chunks.read_run(batch.start, begin, run, self._scratch(BLOCK_BYTES)[1])
-        elif batch.start in self._device_runs:
+        elif batch.start in self._device_ranges:
             read = self._upload(batch.start, UPLOAD_BYTES, self._read_to_buffer)
         elif batch.start in self._chunks.extents:
             read = self._read_part_through_scratch(batch.start)
@@ -149,7 +149,7 @@ class _Job:
         longest = 0
         for batch in self.batches:
             count = self._chunks.place(batch)[-1]
-            in_pieces = self._direct[batch.start] or batch.start in self._device_runs
+            in_pieces = self._direct[batch.start] or batch.start in self._device_ranges
             longest = max(longest, min(count, REQUEST_BYTES) if in_pieces else count)
         return longest
 
@@ -165,7 +165,7 @@ class _Job:
                     ctypes.memmove(address + low - begin, address_of(piece) + low - first, high - low)
                 read += len(piece)
             return read
-        if at in self._device_runs:
+        if at in self._device_ranges:
             return self._upload(at, REQUEST_BYTES, fetcher.read)
         if at in chunks.extents:
             ((first, piece),) = list(chunks.pieces(at, chunks.count[at], fetcher.read))
@@ -186,7 +186,7 @@ class _Job:
             request: bytes of one piece.
             fetch: reads a piece. `_read_to_buffer` reads the next pieces during the copy.
         """
-        target, begin = self._device_runs[at]
+        target, begin = self._device_ranges[at]
         end, read = begin + target.numel(), 0
         buffers = self._buffers() if fetch == self._read_to_buffer else None
         for first, piece in self._chunks.pieces(at, request, fetch):

@@ -23,14 +23,14 @@ import torch
 from shardproof._utils.page_locked import page_locked
 from shardproof._utils.streams import has_streams, on_stream
 
-__all__ = ["UPLOAD_BYTES", "DeviceRun", "UploadBuffers", "Uploads"]
+__all__ = ["UPLOAD_BYTES", "DeviceRange", "UploadBuffers", "Uploads"]
 
 UPLOAD_BYTES = 8 << 20
 """Bytes of one copy, at most. With smaller ones, threads wait for the interpreter's lock. See
 benchmarks/results/2026-11-26-gpu.md."""
 
 
-class DeviceRun(NamedTuple):
+class DeviceRange(NamedTuple):
     """A contiguous range of a chunk that is copied unchanged to contiguous memory of a device."""
 
     target: torch.Tensor

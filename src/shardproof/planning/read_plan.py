@@ -55,7 +55,7 @@ class ReadPlan:
     """(n,) row of the chunk table."""
     requested: NDArray[np.int64]
     """(n,) row of the requested box."""
-    run_start: NDArray[np.int64]
+    requested_start: NDArray[np.int64]
     """(n,) first element of the part in the row-major order of the requested box; -1 if the part is not
     contiguous there."""
     chunk_start: NDArray[np.int64]
@@ -79,7 +79,7 @@ class ReadPlan:
         return ReadPlan(
             self.chunk[rows],
             self.requested[rows],
-            self.run_start[rows],
+            self.requested_start[rows],
             self.chunk_start[rows],
             self.chunk_stop[rows],
             self.in_chunk[rows],
@@ -175,7 +175,7 @@ def plan_reads(
             ReadPlan(
                 rows[of_chunk],
                 wants[of_want],
-                _run_start(shared, want),
+                _requested_start(shared, want),
                 *_extent(shared, chunk),
                 _widened(shared.offsets - chunk.offsets, width, 0),
                 _widened(shared.offsets - want.offsets, width, 0),
@@ -220,7 +220,7 @@ def _sorted_by_chunk(parts: Sequence[ReadPlan]) -> ReadPlan:
     return ReadPlan(
         chunk[order],
         np.concatenate([part.requested for part in parts])[order],
-        np.concatenate([part.run_start for part in parts])[order],
+        np.concatenate([part.requested_start for part in parts])[order],
         np.concatenate([part.chunk_start for part in parts])[order],
         np.concatenate([part.chunk_stop for part in parts])[order],
         np.concatenate([part.in_chunk for part in parts])[order],
@@ -283,7 +283,7 @@ def _prove_covered(
         )
 
 
-def _run_start(part: Boxes, parent: Boxes) -> NDArray[np.int64]:
+def _requested_start(part: Boxes, parent: Boxes) -> NDArray[np.int64]:
     """First element of each part in its parent's row-major order; -1 if the part is not contiguous there."""
     start, stop = _extent(part, parent)
     return np.where(stop - start == part.volumes(), start, -1)

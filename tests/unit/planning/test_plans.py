@@ -215,11 +215,11 @@ def test_a_requested_box_is_read_from_the_chunks_that_have_its_elements(
         elements = np.arange(stored.size).reshape(stored.shape)
         held = elements[slices((reads.in_chunk[part][:ndim], sizes))].ravel()
         assert (int(reads.chunk_start[part]), int(reads.chunk_stop[part])) == (held[0], held[-1] + 1)
-        start = int(reads.run_start[part])
+        start = int(reads.requested_start[part])
         numbered = np.arange(np.prod(box[1], dtype=int)).reshape(box[1])[target].ravel()
-        is_run = (np.diff(numbered) == 1).all()
-        assert (start >= 0) == is_run
-        if is_run:
+        is_contiguous = (np.diff(numbered) == 1).all()
+        assert (start >= 0) == is_contiguous
+        if is_contiguous:
             assert start == numbered[0]
     for (row, box), result in zip(wants, results, strict=True):
         assert result.tolist() == run.values(row)[slices(box)].tolist()
