@@ -32,8 +32,8 @@ MISSING: Any = object()
 class BindHandler(Protocol):
     """Binds one kind of value."""
 
-    def bind(self, place: Place, value: Any, to: Binder) -> None:
-        """Requests the entries of the value from `to`. The value does not change before `Binding.finish`."""
+    def bind(self, place: Place, value: Any, binder: Binder) -> None:
+        """Requests the entries of the value. The value does not change before `Binding.finish`."""
 
 
 @dataclass(kw_only=True)

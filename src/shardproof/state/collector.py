@@ -45,8 +45,8 @@ class _MergedEntry:
 class CollectHandler(Protocol):
     """Collects one kind of value."""
 
-    def collect(self, place: Place, value: Any, out: Collector) -> None:
-        """Adds the entries of the value to `out`. The value does not change."""
+    def collect(self, place: Place, value: Any, collector: Collector) -> None:
+        """Adds the entries of the value to `collector`. The value does not change."""
 
 
 @dataclass
@@ -221,9 +221,9 @@ class Collector(Visitor[CollectHandler]):
 class Hoister:
     """Stores the tensors and large arrays inside plain data as separate tensors."""
 
-    def __init__(self, key: str, out: Collector, origin: Any) -> None:
+    def __init__(self, key: str, collector: Collector, origin: Any) -> None:
         self.key = key
-        self.out = out
+        self.collector = collector
         self.origin = origin
         self.used: set[str] = set()
 
@@ -234,7 +234,7 @@ class Hoister:
         key = hoisted_key(self.key, path, self.used)
         if kind == "tensor" and is_wrapper(value):
             self._check_wrapper(key, value)
-        self.out.tensor(key, hoisted_tensor(kind, value), (self.origin, path))
+        self.collector.tensor(key, hoisted_tensor(kind, value), (self.origin, path))
         return key
 
     @staticmethod

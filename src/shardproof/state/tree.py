@@ -45,10 +45,10 @@ def collect(tree: Any, *, rank: int = 0, world_size: int = 1, last: LastWalk | N
     >>> [entry.key for entry in collected.tensors], collected.objects
     (['w'], (ObjectEntry(key='epoch', value=3),))
     """
-    out = Collector(handler_of, rank, world_size, last=last)
+    collector = Collector(handler_of, rank, world_size, last=last)
     with no_garbage_collection():
-        _walk(out.visit, tree)
-        return out.result()
+        _walk(collector.visit, tree)
+        return collector.result()
 
 
 def bind(
@@ -85,10 +85,12 @@ def bind(
     >>> tree
     {'epoch': 3}
     """
-    to = Binder(handler_of, rank, world_size, binding=Binding(catalogue), selected=selected, strict=strict)
+    binder = Binder(
+        handler_of, rank, world_size, binding=Binding(catalogue), selected=selected, strict=strict
+    )
     with no_garbage_collection():
-        _walk(to.visit, tree)
-        return to.result()
+        _walk(binder.visit, tree)
+        return binder.result()
 
 
 def _walk(visit: Callable[[Place, Any], None], tree: Any) -> None:

@@ -39,47 +39,47 @@ class Handler(CollectHandler, BindHandler, Protocol):
 class _Plain:
     """Handles values that a save stores as plain data, and a load replaces in their container."""
 
-    def collect(self, place: Place, value: Any, out: Collector) -> None:
+    def collect(self, place: Place, value: Any, collector: Collector) -> None:
         """Adds one object."""
-        out.object(place.key, value, place.path)
+        collector.object(place.key, value, place.path)
 
-    def bind(self, place: Place, value: Any, to: Binder) -> None:
+    def bind(self, place: Place, value: Any, binder: Binder) -> None:
         """Replaces the value in its container."""
-        data = to.object(place.key, _described(value))
+        data = binder.object(place.key, _described(value))
         if data is not MISSING:
-            put = to.put_of(place)
-            rebuilt = to.rebuild(place.key, data, lambda: value)
-            to.on_finish(lambda: put(rebuilt()))
+            put = binder.put_of(place)
+            rebuilt = binder.rebuild(place.key, data, lambda: value)
+            binder.on_finish(lambda: put(rebuilt()))
 
 
 class _Tensor:
     """Handles tensors and DTensors."""
 
-    def collect(self, place: Place, value: torch.Tensor, out: Collector) -> None:
+    def collect(self, place: Place, value: torch.Tensor, collector: Collector) -> None:
         """Adds this rank's pieces."""
-        out.tensor(place.key, value, place.path)
+        collector.tensor(place.key, value, place.path)
 
-    def bind(self, place: Place, value: torch.Tensor, to: Binder) -> None:
+    def bind(self, place: Place, value: torch.Tensor, binder: Binder) -> None:
         """Fills the tensor in place."""
-        to.tensor(place.key, value)
+        binder.tensor(place.key, value)
 
 
 class _Array:
     """Handles numpy arrays as tensors."""
 
-    def collect(self, place: Place, value: np.ndarray[Any, Any], out: Collector) -> None:
+    def collect(self, place: Place, value: np.ndarray[Any, Any], collector: Collector) -> None:
         """Adds a tensor, which shares the array's memory if torch supports it."""
-        out.tensor(place.key, self._tensor(place, value)[0], place.path)
+        collector.tensor(place.key, self._tensor(place, value)[0], place.path)
 
-    def bind(self, place: Place, value: np.ndarray[Any, Any], to: Binder) -> None:
+    def bind(self, place: Place, value: np.ndarray[Any, Any], binder: Binder) -> None:
         """Fills the array in place, through a copy if torch cannot share its memory."""
-        if not to.selected(place.key):
+        if not binder.selected(place.key):
             return
         tensor, shared = self._tensor(place, value)
         if not value.flags.writeable:
             raise StructureError(f"{place.key}: the array is read-only. Load into a copy", key=place.key)
-        if to.tensor(place.key, tensor) and not shared:
-            to.on_finish(lambda: np.copyto(value, tensor.numpy()))
+        if binder.tensor(place.key, tensor) and not shared:
+            binder.on_finish(lambda: np.copyto(value, tensor.numpy()))
 
     @staticmethod
     def _tensor(place: Place, value: np.ndarray[Any, Any]) -> tuple[torch.Tensor, bool]:
@@ -93,7 +93,7 @@ class _Array:
 class _Mapping:
     """Handles dicts: visits each item under its key."""
 
-    def collect(self, place: Place, value: dict[Any, Any], out: Collector) -> None:
+    def collect(self, place: Place, value: dict[Any, Any], collector: Collector) -> None:
         """Collects each item. Tensors skip the handler, because a dict may have many of them."""
         _check_names(value, place)
         prefix, path = f"{place.key}." if place.key else "", place.path
@@ -101,45 +101,45 @@ class _Mapping:
             if name == "" and not place.key:
                 raise StructureError(f"{path}[{name!r}]: the key is empty. Use a non-empty name")
             if isinstance(item, torch.Tensor):
-                out.tensor(f"{prefix}{name}", item, (path, name))
+                collector.tensor(f"{prefix}{name}", item, (path, name))
             else:
-                out.visit(place.at(name), item)
+                collector.visit(place.at(name), item)
 
-    def bind(self, place: Place, value: dict[Any, Any], to: Binder) -> None:
+    def bind(self, place: Place, value: dict[Any, Any], binder: Binder) -> None:
         """Binds each item. Tensors skip the handler."""
         _check_names(value, place)
         prefix = f"{place.key}." if place.key else ""
         tensors = {name: item for name, item in value.items() if isinstance(item, torch.Tensor)}
-        to.tensors([f"{prefix}{name}" for name in tensors], list(tensors.values()))
+        binder.tensors([f"{prefix}{name}" for name in tensors], list(tensors.values()))
         if len(tensors) < len(value):
             for name, item in value.items():
                 if not isinstance(item, torch.Tensor):
-                    to.visit(place.at(name, partial(value.__setitem__, name)), item)
+                    binder.visit(place.at(name, partial(value.__setitem__, name)), item)
 
 
 class _List:
     """Handles lists with tensors or objects: visits each item under its index."""
 
-    def collect(self, place: Place, value: Any, out: Collector) -> None:
+    def collect(self, place: Place, value: Any, collector: Collector) -> None:
         """Collects each item."""
         for index, item in enumerate(value):
-            out.visit(place.at(index), item)
+            collector.visit(place.at(index), item)
 
-    def bind(self, place: Place, value: Any, to: Binder) -> None:
+    def bind(self, place: Place, value: Any, binder: Binder) -> None:
         """Binds each item."""
         for index, item in enumerate(value):
-            to.visit(place.at(index, partial(value.__setitem__, index)), item)
+            binder.visit(place.at(index, partial(value.__setitem__, index)), item)
 
 
 class _Tuple(_List):
     """Handles tuples with tensors or objects, and named tuples. A load replaces the whole tuple."""
 
-    def bind(self, place: Place, value: Any, to: Binder) -> None:
+    def bind(self, place: Place, value: Any, binder: Binder) -> None:
         """Binds each item, then replaces the tuple in its container."""
         items = list(value)
         replaceable = place.put is not None
         for index, item in enumerate(value):
-            to.visit(place.at(index, partial(items.__setitem__, index) if replaceable else None), item)
+            binder.visit(place.at(index, partial(items.__setitem__, index) if replaceable else None), item)
         put = place.put
         if put is not None:
 
@@ -147,7 +147,7 @@ class _Tuple(_List):
                 if any(new is not old for new, old in zip(items, value, strict=True)):
                     put(value._make(items) if hasattr(value, "_make") else tuple(items))
 
-            to.on_finish(rebuild)
+            binder.on_finish(rebuild)
 
 
 _PLAIN, _TENSOR, _ARRAY, _MAPPING, _LIST, _TUPLE = (

@@ -13,13 +13,13 @@ __all__ = ["EXPLICIT"]
 class _Explicit:
     """Collects and binds `LocalShards` and `FlatShard`."""
 
-    def collect(self, place: Place, value: LocalShards | FlatShard, out: Collector) -> None:
+    def collect(self, place: Place, value: LocalShards | FlatShard, collector: Collector) -> None:
         """Adds the described pieces."""
-        out.pieces(place.key, *described(value, place.key), origin=place.path)
+        collector.pieces(place.key, *described(value, place.key), origin=place.path)
 
-    def bind(self, place: Place, value: LocalShards | FlatShard, to: Binder) -> None:
+    def bind(self, place: Place, value: LocalShards | FlatShard, binder: Binder) -> None:
         """Adds the described pieces as destinations."""
-        to.pieces(place.key, *described(value, place.key))
+        binder.pieces(place.key, *described(value, place.key))
 
 
 EXPLICIT = _Explicit()

@@ -32,9 +32,9 @@ class _Module:
     fills their memory, and then calls the module's ``state_loaded()``, if its type has this method.
     """
 
-    def collect(self, place: Place, value: torch.nn.Module, out: Collector) -> None:
+    def collect(self, place: Place, value: torch.nn.Module, collector: Collector) -> None:
         """Adds each tensor under its name, and extra state as an object."""
-        module, state = _state_of(value, place, out)
+        module, state = _state_of(value, place, collector)
         prefix = f"{place.key}." if place.key else ""
         for name, item in state.items():
             if "@" in (clean := module.clean(name)):
@@ -42,20 +42,20 @@ class _Module:
             key = prefix + clean
             if isinstance(item, (LocalShards, FlatShard)):
                 described, anchor = _own_shards_of(item, module.layout(name), key)
-                out.local_shards(key, described, (place.path, name), anchor)
+                collector.local_shards(key, described, (place.path, name), anchor)
             elif not isinstance(item, torch.Tensor) or _is_extra(name):
-                out.object(key, item, (place.path, name))
+                collector.object(key, item, (place.path, name))
             elif (layout := module.layout(name)) is not None:
                 sharded, local = _local_shards_of(item, layout, key)
-                out.local_shards(key, sharded, (place.path, name), local)
+                collector.local_shards(key, sharded, (place.path, name), local)
             else:
-                out.tensor(key, item, (place.path, name))
+                collector.tensor(key, item, (place.path, name))
         declare_fsdp2_owners(part for _, part in module.parts)
-        out.modules.append(_owned(place, module, state, out))
+        collector.modules.append(_owned(place, module, state, collector))
 
-    def bind(self, place: Place, value: torch.nn.Module, to: Binder) -> None:
+    def bind(self, place: Place, value: torch.nn.Module, binder: Binder) -> None:
         """Fills tensors in place. Values that the state dict computes go through `load_state_dict`."""
-        module, state = _state_of(value, place, to, load=True)
+        module, state = _state_of(value, place, binder, load=True)
         prefix = f"{place.key}." if place.key else ""
         is_live = _live_memory_of(module.module)
         computed: dict[str, Callable[[], Any]] = {}
@@ -64,29 +64,29 @@ class _Module:
                 check_name(clean, place.key, place.path)
             key = prefix + clean
             if _is_extra(name):
-                self._bind_extra(module.module, name, key, item, to)
+                self._bind_extra(module.module, name, key, item, binder)
             elif isinstance(item, (LocalShards, FlatShard)):
-                to.local_shards(key, *_own_shards_of(item, module.layout(name), key))
+                binder.local_shards(key, *_own_shards_of(item, module.layout(name), key))
             elif not isinstance(item, torch.Tensor):
-                data = to.object(key)
+                data = binder.object(key)
                 if data is not MISSING:
-                    computed[name] = to.rebuild(key, data, partial(_same, item))
+                    computed[name] = binder.rebuild(key, data, partial(_same, item))
             elif (layout := module.layout(name)) is not None:
-                self._bind_laid_out(name, key, item, layout, is_live(item), to, computed)
+                self._bind_laid_out(name, key, item, layout, is_live(item), binder, computed)
             elif is_live(item):
-                to.tensor(key, item)
+                binder.tensor(key, item)
             elif item.is_meta:
-                to.tensor(key, item)  # raises: a meta tensor has no memory
+                binder.tensor(key, item)  # raises: a meta tensor has no memory
             else:
                 fresh = empty_like_layout(item, item.dtype)
-                if to.tensor(key, fresh):
+                if binder.tensor(key, fresh):
                     computed[name] = partial(_same, fresh)
         if computed:
-            to.on_finish(lambda: _load(module.module, state, computed))
+            binder.on_finish(lambda: _load(module.module, state, computed))
         loaded = getattr(type(module.module), "state_loaded", None)
         if callable(loaded):
-            to.on_finish(partial(loaded, module.module))
-        to.modules.append(_owned(place, module, state, to))
+            binder.on_finish(partial(loaded, module.module))
+        binder.modules.append(_owned(place, module, state, binder))
 
     @staticmethod
     def _bind_laid_out(
@@ -95,23 +95,23 @@ class _Module:
         item: torch.Tensor,
         layout: Layout,
         is_live: bool,
-        to: Binder,
+        binder: Binder,
         computed: dict[str, Callable[[], Any]],
     ) -> None:
         local_of(item, key)
         if not is_live:
             # The checkpoint does not store padding, so the copy preserves it.
             item = item.detach().clone()
-        if to.local_shards(key, *_local_shards_of(item, layout, key)) and not is_live:
+        if binder.local_shards(key, *_local_shards_of(item, layout, key)) and not is_live:
             computed[name] = partial(_same, item)
 
     @staticmethod
-    def _bind_extra(module: torch.nn.Module, name: str, key: str, current: Any, to: Binder) -> None:
-        data = to.object(key)
+    def _bind_extra(module: torch.nn.Module, name: str, key: str, current: Any, binder: Binder) -> None:
+        data = binder.object(key)
         if data is not MISSING:
             owner = inside(module.get_submodule(name.rpartition(".")[0]))
-            rebuilt = to.rebuild(key, data, lambda: current)
-            to.on_finish(lambda: owner.set_extra_state(rebuilt()))
+            rebuilt = binder.rebuild(key, data, lambda: current)
+            binder.on_finish(lambda: owner.set_extra_state(rebuilt()))
 
 
 MODULE = _Module()

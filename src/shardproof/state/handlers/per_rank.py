@@ -77,56 +77,60 @@ def owner_of(key: str) -> tuple[str, int] | None:
 class _PerRank:
     """Handles `PerRank` and `RandomState`: the value's keys lie below ``<key>.@rank-<rank>``."""
 
-    def collect(self, place: Place, value: PerRank | RandomState, out: Collector) -> None:
+    def collect(self, place: Place, value: PerRank | RandomState, collector: Collector) -> None:
         """Collects this rank's value."""
-        inner = self._inner(place, value, out.rank)
+        inner = self._inner(place, value, collector.rank)
         if isinstance(value, RandomState):
-            STATEFUL.collect(inner, value, out)
+            STATEFUL.collect(inner, value, collector)
         else:
-            out.visit(inner, value.value)
+            collector.visit(inner, value.value)
 
-    def bind(self, place: Place, value: PerRank | RandomState, to: Binder) -> None:
+    def bind(self, place: Place, value: PerRank | RandomState, binder: Binder) -> None:
         """Binds the value that the same rank saved."""
-        inner = self._inner(place, value, to.rank)
-        stored = to.keys_below(join(place.key, "@rank-"))
-        to.binding.used.update(stored)
+        inner = self._inner(place, value, binder.rank)
+        stored = binder.keys_below(join(place.key, "@rank-"))
+        binder.binding.used.update(stored)
         if not stored:
-            if to.selected(place.key):
-                to.binding.missing.append(place.key)
+            if binder.selected(place.key):
+                binder.binding.missing.append(place.key)
             return
-        to.binding.own.append(place.key)
+        binder.binding.own.append(place.key)
         if isinstance(value, PerRank) and value.fewer != "drop":
-            self._bind_others(place, value, stored, to)
-        if to.rank >= to.catalogue.world_size:
-            if to.selected(inner.key):
-                (to.binding.missing if value.missing == "error" else to.binding.unchanged).append(inner.key)
+            self._bind_others(place, value, stored, binder)
+        if binder.rank >= binder.catalogue.world_size:
+            if binder.selected(inner.key):
+                (binder.binding.missing if value.missing == "error" else binder.binding.unchanged).append(
+                    inner.key
+                )
         elif isinstance(value, RandomState):
-            STATEFUL.bind(inner, value, to)
+            STATEFUL.bind(inner, value, binder)
         else:
-            to.visit(inner, value.value)
+            binder.visit(inner, value.value)
 
     @staticmethod
-    def _bind_others(place: Place, value: PerRank, stored: Sequence[str], to: Binder) -> None:
+    def _bind_others(place: Place, value: PerRank, stored: Sequence[str], binder: Binder) -> None:
         """Binds the values of saved ranks that do not exist in the load."""
         others: dict[int, list[str]] = {}
-        for key in filter(to.selected, stored):
+        for key in filter(binder.selected, stored):
             owner = owner_of(key)
-            if owner is not None and owner[1] >= to.world_size:
+            if owner is not None and owner[1] >= binder.world_size:
                 others.setdefault(owner[1], []).append(key)
         if value.fewer == "error":
             for rank in sorted(others):
-                to.mismatch(
+                binder.mismatch(
                     join(place.key, f"@rank-{rank}"),
-                    f"values of at most {to.world_size} ranks, the number that load",
+                    f"values of at most {binder.world_size} ranks, the number that load",
                     f"the value of rank {rank}; use PerRank(fewer='gather') or PerRank(fewer='drop') to load",
                 )
             return
-        to.binding.gathered.append(place.key)
+        binder.binding.gathered.append(place.key)
         values = {
-            rank: _stored_value(join(place.key, f"@rank-{rank}"), keys, to)
+            rank: _stored_value(join(place.key, f"@rank-{rank}"), keys, binder)
             for rank, keys in sorted(others.items())
         }
-        to.on_finish(lambda: setattr(value, "gathered", {rank: build() for rank, build in values.items()}))
+        binder.on_finish(
+            lambda: setattr(value, "gathered", {rank: build() for rank, build in values.items()})
+        )
 
     @staticmethod
     def _inner(place: Place, value: PerRank | RandomState, rank: int) -> Place:
@@ -137,15 +141,15 @@ class _PerRank:
         return Place(join(place.key, f"@rank-{rank}"), place.path, partial(setattr, value, "value"))
 
 
-def _stored_value(name: str, keys: Sequence[str], to: Binder) -> Callable[[], Any]:
+def _stored_value(name: str, keys: Sequence[str], binder: Binder) -> Callable[[], Any]:
     """Returns a function that builds one rank's value for `PerRank.gathered`, after all tensors are read."""
-    objects = {key: to.catalogue.objects[key] for key in keys if key in to.catalogue.objects}
+    objects = {key: binder.catalogue.objects[key] for key in keys if key in binder.catalogue.objects}
     referenced = {tensor for data in objects.values() for tensor, _ in references(data)}
-    values = {key: to.rebuild(key, data) for key, data in objects.items()}
+    values = {key: binder.rebuild(key, data) for key, data in objects.items()}
     for key in keys:
         if key not in values and key not in referenced:
-            dtype, shape = to.catalogue.tensors[key]
-            values[key] = partial(_same, to.fresh(key, torch_dtype(dtype), tuple(shape), None))
+            dtype, shape = binder.catalogue.tensors[key]
+            values[key] = partial(_same, binder.fresh(key, torch_dtype(dtype), tuple(shape), None))
     if name in values:
         return values[name]
     return lambda: {key.removeprefix(f"{name}."): values[key]() for key in sorted(values)}

@@ -36,16 +36,16 @@ class _Part:
     - ``state_loaded()`` after the whole part is set.
     """
 
-    def collect(self, place: Place, value: Any, out: Collector) -> None:
+    def collect(self, place: Place, value: Any, collector: Collector) -> None:
         """Collects the present tree."""
-        out.visit(_inner(place), _tree_of(place, value))
+        collector.visit(_inner(place), _tree_of(place, value))
 
-    def bind(self, place: Place, value: Any, to: Binder) -> None:
+    def bind(self, place: Place, value: Any, binder: Binder) -> None:
         """Binds the tree if the checkpoint has one and the value accepts it."""
         inner = _inner(place)
-        stored = to.keys_below(f"{inner.key}.")
-        selected = [key for key in stored if to.selected(key)]
-        if not to.selected(inner.key) and not selected:
+        stored = binder.keys_below(f"{inner.key}.")
+        selected = [key for key in stored if binder.selected(key)]
+        if not binder.selected(inner.key) and not selected:
             return
         if stored and len(selected) < len(stored):
             raise StructureError(
@@ -54,19 +54,19 @@ class _Part:
                 key=place.key,
             )
         if not stored:
-            to.binding.unchanged.append(inner.key)
+            binder.binding.unchanged.append(inner.key)
             return
-        to.binding.parts.add(inner.key)
-        if not _accepts(value, f"{inner.key}.", stored, to):
-            to.binding.used.update(stored)
-            to.binding.unchanged.append(inner.key)
-            to.binding.declined.append(inner.key)
+        binder.binding.parts.add(inner.key)
+        if not _accepts(value, f"{inner.key}.", stored, binder):
+            binder.binding.used.update(stored)
+            binder.binding.unchanged.append(inner.key)
+            binder.binding.declined.append(inner.key)
             return
-        to.visit(inner, _tree_of(place, value))
+        binder.visit(inner, _tree_of(place, value))
         loaded = getattr(value, "state_loaded", None)
         if loaded is not None:
             # Optimizers of the part bind at the end of the walk. This call must come after theirs.
-            to.later.append(lambda: to.on_finish(loaded))
+            binder.later.append(lambda: binder.on_finish(loaded))
 
 
 def _inner(place: Place) -> Place:
@@ -83,23 +83,23 @@ def _tree_of(place: Place, value: Any) -> dict[Any, Any]:
     return tree
 
 
-def _accepts(value: Any, prefix: str, stored: list[str], to: Binder) -> bool:
+def _accepts(value: Any, prefix: str, stored: list[str], binder: Binder) -> bool:
     """True unless the value's `check_stored` rejects the stored part."""
     check = getattr(value, "check_stored", None)
     if check is None:
         return True
     below = {key.removeprefix(prefix): key for key in stored}
     try:
-        accepted = check({name: _plain(key, to) for name, key in below.items() if not is_per_rank(name)})
+        accepted = check({name: _plain(key, binder) for name, key in below.items() if not is_per_rank(name)})
     except StructureError as error:
-        to.binding.refused.append(error)
+        binder.binding.refused.append(error)
         return False
     return accepted is not False
 
 
-def _plain(key: str, to: Binder) -> Any:
+def _plain(key: str, binder: Binder) -> Any:
     """Plain data of the checkpoint; None for a tensor, and for plain data that refers to one."""
-    data = to.catalogue.objects.get(key)
+    data = binder.catalogue.objects.get(key)
     return None if any(references(data)) else decode(data, path=key)
 
 
@@ -128,16 +128,16 @@ class Stateful:
     read: Callable[[Any], Any]
     write: Callable[[Any, Any], Any]
 
-    def collect(self, place: Place, value: Any, out: Collector) -> None:
+    def collect(self, place: Place, value: Any, collector: Collector) -> None:
         """Adds the whole state as one object."""
-        out.object(place.key, self.read(value), place.path)
+        collector.object(place.key, self.read(value), place.path)
 
-    def bind(self, place: Place, value: Any, to: Binder) -> None:
+    def bind(self, place: Place, value: Any, binder: Binder) -> None:
         """Decodes the stored state and sets it after all tensors are read."""
-        data = to.object(place.key)
+        data = binder.object(place.key)
         if data is not MISSING:
-            rebuilt = to.rebuild(place.key, data, lambda: self.read(value))
-            to.on_finish(lambda: self.write(value, rebuilt()))
+            rebuilt = binder.rebuild(place.key, data, lambda: self.read(value))
+            binder.on_finish(lambda: self.write(value, rebuilt()))
 
 
 STATEFUL = Stateful(lambda value: value.state_dict(), lambda value, state: value.load_state_dict(state))

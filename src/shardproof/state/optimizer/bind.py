@@ -57,7 +57,7 @@ class OptimizerBinding:
     optimizer: torch.optim.Optimizer
     names: Names
     layouts: SlotLayouts
-    to: Binder
+    binder: Binder
     attach: list[Callable[[], Any]] = field(default_factory=list)
     reported: set[str] = field(default_factory=set)
     """Classes of other optimizers for which there is a mismatch already."""
@@ -83,31 +83,31 @@ class OptimizerBinding:
                 name = self.names[parameter]
                 key = join(self.place.key, name)
                 self._check_slots(key, parameter)
-                data = self.to.object(f"{key}.{OPTIONS}")
+                data = self.binder.object(f"{key}.{OPTIONS}")
                 if data is MISSING:
                     self._bind_existing_slots(key, parameter)
                     continue
                 _check_data(data, key)
                 stored[name] = data["options"]
                 self._parameter(key, group, parameter, data)
-            self.attach.append(GroupOptions(self.place.key, stored).bind(group, self.to))
+            self.attach.append(GroupOptions(self.place.key, stored).bind(group, self.binder))
         self._bind_shared()
         for act in self.attach:
-            self.to.on_finish(act)
+            self.binder.on_finish(act)
 
     def _translate(self) -> None:
         """Gives a stored state dict of a torch optimizer the keys of a live optimizer."""
-        catalogue, key = self.to.catalogue, self.place.key
+        catalogue, key = self.binder.catalogue, self.place.key
         members = [group["params"] for group in self.optimizer.param_groups]
         names = (self.names[parameter] for group in members for parameter in group)
         if any(join(key, f"{name}.{OPTIONS}") in catalogue.objects for name in names):
             return
         groups = [[self.names.all_of(parameter) for parameter in group] for group in members]
-        translated = translate_state_dict(catalogue, key, groups, self.to.keys_below)
+        translated = translate_state_dict(catalogue, key, groups, self.binder.keys_below)
         if translated is not None:
             catalogue, stored_keys, missing = translated
-            self.to.translate(catalogue, stored_keys)
-            self.to.binding.missing += filter(self.to.selected, missing)
+            self.binder.translate(catalogue, stored_keys)
+            self.binder.binding.missing += filter(self.binder.selected, missing)
 
     def _check_slots(self, key: str, parameter: torch.Tensor) -> None:
         """Refuses slots of the target whose keys look like reserved keys."""
@@ -122,7 +122,7 @@ class OptimizerBinding:
         stored, unselected = self._stored(key, layout, data)
         if MASTER in stored and not self._has_more_precision(parameter, stored[MASTER]):
             del stored[MASTER]
-            self.to.binding.used.add(f"{key}.{MASTER}")
+            self.binder.binding.used.add(f"{key}.{MASTER}")
         receipt = self.receive(parameter, group, stored)
         self._check_class(data, receipt.kind, key)
         if self.provider is not None and unselected:
@@ -139,20 +139,22 @@ class OptimizerBinding:
         }
         if self.provider is None:  # the rank that owns the parameter uses the other slots
             for slot, like in stored.items():
-                self.to.binding.used.update([f"{key}.{slot}"] if like.wrapper is None else like.wrapper.keys)
+                self.binder.binding.used.update(
+                    [f"{key}.{slot}"] if like.wrapper is None else like.wrapper.keys
+                )
         if MASTER in stored and MASTER not in receipt.tensors:
-            self.to.binding.used.add(f"{key}.{MASTER}")
+            self.binder.binding.used.add(f"{key}.{MASTER}")
             if parameter.dtype == stored[MASTER].dtype:
                 self._weight_from_master(key, layout)
         current: Mapping[str, Any] = (
             {} if self.provider is not None else self.optimizer.state.get(parameter, {})
         )
         values = {
-            slot: self.to.rebuild(f"{key}.{slot}", value, partial(current.get, slot))
+            slot: self.binder.rebuild(f"{key}.{slot}", value, partial(current.get, slot))
             for slot, value in data["values"].items()
-            if self.to.selected(f"{key}.{slot}")
+            if self.binder.selected(f"{key}.{slot}")
         }
-        unchanged = {slot for slot in current if not self.to.selected(f"{key}.{slot}")}
+        unchanged = {slot for slot in current if not self.binder.selected(f"{key}.{slot}")}
         self.attach.append(partial(_attach, receipt, values, frozenset(filled | unchanged)))
 
     def _stored(self, key: str, layout: SlotLayout, data: Any) -> tuple[dict[str, StoredSlot], set[str]]:
@@ -161,14 +163,14 @@ class OptimizerBinding:
         unselected = set()
         for slot in data["slots"]:
             name = f"{key}.{slot}"
-            found = self.to.catalogue.tensors.get(name)
-            if not self.to.selected(name):
+            found = self.binder.catalogue.tensors.get(name)
+            if not self.binder.selected(name):
                 unselected.add(slot)
-            elif (wrapper := stored_wrapper(name, self.to.catalogue)) is not None:
+            elif (wrapper := stored_wrapper(name, self.binder.catalogue)) is not None:
                 stored[slot] = StoredSlot(wrapper.dtype, tuple(local_tensor(layout.parameter).shape), wrapper)
             elif found is None:
-                self.to.binding.used.add(name)
-                self.to.binding.missing.append(name)
+                self.binder.binding.used.add(name)
+                self.binder.binding.missing.append(name)
             else:
                 stored[slot] = layout.stored(torch_dtype(found[0]), tuple(found[1]), name)
         return stored, unselected
@@ -184,26 +186,28 @@ class OptimizerBinding:
         """Adds a destination for a slot. The stored weight fills a master that is not stored."""
         if not is_stored:
             weight = self.layouts.weights.get(id(layout.parameter), "")
-            found = self.to.catalogue.tensors.get(weight)
+            found = self.binder.catalogue.tensors.get(weight)
             dtype = destination.buffer.dtype if isinstance(destination, LocalRange) else destination.dtype
             if slot != MASTER or found is None or torch_dtype(found[0]) != dtype:
                 return False
             key = weight
-        if not isinstance(destination, LocalRange) and is_empty_shard(key, destination, self.to.catalogue):
+        if not isinstance(destination, LocalRange) and is_empty_shard(
+            key, destination, self.binder.catalogue
+        ):
             return True
         local_shards = layout.sharded(destination, key)
         if local_shards is not None:
-            return self.to.local_shards(key, local_shards)
+            return self.binder.local_shards(key, local_shards)
         assert isinstance(destination, torch.Tensor)
-        return self.to.tensor(key, destination)
+        return self.binder.tensor(key, destination)
 
     def _has_more_precision(self, parameter: torch.Tensor, master: StoredSlot) -> bool:
         """True if the stored master has more precision than the stored weight, and the weight is selected."""
         if parameter.dtype != master.dtype:
             return True
         weight = self.layouts.weights.get(id(parameter), "")
-        found = self.to.catalogue.tensors.get(weight)
-        return found is not None and self.to.selected(weight) and torch_dtype(found[0]) != master.dtype
+        found = self.binder.catalogue.tensors.get(weight)
+        return found is not None and self.binder.selected(weight) and torch_dtype(found[0]) != master.dtype
 
     def _weight_from_master(self, key: str, layout: SlotLayout) -> None:
         """See "masters" above."""
@@ -212,14 +216,14 @@ class OptimizerBinding:
         exact = empty_like_layout(parameter, parameter.dtype)
         _copy(exact, parameter)  # the checkpoint does not store padding, so the copy preserves it
         if self._fill(layout, f"{key}.{MASTER}", MASTER, exact, True):
-            self.to.on_finish(partial(_copy, parameter, exact))
+            self.binder.on_finish(partial(_copy, parameter, exact))
 
     def _check_class(self, data: Any, kind: str, key: str) -> None:
         """Records a mismatch for state of another optimizer class, once for all parameters."""
         found = data.get("class", kind)  # early checkpoints do not store the class
-        if self.to.strict and found != kind and found not in self.reported:
+        if self.binder.strict and found != kind and found not in self.reported:
             self.reported.add(found)
-            self.to.mismatch(
+            self.binder.mismatch(
                 f"{key}.{OPTIONS}", f"state of {kind}", f"state of {found}; strict=False loads it anyway"
             )
 
@@ -234,18 +238,18 @@ class OptimizerBinding:
 
     def _bind_shared(self) -> None:
         extra, shared = join(self.place.key, EXTRA), join(self.place.key, SHARED)
-        if extra in self.to.catalogue.objects:
-            data = self.to.object(extra)
+        if extra in self.binder.catalogue.objects:
+            data = self.binder.object(extra)
             if data is not MISSING and self.provider is not None:
-                rebuilt = self.to.rebuild(extra, data)
+                rebuilt = self.binder.rebuild(extra, data)
                 provider = self.provider
                 self.attach.append(lambda: provider.receive_shared(rebuilt()))
-        if shared in self.to.catalogue.objects and self.provider is None:
-            data = self.to.object(shared)
+        if shared in self.binder.catalogue.objects and self.provider is None:
+            data = self.binder.object(shared)
             if data is not MISSING:
                 state = self.optimizer.state
                 present = {name: item for name, item in state.items() if isinstance(name, str)}
-                filled = self.to.rebuild(shared, data, lambda: present)
+                filled = self.binder.rebuild(shared, data, lambda: present)
                 self.attach.append(lambda: state.update(filled()))
 
 

@@ -68,31 +68,31 @@ class OptimizerState:
 class _Optimizer:
     """Handles `torch.optim.Optimizer` and `OptimizerState`, after the walk has visited all modules."""
 
-    def collect(self, place: Place, value: Any, out: Collector) -> None:
+    def collect(self, place: Place, value: Any, collector: Collector) -> None:
         """Collects the existing slots, and the options."""
         optimizer = _optimizer_of(value, place)
 
         def collect() -> None:
-            flat = _flat_slots(optimizer, place, out)
+            flat = _flat_slots(optimizer, place, collector)
             source = optimizer if flat is None else flat
-            names = _names(value, source, place, out)
-            _collect(place, optimizer, source, names, _modules(value, out), out)
+            names = _names(value, source, place, collector)
+            _collect(place, optimizer, source, names, _modules(value, collector), collector)
 
-        out.later.append(collect)
+        collector.later.append(collect)
 
-    def bind(self, place: Place, value: Any, to: Binder) -> None:
+    def bind(self, place: Place, value: Any, binder: Binder) -> None:
         """Fills existing slots in place, and creates others. Attaches them at the end of the load."""
         optimizer = _optimizer_of(value, place)
 
         def bind() -> None:
-            layouts = SlotLayouts.of(_modules(value, to), to.modules)
-            flat = _flat_slots(optimizer, place, to)
+            layouts = SlotLayouts.of(_modules(value, binder), binder.modules)
+            flat = _flat_slots(optimizer, place, binder)
             source: Any = optimizer if flat is None else flat
-            OptimizerBinding(place, source, _names(value, source, place, to), layouts, to).bind()
+            OptimizerBinding(place, source, _names(value, source, place, binder), layouts, binder).bind()
             if flat is not None:
-                to.on_finish(flat.apply)
+                binder.on_finish(flat.apply)
 
-        to.later.append(bind)
+        binder.later.append(bind)
 
 
 OPTIMIZER = _Optimizer()
@@ -104,7 +104,7 @@ def _collect(
     source: torch.optim.Optimizer | FlatSlots,
     names: Names,
     modules: Iterable[NamedModule],
-    out: Collector,
+    collector: Collector,
 ) -> None:
     layouts = SlotLayouts.of(modules, ())
     options = _OptionsObjects(place.key)
@@ -120,21 +120,21 @@ def _collect(
             local_shards = layout.sharded(item, slot_key)
             if local_shards is None:
                 assert isinstance(item, torch.Tensor)
-                out.tensor(slot_key, item, origin)
+                collector.tensor(slot_key, item, origin)
             else:
-                out.local_shards(slot_key, local_shards, origin)
+                collector.local_shards(slot_key, local_shards, origin)
             stepped += [item.buffer] if isinstance(item, LocalRange) else inner_tensors(item)
         values = {}
         for slot, item in slots.values.items():
             slot_key = _key_of(key, slot)
-            values[slot] = encode(item, slot_key, Hoister(slot_key, out, place.path))
-        out.common_object(
+            values[slot] = encode(item, slot_key, Hoister(slot_key, collector, place.path))
+        collector.common_object(
             f"{key}.{OPTIONS}", options.of(slots, values, names.torch_name(parameter), name), origin
         )
     stepper = getattr(optimizer, "stepper", optimizer) if isinstance(optimizer, SlotProvider) else optimizer
-    out.stepped.append(Stepped(stepper, tuple(stepped), tuple(map(local_tensor, stepped))))
+    collector.stepped.append(Stepped(stepper, tuple(stepped), tuple(map(local_tensor, stepped))))
     if source is optimizer:
-        _collect_shared(place, optimizer, out)
+        _collect_shared(place, optimizer, collector)
 
 
 def _flat_slots(optimizer: torch.optim.Optimizer, place: Place, visitor: Visitor[Any]) -> FlatSlots | None:
@@ -145,11 +145,11 @@ def _flat_slots(optimizer: torch.optim.Optimizer, place: Place, visitor: Visitor
     return FlatSlots(optimizer, parts, place)
 
 
-def _collect_shared(place: Place, optimizer: torch.optim.Optimizer, out: Collector) -> None:
+def _collect_shared(place: Place, optimizer: torch.optim.Optimizer, collector: Collector) -> None:
     """Collects state that belongs to no parameter."""
     if isinstance(optimizer, SlotProvider):
         if extra := optimizer.describe_shared():
-            out.object(join(place.key, EXTRA), extra, place.path)
+            collector.object(join(place.key, EXTRA), extra, place.path)
         return
     if is_zero_redundancy(optimizer):
         return  # `owned_slots` refuses such state
@@ -163,7 +163,7 @@ def _collect_shared(place: Place, optimizer: torch.optim.Optimizer, out: Collect
             key=place.key,
         )
     if shared:
-        out.object(join(place.key, SHARED), shared, place.path)
+        collector.object(join(place.key, SHARED), shared, place.path)
 
 
 def _optimizer_of(value: Any, place: Place) -> torch.optim.Optimizer:

@@ -35,7 +35,7 @@ class GroupOptions:
         """The encoded options of a group. A learning rate in a tensor is stored as its value."""
         return encode(options_of(group), f"{key}.{OPTIONS}")
 
-    def bind(self, group: dict[str, Any], to: Binder) -> Callable[[], None]:
+    def bind(self, group: dict[str, Any], binder: Binder) -> Callable[[], None]:
         """Returns a function that sets the group's options. Different options in one group are a mismatch."""
         agreed: dict[str, list[Any]] = {}
         source: dict[str, str] = {}
@@ -52,14 +52,14 @@ class GroupOptions:
                     agreed[name].append(value)  # compared when they are read
                 elif name not in refused:
                     refused.add(name)
-                    if to.strict:
-                        to.mismatch(
+                    if binder.strict:
+                        binder.mismatch(
                             join(self.key, f"{parameter}.{OPTIONS}"),
                             f"{name}={first!r} as for {source[name]}, which is in the same group",
                             f"{name}={value!r}",
                         )
         values = {
-            name: [to.rebuild(f"{self.key}.{OPTIONS}.{name}", value) for value in stored]
+            name: [binder.rebuild(f"{self.key}.{OPTIONS}.{name}", value) for value in stored]
             for name, stored in agreed.items()
             if name not in refused
         }
