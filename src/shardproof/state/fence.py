@@ -46,7 +46,7 @@ class Fence:
         self._writes: WeakKeyDictionary[torch.optim.Optimizer, bool] = WeakKeyDictionary()
         for item in stepped:
             self._writes[item.optimizer] = True
-        _standing.add(self)
+        _registry.add(self)
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Opens the fence if this optimizer's step may write to memory of the save."""
@@ -67,12 +67,12 @@ class Fence:
 
     def close(self) -> None:
         """Removes the fence. Call this when the save has read all its memory."""
-        _standing.remove(self)
+        _registry.remove(self)
 
 
 def open_all() -> None:
     """Opens all fences of this process. Call this before writing to memory that may be part of a save."""
-    for fence in _standing.fences():
+    for fence in _registry.fences():
         fence.open()
 
 
@@ -96,7 +96,7 @@ def _may_write(optimizer: torch.optim.Optimizer, memory: Set[int]) -> bool:
     return is_hidden or not memory.isdisjoint(starts)
 
 
-class _Standing:
+class _FenceRegistry:
     """All fences of this process.
 
     The first fence registers the hook, and the hook stays. The thread of a save closes fences, and removing
@@ -125,7 +125,7 @@ class _Standing:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-    for fence in _standing.fences():
+    for fence in _registry.fences():
         fence.before_step(optimizer)
 
 
@@ -137,4 +137,4 @@ def _uncompiled(hook: Callable[..., None]) -> Callable[..., None]:
     return disabled
 
 
-_standing = _Standing()
+_registry = _FenceRegistry()

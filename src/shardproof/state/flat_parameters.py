@@ -29,20 +29,20 @@ class FlatPart:
 
     name: str
     """Name in the module."""
-    alike: torch.nn.Parameter
+    meta: torch.nn.Parameter
     """A parameter without memory, with the global shape and dtype. Tied parameters share it."""
-    real: torch.Tensor
+    trained: torch.Tensor
     """The parameter that an optimizer trains: the flat one, or the parameter of ``use_orig_params=True``."""
     shard: torch.Tensor
     """The elements on this rank, 1-D."""
     start: int
     """Row-major position of the first element in the parameter."""
     offset: int
-    """Position of the first element in `real` on this rank."""
+    """Position of the first element in `trained` on this rank."""
 
     def described(self) -> FlatShard:
         """The elements on this rank, as a part of the parameter."""
-        return FlatShard(self.shard, self.alike.shape, self.start, self.start + self.shard.numel())
+        return FlatShard(self.shard, self.meta.shape, self.start, self.start + self.shard.numel())
 
 
 def _fsdp1() -> type | None:
@@ -99,7 +99,7 @@ def _of_handle(handle: Any, prefix: str) -> Iterator[FlatPart]:
     flat = handle.flat_param
     # Gathered parameters are copies: the optimizer steps the local shard.
     shard = getattr(flat, "_local_shard", flat).detach().view(-1)
-    trained = flat._params if handle._use_orig_params else None
+    originals = flat._params if handle._use_orig_params else None
     parts: dict[tuple[Any, str], FlatPart] = {}
     for row, (fqn, shape, info) in enumerate(
         zip(flat._fqns, flat._shapes, flat._shard_param_infos, strict=True)
@@ -109,17 +109,17 @@ def _of_handle(handle: Any, prefix: str) -> Iterator[FlatPart]:
         part = FlatPart(
             prefix + fqn,
             torch.nn.Parameter(torch.empty(shape, dtype=shard.dtype, device="meta"), flat.requires_grad),
-            flat if trained is None else trained[row],
+            flat if originals is None else originals[row],
             shard[offset : offset + count] if count else shard.new_empty(0),
             info.intra_param_start_idx if info.in_shard else 0,
-            offset if trained is None else 0,
+            offset if originals is None else 0,
         )
         parts[owner.module, owner.param_name] = part
         yield part
     for tied in flat._shared_param_infos:
         first = parts[tied.prim_module, tied.prim_param_name]
         name = f"{tied.module_name}.{tied.param_name}" if tied.module_name else tied.param_name
-        yield FlatPart(prefix + name, first.alike, first.real, first.shard, first.start, first.offset)
+        yield FlatPart(prefix + name, first.meta, first.trained, first.shard, first.start, first.offset)
 
 
 def flat_state(module: NamedModule, parts: Iterable[FlatPart]) -> dict[str, Any]:

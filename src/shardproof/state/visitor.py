@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from shardproof.state.flat_parameters import FlatPart
     from shardproof.state.module_names import NamedModule
 
-__all__ = ["OwnedParameters", "Place", "Visitor", "check_name", "is_per_rank", "join"]
+__all__ = ["Place", "VisitedModule", "Visitor", "check_name", "is_per_rank", "join"]
 
 H = TypeVar("H")
 """The handlers of a walk."""
@@ -83,7 +83,7 @@ def check_name(name: str, key: str, path: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class OwnedParameters:
+class VisitedModule:
     """A module of the tree, for optimizers of its parameters."""
 
     key: str
@@ -100,7 +100,7 @@ class Visitor(Generic[H]):
     """The handler of a value."""
     rank: int
     world_size: int
-    modules: list[OwnedParameters] = field(default_factory=list)
+    modules: list[VisitedModule] = field(default_factory=list)
     """Modules visited so far."""
     flat: dict[str, list[FlatPart]] = field(default_factory=dict)
     """The parameters of FSDP1 in each module that has some, by the module's key."""

@@ -20,7 +20,7 @@ from shardproof.state.local_shards import FlatShard, LocalShards
 from shardproof.state.module_names import EXTRA_STATE, PARALLEL, NamedModule, inside
 from shardproof.state.storage_owner import declare_fsdp2_owners
 from shardproof.state.tensors import check_memory, empty_like_layout, local_of, storage_of
-from shardproof.state.visitor import OwnedParameters, Place, Visitor, check_name
+from shardproof.state.visitor import Place, VisitedModule, Visitor, check_name
 
 __all__ = ["MODULE", "named"]
 
@@ -171,11 +171,11 @@ def _refuse_collective(module: NamedModule, place: Place) -> None:
 
 def _owned(
     place: Place, module: NamedModule, state: Mapping[str, Any], visitor: Visitor[Any]
-) -> OwnedParameters:
+) -> VisitedModule:
     """The module for optimizers. For FSDP1, parameters without memory stand for the flat ones' parts."""
     parts = visitor.flat.get(place.key, ())
-    return OwnedParameters(
-        place.key, module, {**state, **{part.name: part.alike for part in parts}} if parts else state
+    return VisitedModule(
+        place.key, module, {**state, **{part.name: part.meta for part in parts}} if parts else state
     )
 
 

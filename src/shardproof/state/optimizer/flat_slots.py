@@ -39,26 +39,26 @@ class FlatSlots:
         self._path = place.path
         self._parts: dict[int, FlatPart] = {}
         """By the parameter without memory."""
-        of_real: dict[int, list[FlatPart]] = {}
+        of_trained: dict[int, list[FlatPart]] = {}
         for part in parts:
-            if id(part.alike) not in self._parts:  # tied parameters have one slot
-                self._parts[id(part.alike)] = part
-                of_real.setdefault(id(part.real), []).append(part)
+            if id(part.meta) not in self._parts:  # tied parameters have one slot
+                self._parts[id(part.meta)] = part
+                of_trained.setdefault(id(part.trained), []).append(part)
         self.param_groups: list[dict[str, Any]] = []
         """Groups with the options of the optimizer's, and the parameters without memory."""
         self._groups: dict[int, dict[str, Any]] = {}
         """By the parameter without memory."""
         for group in optimizer.param_groups:
-            if not all(id(real) in of_real for real in group["params"]):
+            if not all(id(trained) in of_trained for trained in group["params"]):
                 raise StructureError(
                     f"{place.path} trains parameters of FullyShardedDataParallel (FSDP1) whose module is not "
                     "in the state tree, or others in the same group. Put the module into the tree, and give "
                     "parameters that FSDP1 ignores a group in an optimizer of their own",
                     key=place.key,
                 )
-            members = [part.alike for real in group["params"] for part in of_real[id(real)]]
+            members = [part.meta for trained in group["params"] for part in of_trained[id(trained)]]
             self.param_groups.append({**group, "params": members})
-            self._groups |= {id(alike): self.param_groups[-1] for alike in members}
+            self._groups |= {id(meta): self.param_groups[-1] for meta in members}
         self._received: dict[int, dict[str, Any]] = {}
         """New state by the id of the trained parameter."""
         self._buffers: dict[tuple[int, str], torch.Tensor] = {}
@@ -68,27 +68,27 @@ class FlatSlots:
         """The slots of the parameters with elements on this rank. Other ranks describe the others."""
         for group in self.param_groups:
             options = options_of(group)
-            for alike in group["params"]:
-                part = self._parts[id(alike)]
+            for meta in group["params"]:
+                part = self._parts[id(meta)]
                 if not part.shard.numel():
                     continue
                 tensors: dict[str, torch.Tensor | LocalRange] = {}
                 values: dict[str, Any] = {}
-                for slot, item in (self.optimizer.state.get(part.real) or {}).items():
+                for slot, item in (self.optimizer.state.get(part.trained) or {}).items():
                     if isinstance(item, torch.Tensor):
                         tensors[slot] = self._range(part, slot, item)
                     else:
                         values[slot] = item
-                yield ParameterSlots(alike, self.kind, options, tensors, values)
+                yield ParameterSlots(meta, self.kind, options, tensors, values)
 
     def _range(self, part: FlatPart, slot: str, item: torch.Tensor) -> torch.Tensor | LocalRange:
-        if not item.dim() and part.real.dim():
+        if not item.dim() and part.trained.dim():
             return item
-        if item.numel() != part.real.numel() or not item.is_contiguous():
+        if item.numel() != part.trained.numel() or not item.is_contiguous():
             raise StructureError(
                 f"{self._path}: the slot {slot!r} of {part.name} has shape {list(item.shape)}, but FSDP1's "
-                f"parameter has {list(part.real.shape)} on this rank. Only elementwise optimizers can train "
-                "flat parameters"
+                f"parameter has {list(part.trained.shape)} on this rank. Only elementwise optimizers can "
+                "train flat parameters"
             )
         count = part.shard.numel()
         flat = item.detach().view(-1)[part.offset : part.offset + count]
@@ -107,7 +107,7 @@ class FlatSlots:
             if not like.shape and parameter.dim():
                 group = self._groups[id(parameter)]
                 on_device = slot != "step" or group.get("capturable") or group.get("fused")
-                device = part.real.device if on_device else torch.device("cpu")
+                device = part.trained.device if on_device else torch.device("cpu")
                 tensors[slot] = torch.zeros((), dtype=like.dtype, device=device)
             else:
                 tensors[slot] = self._range(part, slot, self._buffer(part, slot, like.dtype))
@@ -115,12 +115,12 @@ class FlatSlots:
 
     def _buffer(self, part: FlatPart, slot: str, dtype: torch.dtype) -> torch.Tensor:
         """The whole slot of the trained parameter: the present one, or a new one. Padding is zero."""
-        present = (self.optimizer.state.get(part.real) or {}).get(slot)
-        if isinstance(present, torch.Tensor) and present.numel() == part.real.numel():
+        present = (self.optimizer.state.get(part.trained) or {}).get(slot)
+        if isinstance(present, torch.Tensor) and present.numel() == part.trained.numel():
             return present
-        key = id(part.real), slot
+        key = id(part.trained), slot
         if key not in self._buffers:
-            self._buffers[key] = torch.zeros(part.real.shape, dtype=dtype, device=part.real.device)
+            self._buffers[key] = torch.zeros(part.trained.shape, dtype=dtype, device=part.trained.device)
         return self._buffers[key]
 
     def _attach(
@@ -132,7 +132,7 @@ class FlatSlots:
     ) -> None:
         if not part.shard.numel():
             return
-        state = self._received.setdefault(id(part.real), {})
+        state = self._received.setdefault(id(part.trained), {})
         for slot in filled:
             item = tensors[slot]
             new = self._buffer(part, slot, item.buffer.dtype) if isinstance(item, LocalRange) else item
@@ -162,12 +162,12 @@ class FlatSlots:
         """Sets the optimizer's state and options to the received ones."""
         for group, mine in zip(self.optimizer.param_groups, self.param_groups, strict=True):
             group.update(options_of(mine))
-            for real in group["params"]:
-                if id(real) in self._received:
-                    self._replace(real, self._received[id(real)])
+            for trained in group["params"]:
+                if id(trained) in self._received:
+                    self._replace(trained, self._received[id(trained)])
 
-    def _replace(self, real: torch.Tensor, state: dict[str, Any]) -> None:
+    def _replace(self, trained: torch.Tensor, state: dict[str, Any]) -> None:
         if state:
-            self.optimizer.state[real] = state
+            self.optimizer.state[trained] = state
         else:
-            self.optimizer.state.pop(real, None)
+            self.optimizer.state.pop(trained, None)

@@ -17,7 +17,7 @@ from shardproof.state.visitor import join
 
 __all__ = ["GroupOptions"]
 
-_OF_THE_PROGRAM = frozenset(("fused", "foreach", "capturable", "differentiable"))
+_EXECUTION_OPTIONS = frozenset(("fused", "foreach", "capturable", "differentiable"))
 """Options that change how a step is computed, but not its result. A load does not change the target's."""
 
 
@@ -42,7 +42,7 @@ class GroupOptions:
         refused: set[str] = set()
         for parameter, options in self.stored.items():
             for name, value in options.items():
-                if name in _OF_THE_PROGRAM:
+                if name in _EXECUTION_OPTIONS:
                     continue
                 first = agreed.setdefault(name, [value])[0]
                 source.setdefault(name, parameter)
@@ -75,7 +75,7 @@ class GroupOptions:
                         "in one group of the target. Give each value a group of its own",
                         key=self.key,
                     )
-                group[name] = _adopted(group.get(name), value)
+                group[name] = _in_target_form(group.get(name), value)
 
         return apply
 
@@ -94,7 +94,7 @@ def _check_present(present: Any, path: str) -> None:
             _check_present(item, path)
 
 
-def _adopted(present: Any, stored: Any) -> Any:
+def _in_target_form(present: Any, stored: Any) -> Any:
     """The stored option in the target's form. Fills a tensor in place, and returns a number for a number."""
     if isinstance(present, torch.Tensor):
         with torch.no_grad():
@@ -106,5 +106,5 @@ def _adopted(present: Any, stored: Any) -> Any:
     if isinstance(stored, torch.Tensor) and isinstance(present, (int, float)):
         return stored.item()
     if isinstance(present, tuple) and isinstance(stored, tuple) and len(present) == len(stored):
-        return tuple(_adopted(mine, theirs) for mine, theirs in zip(present, stored, strict=True))
+        return tuple(_in_target_form(mine, theirs) for mine, theirs in zip(present, stored, strict=True))
     return stored

@@ -10,7 +10,7 @@ import torch
 
 from shardproof.errors import StructureError
 from shardproof.state.module_names import NamedModule, clean_name
-from shardproof.state.visitor import OwnedParameters, Place, check_name, join
+from shardproof.state.visitor import Place, VisitedModule, check_name, join
 
 __all__ = ["Names"]
 
@@ -21,7 +21,7 @@ class Names:
     Several parameters have the same name if they are parts (experts) or copies of one tensor of the model.
     """
 
-    def __init__(self, names: Mapping[int, str], place: Place, owner: OwnedParameters | None = None) -> None:
+    def __init__(self, names: Mapping[int, str], place: Place, owner: VisitedModule | None = None) -> None:
         self._names = names
         self._place = place
         self._owner = owner
@@ -73,7 +73,7 @@ class Names:
     def of_modules(modules: Sequence[NamedModule], place: Place) -> Names:
         """Names in modules that are not in the tree. With several, the position prefixes each name."""
         owned = [
-            OwnedParameters(str(index) if len(modules) > 1 else "", module, {})
+            VisitedModule(str(index) if len(modules) > 1 else "", module, {})
             for index, module in enumerate(modules)
         ]
         names: dict[int, str] = {}
@@ -83,7 +83,7 @@ class Names:
         return Names(names, place, owned[0] if len(owned) == 1 else None)
 
     @staticmethod
-    def of_tree(optimizer: torch.optim.Optimizer, modules: Sequence[OwnedParameters], place: Place) -> Names:
+    def of_tree(optimizer: torch.optim.Optimizer, modules: Sequence[VisitedModule], place: Place) -> Names:
         """Names in the modules of the tree, relative to the module that owns all parameters.
 
         If the parameters belong to several modules, each module's key prefixes its names. If they belong to
@@ -105,7 +105,7 @@ class Names:
         return Names(named | _by_identity(own), place)
 
 
-def _of_module(owner: OwnedParameters) -> dict[int, str]:
+def _of_module(owner: VisitedModule) -> dict[int, str]:
     """Parameter to name. A tied parameter gets the first of its keys in order, which is the stored one."""
     clean = owner.module.clean
     named = _by_identity(

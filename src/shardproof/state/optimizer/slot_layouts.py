@@ -14,7 +14,7 @@ from shardproof.state.local_shards import LocalShards
 from shardproof.state.module_names import NamedModule
 from shardproof.state.optimizer.slots import LocalRange, StoredSlot
 from shardproof.state.tensors import check_memory, local_of
-from shardproof.state.visitor import OwnedParameters, join
+from shardproof.state.visitor import VisitedModule, join
 
 __all__ = ["SlotLayout", "SlotLayouts"]
 
@@ -29,7 +29,7 @@ class SlotLayouts:
     """Id of a parameter to its key in the checkpoint."""
 
     @staticmethod
-    def of(modules: Iterable[NamedModule], owners: Iterable[OwnedParameters]) -> SlotLayouts:
+    def of(modules: Iterable[NamedModule], owners: Iterable[VisitedModule]) -> SlotLayouts:
         """The layouts of all parameters of `modules`, and the keys of the parameters of `owners`."""
         layouts: dict[int, Layout] = {}
         for module in modules:
