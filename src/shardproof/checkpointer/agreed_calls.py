@@ -173,9 +173,9 @@ class AgreedCalls:
                 raise self._failed
             return self._gate.answer()
 
-    def look(self) -> None:
-        """Tell the monitor that this rank may request something. A signal handler may call it."""
-        self._wake.put("look")
+    def wake(self) -> None:
+        """Wakes the monitor, because this rank may request something. A signal handler may call it."""
+        self._wake.put("wake")
 
     def close(self) -> None:
         """End the monitor. Sends nothing to the other ranks."""

@@ -82,7 +82,7 @@ class DueSaves:
         if preemption is not None or (every is not None and every.seconds is not None):
             name = f"schedule {location}"
             self._calls = AgreedCalls(rendezvous.beside(name), name, self._notices)
-            self._notices.install(self._calls.look)
+            self._notices.install(self._calls.wake)
             self._calls.start()
             weakref.finalize(self, self._calls.close)
 

@@ -105,7 +105,7 @@ class SaveCache:
 
     writers: Workers
     """Threads that write buffers."""
-    toucher: Workers
+    allocator: Workers
     """The thread that allocates staging memory."""
     staging: StagingPool
     unconfirmed: Unconfirmed

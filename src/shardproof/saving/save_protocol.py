@@ -279,7 +279,7 @@ class Save:
                 self._capture,
                 self._cache.plan.shard.plan,
                 self._cache.staging,
-                self._cache.toucher,
+                self._cache.allocator,
                 self._rendezvous.deadline,
                 self.progress,
             )

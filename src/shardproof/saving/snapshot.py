@@ -59,7 +59,7 @@ class Snapshot:
         capture: this rank's pieces, in the order of the plan.
         plan: plan of the chunks.
         pool: memory for copies.
-        toucher: the thread that allocates memory for the pool.
+        allocator: the thread that allocates memory for the pool.
         patience: seconds without progress of the writer after which the save fails.
         progress: progress of the save.
     """
@@ -69,7 +69,7 @@ class Snapshot:
         capture: Capture,
         plan: RankPlan,
         pool: StagingPool,
-        toucher: Workers,
+        allocator: Workers,
         patience: float,
         progress: Progress,
     ) -> None:
@@ -78,7 +78,7 @@ class Snapshot:
         self.staged_bytes = 0
         self._names = capture.names
         self._pool = pool
-        self._toucher = toucher
+        self._allocator = allocator
         self._patience = patience
         self._progress = progress
         self._changed = pool.changed
@@ -288,7 +288,7 @@ class Snapshot:
         live = int(self._before[row + 1] - self._before[self._front])
         staged = sum(self._count[other] for other in self._staged)
         size, largest = live + staged, max(self._count)
-        self._toucher.submit(lambda: self._grow(size, largest))
+        self._allocator.submit(lambda: self._grow(size, largest))
 
     def _grow(self, size: int, largest: int) -> None:
         """Without more memory, training waits for the writer, so an error is only logged."""
