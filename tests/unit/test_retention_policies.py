@@ -71,6 +71,52 @@ def test_the_best_steps_have_a_finite_number(mode: Any, expected: set[int]) -> N
     assert sp.KeepBest("loss", 1, "min").select(steps) == {4}, "the newer of equal ones"
 
 
+@pytest.mark.parametrize("value", [None, math.nan, "0.5", [0.1, 0.2]], ids=str)
+@pytest.mark.parametrize(
+    ("keep", "expected"),
+    [
+        (sp.KeepBest("val_loss"), [1, 2, 3, 4]),
+        (sp.KeepBest("val_loss") | sp.KeepLatest(2), [1, 2, 3, 4]),
+        (sp.KeepBest("val_loss") & sp.KeepLatest(2), [3, 4]),
+    ],
+    ids=str,
+)
+def test_a_metric_that_no_step_has_loses_no_step(
+    keep: sp.Retention, expected: list[int], value: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The saves have another number, and none, or no finite one, of the policy's metric."""
+    checkpointer = sp.Checkpointer(tmp_path, keep=keep)
+    with caplog.at_level(logging.WARNING, "shardproof"):
+        for step in (1, 2, 3, 4):
+            metadata = {"loss": 1.0 / step} | ({} if value is None else {"val_loss": value})
+            checkpointer.save(step, state(step), metadata=metadata).result()
+    assert checkpointer.steps() == expected
+    (warning,) = [text for text in caplog.messages if "KeepBest" in text]
+    assert "step 1 have no finite number 'val_loss'" in warning and "'loss'" in warning
+
+
+def test_steps_without_the_metric_go_once_a_step_has_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first validation comes after two saves. A save with the metric warns of nothing."""
+    with caplog.at_level(logging.WARNING, "shardproof"):
+        run(tmp_path / "all", sp.KeepBest("loss"), {1: 0.5, 2: 0.3})
+        assert not caplog.messages
+        checkpointer = run(tmp_path / "some", sp.KeepBest("loss"), {1: None, 2: None, 3: 0.5})
+    assert checkpointer.steps() == [3]
+    assert "but no value" in caplog.text
+
+
+def test_a_metric_of_the_second_tier_is_checked_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    near, far = tmp_path / "near", tmp_path / "far"
+    checkpointer = sp.Checkpointer(near, then=far, keep_then=sp.KeepBest("typo"))
+    with caplog.at_level(logging.WARNING, "shardproof"):
+        for step in (1, 2, 3):
+            checkpointer.save(step, state(step), metadata={"loss": 0.5}).durable(60)
+    assert sp.Checkpointer(far).steps() == [1, 2, 3]
+    assert "no finite number 'typo'" in caplog.text
+
+
 @pytest.mark.parametrize("make", [np.float32, torch.tensor, float], ids=["numpy", "torch", "float"])
 def test_a_metric_may_be_a_scalar_of_numpy_or_torch(make: Any, tmp_path: Path) -> None:
     checkpointer = run(tmp_path, sp.KeepBest("loss"), {1: make(0.125), 2: make(0.5), 3: make(0.75)})

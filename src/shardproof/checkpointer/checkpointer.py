@@ -18,7 +18,7 @@ from shardproof.checkpointer.nodes import MissingCopies, NodeStorage, join_nodes
 from shardproof.checkpointer.open_run import OpenRun
 from shardproof.checkpointer.page_cache import NewestStep
 from shardproof.checkpointer.pins import Pin
-from shardproof.checkpointer.policies import Retention
+from shardproof.checkpointer.policies import MetricCheck, Retention
 from shardproof.checkpointer.preemption import Preemption
 from shardproof.checkpointer.restore import Restore
 from shardproof.checkpointer.restored_step import RestoredStep
@@ -64,7 +64,7 @@ class Checkpointer:
             as ``step-00001000``. A relative path is resolved when the `Checkpointer` is made.
         keep: which committed steps stay; None for all. A save removes the others after its commit. Policies
             combine: ``KeepLatest(3) | KeepEvery(hours=24) | KeepBest("loss")``. The newest step and pinned
-            steps stay in any case.
+            steps stay in any case. Rank 0 warns once of a save without the metric of a `KeepBest`.
         rendezvous: the rendezvous of all ranks. None: the process group's store, torchrun's store, or one
             rank.
         deadline: seconds that a rank may be silent before all ranks fail with `RankSilent`. It bounds each
@@ -206,6 +206,7 @@ class Checkpointer:
         weakref.finalize(self, self._scrub.stop)
         self._run = OpenRun(storage, second, self._rendezvous, self._saver, self._scrub)
         self._keep = keep
+        self._metrics = MetricCheck(storage.location, keep, keep_then)
         self._storage_options = storage_options
         self._when_busy = when_busy
         self._stage_all = snapshot == "stage"
@@ -267,6 +268,8 @@ class Checkpointer:
             when_busy = "wait" if suspect else self._when_busy
         if self._rendezvous.rank == 0:
             self._scrub.prepare()
+            if not suspect:
+                self._metrics.check(number, metadata)
         if self._newest is not None:
             self._newest.stop()
         upload = None

@@ -11,7 +11,7 @@ import msgspec
 from shardproof import events
 from shardproof.checkpointer.nodes import NodeStorage
 from shardproof.checkpointer.pins import Pin, pinned_steps
-from shardproof.checkpointer.policies import KeepBest, Retention
+from shardproof.checkpointer.policies import BestStep, KeepBest, Retention
 from shardproof.checkpointer.retention import StepFacts
 from shardproof.checkpointer.scrub import Scrub
 from shardproof.checkpointer.step_folders import parse_step, step_name
@@ -96,7 +96,7 @@ class OpenRun:
                 f"restore(step='best') needs one KeepBest in keep=, for example KeepBest('loss'), and keep= "
                 f"has {len(policies)}"
             )
-        best = KeepBest(policies[0].metric, 1, policies[0].mode)
+        metric, best = policies[0].metric, BestStep(policies[0])
         self.saver.settle()  # it may be the best
 
         def decide(posts: Sequence[bytes]) -> bytes:
@@ -105,7 +105,7 @@ class OpenRun:
             found, _ = facts.select(best, steps)
             if steps and not found:
                 raise NotCommittedError(
-                    f"{self.location}: no committed step has a finite {best.metric!r} in its metadata. Save "
+                    f"{self.location}: no committed step has a finite {metric!r} in its metadata. Save "
                     "it with metadata=, or restore another step"
                 )
             return msgspec.msgpack.encode(max(found, default=None))

@@ -1,16 +1,36 @@
 """Policies that select the committed steps of a run to keep.
 
 Policies combine: ``KeepLatest(3) | KeepEvery(hours=24)`` keeps what either keeps, and ``&`` what both keep.
+
+Note "A wrong metric loses no step": `KeepBest` selects every step while no step has its metric. This
+selection contains the one of a policy with the right name. So do combinations of it by ``|`` and ``&``: a
+union with it removes nothing, and an intersection removes only what the other policy does not keep. The disk
+may fill meanwhile, so `MetricCheck` logs a warning at the first save without the metric.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
-__all__ = ["KeepAll", "KeepBest", "KeepEvery", "KeepLatest", "Retention", "RetentionPolicy", "SavedStep"]
+__all__ = [
+    "BestStep",
+    "KeepAll",
+    "KeepBest",
+    "KeepEvery",
+    "KeepLatest",
+    "MetricCheck",
+    "Retention",
+    "RetentionPolicy",
+    "SavedStep",
+]
+
+_NAMES_SHOWN = 8
+
+_log = logging.getLogger("shardproof")
 
 
 class SavedStep(int):
@@ -167,8 +187,9 @@ class KeepEvery(RetentionPolicy):
 class KeepBest(RetentionPolicy):
     """Keeps the `n` steps with the best value of a metric in their metadata.
 
-    A step without the metric, or whose value is no finite scalar, is not selected. Of equal values the newer
-    step is better.
+    A step without the metric, or whose value is no finite scalar, is not selected. While no step has a finite
+    value, every step is selected, so that a mistyped name loses no step. Of equal values the newer step is
+    better.
 
     Args:
         metric: name in the metadata of a save.
@@ -197,9 +218,7 @@ class KeepBest(RetentionPolicy):
 
     def select(self, steps: Sequence[SavedStep]) -> set[int]:
         """See `Retention.select`."""
-        values = [(step, self._value(step)) for step in steps]
-        finite = [(value, step) for step, value in values if value is not None]
-        return {step for _, step in sorted(finite, reverse=True)[: self.n]}
+        return self._best(steps) or set(steps)
 
     @staticmethod
     def within(policy: Retention | None) -> list[KeepBest]:
@@ -208,9 +227,15 @@ class KeepBest(RetentionPolicy):
             return [*KeepBest.within(policy.first), *KeepBest.within(policy.second)]
         return [policy] if isinstance(policy, KeepBest) else []
 
-    def _value(self, step: SavedStep) -> float | None:
+    def _best(self, steps: Sequence[SavedStep]) -> set[int]:
+        """The `n` best of the steps that have a finite value."""
+        values = [(step, self._value(step.metadata)) for step in steps]
+        finite = [(value, step) for step, value in values if value is not None]
+        return {step for _, step in sorted(finite, reverse=True)[: self.n]}
+
+    def _value(self, metadata: Mapping[str, Any]) -> float | None:
         """The metric of a step, larger for better; None if it has no finite one."""
-        value = step.metadata.get(self.metric)
+        value = metadata.get(self.metric)
         if value is None or isinstance(value, (bool, str, bytes)):
             return None
         try:
@@ -220,6 +245,61 @@ class KeepBest(RetentionPolicy):
         if not math.isfinite(number):
             return None
         return number if self.mode == "max" else -number
+
+
+class BestStep:
+    """Selects the best step by the metric of a policy, and no step if none has the metric.
+
+    Args:
+        policy: has the metric and the mode.
+
+    >>> step = SavedStep(100, lambda: (0.0, {"loss": 0.5}))
+    >>> BestStep(KeepBest("loss", 3)).select([step]), BestStep(KeepBest("lost")).select([step])
+    ({100}, set())
+    """
+
+    def __init__(self, policy: KeepBest) -> None:
+        self._policy = KeepBest(policy.metric, 1, policy.mode)
+
+    def select(self, steps: Sequence[SavedStep]) -> set[int]:
+        """The best of `steps`; empty if none has a finite value."""
+        return self._policy._best(steps)
+
+
+class MetricCheck:
+    """Warns once if the metadata of a save lack a finite value of a metric that a policy needs.
+
+    Args:
+        location: location of the run.
+        policies: the policies of the run; None for no policy.
+    """
+
+    def __init__(self, location: str, *policies: Retention | None) -> None:
+        self._location = location
+        self._wanted = [best for policy in policies for best in KeepBest.within(policy)]
+
+    def check(self, step: object, metadata: Mapping[str, Any] | None) -> None:
+        """Looks at the metadata of a save. The first call that finds a metric missing logs the warning.
+
+        Args:
+            step: number of the step, for the message.
+            metadata: the metadata of the save.
+        """
+        found = metadata or {}
+        missing = sorted({best.metric for best in self._wanted if best._value(found) is None})
+        if not missing:
+            return
+        self._wanted = []
+        names = ", ".join(map(repr, list(found)[:_NAMES_SHOWN])) or "no value"
+        _log.warning(
+            "%s: the metadata of step %s have no finite number %s, which KeepBest needs, but %s. KeepBest "
+            "does not select such a step. It keeps every step while no step of the run has the number, and "
+            "the storage may fill. Pass it with metadata=, or correct the name in KeepBest",
+            self._location,
+            step,
+            " and no ".join(map(repr, missing)),
+            names,
+        )
 
 
 def _check_count(policy: str, name: str, count: Any) -> None:
