@@ -336,6 +336,24 @@ def test_a_forced_save_is_not_skipped(tmp_path: Path, monkeypatch: pytest.Monkey
     assert (first.result(60).step, forced.result(60).step) == (1, 2)
 
 
+def test_save_if_due_without_a_schedule_is_an_error(tmp_path: Path) -> None:
+    checkpointer = sp.Checkpointer(tmp_path)
+    with pytest.raises(ValueError, match="pass every= or preemption="):
+        checkpointer.save_if_due(1, {"w": torch.ones(4)})
+    forced = checkpointer.save_if_due(1, {"w": torch.ones(4)}, force=True)
+    assert forced is not None and forced.result(60).step == 1
+
+
+@pytest.mark.parametrize("wrong", ["1000", 1e4, True, -1, 10**18])
+def test_a_wrong_step_is_refused_and_not_remembered(wrong: Any, tmp_path: Path) -> None:
+    checkpointer = sp.Checkpointer(tmp_path, every=sp.Every(steps=10))
+    assert checkpointer.save_if_due(9, {"w": torch.ones(4)}) is None
+    with pytest.raises(sp.StructureError, match="not an int from 0"):
+        checkpointer.save_if_due(wrong, {"w": torch.ones(4)})
+    due = checkpointer.save_if_due(11, {"w": torch.ones(4)})
+    assert due is not None and due.result(60).step == 11
+
+
 def test_the_best_interval_has_the_least_lost_time() -> None:
     """Against the exact expectation for failures at random times, by trying every second."""
     cost, mtbf = 20.0, 4 * 3600.0

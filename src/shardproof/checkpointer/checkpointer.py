@@ -320,9 +320,10 @@ class Checkpointer:
 
         Raises:
             Preempted: the program has to end (`preemption`), and the step is committed.
+            ValueError: the `Checkpointer` has neither `every` nor `preemption`, and `force` is False.
             RankSilent: the ranks could not agree on a call.
-            ShardproofError: see `save`. If the save before the end of the program failed, the next call saves
-                again.
+            ShardproofError: see `save`. A call with an invalid step does not count. If the save before the
+                end of the program failed, the next call saves again.
 
         >>> import shardproof as sp, tempfile, torch
         >>> checkpointer = sp.Checkpointer(tempfile.mkdtemp(), every=sp.Every(steps=2))
@@ -332,7 +333,7 @@ class Checkpointer:
         >>> checkpointer.steps()
         [2, 4, 5]
         """
-        if not self._due.is_due(step) and not force:
+        if not self._due.is_due(step, force=force) and not force:
             return None
         if self._due.is_preempted:
             self._due.settle(self.wait)

@@ -21,6 +21,7 @@ from shardproof.checkpointer.preemption import (
     lead_seconds,
     limit_of,
 )
+from shardproof.checkpointer.run_marks import checked_step
 from shardproof.checkpointer.save_interval import ENOUGH_SAVES, advice_of
 from shardproof.checkpointer.schedules import Schedule
 from shardproof.errors import ShardproofError
@@ -86,12 +87,26 @@ class DueSaves:
             self._calls.start()
             weakref.finalize(self, self._calls.close)
 
-    def is_due(self, step: int) -> bool:
+    def is_due(self, step: int, *, force: bool = False) -> bool:
         """True if this call has to save. Every rank gets the same answer for the same call.
 
+        A call that raises does not count, and its step is not remembered.
+
+        Args:
+            step: the step.
+            force: True if the call saves in any case.
+
         Raises:
+            ValueError: there is neither a schedule nor preemption, so that only a forced call saves.
+            StructureError: the step is invalid.
             ShardproofError: the ranks could not agree on a call.
         """
+        if self._every is None and self._calls is None and not force:
+            raise ValueError(
+                f"{self._location}: save_if_due never saves without a schedule: pass every= or preemption= "
+                "to the Checkpointer, for example every=Every(steps=500), or call save"
+            )
+        step = checked_step(step)
         before, self._step = self._step, step
         if before is None or before >= step:  # the first call, or the run went back to an earlier step
             before = max(step - 1, 0)

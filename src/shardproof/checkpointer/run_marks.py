@@ -16,7 +16,7 @@ from shardproof.checkpointer.suspects import write_settled
 from shardproof.errors import StructureError
 from shardproof.rendezvous import MeetingSequence
 
-__all__ = ["change_pin", "parse_argument", "settle"]
+__all__ = ["change_pin", "checked_step", "parse_argument", "settle"]
 
 _log = logging.getLogger("shardproof")
 
@@ -110,3 +110,18 @@ def parse_argument(step: Any, *, suspect: bool) -> tuple[Any, str]:
         return (step if isinstance(step, bool) else number), StepFolder(number, suspect).name
     except (TypeError, ValueError):
         return repr(step), "invalid-step"
+
+
+def checked_step(step: Any) -> int:
+    """A step that a caller passes, as an int.
+
+    Raises:
+        StructureError: it is no valid step.
+
+    >>> checked_step(1000)
+    1000
+    """
+    number, _ = parse_argument(step, suspect=False)
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise StructureError(f"step is {step!r}, not an int from 0 to 10**18 - 1")
+    return number
