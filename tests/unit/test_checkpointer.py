@@ -223,6 +223,65 @@ def test_a_folder_with_another_name_is_not_its_step(tmp_path: Path) -> None:
         checkpointer.restore(state(0), step=2)
 
 
+@pytest.mark.parametrize("folder", ["step-00000007", "last"])
+def test_the_folder_of_a_checkpoint_is_not_a_run(folder: str, tmp_path: Path) -> None:
+    sp.save(tmp_path / folder, state(7), step=7)
+    for call in (
+        lambda checkpointer: checkpointer.restore(state(0)),
+        lambda checkpointer: checkpointer.restore(state(0), step=7),
+        lambda checkpointer: checkpointer.save(8, state(8)).result(),
+    ):
+        with pytest.raises(sp.StorageError, match="is a checkpoint, and not the folder of a run"):
+            call(sp.Checkpointer(tmp_path / folder))
+    with pytest.raises(sp.StorageError, match="last is a checkpoint|step-00000007 is a checkpoint"):
+        sp.Checkpointer(tmp_path / "near", then=tmp_path / folder).restore(state(0))
+    assert not (tmp_path / folder / "step-00000008").exists()
+
+
+def test_a_run_may_have_a_checkpoint_beside_its_steps(tmp_path: Path) -> None:
+    sp.Checkpointer(tmp_path).save(7, state(7)).result()
+    sp.save(tmp_path, state(9))
+    checkpointer = sp.Checkpointer(tmp_path)
+    assert checkpointer.restore(state(0)) == 7
+    assert checkpointer.save(8, state(8)).result().step == 8
+
+
+def test_the_check_of_the_run_costs_no_request_of_a_later_save(tmp_path: Path) -> None:
+    looks: list[str] = []
+
+    class Watched(LocalStorage):
+        def size(self, name: str) -> int | None:
+            looks.append(name)
+            return super().size(name)
+
+    checkpointer = sp.Checkpointer(Watched(tmp_path))
+    for step in (1, 2, 3):
+        checkpointer.save(step, state(step)).result()
+    assert looks.count("manifest.json") == 1, "`within` gives a storage that is not watched"
+
+
+def test_the_folder_of_a_run_is_not_a_checkpoint(tmp_path: Path) -> None:
+    """Also with a newer step that is not committed."""
+    run, other = tmp_path / "run", tmp_path / "other"
+    for step in (9, 100):
+        sp.Checkpointer(run).save(step, state(step)).result()
+    (run / "step-00000200").mkdir()
+    for call in (
+        lambda: sp.open(run),
+        lambda: sp.load(run, state(0)),
+        lambda: sp.Checkpointer(other).restore(state(0), step=run),
+    ):
+        with pytest.raises(sp.NotCommittedError, match="folder of a run.*run/step-00000100"):
+            call()
+
+
+@pytest.mark.parametrize("step", ["newest", "5"])
+def test_a_text_that_names_no_path_is_explained(step: str, tmp_path: Path) -> None:
+    sp.Checkpointer(tmp_path).save(5, state(5)).result()
+    with pytest.raises(sp.NotCommittedError, match="'latest', 'best', a whole number"):
+        sp.Checkpointer(tmp_path).restore(state(0), step=step)
+
+
 @pytest.mark.parametrize("step", [None, -1, True, 1.5, "3", 10**18])
 def test_an_invalid_step_is_refused(step: Any, tmp_path: Path) -> None:
     with pytest.raises(sp.StructureError, match="not an int from 0"):

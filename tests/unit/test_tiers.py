@@ -1104,11 +1104,16 @@ def test_the_bandwidth_bounds_the_bytes_that_are_sent(near: Path, far: Path) -> 
         ({"then": "a", "upload_bandwidth": 0}, "upload_bandwidth"),
         ({"then": "a", "keep_then": 3}, "keep_then is a policy"),
         ({"then": "near"}, "the second tier is the first one"),
+        ({"then": "near/far"}, "one tier is inside the other"),
+        ({"then": "."}, "one tier is inside the other"),
+        ({"then": "link/far"}, "one tier is inside the other"),
     ],
 )
 def test_invalid_options_are_refused(
     options: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to("near")
     with pytest.raises(ValueError, match=message):
         sp.Checkpointer("near", **options)
+    sp.Checkpointer("near", then="near2")

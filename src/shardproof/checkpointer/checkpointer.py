@@ -34,7 +34,7 @@ from shardproof.checkpointer.tiers import (
     open_tiers,
     tier_of,
 )
-from shardproof.errors import StructureError
+from shardproof.errors import NotCommittedError, StructureError
 from shardproof.interop import foreign_of
 from shardproof.loading import Cast, LoadOptions, LoadReport, Patterns, ReadOnce, load_from
 from shardproof.reentrance import guarded, refuse_inside
@@ -260,6 +260,7 @@ class Checkpointer:
             failure; if the program does not call `result`, the next `save` or `wait` raises it.
 
         Raises:
+            StorageError: the folder of the run is a checkpoint itself; or see `shardproof.save`.
             ShardproofError: see `shardproof.save`; or the failure of the previous save.
         """
         self._check_group()
@@ -288,6 +289,7 @@ class Checkpointer:
                 base=partial(self._run.base_of, number) if self._incremental and not suspect else None,
                 full_every=self._full_every,
                 check_replicas=self._check_replicas,
+                check_place=self._run.check_first_tier,
                 after=None if suspect else partial(self._after.run, upload),
             )
         if upload is not None and self._uploader is not None:
@@ -414,7 +416,8 @@ class Checkpointer:
             NotCommittedError: there are committed steps, but none can be read; or `step` is not committed, or
                 was removed during the read.
             StorageError: a rank cannot list the run, or sees a newer step than rank 0; or another process
-                removes steps faster than this one reads them.
+                removes steps faster than this one reads them; or the folder of the run is a checkpoint
+                itself.
             ValueError: `step` is "best", and `keep` has no `KeepBest` or several.
             ShardproofError: see `shardproof.load`.
         """
@@ -450,12 +453,17 @@ class Checkpointer:
         """Loads a checkpoint that is no step of this run."""
         self._saver.settle()
         self.passed_over, self.last_restore = (), None
-        self.last_restore = load_from(
-            foreign_of(path, self._options_for(path)),
-            state,
-            self._rendezvous,
-            options,
-        )
+        source = foreign_of(path, self._options_for(path))
+        try:
+            self.last_restore = load_from(source, state, self._rendezvous, options)
+        except NotCommittedError as error:
+            if isinstance(path, str) and not is_url(path) and not os.path.lexists(path):
+                raise NotCommittedError(
+                    f"{error.message}\nrestore takes step={path!r} as the path of a checkpoint, and nothing "
+                    "is there. Pass 'latest', 'best', a whole number, or another path",
+                    **error.details,
+                ) from error
+            raise
         return RestoredStep(self.last_restore.step or 0, self.last_restore)
 
     @guarded("restore")
@@ -465,7 +473,7 @@ class Checkpointer:
         self._saver.settle()
         self.last_restore = None
         view = self._run.view()
-        restore = Restore(view, self._rendezvous, step, suspect, options)
+        restore = Restore(view, self._rendezvous, step, suspect, options, self._run.check_tiers)
         try:
             restored = restore.run(state)
         finally:

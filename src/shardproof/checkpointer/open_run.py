@@ -14,7 +14,7 @@ from shardproof.checkpointer.pins import Pin, pinned_steps
 from shardproof.checkpointer.policies import BestStep, KeepBest, Retention
 from shardproof.checkpointer.retention import StepFacts
 from shardproof.checkpointer.scrub import Scrub
-from shardproof.checkpointer.step_folders import parse_step, step_name
+from shardproof.checkpointer.step_folders import parse_folder, parse_step, step_name
 from shardproof.checkpointer.step_selection import written_folders
 from shardproof.checkpointer.tiers import TieredRun
 from shardproof.errors import FormatError, NotCommittedError, StorageError
@@ -49,6 +49,8 @@ class OpenRun:
         self.nodes = storage if isinstance(storage, NodeStorage) else None
         """The nodes, if each node has a folder of its own."""
         self.rendezvous, self.saver, self.scrub = rendezvous, saver, scrub
+        self._runs: set[str] = set()
+        """Locations of the tiers that are checked to be runs."""
         self.facts = StepFacts(storage)
         self.damaged: set[int] = set()
         """Steps of which a restore passed over a damaged copy. A save replaces them in the first tier."""
@@ -65,6 +67,37 @@ class OpenRun:
         if self.nodes is not None:
             return self.nodes.view(self.tiers[1] if len(self.tiers) > 1 else None)
         return TieredRun(self.tiers) if len(self.tiers) > 1 else self.storage
+
+    def check_first_tier(self) -> None:
+        """Refuses a first tier that is a checkpoint; see `check_tiers`. A save calls this on rank 0."""
+        self._check_is_run(self.storage)
+
+    def check_tiers(self) -> None:
+        """Refuses a tier that is a checkpoint itself. A restore calls this on rank 0.
+
+        A folder with a manifest and with steps is a run, unless its own name is that of a step. A tier is
+        checked once.
+
+        Raises:
+            StorageError: a tier is a checkpoint, or the storage failed.
+        """
+        for tier in self.tiers:
+            self._check_is_run(tier)
+
+    def _check_is_run(self, tier: Storage) -> None:
+        if tier.location in self._runs:
+            return
+        if tier.size(MANIFEST_NAME) is not None and (
+            parse_folder(tier.folder) is not None or not any(map(parse_folder, tier.folders()))
+        ):
+            raise StorageError(
+                f"{tier.location} is a checkpoint, and not the folder of a run: it has a {MANIFEST_NAME}. "
+                "Pass the folder of its run to the Checkpointer, most often the folder above. To load this "
+                "checkpoint into another run, call restore(step=PATH)",
+                file=tier.location,
+                damaged=False,
+            )
+        self._runs.add(tier.location)
 
     def steps(self) -> list[int]:
         """Committed steps of all tiers, ascending, without suspects."""

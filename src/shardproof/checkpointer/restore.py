@@ -9,7 +9,7 @@ load fails on all ranks.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -57,10 +57,17 @@ class Restore:
         step: the step to restore; None for the newest.
         suspect: whether unsettled suspects count as steps.
         options: options of the load.
+        check_tiers: raises if a tier is no run. Called on rank 0.
     """
 
     def __init__(
-        self, run: Storage, rendezvous: Rendezvous, step: int | None, suspect: bool, options: LoadOptions
+        self,
+        run: Storage,
+        rendezvous: Rendezvous,
+        step: int | None,
+        suspect: bool,
+        options: LoadOptions,
+        check_tiers: Callable[[], None] = lambda: None,
     ) -> None:
         self.passed_over: tuple[PassedOver, ...] = ()
         """Newer steps that were not restored, newest first."""
@@ -70,6 +77,7 @@ class Restore:
         """Those of `damaged` of which no copy could be read."""
         self._run, self._rendezvous = run, rendezvous
         self._step, self._suspect, self._options = step, suspect, options
+        self._check_tiers = check_tiers
         self._overwritten: StepFolder | None = None
         """The last step whose load failed after it had overwritten part of the target."""
         self._untouched: set[str] = set()
@@ -125,6 +133,7 @@ class Restore:
             return msgspec.msgpack.encode(report_view(self._run, rank, self._step, suspect=self._suspect))
 
         def decide(posts: Sequence[bytes]) -> bytes:
+            self._check_tiers()
             check_reports(self._run, [msgspec.msgpack.decode(post, type=RestoreReport) for post in posts])
             return msgspec.msgpack.encode(
                 choose_after(self._run, self.passed_over, self._step, failed, suspect=self._suspect)

@@ -6,7 +6,8 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from shardproof.errors import NotCommittedError
+from shardproof.errors import NotCommittedError, StorageError
+from shardproof.format import MANIFEST_NAME, STEP_FOLDER
 from shardproof.interop import NATIVE, Foreign, foreign_of, format_of, open_reader
 from shardproof.loading.checkpoint import Checkpoint, NativeCheckpoint
 from shardproof.loading.foreign_checkpoint import ForeignCheckpoint
@@ -82,6 +83,12 @@ def open_storage(
         except NotCommittedError as error:
             if format is not None or place is not foreign:
                 raise
+            if (newest := _newest_step(place.storage)) is not None:
+                raise NotCommittedError(
+                    f"{place.location} is the folder of a run, and not a checkpoint. Name a step: the newest "
+                    f"is {place.location}/{newest}. Checkpointer({place.location!r}).restore takes it, too",
+                    **error.details,
+                ) from error
             raise NotCommittedError(
                 f"{error.message}\nIf another project wrote it, name its file, or its format with format= "
                 "(--format on the command line).",
@@ -91,3 +98,14 @@ def open_storage(
     for note in reader.notes if warn else ():
         _log.warning("%s: %s", reader.location, note)
     return ForeignCheckpoint(reader, trust_pickle=trust_pickle)
+
+
+def _newest_step(run: Storage) -> str | None:
+    """The folder of the committed step with the highest number; None if the folder is not that of a run."""
+    try:
+        matches = [match for name in run.folders() if (match := STEP_FOLDER.fullmatch(name)) is not None]
+        steps = sorted((int(match[2]), match[0]) for match in matches if match[1] == "step")
+        newest_first = [name for _, name in reversed(steps)]
+        return next((name for name in newest_first if run.within(name).size(MANIFEST_NAME) is not None), None)
+    except StorageError:
+        return None  # the error that there is no checkpoint stands

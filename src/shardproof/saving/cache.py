@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +40,8 @@ class SaveRequest:
     check_replicas: CheckReplicas | None = None
     full_every: int | None = None
     """At least one of this many incremental saves in a row is written in full. None: no bound."""
+    check_place: Callable[[], None] | None = None
+    """Raises if the place cannot take a save. Called on the coordinator. None: any place can."""
 
 
 @dataclass(frozen=True, slots=True)

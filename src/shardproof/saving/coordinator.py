@@ -126,6 +126,8 @@ class Coordinator:
                     "differ by rank into the state, in sp.PerRank",
                     ranks=[0, rank],
                 )
+        if self._request.check_place is not None:
+            self._request.check_place()
         self._replace = first.overwrite or self._cache.unconfirmed.may_replace(self._storage)
         if not self._replace and self._storage.size(MANIFEST_NAME) is not None:
             raise AlreadyCommittedError(

@@ -125,6 +125,7 @@ class Saver:
         base: FindBase | None = None,
         full_every: int | None = None,
         check_replicas: CheckReplicas | None = None,
+        check_place: Callable[[], None] | None = None,
         after: After | None = None,
     ) -> PendingSave:
         """Begins to save a state tree, and returns once the caller may change it. All ranks call it.
@@ -146,6 +147,8 @@ class Saver:
                 sample has `sample_bytes` a rank, and successive saves cover all boxes. Differences are in
                 `SaveResult.diverged`, and logged. Some tensors differ by design, such as the statistics of an
                 unsynchronised BatchNorm: omit them, or wrap them in `PerRank`.
+            check_place: raises a `ShardproofError` if the place cannot take a save. Called on the
+                coordinator.
             after: called in the background after the commit and before `PendingSave.done`, with the result
                 and a function that takes the numbers of done and total steps.
 
@@ -156,7 +159,7 @@ class Saver:
         """
         refuse_inside("save")
         begun = time.monotonic()
-        request = SaveRequest(step, metadata or {}, overwrite, base, check_replicas, full_every)
+        request = SaveRequest(step, metadata or {}, overwrite, base, check_replicas, full_every, check_place)
         with self._turn:
             pending = self._begin(
                 storage,

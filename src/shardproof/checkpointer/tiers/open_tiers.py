@@ -48,7 +48,8 @@ def open_tiers(
         options: settings of an object store, for each tier that is one.
 
     Raises:
-        ValueError: an option of the second tier without a second tier, or an invalid one.
+        ValueError: an option of the second tier without a second tier, or an invalid one; or one tier is the
+            other one, or inside it.
         StorageError: a location is not valid, or `options` are given and no tier is an object store.
     """
     if then is None:
@@ -63,6 +64,13 @@ def open_tiers(
     second = storage_at(then, options if is_bucket_url(then) else None)
     if is_same_place(first, second):
         raise ValueError(f"the second tier is the first one, {first.location}: pass another place as then=")
+    if isinstance(first, LocalStorage) and isinstance(second, LocalStorage):
+        places = _place(first), _place(second)
+        if os.path.commonpath(places) in places:
+            raise ValueError(
+                f"one tier is inside the other: root is {first.location}, and then is {second.location}. "
+                "Pass a folder outside of the run as then="
+            )
     return first, second
 
 
