@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
+from shardproof._utils.arguments import check_boolean, check_whole
 from shardproof.checkpointer.after_commit import AfterCommit
 from shardproof.checkpointer.confirm import confirm
 from shardproof.checkpointer.damage import Damage
@@ -40,7 +41,7 @@ from shardproof.loading import Cast, LoadOptions, LoadReport, Patterns, ReadOnce
 from shardproof.reentrance import guarded, refuse_inside
 from shardproof.rendezvous import Rendezvous, check_deadline, check_group, connect
 from shardproof.saving import CheckReplicas, PendingSave, Saver, WhenBusy
-from shardproof.storage import LocalStorage, Location, Storage, is_url
+from shardproof.storage import LocalStorage, Location, Storage, check_location, is_url
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -120,6 +121,7 @@ class Checkpointer:
             background; see `wait_for_copies`. Needs `node_local`.
 
     Raises:
+        TypeError: an argument has a wrong type.
         ValueError: an argument has an invalid value.
         RankFailure, RankSilent: with `node_local`, a rank failed or fell silent.
 
@@ -161,10 +163,13 @@ class Checkpointer:
         node_local: bool = False,
         replicas: int = 0,
     ) -> None:
+        check_location("root", root)
+        check_boolean("incremental", incremental)
+        check_boolean("node_local", node_local)
+        check_whole("host_memory_budget", host_memory_budget, "of bytes")
         if cache not in ("auto", "newest", "none"):
             raise ValueError(f"cache is 'auto', 'newest' or 'none', not {cache!r}")
-        if when_busy not in ("wait", "skip"):
-            raise ValueError(f"when_busy is 'wait' or 'skip', not {when_busy!r}")
+        _check_when_busy(when_busy)
         if snapshot not in ("fence", "stage"):
             raise ValueError(f"snapshot is 'fence' or 'stage', not {snapshot!r}")
         if check_replicas not in (None, "sample", "all"):
@@ -260,17 +265,19 @@ class Checkpointer:
             failure; if the program does not call `result`, the next `save` or `wait` raises it.
 
         Raises:
+            TypeError, ValueError: an argument has a wrong type or an invalid value.
             StorageError: the folder of the run is a checkpoint itself; or see `shardproof.save`.
             ShardproofError: see `shardproof.save`; or the failure of the previous save.
         """
         self._check_group()
+        check_boolean("suspect", suspect)
         number, folder = parse_argument(step, suspect=suspect)
-        if when_busy is None:
+        if when_busy is not None:
+            _check_when_busy(when_busy)
+        else:
             when_busy = "wait" if suspect else self._when_busy
         if self._rendezvous.rank == 0:
             self._scrub.prepare()
-            if not suspect:
-                self._metrics.check(number, metadata)
         if self._newest is not None:
             self._newest.stop()
         upload = None
@@ -283,7 +290,7 @@ class Checkpointer:
                 state,
                 step=number,
                 metadata=metadata,
-                overwrite=overwrite or suspect or number in self._run.damaged,
+                overwrite=(suspect or number in self._run.damaged) if overwrite is False else overwrite,
                 when_busy=when_busy,
                 stage_all=self._stage_all,
                 base=partial(self._run.base_of, number) if self._incremental and not suspect else None,
@@ -292,6 +299,8 @@ class Checkpointer:
                 check_place=self._run.check_first_tier,
                 after=None if suspect else partial(self._after.run, upload),
             )
+        if self._rendezvous.rank == 0 and not suspect:
+            self._metrics.check(number, metadata)
         if upload is not None and self._uploader is not None:
             pending.wait_for_upload_by(partial(self._uploader.wait, upload))
         return pending
@@ -412,6 +421,7 @@ class Checkpointer:
             it records, or 0.
 
         Raises:
+            TypeError: an option has a wrong type.
             ReentrantCallError: a signal handler that interrupted a save or a load called `restore`.
             NotCommittedError: there are committed steps, but none can be read; or `step` is not committed, or
                 was removed during the read.
@@ -423,10 +433,12 @@ class Checkpointer:
         """
         refuse_inside("restore")
         self._check_group()
-        options = LoadOptions(strict, include, exclude, cast, rename, read_once, group)
         if self._uploader is not None:
             self._uploader.prepare()  # an operation of its own, so not within that of the restore
         with self._rendezvous.operation(f"restore {self._run.location}"):
+            # Here, so that a wrong option of one rank fails the restore on all ranks.
+            options = LoadOptions(strict, include, exclude, cast, rename, read_once, group)
+            check_boolean("suspect", suspect)
             if step == "best":
                 step = self._run.best_step(self._keep)
             if step is None or step == "latest":
@@ -657,6 +669,11 @@ class Checkpointer:
     def _check_group(self) -> None:
         if self._found_rendezvous:
             check_group(self._rendezvous)
+
+
+def _check_when_busy(when_busy: str) -> None:
+    if when_busy not in ("wait", "skip"):
+        raise ValueError(f"when_busy is 'wait' or 'skip', not {when_busy!r}")
 
 
 def _is_saving(saver: Saver) -> Callable[[], bool]:

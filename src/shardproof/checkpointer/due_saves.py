@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 
 from shardproof import events
+from shardproof._utils.arguments import check_boolean, check_number
 from shardproof._utils.humanize import span
 from shardproof.checkpointer.agreed_calls import AgreedCalls, Request, Requests
 from shardproof.checkpointer.preemption import (
@@ -67,6 +68,7 @@ class DueSaves:
             raise ValueError(f"every is a schedule such as Every(steps=500), or None, not {every!r}")
         if preemption is not None and not isinstance(preemption, Preemption):
             raise ValueError(f"preemption is a Preemption, or None, not {preemption!r}")
+        check_number("mtbf_hours", mtbf_hours, "of hours")
         if mtbf_hours is not None and not 0 < mtbf_hours < math.inf:
             raise ValueError(f"mtbf_hours is a positive number of hours, or None, not {mtbf_hours!r}")
         self._every = every
@@ -97,10 +99,12 @@ class DueSaves:
             force: True if the call saves in any case.
 
         Raises:
+            TypeError: `force` is neither True nor False.
             ValueError: there is neither a schedule nor preemption, so that only a forced call saves.
             StructureError: the step is invalid.
             ShardproofError: the ranks could not agree on a call.
         """
+        check_boolean("force", force)
         if self._every is None and self._calls is None and not force:
             raise ValueError(
                 f"{self._location}: save_if_due never saves without a schedule: pass every= or preemption= "

@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
+from shardproof._utils.arguments import check_number
+
 __all__ = [
     "BestStep",
     "KeepAll",
@@ -152,6 +154,7 @@ class KeepEvery(RetentionPolicy):
         hours: distance of the times; None for no such rule.
 
     Raises:
+        TypeError: `hours` is no number.
         ValueError: both are None, or one is not positive.
 
     >>> sorted(KeepEvery(steps=1000).select([500, 1000, 1500, 2000]))
@@ -166,6 +169,7 @@ class KeepEvery(RetentionPolicy):
             raise ValueError("KeepEvery needs steps or hours")
         if self.steps is not None:
             _check_count("KeepEvery", "steps", self.steps)
+        check_number("hours", self.hours, "of hours")
         if self.hours is not None and not 0 < self.hours < math.inf:
             raise ValueError(f"KeepEvery needs a positive number of hours, not {self.hours!r}")
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+from shardproof._utils.arguments import check_number, check_whole
+
 __all__ = ["Preempted", "Preemption", "SignalNotices", "lead_seconds", "limit_of"]
 
 EXIT_CODE = 85
@@ -50,6 +52,7 @@ class Preemption:
         exit_code: exit code of the program if it does not catch `Preempted`.
 
     Raises:
+        TypeError: an argument has a wrong type.
         ValueError: an argument has an invalid value.
 
     >>> Preemption(end_time=1_700_000_000.0, reserve=30.0).exit_code
@@ -65,11 +68,14 @@ class Preemption:
         uncatchable = (signal.SIGKILL, signal.SIGSTOP)
         if wrong := [one for one in self.signals if one not in signal.valid_signals() or one in uncatchable]:
             raise ValueError(f"signals are signals that a program can handle, not {wrong[0]!r}")
+        check_number("end_time", self.end_time, "of seconds since 1970")
+        check_number("reserve", self.reserve, "of seconds", optional=False)
+        check_whole("exit_code", self.exit_code, "from 0 to 255", optional=False)
         if self.end_time is not None and not self.end_time > 0:
             raise ValueError(f"end_time is a time in Unix seconds, or None, not {self.end_time!r}")
         if not 0 <= self.reserve < math.inf:
             raise ValueError(f"reserve is a number of seconds, at least 0, not {self.reserve!r}")
-        if isinstance(self.exit_code, bool) or not 0 <= self.exit_code <= 255:
+        if not 0 <= self.exit_code <= 255:
             raise ValueError(f"exit_code is a whole number from 0 to 255, not {self.exit_code!r}")
 
 

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from shardproof._utils.arguments import check_number
+
 __all__ = ["Every", "Schedule"]
 
 
@@ -48,6 +50,7 @@ class Every(Schedule):
             since the `Checkpointer` was made. The ranks save at the same call; see docs/schedules.md.
 
     Raises:
+        TypeError: `minutes` is no number.
         ValueError: both are None, or one is not positive.
 
     >>> schedule = Every(steps=500) | Every(minutes=20)
@@ -67,6 +70,7 @@ class Every(Schedule):
             isinstance(self.steps, bool) or not isinstance(self.steps, int) or self.steps < 1
         ):
             raise ValueError(f"Every needs a whole number of at least 1 for steps, not {self.steps!r}")
+        check_number("minutes", self.minutes, "of minutes")
         if self.minutes is not None and not 0 < self.minutes < math.inf:
             raise ValueError(f"Every needs a positive number of minutes, not {self.minutes!r}")
 

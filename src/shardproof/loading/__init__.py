@@ -16,7 +16,7 @@ from shardproof.loading.read_once.agreement import UNREADABLE
 from shardproof.loading.selection import Cast, Patterns, check_patterns, rename_keys, selects
 from shardproof.reentrance import refuse_inside
 from shardproof.rendezvous import Rendezvous, connected
-from shardproof.storage import Location
+from shardproof.storage import Location, check_location
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -110,6 +110,7 @@ def load(
         The report of this rank: bytes read, and keys that were missing or left over.
 
     Raises:
+        TypeError: an argument has a wrong type.
         ValueError: `deadline` is not positive, or is given together with `rendezvous`.
         NotCommittedError: `path` has no committed checkpoint.
         KeyMismatchError: the state and the checkpoint do not fit; nothing was changed.
@@ -127,7 +128,9 @@ def load(
         {'w': tensor([1., 1.]), 'epoch': 3}
     """
     refuse_inside("load")
-    options = LoadOptions(strict, include, exclude, cast, rename, read_once, group, format, trust_pickle)
+    check_location("path", path)
     source = foreign_of(path, storage_options)
     with connected(rendezvous, deadline) as meetings, meetings.operation(f"load {source.location}"):
+        # Here, so that a wrong option of one rank fails the load on all ranks.
+        options = LoadOptions(strict, include, exclude, cast, rename, read_once, group, format, trust_pickle)
         return load_from(source, state, meetings, options)

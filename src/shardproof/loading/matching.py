@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 import msgspec
 import numpy as np
 
+from shardproof._utils.arguments import check_boolean, check_mapping, check_texts
 from shardproof.errors import (
     KeyMismatchError,
     NotCommittedError,
@@ -56,6 +57,13 @@ class LoadOptions:
     trust_pickle: bool = False
 
     def __post_init__(self) -> None:
+        check_boolean("strict", self.strict)
+        check_boolean("trust_pickle", self.trust_pickle)
+        for option, patterns in (("include", self.include), ("exclude", self.exclude)):
+            check_texts(option, patterns, "a pattern, a list of patterns or None")
+        if self.cast is None or not isinstance(self.cast, bool):
+            check_texts("cast", self.cast, "True, False, a pattern or a list of patterns")
+        check_mapping("rename", self.rename, "a dict of key to key, or None", texts=True)
         if self.read_once not in (True, False, "auto"):
             raise ValueError(f"read_once is True, False or 'auto', not {self.read_once!r}")
 

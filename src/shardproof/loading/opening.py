@@ -6,12 +6,13 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from shardproof._utils.arguments import check_boolean
 from shardproof.errors import NotCommittedError, StorageError
 from shardproof.format import MANIFEST_NAME, STEP_FOLDER
 from shardproof.interop import NATIVE, Foreign, foreign_of, format_of, open_reader
 from shardproof.loading.checkpoint import Checkpoint, NativeCheckpoint
 from shardproof.loading.foreign_checkpoint import ForeignCheckpoint
-from shardproof.storage import Location, Storage
+from shardproof.storage import Location, Storage, check_location
 
 __all__ = ["open_checkpoint", "open_storage"]
 
@@ -40,7 +41,8 @@ def open_checkpoint(
         The checkpoint. Close it after use, or use it as a context manager.
 
     Raises:
-        NotCommittedError: there is no manifest.
+        TypeError: an argument has a wrong type.
+        NotCommittedError: there is no manifest, or `path` is the folder of a run.
         FormatError: manifest or index are damaged, or the format is not known.
         StorageError: a file is missing or unreadable.
 
@@ -51,6 +53,8 @@ def open_checkpoint(
     ...     ckpt["w"][1:3, 0].tolist(), ckpt["note"], ckpt.shape("w")
     ([3.0, 6.0], 'hi', (4, 3))
     """
+    check_location("path", path)
+    check_boolean("trust_pickle", trust_pickle)
     return open_storage(foreign_of(path, storage_options), format=format, trust_pickle=trust_pickle)
 
 

@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from shardproof._utils import forks
+from shardproof._utils.arguments import check_number, wrong_type
 from shardproof.errors import StructureError
 from shardproof.reentrance import guarded, refuse_inside
 from shardproof.rendezvous.meeting_errors import store_lost
@@ -95,8 +96,12 @@ def check_deadline(rendezvous: Rendezvous | None, deadline: float | None) -> Non
     """Refuse a deadline that is not positive, or that comes with a rendezvous.
 
     Raises:
+        TypeError: `rendezvous` is no rendezvous, or the deadline no number.
         ValueError: the deadline is not positive, or both arguments are given.
     """
+    if rendezvous is not None and not hasattr(rendezvous, "meet"):
+        raise wrong_type("rendezvous", rendezvous, "a rendezvous of shardproof.rendezvous, or None")
+    check_number("deadline", deadline, "of seconds")
     if deadline is not None and not deadline > 0:
         raise ValueError(f"a deadline is a positive number of seconds, not {deadline!r}")
     if rendezvous is not None and deadline is not None:

@@ -20,7 +20,7 @@ from shardproof.saving.replica_check import CheckReplicas
 from shardproof.saving.result import Divergence, SaveResult
 from shardproof.saving.saver import Saver, WhenBusy
 from shardproof.state import open_all
-from shardproof.storage import Location, storage_at
+from shardproof.storage import Location, check_location, storage_at
 
 __all__ = [
     "Attempt",
@@ -72,6 +72,7 @@ def save(
         The committed checkpoint.
 
     Raises:
+        TypeError: an argument has a wrong type.
         ValueError: `deadline` is not positive, or is given together with `rendezvous`.
         AlreadyCommittedError: `path` has a committed checkpoint and `overwrite` is False.
         StructureError, TilingError, PlainDataError: the state cannot be stored; nothing was committed.
@@ -85,6 +86,7 @@ def save(
         >>> committed.step, committed.tensors
         (7, 1)
     """
+    check_location("path", path)
     with connected(rendezvous, deadline) as meetings:
         return Saver(meetings).save(
             storage_at(path, storage_options),

@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 import msgspec
 
+from shardproof._utils.arguments import check_boolean, check_mapping
 from shardproof.errors import ShardproofError, StructureError
 from shardproof.planning import Structure
 from shardproof.saving.cache import CachedStructure, SaveCache, SaveRequest
@@ -50,8 +51,11 @@ def report_rank(
 
     Raises:
         StructureError: the step or `check_replicas` is invalid.
+        TypeError: the metadata or `overwrite` have a wrong type.
         PlainDataError: the metadata are not plain data.
     """
+    check_mapping("metadata", request.metadata, "a dict of plain data, or None")
+    check_boolean("overwrite", request.overwrite)
     return RankReport(
         digest,
         cache.plan.id if cache.plan else "",

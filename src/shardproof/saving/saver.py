@@ -12,6 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from shardproof._utils import forks
+from shardproof._utils.arguments import check_whole
 from shardproof.errors import ShardproofError
 from shardproof.planning import CHUNK_BYTES, SAMPLE_BYTES
 from shardproof.reentrance import guarded, refuse_inside
@@ -62,6 +63,7 @@ class Saver:
         host_memory_budget: int | None = None,
         sample_bytes: int = SAMPLE_BYTES,
     ) -> None:
+        check_whole("host_memory_budget", host_memory_budget, "of bytes")
         if host_memory_budget is not None and host_memory_budget < 0:
             raise ValueError(f"host_memory_budget is {host_memory_budget!r}, not a number of bytes")
         self._rendezvous = rendezvous
@@ -97,7 +99,7 @@ class Saver:
             StorageError: the storage failed.
         """
         refuse_inside("save")
-        request = SaveRequest(step, metadata or {}, overwrite, None, check_replicas)
+        request = SaveRequest(step, _given(metadata), overwrite, None, check_replicas)
         with self._turn:  # serialises the threads of a rank; deadlines bound the wait
             return self._save(storage, state, request)
 
@@ -159,7 +161,9 @@ class Saver:
         """
         refuse_inside("save")
         begun = time.monotonic()
-        request = SaveRequest(step, metadata or {}, overwrite, base, check_replicas, full_every, check_place)
+        request = SaveRequest(
+            step, _given(metadata), overwrite, base, check_replicas, full_every, check_place
+        )
         with self._turn:
             pending = self._begin(
                 storage,
@@ -298,3 +302,7 @@ class Saver:
     def _own_save(self) -> Save | None:
         """The last save of this process. In a forked child, a save of its parent never ends."""
         return self._under_way if self._process == os.getpid() else None
+
+
+def _given(metadata: dict[str, Any] | None) -> dict[str, Any]:
+    return {} if metadata is None else metadata

@@ -23,6 +23,7 @@ from shardproof.storage.file_writer import FileWriter as FileWriter  # not liste
 from shardproof.storage.fsspec_storage import FsspecStorage
 from shardproof.storage.local import LocalStorage
 from shardproof.storage.locations import Location, is_url, storage_at
+from shardproof.storage.locations import check_location as check_location  # not listed in __all__: internal
 from shardproof.storage.locations import is_bucket_url as is_bucket_url  # not listed in __all__: internal
 from shardproof.storage.locations import is_same_place as is_same_place  # not listed in __all__: internal
 from shardproof.storage.memory_link import keepers_here as keepers_here

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, TypeAlias, overload
 
+from shardproof._utils.arguments import check_mapping, wrong_type
 from shardproof.errors import StorageError
 from shardproof.storage.base import DatedStorage, Storage
 from shardproof.storage.local import LocalStorage
@@ -14,7 +15,7 @@ from shardproof.storage.memory_store import MEMORY_SCHEME, MemoryStorage
 from shardproof.storage.object_store import SCHEMES, ObjectStorage
 from shardproof.storage.paths import StrOrBytesPath
 
-__all__ = ["Location", "is_bucket_url", "is_same_place", "is_url", "storage_at"]
+__all__ = ["Location", "check_location", "is_bucket_url", "is_same_place", "is_url", "storage_at"]
 
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 """The beginning of a URL, also after `pathlib` has joined its slashes."""
@@ -45,6 +46,16 @@ def _scheme(url: str) -> str:
     return url.partition("://")[0].lower() if "://" in url else ""
 
 
+def check_location(name: str, location: object) -> None:
+    """Refuses an argument that is no location.
+
+    Raises:
+        TypeError: naming the argument.
+    """
+    if not isinstance(location, (str, bytes, os.PathLike)) and not hasattr(location, "within"):
+        raise wrong_type(name, location, "a path, a URL or a storage")
+
+
 @overload
 def storage_at(location: StrOrBytesPath, options: Mapping[str, Any] | None = None) -> DatedStorage: ...
 
@@ -61,12 +72,15 @@ def storage_at(location: Location, options: Mapping[str, Any] | None = None) -> 
         options: settings of an object store; see `ObjectStorage`.
 
     Raises:
+        TypeError: an argument has a wrong type.
         StorageError: the location is not valid, or is a URL of an unknown scheme; or a folder has options.
 
     >>> import tempfile
     >>> storage_at(tempfile.gettempdir()).location == tempfile.gettempdir()
     True
     """
+    check_location("location", location)
+    check_mapping("storage_options", options, "a dict of settings, or None")
     if isinstance(location, str) and is_bucket_url(location):
         return ObjectStorage(location, options)
     if options:

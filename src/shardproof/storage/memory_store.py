@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardproof._utils import forks
+from shardproof._utils.arguments import check_number, check_whole
 from shardproof.errors import AlreadyCommittedError, StorageError
 from shardproof.storage.base import check_folder, check_name
 from shardproof.storage.memory_link import MemoryLink, keepers_here
@@ -63,6 +64,7 @@ class MemoryStorage:
 
     Raises:
         StorageError: the URL is not valid.
+        TypeError: budget is no whole number, or idle_timeout no number.
         ValueError: budget or idle_timeout are not positive.
 
     Example:
@@ -87,8 +89,10 @@ class MemoryStorage:
                 'and has at most 64 letters, digits, ".", "-" and "_"',
                 file=str(url),
             )
+        check_whole("budget", budget, "of bytes")
+        check_number("idle_timeout", idle_timeout, "of seconds")
         for what, value in (("budget", budget), ("idle_timeout", idle_timeout)):
-            if value is not None and (isinstance(value, bool) or value <= 0):
+            if value is not None and not value > 0:
                 raise ValueError(f"{what} is a positive number or None, not {value!r}")
         self._start(
             MemoryLink(run, budget, idle_timeout), "/".join(part for part in prefix.split("/") if part)

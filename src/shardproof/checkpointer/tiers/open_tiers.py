@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
+from shardproof._utils.arguments import check_number
 from shardproof.checkpointer.policies import Retention
 from shardproof.checkpointer.tiers.tiered_run import TieredRun
-from shardproof.storage import LocalStorage, Location, Storage, is_bucket_url, is_same_place, storage_at
+from shardproof.storage import (
+    LocalStorage,
+    Location,
+    Storage,
+    check_location,
+    is_bucket_url,
+    is_same_place,
+    storage_at,
+)
 
 __all__ = ["check_node_local", "open_tiers", "tier_of"]
 
@@ -48,24 +58,28 @@ def open_tiers(
         options: settings of an object store, for each tier that is one.
 
     Raises:
+        TypeError: an argument has a wrong type.
         ValueError: an option of the second tier without a second tier, or an invalid one; or one tier is the
             other one, or inside it.
         StorageError: a location is not valid, or `options` are given and no tier is an object store.
     """
+    check_location("root", root)
     if then is None:
         if keep_then is not None or bandwidth is not None:
             raise ValueError("keep_then and upload_bandwidth are for a second tier: pass then=, too")
         return storage_at(root, options), None
-    if bandwidth is not None and (isinstance(bandwidth, bool) or not bandwidth > 0):
+    check_number("upload_bandwidth", bandwidth, "of bytes a second")
+    if bandwidth is not None and not bandwidth > 0:
         raise ValueError(
             f"upload_bandwidth is a positive number of bytes a second, or None, not {bandwidth!r}"
         )
+    check_location("then", then)
     first = storage_at(root, options if is_bucket_url(root) or not is_bucket_url(then) else None)
     second = storage_at(then, options if is_bucket_url(then) else None)
     if is_same_place(first, second):
         raise ValueError(f"the second tier is the first one, {first.location}: pass another place as then=")
     if isinstance(first, LocalStorage) and isinstance(second, LocalStorage):
-        places = _place(first), _place(second)
+        places = os.path.realpath(first.path), os.path.realpath(second.path)
         if os.path.commonpath(places) in places:
             raise ValueError(
                 f"one tier is inside the other: root is {first.location}, and then is {second.location}. "

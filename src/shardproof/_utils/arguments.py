@@ -1,0 +1,100 @@
+"""Checks of the types of arguments, with errors that name the argument and what it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from numbers import Real
+
+__all__ = ["check_boolean", "check_mapping", "check_number", "check_texts", "check_whole", "wrong_type"]
+
+
+def wrong_type(name: str, value: object, takes: str) -> TypeError:
+    """The error of an argument of a wrong type.
+
+    >>> str(wrong_type("overwrite", "no", "True or False"))
+    "overwrite is True or False, not 'no' (a str)"
+    """
+    kind = "" if value is None else f" (a {type(value).__name__})"
+    return TypeError(f"{name} is {takes}, not {value!r}{kind}")
+
+
+def check_boolean(name: str, value: object) -> None:
+    """Refuses an argument that is neither True nor False. A text such as "false" would count as True.
+
+    Raises:
+        TypeError: naming the argument.
+    """
+    if not isinstance(value, bool):
+        raise wrong_type(name, value, "True or False")
+
+
+def check_number(name: str, value: object, what: str, *, optional: bool = True) -> None:
+    """Refuses an argument that is no real number.
+
+    Args:
+        name: name of the argument.
+        value: its value.
+        what: the end of the phrase "a number ...", such as "of seconds".
+        optional: True if None is allowed.
+
+    Raises:
+        TypeError: naming the argument.
+
+    >>> check_number("deadline", 2.5, "of seconds"), check_number("deadline", None, "of seconds")
+    (None, None)
+    """
+    if (value is None and optional) or (isinstance(value, Real) and not isinstance(value, bool)):
+        return
+    raise wrong_type(name, value, f"a number {what}{', or None' if optional else ''}")
+
+
+def check_whole(name: str, value: object, what: str, *, optional: bool = True) -> None:
+    """Refuses an argument that is no whole number. The arguments are those of `check_number`.
+
+    Raises:
+        TypeError: naming the argument.
+    """
+    if (value is None and optional) or (hasattr(type(value), "__index__") and not isinstance(value, bool)):
+        return
+    raise wrong_type(name, value, f"a whole number {what}{', or None' if optional else ''}")
+
+
+def check_mapping(name: str, value: object, takes: str, *, texts: bool = False) -> None:
+    """Refuses an argument that is neither a mapping nor None.
+
+    Args:
+        name: name of the argument.
+        value: its value.
+        takes: what it takes, for the message.
+        texts: True if all keys and values are texts.
+
+    Raises:
+        TypeError: naming the argument.
+    """
+    if value is None:
+        return
+    if not isinstance(value, Mapping):
+        raise wrong_type(name, value, takes)
+    for item in (part for pair in value.items() for part in pair) if texts else ():
+        if not isinstance(item, str):
+            raise wrong_type(f"an entry of {name}", item, "a text")
+
+
+def check_texts(name: str, value: object, takes: str) -> None:
+    """Refuses an argument that is neither a text, nor a list or another collection of texts, nor None.
+
+    Args:
+        name: name of the argument.
+        value: its value.
+        takes: what it takes, for the message.
+
+    Raises:
+        TypeError: naming the argument.
+    """
+    if value is None or isinstance(value, str):
+        return
+    if not isinstance(value, Iterable) or isinstance(value, (bytes, Mapping)) or iter(value) is value:
+        raise wrong_type(name, value, takes)
+    for item in value:
+        if not isinstance(item, str):
+            raise wrong_type(f"an entry of {name}", item, "a text")
