@@ -289,6 +289,15 @@ def test_an_invalid_step_is_refused(step: Any, tmp_path: Path) -> None:
     assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("step", [-1, 10**18, 10**30, True, 1.5])
+def test_an_invalid_step_cannot_be_restored(step: Any, tmp_path: Path) -> None:
+    checkpointer = sp.Checkpointer(tmp_path)
+    checkpointer.save(1, state(1)).result()
+    with pytest.raises(sp.StructureError, match="step"):
+        checkpointer.restore(state(0), step=step)
+    assert checkpointer.restore(state(0)) == 1
+
+
 def test_a_numpy_integer_is_a_valid_step(tmp_path: Path) -> None:
     checkpointer = sp.Checkpointer(tmp_path)
     checkpointer.save(np.int64(7), state(1)).result()  # type: ignore[arg-type]

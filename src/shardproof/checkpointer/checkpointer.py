@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import operator
 import os
 import weakref
 from collections.abc import Callable, Mapping
@@ -23,7 +22,7 @@ from shardproof.checkpointer.policies import MetricCheck, Retention
 from shardproof.checkpointer.preemption import Preemption
 from shardproof.checkpointer.restore import Restore
 from shardproof.checkpointer.restored_step import RestoredStep
-from shardproof.checkpointer.run_marks import change_pin, parse_argument, settle
+from shardproof.checkpointer.run_marks import change_pin, checked_step, parse_argument, settle
 from shardproof.checkpointer.schedules import Schedule
 from shardproof.checkpointer.scrub import Scrub
 from shardproof.checkpointer.step_selection import PassedOver
@@ -449,7 +448,7 @@ class Checkpointer:
                 raise StructureError(
                     f"restore needs a whole number, a path or a storage as step, not {step!r}"
                 )
-            return self._restore(state, operator.index(step), suspect, options)
+            return self._restore(state, checked_step(step), suspect, options)
 
     def _options_for(self, path: Location) -> Mapping[str, Any] | None:
         """The options of this run's store, for a URL of the same store."""

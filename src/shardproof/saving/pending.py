@@ -6,7 +6,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 
 from shardproof.errors import SaveSkipped, ShardproofError, StorageError
 from shardproof.reentrance import refuse_inside
@@ -126,11 +126,24 @@ class PendingSave:
             )
         if timeout is None:
             self.settle()
+        self.wait_for(timeout)
         try:
-            return self._future.result(timeout)
+            return self._future.result()
         except ShardproofError:
             self._reported = True
             raise
+
+    def wait_for(self, timeout: float | None) -> None:
+        """Waits until the save is over, with any outcome.
+
+        Args:
+            timeout: seconds to wait at most; None: no bound.
+
+        Raises:
+            TimeoutError: the save has not ended.
+        """
+        if self._future is not None and not wait([self._future], timeout).done:
+            raise TimeoutError(f"the save of step {self.step} has not ended after {timeout:g} s")
 
     def future(self) -> Future[SaveResult]:
         """This save as a future of `concurrent.futures`, for callbacks and waits for several.

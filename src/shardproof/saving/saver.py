@@ -239,7 +239,7 @@ class Saver:
         if timeout is None:
             under_way.pending.settle()
         else:
-            under_way.future.exception(timeout)
+            under_way.pending.wait_for(timeout)
         if (failed := self._take_failure()) is not None:
             raise failed
 

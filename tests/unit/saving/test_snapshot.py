@@ -459,8 +459,9 @@ def test_a_save_waits_for_the_previous_save_or_is_skipped(gate: Gate, tmp_path: 
     assert (skipped.skipped, skipped.done(), first.done()) == (True, True, False)
     with pytest.raises(SaveSkipped, match="step 2"):
         skipped.result()
-    with pytest.raises(TimeoutError):
-        checkpointer.wait(0.01)
+    for wait in (checkpointer.wait, first.result, first.durable, first.future().result):
+        with pytest.raises(TimeoutError, match=r"the save of step 1 has not ended after 0\.01 s"):
+            wait(0.01)
     opener = threading.Timer(0.5, gate.open)
     opener.start()
     second = checkpointer.save(3, state)
