@@ -20,7 +20,17 @@ from shardproof.errors import (
 )
 from shardproof.loading.checkpoint import Checkpoint
 from shardproof.loading.destinations import Destination
-from shardproof.loading.selection import Cast, Patterns, casts, check_patterns, renamed, selects
+from shardproof.loading.selection import (
+    Cast,
+    Patterns,
+    casts,
+    check_patterns,
+    no_match,
+    renamed,
+    selects,
+    unused_patterns,
+    unused_renames,
+)
 from shardproof.planning import ReadPlan, RequestedBoxes, plan_reads
 from shardproof.state import Binding, Catalogue, TensorEntry, bind, owner_of, parts_of
 
@@ -89,6 +99,10 @@ class MatchReport(msgspec.Struct, frozen=True, array_like=True):
     gathered: tuple[str, ...] = ()
     """The keys in `own` for which this rank gathers the values of ranks that do not load."""
     error: dict[str, Any] | None = None
+    unused_excludes: tuple[str, ...] = ()
+    """Patterns of `exclude` that match no key of this rank's target or of the checkpoint."""
+    unused_renames: dict[str, str] = {}
+    """Entries of `rename` whose key this rank's target does not have."""
 
 
 class Agreed(NamedTuple):
@@ -120,10 +134,27 @@ def match(checkpoint: Checkpoint, state: Any, options: LoadOptions, rank: int, w
         StructureError: a value of the target cannot be loaded, or a pattern or a rename matches no key.
         TilingError: the stored chunks of a wanted tensor do not tile it.
     """
+    if options.include is not None and not list(options.include):
+        raise StructureError(
+            "include: it is empty, so that the load would fill nothing. Pass None for all keys"
+        )
     catalogue, stored_of = renamed(checkpoint.catalogue(), options.rename)
     selected, may_cast = selects(options.include, options.exclude), casts(options.cast)
+    asked: set[str] | None = set() if options.exclude or options.rename else None
+    """Keys of the target, selected or not. None: they are not needed."""
+
+    def noted(key: str) -> bool:
+        assert asked is not None
+        asked.add(key)
+        return selected(key)
+
     binding = bind(
-        state, catalogue, rank=rank, world_size=world_size, selected=selected, strict=options.strict
+        state,
+        catalogue,
+        rank=rank,
+        world_size=world_size,
+        selected=selected if asked is None else noted,
+        strict=options.strict,
     )
     catalogue = binding.catalogue
     for option, patterns in (("include", options.include), ("cast", options.cast)):
@@ -169,6 +200,8 @@ def match(checkpoint: Checkpoint, state: Any, options: LoadOptions, rank: int, w
         tuple(binding.own),
         tuple(binding.gathered),
         next((error.to_wire() for error in binding.refused), None),
+        tuple(unused_patterns(options.exclude, (*catalogue.tensors, *catalogue.objects, *(asked or ())))),
+        unused_renames(options.rename, asked | used) if asked is not None else {},
     )
     if binding.refused or mismatched or (options.strict and binding.missing):
         return Matched(report, binding, catalogue, [], None)
@@ -231,7 +264,8 @@ def agree(location: str, posts: Sequence[bytes], stored: Callable[[], Iterable[s
 
     Raises:
         ShardproofError: the error of the first rank that reports one.
-        StructureError: the ranks pass different options, or decline different parts.
+        StructureError: the ranks pass different options, or decline different parts; or a pattern of
+            `exclude` matches no key on any rank.
         StorageError: the ranks see different checkpoints.
         KeyMismatchError: the state and the checkpoint do not fit.
     """
@@ -262,13 +296,19 @@ def agree(location: str, posts: Sequence[bytes], stored: Callable[[], Iterable[s
             file=location,
             damaged=False,
         )
+    excludes = set.intersection(*(set(report.unused_excludes) for report in reports))
+    if excludes:
+        raise no_match("exclude", sorted(excludes), list(stored()))
+    renames = dict(set.intersection(*(set(report.unused_renames.items()) for report in reports)))
     strict = reports[0].strict
     missing = sorted({key for report in reports for key in report.missing})
     mismatched = sorted({item for report in reports for item in report.mismatched})
     unasked = set.intersection(*({*report.unexpected, *report.spare} for report in reports))
     unexpected = sorted(unasked.intersection(key for report in reports for key in report.unexpected))
     if mismatched or (strict and (missing or unexpected)):
-        raise _mismatch(location, missing if strict else [], unexpected if strict else [], mismatched)
+        raise _mismatch(
+            location, missing if strict else [], unexpected if strict else [], mismatched, renames
+        )
     return Agreed(tuple(missing), tuple(sorted(unasked)), tuple(_dropped(reports, stored)))
 
 
@@ -307,13 +347,38 @@ def from_rank(rank: int, world_size: int, wire: dict[str, Any]) -> ShardproofErr
     return type(error)(text, **details)
 
 
+def _is_within(key: str, above: str) -> bool:
+    return f"{key}.".startswith(f"{above}.")
+
+
 def _mismatch(
-    location: str, missing: list[str], unexpected: list[str], mismatched: list[tuple[str, str, str]]
+    location: str,
+    missing: list[str],
+    unexpected: list[str],
+    mismatched: list[tuple[str, str, str]],
+    renames: Mapping[str, str],
 ) -> KeyMismatchError:
-    """One error that lists all mismatches."""
+    """One error that lists all mismatches.
+
+    Args:
+        location: location of the checkpoint.
+        missing: keys that only the target has.
+        unexpected: keys that only the checkpoint has, under the target's names.
+        mismatched: key, expected and found description of tensors.
+        renames: entries of `rename` whose key no target has. Keys that these entries explain are left out.
+    """
+    renames = {new: old for new, old in renames.items() if any(_is_within(key, new) for key in unexpected)}
+    missing = [key for key in missing if not any(_is_within(key, old) for old in renames.values())]
+    unexpected = [key for key in unexpected if not any(_is_within(key, new) for new in renames)]
     differences = [f"{key}: expected {want}, found {got}" for key, want, got in mismatched]
     lines = [f"{location} does not fit the state it is loaded into; nothing was changed."]
+    pairs = [f"{new!r}: {old!r}" for new, old in sorted(renames.items())]
     for title, keys, advice in (
+        (
+            "rename has keys that the target does not have",
+            pairs,
+            "it maps a key of the target to a stored key",
+        ),
         ("missing in the checkpoint", missing, "strict=False leaves them as they are"),
         ("in the checkpoint, not asked for", unexpected, "strict=False or exclude= ignores them"),
         ("different", differences, "exclude= skips them"),

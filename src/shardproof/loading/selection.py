@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,18 @@ from shardproof._utils.lazy_mapping import LazyMapping
 from shardproof.errors import StructureError
 from shardproof.state import Catalogue
 
-__all__ = ["Cast", "Patterns", "casts", "check_patterns", "rename_keys", "renamed", "selects"]
+__all__ = [
+    "Cast",
+    "Patterns",
+    "casts",
+    "check_patterns",
+    "no_match",
+    "rename_keys",
+    "renamed",
+    "selects",
+    "unused_patterns",
+    "unused_renames",
+]
 
 Patterns = str | Sequence[str] | None
 Cast = bool | str | Sequence[str]
@@ -62,9 +73,43 @@ def check_patterns(option: str, patterns: Patterns, keys: Sequence[str]) -> None
     Raises:
         StructureError: a pattern matches no key.
     """
-    unused = [item for item in _as_tuple(patterns) if not any(_matches(key, (item,)) for key in keys)]
+    unused = unused_patterns(patterns, keys)
     if unused:
-        raise StructureError(f"{option}: no key matches {unused}{_advice(unused, keys)}")
+        raise no_match(option, unused, keys)
+
+
+def unused_patterns(patterns: Patterns, keys: Collection[str]) -> list[str]:
+    """The patterns that match no key.
+
+    >>> unused_patterns(["model", "optimiser"], ["model.w", "optimizer.w.exp_avg"])
+    ['optimiser']
+    """
+    return [item for item in _as_tuple(patterns) if not any(_matches(key, (item,)) for key in keys)]
+
+
+def no_match(option: str, unused: Sequence[str], keys: Sequence[str]) -> StructureError:
+    """The error of patterns that match no key.
+
+    Args:
+        option: name of the option.
+        unused: the patterns.
+        keys: the keys, for the advice.
+    """
+    return StructureError(f"{option}: no key matches {list(unused)}{_advice(unused, keys)}")
+
+
+def unused_renames(rename: Mapping[str, str] | None, keys: Collection[str]) -> dict[str, str]:
+    """The entries of a rename whose key of the target is no key of it, and above none.
+
+    Args:
+        rename: key in the target to key in the checkpoint.
+        keys: keys of the target.
+
+    >>> unused_renames({"model": "net", "typo": "w", "": "head"}, ["model.0.weight"])
+    {'typo': 'w'}
+    """
+    above = {key[:at] for key in keys for at, letter in enumerate(f"{key}.") if letter == "."}
+    return {new: stored for new, stored in (rename or {}).items() if new and new not in above}
 
 
 def rename_keys(keys: Iterable[str], rename: Mapping[str, str], *, stored_first: bool) -> dict[str, str]:

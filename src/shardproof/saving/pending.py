@@ -13,7 +13,23 @@ from shardproof.reentrance import refuse_inside
 from shardproof.saving.background import Progress, wait_while_moving
 from shardproof.saving.result import SaveResult
 
-__all__ = ["PendingSave"]
+__all__ = ["PendingSave", "wait_for_end"]
+
+
+def wait_for_end(future: Future[SaveResult], step: int | None, timeout: float | None) -> None:
+    """Waits until a save is over, with any outcome.
+
+    Args:
+        future: done when the save is over.
+        step: the step of the save, for the message.
+        timeout: seconds to wait at most; None: no bound.
+
+    Raises:
+        TimeoutError: the save has not ended.
+    """
+    if not wait([future], timeout).done:
+        which = "the save" if step is None else f"the save of step {step}"
+        raise TimeoutError(f"{which} has not ended after {timeout:g} s")
 
 
 class PendingSave:
@@ -126,24 +142,12 @@ class PendingSave:
             )
         if timeout is None:
             self.settle()
-        self.wait_for(timeout)
+        wait_for_end(self._future, self.step, timeout)
         try:
             return self._future.result()
         except ShardproofError:
             self._reported = True
             raise
-
-    def wait_for(self, timeout: float | None) -> None:
-        """Waits until the save is over, with any outcome.
-
-        Args:
-            timeout: seconds to wait at most; None: no bound.
-
-        Raises:
-            TimeoutError: the save has not ended.
-        """
-        if self._future is not None and not wait([self._future], timeout).done:
-            raise TimeoutError(f"the save of step {self.step} has not ended after {timeout:g} s")
 
     def future(self) -> Future[SaveResult]:
         """This save as a future of `concurrent.futures`, for callbacks and waits for several.

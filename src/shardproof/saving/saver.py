@@ -22,7 +22,7 @@ from shardproof.saving.cache import Limits, SaveCache, SaveRequest
 from shardproof.saving.device_copy import pinned_buffer
 from shardproof.saving.failed_commit import Unconfirmed
 from shardproof.saving.incremental import FindBase
-from shardproof.saving.pending import PendingSave
+from shardproof.saving.pending import PendingSave, wait_for_end
 from shardproof.saving.replica_check import CheckReplicas
 from shardproof.saving.result import SaveResult
 from shardproof.saving.save_protocol import After, Save
@@ -239,7 +239,7 @@ class Saver:
         if timeout is None:
             under_way.pending.settle()
         else:
-            under_way.pending.wait_for(timeout)
+            wait_for_end(under_way.future, under_way.pending.step, timeout)
         if (failed := self._take_failure()) is not None:
             raise failed
 

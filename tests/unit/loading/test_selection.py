@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
+import msgspec
 import pytest
 import torch
 from hypothesis import given
 
 import shardproof as sp
 from shardproof.errors import StructureError
+from shardproof.loading.matching import MatchReport, agree
 from shardproof.loading.selection import casts, check_patterns, renamed, selects
 from shardproof.state import Catalogue
 
@@ -158,3 +160,56 @@ def test_a_wrong_direction_is_reported_if_no_mapping_can_be_suggested() -> None:
         renamed(_catalogue(), {"net": "nett", "b": "epoch"})
     with pytest.raises(StructureError, match="'epoch' would have an empty name"):
         renamed(_catalogue(), {"": "epoch"})
+
+
+def _saved(tmp_path: Path) -> Path:
+    sp.save(tmp_path / "step", {"w": torch.ones(2), "b": torch.ones(3), "epoch": 3})
+    return tmp_path / "step"
+
+
+def test_a_rename_with_a_key_that_the_target_lacks_says_so(tmp_path: Path) -> None:
+    target = {"w": torch.zeros(2), "b": torch.zeros(3), "epoch": 0}
+    with pytest.raises(sp.KeyMismatchError) as caught:
+        sp.load(_saved(tmp_path), target, rename={"typo": "w"})
+    text = caught.value.message
+    assert "rename has keys that the target does not have" in text and "'typo': 'w'" in text
+    assert "missing in the checkpoint" not in text and "not asked for" not in text
+    del target["w"]  # no key of the target is missing
+    with pytest.raises(sp.KeyMismatchError, match="rename has keys that the target does not have"):
+        sp.load(tmp_path / "step", target, rename={"typo": "w"})
+    sp.load(tmp_path / "step", target, rename={"typo": "w"}, strict=False)
+    assert target["epoch"] == 3
+
+
+def test_a_rename_of_the_target_is_not_blamed_for_other_keys(tmp_path: Path) -> None:
+    target = {"other": {"w": torch.zeros(2)}, "b": torch.zeros(3), "more": 0}
+    with pytest.raises(sp.KeyMismatchError) as caught:
+        sp.load(_saved(tmp_path), target, rename={"other.w": "w"})
+    assert (caught.value.details["missing"], caught.value.details["unexpected"]) == (["more"], ["epoch"])
+    assert "rename has" not in caught.value.message
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_an_exclude_that_matches_nothing_is_refused(strict: bool, tmp_path: Path) -> None:
+    """A key of the target alone, or of the checkpoint alone, matches."""
+    target = {"w": torch.zeros(2), "new": torch.zeros(1), "epoch": 0}
+    with pytest.raises(StructureError, match=r"exclude: no key matches \['typo'\]"):
+        sp.load(_saved(tmp_path), target, exclude=["typo", "new", "b"], strict=strict)
+    assert not target["w"].any()  # type: ignore[attr-defined]
+    sp.load(tmp_path / "step", target, exclude=["new", "b"], strict=strict)
+    assert target["epoch"] == 3
+
+
+def test_an_exclude_may_match_on_one_rank_alone() -> None:
+    """A stage of a pipeline may have the only key."""
+    matching = MatchReport("a", True, False)
+    other = MatchReport("a", True, False, unused_excludes=("head",))
+    agree("step", [msgspec.msgpack.encode(one) for one in (matching, other)], list)
+    with pytest.raises(StructureError, match="exclude: no key matches"):
+        agree("step", [msgspec.msgpack.encode(other)] * 2, list)
+
+
+@pytest.mark.parametrize("include", [[], (), ""])
+def test_an_empty_include_is_refused(include: Any, tmp_path: Path) -> None:
+    with pytest.raises(StructureError, match="include: it is empty"):
+        sp.load(_saved(tmp_path), {"w": torch.zeros(2)}, include=include, strict=False)
