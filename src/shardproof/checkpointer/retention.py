@@ -153,7 +153,11 @@ class StepFacts:
         self._known: dict[int, tuple[float, Mapping[str, Any]]] = {}
 
     def select(
-        self, policy: Retention, steps: Sequence[int], only_known: Collection[int] = ()
+        self,
+        policy: Retention,
+        steps: Sequence[int],
+        only_known: Collection[int] = (),
+        run: Storage | None = None,
     ) -> tuple[set[int], set[int]]:
         """The steps that a policy keeps, and those whose manifest it needs and that cannot be read.
 
@@ -162,12 +166,13 @@ class StepFacts:
             steps: the steps, ascending.
             only_known: steps whose manifest is not read now. The policy does not see one of them if it needs
                 its manifest, and that was not read before.
+            run: the run to read manifests from now; None: what `holder` gives.
         """
         unreadable: set[int] = set()
         unseen: set[int] = set()
         while True:
             readable = [
-                SavedStep(step, partial(self._read, step, step in only_known))
+                SavedStep(step, partial(self._read, step, step in only_known, run))
                 for step in steps
                 if step not in unreadable and step not in unseen
             ]
@@ -192,12 +197,13 @@ class StepFacts:
         """Takes the facts of a step from its manifest."""
         self._known[step] = manifest.time, _small_values(manifest.metadata)
 
-    def _read(self, step: int, only_known: bool = False) -> tuple[float, Mapping[str, Any]]:
+    def _read(self, step: int, only_known: bool, run: Storage | None) -> tuple[float, Mapping[str, Any]]:
         facts = self._known.get(step)
         if facts is None and only_known:
             raise _Unknown(step)
         if facts is None:
-            run = self._run if self._holder is None else self._holder(step)
+            if run is None:
+                run = self._run if self._holder is None else self._holder(step)
             try:
                 manifest = read_manifest(run.within(step_name(step)))
             except (FormatError, NotCommittedError) as error:

@@ -144,12 +144,12 @@ def with_shardproof(kind: Any) -> Any:
                 "loaders": sp.PerRank(loaders),
             }
             fits = self._module.trainer.state.fn == "fit"
-            wanted, only = (state | training, None) if fits else (state, list(state))
+            wanted, others = (state | training, []) if fits else (state, list(training))
             load = self.shardproof_saves.load
             if self._module.strict_loading:
-                load(checkpoint_path, wanted, include=only)
+                load(checkpoint_path, wanted, exclude=others)
             else:  # before any change, all values except the weights must be there
-                load(checkpoint_path, _without_weights(wanted), include=only, exclude="state_dict")
+                load(checkpoint_path, _without_weights(wanted), exclude=[*others, "state_dict"])
                 load(checkpoint_path, {"state_dict": self._module}, include="state_dict", strict=False)
             if loaders.value:
                 rest.value["loops"]["fit_loop"]["state_dict"]["combined_loader"] = loaders.value

@@ -84,8 +84,8 @@ def load(
             or dtype is always an error. An object with ``state_tree`` is optional on both sides.
         include: patterns (`fnmatch`, over the whole key or the keys above it) of the keys to load; None for
             all.
-        exclude: patterns of the keys that the load leaves unchanged. Each matches a key of the target or of
-            the checkpoint.
+        exclude: patterns of the keys that the load leaves unchanged. The log names a pattern that matches no
+            key.
         cast: True, or patterns of keys, where values may be converted to the dtype of their destination.
         rename: maps a key of the target to a key of the checkpoint. It applies to that key and all keys below
             it. If several keys of the checkpoint match, the longest decides. An empty key of the target
@@ -114,7 +114,8 @@ def load(
         TypeError: an argument has a wrong type.
         ValueError: `deadline` is not positive, or is given together with `rendezvous`.
         NotCommittedError: `path` has no committed checkpoint.
-        StructureError: a pattern or a stored key of `rename` matches no key, or `include` is empty.
+        StructureError: a pattern of `include` or `cast`, or a stored key of `rename`, matches no key; or
+            `include` is empty.
         KeyMismatchError: the state and the checkpoint do not fit; nothing was changed.
         CorruptChunkError, FormatError, StorageError, TilingError: the checkpoint is damaged. The message says
             so if tensors were partly overwritten before the load failed.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -48,6 +49,8 @@ __all__ = [
     "from_rank",
     "match",
 ]
+
+_log = logging.getLogger("shardproof")
 
 ReadOnce: TypeAlias = bool | Literal["auto"]
 
@@ -264,8 +267,7 @@ def agree(location: str, posts: Sequence[bytes], stored: Callable[[], Iterable[s
 
     Raises:
         ShardproofError: the error of the first rank that reports one.
-        StructureError: the ranks pass different options, or decline different parts; or a pattern of
-            `exclude` matches no key on any rank.
+        StructureError: the ranks pass different options, or decline different parts.
         StorageError: the ranks see different checkpoints.
         KeyMismatchError: the state and the checkpoint do not fit.
     """
@@ -298,7 +300,7 @@ def agree(location: str, posts: Sequence[bytes], stored: Callable[[], Iterable[s
         )
     excludes = set.intersection(*(set(report.unused_excludes) for report in reports))
     if excludes:
-        raise no_match("exclude", sorted(excludes), list(stored()))
+        _log.warning("%s: %s", location, no_match("exclude", sorted(excludes), list(stored())))
     renames = dict(set.intersection(*(set(report.unused_renames.items()) for report in reports)))
     strict = reports[0].strict
     missing = sorted({key for report in reports for key in report.missing})

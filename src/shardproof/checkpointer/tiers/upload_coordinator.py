@@ -375,23 +375,23 @@ class UploadCoordinator:
             return set(steps)
         for step in () if only_known else pending:
             self._facts.forget(step)  # it may have been saved again
-        known = there if only_known else ()
+        known, run = (there, self._first) if only_known else ((), None)
         pinned = {step for step in pending if read_pin(self._first.within(step_name(step))) is not None}
         line = self._in_line(steps)
         if line == steps:
-            return pinned | self._selected(line, known)
-        return pinned | self._selected(line, known) | (self._selected(steps, known) - set(line))
+            return pinned | self._selected(line, known, run)
+        return pinned | self._selected(line, known, run) | (self._selected(steps, known, run) - set(line))
 
     def _in_line(self, steps: Iterable[int]) -> list[int]:
         """The steps that were not given up by a rollback (note "One line of steps")."""
         position = self.position
         return [step for step in steps if position is None or step <= position]
 
-    def _selected(self, steps: Sequence[int], only_known: Collection[int]) -> set[int]:
+    def _selected(self, steps: Sequence[int], only_known: Collection[int], run: Storage | None) -> set[int]:
         """The steps that the policy keeps of these, which ascend. The newest is one of them."""
         if self._keep is None or not steps:
             return set(steps)
-        selected, unreadable = self._facts.select(self._keep, steps, only_known)
+        selected, unreadable = self._facts.select(self._keep, steps, only_known, run)
         return {*selected, *unreadable, steps[-1]}
 
     def _holder(self, step: int) -> Storage:
