@@ -14,6 +14,7 @@ from shardproof.checkpointer import page_cache
 from shardproof.checkpointer.page_cache import NewestStep
 from shardproof.format import read_manifest
 from shardproof.storage import LocalStorage
+from tests.thread_limit import limit_threads
 
 SIZE = 9 << 20
 
@@ -142,3 +143,15 @@ def test_a_checkpointer_caches_the_newest_step_only_with_its_option(
 def test_an_unknown_cache_option_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'auto', 'newest' or 'none'"):
         sp.Checkpointer(tmp_path, cache="all")  # type: ignore[arg-type]
+
+
+def test_without_a_thread_the_step_stays_out_of_the_cache(
+    storage: LocalStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    newest = NewestStep()
+    with monkeypatch.context() as limited:
+        limit_threads(limited)
+        newest.committed(storage, "a")
+        assert newest.wait(60) and not storage.is_cached("a", 0, SIZE)
+    newest.committed(storage, "b")
+    assert newest.wait(60) and storage.is_cached("b", 0, SIZE)

@@ -95,10 +95,15 @@ class NewestStep:
         self.stop()
         older, self._cached = self._cached if self._drop_older else None, (storage, name)
         stop = self._stop = threading.Event()
-        self._thread = threading.Thread(
+        thread = threading.Thread(
             target=self._run, args=(storage, name, older, stop), name="shardproof-page-cache", daemon=True
         )
-        self._thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:  # the program is exiting, or at a limit of threads
+            _log.debug("%s/%s stays out of the page cache: %s", storage.location, name, error)
+        else:
+            self._thread = thread
 
     def wait(self, timeout: float | None = None) -> bool:
         """Waits for the current read. Returns True if it ended."""

@@ -41,7 +41,7 @@ import threading
 import weakref
 from collections import deque
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 from shardproof.errors import ShardproofError
@@ -252,8 +252,12 @@ class StoreRendezvous:
         self._heartbeat.tick()
 
     def beside(self, name: str) -> StoreRendezvous:
-        """Another rendezvous of these ranks at this store. See `Rendezvous.beside`."""
-        return StoreRendezvous(
+        """Another rendezvous of these ranks at this store. See `Rendezvous.beside`.
+
+        Its threads start now. The caller may need it at the end of the program, when no thread can be
+        started.
+        """
+        other = StoreRendezvous(
             self._store,
             self.rank,
             self.world_size,
@@ -261,6 +265,9 @@ class StoreRendezvous:
             name=f"{self._own_name}/{name}",
             server=self._server,
         )
+        with suppress(RuntimeError):  # the first meeting reports it
+            other._open()
+        return other
 
     def ring(self, bell: str) -> None:
         """Wake all ranks that wait for a bell. See `Rendezvous.ring`."""

@@ -2,9 +2,11 @@
 
 Note "The end of the interpreter": these threads are daemons, so a thread that hangs in a dead file system
 cannot keep the process alive. An `atexit` function waits for their work. It runs after the program's last
-line and before the interpreter shuts down. At that time no thread can be started, and executors accept no
-work. So these threads are started at the first save and need only a queue. A child made by fork has none of
-them, and waits for nothing.
+line and before the interpreter shuts down. At that time executors accept no work, and from CPython 3.12 on
+no thread can be started. So these threads are started at the first save and need only a queue. The links of
+a rendezvous start before the caller continues (`StoreRendezvous.beside`). Work that uses other threads goes
+on in its own thread without them: `map_requests`, `ObjectSink`. A child made by fork has none of the threads,
+and waits for nothing.
 """
 
 from __future__ import annotations
@@ -76,11 +78,19 @@ def _stop(tasks: SimpleQueue[Callable[[], None] | None], count: int) -> None:
 
 def _fulfil(future: Future[T], work: Callable[[], T]) -> None:
     try:
-        result = work()
-    except BaseException as error:
-        future.set_exception(error)
-    else:
-        future.set_result(result)
+        try:
+            result = work()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+    except BaseException as error:  # of a callback; `Future` lets SystemExit through
+        log_callback_error(error)
+
+
+def log_callback_error(error: BaseException) -> None:
+    """Logs an error that may not end the thread, because later tasks need it."""
+    _log.error("a callback of a future raised %r, which has no effect here", error, exc_info=error)
 
 
 class Progress:

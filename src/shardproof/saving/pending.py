@@ -7,10 +7,11 @@ import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from functools import partial
 
 from shardproof.errors import SaveSkipped, ShardproofError, StorageError
 from shardproof.reentrance import refuse_inside
-from shardproof.saving.background import Progress, wait_while_moving
+from shardproof.saving.background import Progress, log_callback_error, wait_while_moving
 from shardproof.saving.result import SaveResult
 
 __all__ = ["PendingSave", "wait_for_end"]
@@ -244,5 +245,19 @@ class _SaveFuture(Future[SaveResult]):
             return error
         return None
 
+    def add_done_callback(self, fn: Callable[[Future[SaveResult]], object]) -> None:
+        """As in the base class. In the save thread, also SystemExit of a callback is only logged.
+
+        It would keep later callbacks from their call.
+        """
+        super().add_done_callback(fn if self.done() else partial(_call_back, fn))
+
     def _end(self, _ended: Future[SaveResult] | None) -> None:
         self.set_result(None)  # type: ignore[arg-type]
+
+
+def _call_back(fn: Callable[[Future[SaveResult]], object], future: Future[SaveResult]) -> None:
+    try:
+        fn(future)
+    except BaseException as error:
+        log_callback_error(error)

@@ -27,6 +27,7 @@ _EXT, _XFS, _TMPFS = 0xEF53, 0x58465342, 0x01021994
 _EXACT = (_EXT, _XFS, _TMPFS)
 """Types of file systems on which a file of n bytes takes at least n bytes."""
 
+_MOUNTS = Path("/proc/self/mountinfo")
 _GET_ATTRIBUTES = 0x801C581F
 _ATTRIBUTES = struct.Struct("=5I8x")
 _IN_PROJECT = 0x200
@@ -84,7 +85,8 @@ def _may_use_reserve(device: int) -> bool:
 
 
 def _mounts() -> list[str]:
-    return Path("/proc/self/mountinfo").read_text().splitlines()
+    """The mounts, one a line. Names of mount points are any bytes."""
+    return _MOUNTS.read_text(encoding="utf-8", errors="surrogateescape").split("\n")
 
 
 def _has_project_quota(folder: Path) -> bool:

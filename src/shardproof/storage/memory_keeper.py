@@ -14,6 +14,10 @@ Note: files of a connection
 Note: the life of a keeper
     It runs in a session of its own, and outlives the process that started it. A client can end it. It also
     ends after the idle time without a client, or after `EMPTY_SECONDS` if it holds no file.
+
+Note: the limits of the keeper
+    A file is a descriptor, and a client is a descriptor and a thread. The keeper refuses new files while some
+    descriptors are left (`_SPARE`), so clients can still connect, read and delete. No limit ends the keeper.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import math
 import os
 import resource
 import select
@@ -30,15 +35,27 @@ import struct
 import sys
 import threading
 import time
+from collections import deque
 from typing import Any
 
-__all__ = ["PROTOCOL", "SEALS", "address_of", "peer_of", "receive", "send"]
+__all__ = ["LOST", "PROTOCOL", "SEALS", "address_of", "peer_of", "receive", "send"]
 
 PROTOCOL = 1
 """Version of the messages between keeper and clients."""
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE if hasattr(fcntl, "F_SEAL_WRITE") else 0
 """The changes that the seals of a finished file forbid to every process that has it."""
+LOST = -1
+"""In place of a descriptor that came with a message, and for which this process has no number left."""
 EMPTY_SECONDS = 60.0
+_SPARE = 64
+"""Descriptors that files leave free: for the keeper itself, for clients turned away, and for new clients."""
+_CLIENT = 2
+"""Descriptors of a client: its connection, and a file that it sends."""
+_TURNED_AWAY = 16
+_PAUSE_SECONDS = 0.1
+"""Seconds without new clients after one could not be accepted."""
+_LONGEST_WAIT = 3600.0
+"""`select` takes no infinite time."""
 _MOST_BYTES = 64 << 20
 """Bytes of a message, at most."""
 _HEAD = struct.Struct("=I")
@@ -72,11 +89,13 @@ def send(connection: socket.socket, message: dict[str, Any], descriptor: int | N
 def receive(connection: socket.socket) -> tuple[dict[str, Any], int | None] | None:
     """The next message, and the descriptor that came with it; None if the other end closed the connection.
 
+    The descriptor is `LOST` if this process cannot open more files.
+
     Raises:
         OSError: the other end is gone, or a timeout.
         ValueError: this is no message.
     """
-    data, descriptors, _, _ = socket.recv_fds(connection, _HEAD.size, 1, socket.MSG_CMSG_CLOEXEC)
+    data, descriptors, flags, _ = socket.recv_fds(connection, _HEAD.size, 1, socket.MSG_CMSG_CLOEXEC)
     try:
         if not data:
             return None
@@ -90,7 +109,9 @@ def receive(connection: socket.socket) -> tuple[dict[str, Any], int | None] | No
         for descriptor in descriptors:
             os.close(descriptor)
         raise
-    return message, descriptors[0] if descriptors else None
+    if descriptors:
+        return message, descriptors[0]
+    return message, LOST if flags & socket.MSG_CTRUNC else None
 
 
 def _exactly(connection: socket.socket, count: int) -> bytes:
@@ -130,10 +151,15 @@ class Keeper:
 
     Args:
         budget: bytes of all files together, at most.
-        idle: seconds without a client after which it ends.
+        idle: seconds without a client after which it ends; infinite for never.
+
+    Raises:
+        ValueError: idle is not positive.
     """
 
     def __init__(self, budget: int, idle: float) -> None:
+        if not idle > 0:
+            raise ValueError(f"idle is a positive number, not {idle!r}")
         self._budget, self._idle = budget, idle
         self._lock = threading.Lock()
         self._files: dict[str, _FinishedFile] = {}
@@ -145,46 +171,79 @@ class Keeper:
         self._writers: set[object] = set()
         """The clients that stay connected; see `memory_link`."""
         self._left_at = time.monotonic()
+        self._turned_away: deque[socket.socket] = deque(maxlen=_TURNED_AWAY)
+        """The last clients without a thread. Their connections stay open, so that they read the answer."""
         self._wake, self._woken = socket.socketpair()
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._limit = sys.maxsize if limit == resource.RLIM_INFINITY else limit
 
     def serve(self, listener: socket.socket) -> None:
         """Accepts clients until the keeper has to end."""
+        accepts = True
         while True:
             with self._lock:
                 span = self._idle if self._files else min(self._idle, EMPTY_SECONDS)
-                left = None if self._clients else max(0.0, self._left_at + span - time.monotonic())
-            ready, _, _ = select.select([listener, self._woken], [], [], left)
+                left = math.inf if self._clients else max(0.0, self._left_at + span - time.monotonic())
+            watched = [self._woken, listener] if accepts else [self._woken]
+            ready, _, _ = select.select(
+                watched, [], [], min(left, _LONGEST_WAIT) if accepts else _PAUSE_SECONDS
+            )
             if self._woken in ready:
                 self._woken.recv(4096)
-            if listener in ready:
-                connection, _ = listener.accept()
-                if peer_of(connection)[1] != os.getuid():
-                    connection.close()
-                    continue
-                with self._lock:
-                    self._clients.add(connection)
-                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
-            elif not ready:
+            if not accepts:
+                accepts = True
+            elif listener in ready:
+                accepts = self._welcome(listener)
+            elif not ready and left <= _LONGEST_WAIT:
                 return  # no client connected in that time
+
+    def _welcome(self, listener: socket.socket) -> bool:
+        """Accepts a client. False if that is not possible now; the client waits meanwhile."""
+        try:
+            connection, _ = listener.accept()
+        except OSError:  # no descriptor or no memory is free
+            return False
+        if peer_of(connection)[1] != os.getuid():
+            connection.close()
+            return True
+        with self._lock:
+            self._clients.add(connection)
+        try:
+            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+        except (RuntimeError, MemoryError):
+            with self._lock:
+                self._clients.discard(connection)
+            self._turn_away(connection)
+        return True
+
+    def _turn_away(self, connection: socket.socket) -> None:
+        """Answers a client for which no thread can be started."""
+        connection.setblocking(False)
+        try:
+            send(connection, {"error": "threads"})
+            connection.shutdown(socket.SHUT_WR)
+        except OSError:
+            pass  # it left
+        self._turned_away.append(connection)
 
     def _serve(self, connection: socket.socket) -> None:
         """Answers one client until it leaves. Bytes that are no request end the connection."""
         try:
             while (got := receive(connection)) is not None:
                 request, descriptor = got
-                file = None if descriptor is None else _FinishedFile(descriptor, connection)
+                is_lost = descriptor == LOST
+                file = None if descriptor is None or is_lost else _FinishedFile(descriptor, connection)
                 del got, descriptor
-                handed: int | None = None
+                handed: _FinishedFile | None = None
                 try:
+                    if is_lost:
+                        self._refuse_lost(connection, request)
                     answer, handed = self._answer(connection, request, file)
                 except _Refused as refused:
                     answer = refused.answer
                 del file
-                try:
-                    send(connection, answer, handed)
-                finally:
-                    if handed is not None:
-                        os.close(handed)
+                send(connection, answer, None if handed is None else handed.descriptor)
+                del handed  # a deleted file is closed here, outside of the lock
                 if request["do"] == "drop":
                     os._exit(0)
         except (OSError, ValueError, KeyError, TypeError):
@@ -208,8 +267,8 @@ class Keeper:
 
     def _answer(
         self, client: object, request: dict[str, Any], new: _FinishedFile | None
-    ) -> tuple[dict[str, Any], int | None]:
-        """The answer to a request, and the descriptor to send with it.
+    ) -> tuple[dict[str, Any], _FinishedFile | None]:
+        """The answer to a request, and the file to send with it.
 
         Args:
             client: connection of the request.
@@ -225,7 +284,7 @@ class Keeper:
             if do == "open":
                 if file is None:
                     return {}, None
-                return {"size": file.size}, os.dup(file.descriptor)
+                return {"size": file.size}, file
             if do == "size":
                 if file is None:
                     return {}, None
@@ -263,6 +322,8 @@ class Keeper:
         owner, before = self._reserved.get(name, (client, 0))
         if name in self._files or owner is not client:
             raise _Refused("exists")
+        if name not in self._reserved:
+            self._count_file()
         self._count(size - before)
         self._reserved[name] = client, size
 
@@ -270,6 +331,22 @@ class Keeper:
         if more > 0 and self._used + more > self._budget:
             raise _Refused("full", budget=self._budget, used=self._used, more=more, files=len(self._files))
         self._used += more
+
+    def _count_file(self) -> None:
+        """Refuses one more file if the descriptors would run short."""
+        files = len(self._files) + len(self._reserved)
+        if files + _CLIENT * len(self._clients) + _SPARE >= self._limit:
+            raise self._short_of_descriptors()
+
+    def _short_of_descriptors(self) -> _Refused:
+        facts = {"limit": self._limit, "files": len(self._files), "clients": len(self._clients)}
+        return _Refused("descriptors", **facts)
+
+    def _refuse_lost(self, client: object, request: dict[str, Any]) -> None:
+        """Refuses a request whose file did not fit into this process. Its reservation ends."""
+        with self._lock:
+            self._release(client, request.get("name", ""))
+            raise self._short_of_descriptors()
 
     def _finish(self, client: object, name: str, file: _FinishedFile) -> None:
         owner, size = self._reserved[name]
@@ -293,6 +370,8 @@ class Keeper:
         missing = [seen for seen in request["seen"] if seen not in self._files]
         if missing:
             raise _Refused("gone", names=missing)
+        if replaced is None:
+            self._count_file()
         self._count(file.size - (0 if replaced is None else replaced.size))
         self._files[name] = file
         folder = name[: name.rfind("/") + 1]
@@ -328,15 +407,16 @@ def main(name: str, budget: str, idle: str) -> None:
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a file is a descriptor
         listener.bind(address_of(name))
+        keeper = Keeper(int(budget), float(idle))
         listener.listen(1024)
-    except OSError as error:
-        taken = error.errno == errno.EADDRINUSE
-        os.write(tell, bytes([0 if taken else min(error.errno or 1, 255)]))
+    except (OSError, ValueError) as error:
+        code = (error.errno or 1) if isinstance(error, OSError) else errno.EINVAL
+        os.write(tell, bytes([0 if code == errno.EADDRINUSE else min(code, 255)]))
         return
     os.write(tell, b"\0")
     os.close(tell)
     os.close(ready)
-    Keeper(int(budget), float(idle)).serve(listener)
+    keeper.serve(listener)
 
 
 if __name__ == "__main__":

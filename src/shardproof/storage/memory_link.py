@@ -25,7 +25,10 @@ from shardproof._utils.topology import available_memory
 from shardproof.errors import StorageError
 from shardproof.storage import memory_keeper
 
-__all__ = ["ANSWER_SECONDS", "IDLE_SECONDS", "Connection", "MemoryLink", "keepers_here"]
+__all__ = ["ANSWER_SECONDS", "IDLE_SECONDS", "RUN_NAME", "Connection", "MemoryLink", "keepers_here"]
+
+RUN_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
+"""Pattern of the name of a run."""
 
 IDLE_SECONDS = 4 * 3600.0
 """Seconds without a client after which a keeper ends, unless the storage names others."""
@@ -89,7 +92,7 @@ class Connection:
         """Sends a request, and a descriptor with it; returns the answer, and the descriptor with it.
 
         Raises:
-            StorageError: the keeper ended, or does not answer in time.
+            StorageError: the keeper ended, does not answer in time, or cannot serve this process.
         """
         with self._lock:
             try:
@@ -119,6 +122,23 @@ class Connection:
                 self.close()  # see the note
                 raise
         answer, with_it = got
+        if with_it == memory_keeper.LOST:
+            raise StorageError(
+                f"{self._location}: this process cannot open more files. Raise its limit (`ulimit -n`)",
+                file=self._location,
+                errno="EMFILE",
+                damaged=False,
+            )
+        if answer.get("error") == "threads":
+            self.close()
+            raise StorageError(
+                f"{self._location}: the keeper process {self.keeper} cannot start a thread for this process. "
+                "What is in memory stays. See the limits of processes of this user (`ulimit -u`) and of the "
+                "control group of the keeper (pids.max)",
+                file=self._location,
+                errno="EAGAIN",
+                damaged=False,
+            )
         if answer.get("error") == "protocol":
             raise StorageError(
                 f"{self._location}: the keeper process {self.keeper} is of another version of shardproof. "
@@ -202,13 +222,20 @@ class MemoryLink:
                     )
 
     def drop(self) -> bool:
-        """Ends the keeper, and with it everything it holds. False if there is none."""
+        """Ends the keeper, and with it everything it holds. False if there is none.
+
+        Raises:
+            StorageError: the keeper does not answer, or belongs to another user.
+        """
         connection = self._connect()
         if connection is None:
             return False
         with contextlib.closing(connection):
-            with contextlib.suppress(StorageError):  # it ends before it answers
+            try:
                 connection.ask("drop")
+            except StorageError as error:
+                if "keeper_ended" not in error.details:  # it ends before it answers
+                    raise
             connection.until_closed()
         return True
 
@@ -281,8 +308,9 @@ class MemoryLink:
 
 def keepers_here() -> list[str]:
     """Names of the runs of this user that have a keeper on this node."""
-    pattern = re.compile(rf"@{re.escape(memory_keeper.address_of('')[1:])}(\S+)$", re.MULTILINE)
-    try:
-        return sorted(set(pattern.findall(Path("/proc/net/unix").read_text(encoding="utf-8"))))
+    pattern = re.compile(rf"@{re.escape(memory_keeper.address_of('')[1:])}({RUN_NAME})$", re.MULTILINE)
+    try:  # names of other sockets are any bytes
+        sockets = Path("/proc/net/unix").read_text(encoding="utf-8", errors="surrogateescape")
     except FileNotFoundError:
         return []  # not Linux
+    return sorted(set(pattern.findall(sockets)))

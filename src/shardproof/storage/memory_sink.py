@@ -62,7 +62,8 @@ class MemorySink:
             self._reserve(size)
             self._memory.seal(size)
             self._is_open = False
-            self._keeper.ask("finish", self._memory.number, name=self._key)
+            answer, _ = self._keeper.ask("finish", self._memory.number, name=self._key)
+            check_room(answer, self._place)
         finally:
             self._memory.close()
         self._seen.add(self._key)
@@ -156,7 +157,17 @@ class AnonymousFile:
 
 
 def check_room(answer: dict[str, Any], place: str) -> None:
-    """Raises if the answer to a request is that the budget does not suffice."""
+    """Raises if the answer to a request is that the budget or the descriptors do not suffice."""
+    if answer.get("error") == "descriptors":
+        raise StorageError(
+            f"cannot write {place}: the keeper process may have {answer['limit']} open files, and has "
+            f"{counted(answer['files'], 'file')} of the run and {counted(answer['clients'], 'client')}. Keep "
+            "fewer steps (keep=KeepLatest(1)), or raise the hard limit (RLIMIT_NOFILE, `ulimit -Hn`) before "
+            "the first process of the run starts the keeper",
+            file=place,
+            errno="EMFILE",
+            limit=answer["limit"],
+        )
     if answer.get("error") == "full":
         missing = answer["used"] + answer["more"] - answer["budget"]
         raise StorageError(

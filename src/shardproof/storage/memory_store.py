@@ -19,14 +19,13 @@ from shardproof._utils import forks
 from shardproof._utils.arguments import check_number, check_whole
 from shardproof.errors import AlreadyCommittedError, StorageError
 from shardproof.storage.base import check_folder, check_name
-from shardproof.storage.memory_link import MemoryLink, keepers_here
+from shardproof.storage.memory_link import RUN_NAME, MemoryLink, keepers_here
 from shardproof.storage.memory_sink import AnonymousFile, MemorySink, check_room, short_read
 from shardproof.storage.paths import printable
 
 __all__ = ["MEMORY_SCHEME", "MemoryStorage", "MemoryUsage"]
 
 MEMORY_SCHEME = "memory"
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _MOST_OPEN = 64
 
 _log = logging.getLogger("shardproof")
@@ -60,7 +59,7 @@ class MemoryStorage:
         budget: bytes that the keeper holds at most; a write beyond them fails. None: half of the memory
             that is available when the keeper starts. A value also changes the budget of a running keeper.
         idle_timeout: seconds without a connected process after which the keeper ends and frees everything.
-            None: four hours. A value also changes that of a running keeper.
+            None: four hours; `math.inf`: never. A value also changes that of a running keeper.
 
     Raises:
         StorageError: the URL is not valid.
@@ -83,7 +82,7 @@ class MemoryStorage:
     def __init__(self, url: str, *, budget: int | None = None, idle_timeout: float | None = None) -> None:
         scheme, _, rest = str(url).partition("://")
         run, _, prefix = rest.partition("/")
-        if scheme.lower() != MEMORY_SCHEME or not _NAME.fullmatch(run):
+        if scheme.lower() != MEMORY_SCHEME or not re.fullmatch(RUN_NAME, run):
             raise StorageError(
                 f"{url!r} names no run in memory. Give memory://RUN, where RUN begins with a letter or digit "
                 'and has at most 64 letters, digits, ".", "-" and "_"',
@@ -94,6 +93,7 @@ class MemoryStorage:
         for what, value in (("budget", budget), ("idle_timeout", idle_timeout)):
             if value is not None and not value > 0:
                 raise ValueError(f"{what} is a positive number or None, not {value!r}")
+        idle_timeout = None if idle_timeout is None else float(idle_timeout)
         self._start(
             MemoryLink(run, budget, idle_timeout), "/".join(part for part in prefix.split("/") if part)
         )

@@ -5,7 +5,8 @@
 A small object is one PUT. The upload of a larger one begins when its first part is there. If more than the
 memory limit comes before the first part, the object goes to a temporary file, and is sent by `finish`. After
 the upload began, pieces behind a gap stay in memory. Callers write in order, except for the buffers in
-flight.
+flight. If no thread can be started for the upload, as at the end of the interpreter, `write_at` uses the
+temporary file, and `finish` sends from memory in its own thread.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import tempfile
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any, Protocol
 
 from shardproof.errors import StorageError
@@ -86,7 +88,9 @@ class ObjectSink:
                 while self._frontier in self._ends:
                     self._frontier = self._ends.pop(self._frontier)
             if self._upload is None and self._frontier >= _PART_BYTES:
-                self._begin_upload()
+                if not self._begin_upload():
+                    self._move_to_file()
+                    return
             elif self._upload is None and self._buffered > _MEMORY_BYTES:
                 self._move_to_file()
             self._changed.notify_all()
@@ -99,8 +103,9 @@ class ObjectSink:
         with self._changed:
             self._check_open("finish")
             self._state = "finished"
+            sends_here = False
             if self._upload is None and self._spool is None and size > _PART_BYTES:
-                self._begin_upload()
+                sends_here = not self._begin_upload()
             self._size = size
             upload, sent = self._upload, self._sent
             if upload is not None and size < sent:
@@ -109,8 +114,11 @@ class ObjectSink:
                 )
             self._changed.notify_all()
         try:
-            if upload is not None:
-                upload.join()  # ends at the deadline of its requests
+            if upload is not None or sends_here:
+                if upload is not None:
+                    upload.join()  # ends at the deadline of its requests
+                else:
+                    self._send()
                 if self._error is not None:
                     raise self._error
             elif self._spool is not None:
@@ -123,7 +131,7 @@ class ObjectSink:
             self._release()
 
     def abort(self) -> None:
-        """Drop the object. Does nothing after `finish` or `abort`."""
+        """Drop the object. Does nothing after `finish` or `abort`. Never raises."""
         with self._changed:
             if self._state != "open":
                 return
@@ -150,9 +158,15 @@ class ObjectSink:
                 data[start : start + len(piece)] = piece[: size - start]
         return bytes(data)
 
-    def _begin_upload(self) -> None:
-        self._upload = threading.Thread(target=self._send, name="shardproof-upload", daemon=True)
-        self._upload.start()
+    def _begin_upload(self) -> bool:
+        """Starts the thread of the upload. False if no thread can be started."""
+        upload = threading.Thread(target=self._send, name="shardproof-upload", daemon=True)
+        try:
+            upload.start()
+        except RuntimeError:
+            return False
+        self._upload = upload
+        return True
 
     def _send(self) -> None:
         try:
@@ -215,7 +229,8 @@ class ObjectSink:
         self._pieces, self._buffered = {}, 0
         spool, self._spool = self._spool, None
         if spool is not None:
-            spool.close()
+            with suppress(OSError):  # its bytes are sent, or not needed
+                spool.close()
 
 
 def _part_bytes(size: int) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import chain
 from typing import TypeVar
 
 from shardproof.storage.base import RemoteStorage, Storage
@@ -21,9 +23,12 @@ def map_requests(
 ) -> Iterator[_Result]:
     """The results of a function for each item, in order. For a remote storage it is called in threads.
 
+    If no thread can be started, as at the end of the interpreter, this thread makes the remaining calls.
+
     Args:
         storage: the storage that `request` reads, or that contains it.
-        request: reads little, and writes nothing. Its first error is raised, and later items are left out.
+        request: reads little, and writes nothing. It may be called twice for an item. Its first error is
+            raised, and later items are left out.
         items: its arguments.
 
     Example:
@@ -36,5 +41,20 @@ def map_requests(
     if not isinstance(storage, RemoteStorage):
         yield from map(request, items)
         return
+    remaining = iter(items)
+    futures: deque[Future[_Result]] = deque()
+    refused: list[_Item] = []
     with ThreadPoolExecutor(_IN_FLIGHT, "shardproof-requests") as pool:
-        yield from pool.map(request, items)
+        try:
+            for item in remaining:
+                try:
+                    futures.append(pool.submit(request, item))
+                except RuntimeError:
+                    refused.append(item)
+                    break
+            while futures:
+                yield futures.popleft().result()
+        finally:
+            for future in futures:
+                future.cancel()
+    yield from map(request, chain(refused, remaining))

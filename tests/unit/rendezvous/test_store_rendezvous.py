@@ -20,6 +20,7 @@ from shardproof.rendezvous import LocalRendezvous, StoreRendezvous, connect
 from shardproof.rendezvous.channel import Channel, View
 from shardproof.rendezvous.keys import MeetingKeys
 from shardproof.rendezvous.store_requests import peek
+from tests.thread_limit import limit_threads
 
 
 def join(posts: list[bytes]) -> bytes:
@@ -440,3 +441,18 @@ def test_a_meeting_that_gave_up_waiting_for_its_turn_keeps_no_place_in_the_order
     with pytest.raises(RuntimeError, match="after it was left"), held:
         pass
     alone.close()
+
+
+def test_a_rendezvous_beside_needs_no_thread_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save commits over it after the last line of the program, when no thread can be started."""
+    rendezvous = StoreRendezvous(HashStore(), 0, 1, deadline=30.0)
+    beside = rendezvous.beside("background")
+    with monkeypatch.context() as limited:
+        limit_threads(limited)
+        assert beside.meet("save", "write", b"1", join) == b"1"
+        other = rendezvous.beside("other")  # its first meeting reports that it has no thread
+        with pytest.raises(RuntimeError, match="new thread"):
+            other.meet("save", "write", b"1", join)
+    assert other.meet("save", "write", b"1", join) == b"1"
+    for each in (other, beside, rendezvous):
+        each.close()

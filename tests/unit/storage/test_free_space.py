@@ -70,6 +70,19 @@ def test_reserved_blocks_count_only_for_users_that_may_use_them(
         assert measured(tmp_path).most == most * system.f_frsize
 
 
+def test_a_mount_point_may_have_any_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = os.stat(tmp_path).st_dev
+    number = f"{os.major(device)}:{os.minor(device)}".encode()
+    mounts = tmp_path / "mountinfo"
+    mounts.write_bytes(
+        b"24 1 0:1 / /caf\xe9 rw - tmpfs none rw\n25 1 %s / / rw - ext4 /dev/sda1 rw\n" % number
+    )
+    monkeypatch.setattr(free_space, "_MOUNTS", mounts)
+    monkeypatch.setattr(os, "geteuid", lambda: 1234)
+    as_type(monkeypatch, free_space._EXT)
+    assert measured(tmp_path).most is not None
+
+
 def test_free_space_is_unknown_without_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result((4096, 4096, *[0] * 8)))
     assert LocalStorage(tmp_path).free_space() is None

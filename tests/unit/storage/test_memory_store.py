@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import math
 import os
 import re
+import resource
 import select
 import signal
 import socket
@@ -111,9 +114,15 @@ def test_urls(url: str) -> None:
         storage_at("memory:/run")  # as pathlib joins it
     with pytest.raises(StorageError, match="storage_options"):
         storage_at(url, {"budget": 1})
-    for budget in (0, -1, True):
+    for budget in (0, -1):
         with pytest.raises(ValueError, match="budget"):
             MemoryStorage(url, budget=budget)
+    for wrong in (True, 0.5 * 2**30, math.inf, math.nan):
+        with pytest.raises(TypeError, match="budget"):
+            MemoryStorage(url, budget=wrong)  # type: ignore[arg-type]
+    for idle in (0, -1, math.nan):
+        with pytest.raises(ValueError, match="idle_timeout"):
+            MemoryStorage(url, idle_timeout=idle)
     with pytest.raises(StorageError):
         MemoryStorage("memory://run/../other")
 
@@ -296,6 +305,149 @@ def test_an_idle_keeper_ends(url: str) -> None:
     assert MemoryStorage(url).usage() is None
 
 
+def test_an_infinite_idle_timeout_keeps_the_steps_of_an_ended_process(url: str) -> None:
+    code = """
+import math, sys
+MemoryStorage(sys.argv[1], budget=64 << 20, idle_timeout=math.inf).publish("a", b"1")
+"""
+    in_another_process(code, url)
+    storage = MemoryStorage(url)
+    keeper = os.pidfd_open(keeper_of(storage))
+    poll = memory_link.select.poll()
+    poll.register(keeper)
+    assert not poll.poll(500), "it ended with its last client"
+    os.close(keeper)
+    assert storage.list() == ["a"]
+
+
+@pytest.mark.parametrize(("budget", "idle"), [("536870912.0", "1"), ("1", "nan"), ("1", "-1")])
+def test_a_keeper_tells_that_its_arguments_are_wrong(budget: str, idle: str) -> None:
+    script = [memory_keeper.__file__, f"test-{os.getpid()}-wrong", budget, idle]
+    started = subprocess.run([sys.executable, "-I", "-S", *script], timeout=LIMIT, check=False)
+    assert started.returncode == errno.EINVAL
+
+
+LITTLE_FILES = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (160, 160))
+run = MemoryStorage(sys.argv[1], budget=64 << 20, idle_timeout=120)
+"""
+
+
+def test_a_keeper_without_descriptors_refuses_files_and_keeps_what_it_has(
+    storage: MemoryStorage, url: str
+) -> None:
+    code = """
+try:
+    for number in range(200):
+        run.publish(str(number), b"")
+except Exception as error:
+    print(error)
+"""
+    refusal = in_another_process(LITTLE_FILES + code, url).stdout
+    assert re.search(r"cannot write .*may have 160 open files, and has 9\d files .*ulimit -Hn", refusal)
+    usage = storage.usage()
+    assert usage is not None and len(storage.list()) == usage.files > 90
+    with pytest.raises(StorageError, match="may have 160 open files") as error:
+        storage.create("one more")
+    assert error.value.details["errno"] == "EMFILE" and error.value.details["limit"] == 160
+    storage.publish("0", b"replaced", replace=True)
+    storage.delete("1")
+    storage.delete("2")
+    write(storage, "one more", b"1")
+    assert storage.read("0") == b"replaced" and storage.read("one more") == b"1"
+
+
+def test_clients_beyond_the_descriptors_of_the_keeper_wait(storage: MemoryStorage, url: str) -> None:
+    in_another_process(LITTLE_FILES + "run.publish('a', b'1')", url)
+    keeper = keeper_of(storage)
+    waiting = [socket.socket(socket.AF_UNIX) for _ in range(200)]
+    try:
+        for each in waiting:
+            each.connect(memory_keeper.address_of(storage.folder))
+        until(lambda: len(os.listdir(f"/proc/{keeper}/fd")) == 160, "the keeper has descriptors left")
+        watched, poll, before = os.pidfd_open(keeper), memory_link.select.poll(), _processor_seconds(keeper)
+        poll.register(watched)
+        assert not poll.poll(500), "it ended"
+        os.close(watched)
+        assert _processor_seconds(keeper) - before < 0.2, "the keeper is in a busy loop"
+    finally:
+        for each in waiting:
+            each.close()
+    assert storage.read("a") == b"1" and keeper_of(storage) == keeper
+
+
+def test_a_file_that_the_keeper_cannot_take_is_refused(storage: MemoryStorage, url: str) -> None:
+    """Its last descriptors go to connections between the request for room and the file."""
+    in_another_process(LITTLE_FILES + "run.publish('a', b'1')", url)
+    keeper, sink = keeper_of(storage), storage.create("b")
+    before = storage.usage()
+    waiting = [socket.socket(socket.AF_UNIX) for _ in range(200)]
+    try:
+        for each in waiting:
+            each.connect(memory_keeper.address_of(storage.folder))
+        until(lambda: len(os.listdir(f"/proc/{keeper}/fd")) == 160, "the keeper has descriptors left")
+        sink.write_at(0, memoryview(b"0123"))
+        with pytest.raises(StorageError, match="may have 160 open files"):
+            sink.finish(4)
+    finally:
+        for each in waiting:
+            each.close()
+    assert storage.usage() == before and storage.list() == ["a"]
+    write(storage, "b", b"0123")
+
+
+def test_a_reader_without_descriptors_says_so(storage: MemoryStorage) -> None:
+    storage.publish("a", b"1")
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    link = memory_link.MemoryLink(storage.folder)
+    connection = link.writer()
+    taken = os.dup(0)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (taken, before[1]))
+        with pytest.raises(StorageError, match="this process cannot open more files") as error:
+            connection.ask("open", name="a")
+        assert "keeper_ended" not in error.value.details
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        os.close(taken)
+    assert storage.read("a") == b"1"
+
+
+def test_a_keeper_that_cannot_start_a_thread_turns_the_client_away() -> None:
+    """The keeper is a thread of the client's process: no limit of threads applies to root."""
+    code = """
+import os, socket, threading
+from shardproof.errors import StorageError
+from shardproof.storage import memory_keeper
+
+def refuse(thread):
+    raise RuntimeError("can't start new thread")
+
+name = f"test-{os.getpid()}-threads"
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(memory_keeper.address_of(name))
+listener.listen()
+serving = threading.Thread(target=memory_keeper.Keeper(1 << 20, 120.0).serve, args=(listener,), daemon=True)
+serving.start()
+storage = MemoryStorage(f"memory://{name}")
+storage.publish("a", b"1")
+start, threading.Thread.start = threading.Thread.start, refuse
+for number in range(20):
+    for use in (storage.list, storage.usage, MemoryStorage(f"memory://{name}").drop):
+        try:
+            use()
+            print("no error")
+        except StorageError as error:
+            if "cannot start a thread for this process" not in str(error):
+                print(error)
+storage.publish("b", b"2")  # over the connection that it has
+threading.Thread.start = start
+print(storage.list(), serving.is_alive())
+"""
+    assert in_another_process(code).stdout == "['a', 'b'] True\n"
+
+
 def test_drop_ends_the_keeper(storage: MemoryStorage, url: str) -> None:
     write(storage, "a", b"1")
     watched = os.pidfd_open(keeper_of(storage))
@@ -303,6 +455,25 @@ def test_drop_ends_the_keeper(storage: MemoryStorage, url: str) -> None:
     assert MemoryStorage(url).drop()
     until_gone(watched)
     assert storage.usage() is None and url.removeprefix("memory://") not in keepers_here()
+
+
+def test_sockets_of_other_programs_may_have_any_name(
+    storage: MemoryStorage, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ours = memory_keeper.address_of("").encode()
+    names = [b"\0other-program-\xff\xfe", ours + b"\xff", ours + "\u00e9".encode(), ours + b"a" * 70]
+    others = [socket.socket(socket.AF_UNIX) for _ in names]
+    try:
+        for other, name in zip(others, names, strict=True):
+            other.bind(name)
+        for step in (1, 2):
+            sp.save(storage, {"w": torch.ones(2)}, step=step, overwrite=True)
+        assert storage.folder in keepers_here()
+        assert not any("\u00e9" in name or len(name) > 64 for name in keepers_here())
+        assert run(["memory"]) == 0 and storage.folder in capfd.readouterr().out
+    finally:
+        for other in others:
+            other.close()
 
 
 def test_storages_that_start_at_once_share_one_keeper(url: str) -> None:
@@ -550,6 +721,11 @@ def test_a_long_run_does_not_grow(storage: MemoryStorage, saves: int) -> None:
     after = measured()
     assert abs(after[0] - before[0]) < 1000 and after[1:] == before[1:]
     assert _resident(keeper_of(storage)) < resident + (1 << 20)
+
+
+def _processor_seconds(process: int) -> float:
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _threads(process: int) -> int:
