@@ -93,6 +93,7 @@ class MemoryStorage:
         for what, value in (("budget", budget), ("idle_timeout", idle_timeout)):
             if value is not None and not value > 0:
                 raise ValueError(f"{what} is a positive number or None, not {value!r}")
+        budget = None if budget is None else int(budget)
         idle_timeout = None if idle_timeout is None else float(idle_timeout)
         self._start(
             MemoryLink(run, budget, idle_timeout), "/".join(part for part in prefix.split("/") if part)
