@@ -148,4 +148,4 @@ def test_a_checkpointer_whose_store_ended_with_its_group_says_what_to_do(tmp_pat
     for outcome in run_ranks(
         2, keep_the_checkpointer_of_a_store_that_ended, path, hold=hold, script=script, store="rank 0"
     ):
-        assert "after another init_process_group make a new Checkpointer" in outcome.value
+        assert "after another init_process_group, make a new Checkpointer" in outcome.value

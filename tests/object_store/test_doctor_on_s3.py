@@ -39,7 +39,7 @@ def test_doctor_and_watch_on_a_bucket(url: str, capsys: pytest.CaptureFixture[st
     assert code == 1
     found = {(one["where"], one["kind"]): one["fix"] for one in report["findings"]}
     assert found["step-00000002", "lost"] == f"shardproof prune {url} --damaged"
-    assert found["step-00000001", "leftover"] == f"shardproof prune {url}"
+    assert found["step-00000001", "no manifest"] == f"shardproof repair {url}/step-00000001"
 
     code, report = answer(capsys, "watch", url, "--once")
     assert [save["state"] for save in report["saves"]] == ["writing", "damaged"]

@@ -261,7 +261,11 @@ def _commit(storage: Storage, shards: list[VerifiedShard], intact: Manifest | No
     text = encode_manifest(manifest)
     decode_index(index, manifest, manifest.index.name)
     # A damaged manifest goes last: as long as it is there, prune keeps the files of the step.
-    storage.publish(manifest.index.name, index, replace=True)
+    try:
+        storage.publish(manifest.index.name, index, replace=True)
+    except StorageError as error:
+        error.details.pop("in_place", None)  # this detail is about the manifest
+        raise
     storage.publish(MANIFEST_NAME, text, replace=storage.size(MANIFEST_NAME) is not None)
     return manifest
 

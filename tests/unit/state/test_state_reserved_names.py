@@ -156,6 +156,5 @@ def test_a_strict_load_reports_a_key_that_only_looks_like_a_part(tmp_path: Path)
     sp.save(tmp_path / "step", {"p": Part({"x": 1}), "y": 2})
     report = sp.load(tmp_path / "step", {"y": 0})
     assert report.unexpected == ("p.@part.x",), "the part is optional"
-    with pytest.raises(KeyMismatchError) as caught:
+    with pytest.raises(KeyMismatchError, match=r"(?s)the target does not have.*'q\.@part': 'p\.@part\.x'"):
         sp.load(tmp_path / "step", {"y": 0}, rename={"q.@part": "p.@part.x"})
-    assert caught.value.details["unexpected"] == ["q.@part"]
