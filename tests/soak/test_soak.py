@@ -118,7 +118,9 @@ def copies_unverified(patch: pytest.MonkeyPatch) -> None:
 
 def leftovers_trusted(patch: pytest.MonkeyPatch) -> None:
     """An upload does not verify a file that a killed upload left."""
-    patch.setattr(Uploader, "_is_whole", lambda self, target, record: target.size(record.name) is not None)
+    patch.setattr(
+        Uploader, "_is_whole", lambda self, target, record, alive: target.size(record.name) is not None
+    )
 
 
 def damage_ends_the_restore(patch: pytest.MonkeyPatch) -> None:
