@@ -475,8 +475,18 @@ class RunMachine(RuleBasedStateMachine):
         model, job = self.model, self._job
         targets = [target(rank, job.ranks) for rank in range(job.ranks)]
         expected = self._newest_sound()
-        ended = self._run(lambda one, rank: one.restore(targets[rank], step=step))
+        ones: dict[int, sp.Checkpointer] = {}
+
+        def restore(one: sp.Checkpointer, rank: int) -> Any:
+            ones[rank] = one
+            return one.restore(targets[rank], step=step)
+
+        ended = self._run(restore)
         if not self._succeeded(ended):
+            if 0 in ones:  # a failed restore has passed over damaged steps, too
+                model.seen_bad |= {
+                    item.step for item in ones[0].passed_over if item.damaged and not item.suspect
+                }
             error = next(end for end in ended if isinstance(end, ShardproofError))
             if self.disk.failed is None:
                 if isinstance(step, int):
