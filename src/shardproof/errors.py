@@ -7,6 +7,7 @@ and `from_wire` carry the class, the message and the details as plain JSON value
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 __all__ = [
@@ -162,6 +163,22 @@ class NoSpaceError(StorageError):
 
 class AlreadyCommittedError(StorageError):
     """The folder holds a committed checkpoint, and the save does not overwrite. Details: ``path``."""
+
+
+def tells_nothing(details: Mapping[str, object]) -> bool:
+    """Whether an error comes from the system that reads, and so says nothing about the checkpoint.
+
+    Examples: no permission, a lost file server, a bucket that refuses a request. A missing file is no such
+    error.
+
+    >>> tells_nothing({"errno": "EACCES", "missing": False})
+    True
+    >>> tells_nothing({"errno": "ENOENT", "missing": True})
+    False
+    """
+    if details.get("missing") is True:
+        return False
+    return bool(details.get("errno")) or details.get("damaged") is False
 
 
 def _subclasses(root: type[ShardproofError]) -> dict[str, type[ShardproofError]]:

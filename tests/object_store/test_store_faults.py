@@ -14,7 +14,7 @@ import torch
 
 import shardproof as sp
 from shardproof.checkpointer.damage import is_damage
-from shardproof.cli.failures import tells_nothing
+from shardproof.errors import tells_nothing
 from shardproof.rendezvous import LocalRendezvous
 from shardproof.storage import ObjectStorage, Sink
 from shardproof.storage import object_store as implementation

@@ -58,6 +58,17 @@ def alone(root: Path) -> sp.Checkpointer:
     return sp.Checkpointer(root, rendezvous=LocalRendezvous())
 
 
+def unreachable(far: Path, at_first: bool) -> tuple[FaultyStorage, list[bool]]:
+    """A storage whose every operation fails while ``down[0]`` is true."""
+    down = [at_first]
+
+    def fault(operation: str, name: str) -> None:
+        if down[0]:
+            raise sp.StorageError("no route to host", errno="EHOSTUNREACH")
+
+    return FaultyStorage(LocalStorage(far), lambda: True, fault), down
+
+
 def assert_restores(checkpointer: sp.Checkpointer, step: int) -> sp.checkpointer.RestoredStep:
     target = blank()
     restored = checkpointer.restore(target)
@@ -341,13 +352,7 @@ def test_the_first_tier_does_not_fill_while_the_second_one_is_down(
     policy: sp.RetentionPolicy, near: Path, far: Path
 ) -> None:
     """Also if the second tier is down when the process starts."""
-    down = [False]
-
-    def fault(operation: str, name: str) -> None:
-        if down[0]:
-            raise sp.StorageError("no route to host", errno="EHOSTUNREACH")
-
-    second = FaultyStorage(LocalStorage(far), lambda: True, fault)
+    second, down = unreachable(far, False)
     run = checkpointer(near, second, keep=policy, keep_then=policy)
     run.save(1, state(1), metadata={"loss": 0.9}).durable(WAIT)
     down[0] = True
@@ -405,13 +410,7 @@ def test_files_that_steps_refer_to_are_uploaded_once(near: Path, far: Path) -> N
 
 def test_files_copied_for_a_newer_step_are_not_read_again(near: Path, far: Path) -> None:
     """After an outage, the newest waiting step is uploaded first, with the files of older steps."""
-    down = [True]
-
-    def fault(operation: str, name: str) -> None:
-        if down[0]:
-            raise sp.StorageError("no route to host", errno="EHOSTUNREACH")
-
-    second = FaultyStorage(LocalStorage(far), lambda: True, fault)
+    second, down = unreachable(far, True)
     run = checkpointer(near, second, incremental=True, scrub=None)
     fixed = torch.arange(300_000.0)
     for step in (1, 2, 3):
@@ -584,7 +583,12 @@ def test_a_pin_that_changes_during_the_upload_is_copied(near: Path, far: Path, i
 def test_a_pin_that_an_earlier_process_did_not_copy_is_copied(near: Path, far: Path) -> None:
     checkpointer(near, far).save(1, state(1)).durable(WAIT)
     alone(near).pin(1, "release")
-    run = checkpointer(near, far, keep_then=sp.KeepLatest(1))
+
+    def hook(operation: str, name: str) -> None:
+        uploads_again = operation == "publish" and name == "step-00000001/manifest.json"
+        assert not uploads_again, "retention removed the step before it had the pin"
+
+    run = checkpointer(near, GatedStorage(far, hook), keep_then=sp.KeepLatest(1))
     run.save(2, state(2)).durable(WAIT)
     run.wait_for_uploads(WAIT)
     assert alone(far).steps() == [1, 2]
@@ -685,6 +689,27 @@ def test_a_save_replaces_a_step_of_the_second_tier_only_if_no_tier_has_it_whole(
     run.save(2, {**state(2), "n": 7}).durable(WAIT)
     target = blank()
     assert alone(far).restore(target) == 2 and target["n"] == 7
+
+
+def test_a_save_of_a_damaged_step_is_uploaded_although_the_round_begins_at_once(
+    near: Path, far: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The round is over before the save thread goes on."""
+    for step in (1, 2):
+        alone(near).save(step, state(step)).result()
+    flip(near / "step-00000002" / "manifest.json", 100)
+    run = checkpointer(near, far)
+    assert_restores(run, 1)
+    run.wait_for_uploads(WAIT)
+    real = Uploader.committed
+
+    def committed(self: Uploader, *arguments: Any) -> None:
+        real(self, *arguments)
+        self.settle(WAIT)
+
+    monkeypatch.setattr(Uploader, "committed", committed)
+    run.save(2, state(2)).durable(WAIT)
+    assert alone(far).steps() == [1, 2]
 
 
 def test_a_second_tier_that_is_the_first_under_another_name_is_refused(near: Path, tmp_path: Path) -> None:

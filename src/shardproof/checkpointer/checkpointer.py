@@ -289,6 +289,7 @@ class Checkpointer:
                 state,
                 step=number,
                 metadata=metadata,
+                # A wrong type reaches the first meeting as it is, which refuses it on all ranks.
                 overwrite=(suspect or number in self._run.damaged) if overwrite is False else overwrite,
                 when_busy=when_busy,
                 stage_all=self._stage_all,

@@ -179,12 +179,12 @@ def _is_repairable(storage: Storage, leftover: Leftover, last: int) -> bool:
     folder = parse_folder(leftover.folder)
     if folder is None or folder.suspect or leftover.committed or folder.step <= last:
         return False
-    from shardproof.maintenance import whole_attempts  # needs torch, which most runs of prune do not
+    from shardproof.maintenance import whole_attempts  # loads torch, which prune rarely needs
 
     try:
         return leftover.attempt in whole_attempts(storage.within(leftover.folder))
     except StorageError:
-        return True  # not known
+        return True  # not known, so the files stay
 
 
 def _with_uploads(

@@ -219,20 +219,16 @@ def _small_values(metadata: Mapping[str, Any]) -> dict[str, Any]:
     return {name: decode_plain(value) for name, value in metadata.items() if not any(references(value))}
 
 
-class _Unknown(Exception):
-    """The manifest of a step was not read yet."""
-
-    def __init__(self, step: int) -> None:
-        super().__init__(step)
-        self.step = step
-
-
 class _Unreadable(Exception):
     """The manifest of a step cannot be read."""
 
     def __init__(self, step: int) -> None:
         super().__init__(step)
         self.step = step
+
+
+class _Unknown(_Unreadable):
+    """The manifest of a step was not read, and may not be read now."""
 
 
 def retain(
@@ -371,9 +367,7 @@ class Leftover:
 
 
 def leftovers(
-    storage: Storage,
-    modified: Callable[[str], float | None],
-    references: References | None = None,
+    storage: Storage, modified: Callable[[str], float | None], references: References | None = None
 ) -> list[Leftover]:
     """Finds the files of dead saves, and of saves under way, in the step folders of a run.
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from shardproof.cli.failures import BAD, UNEXPECTED, YES, tells_nothing
+from shardproof.cli.failures import BAD, UNEXPECTED, YES
 from shardproof.cli.options import (
     format_option,
     json_option,
@@ -17,6 +17,7 @@ from shardproof.cli.options import (
     register_option,
     trust_pickle_option,
 )
+from shardproof.errors import tells_nothing
 
 if TYPE_CHECKING:
     from shardproof.report import Difference

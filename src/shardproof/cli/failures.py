@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import os
 import traceback
-from collections.abc import Mapping
 
 import click
 
 from shardproof._utils.humanize import printable
-from shardproof.errors import ShardproofError
+from shardproof.errors import ShardproofError, tells_nothing
 
 __all__ = [
     "BAD",
@@ -22,7 +21,6 @@ __all__ = [
     "BadPath",
     "show_failure",
     "show_usage",
-    "tells_nothing",
 ]
 
 YES, BAD, USAGE, UNEXPECTED = 0, 1, 2, 3
@@ -36,22 +34,6 @@ class BadPath(click.UsageError):
 
 TRACEBACK = "SHARDPROOF_TRACEBACK"
 """Environment variable: print the traceback of an unexpected failure."""
-
-
-def tells_nothing(details: Mapping[str, object]) -> bool:
-    """Whether an error comes from the system that reads, and so says nothing about the checkpoint.
-
-    Examples: no permission, a lost file server, a bucket that refuses a request. A missing file is no such
-    error.
-
-    >>> tells_nothing({"errno": "EACCES", "missing": False})
-    True
-    >>> tells_nothing({"errno": "ENOENT", "missing": True})
-    False
-    """
-    if details.get("missing") is True:
-        return False
-    return bool(details.get("errno")) or details.get("damaged") is False
 
 
 def show_usage(error: click.UsageError, as_json: bool) -> None:

@@ -22,9 +22,8 @@ from shardproof.cli.failures import (
     USAGE,
     show_failure,
     show_usage,
-    tells_nothing,
 )
-from shardproof.errors import ShardproofError
+from shardproof.errors import ShardproofError, tells_nothing
 
 __all__ = ["run"]
 

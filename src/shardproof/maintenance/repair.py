@@ -80,17 +80,7 @@ def whole_attempts(storage: Storage) -> set[str]:
     Raises:
         StorageError: the storage failed.
     """
-    attempts: dict[str, list[FoundShard]] = {}
-    for name in storage.list("shards"):
-        try:
-            shard = find_shard(storage, name)
-        except FormatError:
-            continue
-        except StorageError as error:
-            if not error.details.get("lost_link"):
-                raise
-            continue
-        attempts.setdefault(shard.declared.attempt, []).append(shard)
+    attempts, _ = _found_shards(storage)
     return {name for name, files in attempts.items() if _is_complete(files) and not files[0].declared.base}
 
 
@@ -125,22 +115,7 @@ def _intact_manifest(storage: Storage) -> Manifest | None:
 
 def _shards(storage: Storage, intact: Manifest | None) -> list[FoundShard]:
     """All shard files of the attempt to rebuild, by rank."""
-    attempts: dict[str, list[FoundShard]] = {}
-    unreadable: list[str] = []
-    for name in storage.list("shards"):
-        if not name.endswith(".safetensors"):
-            continue
-        try:
-            shard = find_shard(storage, name)
-        except FormatError as error:
-            unreadable.append(error.message)
-            continue
-        except StorageError as error:
-            if not error.details.get("lost_link"):
-                raise
-            unreadable.append(error.message)
-            continue
-        attempts.setdefault(shard.declared.attempt, []).append(shard)
+    attempts, unreadable = _found_shards(storage)
     candidates = _candidates(storage, attempts, intact, unreadable)
     chosen = max(candidates, key=lambda attempt: attempts[attempt][0].declared.time, default=None)
     if chosen is None or not _is_complete(attempts[chosen]):
@@ -154,6 +129,24 @@ def _shards(storage: Storage, intact: Manifest | None) -> list[FoundShard]:
             file="shards",
         )
     return sorted(attempts[chosen], key=lambda shard: shard.declared.rank)
+
+
+def _found_shards(storage: Storage) -> tuple[dict[str, list[FoundShard]], list[str]]:
+    """The shard files with a whole header, by attempt, and why others have none."""
+    attempts: dict[str, list[FoundShard]] = {}
+    unreadable: list[str] = []
+    for name in storage.list("shards"):
+        if not name.endswith(".safetensors"):
+            continue
+        try:
+            shard = find_shard(storage, name)
+        except (FormatError, StorageError) as error:
+            if isinstance(error, StorageError) and not error.details.get("lost_link"):
+                raise
+            unreadable.append(error.message)
+        else:
+            attempts.setdefault(shard.declared.attempt, []).append(shard)
+    return attempts, unreadable
 
 
 def _candidates(

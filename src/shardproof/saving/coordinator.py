@@ -104,11 +104,11 @@ class Coordinator:
         A restore from two tiers takes the later save of a step, and the clock may have been set back.
         """
         now = time.time()
-        if self._replace and self._storage.size(MANIFEST_NAME) is not None:
+        if self._replace:
             try:
                 now = max(now, read_manifest(self._storage).time + 0.001)
             except (FormatError, NotCommittedError):
-                pass  # a damaged checkpoint, or one that was removed meanwhile, is older than any
+                pass  # there is no checkpoint to replace, or a damaged one, which a restore passes over
         return now
 
     def _check_requests(self, reports: Sequence[RankReport]) -> None:

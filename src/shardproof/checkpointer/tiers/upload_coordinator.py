@@ -265,8 +265,8 @@ class UploadCoordinator:
         for step in unreadable.keys() - self._aside.keys():
             self._set_aside(step, unreadable[step])
         there, unknown = self._committed(self._second, None if self._keep is not None else here)
-        for error in unknown.values():
-            raise error
+        if unknown:
+            raise unknown[max(unknown)]
         may_replace = {one.step: one.attempt for one in requests if one.overwrite}
         pending: dict[int, bool] = {}
         reasons: dict[int, str] = {}

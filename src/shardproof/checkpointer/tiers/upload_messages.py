@@ -49,7 +49,7 @@ class UploadReport(msgspec.Struct, frozen=True, array_like=True):
     error: dict[str, object] | None = None
     """The error of a rank that could not copy its files."""
     of_first: bool = False
-    """True if the error is of the first tier: no other step has it."""
+    """True if a file of the first tier cannot be read, so that only this step fails."""
     is_damage: bool = False
     """True if the error is damage of the first tier."""
 

@@ -41,6 +41,7 @@ from shardproof.errors import (
     SaveSkipped,
     ShardproofError,
     StorageError,
+    tells_nothing,
 )
 from shardproof.format import FileRecord, size_fault
 from shardproof.maintenance import copy_shard_file
@@ -399,7 +400,6 @@ def _source_error(error: ShardproofError, source: Storage, record: FileRecord) -
     if isinstance(error, (CorruptChunkError, FormatError)) or _is_lost(source, record):
         return _SourceError(error, is_damage=True)
     file = str(error.details.get("file", ""))
-    is_unreadable = error.details.get("errno") is not None or error.details.get("damaged") is False
-    if is_unreadable and file.startswith(f"{source.location}/"):
+    if tells_nothing(error.details) and file.startswith(f"{source.location}/"):
         return _SourceError(error, is_damage=False)
     return None
