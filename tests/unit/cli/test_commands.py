@@ -780,11 +780,13 @@ def test_prune_works_beside_a_link_that_leads_nowhere(call: Any, tmp_path: Path)
     for step in (7, 8):
         write(tmp_path / f"step-0000000{step}", Sample(STATE, step=step))
         write(tmp_path / f"step-0000000{step}", Sample(STATE, attempt="dead"), commit=False)
-    (tmp_path / "step-00000008" / "shards" / "00009-dead9.safetensors").symlink_to("/nowhere/x")
-    make_old(tmp_path / "step-00000007")
+    make_old(tmp_path)
+    shards = tmp_path / "step-00000008" / "shards"
+    (shards / "00009-dead.safetensors").symlink_to("/nowhere/x")
+    os.utime(shards, (0, 0))
     code, out, _ = call("prune", tmp_path, "--yes")
     assert code == 0 and "removed" in out
-    assert not list((tmp_path / "step-00000007").rglob("*dead*"))
+    assert not list(tmp_path.rglob("*dead*"))
 
 
 class _Terminal:
