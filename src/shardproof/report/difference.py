@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from shardproof.errors import StorageError
+from shardproof.errors import StorageError, tells_nothing
 from shardproof.format import FileRecord, Manifest, locate_files, size_error
 from shardproof.interop import Foreign
 from shardproof.planning import ChunkTable
@@ -187,7 +187,7 @@ def _check_files(storage: Storage, manifest: Manifest) -> None:
     items = zip(locate_files(storage, manifest), manifest.files, strict=True)
     faults = [fault for fault in map_requests(storage, fault_of, items) if fault is not None]
     if faults:
-        raise min(faults, key=lambda fault: bool(fault.details.get("errno")))
+        raise min(faults, key=lambda fault: tells_nothing(fault.details))
 
 
 def _read_differences(
