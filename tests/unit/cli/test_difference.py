@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 import shardproof as sp
-from shardproof.errors import CorruptChunkError, NotCommittedError
+from shardproof.errors import CorruptChunkError, NotCommittedError, StorageError
 from shardproof.report import Difference, diff
 from shardproof.report.compare import compare_tensors
 from shardproof.storage import LocalStorage
+from tests.faulty_storage import FaultyStorage
 from tests.unit.cli.samples import Sample, model, rows_cut, write
 
 STATE = model(2)
@@ -160,6 +161,22 @@ def test_a_damaged_chunk_is_no_difference_but_an_error(tmp_path: Path) -> None:
         diff(LocalStorage(tmp_path / "a"), LocalStorage(tmp_path / "b"))
     assert caught.value.details["file"] == manifest.files[0].name
     assert caught.value.details["byte_start"] == manifest.files[0].data_start
+
+
+def test_damage_comes_before_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    """A bucket refuses the request for the first file, without an errno. The second file is missing."""
+    manifest = write(tmp_path / "a", cut(STATE, 2))
+    first, second = (record.name for record in manifest.files)
+    (tmp_path / "a" / second).unlink()
+
+    def refuse(operation: str, name: str) -> None:
+        if name == first:
+            raise StorageError("403 Forbidden", missing=False, damaged=False)
+
+    storage = FaultyStorage(LocalStorage(tmp_path / "a"), lambda: True, refuse)
+    with pytest.raises(StorageError, match="missing") as caught:
+        diff(storage, storage)
+    assert caught.value.details["missing"]
 
 
 def test_an_uncommitted_checkpoint_cannot_be_compared(tmp_path: Path) -> None:
