@@ -5,6 +5,7 @@ The ways take turns. Each does a step with a model of its own, and sums gradient
 - `loop`: without the machine; the step reads the value of the loss;
 - `disabled`: the machine in mode "disabled";
 - `meeting`: validation; the ranks meet over the launcher's store at each step;
+- `meeting, draws=False`: the same, and the states of the random generators are not stored with the data;
 - `group`: validation; the ranks vote by an all-reduce over a process group of their own;
 - `all-reduce`: `loop` and one bare all-reduce of a few integers, the minimum cost of any vote here.
 
@@ -37,8 +38,8 @@ from torch import nn
 
 from shardproof import rerun
 
-WIDTH, TOKENS, WORDS = 256, 1024, 1000
-"""Width of the model; tokens of a microbatch; size of the vocabulary."""
+WORDS = 1000
+"""Size of the vocabulary."""
 ROWS_FILE = "SHARDPROOF_BENCH_ROWS"
 """Environment variable: the file to which rank 0 appends its rows."""
 SETTLE = 5
@@ -52,27 +53,32 @@ class Way:
         watch: the machine; None for the plain loop.
         group: for a bare all-reduce in the plain loop; None for no all-reduce.
         device: of the model.
+        options: `width` of the model, and `tokens` of a microbatch.
         microbatches: of a step.
+        draws: False if the data draws no random numbers.
     """
 
     def __init__(
         self,
         watch: rerun.RerunMachine | None,
         device: str,
+        options: argparse.Namespace,
         microbatches: int,
         group: dist.ProcessGroup | None = None,
+        draws: bool = True,
     ) -> None:
         self.watch = watch
         self.group = group
         self.few = torch.zeros(3, dtype=torch.int64)
         self.microbatches = microbatches
         torch.manual_seed(0)
-        layers = [nn.Embedding(WORDS, WIDTH), *(nn.Linear(WIDTH, WIDTH) for _ in range(4))]
+        width = options.width
+        layers = [nn.Embedding(WORDS, width), *(nn.Linear(width, width) for _ in range(4))]
         self.model = nn.Sequential(*layers).to(device)
         self.optimizer = torch.optim.AdamW(self.model.parameters())
-        batch = torch.randint(0, WORDS, (TOKENS,), device=device)
+        batch = torch.randint(0, WORDS, (options.tokens,), device=device)
         self.plain = repeat(batch)
-        self.data = rerun.ReplayableIterator(repeat(batch))
+        self.data = rerun.ReplayableIterator(repeat(batch), draws=draws)
         self.steps: list[float] = []
         self.inside: list[float] = []
 
@@ -128,16 +134,16 @@ class Way:
         return total
 
 
-def calibrated(device: str, milliseconds: float) -> int:
+def calibrated(device: str, options: argparse.Namespace) -> int:
     """Microbatches that make a step of that size on the slowest rank."""
-    one = Way(None, device, 1)
-    many = Way(None, device, 11)
+    one = Way(None, device, options, 1)
+    many = Way(None, device, options, 11)
     for way in (one, many):
         for _ in range(SETTLE):
             way.step()
     seconds = [statistics.median(way.step()[0] for _ in range(20)) for way in (one, many)]
     each = max((seconds[1] - seconds[0]) / 10, 1e-6)
-    wanted = torch.tensor((milliseconds / 1e3 - seconds[0]) / each + 1.0)
+    wanted = torch.tensor((options.milliseconds / 1e3 - seconds[0]) / each + 1.0)
     dist.all_reduce(wanted, dist.ReduceOp.MAX)
     return max(1, round(wanted.item()))
 
@@ -147,15 +153,16 @@ def measure(options: argparse.Namespace) -> None:
     mesh = start(options)
     device, ranks = mesh.device_type, mesh.size()
     group = dist.new_group(backend="gloo")
-    microbatches = calibrated(device, options.milliseconds)
+    microbatches = calibrated(device, options)
     ways = {
-        "loop": Way(None, device, microbatches),
-        "disabled": Way(rerun.RerunMachine("disabled"), device, microbatches),
-        "meeting": Way(rerun.RerunMachine(), device, microbatches),
+        "loop": Way(None, device, options, microbatches),
+        "disabled": Way(rerun.RerunMachine("disabled"), device, options, microbatches),
+        "meeting": Way(rerun.RerunMachine(), device, options, microbatches),
+        "meeting, draws=False": Way(rerun.RerunMachine(), device, options, microbatches, draws=False),
     }
     if ranks > 1:  # a single rank has no other rank to vote with
-        ways["group"] = Way(rerun.RerunMachine(group=group), device, microbatches)
-        ways["all-reduce"] = Way(None, device, microbatches, group)
+        ways["group"] = Way(rerun.RerunMachine(group=group), device, options, microbatches)
+        ways["all-reduce"] = Way(None, device, options, microbatches, group)
     names = list(ways)
     for number in range(-SETTLE, options.steps):
         shift = number % len(names)
@@ -192,6 +199,8 @@ def main() -> None:
     options.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="processes (default 1 2 4)")
     options.add_argument("--steps", type=int, default=100, help="measured steps of each way (default 100)")
     options.add_argument("--milliseconds", type=float, default=100.0, help="size of a step (default 100)")
+    options.add_argument("--width", type=int, default=256, help="width of the model (default 256)")
+    options.add_argument("--tokens", type=int, default=1024, help="tokens of a microbatch (default 1024)")
     options.add_argument("--device", default="cpu", help="cpu (default), cuda, or auto for what there is")
     json_option(options)
     options.set_defaults(folder=None)

@@ -30,6 +30,7 @@ import shardproof as sp
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--tensors", type=int, default=20_000, help="tensors (default 20,000)")
+    options.add_argument("--kib", type=int, default=4, help="KiB of a tensor on each rank (default 4)")
     options = options.parse_args()
     if not is_rank():
         launch(options, options.ranks)
@@ -37,7 +38,7 @@ def main() -> None:
     names = [f"layers.{number // 20}.part.{number % 20}" for number in range(options.tensors)]
 
     def build(filled: bool) -> dict[str, torch.Tensor]:
-        return {name: sharded((1024 * options.ranks,), mesh, 0, filled) for name in names}
+        return {name: sharded((256 * options.kib * options.ranks,), mesh, 0, filled) for name in names}
 
     state, target = build(True), build(False)
     checkpointer, background = sp.Checkpointer(folder() / "kept"), sp.Checkpointer(folder() / "held")
@@ -62,7 +63,7 @@ def main() -> None:
         options.repeats,
         prepare=prepare,
     )
-    title = f"{options.tensors} tensors of 4 KiB a rank, {options.ranks} ranks"
+    title = f"{options.tensors} tensors of {options.kib} KiB a rank, {options.ranks} ranks"
     nbytes = total_bytes(state)
     report(f"save {title}", saved, ours="shardproof", nbytes=nbytes, to=options.json)
     step = checkpointer.steps()[-1]

@@ -19,15 +19,17 @@ from tests.simulated.waiting import LIMIT, still_waits
 
 pytestmark = pytest.mark.gpu
 
-SHAPE, COUNT = (600, 300), 8
+COUNT = 8
 
 
 @pytest.mark.parametrize("threads", [1, 4])
 @pytest.mark.parametrize("layout", ["row-major", "strided"])
 @pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize("shape", [(600, 600), (60, 30)], ids=["large", "small"])
 def test_a_load_is_ordered_with_the_work_of_its_callers_stream(
     layout: str,
     threads: int,
+    shape: tuple[int, int],
     cached: bool,
     tmp_path: Path,
     background: ThreadPoolExecutor,
@@ -39,7 +41,7 @@ def test_a_load_is_ordered_with_the_work_of_its_callers_stream(
     """
     monkeypatch.setattr(LocalStorage, "is_cached", lambda *_: cached)
     monkeypatch.setattr("shardproof.loading.load_protocol.reading_threads", lambda: threads)
-    sp.save(tmp_path / "c", {str(number): torch.full(SHAPE, float(number)) for number in range(COUNT)})
+    sp.save(tmp_path / "c", {str(number): torch.full(shape, float(number)) for number in range(COUNT)})
     own = torch.Stream(first_device())
     reads = threading.Event()
     read_chunks = loader.read_chunks
@@ -55,9 +57,9 @@ def test_a_load_is_ordered_with_the_work_of_its_callers_stream(
             sp.load(tmp_path / "c", state)
 
     with own:
-        whole = [torch.empty(SHAPE[0], 2 * SHAPE[1], device=first_device()) for _ in range(COUNT)]
+        whole = [torch.empty(shape[0], 2 * shape[1], device=first_device()) for _ in range(COUNT)]
         step = 2 if layout == "strided" else 1
-        state = {str(at): tensor[:, ::step][:, : SHAPE[1]] for at, tensor in enumerate(whole)}
+        state = {str(at): tensor[:, ::step][:, : shape[1]] for at, tensor in enumerate(whole)}
         if layout == "row-major":
             state = {key: tensor.contiguous() for key, tensor in state.items()}
         for tensor in state.values():

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import shardproof as sp
+from shardproof.loading.destinations import DestinationWriter
 from shardproof.loading.uploads import UploadBuffers, Uploads
 from shardproof.storage import LocalStorage
 from tests import simulated
@@ -22,6 +23,8 @@ from tests.simulated.waiting import LIMIT, still_waits
 pytestmark = pytest.mark.gpu
 
 COUNT = 1 << 16
+SIZES = (600, 2, 500, 1)
+"""Rows of tensors, some of which share an upload."""
 
 
 def send(buffers: UploadBuffers, value: int, target: torch.Tensor) -> None:
@@ -85,21 +88,22 @@ def test_memory_of_a_thread_that_ended_is_not_freed_before_its_copies() -> None:
 
 
 @pytest.mark.parametrize("cached", [True, False])
-@pytest.mark.parametrize("layout", ["row-major", "small", "strided", "shard", "inference"])
+@pytest.mark.parametrize("layout", ["row-major", "small", "strided", "shard", "inference", "small inference"])
 def test_values_are_there_when_a_load_returns(
     layout: str, cached: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stream that waits for no other stream reads the values.
 
     One thread reads the pieces of all tensors into its two buffers. Copies are late, so that a buffer that is
-    filled too early has wrong values.
+    filled too early has wrong values. Small tensors share one copy to the device.
     """
     monkeypatch.setattr(LocalStorage, "is_cached", lambda *_: cached)
     monkeypatch.setattr("shardproof.loading.load_protocol.reading_threads", lambda: 1)
     device = first_device()
-    shape = (8, 16) if layout == "small" else (600, 300)
+    shape = (8, 16) if "small" in layout else (600, 600)
+    is_inference = "inference" in layout
     sp.save(tmp_path / "c", {str(at): torch.full(shape, float(at)) for at in range(8)})
-    with torch.inference_mode(layout == "inference"):
+    with torch.inference_mode(is_inference):
         state: dict[str, Any] = {str(at): torch.full(shape, -1.0, device=device) for at in range(8)}
     values = dict(state)
     if layout == "strided":
@@ -109,7 +113,7 @@ def test_values_are_there_when_a_load_returns(
         state = {key: sp.LocalShards(shape, [(tensor, (300, 0))]) for key, tensor in values.items()}
     torch.accelerator.synchronize()
     simulated.set_delays(0.05)
-    with torch.inference_mode(layout == "inference"):
+    with torch.inference_mode(is_inference):
         sp.load(tmp_path / "c", state)
     simulated.set_delays(0.0)
     with torch.Stream(device) as other:
@@ -125,8 +129,66 @@ def test_a_load_in_inference_mode_fills_other_tensors(
 ) -> None:
     monkeypatch.setattr(LocalStorage, "is_cached", lambda *_: cached)
     monkeypatch.setattr("shardproof.loading.load_protocol.reading_threads", lambda: threads)
-    sp.save(tmp_path / "c", {str(at): torch.full((600, 300), float(at)) for at in range(4)})
-    state = {str(at): torch.nn.Parameter(torch.zeros(600, 300, device=first_device())) for at in range(4)}
+    sp.save(tmp_path / "c", {str(at): torch.full((size, 600), float(at)) for at, size in enumerate(SIZES)})
+    state = {
+        str(at): torch.nn.Parameter(torch.zeros(size, 600, device=first_device()))
+        for at, size in enumerate(SIZES)
+    }
     with torch.inference_mode():
         sp.load(tmp_path / "c", state)
     assert [float(state[str(at)].detach().cpu().unique()) for at in range(4)] == [0.0, 1.0, 2.0, 3.0]
+
+
+def mixed(device: torch.device) -> dict[str, torch.Tensor]:
+    """Small tensors of several dtypes and layouts, on a device and on the host."""
+    whole = torch.arange(60, dtype=torch.float32)
+    state = {f"{at:02}": torch.randn(50 + at).to(device) for at in range(40)}
+    state |= {f"{at:02} half": torch.randn(7).bfloat16().to(device) for at in range(0, 40, 4)}
+    state |= {f"{at:02} host": torch.randn(3) for at in range(0, 40, 5)}
+    state |= {f"{at:02} strided": whole.to(device).view(6, 10).t() for at in range(0, 40, 9)}
+    return state | {"01 host, strided": whole.view(6, 10).t(), "02 empty": torch.empty(0, 3, device=device)}
+
+
+def assert_loads(folder: Path, state: dict[str, torch.Tensor]) -> None:
+    loaded = {key: torch.full_like(value, -1) for key, value in state.items()}
+    sp.load(folder, loaded)
+    assert {key for key, value in state.items() if not torch.equal(loaded[key].cpu(), value.cpu())} == set()
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_small_tensors_share_one_upload(
+    cached: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LocalStorage, "is_cached", lambda *_: cached)
+    state = mixed(first_device())
+    sp.save(tmp_path / "c", state)
+    alone = list[tuple[int, ...]]()
+    put = DestinationWriter.put
+
+    def counted(writer: DestinationWriter, row: int, parts: range, *args: Any, **options: Any) -> None:
+        alone.append((row, *parts))
+        put(writer, row, parts, *args, **options)
+
+    monkeypatch.setattr(DestinationWriter, "put", counted)
+    assert_loads(tmp_path / "c", state)
+    others = [key for key in state if "strided" in key]
+    assert 0 < len(alone) <= len(others)
+
+
+def test_small_tensors_load_if_the_device_has_no_room_for_their_upload(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = mixed(first_device())
+    sp.save(tmp_path / "c", state)
+    failed = list[torch.device]()
+
+    def to(tensor: torch.Tensor, device: torch.device, **options: Any) -> torch.Tensor:
+        failed.append(device)
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    loaded = {key: torch.full_like(value, -1) for key, value in state.items()}
+    sp.load(tmp_path / "c", loaded)
+    monkeypatch.undo()
+    assert failed == [first_device()]
+    assert all(torch.equal(loaded[key].cpu(), value.cpu()) for key, value in state.items())

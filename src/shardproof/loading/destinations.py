@@ -149,7 +149,7 @@ class DestinationWriter:
 
         Args:
             rows: rows of the chunk table.
-            least: bytes of such a copy; smaller ones are left out.
+            least: bytes of such a range; smaller ones are left out.
         """
         if not self.devices:
             return {}
@@ -161,7 +161,8 @@ class DestinationWriter:
         for at, row in zip(alone[large].tolist(), part[large].tolist(), strict=True):
             view = self._destinations[self._want[row]].view.detach().reshape(-1).view(torch.uint8)
             start, count = int(self._uploaded[row]), int(self.part_bytes[row])
-            ranges[at] = DeviceRange(view[start : start + count], int(self._begin[row]))
+            target = view if count == view.numel() else view[start : start + count]
+            ranges[at] = DeviceRange(target, int(self._begin[row]))
         return ranges
 
     def parts_of(self, rows: Sequence[int]) -> list[range]:

@@ -5,7 +5,7 @@ of its first and last block is read for the digest alone. All other parts pass t
 neighbouring chunks share one read. In both cases a block is hashed in the memory that it was read into,
 while it is in the processor's cache. A `Fetcher` reads what the page cache does not have.
 
-Large contiguous parts for a device, and batches of small chunks, are read from the page cache into
+Large contiguous parts for a device, and batches of smaller chunks, are read from the page cache into
 page-locked memory. The device copies them during the next reads.
 """
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import compress
 
 import torch
@@ -33,7 +34,13 @@ from shardproof.loading.cold_reads import (
 )
 from shardproof.loading.destinations import DestinationWriter
 from shardproof.loading.threads import in_threads
-from shardproof.loading.uploads import UPLOAD_BYTES, UploadBuffers, Uploads
+from shardproof.loading.uploads import (
+    SMALL_BYTES,
+    UPLOAD_BYTES,
+    DeviceRange,
+    UploadBuffers,
+    Uploads,
+)
 from shardproof.planning import LARGE_BYTES
 from shardproof.storage import Storage
 
@@ -101,7 +108,10 @@ class _Job:
             for address, nbytes in zip(self._straight.address, self._straight.nbytes, strict=True)
         ]
         self.uploads = Uploads(writer.devices)
-        self._device_ranges = writer.device_ranges(chunks.rows, least) if self.uploads.devices else {}
+        self._device_ranges: dict[int, DeviceRange] = {}
+        if self.uploads.devices:
+            self._device_ranges = writer.device_ranges(chunks.rows, max(least, SMALL_BYTES))
+            most = max(most, UPLOAD_BYTES)
         alone = list(self._direct)
         for at in (*chunks.extents, *self._device_ranges):
             alone[at] = True
@@ -215,11 +225,11 @@ class _Job:
 
     def _read_through_scratch(self, batch: range) -> int:
         span = self._chunks.span(batch)
-        if self.uploads.devices and span <= _BATCH_BYTES:
+        if self.uploads.devices and span <= UPLOAD_BYTES:
             buffers = self._buffers()
             memory = buffers.next(span)
             read = self._chunks.read(batch, memory)
-            self._place(batch, buffers.tensor, non_blocking=True)
+            self._place(batch, buffers.tensor[:span], non_blocking=True)
             buffers.enqueued()
             return read
         scratch, memory = self._scratch(span)
@@ -228,7 +238,13 @@ class _Job:
         return read
 
     def _place(self, batch: range, scratch: torch.Tensor, *, non_blocking: bool = False) -> None:
-        """Fills the destinations of neighbouring chunks from memory that begins with the first of them."""
+        """Fills the destinations of neighbouring chunks from memory that begins with the first of them.
+
+        Args:
+            batch: positions of the chunks.
+            scratch: (count,) uint8.
+            non_blocking: True if the memory is page-locked and not reused before its copies are done.
+        """
         address, base = scratch.data_ptr(), self._chunks.start[batch.start]
         starts, counts = self._chunks.start, self._chunks.count
         these = slice(batch.start, batch.stop)
@@ -237,12 +253,36 @@ class _Job:
         out_of = [within + start + first for start, first in zip(starts[these], begin, strict=True)]
         copy_runs(*([*compress(column, into)] for column in (into, out_of, nbytes)))
         if 0 in into:
-            for at, straight in zip(batch, into, strict=True):
-                if not straight:
+            rest = [at for at, straight in zip(batch, into, strict=True) if not straight]
+            with self.uploads.one_at_a_time if self.uploads.devices else nullcontext():
+                for at in self._upload_small(batch, rest, scratch, non_blocking):
                     stored = scratch[starts[at] - base :][: counts[at]]
                     self._writer.put(
                         self._chunks.rows[at], self._parts[at], stored, non_blocking=non_blocking
                     )
+
+    def _upload_small(
+        self, batch: range, wanted: list[int], memory: torch.Tensor, non_blocking: bool
+    ) -> list[int]:
+        """Uploads together the chunks that go unchanged to contiguous memory of a device.
+
+        Args:
+            batch: positions of neighbouring chunks.
+            wanted: the positions to consider.
+            memory: memory that begins with the first chunk of the batch.
+            non_blocking: as for `_place`.
+
+        Returns:
+            The other positions.
+        """
+        if not self.uploads.devices:
+            return wanted
+        found = self._writer.device_ranges([self._chunks.rows[at] for at in wanted], 0)
+        starts, base = self._chunks.start, self._chunks.start[batch.start]
+        parts = [(starts[wanted[at]] - base + one.begin, one.target) for at, one in found.items()]
+        if not self.uploads.upload_small(memory, parts, non_blocking=non_blocking):
+            return wanted
+        return [at for number, at in enumerate(wanted) if number not in found]
 
     def _read_part_through_scratch(self, at: int) -> int:
         first, end = self._chunks.extents[at]

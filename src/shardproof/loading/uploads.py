@@ -10,11 +10,18 @@ Note: A thread reads while the device copies
     A copy from page-locked memory runs without the host. Each thread reads into two buffers in turn, and
     waits for the copies from a buffer before it reads into it again. A thread may end before its last
     copies. Torch gives freed page-locked memory to other threads, so `Uploads` owns the buffers.
+
+Note: Small parts share one upload
+    A copy to the device costs the host 20 to 40 microseconds, as much as a copy of a megabyte takes. So the
+    small parts of a buffer go to the device in one copy, and a kernel distributes them there. One thread at
+    a time does this: each call of torch gives up the interpreter's lock, and threads that wait for it slow
+    each other down. See benchmarks/results/2026-11-27-gpu.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
@@ -23,11 +30,13 @@ import torch
 from shardproof._utils.page_locked import page_locked
 from shardproof._utils.streams import has_streams, on_stream
 
-__all__ = ["UPLOAD_BYTES", "DeviceRange", "UploadBuffers", "Uploads"]
+__all__ = ["SMALL_BYTES", "UPLOAD_BYTES", "DeviceRange", "UploadBuffers", "Uploads"]
 
 UPLOAD_BYTES = 8 << 20
 """Bytes of one copy, at most. With smaller ones, threads wait for the interpreter's lock. See
 benchmarks/results/2026-11-26-gpu.md."""
+SMALL_BYTES = 1 << 20
+"""Smaller chunks share reads and uploads."""
 
 
 class DeviceRange(NamedTuple):
@@ -60,6 +69,8 @@ class Uploads:
         for side, device in zip(self._sides, self.devices, strict=True):
             side.wait_event(torch.accelerator.current_stream(device).record_event())
         self._buffers: list[UploadBuffers] = []
+        self.one_at_a_time = threading.Lock()
+        """Held by the thread that uploads small parts. See "Small parts share one upload"."""
 
     def new_buffers(self) -> UploadBuffers:
         """Buffers for the calling thread, which live until `finish`."""
@@ -74,6 +85,32 @@ class Uploads:
             for side, device in zip(self._sides, self.devices, strict=True):
                 stack.enter_context(on_stream(side, device))
             yield
+
+    def upload_small(
+        self, memory: torch.Tensor, parts: Sequence[tuple[int, torch.Tensor]], *, non_blocking: bool
+    ) -> bool:
+        """Copies small parts of host memory. See "Small parts share one upload".
+
+        Args:
+            memory: (count,) uint8 host memory.
+            parts: first byte of each part in `memory`, and its (n,) uint8 target on one of `devices`.
+            non_blocking: True if the memory is page-locked and may still be read when this returns.
+
+        Returns:
+            False if a device has no room for a copy of `memory`. Some targets may be filled then.
+        """
+        for device in self.devices:
+            here = [part for part in parts if part[1].device == device]
+            if not here:
+                continue
+            try:
+                uploaded = memory.to(device, non_blocking=non_blocking)
+            except torch.OutOfMemoryError:
+                return False
+            sources = [uploaded[start : start + target.numel()] for start, target in here]
+            with torch.no_grad():
+                torch._foreach_copy_([target for _, target in here], sources)
+        return True
 
     def finish(self) -> None:
         """Waits for all copies, including those of a thread that ended with an error. Drops the buffers."""

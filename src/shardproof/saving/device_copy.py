@@ -18,7 +18,8 @@ Note: The host waits for copies
 Note: Temporaries belong to side
     A strided, conjugated or negated tensor is first copied into row-major order on the device. Side is the
     current stream of the thread when this memory is allocated. So the allocator reuses it only for side,
-    whose later work comes after the copy. It is no larger than one copied part.
+    whose later work comes after the copy. It is no larger than one copied part. Small tensors are gathered
+    in such memory, too: a copy to the host of its own costs each of them more than its bytes.
 """
 
 from __future__ import annotations
@@ -79,6 +80,23 @@ class DeviceCopies:
         """
         self._enqueued(source, into)
 
+    def enqueue_together(
+        self, sources: Sequence[torch.Tensor], starts: Sequence[int], into: memoryview
+    ) -> None:
+        """As `enqueue` for several small tensors, which a single copy brings to the host.
+
+        Args:
+            sources: as `source` of `copy`, and not empty.
+            starts: first byte of each tensor in `into`.
+            into: writable memory. Bytes between the tensors are overwritten, too.
+        """
+        if self._side is not None:
+            with on_stream(self._side, self._device):
+                if _gather(sources, starts, into):
+                    return
+        for source, start in zip(sources, starts, strict=True):
+            self._enqueued(source, into[start : start + source.nbytes])
+
     def wait(self) -> None:
         """Waits for all copies, including those whose `copy` ended with an error."""
         if self._side is not None:
@@ -109,6 +127,23 @@ class DeviceCopies:
             return torch.cat(list(parts)).cpu()
         with on_stream(self._side, self._device):
             return torch.cat(list(parts)).cpu()
+
+
+def _gather(sources: Sequence[torch.Tensor], starts: Sequence[int], into: memoryview) -> bool:
+    """Enqueues one copy for all tensors, on the current stream; False if the device has no room for it."""
+    try:
+        gathered = torch.empty(len(into), dtype=torch.uint8, device=sources[0].device)
+    except torch.OutOfMemoryError:
+        return False
+    parts = [
+        source.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+        for source in sources
+    ]
+    torch._foreach_copy_(
+        [gathered[start : start + part.numel()] for start, part in zip(starts, parts, strict=True)], parts
+    )
+    torch.frombuffer(into, dtype=torch.uint8).copy_(gathered, non_blocking=True)
+    return True
 
 
 def copies_of(tensors: Iterable[torch.Tensor]) -> dict[torch.device, DeviceCopies]:

@@ -39,7 +39,7 @@ from shardproof.planning import RankPlan
 from shardproof.saving.background import Progress, Workers
 from shardproof.saving.capture import Capture
 from shardproof.saving.source import SliceSource
-from shardproof.saving.staging import Staged, StagingPool
+from shardproof.saving.staging import SLOT_BYTES, Staged, StagingPool
 
 __all__ = ["Snapshot"]
 
@@ -85,6 +85,7 @@ class Snapshot:
         boxes = plan.box_offsets, plan.box_sizes
         columns = plan.piece, plan.piece_start, plan.byte_count, *boxes
         self._source = SliceSource(capture.pieces, *columns, capture.copies)
+        self._gathers = 0 in self._source.addresses
         self._count = self._source.byte_counts
         self._before = row_pointers(plan.byte_count)
         self._watch = capture.watch
@@ -145,10 +146,11 @@ class Snapshot:
         with self._changed:
             if self._failure is not None:
                 raise self._failure
+            gathered = self._gather(rows) if self._gathers else {}
             for row in rows:
                 copied = staged.pop(row, None) if staged else None
                 if copied is None:
-                    ctypes.memmove(to, self._live(row), counts[row])
+                    ctypes.memmove(to, gathered.get(row) or self._live(row), counts[row])
                 else:
                     ctypes.memmove(to, copied.address, counts[row])
                     self._pool.give(copied)
@@ -233,7 +235,7 @@ class Snapshot:
                     if row < self._front or self._over:
                         return False
             finally:
-                self._source.wait()  # before other threads may use the copies
+                self._wait_for_copies()  # before other threads may use them
         return True
 
     def _try_to_stage(self, row: int) -> bool:
@@ -256,7 +258,7 @@ class Snapshot:
 
     def _wait_to_stage(self, row: int) -> None:
         """Waits until a chunk is not live, or the save has failed. The caller holds `changed`."""
-        self._source.wait()
+        self._wait_for_copies()
         self._ask_for_memory(row)
         seen, since, waiting = -1, time.monotonic(), 0.0
         while row >= self._front and not self._over and not self._try_to_stage(row):
@@ -307,6 +309,30 @@ class Snapshot:
             self._source.read(row, self._scratch)
             self._gathered = row
         return self._scratch
+
+    def _gather(self, rows: range) -> dict[int, int]:
+        """Copies the live chunks that have no address. Returns the addresses of the copies, by row."""
+        live = [row for row in rows if self._source.addresses[row] == 0 and row not in self._staged]
+        if not live:
+            return {}
+        self._scratch, self._gathered = 0, -1
+        slots = [-(-self._count[row] // SLOT_BYTES) * SLOT_BYTES for row in live]
+        to = address(self._pool.scratch(max(1, sum(slots))))
+        gathered: dict[int, int] = {}
+        try:
+            for row, slot in zip(live, slots, strict=True):
+                self._check_memory(row)
+                self._source.read(row, to, wait=False)
+                gathered[row] = to
+                to += slot
+        finally:
+            self._wait_for_copies()
+        return gathered
+
+    def _wait_for_copies(self) -> None:
+        """Waits for all copies. Raises StructureError if the memory of a tensor was freed before."""
+        if freed := self._source.wait():
+            raise self._was_changed(self._source.piece[freed[0]])
 
     def _check_memory(self, row: int) -> None:
         if not self._source.is_in_place(row):

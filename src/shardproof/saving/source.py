@@ -12,11 +12,45 @@ from numpy.typing import NDArray
 
 from shardproof.geometry import row_pointers
 from shardproof.saving.device_copy import DeviceCopies
+from shardproof.saving.staging import SLOT_BYTES
 from shardproof.state import Piece
 
 __all__ = ["SliceSource"]
 
 _Ints = NDArray[np.int64]
+
+_SMALL_BYTES = 64 << 10
+"""Slices in device memory of at most this size are copied together."""
+_TOGETHER_BYTES = 1 << 20
+"""Bytes of such a copy, at most."""
+
+
+class _SmallCopies:
+    """Small slices of one device that are copied together to neighbouring memory.
+
+    Args:
+        copies: copies of the device.
+        to: address of the first slice.
+    """
+
+    def __init__(self, copies: DeviceCopies, to: int) -> None:
+        self.copies = copies
+        self.first = self.end = to
+        self.rows: list[int] = []
+        self.parts: list[torch.Tensor] = []
+        self.starts: list[int] = []
+
+    def accepts(self, copies: DeviceCopies, to: int, count: int) -> bool:
+        """True if a slice can be copied together with these."""
+        is_next = 0 <= to - self.end < SLOT_BYTES and to + count - self.first <= _TOGETHER_BYTES
+        return is_next and copies is self.copies
+
+    def add(self, row: int, part: torch.Tensor, to: int, count: int) -> None:
+        """Adds a slice that `accepts` allows."""
+        self.rows.append(row)
+        self.parts.append(part)
+        self.starts.append(to - self.first)
+        self.end = to + count
 
 
 class SliceSource:
@@ -46,8 +80,9 @@ class SliceSource:
         self.byte_counts: list[int] = byte_count.tolist()
         self._pieces = pieces
         # `Piece.address` may be stale: a later visit of the walk may have moved the tensor.
-        self._pointers = [each.view.data_ptr() if each.is_plain else 0 for each in pieces]
-        base = np.array(self._pointers, np.uint64)[piece]
+        self._pointers = [each.view.data_ptr() for each in pieces]
+        is_plain = np.array([each.is_plain for each in pieces], bool)
+        base = np.where(is_plain, np.array(self._pointers, np.uint64), np.uint64(0))[piece]
         if start.any():
             itemsize = np.array([each.view.element_size() for each in pieces], np.int64)
             base = np.where(base != 0, base + (start * itemsize[piece]).astype(np.uint64), base)
@@ -55,14 +90,18 @@ class SliceSource:
         """Address of each slice in host memory; 0 if `read` has to gather its bytes."""
         self._columns = piece, offsets, sizes
         self._devices = copies
+        self._small: _SmallCopies | None = None
+        """Slices of `read` without `wait` whose copies are not enqueued yet."""
+        self._freed: list[int] = []
+        """Rows to return from `wait`."""
 
     def is_in_place(self, row: int) -> bool:
         """True if the piece of a slice still has its memory.
 
         A freed storage (`resize_(0)`) must not be read.
         """
-        pointer = self._pointers[at := self.piece[row]]
-        return not pointer or self._pieces[at].view.data_ptr() == pointer
+        at = self.piece[row]
+        return self._pieces[at].view.data_ptr() == self._pointers[at]
 
     def read(self, row: int, to: int, *, wait: bool = True) -> None:
         """Copies a whole slice.
@@ -70,17 +109,26 @@ class SliceSource:
         Args:
             row: row of the slice.
             to: address of the destination.
-            wait: False if the caller calls `wait` before it uses the copy.
+            wait: False if the caller calls `wait` before it uses the copy. Each destination then begins at a
+                multiple of `SLOT_BYTES`, because small slices of a device that are next to each other are
+                copied together, with the bytes between them.
         """
         if (address := self.addresses[row]) != 0:
             ctypes.memmove(to, address, self.byte_counts[row])
         else:
             self._gather(row, to, wait)
 
-    def wait(self) -> None:
-        """Waits for all copies of device memory."""
+    def wait(self) -> list[int]:
+        """Waits for all copies of device memory.
+
+        Returns:
+            Rows of slices whose memory was freed before their copy. These and others were not copied.
+        """
+        self._copy_small()
         for copies in self._devices.values():
             copies.wait()
+        freed, self._freed = self._freed, []
+        return freed
 
     @cached_property
     def _boxes(self) -> tuple[list[int], list[int], list[int]]:
@@ -100,11 +148,17 @@ class SliceSource:
         for dim, (offset, size, first) in enumerate(
             zip(offsets[box], sizes[box], piece.offsets, strict=True)
         ):
-            part = part.narrow(dim, offset - first, size)
+            if size != part.shape[dim]:
+                part = part.narrow(dim, offset - first, size)
         copies = self._devices.get(part.device)
         if copies is None:
             gathered = part.resolve_conj().resolve_neg().contiguous()
             ctypes.memmove(to, gathered.data_ptr(), count)
+        elif not wait and 0 < count <= _SMALL_BYTES:
+            if self._small is None or not self._small.accepts(copies, to, count):
+                self._copy_small()
+                self._small = _SmallCopies(copies, to)
+            self._small.add(row, part, to, count)
         else:
             into = memoryview((ctypes.c_char * count).from_address(to)).cast("B")
             if wait:
@@ -112,7 +166,21 @@ class SliceSource:
             else:
                 copies.enqueue(part, into)
 
+    def _copy_small(self) -> None:
+        """Enqueues one copy of the small slices that were collected."""
+        small, self._small = self._small, None
+        if small is None:
+            return
+        # A kernel that reads freed memory would end the use of the device by this process.
+        freed = [row for row in small.rows if not self.is_in_place(row)]
+        if freed:
+            self._freed += freed
+            return
+        memory = (ctypes.c_char * (small.end - small.first)).from_address(small.first)
+        small.copies.enqueue_together(small.parts, small.starts, memoryview(memory).cast("B"))
+
     def finish(self) -> None:
         """Waits for all copies, and releases the pieces."""
+        self._small = None
         self.wait()
         self._pieces = ()

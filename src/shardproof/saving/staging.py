@@ -15,11 +15,12 @@ import msgspec
 from shardproof._utils.memcpy import address
 from shardproof._utils.topology import available_memory, ranks_here
 
-__all__ = ["Staged", "StagingPool", "default_budget"]
+__all__ = ["SLOT_BYTES", "Staged", "StagingPool", "default_budget"]
 
 _SMALLEST, _LARGEST = 1 << 20, 64 << 20
 """Bytes of a segment, a power of two: page-locked memory is handed out in such sizes."""
-_ALIGNMENT = 64
+SLOT_BYTES = 64
+"""A copy begins at a multiple of this, and no other copy shares its last 64 bytes."""
 _SHARE = 4
 """A quarter of the available memory may hold copies."""
 
@@ -72,7 +73,7 @@ class StagingPool:
                 self._recycle(segment)
             segment = self._current = self._free.pop(at)
         staged = Staged(segment.address + segment.used, segment)
-        segment.used += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        segment.used += -(-nbytes // SLOT_BYTES) * SLOT_BYTES
         segment.copies += 1
         return staged
 
@@ -88,7 +89,7 @@ class StagingPool:
             self.changed.notify_all()
 
     def scratch(self, nbytes: int) -> memoryview:
-        """Memory for one chunk, outside of the budget; the same memory at every call."""
+        """Memory for the chunks that are copied at a time, outside of the budget; the same at every call."""
         if len(self._scratch) < nbytes:
             self._scratch = self._allocate(nbytes)
         return self._scratch

@@ -7,14 +7,20 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+import shardproof as sp
 from shardproof._utils.memcpy import address
 from shardproof.saving.device_copy import DeviceCopies, pinned_buffer
+from shardproof.saving.source import SliceSource
 from shardproof.storage import ALIGNMENT
 from tests.accelerator import first_device, late_one
 from tests.logging_streams import LoggingStream, streams_that_log
@@ -222,6 +228,66 @@ def test_temporaries_of_many_copies_do_not_mix() -> None:
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda source: copied(copies, source), sources))
     assert found == [expected_bytes(source) for source in sources]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("has_room", [True, False])
+def test_small_tensors_are_copied_together(has_room: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = first_device()
+    with device:
+        sources = [sample() for sample in SAMPLES.values()]
+    ends = np.cumsum([64 + source.nbytes for source in sources]).tolist()
+    starts = [end - source.nbytes for end, source in zip(ends, sources, strict=True)]
+    buffer = pinned_buffer(ends[-1])
+    copies = DeviceCopies(device)
+    if not has_room:
+        monkeypatch.setattr(torch, "empty", raise_out_of_memory)
+    enqueued = list[int]()
+    monkeypatch.setattr(DeviceCopies, "_enqueued", record_calls(DeviceCopies._enqueued, enqueued))
+    copies.enqueue_together(sources, starts, buffer)
+    copies.wait()
+    for source, start in zip(sources, starts, strict=True):
+        assert bytes(buffer[start : start + source.nbytes]) == expected_bytes(source)
+    assert len(enqueued) == (0 if has_room else len(sources))
+
+
+def raise_out_of_memory(*args: Any, **options: Any) -> Any:
+    raise torch.OutOfMemoryError
+
+
+def record_calls(method: Callable[..., Any], calls: list[int]) -> Callable[..., Any]:
+    def recorded(*args: Any) -> Any:
+        calls.append(len(calls))
+        return method(*args)
+
+    return recorded
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("snapshot", ["fence", "stage"])
+def test_a_tensor_that_is_freed_before_its_copy_fails_the_save(
+    snapshot: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel that reads freed memory would end the use of the device by this process."""
+    state = {str(at): torch.full((8,), float(at), device=first_device()) for at in range(5)}
+    enqueue = DeviceCopies.enqueue_together
+
+    def free_first(source: SliceSource) -> None:
+        if source._small is not None:
+            state["2"].untyped_storage().resize_(0)
+        copy_small(source)
+
+    def check(copies: DeviceCopies, sources: Sequence[torch.Tensor], *where: Any) -> None:
+        assert all(source.untyped_storage().nbytes() for source in sources)
+        enqueue(copies, sources, *where)
+
+    copy_small = SliceSource._copy_small
+    monkeypatch.setattr(SliceSource, "_copy_small", free_first)
+    monkeypatch.setattr(DeviceCopies, "enqueue_together", check)
+    checkpointer = sp.Checkpointer(tmp_path, snapshot=snapshot)
+    with pytest.raises(sp.StructureError, match="2 was changed while it was being saved"):
+        checkpointer.save(1, state).result(60)
+    assert checkpointer.steps() == []
 
 
 @pytest.mark.gpu

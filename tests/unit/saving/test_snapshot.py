@@ -117,7 +117,8 @@ def test_changes_after_save_returned_are_not_saved(
     net, optimizer = trained(kind, first_device() if where == "device" else None)
     ema = [parameter.detach().clone() for parameter in net.parameters()]
     loose = torch.zeros(3000, device=net.seen.device)
-    state = {"net": net, "optimizer": optimizer, "ema": ema, "loose": loose}
+    strided = torch.arange(6.0).view(2, 3).t()  # gathered on the host, between tensors of the device
+    state = {"net": net, "optimizer": optimizer, "ema": ema, "loose": loose, "m": strided}
     checkpointer = sp.Checkpointer(tmp_path, snapshot=snapshot, keep=sp.KeepLatest(1))
     pending = None
     for step in range(1, 13):
