@@ -28,6 +28,7 @@ from shardproof.maintenance import verify
 from shardproof.rendezvous import LocalRendezvous, StoreRendezvous
 from shardproof.storage import LocalStorage, MemoryStorage, ObjectStorage
 from tests.faulty_storage import FaultyStorage
+from tests.golden.reader import read
 
 WAIT = 60.0
 
@@ -643,9 +644,10 @@ def test_a_check_of_uploaded_files_shows_signs_of_life(near: Path, far: Path) ->
     assert alone(far).steps() == [1]
 
 
-def test_an_overwritten_step_that_was_not_uploaded_is_named_after_a_restart(
+def test_a_step_that_a_run_without_a_second_tier_overwrote_is_named_after_a_restart(
     near: Path, far: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """The run did not ask to replace the step on a second tier."""
     checkpointer(near, far).save(1, state(1)).durable(WAIT)
     alone(near).save(1, state(2), overwrite=True).result()
     run = checkpointer(near, far)
@@ -654,6 +656,87 @@ def test_an_overwritten_step_that_was_not_uploaded_is_named_after_a_restart(
     run.wait_for_uploads(WAIT)
     named = [record for record in caplog.records if "step 1 is not uploaded" in record.getMessage()]
     assert len(named) == 1 and "another save of this step" in named[0].getMessage()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"keep_then": sp.KeepLatest(2)}, {"incremental": True, "scrub": None}, {"node_local": True}],
+)
+def test_an_overwriting_save_replaces_the_step_of_the_second_tier_after_a_restart(
+    near: Path, far: Path, options: dict[str, Any]
+) -> None:
+    """The second tier is down until the process of the save has ended."""
+    second, down = unreachable(far, False)
+    run = checkpointer(near, second, **options)
+    run.save(1, state(2)).durable(WAIT)
+    run.save(2, {**state(2), "n": 7}).durable(WAIT)
+    down[0] = True
+    for number in (8, 2):
+        run.save(2, {**state(2), "n": number}, overwrite=True).result()
+    with pytest.raises(sp.StorageError, match="no route"):
+        run.wait_for_uploads(WAIT)
+    again = checkpointer(near, far, **options)
+    assert_restores(again, 2)
+    again.wait_for_uploads(WAIT)
+    assert_restores(alone(far), 2)
+    name = "step-00000002"
+    assert files(near / name) == files(far / name)
+    assert verify(LocalStorage(far / name)).ok
+    assert "-overwrite" in read(far / name)["attempt"]
+
+
+def test_a_save_of_a_step_that_is_damaged_on_both_tiers_replaces_it_after_a_restart(
+    near: Path, far: Path
+) -> None:
+    second, down = unreachable(far, False)
+    first = checkpointer(near, second)
+    for step in (1, 2):
+        first.save(step, state(step)).durable(WAIT)
+    for root in (near, far):
+        damage(root / "step-00000002", "shard")
+    run = checkpointer(near, second)
+    assert_restores(run, 1)
+    run.wait_for_uploads(WAIT)
+    down[0] = True
+    run.save(2, state(2)).result()
+    assert upload(near, far) is None
+    assert_restores(alone(far), 2)
+
+
+def test_a_restart_does_not_replace_a_later_save_of_another_job(
+    near: Path, far: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The user allowed to replace the save that was there, and not one that another job made since."""
+    second, down = unreachable(far, False)
+    run = checkpointer(near, second)
+    run.save(1, state(1)).durable(WAIT)
+    down[0] = True
+    run.save(1, {**state(1), "n": 7}, overwrite=True).result()
+    alone(far).save(1, {**state(1), "n": 8}, overwrite=True).result()
+    assert upload(near, far) is None
+    assert "another save of this step" in caplog.text
+    target = blank()
+    assert alone(far).restore(target) == 1 and target["n"] == 8
+
+
+def test_an_overwriting_save_that_fails_before_its_commit_replaces_nothing_after_a_restart(
+    near: Path, far: Path
+) -> None:
+    """The first tier has another save of the step, which was not allowed to replace it."""
+    alone(far).save(1, {**state(1), "n": 7}).result()
+    alone(near).save(1, {**state(1), "n": 8}).result()
+
+    def hook(operation: str, name: str) -> None:
+        if (operation, name) == ("publish", "step-00000001/manifest.json"):
+            raise sp.StorageError("the disk is full", errno="ENOSPC")
+
+    run = checkpointer(GatedStorage(near, hook), far)
+    with pytest.raises(sp.RankFailure, match="the disk is full"):
+        run.save(1, state(1), overwrite=True).result()
+    assert upload(near, far) is None
+    target = blank()
+    assert alone(far).restore(target) == 1 and target["n"] == 7
+    assert alone(near).restore(target) == 1 and target["n"] == 8
 
 
 def test_a_save_that_replaces_a_later_one_counts_as_later(

@@ -252,7 +252,7 @@ class Checkpointer:
             step: number of the step, at least 0.
             state: see `shardproof.save`.
             metadata: plain data that the manifest stores.
-            overwrite: True to replace the step if it is committed already.
+            overwrite: True to replace the step if it is committed already; with `then`, on both tiers.
             when_busy: for this save. None: that of the `Checkpointer`, or "wait" if `suspect`.
             suspect: True if validation of this step failed (see `shardproof.rerun`). The save writes all
                 chunks to the folder ``suspect-00001000``, and replaces a suspect of that number. `restore`
@@ -297,6 +297,7 @@ class Checkpointer:
                 full_every=self._full_every,
                 check_replicas=self._check_replicas,
                 check_place=self._run.check_first_tier,
+                record_overwrite=upload is not None and upload.overwrite,
                 after=None if suspect else partial(self._after.run, upload),
             )
         if self._rendezvous.rank == 0 and not suspect:

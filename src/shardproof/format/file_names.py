@@ -13,6 +13,8 @@ __all__ = [
     "chain_length",
     "chunk_name",
     "index_name",
+    "is_overwrite",
+    "overwrite_attempt",
     "parse_chunk_name",
     "parse_shard_name",
     "shard_name",
@@ -26,6 +28,7 @@ STEP_FOLDER = re.compile(r"(step|suspect)-([0-9]{8,18})")
 _ATTEMPT = r"[0-9A-Za-z][0-9A-Za-z._-]{0,127}"
 _SHARD = re.compile(rf"shards/([0-9]{{5,10}})-({_ATTEMPT})\.safetensors")
 _CHAIN = re.compile(r".*\.([1-9][0-9]{0,17})")
+_OVERWRITE = "-overwrite"
 _CHUNK = re.compile(r"(.*)\[((?:[0-9]+:[0-9]+)(?:,[0-9]+:[0-9]+)*)?\]", re.DOTALL)
 
 
@@ -46,6 +49,27 @@ def chain_length(attempt: str) -> int | None:
     """Number of saves since the last full one; None if the name of the attempt has none."""
     found = _CHAIN.fullmatch(attempt)
     return int(found[1]) if found is not None else None
+
+
+def overwrite_attempt(name: str) -> str:
+    """The attempt name of a save that may replace earlier saves of its step on other tiers.
+
+    The name is committed with the manifest, so the permission outlives the process that saved.
+
+    Args:
+        name: name of the attempt, without a dot.
+
+    >>> overwrite_attempt("5f0c"), is_overwrite("5f0c-overwrite"), is_overwrite("5f0c")
+    ('5f0c-overwrite', True, False)
+    >>> is_overwrite(chain_attempt(overwrite_attempt("5f0c"), 3))
+    True
+    """
+    return f"{name}{_OVERWRITE}"
+
+
+def is_overwrite(attempt: str) -> bool:
+    """True if the name of an attempt is from `overwrite_attempt`."""
+    return attempt.partition(".")[0].endswith(_OVERWRITE)
 
 
 def index_name(attempt: str) -> str:

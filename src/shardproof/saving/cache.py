@@ -42,6 +42,9 @@ class SaveRequest:
     """At least one of this many incremental saves in a row is written in full. None: no bound."""
     check_place: Callable[[], None] | None = None
     """Raises if the place cannot take a save. Called on the coordinator. None: any place can."""
+    record_overwrite: bool = False
+    """True if the name of the attempt records that the save may replace earlier saves of its step on other
+    tiers."""
 
 
 @dataclass(frozen=True, slots=True)

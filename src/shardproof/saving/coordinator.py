@@ -19,7 +19,7 @@ from shardproof.errors import (
     StorageError,
     StructureError,
 )
-from shardproof.format import MANIFEST_NAME, chain_attempt, read_manifest
+from shardproof.format import MANIFEST_NAME, chain_attempt, overwrite_attempt, read_manifest
 from shardproof.planning import Structure, WritePlan, plan_writes
 from shardproof.saving.cache import CoordinatorPlan, Limits, SaveCache, SaveRequest
 from shardproof.saving.commit import commit
@@ -90,7 +90,8 @@ class Coordinator:
         if cached is not None and reuse_plan:
             self._check_space(cached.plan)
         name, now = secrets.token_hex(8), self._time()
-        attempt = chain_attempt(name, choice.length) if choice.folder else name
+        attempt = overwrite_attempt(name) if self._request.record_overwrite else name
+        attempt = chain_attempt(attempt, choice.length) if choice.folder else attempt
         self._attempt = Attempt(attempt, now, reports[0].step, len(reports), metadata, choice.folder)
         self._cache.background_name = self._cache.background_name or name
         turn = self._turn() if self._request.check_replicas else 0

@@ -128,6 +128,7 @@ class Saver:
         full_every: int | None = None,
         check_replicas: CheckReplicas | None = None,
         check_place: Callable[[], None] | None = None,
+        record_overwrite: bool = False,
         after: After | None = None,
     ) -> PendingSave:
         """Begins to save a state tree, and returns once the caller may change it. All ranks call it.
@@ -151,6 +152,8 @@ class Saver:
                 unsynchronised BatchNorm: omit them, or wrap them in `PerRank`.
             check_place: raises a `ShardproofError` if the place cannot take a save. Called on the
                 coordinator.
+            record_overwrite: True if the save may replace earlier saves of its step on other tiers. The name
+                of its attempt records this (see `shardproof.format.overwrite_attempt`).
             after: called in the background after the commit and before `PendingSave.done`, with the result
                 and a function that takes the numbers of done and total steps.
 
@@ -162,7 +165,14 @@ class Saver:
         refuse_inside("save")
         begun = time.monotonic()
         request = SaveRequest(
-            step, _given(metadata), overwrite, base, check_replicas, full_every, check_place
+            step,
+            _given(metadata),
+            overwrite,
+            base,
+            check_replicas,
+            full_every,
+            check_place,
+            record_overwrite,
         )
         with self._turn:
             pending = self._begin(

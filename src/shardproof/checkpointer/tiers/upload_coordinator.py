@@ -23,7 +23,10 @@ ones. Without the exception, a backlog of incremental steps would be read again 
 
 Note "Nothing is replaced by accident": the second tier may have another save of a step, by another job or
 from a branch that was given up. The step is then uploaded only if its save was allowed to overwrite the step.
-Otherwise it is skipped with an error. A node that returns with an old disk replaces nothing.
+Otherwise it is skipped with an error. The process of the save replaces any other save. After a restart, the
+name of the attempt has the permission (`shardproof.format.is_overwrite`). It then covers only earlier saves,
+because another job may have saved the step since. A node that returns with an old disk replaces no later
+save.
 
 Note "Two jobs": two jobs may upload the same save of a step at once, for example a restarted job and the
 earlier processes of that job. Their files have the same names and bytes. So an upload deletes no file
@@ -76,6 +79,7 @@ from shardproof.format import (
     References,
     check_size,
     decode_manifest,
+    is_overwrite,
     named_files,
     read_manifest,
     read_seal,
@@ -262,22 +266,25 @@ class UploadCoordinator:
         here, unreadable = self._committed(self._first)
         with self._lock:
             here = {step: seal for step, seal in here.items() if step not in self._removed}
-        for step in unreadable.keys() - self._aside.keys():
-            self._set_aside(step, unreadable[step])
         there, unknown = self._committed(self._second, None if self._keep is not None else here)
         if unknown:
             raise unknown[max(unknown)]
+        others = self._other_saves(here, there)
+        unreadable |= {step: error for step, error in others.items() if isinstance(error, StorageError)}
         may_replace = {one.step: one.attempt for one in requests if one.overwrite}
         pending: dict[int, bool] = {}
         reasons: dict[int, str] = {}
         for step, seal in here.items():
+            other = others.get(step)
+            if isinstance(other, FormatError):
+                self._give_up_damaged(step, seal, other)
             if self._damaged.get(step) == seal:
                 reasons[step] = f"it is damaged in {self._first.location}"
             elif step not in there:
                 pending[step] = False
-            elif there[step] != seal and self._may_replace(step, may_replace.get(step)):
+            elif isinstance(other, Manifest) and self._may_replace(step, other, may_replace.get(step)):
                 pending[step] = True
-            elif there[step] != seal:
+            elif isinstance(other, Manifest):
                 reasons[step] = (
                     f"{self._second.location} has another save of this step. Check that no other job uses "
                     "this place; save with overwrite=True to replace the step there"
@@ -285,10 +292,13 @@ class UploadCoordinator:
                 if (step, seal) not in self._reported and all(one.step != step for one in requests):
                     _log.warning("%s: step %d is not uploaded: %s", self._first.location, step, reasons[step])
                 self._reported.add((step, seal))
-            elif self._there.get(step) != seal:  # its process may have died before all of it was durable
+            elif other is None and self._there.get(step) != seal:
+                # Its process may have died before all of it was durable.
                 self._second.within(step_name(step)).flush(MANIFEST_NAME)
                 self._copy_pin(step)
             self._there.update({step: there[step]} if step in there and step not in pending else {})
+        for step in unreadable.keys() - self._aside.keys():
+            self._set_aside(step, unreadable[step])
         self._stored = {step: seal for step, seal in there.items() if step not in pending}
         kept = self._kept(self._stored, pending)
         for step in set(pending) - kept:
@@ -312,25 +322,47 @@ class UploadCoordinator:
             _log.warning("%s: step %d is not uploaded: %s", self._first.location, one.step, reason)
         return uploaded, skipped
 
-    def _may_replace(self, step: int, attempt: str | None) -> bool:
-        """True if a step of the second tier may be replaced: by a save that overwrites, or if it is damaged.
+    def _other_saves(
+        self, here: Mapping[int, bytes], there: Mapping[int, bytes]
+    ) -> dict[int, Manifest | ShardproofError]:
+        """The steps of which the tiers have different saves, to their manifests in the first tier.
+
+        If a manifest is damaged, gone or cannot be read, the error takes its place.
+        """
+        steps = [
+            step
+            for step, seal in here.items()
+            if there.get(step, seal) != seal and self._damaged.get(step) != seal
+        ]
+
+        def manifest_of(step: int) -> Manifest | ShardproofError:
+            try:
+                return read_manifest(self._first.within(step_name(step)))
+            except (FormatError, NotCommittedError, StorageError) as error:
+                return error
+
+        return dict(zip(steps, map_requests(self._first, manifest_of, steps), strict=True))
+
+    def _may_replace(self, step: int, manifest: Manifest, attempt: str | None) -> bool:
+        """True if a save may replace the step on the second tier (note "Nothing is replaced by accident").
 
         Args:
             step: the step.
-            attempt: the attempt that was allowed to overwrite it; None without one.
+            manifest: its manifest in the first tier.
+            attempt: the attempt of this process that was allowed to overwrite it; None without one.
         """
-        if attempt is not None and _attempt(self._first, step) == attempt:
+        if manifest.attempt == attempt:
             return True
         try:
-            read_manifest(self._second.within(step_name(step)))
+            replaced = read_manifest(self._second.within(step_name(step)))
         except FormatError:
             return True
         except NotCommittedError:
-            pass
-        return False
+            return False
+        return is_overwrite(manifest.attempt) and replaced.time < manifest.time
 
     def _committed(
-        self, run: Storage, only: dict[int, bytes] | None = None
+        self, run: Storage, only: Collection[int] | None = None
     ) -> tuple[dict[int, bytes], dict[int, StorageError]]:
         """Committed steps of a tier to their seals, and the steps that cannot be read to the errors.
 
