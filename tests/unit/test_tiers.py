@@ -505,6 +505,82 @@ def test_a_step_that_cannot_be_read_does_not_block_the_others(
     assert alone(far).steps() == [1, 2, 3, 4, 5]
 
 
+def broken_manifest(
+    near: Path, *, at_first: bool, from_commit: bool = False
+) -> tuple[GatedStorage, list[bool]]:
+    """Cannot read the manifest of step 1 while ``broken[0]`` is true, which a commit may set."""
+    broken = [at_first]
+
+    def hook(operation: str, name: str) -> None:
+        if name != "step-00000001/manifest.json":
+            return
+        if operation == "publish":
+            broken[0] = broken[0] or from_commit
+        elif broken[0]:
+            file = f"{near}/{name}"
+            raise sp.StorageError(f"cannot read {file} (EIO)", file=file, errno="EIO", missing=False)
+
+    return GatedStorage(near, hook), broken
+
+
+@pytest.mark.parametrize("keep_then", [None, sp.KeepLatest(9)])
+def test_an_unreadable_manifest_fails_no_round_if_the_second_tier_has_the_step(
+    near: Path, far: Path, caplog: pytest.LogCaptureFixture, keep_then: sp.Retention | None
+) -> None:
+    checkpointer(near, far).save(1, state(1)).durable(WAIT)
+    run = checkpointer(broken_manifest(near, at_first=True)[0], far, keep_then=keep_then)
+    for step in (2, 3):
+        run.save(step, state(step)).durable(WAIT)
+        run.wait_for_uploads(WAIT)
+    assert alone(far).steps() == [1, 2, 3]
+    named = [
+        record for record in caplog.records if "manifest of step 1 cannot be read" in record.getMessage()
+    ]
+    assert len(named) == 1
+
+
+def test_a_round_does_not_fail_if_no_step_of_the_first_tier_can_be_read_and_the_second_has_all(
+    near: Path, far: Path
+) -> None:
+    checkpointer(near, far).save(1, state(1)).durable(WAIT)
+    coordinator = UploadCoordinator(
+        broken_manifest(near, at_first=True)[0], LocalStorage(far), None, None, set()
+    )
+    (answer,) = coordinator.plan([], [msgspec.msgpack.encode(UploadReport())])
+    assert msgspec.msgpack.decode(answer, type=UploadAnswer) == UploadAnswer()
+
+
+def test_an_overwriting_save_whose_manifest_cannot_be_read_waits(near: Path, far: Path) -> None:
+    """The second tier has an earlier save of the step, so an upload is missing."""
+    checkpointer(near, far).save(1, {**state(1), "n": 7}).durable(WAIT)
+    first, broken = broken_manifest(near, at_first=False, from_commit=True)
+    run = checkpointer(first, far)
+    pending = run.save(1, state(1), overwrite=True)
+    with pytest.raises(sp.StorageError, match=r"cannot read .*step-00000001/manifest.json \(EIO\)"):
+        pending.durable(WAIT)
+    run.save(2, state(2)).durable(WAIT)
+    broken[0] = False
+    run.save(3, state(3)).durable(WAIT)
+    pending.durable(WAIT)
+    assert len({(root / "step-00000001" / "manifest.json").read_bytes() for root in (near, far)}) == 1
+    assert verify(LocalStorage(far / "step-00000001")).ok
+
+
+def test_a_damaged_manifest_fails_no_round_if_the_second_tier_has_the_step(
+    near: Path, far: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpointer(near, far).save(1, state(1)).durable(WAIT)
+    manifest = near / "step-00000001" / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes()[:-100])
+    run = checkpointer(near, far)
+    for step in (2, 3):
+        run.save(step, state(step)).durable(WAIT)
+        run.wait_for_uploads(WAIT)
+    named = [record for record in caplog.records if "step 1 is" in record.getMessage()]
+    assert len(named) == 1 and "step 1 is damaged, and is not uploaded" in named[0].getMessage()
+    assert_restores(alone(far), 3)
+
+
 def test_a_link_that_leads_nowhere_stops_neither_uploads_nor_retention(near: Path, far: Path) -> None:
     near.mkdir()
     (near / "step-00000001").symlink_to("/not/mounted/step-00000001")

@@ -13,6 +13,10 @@ Note "One step cannot block the others": a step of the first tier that cannot be
 next round. The round uploads the other steps. Then it fails with the error of this step, and the next round
 tries the step again. A damaged step is not tried again.
 
+Note "Unknown saves": if the second tier has a step whose manifest cannot be read in the first tier, both may
+have the same save. The coordinator then logs a warning once, and the round does not fail. The round fails
+only if a save of this process waits for its upload, and the second tier has another save of the step.
+
 Note "Files that are there": a step may refer to files of other steps. Such a file is not copied again if a
 manifest on the second tier names it, because then an upload verified it. Any other file that is there is read
 and compared with its digest, and is copied only if it differs. It may be from a killed upload. Or this step
@@ -133,7 +137,7 @@ class UploadCoordinator:
         self._aside: dict[int, ShardproofError] = {}
         """Steps that this round does not upload, because they cannot be read, to the errors."""
         self._reported: set[tuple[int, bytes]] = set()
-        """Step and seal of saves that are not uploaded, as the log says."""
+        """Step and seal of saves that are not uploaded, as the log says; an empty seal if it is not known."""
         self._lock = threading.Lock()
         self._chosen: int | None = None
         """The step that is uploaded, from its choice on. Guarded by the lock."""
@@ -266,7 +270,8 @@ class UploadCoordinator:
         here, unreadable = self._committed(self._first)
         with self._lock:
             here = {step: seal for step, seal in here.items() if step not in self._removed}
-        there, unknown = self._committed(self._second, None if self._keep is not None else here)
+        matter = None if self._keep is not None else {*here, *unreadable}
+        there, unknown = self._committed(self._second, matter)
         if unknown:
             raise unknown[max(unknown)]
         others = self._other_saves(here, there)
@@ -297,8 +302,8 @@ class UploadCoordinator:
                 self._second.within(step_name(step)).flush(MANIFEST_NAME)
                 self._copy_pin(step)
             self._there.update({step: there[step]} if step in there and step not in pending else {})
-        for step in unreadable.keys() - self._aside.keys():
-            self._set_aside(step, unreadable[step])
+        for step, error in unreadable.items():
+            self._pass_unreadable(step, error, requests, is_there=bool(there.get(step)))
         self._stored = {step: seal for step, seal in there.items() if step not in pending}
         kept = self._kept(self._stored, pending)
         for step in set(pending) - kept:
@@ -361,6 +366,34 @@ class UploadCoordinator:
             return False
         return is_overwrite(manifest.attempt) and replaced.time < manifest.time
 
+    def _pass_unreadable(
+        self, step: int, error: StorageError, requests: Sequence[UploadRequest], *, is_there: bool
+    ) -> None:
+        """Sets a step aside whose manifest in the first tier cannot be read, if an upload may be missing.
+
+        Note "Unknown saves".
+
+        Args:
+            step: the step.
+            error: why the manifest cannot be read.
+            requests: saves that wait for their upload.
+            is_there: True if the second tier has the step, with a seal.
+        """
+        waiting = {one.attempt for one in requests if one.step == step}
+        if not is_there or (waiting and waiting != {_attempt(self._second, step)}):
+            if step not in self._aside:
+                self._set_aside(step, error)
+        elif not waiting and (step, b"") not in self._reported:
+            self._reported.add((step, b""))
+            _log.warning(
+                "%s: the manifest of step %d cannot be read. %s has the step, and it is not known whether it "
+                "is the same save: %s",
+                self._first.location,
+                step,
+                self._second.location,
+                error,
+            )
+
     def _committed(
         self, run: Storage, only: Collection[int] | None = None
     ) -> tuple[dict[int, bytes], dict[int, StorageError]]:
@@ -371,7 +404,7 @@ class UploadCoordinator:
             only: steps that matter; None: all.
 
         Raises:
-            StorageError: the tier cannot be listed, or no step can be read.
+            StorageError: the tier cannot be listed.
         """
         names = {step: name for name in run.folders() if (step := parse_step(name)) is not None}
         steps = [step for step in names if only is None or step in only]
@@ -390,8 +423,6 @@ class UploadCoordinator:
 
         found = dict(zip(steps, map_requests(run, seal_of, steps), strict=True))
         unreadable = {step: seal for step, seal in found.items() if isinstance(seal, StorageError)}
-        if unreadable and len(unreadable) == len(found):
-            raise unreadable[max(unreadable)]
         return {step: seal for step, seal in found.items() if isinstance(seal, bytes)}, unreadable
 
     def _kept(self, there: Collection[int], pending: Collection[int], only_known: bool = False) -> set[int]:
