@@ -133,6 +133,11 @@ def waiting_steps_unprotected(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Uploader, "protect", lambda self, steps: set())
 
 
+def overwrites_forgotten(patch: pytest.MonkeyPatch) -> None:
+    """After a restart, an overwritten step is not replaced on the second tier."""
+    patch.setattr("shardproof.checkpointer.tiers.upload_coordinator.is_overwrite", lambda attempt: False)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
@@ -144,6 +149,7 @@ def waiting_steps_unprotected(patch: pytest.MonkeyPatch) -> None:
         (UploadMachine, waiting_steps_unprotected, r"were removed before their upload|No such file"),
         (UploadMachine, copies_unverified, r"CorruptChunkError|other values"),
         (UploadMachine, leftovers_trusted, r"was uploaded with damage"),
+        (UploadMachine, overwrites_forgotten, r"were overwritten, and were not replaced"),
         (UploadMachine, damage_ends_the_restore, r"is whole|was not restored|was passed over|step \d+: "),
     ],
 )

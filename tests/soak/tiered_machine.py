@@ -16,7 +16,7 @@ from hypothesis.stateful import initialize, rule
 
 import shardproof as sp
 from shardproof.errors import SaveSkipped, ShardproofError, StorageError
-from shardproof.format import MANIFEST_NAME
+from shardproof.format import MANIFEST_NAME, read_manifest
 from shardproof.saving import SaveResult
 from shardproof.storage import LocalStorage
 from tests.faulty_storage import FaultyStorage
@@ -29,14 +29,14 @@ __all__ = ["TieredMachine", "UploadMachine"]
 TIERED_OPERATIONS = [
     *OPERATIONS,
     *["outage", "damage far"] * 2,
-    *["node loss", "prune far", "roll back far"],
+    *["node loss", "prune far", "roll back far", "overwrite and restart"],
 ]
 
 UPLOAD_OPERATIONS = [
     *["save"] * 8,
     *["outage", "damage", "arm"] * 3,
     *["restore", "damage what waits", "damage a killed upload", "damage and restore"] * 2,
-    *["resize", "node loss"],
+    *["resize", "node loss", "overwrite and restart"],
 ]
 
 policies = st.sampled_from(POLICIES)
@@ -53,8 +53,12 @@ class TieredMachine(RunMachine):
         """Operations until the second tier answers again."""
         self.saving: tuple[int, int] | None = None
         """Step and salt of the save of this operation."""
+        self.overwrites = False
+        """True if the save of this operation overwrites its step."""
         self.may_replace: set[int] = set()
-        """Steps that the job may replace on the second tier."""
+        """Steps that a job may replace on the second tier, also after a restart."""
+        self.must_replace: dict[int, str] = {}
+        """Steps that a save has overwritten, to its attempt. The next upload replaces them."""
         self.has_uploaded = False
         """True if a round of uploads of this operation has ended without an error."""
         self.has_restored = False
@@ -81,6 +85,7 @@ class TieredMachine(RunMachine):
     def _step(self, what: str, a: int, b: int) -> None:
         self.outage = max(0, self.outage - 1)
         self.saving = None
+        self.overwrites = False
         self.has_uploaded = self.has_restored = self.by_hand = False
         self.there = set(self.far.steps)
         super()._step(what, a, b)
@@ -96,6 +101,9 @@ class TieredMachine(RunMachine):
         elif what == "roll back far":
             if self.far.steps:
                 self._restore(sorted(self.far.steps)[a % len(self.far.steps)])
+        elif what == "overwrite and restart":
+            if self.model.steps:
+                self.overwrite_and_restart(a, 1 + b % 3)
         elif what == "prune far":
             self.prune(self.far, [None, 1, 3][a % 3])
             job = self._job
@@ -113,6 +121,14 @@ class TieredMachine(RunMachine):
         self.by_hand = True
         self._begin_job(ranks, job.policy, job.incremental)
         self._restore(None)
+
+    def overwrite_and_restart(self, which: int, ranks: int) -> None:
+        """A step is overwritten, and the next job uploads it."""
+        self.outage = 1
+        self._save(self._pick(which), overwrite=True)
+        self._check()  # so that the restore finds the model up to date
+        self.outage = 0
+        self.resize(ranks, self._job.policy, self._job.incremental)
 
     def prune(self, model: Model, keep: int | None) -> None:
         self.by_hand = keep is not None
@@ -136,7 +152,7 @@ class TieredMachine(RunMachine):
         return f"{self.model.describe()}\n  far: {self.far.describe()}{down}"
 
     def _begin_job(self, ranks: int, policy: Policy | None, incremental: bool) -> None:
-        self.may_replace, self.position = set(), None
+        self.position = None
         super()._begin_job(ranks, policy, incremental)
 
     def _job_options(self) -> dict[str, Any]:
@@ -151,7 +167,7 @@ class TieredMachine(RunMachine):
         self.far.lost_power()
 
     def _save(self, step: int, *, overwrite: bool) -> None:
-        self.saving = step, self.salt + 1
+        self.saving, self.overwrites = (step, self.salt + 1), overwrite
         if overwrite or step in self.model.seen_bad:
             self.may_replace.add(step)
         super()._save(step, overwrite=overwrite)
@@ -190,6 +206,8 @@ class TieredMachine(RunMachine):
             skipped = [isinstance(end, SaveSkipped) for end in durable]
             assert len(set(skipped)) == 1, durable
             assert skipped[0] or all(isinstance(end, SaveResult) for end in durable), durable
+        if self.overwrites and self.saving is not None and all(isinstance(end, SaveResult) for end in saved):
+            self.must_replace[self.saving[0]] = saved[0].attempt
         self._may_be_uploaded()
         if any(isinstance(end, SaveResult) for end in durable):
             assert self.saving is not None
@@ -225,16 +243,14 @@ class TieredMachine(RunMachine):
         if not self.by_hand:
             lost = kept - near - far
             assert not lost, f"steps {sorted(lost)} were removed before their upload"
+        wanted = self._wanted(near, far) if self.has_uploaded else set()
         if self.has_uploaded and not self._is_damaged() and not self.model.seen_bad:
-            policy = self.keep_then
-            wanted = near
-            if policy is not None:
-                certain = Policy(policy.latest, policy.every)
-                wanted = near & (certain.kept(near | far, {}) | certain.kept(self._line(near | far), {}))
             assert wanted <= far, f"steps {sorted(wanted - far)} were not uploaded"
             for step in near & far:
                 if self._same_manifest(step):
                     self.far.steps[step].sure = True
+        stale = [step for step in wanted & far if self._is_overwritten(step) and not self._same_save(step)]
+        assert not stale, f"steps {stale} were overwritten, and were not replaced"
         if not self.interrupted:  # else a step may come back that was damaged before its removal
             for step in far - self.there:
                 own = {name for name in self.far.steps[step].files if name.startswith(f"step-{step:08d}/")}
@@ -257,6 +273,21 @@ class TieredMachine(RunMachine):
                 {salt: loss for one in found for salt, loss in one.loss.items()},
             )
         return both.kept(self.keep_then, sorted(both.steps))
+
+    def _wanted(self, near: set[int], far: set[int]) -> set[int]:
+        """The steps of the first tier that the second one must have, if they are not damaged."""
+        policy = self.keep_then
+        if policy is None:
+            return near
+        certain = Policy(policy.latest, policy.every)
+        return near & (certain.kept(near | far, {}) | certain.kept(self._line(near | far), {}))
+
+    def _is_overwritten(self, step: int) -> bool:
+        """True if the save of the step in the first tier has overwritten an earlier one, and is whole."""
+        attempt = self.must_replace.get(step)
+        if attempt is None or step in self.model.seen_bad or not self.model.is_sound(step):
+            return False
+        return read_manifest(self.model.storage().within(f"step-{step:08d}")).attempt == attempt
 
     def _same_manifest(self, step: int) -> bool:
         name = f"step-{step:08d}/{MANIFEST_NAME}"
