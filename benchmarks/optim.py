@@ -7,7 +7,7 @@ is one, else on the CPU with gloo.
 A time is that of a step: the mean over `--steps` consecutive steps, with all communication finished at the
 end. A ratio is the time of a way over that of its peer in the same round, the median over rounds. Memory is
 that of the tensors of one rank, the greatest over ranks, as torch's allocator counts it (on the CPU, from
-the profiler's record of every allocation). "held" is between steps, without gradients. "peak" is during
+the profiler's record of every allocation). "allocated" is between steps, without gradients. "peak" is during
 steps, with activations.
 """
 
@@ -125,12 +125,12 @@ SHARDED = (
         "DDP, ZeroRedundancyOptimizer",
     ),
     Way("FSDP2", partial(torch_sharded, reshard=True)),
-    Way("FSDP2, kept after forward", partial(torch_sharded, reshard=False)),
+    Way("FSDP2, no reshard after forward", partial(torch_sharded, reshard=False)),
     Way("fsdp, all", sharded, "FSDP2"),
     Way(
-        "fsdp, all, kept after forward",
+        "fsdp, all, no reshard after forward",
         partial(sharded, reshard_after_forward=False),
-        "FSDP2, kept after forward",
+        "FSDP2, no reshard after forward",
     ),
     Way("fsdp, optimizer and gradients", partial(sharded, strategy="optimizer_gradients"), "DDP, AdamW"),
     Way("fsdp, optimizer", partial(sharded, strategy="optimizer"), "DDP, AdamW"),
@@ -150,7 +150,7 @@ class Trained:
     way: Way
     module: nn.Module
     optimizer: torch.optim.Optimizer
-    held: int
+    allocated: int
     """Bytes of this rank's tensors between steps."""
     peak: int
     """The greatest number of bytes during steps."""
@@ -182,7 +182,7 @@ class Meter:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.held = 0
+        self.allocated = 0
         self.peak = 0
         self._base = torch.accelerator.memory_allocated() if device.type != "cpu" else 0
 
@@ -193,7 +193,7 @@ class Meter:
             torch.accelerator.reset_peak_memory_stats()
             yield
             torch.accelerator.synchronize()
-            self.held = torch.accelerator.memory_allocated() - self._base
+            self.allocated = torch.accelerator.memory_allocated() - self._base
             self.peak = torch.accelerator.max_memory_allocated() - self._base
             return
         activities = [torch.profiler.ProfilerActivity.CPU]
@@ -201,10 +201,10 @@ class Meter:
             yield
             gc.collect()
         events = [each for each in profiler.profiler.kineto_results.events() if each.name() == "[memory]"]
-        self.peak = self.held
+        self.peak = self.allocated
         for event in sorted(events, key=lambda each: int(each.start_ns())):
-            self.held += event.nbytes()
-            self.peak = max(self.peak, self.held)
+            self.allocated += event.nbytes()
+            self.peak = max(self.peak, self.allocated)
 
 
 def prepare(
@@ -225,7 +225,7 @@ def prepare(
         train(module, optimizer, batches[:1])
     with meter.during():
         train(module, optimizer, batches[:2])
-    figures = torch.tensor([meter.held, meter.peak])
+    figures = torch.tensor([meter.allocated, meter.peak])
     dist.all_reduce(figures, dist.ReduceOp.MAX)
     return Trained(way, module, optimizer, int(figures[0]), int(figures[1]))
 
@@ -262,7 +262,7 @@ def rows_of(trained: list[Trained]) -> list[dict[str, Any]]:
                 "max_s": max(each.seconds),
                 "peer": each.way.peer,
                 "over_peer": statistics.median(ratios) if ratios else None,
-                "held_bytes": each.held,
+                "allocated_bytes": each.allocated,
                 "peak_bytes": each.peak,
             }
         )
@@ -275,19 +275,19 @@ def figures_of(trained: list[Trained]) -> list[tuple[str, str, list[float]]]:
     for each in trained:
         name = each.way.name
         found.append((f"{name}: step", "s", each.seconds))
-        found += [(f"{name}: held", "bytes", [each.held]), (f"{name}: peak", "bytes", [each.peak])]
+        found += [(f"{name}: allocated", "bytes", [each.allocated]), (f"{name}: peak", "bytes", [each.peak])]
     return found
 
 
 def print_table(title: str, rows: list[dict[str, Any]]) -> None:
     """The figures as a Markdown table."""
     print(f"\n### {title}\n")
-    print("| way | median ms | min | max | time / peer | peer | held MiB | peak MiB |")
+    print("| way | median ms | min | max | time / peer | peer | allocated MiB | peak MiB |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for row in rows:
         times = " | ".join(f"{1000 * row[name]:.1f}" for name in ("median_s", "min_s", "max_s"))
         ratio = "" if row["over_peer"] is None else f"{row['over_peer']:.2f}"
-        memory = " | ".join(f"{row[name] / MIB:.0f}" for name in ("held_bytes", "peak_bytes"))
+        memory = " | ".join(f"{row[name] / MIB:.0f}" for name in ("allocated_bytes", "peak_bytes"))
         print(f"| {row['name']} | {times} | {ratio} | {row['peer'] or ''} | {memory} |")
     sys.stdout.flush()
 

@@ -1,7 +1,7 @@
 """Lists each peer on this machine: its release, whether it flushes, and how it is driven.
 
 Every way saves a small state. As soon as the way allows it, every tensor is overwritten; then the save is
-loaded. *values* shows whether the checkpoint has the values at the time of the call.
+loaded. *values* is "saved" if the checkpoint has the values at the time of the call.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from peers.subject import Subject, gpt
 from peers.way import Way
 
 
-def kept(way: Way, subject: Subject) -> bool:
-    """Whether a save has the values at its call, although all values change as soon as the way allows it."""
+def has_saved_values(way: Way, subject: Subject) -> bool:
+    """True if a save has the values at its call. All values change as soon as the way allows it."""
     values = [tensor.clone() for tensor in subject.tensors]
     saving = way.begin(1)
     way.may_change()
@@ -43,11 +43,11 @@ def main() -> None:
         same = False
         with failing(way.name, missing):
             way.prepare(subject)
-            same = kept(way, subject)
+            same = has_saved_values(way, subject)
         if len(missing) == before:
             answers: list[bool] = [False] * dist.get_world_size()
             dist.all_gather_object(answers, same)
-            rows.append(Row(way.name, way, {"kept": [float(all(answers))]}))
+            rows.append(Row(way.name, way, {"same": [float(all(answers))]}))
     show(
         f"Peers, {dist.get_world_size()} ranks, gloo, {mesh.device_type}",
         rows,
@@ -55,7 +55,7 @@ def main() -> None:
             "package": lambda row: f"{row.way.package} {row.way.release()}" if row.way else "",
             "in background": lambda row: "yes" if row.way and row.way.asynchronous else "no",
             "flush": lambda row: row.way.flushes if row.way else "",
-            "values": lambda row: "kept" if row.median("kept") else "CHANGED",
+            "values": lambda row: "saved" if row.median("same") else "CHANGED",
             "driven": lambda row: (row.way.driven or "as documented") if row.way else "",
         },
         missing,

@@ -3,8 +3,8 @@
 Each way runs alone, in ranks of its own. Another process adds up the memory of the ranks and of all processes
 that they start, every ten milliseconds. It counts anonymous and shared memory, a page that several processes
 map once (Pss), but neither files nor the page cache. The base is measured when the state exists and the peer
-is imported. Buffers that a way makes before a save or keeps after it count. The second save is measured,
-when the buffers that a way keeps exist.
+is imported. Buffers that a way makes before a save or reuses after it count. The second save is measured,
+when buffers that a way reuses exist.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def tree_of(root: int) -> list[int]:
     return found
 
 
-def held(root: int) -> int:
+def memory_of(root: int) -> int:
     """Bytes of anonymous and shared memory of a process and its descendants."""
     total = 0
     for process in tree_of(root):
@@ -71,7 +71,7 @@ class Sampler(threading.Thread):
 
     def run(self) -> None:
         while not self.stopped.wait(0.01):
-            self.samples.append((time.monotonic(), held(self.root)))
+            self.samples.append((time.monotonic(), memory_of(self.root)))
 
     def greatest(self, begun: float, ended: float) -> int:
         """The greatest sample between two times of `time.monotonic`."""

@@ -1,14 +1,14 @@
 """Saving with every peer: how long a save blocks training, and how long until its bytes are durable.
 
-*held* is the time until the call returns. *done* is the time until the peer reports that the save is done.
+*blocked* is the time until the call returns. *done* is the time until the peer reports that the save is done.
 *durable* is the time until every byte is on stable storage. For peers that flush it equals *done*; for
 others, it includes a flush of all their files.
 
-A step of training precedes each save, as in a job. Without it, the way after a peer that forks would pay for
-the pages that the fork left to be copied. Nothing trains during the save (see peers_steps.py), so
-shardproof's fence never has to copy. With `--change-at-once`, *held* lasts until tensors may be changed, as
-if the next optimizer step came at once. Then the benchmark waits for ways that stage in the background, and
-the fence copies all that is not yet written.
+A step of training precedes each save, as in a job. Without it, the next way would pay for the pages that a
+peer's fork left to be copied. Nothing trains during the save (see peers_steps.py), so shardproof's fence
+never has to copy. With `--change-at-once`, *blocked* lasts until tensors may be changed, as if the next
+optimizer step came at once. Then the benchmark waits for ways that stage in the background, and the fence
+copies all that is not yet written.
 
 All ways share their processes, so they also share the cost of forks: what a fork copies, and what it leaves
 to be copied. With `--apart`, each way has processes and a state of its own, as in a job (see
@@ -59,7 +59,7 @@ def save(way: Way, trainer: Trainer | None, at_once: bool, number: int) -> Figur
     begun = way.begin(number)
     if at_once:
         way.may_change()
-    held = clock()
+    blocked = clock()
     begun.wait()
     done = clock()
     if way.flushes == "no":
@@ -67,7 +67,7 @@ def save(way: Way, trainer: Trainer | None, at_once: bool, number: int) -> Figur
         flush(way.path(number))
     durable = clock()
     remove(way.folder)
-    return {"held": held, "done": done, "durable": durable}
+    return {"blocked": blocked, "done": done, "durable": durable}
 
 
 def write(raw: RawFile, direct: bool, number: int) -> Figures:
@@ -75,10 +75,10 @@ def write(raw: RawFile, direct: bool, number: int) -> Figures:
     raw.remove()
     clock = Clock()
     raw.write(direct=direct)
-    taken = clock()
+    seconds = clock()
     raw.remove()
     remove(folder() / "none")
-    return {"held": taken, "done": taken, "durable": taken}
+    return {"blocked": seconds, "done": seconds, "durable": seconds}
 
 
 def limits(raw: RawFile) -> list[tuple[Row, Callable[[int], Figures]]]:
@@ -122,7 +122,7 @@ def print_table(
     limit = min(row.median("durable") for row in rows if row.way is None)
     ours = {
         figure: min(row.median(figure) for row in rows if row.name.startswith(OURS))
-        for figure in ("held", "durable")
+        for figure in ("blocked", "durable")
     }
     what = f"{nbytes / GIB:.2f} GiB" if given.state == "gpt" else f"{given.tensors} tensors of 4 KiB a rank"
     how = (", each way in processes of its own" if given.apart else "") + (
@@ -132,11 +132,11 @@ def print_table(
         f"Save, {what}, {ranks} ranks, {given.repeats} rounds, on {device_type(given)}{how}",
         rows,
         {
-            "held s": lambda row: row.spread("held"),
+            "blocked s": lambda row: row.spread("blocked"),
             "done s": lambda row: row.spread("done"),
             "durable s": lambda row: row.spread("durable"),
             "GiB/s": lambda row: f"{nbytes / row.median('durable') / GIB:.2f}",
-            "held / ours": lambda row: f"{row.median('held') / ours['held']:.2f}",
+            "blocked / ours": lambda row: f"{row.median('blocked') / ours['blocked']:.2f}",
             "durable / ours": lambda row: f"{row.median('durable') / ours['durable']:.2f}",
             "durable / raw": lambda row: f"{row.median('durable') / limit:.2f}",
         },

@@ -49,7 +49,7 @@ def disturbed(way: Way, trainer: Trainer, number: int) -> Figures:
 
     clock = Clock()
     saving = way.begin(number)
-    held = clock()
+    blocked = clock()
     steps = [trainer.step(before_change)]
     while not everywhere(saving.done()):
         steps.append(trainer.step(before_change))
@@ -60,7 +60,7 @@ def disturbed(way: Way, trainer: Trainer, number: int) -> Figures:
     remove(way.folder)
     return {
         "alone": alone,
-        "held": held,
+        "blocked": blocked,
         "waited": max(waited),
         "steps": float(len(steps)),
         "during": statistics.median(steps),
@@ -117,10 +117,10 @@ def main() -> None:
             rows,
             {
                 "step alone s": lambda row: row.spread("alone"),
-                "held s": lambda row: f"{row.median('held'):.3f}",
+                "blocked s": lambda row: f"{row.median('blocked'):.3f}",
                 "waited s": lambda row: f"{row.median('waited'):.3f}",
                 "stall s/GiB": lambda row, gib=gib: (
-                    f"{(row.median('held') + row.median('waited')) / gib:.3f}"
+                    f"{(row.median('blocked') + row.median('waited')) / gib:.3f}"
                 ),
                 "steps": lambda row: f"{row.median('steps'):.0f}",
                 "step during s": lambda row: f"{row.median('during'):.3f}",

@@ -1,8 +1,8 @@
 """Saving and loading 20,000 tensors of 4 KiB on each rank: the cost of a tensor, not of its bytes.
 
 Saves are measured until they are durable: with a `Checkpointer`, which reuses the plan of its previous save,
-and with `sp.save`, which makes a new plan, as DCP does. "Held" is the time until the call of a `Checkpointer`
-returns.
+and with `sp.save`, which makes a new plan, as DCP does. "Blocked" is the time until
+`Checkpointer.save` returns.
 """
 
 from __future__ import annotations
@@ -41,11 +41,12 @@ def main() -> None:
         return {name: sharded((256 * options.kib * options.ranks,), mesh, 0, filled) for name in names}
 
     state, target = build(True), build(False)
-    checkpointer, background = sp.Checkpointer(folder() / "kept"), sp.Checkpointer(folder() / "held")
+    checkpointer = sp.Checkpointer(folder() / "checkpointer")
+    background = sp.Checkpointer(folder() / "background")
     folders = {
-        "shardproof": "kept",
-        "shardproof, `sp.save`": "anew",
-        "shardproof, held": "held",
+        "shardproof": "checkpointer",
+        "shardproof, `sp.save`": "new_plan",
+        "shardproof, blocked": "background",
         "torch DCP": "dcp",
     }
 
@@ -56,8 +57,8 @@ def main() -> None:
     saved = rounds(
         {
             "shardproof": lambda number: checkpointer.save(number + 1, state).result(),
-            "shardproof, `sp.save`": lambda number: sp.save(folder() / "anew", state),
-            "shardproof, held": lambda number: background.save(number + 1, state),
+            "shardproof, `sp.save`": lambda number: sp.save(folder() / "new_plan", state),
+            "shardproof, blocked": lambda number: background.save(number + 1, state),
             "torch DCP": lambda number: dcp.save(state, checkpoint_id=folder() / "dcp"),
         },
         options.repeats,
