@@ -100,7 +100,7 @@ def test_another_number_of_ranks_continues_the_run(tmp_path: Path) -> None:
     check(tmp_path, 5, 1, 3)
     check(tmp_path, 4, 1, 3)
     manifest = read_manifest(LocalStorage(tmp_path / step_name(5)))
-    assert {record.folder for record in manifest.borrowed_files} == {step_name(1)}
+    assert {record.folder for record in manifest.referenced_files} == {step_name(1)}
 
 
 def test_a_new_job_reuses_the_stored_chunks(tmp_path: Path) -> None:

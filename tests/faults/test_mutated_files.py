@@ -144,7 +144,7 @@ def _save(run: Path, *, incremental: bool) -> None:
     checkpointer = sp.Checkpointer(run, incremental=True)
     checkpointer.save(0, state()).result()
     checkpointer.save(1, {**state(), "w": torch.zeros(6, 4)}).result()
-    assert read_manifest(LocalStorage(run / STEP)).borrowed_files
+    assert read_manifest(LocalStorage(run / STEP)).referenced_files
 
 
 def run_all_on_mutated(

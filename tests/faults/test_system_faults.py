@@ -211,7 +211,7 @@ def test_no_incremental_save_refers_to_a_commit_that_is_not_confirmed(tmp_path: 
     unconfirmed_save(checkpointer, 2, 2)
     checkpointer.save(3, state(2)).result()
     manifest = read_manifest(LocalStorage(tmp_path / "step-00000003"))
-    assert {record.folder for record in manifest.borrowed_files} == {"step-00000001"}
+    assert {record.folder for record in manifest.referenced_files} == {"step-00000001"}
     checkpointer.save(2, state(2), overwrite=True).result()  # confirmed: saves may refer to it again
     checkpointer.save(4, state(5)).result()
     again = sp.Checkpointer(tmp_path, incremental=True)

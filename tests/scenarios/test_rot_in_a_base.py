@@ -141,7 +141,7 @@ def test_one_save_of_full_every_is_written_in_full(
 ) -> None:
     reused = saved(tmp_path, range(1, 9), full_every=3, keep=keep, restart=restart)
     assert reused == [0, FROZEN_BYTES, FROZEN_BYTES, 0, FROZEN_BYTES, FROZEN_BYTES, 0, FROZEN_BYTES]
-    assert {record.folder for record in manifest_of(tmp_path, 8).borrowed_files} == {step_name(7)}
+    assert {record.folder for record in manifest_of(tmp_path, 8).referenced_files} == {step_name(7)}
     assert verify(LocalStorage(tmp_path / step_name(8))).ok
 
 

@@ -44,7 +44,7 @@ def save(checkpointer: sp.Checkpointer, step: int, *, scrubbed: bool = True) -> 
 
 
 def lenders(root: Path, step: int) -> set[str]:
-    return {record.folder for record in read_manifest(LocalStorage(root / step_name(step))).borrowed_files}
+    return {record.folder for record in read_manifest(LocalStorage(root / step_name(step))).referenced_files}
 
 
 # The scrub finds and reports rot, and no save refers to it.

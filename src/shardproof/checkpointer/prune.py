@@ -150,7 +150,7 @@ def plan_prune(
             in_lost += storage.size(file) or 0
         else:
             in_steps += storage.size(file) or 0
-    lenders = {info.name: list(info.lends) for info in infos if info.status == "lends"}
+    referenced = {info.name: list(info.lends) for info in infos if info.status == "lends"}
     left = references_in(storage, without=[*steps, *settled, *lost])
     return PrunePlan(
         leftovers=tuple(old),
@@ -165,7 +165,7 @@ def plan_prune(
         beyond_repair=tuple(name for name in hopeless if name not in lost),
         lost=tuple(lost),
         lost_bytes=in_lost,
-        lent={name: left.users(name) for name in {**lenders, **removal.lent} if left.users(name)},
+        lent={name: left.users(name) for name in {**referenced, **removal.referenced} if left.users(name)},
         unknown=tuple(references.unknown),
         uploads=dead,
         young_uploads=young_uploads,

@@ -7,7 +7,7 @@ Note "The manifest goes first": deleting a step deletes its manifest, durably, a
 the manifest names. A crash in between leaves files without a manifest. They are a leftover like that of a
 dead save, and never a committed step that lacks files.
 
-Note "Lent files stay": an incremental step refers to files of earlier steps. If such an earlier step is
+Note "Referenced files stay": an incremental step refers to files of earlier steps. If such an earlier step is
 deleted, its manifest goes, so that it is no checkpoint any more. The files that other steps refer to stay,
 until the last of these steps is deleted. The manifests of the remaining steps name these files.
 
@@ -75,14 +75,14 @@ class Removal:
     """Manifests; they go first."""
     files: tuple[str, ...]
     """All other files to delete, some of them in folders of other steps."""
-    lent: dict[str, list[str]] = field(default_factory=dict)
+    referenced: dict[str, list[str]] = field(default_factory=dict)
     """Folders of deleted steps some of whose files stay, to the folders of the steps that refer to these."""
     unknown: tuple[str, ...] = ()
     """Folders with unreadable manifests. They may refer to any shard file, so all shard files stay."""
 
 
 def plan_removal(storage: Storage, names: Sequence[str]) -> Removal:
-    """Plans which files go when steps are deleted (note "Lent files stay"). Deletes nothing.
+    """Plans which files go when steps are deleted (note "Referenced files stay"). Deletes nothing.
 
     Args:
         storage: the run's folder.
@@ -94,23 +94,23 @@ def plan_removal(storage: Storage, names: Sequence[str]) -> Removal:
     names = [name for name in names if not storage.within(name).linked]
     references = references_in(storage, without=names)
     files: list[str] = []
-    lent: dict[str, list[str]] = {}
-    borrowed: list[FileRecord] = []
+    referenced: dict[str, list[str]] = {}
+    records: list[FileRecord] = []
     for name in names:
-        borrowed += _borrowed(storage.within(name))
+        records += _referenced_files(storage.within(name))
         for file in storage.list(name):
             own = file.removeprefix(f"{name}/")
             if not is_ours(own, name) or own == MANIFEST_NAME:
                 continue
             if own in references.files(name):
-                lent[name] = references.users(name)
+                referenced[name] = references.users(name)
             elif not (references.unknown and own.startswith("shards/")):
                 files.append(file)
     gone = set(names)
-    elsewhere = [record for record in borrowed if record.folder not in gone]
+    elsewhere = [record for record in records if record.folder not in gone]
     released = {record.place for record in unreferenced_files(elsewhere, references, storage.within)}
     manifests = tuple(f"{name}/{MANIFEST_NAME}" for name in names)
-    return Removal(manifests, (*files, *sorted(released)), lent, tuple(references.unknown))
+    return Removal(manifests, (*files, *sorted(released)), referenced, tuple(references.unknown))
 
 
 def delete_steps(
@@ -336,10 +336,10 @@ def _delete(
         )
 
 
-def _borrowed(folder: Storage) -> tuple[FileRecord, ...]:
+def _referenced_files(folder: Storage) -> tuple[FileRecord, ...]:
     """Files of other steps that a step refers to; none if its manifest cannot be read."""
     try:
-        return read_manifest(folder).borrowed_files
+        return read_manifest(folder).referenced_files
     except (FormatError, NotCommittedError):
         return ()
 

@@ -180,14 +180,14 @@ def interval_advice(
 def _step_info(
     place: Storage, name: str, step: int | None, files: set[str], sizes: bool, references: References
 ) -> StepInfo:
-    lent, users = set(references.files(name)), tuple(references.users(name))
+    referenced, users = set(references.files(name)), tuple(references.users(name))
     try:
         manifest = read_manifest(place)
         cut = lost_files(place, manifest) if sizes else _lost_elsewhere(place, manifest)
         index = size_error(place, manifest.index) if sizes else None
     except NotCommittedError:
-        if lent:
-            return _lending(place, name, step, files, lent, users)
+        if referenced:
+            return _only_referenced(place, name, step, files, referenced, users)
         reason = "no manifest: the save died, or is still in progress"
         return _without_manifest(place, name, step, files, "leftover", reason)
     except FormatError as error:
@@ -211,9 +211,9 @@ def _step_info(
         world_size=manifest.world_size,
         attempt=manifest.attempt,
         repaired=manifest.repaired,
-        unnamed=_unnamed(manifest, files - lent),
+        unnamed=_unnamed(manifest, files - referenced),
         beyond_repair=bool(lost),
-        borrows=tuple(sorted({record.folder for record in manifest.borrowed_files})),
+        borrows=tuple(sorted({record.folder for record in manifest.referenced_files})),
         lends=users,
     )
 
@@ -236,17 +236,16 @@ def _suspect(place: Storage, info: StepInfo) -> StepInfo:
 
 def _lost_elsewhere(place: Storage, manifest: Manifest) -> dict[str, str]:
     """Missing files of other steps: place to a description of the fault."""
-    borrowed = msgspec.structs.replace(manifest, files=manifest.borrowed_files)
-    return lost_files(place, borrowed)
+    return lost_files(place, msgspec.structs.replace(manifest, files=manifest.referenced_files))
 
 
-def _lending(
-    place: Storage, name: str, step: int | None, files: set[str], lent: set[str], users: tuple[str, ...]
+def _only_referenced(
+    place: Storage, name: str, step: int | None, files: set[str], referenced: set[str], users: tuple[str, ...]
 ) -> StepInfo:
-    size = sum(place.size(file) or 0 for file in files & lent)
-    count = len(files & lent)
+    size = sum(place.size(file) or 0 for file in files & referenced)
+    count = len(files & referenced)
     reason = f"removed; {count} file{'s' if count > 1 else ''} stay for {_some(users)}"
-    unnamed = len(files - lent)
+    unnamed = len(files - referenced)
     return StepInfo(
         name, step, "lends", reason, None, size, 0, 0, None, None, False, unnamed, False, lends=users
     )

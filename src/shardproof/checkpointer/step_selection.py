@@ -213,7 +213,7 @@ def _choose_once(run: Storage, known: Sequence[PassedOver], suspect: bool) -> Ch
     passed: list[PassedOver] = []
     committed: list[StepFolder] = []
     unreadable = {item.folder for item in known if item.committed and not item.tier}
-    lenders: set[StepFolder] | None = None
+    only_referenced: set[StepFolder] | None = None
     chosen = Chosen(None)
     folders = list(_folders(run, suspect))
     for candidate in folders:
@@ -221,8 +221,8 @@ def _choose_once(run: Storage, known: Sequence[PassedOver], suspect: bool) -> Ch
         if seal is None:
             if not _has_files(run, candidate):
                 continue
-            lenders = _lenders(run) if lenders is None else lenders
-            if candidate not in lenders:
+            only_referenced = _referenced_folders(run) if only_referenced is None else only_referenced
+            if candidate not in only_referenced:
                 passed.append(
                     PassedOver(candidate.step, _NEVER_COMMITTED, False, candidate.suspect, committed=False)
                 )
@@ -360,7 +360,7 @@ def _has_files(run: Storage, folder: StepFolder) -> bool:
     return any(is_ours(file, folder.name) for file in run.within(folder.name).list())
 
 
-def _lenders(run: Storage) -> set[StepFolder]:
+def _referenced_folders(run: Storage) -> set[StepFolder]:
     """Folders of deleted steps with only those files that other steps refer to."""
     references = references_in(run)
     found = set()

@@ -59,13 +59,13 @@ from shardproof.format.manifest import (
 from shardproof.format.manifest_text import SEAL_LENGTH, decode_manifest, encode_manifest
 from shardproof.format.references import (
     References,
-    flush_manifests_beside,
     flush_manifests_in,
+    flush_manifests_of_siblings,
     has_no_references,
     kept_files_message,
     named_files,
-    references_beside,
     references_in,
+    references_of_siblings,
     unreferenced_files,
 )
 from shardproof.format.shard_entries import (
@@ -133,8 +133,8 @@ __all__ = [
     "encode_index",
     "encode_manifest",
     "file_digest",
-    "flush_manifests_beside",
     "flush_manifests_in",
+    "flush_manifests_of_siblings",
     "has_no_references",
     "header_of_chunks",
     "index_name",
@@ -155,8 +155,8 @@ __all__ = [
     "read_pieces",
     "read_seal",
     "read_shard_header",
-    "references_beside",
     "references_in",
+    "references_of_siblings",
     "shard_header",
     "shard_name",
     "shard_tail",

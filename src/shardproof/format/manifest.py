@@ -114,7 +114,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return tuple(record for record in self.files if not record.folder)
 
     @property
-    def borrowed_files(self) -> tuple[FileRecord, ...]:
+    def referenced_files(self) -> tuple[FileRecord, ...]:
         """Shard files of other steps that hold chunks of this checkpoint."""
         return tuple(record for record in self.files if record.folder)
 
@@ -200,7 +200,7 @@ def _file_fault(manifest: Manifest) -> str | None:
     places: set[str] = set()
     ranks: set[int] = set()
     for record in manifest.files:
-        fault = _borrowed_fault(record) if record.folder else _own_fault(record, manifest)
+        fault = _reference_fault(record) if record.folder else _own_fault(record, manifest)
         if fault is not None:
             return fault
         if record.place in places or (not record.folder and record.rank in ranks):
@@ -220,7 +220,7 @@ def _own_fault(record: FileRecord, manifest: Manifest) -> str | None:
     return _record_fault(record, shard_name(record.rank, manifest.attempt))
 
 
-def _borrowed_fault(record: FileRecord) -> str | None:
+def _reference_fault(record: FileRecord) -> str | None:
     """A reference leads to a shard file in a folder beside the checkpoint's own and nowhere else."""
     if not is_folder_name(record.folder):
         return f"it refers to a file in {record.folder!r:.200}, which cannot be the folder of a step"

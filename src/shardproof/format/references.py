@@ -30,13 +30,13 @@ from shardproof.storage import NameFlush, RemoteStorage, Storage, map_requests
 
 __all__ = [
     "References",
-    "flush_manifests_beside",
     "flush_manifests_in",
+    "flush_manifests_of_siblings",
     "has_no_references",
     "kept_files_message",
     "named_files",
-    "references_beside",
     "references_in",
+    "references_of_siblings",
     "referred",
     "unreferenced_files",
 ]
@@ -129,7 +129,7 @@ def references_in(run: Storage, *, without: Collection[str] = ()) -> References:
     return referred((name, run.within(name)) for name in run.folders() if name not in without)
 
 
-def references_beside(storage: Storage) -> References:
+def references_of_siblings(storage: Storage) -> References:
     """The references of the checkpoint in `storage` and of all beside it."""
     return referred((name, storage.sibling(name)) for name in storage.siblings())
 
@@ -146,7 +146,7 @@ def flush_manifests_in(run: Storage) -> None:
     _flush_manifests((name, run.within(name)) for name in run.folders())
 
 
-def flush_manifests_beside(storage: Storage) -> None:
+def flush_manifests_of_siblings(storage: Storage) -> None:
     """Does for the folder of `storage` and all beside it what `flush_manifests_in` does for a run.
 
     Raises:
@@ -222,14 +222,14 @@ def named_files(storage: Storage) -> set[str] | None:
 
 
 def unreferenced_files(
-    borrowed: Iterable[FileRecord], references: References, folder: Callable[[str], Storage]
+    records: Iterable[FileRecord], references: References, folder: Callable[[str], Storage]
 ) -> list[FileRecord]:
     """The files to which only a removed manifest referred, and which may now be removed.
 
     Files in linked folders stay (see `Storage.linked`), and all files stay if a manifest is unreadable.
 
     Args:
-        borrowed: file records of the removed manifest.
+        records: file records of the removed manifest.
         references: references of the manifests that are left.
         folder: gives the storage of a folder by its name.
     """
@@ -237,7 +237,7 @@ def unreferenced_files(
         return []
     needed: dict[str, set[str] | None] = {}
     found = []
-    for record in borrowed:
+    for record in records:
         if record.folder not in needed:
             place = folder(record.folder)
             own = None if place.linked else named_files(place)

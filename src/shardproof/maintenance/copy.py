@@ -71,7 +71,7 @@ def make_standalone(
         >>> [checkpointer.save(step, {"w": torch.ones(4)}).result().reused for step in (1, 2)]
         [0, 16]
         >>> copy = make_standalone(LocalStorage(f"{run}/step-00000002"), LocalStorage(f"{run}/whole"))
-        >>> copy.step, len(copy.borrowed_files)
+        >>> copy.step, len(copy.referenced_files)
         (2, 0)
     """
     copy = _planned_copy(source, target, on_progress)

@@ -93,9 +93,9 @@ def _intact_manifest(storage: Storage) -> Manifest | None:
     try:
         read_index(storage, manifest)
     except FormatError as error:
-        borrowed = sorted({record.folder for record in manifest.borrowed_files})
-        if borrowed:
-            raise _not_here(storage, ", ".join(borrowed)) from error
+        folders = sorted({record.folder for record in manifest.referenced_files})
+        if folders:
+            raise _not_here(storage, ", ".join(folders)) from error
         return manifest
     storage.flush(MANIFEST_NAME)  # an earlier commit may have failed after the manifest got its name
     lost = lost_files(storage, manifest)

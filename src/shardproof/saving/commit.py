@@ -26,13 +26,13 @@ from shardproof.format import (
     check_size,
     encode_index,
     encode_manifest,
-    flush_manifests_beside,
+    flush_manifests_of_siblings,
     index_name,
     kept_files_message,
     locate_files,
     manifest_version,
     read_manifest,
-    references_beside,
+    references_of_siblings,
     shard_name,
     unreferenced_files,
 )
@@ -96,7 +96,7 @@ def commit(
     for report in reports:
         objects |= {key: msgspec.json.decode(value) for key, value in report.objects.items()}
     index = encode_index(placed.table(plan))
-    files = (*own, *placed.borrowed)
+    files = (*own, *placed.referenced)
     manifest = Manifest(
         version=manifest_version(files),
         writer=f"shardproof {__version__}",
@@ -229,15 +229,15 @@ def _committed(storage: Storage) -> Manifest | None:
 def _remove_replaced(storage: Storage, old: Manifest, new: Manifest) -> None:
     """Removes files that only the replaced manifest names. A failure only wastes space, so it is logged."""
     try:
-        references = references_beside(storage)
-        flush_manifests_beside(storage)
-        lent = references.files(storage.folder)
+        references = references_of_siblings(storage)
+        flush_manifests_of_siblings(storage)
+        referenced = references.files(storage.folder)
         current = {new.index.name, *(record.name for record in new.own_files)}
-        shards = [record.name for record in old.own_files if record.name not in lent]
+        shards = [record.name for record in old.own_files if record.name not in referenced]
         for name in (old.index.name, *(() if references.unknown else shards)):
             if name not in current:
                 storage.delete(name)
-        for record in unreferenced_files(old.borrowed_files, references, storage.sibling):
+        for record in unreferenced_files(old.referenced_files, references, storage.sibling):
             storage.sibling(record.folder).delete(record.name)
         if references.unknown:
             _log.warning(

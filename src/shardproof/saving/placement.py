@@ -24,7 +24,7 @@ class Placement:
 
     writers: tuple[int, ...]
     """Ranks that wrote a file, ascending. Their files are the first rows of the new file table."""
-    borrowed: tuple[FileRecord, ...]
+    referenced: tuple[FileRecord, ...]
     """Files of other steps, which are the following rows."""
     file: NDArray[np.int64]
     """(n,) row of the new file table."""
@@ -71,8 +71,8 @@ def place_chunks(plan: WritePlan, reports: Sequence[WriteReport], base: Base | N
     file = np.full(len(wrote), -1, np.int64)
     byte_start = np.zeros(len(wrote), np.int64)
     _place_written(plan, reports, writers, wrote, file, byte_start)
-    borrowed = _place_borrowed(plan, base, digest, ~wrote, len(writers), file, byte_start)
-    return Placement(writers, borrowed, file, byte_start, digest)
+    referenced = _place_referenced(plan, base, digest, ~wrote, len(writers), file, byte_start)
+    return Placement(writers, referenced, file, byte_start, digest)
 
 
 def _place_written(
@@ -97,7 +97,7 @@ def _place_written(
         raise StructureError(f"rank {rank} wrote chunks, but no file; nothing was committed", rank=rank)
 
 
-def _place_borrowed(
+def _place_referenced(
     plan: WritePlan,
     base: Base | None,
     digest: NDArray[np.uint64],

@@ -102,7 +102,7 @@ def test_a_standalone_copy_outlives_the_steps_it_was_made_of(tmp_path: Path) -> 
     one, other = read_manifest(LocalStorage(source)), read_manifest(LocalStorage(tmp_path / "whole"))
     for name in ("step", "time", "world_size", "metadata", "tensors", "aliases", "objects", "repaired"):
         assert getattr(one, name) == getattr(other, name)
-    assert other.version == 1 and other.borrowed_files == () and other.attempt != one.attempt
+    assert other.version == 1 and other.referenced_files == () and other.attempt != one.attempt
     delete_steps(LocalStorage(tmp_path / "run"), [step_name(step) for step in (1, 2, 3)])
     assert list((tmp_path / "run").iterdir()) == []
     assert verify(LocalStorage(tmp_path / "whole")).ok

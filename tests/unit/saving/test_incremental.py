@@ -97,7 +97,7 @@ def test_only_changed_chunks_are_written(tmp_path: Path) -> None:
     for step, expected in ((1, state(0, 1)), (2, state(0, 2)), (3, state(5, 2))):
         assert_whole(tmp_path, step, expected)
     manifest = read_manifest(LocalStorage(tmp_path / step_name(3)))
-    assert {record.folder for record in manifest.borrowed_files} == {step_name(2)}
+    assert {record.folder for record in manifest.referenced_files} == {step_name(2)}
     with sp.open(tmp_path / step_name(3)) as ckpt:
         assert torch.equal(ckpt["optimizer"][5:9], torch.full((4,), 2.0))
         assert torch.equal(ckpt["model.a"][7], state(5, 0)["model"]["a"][7])
@@ -316,7 +316,7 @@ def test_a_step_after_a_rollback_refers_to_no_step_that_the_rollback_gave_up(tmp
         save(checkpointer, step, state(0, step))
     save(checkpointer, 3, state(0, 33), overwrite=True)
     manifest = read_manifest(LocalStorage(tmp_path / step_name(3)))
-    assert {record.folder for record in manifest.borrowed_files} == {step_name(1)}
+    assert {record.folder for record in manifest.referenced_files} == {step_name(1)}
     for step, expected in ((1, 1), (2, 2), (3, 33), (4, 4)):
         assert_whole(tmp_path, step, state(0, expected))
 

@@ -72,7 +72,7 @@ class Disk:
             FileRecord(shard_name(rank, attempt), reports[rank].size, 32 * "0", HEADER, rank)
             for rank in placed.writers
         )
-        files = (*own, *placed.borrowed)
+        files = (*own, *placed.referenced)
         described = zip(plan.merged.keys, plan.merged.dtypes, plan.merged.shapes, strict=True)
         manifest = Manifest(
             version=manifest_version(files),
@@ -231,7 +231,7 @@ def test_a_chunk_that_was_not_written_must_be_in_the_base() -> None:
     plan, base, written = two_ranks()
     placed = place_chunks(plan, written, base)
     assert placed.file.tolist() == [2, 0, 3, 1]
-    assert [record.place for record in placed.borrowed] == [
+    assert [record.place for record in placed.referenced] == [
         "step-00000001/shards/00000-a1.safetensors",
         "step-00000001/shards/00001-a1.safetensors",
     ]

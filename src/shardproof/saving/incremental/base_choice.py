@@ -118,7 +118,7 @@ class BaseChoice:
             manifest = read_manifest(found)
         except (FormatError, NotCommittedError):
             return 0  # `look_up` finds no chunks there
-        return chain_length(manifest.attempt) if manifest.borrowed_files else 0
+        return chain_length(manifest.attempt) if manifest.referenced_files else 0
 
     def look_up(self, plan: WritePlan) -> Base:
         """Finds the planned chunks in the base; a base that cannot be read stores none of them."""
