@@ -170,7 +170,7 @@ def record_meetings_and_progress(folder: str, way: str) -> tuple[list[str], int,
     """Phases of the meetings, and the bytes that were reported as progress."""
     phases: list[str] = []
     counts: list[int] = []
-    meet, moved = load_protocol.MeetingSequence.meet, load_protocol._Moved.__call__
+    meet, moved = load_protocol.MeetingSequence.meet, load_protocol._ByteProgress.__call__
 
     def noted(self: Any, phase: str, *rest: Any) -> bytes:
         phases.append(phase)
@@ -181,7 +181,7 @@ def record_meetings_and_progress(folder: str, way: str) -> tuple[list[str], int,
         moved(self, count)
 
     load_protocol.MeetingSequence.meet = noted  # type: ignore[method-assign]
-    load_protocol._Moved.__call__ = counted  # type: ignore[method-assign]
+    load_protocol._ByteProgress.__call__ = counted  # type: ignore[method-assign]
     report, _ = load_layout(folder, way, 1, False, False, 600)
     return phases, sum(counts), report
 

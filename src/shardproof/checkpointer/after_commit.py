@@ -41,33 +41,33 @@ class AfterCommit:
         self._newest, self._uploader, self._note_cost = newest, uploader, note_cost
 
     def run(
-        self, upload: UploadRequest | None, committed: SaveResult, progress: Callable[[int, int], None]
+        self, upload: UploadRequest | None, committed: SaveResult, on_progress: Callable[[int, int], None]
     ) -> None:
         """Does the work. With local disks, each rank serves its files until all ranks are done.
 
         Args:
             upload: the upload request of this save; None without a second tier.
             committed: the result of the save.
-            progress: takes the numbers of done and total steps.
+            on_progress: takes the numbers of done and total steps.
         """
         if self._run.nodes is None:
-            self._tidy(upload, committed, progress)
+            self._tidy(upload, committed, on_progress)
             return
         group = self._run.nodes.group
         meetings = group.meetings
         meetings.arrive()
 
-        def moved(done: int, total: int) -> None:
-            progress(done, total)
+        def report_progress(done: int, total: int) -> None:
+            on_progress(done, total)
             meetings.progress(done, total)
 
         try:
-            self._tidy(upload, committed, moved)
+            self._tidy(upload, committed, report_progress)
         finally:
-            group.end_together(f"save {committed.attempt}")
+            group.end_barrier(f"save {committed.attempt}")
 
     def _tidy(
-        self, upload: UploadRequest | None, committed: SaveResult, progress: Callable[[int, int], None]
+        self, upload: UploadRequest | None, committed: SaveResult, on_progress: Callable[[int, int], None]
     ) -> None:
         assert committed.step is not None
         run, name = self._run, step_name(committed.step)
@@ -92,7 +92,7 @@ class AfterCommit:
                     committed.step,
                     run.is_damaged,
                     lambda step: run.scrub.is_proved(step_name(step)),
-                    progress,
+                    on_progress,
                     unconfirmed=run.is_unconfirmed,
                     facts=run.facts,
                     protect=None if self._uploader is None else self._uploader.protect,

@@ -166,7 +166,7 @@ class _Conversion:
             self._work.plan.writer.units[at].nbytes for at in share
         )
         with self._phase("write"):
-            for _ in self._workers(len(share)).run([WriteTask(at) for at in share], self._moved):
+            for _ in self._workers(len(share)).run([WriteTask(at) for at in share], self._on_bytes):
                 pass
         return b""
 
@@ -192,7 +192,7 @@ class _Conversion:
         ]
         share = tasks[self._ranks.rank :: self._ranks.world_size]
         with self._phase("verify"):
-            verified = sum(self._workers(len(share)).run(share, self._moved))
+            verified = sum(self._workers(len(share)).run(share, self._on_bytes))
         return msgspec.msgpack.encode(verified)
 
     def verified(self, posts: Sequence[bytes]) -> bytes:
@@ -205,7 +205,7 @@ class _Conversion:
         tasks = [UploadTask(names) for names in msgspec.msgpack.decode(uploads, type=list[list[str]])]
         share = tasks[self._ranks.rank :: self._ranks.world_size]
         with self._phase("publish"):
-            for _ in self._workers(len(share)).run(share, self._moved):
+            for _ in self._workers(len(share)).run(share, self._on_bytes):
                 pass
         return b""
 
@@ -249,7 +249,7 @@ class _Conversion:
     def _phase(self, name: str) -> events.Phase:
         return events.phase(self._operation, name, rank=self._ranks.rank, world_size=self._ranks.world_size)
 
-    def _moved(self, count: int) -> None:
+    def _on_bytes(self, count: int) -> None:
         self._done += count
         self._ranks.progress(min(self._done, self._total), self._total)
         if self._on_progress is not None:

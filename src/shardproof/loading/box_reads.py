@@ -85,12 +85,12 @@ class BoxReads:
         self._proved = proved
         self._lock = threading.Lock()
         self._local = threading.local()
-        self._moved: Callable[[int], None] | None = None
+        self._on_bytes: Callable[[int], None] | None = None
         self._read = 0
 
-    def run(self, *, threads: int, moved: Callable[[int], None] | None, cold: Cold) -> int:
+    def run(self, *, threads: int, on_bytes: Callable[[int], None] | None, cold: Cold) -> int:
         """Reads all; see `Reads.run`. Bytes go through the page cache."""
-        self._moved = moved
+        self._on_bytes = on_bytes
         in_threads(self._read_batch, self._batches, threads, self._writer.streams.entered)
         return self._read
 
@@ -104,8 +104,8 @@ class BoxReads:
             read += self._read_ranges(batch, together)
         with self._lock:
             self._read += read
-        if self._moved is not None:
-            self._moved(read)
+        if self._on_bytes is not None:
+            self._on_bytes(read)
 
     def _located(self, positions: range) -> _Batch:
         """Finds the elements of the boxes, and which bytes of their extents the parts need."""

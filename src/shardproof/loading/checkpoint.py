@@ -49,12 +49,12 @@ class Reads(Protocol):
         """Bytes to read."""
         ...
 
-    def run(self, *, threads: int, moved: Callable[[int], None] | None, cold: Cold) -> int:
+    def run(self, *, threads: int, on_bytes: Callable[[int], None] | None, cold: Cold) -> int:
         """Reads and verifies the chunks, and fills the destinations.
 
         Args:
             threads: reads in flight where the page cache has the bytes.
-            moved: called with the bytes read since the previous call, from any thread.
+            on_bytes: called with the bytes read since the previous call, from any thread.
             cold: how to read bytes that are not in the page cache.
 
         Returns:
@@ -152,7 +152,7 @@ class Checkpoint(ABC):
         """
         writer = DestinationWriter(self.tensors, self.table, plan, destinations)
         reads = self.reads(writer, np.unique(plan.chunk))
-        return reads.run(threads=threads, moved=None, cold=Cold.AS_CACHED)
+        return reads.run(threads=threads, on_bytes=None, cold=Cold.AS_CACHED)
 
     def read_boxes(
         self,
@@ -344,8 +344,8 @@ class _ChunkReads:
     def nbytes(self) -> int:
         return self._chunks.nbytes
 
-    def run(self, *, threads: int, moved: Callable[[int], None] | None, cold: Cold) -> int:
-        return read_chunks(self._chunks, self._writer, threads=threads, moved=moved, cold=cold)
+    def run(self, *, threads: int, on_bytes: Callable[[int], None] | None, cold: Cold) -> int:
+        return read_chunks(self._chunks, self._writer, threads=threads, moved=on_bytes, cold=cold)
 
 
 class StoredTensor:

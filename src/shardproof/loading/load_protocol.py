@@ -316,16 +316,16 @@ class _Loader:
         exchange = self._exchange
         try:
             open_all()
-            threads, moved = reading_threads(), _Moved(self._rendezvous, phase)
+            threads, progress = reading_threads(), _ByteProgress(self._rendezvous, phase)
             reads = self._own_reads(np.unique(plan.chunk))
-            moved.total = reads.nbytes + (exchange.moved if exchange is not None else 0)
+            progress.total = reads.nbytes + (exchange.total_bytes if exchange is not None else 0)
         except BaseException:
             if exchange is not None:
                 exchange.abandon()
             raise
         if exchange is not None:
-            self._read, self._received = exchange.run(threads, moved)
-        self._read += reads.run(threads=threads, moved=moved, cold=self.cold)
+            self._read, self._received = exchange.run(threads, progress)
+        self._read += reads.run(threads=threads, on_bytes=progress, cold=self.cold)
 
     def _own_reads(self, rows: NDArray[np.int64]) -> Reads:
         """The reads of the chunks that this rank wants and no exchange moves."""
@@ -371,8 +371,8 @@ class _Loader:
         )
 
 
-class _Moved:
-    """Sums the bytes that threads move, and reports them to other ranks and to the listeners of events."""
+class _ByteProgress:
+    """Sums the bytes of several threads, and reports them to other ranks and to the listeners of events."""
 
     def __init__(self, rendezvous: Rendezvous, phase: events.Phase) -> None:
         self.total = 0

@@ -36,7 +36,7 @@ def copy_shard_file(
     source: Storage,
     record: FileRecord,
     sink: Sink | None,
-    moving: Callable[[int], None] = lambda count: None,
+    on_bytes: Callable[[int], None] = lambda count: None,
     *,
     piece_bytes: int = 1 << 20,
 ) -> None:
@@ -49,7 +49,7 @@ def copy_shard_file(
         source: the folder that holds the file.
         record: record of the file, in the manifest of a step.
         sink: the copy; it is finished, or aborted after an error. None: the file is verified only.
-        moving: called with a number of bytes before each piece is written.
+        on_bytes: called with a number of bytes before each piece is written.
         piece_bytes: bytes of a piece, at most.
 
     Raises:
@@ -96,7 +96,7 @@ def copy_shard_file(
                 room = memory if copy is None else copy.room()
                 assert room is not None
                 piece = room[: min(count - done, piece_bytes)]
-                moving(len(piece))
+                on_bytes(len(piece))
                 source.read_into(record.name, start + done, piece)
                 yield piece
                 done += len(piece)
@@ -104,7 +104,7 @@ def copy_shard_file(
                     copy.advance(len(piece))
 
         if copy is not None:
-            moving(len(header.raw))
+            on_bytes(len(header.raw))
             copy.put(header.raw)
         blocks: list[bytes] = []
         for at, (start, count) in enumerate(zip(starts, counts, strict=True)):
@@ -118,7 +118,7 @@ def copy_shard_file(
                 file=record.name,
             )
         if copy is not None:
-            moving(len(tail))
+            on_bytes(len(tail))
             copy.put(tail)
             copy.finish()
 
@@ -166,7 +166,7 @@ def verify_files_here(
     here = [(place, record) for (place, name), record in located if place.size(name) is not None]
     done, total = 0, sum(record.size for _, record in here)
 
-    def moving(count: int) -> None:
+    def on_bytes(count: int) -> None:
         nonlocal done
         done += count
         if on_progress is not None:
@@ -180,7 +180,7 @@ def verify_files_here(
             faults.append(error)
     for place, record in here:
         try:
-            copy_shard_file(place, record, None, moving)
+            copy_shard_file(place, record, None, on_bytes)
         except ShardproofError as error:
             faults.append(error)
         finally:

@@ -297,9 +297,9 @@ class Save:
             slices = plan.shared_slices(self._structure)
             turn = None if self._request.check_replicas == "all" else self._agreement.turn
             rows = chosen_slices(slices, plan.shard.plan.shared.turns, turn)
-            moved = self._progress_of(rendezvous, phase, int(slices.byte_count[rows].sum()))
+            on_progress = self._progress_of(rendezvous, phase, int(slices.byte_count[rows].sum()))
             pieces, staging = self._capture.pieces, self._cache.staging
-            self._replica_digests = hash_replicas(pieces, slices, rows, staging, moved)
+            self._replica_digests = hash_replicas(pieces, slices, rows, staging, on_progress)
 
     def release_caller(self) -> None:
         """Ends the wait of the caller, or of an optimizer's step, for the ranks to agree."""
@@ -465,13 +465,13 @@ class Save:
     def _progress_of(self, rendezvous: Rendezvous, phase: events.Phase, total: int) -> Callable[[int], None]:
         """A function that takes the bytes done, and fails once the save is given up."""
 
-        def moved(done: int) -> None:
+        def on_progress(done: int) -> None:
             self._check_given_up()
             self.progress.moved()
             rendezvous.progress(done, total)
             phase.progress(done, total)
 
-        return moved
+        return on_progress
 
     def _unbounded(self, decide: Callable[[Sequence[bytes]], bytes]) -> Callable[[Sequence[bytes]], bytes]:
         """On the coordinator: storage may hang in `decide`, so waiters apply the progress timeout."""

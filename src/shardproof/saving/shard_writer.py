@@ -98,7 +98,7 @@ def write_shard(
     base: BaseDigests | None,
     buffers: BufferPool,
     writers: Workers,
-    progress: Callable[[int], None],
+    on_progress: Callable[[int], None],
 ) -> WrittenShard:
     """Writes header, chunks, padding and the tables of digests, and flushes them.
 
@@ -114,7 +114,7 @@ def write_shard(
         base: digests of the same chunks in the base.
         buffers: buffers for the bytes to write.
         writers: threads that write buffers.
-        progress: called with the number of bytes that are written or found unchanged.
+        on_progress: called with the bytes so far that are written, or equal to the base.
 
     Raises:
         StorageError: the error of the first write that failed.
@@ -129,7 +129,7 @@ def write_shard(
     reserved = -(-(len(head) + _PADDING_ENTRY) // ALIGNMENT) * ALIGNMENT
     digests: list[bytes] = []
     written = np.zeros(len(counts), bool)
-    moved = _ByteCount(progress)
+    byte_count = _ByteCount(on_progress)
     sink: Sink | None = None
     stream: _Stream | None = None
 
@@ -139,7 +139,7 @@ def write_shard(
         if base is not None:
             spaces = b" " * start_in_page(shard.plan.byte_count[row:])
         file = create()
-        chunks = _Stream(file, buffers, writers, moved.add, start=0 if base is None else reserved)
+        chunks = _Stream(file, buffers, writers, byte_count.add, start=0 if base is None else reserved)
         return file, chunks
 
     try:
@@ -150,7 +150,7 @@ def write_shard(
                 hasher = _hash_into(scratch, snapshot, row) if in_base[row] else None
                 if hasher is not None and hasher.digest() == in_base[row]:
                     digests.append(in_base[row])
-                    moved.add(counts[row])
+                    byte_count.add(counts[row])
                     row = end
                     continue
                 if sink is None or stream is None:
@@ -215,16 +215,16 @@ def _hash_into(scratch: memoryview, snapshot: Snapshot, row: int) -> ChunkHasher
 class _ByteCount:
     """Sums the bytes that several threads report."""
 
-    def __init__(self, progress: Callable[[int], None]) -> None:
+    def __init__(self, on_progress: Callable[[int], None]) -> None:
         self._lock = threading.Lock()
-        self._progress = progress
+        self._on_progress = on_progress
         self._done = 0
 
     def add(self, count: int) -> None:
         with self._lock:
             self._done += count
             done = self._done
-        self._progress(done)
+        self._on_progress(done)
 
 
 class _Stream:
@@ -235,7 +235,7 @@ class _Stream:
         sink: Sink,
         buffers: BufferPool,
         writers: Workers,
-        progress: Callable[[int], None],
+        on_bytes: Callable[[int], None],
         *,
         start: int,
     ) -> None:
@@ -246,7 +246,7 @@ class _Stream:
         self._sink = sink
         self._buffers = buffers
         self._writers = writers
-        self._progress = progress
+        self._on_bytes = on_bytes
         self._pending: list[Future[None]] = []
         self._buffer: memoryview | None = None
         self._address = 0
@@ -338,7 +338,7 @@ class _Stream:
     def _write(self, start: int, buffer: memoryview, count: int) -> None:
         try:
             self._sink.write_at(start, buffer[:count])
-            self._progress(count)
+            self._on_bytes(count)
         finally:
             self._buffers.give(buffer)
 

@@ -79,22 +79,22 @@ def test_every_shared_chunk_is_read_once_and_taken_by_all_ranks_that_want_it(
             for there in range(after, number):
                 for begin, end in taken[there]:
                     assert all(end <= one or other <= begin for one, other in taken[number])
-        takers = defaultdict(set)
-        for number, taker in column(order.takers, 2):
-            takers[number].add(taker)
-        assert takers == {
+        receivers = defaultdict(set)
+        for number, receiver in column(order.receivers, 2):
+            receivers[number].add(receiver)
+        assert receivers == {
             number: {
-                taker
+                receiver
                 for chunk, (reader, at, _) in location.items()
                 if (reader, at) == (rank, number)
-                for taker in wanted_by[chunk]
+                for receiver in wanted_by[chunk]
             }
             for number in range(len(rounds))
         }
     assert set(location) == shared
 
     for rank, order in enumerate(orders):
-        rows = column(order.taken, 4)
+        rows = column(order.copies, 4)
         assert [row[:2] for row in rows] == sorted(row[:2] for row in rows)
         assert {row[3]: tuple(row[:3]) for row in rows} == {
             chunk: location[chunk] for chunk in shared if rank in wanted_by[chunk]
@@ -132,13 +132,13 @@ def test_another_process_maps_the_memory_and_refuses_a_wrong_handle() -> None:
         "assert torch.equal(mapped, (torch.arange(3000) % 251).to(torch.uint8))\n"
         "mapped[0] = 77\n"
         "assert peer.ticks() == 2\n"
-        "peer.outbox.send(Message(MessageKind.PLACED, 5, 70000))\n"
+        "peer.outbox.send(Message(MessageKind.COPIED, 5, 70000))\n"
     )
     memory.tick()
     memory.tick()
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
     assert data[0] == 77
-    assert memory.inbox.take(1.0) == [Message(MessageKind.PLACED, 5, 70000)]
+    assert memory.inbox.take(1.0) == [Message(MessageKind.COPIED, 5, 70000)]
     assert memory.inbox.take(0.0) == []
     before = open_files()
     for wrong in (
@@ -192,7 +192,7 @@ def test_messages_that_are_sent_together_are_one_write(monkeypatch: pytest.Monke
         return write(descriptor, data)
 
     monkeypatch.setattr(os, "write", counted)
-    messages = [Message(MessageKind.PLACED, 2, number) for number in range(3)]
+    messages = [Message(MessageKind.COPIED, 2, number) for number in range(3)]
     memory.inbox.outbox.send(*messages)
     assert memory.inbox.take(1.0) == messages
     assert len(writes) == 1

@@ -170,7 +170,7 @@ class MissingCopies:
             operation, "copy", rank=rank, world_size=self._rendezvous.world_size, step=share.step
         ) as phase:
 
-            def moving(count: int) -> None:
+            def on_bytes(count: int) -> None:
                 nonlocal done
                 done += count
                 self._progress.moved()
@@ -179,7 +179,7 @@ class MissingCopies:
 
             for copy in share.copies:
                 try:
-                    if self._copy(share, copy, moving):
+                    if self._copy(share, copy, on_bytes):
                         made.append(copy.record.size)
                 except Exception as error:
                     failed = failed or error
@@ -215,7 +215,7 @@ class MissingCopies:
                 )
             raise
 
-    def _copy(self, share: _Share, copy: _FileCopy, moving: Callable[[int], None]) -> bool:
+    def _copy(self, share: _Share, copy: _FileCopy, on_bytes: Callable[[int], None]) -> bool:
         """Copies one file to this node (note "Whole or not at all"). False if the step is gone."""
         folders, record = self._nodes.group.folders, copy.record
         own = self._nodes.own()
@@ -226,9 +226,11 @@ class MissingCopies:
         try:
             if record.rank < 0:
                 target.publish(record.name, read_whole_index(source, record), replace=True)
-                moving(record.size)
+                on_bytes(record.size)
             else:
-                copy_shard_file(source, record, target.replace(record.name), moving, piece_bytes=PIECE_BYTES)
+                copy_shard_file(
+                    source, record, target.replace(record.name), on_bytes, piece_bytes=PIECE_BYTES
+                )
         except ShardproofError:
             if read_seal(step) == share.seal:
                 raise

@@ -115,23 +115,23 @@ class ReadOnceExchange:
         return self._answer.given is not None
 
     @property
-    def moved(self) -> int:
+    def total_bytes(self) -> int:
         """Bytes that this rank reads, sends and receives in the exchange."""
-        return self._answer.given.moved if self._answer.given is not None else 0
+        return self._answer.given.total_bytes if self._answer.given is not None else 0
 
     def shared_chunks(self) -> Int64s:
         """Rows of the chunk table that this rank reads for several ranks, or receives from others."""
         given = self._answer.given
         return given.shared_chunks() if given is not None else np.zeros(0, np.int64)
 
-    def run(self, threads: int, moved: Callable[[int], None]) -> tuple[int, int]:
+    def run(self, threads: int, on_bytes: Callable[[int], None]) -> tuple[int, int]:
         """Reads the chunks that several ranks want, exchanges them and writes them to the destinations.
 
         Every rank calls it.
 
         Args:
             threads: reads in flight.
-            moved: called from any thread with the bytes read, sent or written since the previous call.
+            on_bytes: called from any thread with the bytes read, sent or written since the previous call.
 
         Returns:
             Bytes read and bytes received.
@@ -154,8 +154,8 @@ class ReadOnceExchange:
                 self._peers,
                 threads=threads,
                 deadline=self._rendezvous.deadline,
-                moved=moved,
-                waits=self._rendezvous.waits,
+                on_bytes=on_bytes,
+                on_wait=self._rendezvous.waits,
             )
         orders = self._answer.orders
         assert orders is not None
@@ -164,7 +164,7 @@ class ReadOnceExchange:
             sender = Sender(files, manifest, table, writer, orders, world_size, threads)
             return sender, Receiver(table, writer, orders, world_size)
 
-        return through_group(make, self._exchange, orders.rounds, moved)
+        return through_group(make, self._exchange, orders.rounds, on_bytes)
 
     def abandon(self) -> None:
         """Makes all other ranks leave the exchange; for a rank that fails before `run`."""

@@ -236,7 +236,7 @@ def through_group(
     make: Callable[[], tuple[Sender, Receiver]],
     exchange: Exchange,
     rounds: int,
-    moved: Callable[[int], None],
+    on_bytes: Callable[[int], None],
 ) -> tuple[int, int]:
     """Reads, sends and unpacks the chunks that several ranks want. Every rank calls this.
 
@@ -247,7 +247,7 @@ def through_group(
         make: makes the sender and the receiver of this rank.
         exchange: over all ranks.
         rounds: number of rounds, the same on all ranks.
-        moved: called with the bytes read, sent or unpacked since the previous call.
+        on_bytes: called with the bytes read, sent or unpacked since the previous call.
 
     Returns:
         Bytes read and bytes received.
@@ -267,14 +267,14 @@ def through_group(
     for number in range(rounds + 1):
         try:
             if error is None and parts is not None and number < rounds:
-                moved(parts[0].pack(number))
+                on_bytes(parts[0].pack(number))
         except BaseException as caught:
             error = caught
         if pending is not None:
             pending.wait()
         try:
             if error is None and parts is not None and number:
-                moved(parts[1].unpack(number - 1))
+                on_bytes(parts[1].unpack(number - 1))
         except BaseException as caught:
             error = caught
         if number < rounds and exchange.any_failed(error is not None) and error is None:

@@ -31,7 +31,7 @@ class MessageKind(enum.IntEnum):
 
     READ = 1
     """The sender has read a round into its memory, and verified it."""
-    PLACED = 2
+    COPIED = 2
     """The sender has copied all that it wants from a round of the receiver."""
     FAILED = 3
     """The sender, or a thread of the receiver itself, has failed."""

@@ -41,22 +41,22 @@ class NodeOrders(msgspec.Struct, frozen=True, array_like=True):
     rounds: bytes
     """(r, 2) each round that this rank reads: its first byte in the ring, and the number of rounds, from the
     first on, that must be free before the rank reads it."""
-    takers: bytes
+    receivers: bytes
     """(-, 2) a round that this rank reads, and a rank that copies from it, this rank included."""
     read: bytes
     """(u, 3) each unit that this rank reads, in file order: round, byte in the round, number of chunks."""
     read_chunks: bytes
     """Rows of the chunk table, unit by unit."""
-    taken: bytes
+    copies: bytes
     """(t, 4) each chunk that this rank copies: reader, round of the reader, byte in the reader's ring, row of
     the chunk table. Sorted by reader and round."""
-    moved: int
+    total_bytes: int
     """Bytes that this rank reads, and copies from other ranks."""
 
     def shared_chunks(self) -> Int64s:
         """Rows of the chunk table that this rank copies from shared memory, or reads for others."""
-        taken = np.frombuffer(self.taken, np.int64).reshape(-1, 4)[:, 3]
-        return np.concatenate([np.frombuffer(self.read_chunks, np.int64), taken])
+        copies = np.frombuffer(self.copies, np.int64).reshape(-1, 4)[:, 3]
+        return np.concatenate([np.frombuffer(self.read_chunks, np.int64), copies])
 
 
 def plan_node(
@@ -100,22 +100,22 @@ def plan_node(
     for rank in range(world_size):
         mine = np.flatnonzero(units.reader == rank)
         own_pairs = np.flatnonzero(units.reader[units.pair_unit] == rank)
-        takers = np.column_stack((number[units.pair_unit[own_pairs]], units.pair_rank[own_pairs]))
+        receivers = np.column_stack((number[units.pair_unit[own_pairs]], units.pair_rank[own_pairs]))
         wanted = np.flatnonzero(units.pair_rank == rank)
         rows = units.requests[consecutive(units.pair_first[wanted], units.pair_chunks[wanted])]
         unit = np.repeat(units.pair_unit[wanted], units.pair_chunks[wanted])
         chunk = units.chunk[rows]
         byte = begin[unit] + table.byte_start[chunk] - first[unit]
-        taken = np.column_stack((units.reader[unit], number[unit], byte, chunk))
+        copies = np.column_stack((units.reader[unit], number[unit], byte, chunk))
         from_others = wanted[units.reader[units.pair_unit[wanted]] != rank]
         orders.append(
             NodeOrders(
                 tuple(nbytes),
                 wire(rounds[rank]),
-                wire(np.unique(takers, axis=0)),
+                wire(np.unique(receivers, axis=0)),
                 wire(np.column_stack((number[mine], inside[mine], count[mine]))),
                 wire(units.chunks[consecutive(units.start[mine], count[mine])]),
-                wire(taken[np.lexsort((taken[:, 1], taken[:, 0]))]),
+                wire(copies[np.lexsort((copies[:, 1], copies[:, 0]))]),
                 int(units.size[mine].sum() + units.pair_bytes[from_others].sum()),
             )
         )

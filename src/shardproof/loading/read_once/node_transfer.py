@@ -1,8 +1,8 @@
 """The read-once exchange on one node: readers fill shared memory, and every rank copies its parts from there.
 
     when the memory of a round is free:  read and verify the round, send READ to the ranks that want parts
-    on READ:                             copy the wanted parts, answer PLACED
-    on PLACED from all ranks:            the memory is free, once all earlier rounds are free, too
+    on READ:                             copy the wanted parts, answer COPIED
+    on COPIED from all ranks:            the memory is free, once all earlier rounds are free, too
 
 No rank waits for all others at once. A rank that fails sends FAILED to all, and all leave the exchange. They
 also leave when a process ends, or when no rank reads anything for the deadline.
@@ -10,9 +10,9 @@ also leave when a process ends, or when no rank reads anything for the deadline.
 Note: Why the exchange ends, and why a copy has the right bytes
     A reader reads a round only when all earlier rounds in the same memory are free. So a rank never copies
     bytes of another round. A rank answers each READ before it waits again, and waits for nothing in between.
-    So every PLACED that a reader waits for arrives, in the order of its rounds, and the next round is read.
+    So every COPIED that a reader waits for arrives, in the order of its rounds, and the next round is read.
     A rank has at most `AHEAD` rounds that are not free. So its pipe holds, from each rank, at most `AHEAD`
-    READ, `AHEAD` PLACED and one FAILED. For `MOST_RANKS` ranks this is less than a page, which every pipe
+    READ, `AHEAD` COPIED and one FAILED. For `MOST_RANKS` ranks this is less than a page, which every pipe
     can hold.
 """
 
@@ -58,8 +58,8 @@ def through_memory(
     *,
     threads: int,
     deadline: float,
-    moved: Callable[[int], None],
-    waits: Callable[[], None],
+    on_bytes: Callable[[int], None],
+    on_wait: Callable[[], None],
 ) -> tuple[int, int]:
     """Reads the rounds of this rank, and copies the parts that it wants. Every rank of the node calls this.
 
@@ -73,8 +73,8 @@ def through_memory(
         peers: shared memory of every rank, None for this one.
         threads: reads in flight.
         deadline: seconds without progress of any rank after which the exchange fails.
-        moved: called with bytes read or copied since the previous call, from any thread.
-        waits: called from time to time while this rank waits and another makes progress.
+        on_bytes: called with bytes read or copied since the previous call, from any thread.
+        on_wait: called from time to time while this rank waits and another makes progress.
 
     Returns:
         Bytes read and bytes received.
@@ -86,8 +86,8 @@ def through_memory(
     """
     with ThreadPoolExecutor(threads, "shardproof-read") as pool:
         try:
-            part = _NodeExchange(files, manifest, table, writer, orders, memory, peers, moved)
-            return part.run(pool if threads > 1 else None, deadline, waits)
+            part = _NodeExchange(files, manifest, table, writer, orders, memory, peers, on_bytes)
+            return part.run(pool if threads > 1 else None, deadline, on_wait)
         except BaseException:
             send_failed(peers)  # before the pool ends, which waits for its reads
             raise
@@ -114,14 +114,14 @@ class _NodeExchange:
         orders: NodeOrders,
         memory: NodeMemory,
         peers: Sequence[PeerMemory | None],
-        moved: Callable[[int], None],
+        on_bytes: Callable[[int], None],
     ) -> None:
         self._read_bytes = self._received_bytes = 0
         self._nbytes = orders.nbytes
         self._own = memory
         self._peers = peers
         self._rank = peers.index(None)
-        self._moved = moved
+        self._on_bytes = on_bytes
         self._memory: list[torch.Tensor | None] = [None] * len(peers)
         self._out = [memory.inbox.outbox if peer is None else peer.outbox for peer in peers]
         self._chunks = Chunks(files, manifest, table, np.frombuffer(orders.read_chunks, np.int64))
@@ -132,10 +132,10 @@ class _NodeExchange:
         rounds = np.frombuffer(orders.rounds, np.int64).reshape(-1, 2).tolist()
         self._begin = [byte for byte, _ in rounds]
         self._after = [after for _, after in rounds]
-        self._takers: list[list[int]] = [[] for _ in rounds]
-        for number, rank in np.frombuffer(orders.takers, np.int64).reshape(-1, 2).tolist():
-            self._takers[number].append(rank)
-        self._left = [len(takers) for takers in self._takers]
+        self._receivers: list[list[int]] = [[] for _ in rounds]
+        for number, rank in np.frombuffer(orders.receivers, np.int64).reshape(-1, 2).tolist():
+            self._receivers[number].append(rank)
+        self._left = [len(receivers) for receivers in self._receivers]
         """By own round, the number of ranks that have yet to copy from it."""
         self._units: list[list[tuple[int, range]]] = [[] for _ in rounds]
         done = 0
@@ -144,22 +144,22 @@ class _NodeExchange:
             done += count
 
         self._streams = writer.streams
-        self._wanted_parts = WantedParts(table, writer, np.frombuffer(orders.taken, np.int64), len(peers))
+        self._wanted_parts = WantedParts(table, writer, np.frombuffer(orders.copies, np.int64), len(peers))
         self._wanted = sum(
             self._wanted_parts.rounds(rank) for rank in range(len(peers)) if rank != self._rank
         )
         """Rounds of other ranks that this rank has yet to copy from."""
-        self._placed: dict[int, list[Message]] = {}
-        """By reader, PLACED messages that are not sent yet."""
+        self._copied: dict[int, list[Message]] = {}
+        """By reader, COPIED messages that are not sent yet."""
         self._unreported = 0
-        """Bytes copied from other ranks since `moved` was called."""
+        """Bytes copied from other ranks since `on_bytes` was called."""
         self._reading = len(rounds)
         """Own rounds that are not read yet."""
         self._begun = self._freed = 0
         """Own rounds, from the first on, whose read has begun, and that are free again."""
 
     def run(
-        self, pool: ThreadPoolExecutor | None, deadline: float, waits: Callable[[], None]
+        self, pool: ThreadPoolExecutor | None, deadline: float, on_wait: Callable[[], None]
     ) -> tuple[int, int]:
         """See `through_memory`. Without a pool this thread reads, too, when there is nothing to copy."""
         self._use_memory(self._rank, self._own.reserve(self._nbytes[self._rank]))
@@ -168,73 +168,73 @@ class _NodeExchange:
         )
         try:
             with torch.no_grad():
-                self._until_done(pool, deadline, waits)
+                self._until_done(pool, deadline, on_wait)
         finally:
             self._stopped = True
         return self._read_bytes, self._received_bytes
 
     def _until_done(
-        self, pool: ThreadPoolExecutor | None, deadline: float, waits: Callable[[], None]
+        self, pool: ThreadPoolExecutor | None, deadline: float, on_wait: Callable[[], None]
     ) -> None:
         inbox, ticks, quiet = self._own.inbox, self._ticks(), 0
         while self._wanted or self._reading:
             free = self._begun < len(self._units) and self._after[self._begun] <= self._freed
             if free and pool is not None:
-                pool.submit(self._read_beside, self._begun)
+                pool.submit(self._read_in_pool, self._begun)
                 self._begun += 1
                 continue
             messages = inbox.take(0.0 if free else deadline / _LOOKS)
             for message in messages:
                 self._handle(message)
             if messages:
-                self._send_placed()
-                waits()
+                self._send_copied()
+                on_wait()
                 quiet = 0
             elif free:
                 self._begun += 1
                 self._read(self._begun - 1)
-                self._is_read(self._begun - 1)
+                self._on_read(self._begun - 1)
             else:
                 before, ticks = ticks, self._ticks()
                 quiet = quiet + 1 if before == ticks else 0
                 if quiet > _LOOKS:
                     raise PeerFailed
                 if not quiet:
-                    waits()
+                    on_wait()
         self._report()
 
     def _handle(self, message: Message) -> None:
         kind, rank, number = message
         if kind is MessageKind.READ and rank != self._rank:
-            taken = self._wanted_parts.take(rank, number, self._of(rank))
-            self._received_bytes += taken
-            self._unreported += taken
+            copied = self._wanted_parts.copy(rank, number, self._of(rank))
+            self._received_bytes += copied
+            self._unreported += copied
             if self._unreported >= _REPORTED_BYTES:
                 self._report()
-            self._placed.setdefault(rank, []).append(Message(MessageKind.PLACED, self._rank, number))
+            self._copied.setdefault(rank, []).append(Message(MessageKind.COPIED, self._rank, number))
             self._wanted -= 1
         elif kind is MessageKind.READ:
-            self._is_read(number)
-        elif kind is MessageKind.PLACED:
-            self._is_placed(number)
+            self._on_read(number)
+        elif kind is MessageKind.COPIED:
+            self._on_copied(number)
         elif self._error is not None:
             raise self._error
         else:
             raise PeerFailed
 
-    def _is_read(self, number: int) -> None:
-        """An own round is read, and this rank has copied its own parts."""
+    def _on_read(self, number: int) -> None:
+        """Called when an own round is read, and this rank has copied its own parts."""
         self._reading -= 1
-        if self._rank in self._takers[number]:
-            self._is_placed(number)
+        if self._rank in self._receivers[number]:
+            self._on_copied(number)
 
-    def _is_placed(self, number: int) -> None:
-        """A rank has copied its parts of an own round."""
+    def _on_copied(self, number: int) -> None:
+        """Called when a rank has copied its parts of an own round."""
         self._left[number] -= 1
         while self._freed < self._begun and not self._left[self._freed]:
             self._freed += 1
 
-    def _read_beside(self, number: int) -> None:
+    def _read_in_pool(self, number: int) -> None:
         """Reads a round in a thread of the pool, and notifies the main thread."""
         if self._stopped:
             return
@@ -257,23 +257,23 @@ class _NodeExchange:
         with self._lock:
             self._read_bytes += done
             self._own.tick()
-        self._moved(done)
+        self._on_bytes(done)
         read = Message(MessageKind.READ, self._rank, number)
-        for rank in self._takers[number]:
+        for rank in self._receivers[number]:
             if rank != self._rank:
                 self._send(rank, read)
-        self._wanted_parts.take(self._rank, number, self._of(self._rank))
+        self._wanted_parts.copy(self._rank, number, self._of(self._rank))
 
     def _report(self) -> None:
         """Reports the bytes copied from other ranks since the last report."""
-        self._moved(self._unreported)
+        self._on_bytes(self._unreported)
         self._unreported = 0
 
-    def _send_placed(self) -> None:
-        """Sends each reader its PLACED messages in one write."""
-        for rank, messages in self._placed.items():
+    def _send_copied(self) -> None:
+        """Sends each reader its COPIED messages in one write."""
+        for rank, messages in self._copied.items():
             self._send(rank, *messages)
-        self._placed.clear()
+        self._copied.clear()
 
     def _send(self, rank: int, *messages: Message) -> None:
         """Sends messages to a rank, or to this one."""

@@ -101,7 +101,7 @@ class Orders(msgspec.Struct, frozen=True, array_like=True):
     """(r, 4) each message: sender, round, bytes, number of chunks."""
     received_chunks: bytes
     """(-, 2) as `sent_chunks`."""
-    moved: int
+    total_bytes: int
     """Bytes that this rank reads, sends and receives by these orders."""
 
     def shared_chunks(self) -> Int64s:

@@ -34,21 +34,21 @@ class WantedParts:
     Args:
         table: all chunks.
         writer: writer of this rank's read plan.
-        taken: (4 n,) or (n, 4) `NodeOrders.taken`.
+        copies: (4 n,) or (n, 4) `NodeOrders.copies`.
         ranks: number of ranks of the node.
     """
 
-    def __init__(self, table: ChunkTable, writer: DestinationWriter, taken: Int64s, ranks: int) -> None:
-        taken = taken.reshape(-1, 4)
-        chunks: list[int] = taken[:, 3].tolist()
+    def __init__(self, table: ChunkTable, writer: DestinationWriter, copies: Int64s, ranks: int) -> None:
+        copies = copies.reshape(-1, 4)
+        chunks: list[int] = copies[:, 3].tolist()
         self._writer = writer
-        self._taken: list[list[int]] = taken.tolist()
-        self._count: list[int] = table.byte_count[taken[:, 3]].tolist()
+        self._copies: list[list[int]] = copies.tolist()
+        self._count: list[int] = table.byte_count[copies[:, 3]].tolist()
         self._parts = writer.parts_of(chunks)
         self._straight = writer.straight(chunks)
         self._of: list[dict[int, _RoundParts]] = [{} for _ in range(ranks)]
         before = row_pointers(writer.part_bytes).tolist()
-        for at, (rank, number, _, _) in enumerate(self._taken):
+        for at, (rank, number, _, _) in enumerate(self._copies):
             if (of_round := self._of[rank].get(number)) is None:
                 of_round = self._of[rank][number] = _RoundParts()
             of_round.rows.append(at)
@@ -74,11 +74,11 @@ class WantedParts:
                 stored, parts = self._stored(at, memory), self._parts[at]
                 is_cut = self._count[at] >= CUT_BYTES and not self._straight.address[at]
                 if is_cut and self._writer.is_aligned(parts, stored):
-                    of_round.views += self._writer.views(self._taken[at][3], parts, stored)
+                    of_round.views += self._writer.views(self._copies[at][3], parts, stored)
                 else:
                     of_round.rows.append(at)
 
-    def take(self, rank: int, number: int, memory: torch.Tensor) -> int:
+    def copy(self, rank: int, number: int, memory: torch.Tensor) -> int:
         """Copies the parts of a round to their destinations. Called without gradients.
 
         Args:
@@ -95,9 +95,9 @@ class WantedParts:
         for target, source in of_round.views:
             target.copy_(source)
         for at in of_round.rows:
-            self._writer.put(self._taken[at][3], self._parts[at], self._stored(at, memory))
+            self._writer.put(self._copies[at][3], self._parts[at], self._stored(at, memory))
         return of_round.nbytes
 
     def _stored(self, at: int, memory: torch.Tensor) -> torch.Tensor:
-        byte = self._taken[at][2]
+        byte = self._copies[at][2]
         return memory[byte : byte + self._count[at]]

@@ -59,7 +59,7 @@ def hash_replicas(
     slices: Slices,
     rows: NDArray[np.int64],
     pool: StagingPool,
-    progress: Callable[[int], None],
+    on_progress: Callable[[int], None],
 ) -> bytes:
     """Hashes slices of a rank's pieces.
 
@@ -68,7 +68,7 @@ def hash_replicas(
         slices: slices of these pieces; `box` is the row of the piece.
         rows: rows of the slices to hash.
         pool: pool of the scratch memory.
-        progress: called with the bytes hashed so far.
+        on_progress: called with the bytes hashed so far.
 
     Returns:
         The xxh3_128 digest of each slice, 16 bytes.
@@ -86,7 +86,7 @@ def hash_replicas(
                 source.read(row, there)
             digests.append(xxhash.xxh3_128_digest((ctypes.c_char * count).from_address(there)))
             done += count
-            progress(done)
+            on_progress(done)
     finally:
         source.finish()
     return b"".join(digests)
