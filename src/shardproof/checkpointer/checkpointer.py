@@ -22,7 +22,7 @@ from shardproof.checkpointer.policies import MetricCheck, Retention
 from shardproof.checkpointer.preemption import Preemption
 from shardproof.checkpointer.restore import Restore
 from shardproof.checkpointer.restored_step import RestoredStep
-from shardproof.checkpointer.run_marks import change_pin, checked_step, parse_argument, settle
+from shardproof.checkpointer.run_marks import change_pin, checked_step, parse_argument, settle_suspect
 from shardproof.checkpointer.schedules import Schedule
 from shardproof.checkpointer.scrub import Scrub
 from shardproof.checkpointer.step_selection import PassedOver
@@ -348,7 +348,7 @@ class Checkpointer:
         if not self._due.is_due(step, force=force) and not force:
             return None
         if self._due.is_preempted:
-            self._due.settle(self.wait)
+            self._due.wait_for_previous_save(self.wait)
         when_busy: WhenBusy | None = "wait" if force or self._due.is_preempted else None
         pending = self.save(step, state, metadata=metadata, overwrite=overwrite, when_busy=when_busy)
         return self._due.began(pending)
@@ -507,7 +507,7 @@ class Checkpointer:
                 self._scrub.begin(folder.name)
         tier = tier_of(view, folder.name).location
         if self._run.nodes is not None and self._copies is not None:
-            share = self._run.nodes.group.end_together(f"restore {folder}", shares)
+            share = self._run.nodes.group.end_barrier(f"restore {folder}", shares)
             if share:
                 self._copies.begin(share)
         return RestoredStep(folder.step, self.last_restore, self.passed_over, tier)
@@ -591,7 +591,7 @@ class Checkpointer:
         """
         refuse_inside("settle_suspect")
         self._check_group()
-        settle(self._run, step, verdict)
+        settle_suspect(self._run, step, verdict)
 
     def wait_for_scrub(self, timeout: float | None = None) -> None:
         """Waits until the scrub has read the references of the step that was saved or restored last.

@@ -130,7 +130,7 @@ class DueSaves:
         """True if the program has to end after a save. Stays true until a save succeeds."""
         return self._preempted is not None
 
-    def settle(self, wait: Callable[[], None]) -> None:
+    def wait_for_previous_save(self, wait: Callable[[], None]) -> None:
         """Waits for the save before the last one.
 
         Logs its failure, because the last save must begin in any case.

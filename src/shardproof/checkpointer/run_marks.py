@@ -16,7 +16,7 @@ from shardproof.checkpointer.suspects import write_settled
 from shardproof.errors import StructureError
 from shardproof.rendezvous import MeetingSequence
 
-__all__ = ["change_pin", "checked_step", "parse_argument", "settle"]
+__all__ = ["change_pin", "checked_step", "parse_argument", "settle_suspect"]
 
 _log = logging.getLogger("shardproof")
 
@@ -60,7 +60,7 @@ def change_pin(run: OpenRun, step: Any, label: Any) -> None:
         MeetingSequence(run.rendezvous, operation).meet("pin", describe, decide)
 
 
-def settle(run: OpenRun, step: Any, verdict: Any) -> None:
+def settle_suspect(run: OpenRun, step: Any, verdict: Any) -> None:
     """Stores the verdict on a suspect. See `Checkpointer.settle_suspect` for the errors.
 
     Args:

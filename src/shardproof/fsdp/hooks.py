@@ -21,9 +21,9 @@ def install(unit: ShardedUnit) -> None:
     """Installs the hooks in the unit's module."""
     unit.module.register_forward_pre_hook(partial(_before_forward, unit), prepend=True, with_kwargs=True)
     unit.module.register_forward_hook(partial(_after_forward, unit), always_call=True)
-    unit.module.register_state_dict_pre_hook(partial(_settle, unit))  # type: ignore[no-untyped-call]
-    unit.module.register_load_state_dict_pre_hook(partial(_settle, unit))  # type: ignore[no-untyped-call]
-    unit.module.register_load_state_dict_post_hook(partial(_settle, unit))  # type: ignore[no-untyped-call]
+    unit.module.register_state_dict_pre_hook(partial(_restore_sharded, unit))  # type: ignore[no-untyped-call]
+    unit.module.register_load_state_dict_pre_hook(partial(_restore_sharded, unit))  # type: ignore[no-untyped-call]
+    unit.module.register_load_state_dict_post_hook(partial(_restore_sharded, unit))  # type: ignore[no-untyped-call]
     unit.module.__dict__["_apply"] = partial(_apply, unit)
 
 
@@ -61,7 +61,7 @@ def _after_forward(unit: ShardedUnit, module: nn.Module, args: Any, output: Any)
     return output
 
 
-def _settle(unit: ShardedUnit, *details: Any) -> None:
+def _restore_sharded(unit: ShardedUnit, *details: Any) -> None:
     """Restores sharded parameters after a failed pass, and adopts those that `assign=True` replaced."""
     unit.show_sharded()
     unit.adopt_changes()

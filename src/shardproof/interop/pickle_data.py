@@ -118,7 +118,7 @@ _LINE_BYTES = 64
 """Bytes of a line that one read fetches. Most names of classes are shorter."""
 _RECONSTRUCTORS = ("copyreg._reconstructor", "copy_reg._reconstructor")
 """Functions that protocols below 2 call to make an instance, with a class, its base and the base's value."""
-_UNSETTLED = frozenset((_Reference, Unfinished, object))
+_PLACEHOLDERS = frozenset((_Reference, Unfinished, object))
 """Types of items on the stack that are not values. `object` is the type of a mark."""
 _EMPTY: dict[int, Callable[[], Any]] = {ord("]"): list, ord("}"): dict, ord(")"): tuple, 0x8F: set}
 
@@ -257,13 +257,13 @@ class _Reader:
                 push(_MARK)
             elif opcode == 0x85:
                 last = pop()
-                push((self._settled(last) if type(last) in _UNSETTLED else last,))
+                push((self._as_value(last) if type(last) in _PLACEHOLDERS else last,))
             elif opcode in _EMPTY:
                 push(_EMPTY[opcode]())
             elif opcode == 0x86:
                 last, first = pop(), pop()
-                if type(last) in _UNSETTLED or type(first) in _UNSETTLED:
-                    first, last = self._settled(first), self._settled(last)
+                if type(last) in _PLACEHOLDERS or type(first) in _PLACEHOLDERS:
+                    first, last = self._as_value(first), self._as_value(last)
                 push((first, last))
             elif opcode == 0x71 and at < size:
                 memo[data[at]] = stack[-1]
@@ -339,8 +339,8 @@ class _Reader:
         mark = self._last_mark()
         items = stack[mark + 1 :]
         del stack[mark:]
-        if not _UNSETTLED.isdisjoint(map(type, items)):
-            items = [self._settled(item) for item in items]
+        if not _PLACEHOLDERS.isdisjoint(map(type, items)):
+            items = [self._as_value(item) for item in items]
         return items
 
     def _last_mark(self) -> int:
@@ -353,9 +353,9 @@ class _Reader:
     def _value(self) -> Any:
         """Pops a value that goes into a container."""
         value = self._stack.pop()
-        return self._settled(value) if type(value) in _UNSETTLED else value
+        return self._as_value(value) if type(value) in _PLACEHOLDERS else value
 
-    def _settled(self, item: Any) -> Any:
+    def _as_value(self, item: Any) -> Any:
         """An item of the stack as a value. A name becomes its constant or an `Opaque`."""
         if isinstance(item, _Reference):
             return self._constants[item.name] if item.name in self._constants else Opaque(item.name)

@@ -85,11 +85,11 @@ def connected(rendezvous: Rendezvous | None, deadline: float | None) -> Iterator
     if deadline is None or not isinstance(found, StoreRendezvous):
         yield found
         return
-    _shared.lend(found, deadline)
+    _shared.begin_call(found, deadline)
     try:
         yield found
     finally:
-        _shared.take_back(found, deadline)
+        _shared.end_call(found, deadline)
 
 
 def check_deadline(rendezvous: Rendezvous | None, deadline: float | None) -> None:
@@ -209,7 +209,9 @@ class _Shared:
     def __init__(self) -> None:
         self._lock = forks.lock()
         self._known: list[tuple[weakref.ref[Any] | None, StoreRendezvous]] = []
-        self._lent: weakref.WeakKeyDictionary[StoreRendezvous, list[float]] = weakref.WeakKeyDictionary()
+        self._call_deadlines: weakref.WeakKeyDictionary[StoreRendezvous, list[float]] = (
+            weakref.WeakKeyDictionary()
+        )
         """The lasting deadline, then the deadlines of the calls under way, oldest first."""
 
     @guarded("connect")
@@ -227,8 +229,8 @@ class _Shared:
                 if (reference() if reference is not None else None) is store:
                     if deadline is not None and lasting:
                         known.deadline = deadline
-                        if known in self._lent:
-                            self._lent[known][0] = deadline
+                        if known in self._call_deadlines:
+                            self._call_deadlines[known][0] = deadline
                     return known
             made = make(_DEADLINE if deadline is None else deadline)
             if not lasting:
@@ -237,21 +239,21 @@ class _Shared:
             return made
 
     @guarded("connect")
-    def lend(self, rendezvous: StoreRendezvous, deadline: float) -> None:
+    def begin_call(self, rendezvous: StoreRendezvous, deadline: float) -> None:
         """Give a rendezvous the deadline of one call. Of several calls, the newest decides."""
         with self._lock:
-            self._lent.setdefault(rendezvous, [rendezvous.deadline]).append(deadline)
+            self._call_deadlines.setdefault(rendezvous, [rendezvous.deadline]).append(deadline)
             rendezvous.deadline = deadline
 
     @guarded("connect")
-    def take_back(self, rendezvous: StoreRendezvous, deadline: float) -> None:
-        """End a call that `lend` began."""
+    def end_call(self, rendezvous: StoreRendezvous, deadline: float) -> None:
+        """End a call that `begin_call` began."""
         with self._lock:
-            lasting, *calls = self._lent.pop(rendezvous)
+            lasting, *calls = self._call_deadlines.pop(rendezvous)
             calls.remove(deadline)
             rendezvous.deadline = calls[-1] if calls else lasting
             if calls:
-                self._lent[rendezvous] = [lasting, *calls]
+                self._call_deadlines[rendezvous] = [lasting, *calls]
 
 
 _shared = _Shared()

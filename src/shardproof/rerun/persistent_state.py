@@ -209,10 +209,10 @@ class PersistentState:
         if "own" in loaded:  # absent on ranks beyond the saved world size
             self.own.load_state_dict(loaded["own"])
         if mismatch or not self.job.pending:
-            self.settle()
+            self.clear_pending()
         return mismatch
 
-    def settle(self) -> None:
+    def clear_pending(self) -> None:
         """Clear the pending rerun."""
         self.job.state, self.job.suspects = State.NOT_RUNNING, ()
         self.own.clear_step()

@@ -162,7 +162,7 @@ class Steps:
                         f"ran on the same device again, so nothing is attributed: exclude {suspect.identity}",
                     )
         else:
-            self.persistent.settle()
+            self.persistent.clear_pending()
         if action.effect is Effect.GO_ON:
             run.accept(include_rejected=action.kind is AttributionKind.CORRECT_RESULT)
             if self._first is not None and run.stores_results:

@@ -106,7 +106,7 @@ class NodeGroup:
             return None
         return (node + 1) % len(self.folders)
 
-    def end_together(self, what: str, answers: Sequence[bytes] = ()) -> bytes:
+    def end_barrier(self, what: str, answers: Sequence[bytes] = ()) -> bytes:
         """A barrier of all ranks. After it, no rank reads files of another node for this save or restore.
 
         A failure is logged and loses nothing. At worst, old steps stay on the node of a rank that left early.
@@ -124,7 +124,7 @@ class NodeGroup:
             return meeting.meet("part", bytes, lambda posts: answers or b"")
         except ShardproofError as error:
             _log.warning(
-                "%s: the ranks did not end together: %s",
+                "%s: the barrier at the end of a save or restore failed: %s",
                 self.location,
                 error,
             )
