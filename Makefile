@@ -15,9 +15,9 @@ INTEROP_STAMPS := $(patsubst tests/interop/environments/%.txt,$(INTEROP)/%/.inst
 ON_TORCH := deepspeed megatron megatron16 ray ray_train verl torchao torchtitan trl
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-# Tests start several ranks at a time: one thread each keeps them from fighting for the cores.
+# Tests start several ranks at a time, so each rank uses one thread.
 export OMP_NUM_THREADS ?= 1
-# They also start hundreds of processes, and each would compile the package again without files of bytecode.
+# They also start hundreds of processes, each of which would compile the package without bytecode files.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
@@ -64,7 +64,7 @@ $(INTEROP)/%/.installed: tests/interop/environments/%.txt
 	$(@D)/bin/python -m pip install --quiet --no-deps --ignore-requires-python -r $<
 	touch $@
 
-bench: $(STAMP)  ## measure beside torch's own checkpoints, optimizers and sharding
+bench: $(STAMP)  ## compare with torch's own checkpoints, optimizers and sharding
 	@set -e; for script in save load reshard crossover small_tensors costs planning; do \
 		echo "== $$script"; $(BIN)/python benchmarks/$$script.py $(ARGS); \
 	done
@@ -75,8 +75,8 @@ bench: $(STAMP)  ## measure beside torch's own checkpoints, optimizers and shard
 	@echo "== restart"; $(BIN)/python benchmarks/restart.py
 	@echo "== startup"; $(BIN)/python benchmarks/startup.py
 
-# Peers ask for versions that exclude each other, so they live apart; unbound.txt says which go without their
-# bounds.
+# Peers ask for versions that exclude each other, so they have an environment of their own. unbound.txt lists
+# the peers that are installed without their bounds.
 $(PEERS_STAMP): benchmarks/peers/requirements.txt benchmarks/peers/unbound.txt pyproject.toml
 	test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
 	$(PEERS)/bin/python -m pip install --quiet -r benchmarks/peers/requirements.txt
@@ -84,7 +84,7 @@ $(PEERS_STAMP): benchmarks/peers/requirements.txt benchmarks/peers/unbound.txt p
 	$(PEERS)/bin/python -m pip install --quiet --no-deps -e .
 	touch $@
 
-bench-peers: $(PEERS_STAMP)  ## measure beside every released peer, in an environment of its own
+bench-peers: $(PEERS_STAMP)  ## compare with every released peer, in an environment of its own
 	@set -e; for script in list save load steps memory; do \
 		echo "== peers_$$script"; $(PEERS)/bin/python benchmarks/peers_$$script.py $(ARGS); \
 	done

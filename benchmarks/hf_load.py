@@ -1,4 +1,4 @@
-"""Loads a folder of Hugging Face into a model that FSDP2 shards over two ranks, beside transformers.
+"""Loads a folder of Hugging Face into a model that FSDP2 shards over two ranks, compared with transformers.
 
     tests/interop/.venvs/torch/bin/python benchmarks/hf_load.py [--gib 1.0] [--repeats 5] [--json FILE]
 

@@ -1,4 +1,4 @@
-"""Reads, loads and converts checkpoints of other projects, beside torch's own tools.
+"""Reads, loads and converts checkpoints of other projects, compared with torch's own tools.
 
     python benchmarks/interop.py [--gib 1.0] [--repeats 3] [--json FILE]
 

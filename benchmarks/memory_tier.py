@@ -1,4 +1,4 @@
-"""A save and a restore of steps in memory (`MemoryStorage`), beside those on disk.
+"""A save and a restore of steps in memory (`MemoryStorage`), compared with those on disk.
 
     save: until the commit. On disk the step is then durable; in memory it lasts as long as its keeper
     blocked: until `save` returns, with the fence

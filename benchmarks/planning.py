@@ -344,9 +344,11 @@ def main() -> None:
     options.add_argument("--ranks", type=int, nargs="+", default=[1024, 2048, 4096], help="world sizes")
     options.add_argument("--tensors", type=int, default=1000, help="chunks of a rank (default 1000)")
     options.add_argument("--layouts", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS))
-    options.add_argument("--peer-ranks", type=int, default=4096, help="ranks beside the peer; 0: no peer")
     options.add_argument(
-        "--peer-tensors", type=int, default=500, help="tensors beside the peer (default 500)"
+        "--peer-ranks", type=int, default=4096, help="ranks in the comparison with the peer; 0: no peer"
+    )
+    options.add_argument(
+        "--peer-tensors", type=int, default=500, help="tensors in the comparison with the peer (default 500)"
     )
     options.add_argument(
         "--repeats", type=int, default=3, help="of ours, before and after the peer's one round"

@@ -23,7 +23,7 @@ from peers.way import Way, files_under
 
 Figures = dict[str, float]
 
-UNITS = {"steps": "steps", "kept": "whether"}
+UNITS = {"steps": "steps", "same": "whether"}
 """Units of the figures that are not seconds."""
 
 

@@ -32,7 +32,7 @@ class TorchDcp(Way):
 
 class TorchDcpThread(TorchDcp):
     name = "torch DCP, async thread"
-    driven = "a stager kept between saves, so that staging reuses its memory; a process group of its own"
+    driven = "one stager for all saves, so that staging reuses its memory; a process group of its own"
     asynchronous = True
     kind = AsyncCheckpointerType.THREAD
     shared = False
@@ -82,6 +82,6 @@ class TorchDcpThreadBackgroundStage(TorchDcpThread):
 
 class TorchDcpProcess(TorchDcpThread):
     name = "torch DCP, async process"
-    driven = "a stager of its own in shared memory, kept between saves"
+    driven = "one stager in shared memory for all saves"
     kind = AsyncCheckpointerType.PROCESS
     shared = True
