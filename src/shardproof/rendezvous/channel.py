@@ -59,8 +59,8 @@ class View:
 class Channel:
     """Two connections to the store: one for requests answered at once, one for the long wait of a meeting.
 
-    The connection of the wait also reads the value it waited for. To wake another thread for that would
-    cost as much as a trip to the server.
+    The connection of the wait also reads the value that it waited for. Waking another thread for the read
+    would take as long as a round trip to the server.
 
     Every call takes at most `patience` seconds and then raises `LinkLost`. Between requests, the first
     connection joins a generation, once this rank has arrived, and posts the rank's signs of life.
@@ -90,7 +90,7 @@ class Channel:
         return self._membership.is_member
 
     def arrive(self) -> None:
-        """Begin to join and to show signs of life. Does not need the other ranks."""
+        """Begin to join and to post signs of life. Does not need the other ranks."""
         self._idle.arrived = True
         if self.rank == 0:
             self._announce()
@@ -301,7 +301,7 @@ class Channel:
     def look(
         self, keys: MeetingKeys, posts_of: Iterable[int], signs_of: Iterable[int], known: int | None = None
     ) -> View:
-        """The present posts and signs of life of these ranks, and the verdict.
+        """The current posts and signs of life of these ranks, and the verdict.
 
         Reads posts only if more than `known` ranks have posted. A request for thousands of missing keys takes
         a second, and ranks that write their shards do not post for a long time.
@@ -400,7 +400,7 @@ class Channel:
     def until_rung(self, bell: str) -> Future[None]:
         """A future that is done once a bell has rung, or this channel is closed.
 
-        Each rank waits for a key of its own, so that it can end its wait alone.
+        Each rank waits for its own key, so that it can end its wait without the other ranks.
         """
         key = f"{bell}/{self.rank}"
 
@@ -416,7 +416,7 @@ class Channel:
         return self._requests.submit(request)
 
     def remember_verdicts(self, numbers: Iterable[int]) -> None:
-        """Note the keys of the meetings that this rank gave up, for `sweep`."""
+        """Record the keys of the meetings that this rank gave up, for `sweep`."""
         self._written_keys += [(number, self._keys(number).shared) for number in numbers]
 
     def sweep(self, number: int) -> None:
@@ -430,11 +430,11 @@ class Channel:
             self._requests.submit(self._membership.clean)
 
     def heard(self, rank: int) -> None:
-        """Note that a rank showed a sign of life now."""
+        """Record a sign of life of a rank."""
         self._heard[rank] = time.monotonic()
 
     def last_heard(self, rank: int) -> float | None:
-        """Seconds since the last sign of life of a rank; None if it showed none."""
+        """Seconds since the last sign of life of a rank; None if it posted none."""
         return time.monotonic() - self._heard[rank] if rank in self._heard else None
 
     def close(self) -> None:
@@ -457,7 +457,7 @@ class Channel:
         self.heartbeat.tick()
 
     def _remember(self, keys: MeetingKeys, written: list[str]) -> None:
-        """Note the keys that this rank wrote for a meeting, for `sweep`."""
+        """Record the keys that this rank wrote for a meeting, for `sweep`."""
         assert self._first is not None
         self._written_keys.append((keys.number + self._first, written))
 
@@ -469,7 +469,7 @@ class Channel:
 
 
 class _Idle:
-    """The task of the first connection between requests, once the rank has arrived: join, and show life."""
+    """The task of the first connection between requests, after `arrive`: join, and post signs of life."""
 
     def __init__(
         self,

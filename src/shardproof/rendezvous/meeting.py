@@ -148,7 +148,7 @@ def _coordinate(
 def _collect(
     channel: Channel, meeting: Meeting, keys: MeetingKeys, post: bytes | BaseException
 ) -> dict[int, Record] | bytes:
-    """All posts by rank; or the standing verdict, if a rank gave up the meeting."""
+    """All posts by rank; or the verdict that stands, if a rank gave up the meeting."""
     kind, body = _as_post(post)
     posts = {0: Record(meeting.operation, meeting.phase, kind, body)}
     if meeting.world_size == 1:
@@ -302,7 +302,7 @@ def _answer(channel: Channel, meeting: Meeting, keys: MeetingKeys, verdict: byte
     if record.kind == GIVEN_UP:
         is_same = record.operation_position == meeting.operation_position
         if record.renew is not None:
-            # A new coordinator has not seen this meeting: it gets this verdict, so no rank is ahead of it.
+            # A new coordinator has not seen this meeting. With this verdict, no rank is ahead of it.
             carries = record.renew > 0 and is_same and not record.parts
             carried = meeting.record(GIVEN_UP, record.body) if carries else None
             channel.leave(meeting.number, carried)
@@ -331,7 +331,7 @@ def _observe(channel: Channel, keys: MeetingKeys, watch: Watch, signs: Mapping[i
 
 
 def _needs_new_generation(channel: Channel, keys: MeetingKeys, watch: Watch, ranks: Iterable[int]) -> bool:
-    """True if the ranks must join a new generation after this meeting, and count meetings anew."""
+    """True if the ranks must join a new generation after this meeting, and count meetings from its start."""
     apart = any(is_elsewhere(watch.sign(rank), keys.number) for rank in ranks)
     return channel.needs_new_generation(keys) or apart
 

@@ -3,17 +3,17 @@
 Note: Why ranks find each other in a store that outlives them
 -------------------------------------------------------------
 A store may hold keys of earlier processes, of ranks that died at any moment, and of rendezvous that this
-process made and closed. No rank can tell from a key whether its writer lives. No count of earlier joins is
-equal on all ranks. So the ranks agree on a random name, the generation. The coordinator and each other rank
-prove to each other that they live:
+process made and closed. No rank can tell from a key whether its writer still runs. The ranks have no common
+count of earlier joins. So the ranks agree on a random name, the generation. The coordinator and each other
+rank prove to each other that they run:
 
 1. Each time the coordinator joins, it draws a new generation and announces it under one fixed key. All keys
    of meetings begin with the generation, so none of them is old.
-2. Each other rank reads the announcement and writes a hello in that generation. The hello holds the rank's
+2. Each other rank reads the announcement and writes a hello in that generation. The hello has the rank's
    incarnation: a random name that the rank drew itself. A dead coordinator may have written the announcement,
    so the rank waits for a welcome.
 3. The coordinator welcomes each incarnation that it reads. A welcome names the incarnation, which did not
-   exist while an earlier coordinator lived. So a welcome rank shares the generation with a live coordinator.
+   exist while an earlier coordinator ran. So a welcome rank shares the generation with a live coordinator.
 4. A rank that waits for a welcome reads the announcement again at each step, and writes a new hello after a
    change. A welcome rank stays, because a second rendezvous of the same ranks may write another announcement.
 5. When ranks give up a meeting for silence, the verdict may tell all ranks to join again. It does so if the

@@ -14,14 +14,14 @@ from shardproof.rendezvous import meeting_errors
 __all__ = ["Operation", "Order", "Reservation", "Turns"]
 
 _LOOK = 1.0
-"""Seconds between two checks for progress of the thread that has the turn."""
+"""Seconds between two checks for progress of the thread at the first place."""
 
 
 class Reservation:
     """A place in the order of meetings. One thread may take it, and another may use it.
 
-    A thread that enters the reservation waits for its turn and has the turn until it leaves. The place ends
-    when a thread leaves it or gives it up, or when the last reference to it goes.
+    A thread that enters the reservation waits until its place is the first, and has the turn until it leaves.
+    The place ends when a thread leaves it or gives it up, or with the last reference to it.
 
     >>> from shardproof.rendezvous import LocalRendezvous
     >>> alone = LocalRendezvous()
@@ -93,7 +93,7 @@ class Turns:
         return first is not None and first.thread == threading.get_ident()
 
     def is_next(self, reservation: Reservation) -> bool:
-        """True if this place is the first: no other thread has the turn, or gets it earlier."""
+        """True if this place is the first in the order."""
         return self._first() is reservation
 
     def wait_for(self, reservation: Reservation) -> None:
@@ -133,8 +133,8 @@ class Order(Protocol):
     def enter(self, operation: Operation) -> None:
         """Assign the meetings of this thread to this operation.
 
-        If an interrupt kept this thread from leaving an earlier operation, the rank leaves that operation
-        now.
+        If an interrupt prevented this thread from leaving an earlier operation, the rank leaves that
+        operation now.
         """
 
     def exit(self, operation: Operation) -> None:
@@ -171,7 +171,7 @@ class Operation:
         self._owner: dict[str, int] = {}
 
     def claim(self) -> bool:
-        """True if the calling thread claims it first. That thread then carries it out or leaves it."""
+        """True if the calling thread is the first to claim it. That thread carries it out or leaves it."""
         return self._owner.setdefault("thread", threading.get_ident()) == threading.get_ident()
 
     def __enter__(self) -> Self:

@@ -32,8 +32,8 @@ class Rendezvous(Protocol):
 
         Args:
             operation: name of the operation, with the location: ``"save runs/a/step-00000010"``. The other
-                ranks may have given up a meeting before this rank came. If that meeting was for another
-                operation, this rank goes on to the next meeting.
+                ranks may have given up a meeting before this rank called. If that meeting was for another
+                operation, this rank continues with the next meeting.
             phase: the part of the operation that ends with this meeting.
             post: the report of this rank, or the exception that stopped it.
             decide: makes the answer. Runs on rank 0 only.
@@ -87,7 +87,7 @@ class Rendezvous(Protocol):
         ...
 
     def until_rung(self, bell: str) -> Future[None]:
-        """A future that is done once any rank has rung this bell. Nothing is sent meanwhile.
+        """A future that is done once any rank has rung this bell. The wait sends nothing.
 
         A rank waits for one bell at a time, and does not meet at this rendezvous before the bell has rung.
 
@@ -97,7 +97,7 @@ class Rendezvous(Protocol):
         ...
 
     def arrive(self) -> None:
-        """Begin to show signs of life before the first meeting. Reports no error: the meeting does."""
+        """Begin to post signs of life before the first meeting. Reports no error: the meeting does."""
         ...
 
     def hold(self) -> object:

@@ -75,7 +75,7 @@ class StoreRendezvous:
         deadline: seconds of silence after which the others give up a rank.
         name: the prefix of all keys. Two rendezvous of the same ranks at one store need different names, or
             their first meetings in the same order on every rank.
-        server: the store that `store` is a clone of, if that one may serve it.
+        server: the object that `store` was cloned from, if it may be the server of the store.
 
     Raises:
         ValueError: `rank` is outside the world, or `deadline` is not positive.
@@ -117,15 +117,15 @@ class StoreRendezvous:
             lambda seconds: meeting_errors.stuck(rank, seconds),
         )
         self._entered: dict[int, Operation] = {}
-        """The operation that each thread meets for."""
+        """The current operation of each thread."""
         self._left: deque[Operation] = deque()
-        """Operations that this rank left before it has given up their next meeting."""
+        """Operations that this rank left, with a next meeting that it has not given up yet."""
         self._closed = False
         self._process = os.getpid()
 
     @property
     def deadline(self) -> float:
-        """Seconds of silence after which the others give up a rank."""
+        """Seconds of silence after which the other ranks give up a rank."""
         return self._deadline
 
     @deadline.setter
@@ -181,8 +181,8 @@ class StoreRendezvous:
     def enter(self, operation: Operation) -> None:
         """Assign the meetings of this thread to this operation. See `Order.enter`.
 
-        If another thread has claimed that earlier operation, the rank does not leave it: the interrupt did
-        not reach that thread.
+        The rank leaves the thread's earlier operation, unless another thread has claimed it. The interrupt
+        did not reach that thread, which continues the operation.
         """
         before = self._entered.get(threading.get_ident())
         if before is not None and before is not operation and not before.is_over and before.claim():
@@ -195,7 +195,7 @@ class StoreRendezvous:
             del self._entered[threading.get_ident()]
 
     def leave(self, operation: Operation) -> None:
-        """Leave an operation. The other ranks learn it now, unless a thread of this rank is in a meeting."""
+        """Leave an operation. Notifies the other ranks now, unless a thread of this rank is in a meeting."""
         self._left.append(operation)
         if self.closed:
             return

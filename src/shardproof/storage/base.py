@@ -27,7 +27,7 @@ __all__ = [
 
 @runtime_checkable
 class Sink(Protocol):
-    """A new file under construction. Until `finish` returns, readers see its name at most."""
+    """A new file that is being written. Until `finish` returns, readers see at most its name."""
 
     def write_at(self, start: int, buffer: memoryview) -> None:
         """Write the bytes of `buffer` at byte `start`. Several threads may write disjoint ranges at once."""
@@ -75,8 +75,8 @@ class Storage(Protocol):
     def publish(self, name: str, data: bytes, *, replace: bool = False) -> None:
         """Make `data` appear under `name`: whole or not at all, on stable storage when this returns.
 
-        The storage never takes back a file that got its name. A reader may use it already, and a storage that
-        cannot flush the name cannot make the removal durable either.
+        The storage never removes a file again that already has its name. A reader may use it already. And a
+        storage that cannot flush the name cannot make the removal durable either.
 
         Args:
             name: name of the file.
@@ -116,7 +116,7 @@ class Storage(Protocol):
         ...
 
     def siblings(self) -> list[str]:
-        """Sorted names of the folders beside this storage's own, and its own if it exists."""
+        """Sorted names of the sibling folders, with this storage's own folder if it exists."""
         ...
 
     def list(self, prefix: str = "") -> list[str]:
@@ -132,7 +132,7 @@ class Storage(Protocol):
         ...
 
     def sibling(self, folder: str) -> Storage:
-        """The storage in the folder of this name beside this storage's own.
+        """The storage in the sibling folder of this name.
 
         Raises:
             StorageError: `folder` is not the plain name of one folder.
@@ -189,7 +189,7 @@ class DatedStorage(Storage, Protocol):
 
 @runtime_checkable
 class RemoteStorage(Protocol):
-    """A storage whose every request takes long. These methods are optional for a `Storage`.
+    """A storage with a long latency of every request. These methods are optional for a `Storage`.
 
     A load reads it in large requests, and rank 0 reads manifest and index for all ranks.
     """
@@ -205,10 +205,10 @@ class RemoteStorage(Protocol):
 
 @runtime_checkable
 class ReplacingStorage(Protocol):
-    """A storage that can write a large file in the place of another. This method is optional for a `Storage`.
+    """A storage that can replace a large file in one step. This method is optional for a `Storage`.
 
     Several processes may then write the same bytes under one name at the same time. Uploads to a second tier
-    do so. In a storage without it, an upload fails if a file of the name is there and is not whole.
+    do so. In a storage without it, an upload fails if there is an incomplete file of the name.
     """
 
     def replace(self, name: str) -> Sink:
@@ -240,9 +240,9 @@ class FreeSpace:
 
 @runtime_checkable
 class LimitedStorage(Protocol):
-    """A storage that can tell how much fits into it. This method is optional for a `Storage`.
+    """A storage that knows its free space. This method is optional for a `Storage`.
 
-    A save without it starts to write without a check of the space.
+    Without it, a save begins to write without a check of the space.
     """
 
     def free_space(self) -> FreeSpace | None:
@@ -257,7 +257,7 @@ class NameFlush(Protocol):
     def flush_names(self) -> None:
         """Make the names directly in this folder durable, whichever process added or removed them.
 
-        The names in folders below it are left out. Does nothing if there is no folder.
+        Excludes names in folders below it. Does nothing if there is no folder.
 
         Raises:
             StorageError: the storage failed.

@@ -2,7 +2,8 @@
 
 Note "Exclusive creation": the manifest is one ``pipe_file(mode="create")``. fsspec's default looks for the
 file and then writes it, so two committers may both succeed. So the class of the file system must have an
-implementation of its own. Before the first manifest, a process also tests that a second creation is refused.
+implementation of its own. Before its first manifest, a process tests that the file system refuses a second
+creation.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class FsspecStorage:
 
     @property
     def linked(self) -> bool:
-        """False: fsspec does not tell links."""
+        """False: fsspec does not report links."""
         return False
 
     def create(self, name: str) -> Sink:
@@ -100,7 +101,7 @@ class FsspecStorage:
         return self._sink(name, replace=False)
 
     def replace(self, name: str) -> Sink:
-        """Begin a file in the place of another, as far as the file system writes files in one step.
+        """Begin a file that replaces another. Atomic only if the file system writes a file in one step.
 
         See `ReplacingStorage.replace`.
         """
@@ -147,7 +148,8 @@ class FsspecStorage:
                 self._fs.pipe_file(key, data)
                 return
             self._check_creation()
-            if self._is_created(name, data) or self.read(name) == data:  # the same: an answer was lost
+            # Equal bytes: an earlier creation succeeded, and its answer was lost.
+            if self._is_created(name, data) or self.read(name) == data:
                 return
         except StorageError:
             raise
@@ -256,7 +258,7 @@ class FsspecStorage:
         return sorted(name for name in names if self.list(name))
 
     def siblings(self) -> list[str]:
-        """Sorted names of the folders beside this storage's own, and its own if it exists."""
+        """Sorted names of the sibling folders, with this storage's own folder if it exists."""
         return self._at(self._path.rpartition("/")[0]).folders()
 
     def list(self, prefix: str = "") -> list[str]:
@@ -286,7 +288,7 @@ class FsspecStorage:
         return self._at(self._key(prefix))
 
     def sibling(self, folder: str) -> FsspecStorage:
-        """The storage in the folder of this name beside this storage's own."""
+        """The storage in the sibling folder of this name."""
         return self._at(f"{self._path.rpartition('/')[0]}/{check_folder(folder, self.location)}")
 
     def close(self) -> None:

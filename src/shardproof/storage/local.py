@@ -42,7 +42,7 @@ class LocalStorage:
 
     Args:
         root: the folder. The first file creates it. A later change of the working directory has no effect.
-        direct: whether aligned writes go past the page cache (O_DIRECT). None: the environment variable
+        direct: True if aligned writes bypass the page cache (O_DIRECT). None: the environment variable
             SHARDPROOF_DIRECT decides (1 or 0). Without it, the storage measures both ways with large files
             and takes the faster one (see "a probe of real writes").
 
@@ -92,7 +92,7 @@ class LocalStorage:
         return self._sink(name, replace=False)
 
     def replace(self, name: str) -> LocalSink:
-        """Begin a file in the place of another; see `ReplacingStorage.replace`."""
+        """Begin a file that replaces another; see `ReplacingStorage.replace`."""
         return self._sink(name, replace=True)
 
     def _sink(self, name: str, *, replace: bool) -> LocalSink:
@@ -236,10 +236,10 @@ class LocalStorage:
             raise storage_error(error, "look at", path) from error
 
     def folders(self) -> list[str]:
-        """Sorted names of the folders directly in the root, links to folders elsewhere among them.
+        """Sorted names of the folders directly in the root, with links to folders elsewhere.
 
-        A dangling link is among them, because its folder may be on a lost mount. A link to a folder of this
-        root is not, because it is a second name.
+        A dangling link is listed, because its folder may be on a lost mount. A link to a folder of this root
+        is not listed, because it is a second name.
         """
         try:
             with os.scandir(self._root) as entries:
@@ -252,11 +252,11 @@ class LocalStorage:
             raise storage_error(error, "list", self._root) from error
 
     def siblings(self) -> list[str]:
-        """Sorted names of the folders beside the root, and its own; see `folders`."""
+        """Sorted names of the sibling folders, with the root's own name; see `folders`."""
         return LocalStorage(self._root.parent).folders()
 
     def list(self, prefix: str = "") -> list[str]:
-        """Sorted names of the files in the folder `prefix` and below, but for linked folders below it."""
+        """Sorted names of the files in the folder `prefix` and below, without linked folders below it."""
         top = self._path(prefix) if prefix else self._root
         found: list[str] = []
         try:
@@ -303,7 +303,7 @@ class LocalStorage:
         return LocalStorage(self._path(prefix), direct=self._direct)
 
     def sibling(self, folder: str) -> LocalStorage:
-        """The storage in the folder of this name beside this one's root; see `Storage.sibling`."""
+        """The storage in the sibling folder of this name; see `Storage.sibling`."""
         return LocalStorage(
             self._root.parent / check_folder(folder, printable(self._root.parent)), direct=self._direct
         )
@@ -350,7 +350,7 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 class _Descriptor:
     """A file open for reading. It closes with its last reference.
 
-    So a thread may go on reading after another thread dropped the file from the storage's cache.
+    So a thread may continue to read after another thread dropped the file from the storage's cache.
     """
 
     __slots__ = ("_pages", "_uncached", "number", "path")

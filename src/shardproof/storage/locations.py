@@ -34,7 +34,7 @@ def is_url(location: object) -> bool:
 
 
 def is_bucket_url(location: object) -> bool:
-    """True for the URL of an object store, which alone has `storage_options`.
+    """True for the URL of an object store. Only object stores have `storage_options`.
 
     >>> is_bucket_url("s3://bucket/run"), is_bucket_url("memory://gpt")
     (True, False)

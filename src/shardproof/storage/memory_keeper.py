@@ -2,18 +2,18 @@
 
     training process --anonymous file (memfd), over a Unix socket--> keeper --the same file--> next process
 
-`memory_link` runs this file as a script, with the standard library alone. So the keeper imports neither torch
-nor numpy nor this package, and takes some 10 MiB beside the files. It maps none of them.
+`memory_link` runs this file as a script that imports only the standard library, without torch, numpy or this
+package. So the keeper needs about 10 MiB in addition to the files. It maps none of them.
 
 Note: files of a connection
     A finished file belongs to the connection that made it, until a file is published in the folder above it.
-    If the connection ends first, the file goes. So a process that dies in a save leaves nothing behind. The
-    publisher names the unpublished files that it has seen. The keeper refuses if one of them is gone, so no
-    manifest is published that names files of a process that died meanwhile.
+    If the connection ends first, the keeper drops the file. So a process that dies in a save leaves no file.
+    The publisher names the unpublished files that it has seen. The keeper refuses if it has dropped one of
+    them. So no manifest is published that names files of a process that died meanwhile.
 
 Note: the life of a keeper
-    It runs in a session of its own, and outlives the process that started it. A client can end it. It also
-    ends after the idle time without a client, or after `EMPTY_SECONDS` if it holds no file.
+    A keeper runs in a session of its own, and outlives the process that started it. A client can end it. It
+    also ends after the idle time without a client, or after `EMPTY_SECONDS` if it holds no file.
 
 Note: the limits of the keeper
     A file is a descriptor, and a client is a descriptor and a thread. The keeper refuses new files while some
@@ -139,7 +139,7 @@ class _FinishedFile:
 
 
 class _Refused(Exception):
-    """The answer to a request that fails."""
+    """The answer to a failed request."""
 
     def __init__(self, error: str, **facts: Any) -> None:
         super().__init__(error)

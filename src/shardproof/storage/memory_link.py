@@ -1,4 +1,4 @@
-"""The connections of this process to the keeper of a run (see `memory_keeper`), which it starts if need be.
+"""The connections of this process to the keeper of a run (see `memory_keeper`). Starts a missing keeper.
 
 Note: two kinds of connections
     A read connects for one request. So reads share no state, and no read delays a save. Writes share one
@@ -61,13 +61,13 @@ class Connection:
     def is_open(self) -> bool:
         """False if either end closed the connection."""
         if not self._lock.acquire(blocking=False):
-            return True  # another thread makes a request, which finds out by itself
+            return True  # the request of another thread detects a closed connection
         try:
             if self.is_closed:
                 return False
             poll = select.poll()
             poll.register(self._to, select.POLLIN)
-            return not poll.poll(0)  # a keeper sends nothing of its own accord
+            return not poll.poll(0)  # a keeper sends nothing without a request
         finally:
             self._lock.release()
 
@@ -113,8 +113,8 @@ class Connection:
             except OSError as error:
                 self.close()
                 raise StorageError(
-                    f"{self._location}: the keeper process {self.keeper} ended ({error}), and what it held "
-                    "is lost. The next save starts a new keeper",
+                    f"{self._location}: the keeper process {self.keeper} ended ({error}), and its files "
+                    "are lost. The next save starts a new keeper",
                     file=self._location,
                     keeper_ended=True,
                 ) from error
@@ -142,7 +142,7 @@ class Connection:
         if answer.get("error") == "protocol":
             raise StorageError(
                 f"{self._location}: the keeper process {self.keeper} is of another version of shardproof. "
-                "Use that version, or end the keeper and lose what it holds: shardproof memory --drop",
+                "Use that version, or end the keeper and lose its files: shardproof memory --drop",
                 file=self._location,
                 damaged=False,
             )
@@ -195,7 +195,7 @@ class MemoryLink:
                     return self._writer
                 if not self._writer.is_closed:
                     _log.warning(
-                        "%s: the keeper process %d ended, and what it held is lost",
+                        "%s: the keeper process %d ended, and its files are lost",
                         self.location,
                         self._writer.keeper,
                     )
@@ -222,7 +222,7 @@ class MemoryLink:
                     )
 
     def drop(self) -> bool:
-        """Ends the keeper, and with it everything it holds. False if there is none.
+        """Ends the keeper, which frees all its files. False if there is none.
 
         Raises:
             StorageError: the keeper does not answer, or belongs to another user.
@@ -240,7 +240,7 @@ class MemoryLink:
         return True
 
     def close(self) -> None:
-        """Closes the connection for writes. What this process wrote and did not publish goes."""
+        """Closes the connection for writes. The keeper drops the files that this process did not publish."""
         with self._lock:
             if self._writer is not None:
                 self._writer.close()

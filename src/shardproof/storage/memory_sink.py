@@ -174,7 +174,7 @@ def check_room(answer: dict[str, Any], place: str) -> None:
             f"cannot write {place}: {gigabytes(missing)} are missing in the memory budget of the run. It is "
             f"{gigabytes(answer['budget'])}, and {gigabytes(answer['used'])} are used, by "
             f"{counted(answer['files'], 'file')} and by files that are being written. A save needs room for "
-            "a step beside those that stay: keep fewer steps (keep=KeepLatest(1)), or give "
+            "one step more than the run keeps: keep fewer steps (keep=KeepLatest(1)), or give "
             "MemoryStorage(budget=) more",
             file=place,
             errno="ENOSPC",

@@ -1,4 +1,4 @@
-"""`MemoryStorage`: files in the memory of a node, held by a keeper process that outlives training.
+"""`MemoryStorage`: files in the memory of a node. A keeper process has them, and outlives training.
 
     write_at --pwrite--> anonymous file (memfd) --seals, descriptor--> keeper --descriptor--> preadv
 
@@ -106,7 +106,7 @@ class MemoryStorage:
         self._lock = forks.lock()
         self._open_files: dict[str, AnonymousFile] = {}
         self._seen: set[str] = set()
-        """Files that this storage has written or seen, and that may go with the process that wrote them."""
+        """Unpublished files that this storage wrote or saw. They disappear with their writer process."""
 
     @classmethod
     def _of(cls, link: MemoryLink, prefix: str) -> MemoryStorage:
@@ -141,8 +141,8 @@ class MemoryStorage:
     def publish(self, name: str, data: bytes, *, replace: bool = False) -> None:
         """Make `data` appear under `name`; see `Storage.publish`.
 
-        Fails if a file that this storage has seen beside `name` is gone, because the process that wrote it
-        ended before this call.
+        Fails if this storage has seen an unpublished file in the folder of `name`, and the file disappeared
+        because the process that wrote it ended.
         """
         key, place = self._key(name), self._place(name)
         self._forget(name)
@@ -168,7 +168,7 @@ class MemoryStorage:
         check_room(answer, place)
 
     def flush(self, name: str) -> None:
-        """Does nothing: memory has no more stable place. A missing file is an error."""
+        """Does nothing: a flush cannot make memory more durable. A missing file is an error."""
         if self.size(name) is None:
             raise self._missing(name)
 
@@ -204,7 +204,7 @@ class MemoryStorage:
         """Bytes of the file; None if there is none.
 
         Raises:
-            StorageError: this storage has seen the file, and it went before it was published.
+            StorageError: this storage has seen the file, and it disappeared before it was published.
         """
         key, found = self._key(name), self._status(name)
         if found is None:
@@ -226,7 +226,7 @@ class MemoryStorage:
         return sorted({name.partition("/")[0] for name in self.list() if "/" in name})
 
     def siblings(self) -> list[str]:
-        """Sorted names of the folders beside this one. Beside a run, those of the other keepers here."""
+        """Sorted names of the sibling folders; for a run, the names of all runs on this node."""
         if not self._prefix:
             return keepers_here()
         return MemoryStorage._of(self._link, self._prefix.rpartition("/")[0]).folders()
@@ -253,7 +253,7 @@ class MemoryStorage:
         return MemoryStorage._of(self._link, self._key(prefix))
 
     def sibling(self, folder: str) -> MemoryStorage:
-        """The storage in the folder of this name beside this storage's own, or another run."""
+        """The storage in the sibling folder of this name; for a run, the run of this name."""
         check_folder(folder, self._link.location)
         if not self._prefix:
             return MemoryStorage(f"{MEMORY_SCHEME}://{folder}")

@@ -1,12 +1,12 @@
 """`ObjectStorage`: files as objects of S3, Google Cloud Storage or Azure, through obstore.
 
 Note "What commits": `publish` without `replace` is one PUT that the store accepts only if there is no object
-of the name (``If-None-Match: *``). So of several committers exactly one wins. Data files are written before,
-under names that carry the attempt. Before the first such PUT, a process tests whether the store honours the
-condition.
+of the name (``If-None-Match: *``). So exactly one of several committers succeeds. Data files are written
+before, under names that contain the attempt. Before its first such PUT, a process tests whether the store
+honours the condition.
 
 Note "A lost answer": a PUT may succeed and its answer may be lost. The repeated PUT then finds the object of
-the first. So if the object has the bytes that were to be written, the PUT counts as done. A manifest names
+the first. So if the object has the bytes to write, the PUT counts as done. A manifest names
 its attempt, so no other committer writes the same bytes.
 
 Note "Deadlines": obstore repeats a request after a failure of the server or the connection, with growing
@@ -145,7 +145,7 @@ class ObjectStorage:
         return ObjectSink(put, file, size)
 
     def replace(self, name: str) -> Sink:
-        """Begin a file in the place of another; see `ReplacingStorage.replace`."""
+        """Begin a file that replaces another; see `ReplacingStorage.replace`."""
 
         def put(data: Any, **how: Any) -> None:
             self._put(name, data, "write", **{**how, "mode": "overwrite"})
@@ -206,7 +206,7 @@ class ObjectStorage:
             if place in _HONOURING:
                 return
             name = f"conditional-put-{uuid.uuid4().hex}.probe"
-            # No one else has this name, so that a conflict in either request shows that the store looks.
+            # No other process uses this name, so a conflict in either request shows that the store tests it.
             is_ignored = self._put_new(name, b"1", "test") and self._put_new(name, b"2", "test")
             try:
                 self.delete(name)
@@ -322,7 +322,7 @@ class ObjectStorage:
         return sorted(one.rstrip("/").rpartition("/")[2] for one in found)
 
     def siblings(self) -> list[str]:
-        """Sorted names of the folders beside this storage's own, and its own if it exists."""
+        """Sorted names of the sibling folders, with this storage's own folder if it exists."""
         return ObjectStorage._of(self, self._prefix.rpartition("/")[0]).folders()
 
     def list(self, prefix: str = "") -> list[str]:
@@ -356,8 +356,8 @@ class ObjectStorage:
         Azure has none: it drops the blocks of a dead upload after a week.
 
         Args:
-            parts_before: finds the bytes, and the time of the last part, of the uploads that began before
-                this time, Unix seconds. That takes a request for each.
+            parts_before: Unix seconds. For each upload that began before this time, one request finds its
+                bytes and the time of its last part.
 
         Raises:
             StorageError: the storage failed, or cannot list uploads.
@@ -399,7 +399,7 @@ class ObjectStorage:
         return ObjectStorage._of(self, self._key(prefix))
 
     def sibling(self, folder: str) -> ObjectStorage:
-        """The storage in the folder of this name beside this storage's own."""
+        """The storage in the sibling folder of this name."""
         above = self._prefix.rpartition("/")[0]
         return ObjectStorage._of(
             self, f"{above}/{check_folder(folder, self._bucket)}" if above else check_folder(folder)

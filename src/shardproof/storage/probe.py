@@ -3,10 +3,10 @@
 Note: a probe of real writes
     The probe writes no bytes of its own and leaves no file behind. Each process measures a file system once.
     If the user has not chosen, windows of the saved files alternate between the two ways (direct, buffered,
-    buffered, direct). Each window is timed until the disk has taken its bytes; then all writes go the faster
-    way. So the probe measures what matters: large writes, by all ranks of the node at once, beside training.
-    A probe with its own file would measure the probes of other ranks, or wait for them. The first 64 MiB of
-    every file go direct and are not timed, so small saves take no part.
+    buffered, direct). Each window is timed until the disk has written its bytes. After the last window, all
+    writes use the faster way. So the probe measures what matters: large writes, by all ranks of the node at
+    once, during training. A probe with its own file would measure the probes of other ranks, or wait for
+    them. The first 64 MiB of every file are written direct and not timed, so small saves do not decide.
 
 Note: one window at a time
     Several threads write one file. A write that would begin the next window waits for the writes of the
@@ -34,7 +34,7 @@ VARIABLE = "SHARDPROOF_DIRECT"
 """The environment variable by which the user chooses: 1 for direct, 0 for buffered."""
 
 WINDOW = 64 << 20
-"""Bytes of a file that go one way and are timed together; also those before the first window."""
+"""Bytes of a window: written in one way and timed together. Also the bytes before the first window."""
 
 _WINDOWS = 2
 """Windows measured each way."""

@@ -66,6 +66,6 @@ class UncachedStorage(LocalStorage):
         return UncachedStorage(self._path(prefix), before_read=self._before_read)
 
     def sibling(self, folder: str) -> UncachedStorage:
-        """The storage in the folder of this name beside this one's root; see `Storage.sibling`."""
+        """The storage in the sibling folder of this name; see `Storage.sibling`."""
         above = self.path.parent
         return UncachedStorage(above / check_folder(folder, printable(above)), before_read=self._before_read)

@@ -239,7 +239,7 @@ def test_a_killed_keeper_fails_the_save_and_the_next_save_starts_another(
     kill(keeper_of(storage))
     caplog.clear()
     write(storage, "step-4/shard", b"0")
-    assert "ended, and what it held is lost" in caplog.text
+    assert "ended, and its files are lost" in caplog.text
 
 
 def test_a_keeper_that_does_not_answer_is_an_error_and_no_empty_tier(
