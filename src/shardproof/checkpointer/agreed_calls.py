@@ -1,9 +1,9 @@
-"""The ranks choose the call of `save_if_due` at which all of them save. Training does not wait meanwhile.
+"""The ranks choose the call of `save_if_due` at which all of them save, while training continues.
 
 Note: Why all ranks save at the same call
 -----------------------------------------
 Each rank numbers its calls of `save_if_due` from 1. All ranks make the same calls, but any rank may be any
-number of calls ahead of another. The ranks must choose one number, and no rank may have passed it.
+number of calls ahead of another. The ranks must choose one number that no rank has passed.
 
 1. Between two choices, a thread of each rank, the monitor, waits for a bell of the rendezvous. Nothing is
    sent. A rank that wants a save (the clock of rank 0, a signal) rings the bell, which wakes all monitors.
@@ -16,13 +16,13 @@ number of calls ahead of another. The ranks must choose one number, and no rank 
 rank notes N before it answers call N, and answers it with "save". All ranks note the same N.
 
 *No choice is lost.* A rank may promise for a second choice before it has answered call N of the first. Its
-n is then smaller than N, and may give N again, or more. It keeps every number until that call. If both
-choices have the same number, no rank has answered that call before its second promise: else N would be
-larger. So all ranks join both choices into one save.
+n is then smaller than N, and may give N again, or more. The gate stores every number until that call. If both
+choices have the same number, no rank has answered that call before its second promise: otherwise N would
+be larger. So all ranks join both choices into one save.
 
 *No deadlock.* A call waits only for a promise, a promise ends with its meeting, and a meeting waits only for
 monitors. A monitor waits for no call: not for training, not for a save. So the waits have no cycle. If a
-rank does not come to the meeting, the others give it up after the deadline of the rendezvous, and the calls
+rank does not post to the meeting, the others give it up after the deadline of the rendezvous, and the calls
 raise `RankSilent`.
 
 *Cost.* Without a choice, a call takes a lock and compares two numbers. With a choice, a rank waits
@@ -45,7 +45,7 @@ from shardproof.rendezvous import Rendezvous
 __all__ = ["AgreedCalls", "Choice", "Gate", "Request", "Requests", "choose"]
 
 _LOOK = 0.5
-"""Seconds between two looks of rank 0 at its clock."""
+"""Seconds between two checks of the clock on rank 0."""
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True):
@@ -54,7 +54,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     scheduled: bool = False
     """True if the schedule asks for a save."""
     preempted: str = ""
-    """The reason why the program has to end; empty if it goes on."""
+    """The reason why the program has to end; empty if it continues."""
 
     def __or__(self, other: Request) -> Request:
         return Request(self.scheduled or other.scheduled, self.preempted or other.preempted)
@@ -131,7 +131,7 @@ class Requests(Protocol):
         """True if `requested` depends on the time, so that the monitor calls it regularly."""
 
     def requested(self) -> Request:
-        """The present request of this rank."""
+        """The current request of this rank."""
 
     def granted(self, request: Request) -> None:
         """Note the request that all ranks will carry out."""

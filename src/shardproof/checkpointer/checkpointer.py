@@ -81,9 +81,9 @@ class Checkpointer:
         host_memory_budget: largest size in bytes of the copies on this rank that wait for the writer. If the
             budget is used up, training waits for the writer. None: a quarter of the available memory, divided
             by the ranks of the node.
-        incremental: True to write only chunks whose bytes differ from an earlier step of the run, and to
-            refer to that step for the others. Retention keeps files that a kept step refers to. To move such
-            a step, copy it with ``shardproof convert --standalone``.
+        incremental: True to write only the chunks that differ from an earlier step of the run. The manifest
+            refers to that step for the others. Retention does not remove files that a remaining step refers
+            to. To move such a step, copy it with ``shardproof convert --standalone``.
         full_every: at least one of this many `incremental` saves in a row writes every chunk and refers
             to no other step. Damaged bytes then reach at most `full_every` steps, and each step needs fewer
             than `full_every` others. A save that replaces a step without references writes every chunk, too.
@@ -109,15 +109,15 @@ class Checkpointer:
             local disk. A save is committed on `root`. Then each rank copies its files to `then` in the
             background. `restore` takes the newest step of both tiers, and each file from the nearest copy.
             None: one tier. See docs/tiers.md.
-        keep_then: as `keep`, for `then`. A step that waits for its upload and that `keep_then` keeps stays on
-            `root`, too.
+        keep_then: as `keep`, for `then`. A step that `keep_then` selects stays on `root` until it is
+            uploaded.
         upload_bandwidth: bytes a second that all ranks together send to `then`. None: no bound.
         node_local: True if `root` is a folder on the local disk of each node, which other nodes do not see.
             Each rank writes to its node, and reads what its node lacks from the nodes that have it, over the
             network. All ranks make the `Checkpointer` together. See docs/tiers.md.
-        replicas: 1 to keep a copy of each file on a partner node, too, so that a run that loses a node
-            restores without `then`. After a restore, the ranks replace lost copies in the
-            background; see `wait_for_copies`. Needs `node_local`.
+        replicas: 1 to store a second copy of each file on a partner node. After the loss of a node, a restore
+            then needs no second tier. After a restore, the ranks replace lost copies in the background; see
+            `wait_for_copies`. Needs `node_local`.
 
     Raises:
         TypeError: an argument has a wrong type.
@@ -524,14 +524,14 @@ class Checkpointer:
         return [folder.step for folder in unsettled_suspects(self._run.storage)]
 
     def pin(self, step: int, label: str) -> None:
-        """Marks a committed step to stay, whatever `keep` selects. Every rank calls this.
+        """Pins a committed step: retention and ``shardproof prune`` do not remove it. Every rank calls this.
 
-        Retention and ``shardproof prune`` do not remove a pinned step. The mark is a file in the step's
-        folder, so it outlives the program. A second pin replaces the label.
+        The pin is a file in the step's folder, so it stays after the program ends. A second pin replaces the
+        label.
 
         Args:
             step: number of the step.
-            label: why it stays.
+            label: the reason, for people.
 
         Raises:
             NotCommittedError: the step is not committed.
@@ -567,7 +567,7 @@ class Checkpointer:
         """Stores the verdict on a suspect durably. Every rank calls this; it waits for the current save.
 
         From then on `restore` does not take the suspect, and retention removes it after the commit of a newer
-        step. Without a suspect of that number, rank 0 logs a warning, and nothing else happens.
+        step. Without a suspect of that number, the call only logs a warning on rank 0.
 
         Args:
             step: number of the suspect.

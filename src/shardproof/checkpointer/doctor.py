@@ -61,7 +61,7 @@ class Finding:
     - "note": a fact.
     """
     kind: str
-    """A word for programs, such as "leftover"."""
+    """A code for programs, such as "leftover"."""
     where: str
     """The folder in the run, or the location of the run."""
     what: str
@@ -87,7 +87,7 @@ class Examination:
     space: FreeSpace | None
     """The space for the next save; None: not known."""
     findings: tuple[Finding, ...]
-    """The worst first."""
+    """The most severe first."""
 
     @property
     def is_healthy(self) -> bool:
@@ -347,7 +347,7 @@ def scrub_run(
         if info.whole or info.status == "partial":
             place = storage if info.name == "." else storage.within(info.name)
             if isinstance(place, LocalStorage):
-                place = UncachedStorage(place.path)  # the bytes of the device
+                place = UncachedStorage(place.path)  # reads from the device, not from the page cache
             begun = time.monotonic()
 
             def read(done: int, total: int, begun: float = begun) -> None:

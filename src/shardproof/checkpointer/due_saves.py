@@ -92,7 +92,7 @@ class DueSaves:
     def is_due(self, step: int, *, force: bool = False) -> bool:
         """True if this call has to save. Every rank gets the same answer for the same call.
 
-        A call that raises does not count, and its step is not remembered.
+        A call that raises does not count, and its step is not recorded.
 
         Args:
             step: the step.
@@ -165,7 +165,7 @@ class DueSaves:
 
 
 class _Notices(Requests):
-    """The requests of this rank: by signals, and on rank 0 also by the clock and the time limit."""
+    """The requests of this rank: from signals, and on rank 0 also from the clock and the time limit."""
 
     def __init__(
         self,
@@ -192,7 +192,7 @@ class _Notices(Requests):
 
     @property
     def has_clock(self) -> bool:
-        """True if the time alone may lead to a request."""
+        """True if a request may depend only on the time."""
         return self._period is not None or self._limit < math.inf
 
     def install(self, noticed: Callable[[], None]) -> None:
@@ -212,7 +212,7 @@ class _Notices(Requests):
         self._last_save = self._clock()
 
     def requested(self) -> Request:
-        """The present request of this rank. The monitor calls it."""
+        """The current request of this rank. The monitor calls it."""
         scheduled = (
             self._period is not None
             and not self._is_granted

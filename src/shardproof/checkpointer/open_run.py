@@ -53,9 +53,9 @@ class OpenRun:
         """Locations of the tiers that are checked to be runs."""
         self.facts = StepFacts(storage)
         self.damaged: set[int] = set()
-        """Steps of which a restore passed over a damaged copy. A save replaces them in the first tier."""
+        """Steps with a damaged copy that a restore passed over. A save replaces them in the first tier."""
         self.damaged_everywhere: set[int] = set()
-        """Those of `damaged` that are whole in no tier. A save replaces them in all tiers."""
+        """The steps of `damaged` without a whole copy in any tier. A save replaces them in all tiers."""
 
     @property
     def location(self) -> str:
@@ -63,7 +63,7 @@ class OpenRun:
         return self.storage.location
 
     def view(self) -> Storage:
-        """The run as all tiers hold it together, for reading."""
+        """A read-only view of the run over all tiers."""
         if self.nodes is not None:
             return self.nodes.view(self.tiers[1] if len(self.tiers) > 1 else None)
         return TieredRun(self.tiers) if len(self.tiers) > 1 else self.storage
@@ -105,7 +105,7 @@ class OpenRun:
         return sorted({folder.step for folders in found for folder, there in folders.items() if there})
 
     def pins(self) -> dict[int, Pin]:
-        """Pinned steps of all tiers, ascending. A pin of the first tier counts before one of the second."""
+        """Pinned steps of all tiers, ascending. A pin in the first tier takes precedence."""
         return dict(sorted(pin for tier in reversed(self.tiers) for pin in pinned_steps(tier).items()))
 
     def holders(self, step: int) -> list[Storage]:
@@ -168,7 +168,7 @@ class OpenRun:
         return None
 
     def _has_copies(self, folder: Storage) -> bool:
-        """True if every file of a step has as many copies as `replicas` asks for."""
+        """True if every file of a step has as many copies as `replicas` requires."""
         if self.nodes is None or not self.nodes.group.replicas:
             return True
         try:

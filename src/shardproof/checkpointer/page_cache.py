@@ -6,7 +6,7 @@ Note: one thread, at a bounded rate
     `1 / _SPARE` of the node's memory is free, so that it displaces no pages of training. The commit of a
     newer step drops the pages of the older one.
 
-Note: when it is worth it
+Note: when a read costs little
     Reading each file once more costs a local disk little. Storage that many nodes share would serve the
     whole checkpoint again. So ``cache="auto"`` reads only from local file systems, and only files that leave
     a quarter of the memory free.
@@ -35,7 +35,7 @@ _AMPLE = 4
 _MEMORY = Path("/proc/meminfo")
 _MOUNTS = Path("/proc/self/mountinfo")
 _LOCAL = {"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "xfs", "zfs"}
-"""File systems of disks that this node has to itself."""
+"""File systems of disks that no other node uses."""
 
 
 def free_memory() -> tuple[int, int]:
@@ -137,7 +137,7 @@ class NewestStep:
 
 
 def _is_cheap(storage: LocalStorage, size: int) -> bool:
-    """True if reading `size` bytes costs a local disk alone, and leaves ample memory free."""
+    """True if reading `size` bytes uses only a local disk, and leaves enough memory free."""
     free, total = free_memory()
     return (free - size) * _AMPLE >= total > 0 and is_on_local_disk(storage.location)
 

@@ -1,7 +1,7 @@
 """Pins: steps that no retention policy removes.
 
-Note "A pin belongs to the folder": the pin is a file beside the manifest. It stays if a save replaces the
-step. Without a manifest it pins nothing.
+Note "A pin belongs to the folder": the pin is a file in the folder of the step. It stays if a save replaces
+the step. Without a manifest it pins nothing.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """Policies that select the committed steps of a run to keep.
 
-Policies combine: ``KeepLatest(3) | KeepEvery(hours=24)`` keeps what either keeps, and ``&`` what both keep.
+Policies combine: ``KeepLatest(3) | KeepEvery(hours=24)`` keeps the steps that either selects, and ``&`` those
+that both select.
 
 Note "A wrong metric loses no step": `KeepBest` selects every step while no step has its metric. This
-selection contains the one of a policy with the right name. So do combinations of it by ``|`` and ``&``: a
-union with it removes nothing, and an intersection removes only what the other policy does not keep. The disk
-may fill meanwhile, so `MetricCheck` logs a warning at the first save without the metric.
+selection contains that of a policy with the right name. The same holds for combinations: a union with it
+removes nothing, and an intersection removes only steps that the other policy does not select. The disk may
+fill meanwhile, so `MetricCheck` logs a warning at the first save without the metric.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ class RetentionPolicy:
 
 @dataclass(frozen=True, slots=True)
 class _Combined(RetentionPolicy):
-    """Keeps what either policy keeps ("|"), or what both keep ("&")."""
+    """Keeps the steps that either policy selects ("|"), or that both select ("&")."""
 
     first: Retention
     second: Retention
@@ -144,10 +145,10 @@ class KeepLatest(RetentionPolicy):
 
 @dataclass(frozen=True, slots=True)
 class KeepEvery(RetentionPolicy):
-    """Keeps the steps whose number is a multiple of `steps`, or one step for each period of `hours`.
+    """Keeps the steps with a multiple of `steps` as number, or one step for each period of `hours`.
 
     With `hours`, the first step stays, and then each first step that was saved at least `hours` after the
-    last one that stays. With both arguments, either suffices.
+    previous one that stays. With both arguments, a step stays if either rule selects it.
 
     Args:
         steps: distance of the numbers; None for no such rule.
@@ -191,7 +192,7 @@ class KeepEvery(RetentionPolicy):
 class KeepBest(RetentionPolicy):
     """Keeps the `n` steps with the best value of a metric in their metadata.
 
-    A step without the metric, or whose value is no finite scalar, is not selected. While no step has a finite
+    A step without a finite scalar under this name is not selected. While no step has a finite
     value, every step is selected, so that a mistyped name loses no step. Of equal values the newer step is
     better.
 
@@ -283,7 +284,7 @@ class MetricCheck:
         self._wanted = [best for policy in policies for best in KeepBest.within(policy)]
 
     def check(self, step: object, metadata: Mapping[str, Any] | None) -> None:
-        """Looks at the metadata of a save. The first call that finds a metric missing logs the warning.
+        """Checks the metadata of a save. The first call without the metric logs the warning.
 
         Args:
             step: number of the step, for the message.

@@ -1,4 +1,4 @@
-"""Preemption: the notices that a program has to end soon, and the exception that ends it after a save."""
+"""Preemption: notices that the program has to end soon, and the exception that ends it after a save."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ class SignalNotices:
 
     Note "What a handler may do": Python runs a handler in the main thread between two steps of any code, so
     that the thread may hold any lock. The handler writes attributes and calls `noticed`, which must take no
-    lock. `queue.SimpleQueue.put` takes none that is held here.
+    lock. `queue.SimpleQueue.put` takes no lock that the thread may hold here.
 
     Args:
         signals: the signals.
@@ -158,7 +158,7 @@ class SignalNotices:
         clock: seconds, monotonic.
 
     Raises:
-        ValueError: this is not the main thread, where alone Python allows handlers.
+        ValueError: this is not the main thread. Python allows handlers only there.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class SignalNotices:
             _install(number, weakref.ref(self))
 
     def notes(self, number: int) -> bool:
-        """Note a signal. False if it is to have its previous effect: it came again, or to a forked child."""
+        """Note a signal. False for the previous handler: a repeated signal, or one to a forked child."""
         if os.getpid() != self._process:
             return False
         now = self._clock()

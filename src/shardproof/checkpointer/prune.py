@@ -1,4 +1,4 @@
-"""Removes the leftovers and uploads of dead saves, steps beyond those to keep, and steps past repair."""
+"""Removes leftovers and uploads of dead saves, steps beyond the number to keep, and steps past repair."""
 
 from __future__ import annotations
 
@@ -41,22 +41,22 @@ class PrunePlan:
     unsettled: tuple[str, ...]
     """These stay: folders of unsettled suspects."""
     young: tuple[Leftover, ...]
-    """These stay: files that no manifest names, and whose save may not have ended."""
+    """These stay: files that no manifest names, of a save that may not have ended."""
     damaged: tuple[str, ...]
     """These stay, for `repair`: folders with a damaged manifest or index."""
     beyond_repair: tuple[str, ...]
-    """These stay: folders of committed steps whose shard files are missing or cut."""
+    """These stay: folders of committed steps with missing or cut shard files."""
     lost: tuple[str, ...]
-    """To remove: folders of committed steps whose shard files are missing or cut."""
+    """To remove: folders of committed steps with missing or cut shard files."""
     lost_bytes: int
     lent: dict[str, list[str]]
-    """Folders of removed steps some of whose files stay, to the folders of the steps that refer to these."""
+    """Files that stay: folder of the removed step to the folders of the steps that refer to its files."""
     unknown: tuple[str, ...]
     """Folders with unreadable manifests. They may refer to any file of other steps, so such files stay."""
     uploads: tuple[Upload, ...] = ()
     """To remove: multipart uploads of dead saves. Their parts are in no file."""
     young_uploads: tuple[Upload, ...] = ()
-    """These stay: multipart uploads whose save may not have ended."""
+    """These stay: multipart uploads of a save that may not have ended."""
     uploads_fault: str = ""
     """Why the uploads of the run cannot be listed; empty if they can, or if the storage has none."""
     repairable: tuple[Leftover, ...] = ()
@@ -91,11 +91,11 @@ def plan_prune(
 
     Args:
         storage: the run's folder.
-        modified: the time of the last write to a file, Unix seconds; None if it is gone.
+        modified: the time of the last write to a file, Unix seconds; None if it does not exist.
         older_than: least seconds since the last write to a leftover, or to a damaged step, for its removal.
         now: Unix seconds.
-        keep: how many of the newest committed steps to keep, beside pinned ones; damaged ones do not count.
-            None: all steps and all suspects.
+        keep: number of the newest committed steps to keep, in addition to pinned ones. Damaged steps do not
+            count. None: all steps and all suspects.
         damaged: True to remove steps past repair.
 
     Raises:
@@ -138,7 +138,7 @@ def plan_prune(
     hopeless = [info.name for info in scanned.values() if info.beyond_repair and not info.linked]
     lost = []
     for name in hopeless if damaged else ():
-        times = times_of(modified, _ours(storage, name))  # a copy that is under way looks the same
+        times = times_of(modified, _ours(storage, name))  # an unfinished copy looks like a damaged step
         if name not in busy and times and now - max(times) >= older_than:
             lost.append(name)
     steps = [info.name for info in gone]
@@ -238,7 +238,7 @@ def prune(storage: Storage, plan: PrunePlan) -> list[str]:
         Folders that stay, because a save committed them, or a pin marked them, after the plan was made.
 
     Raises:
-        StorageError: the storage failed. Some of the files may be removed. Uploads go last.
+        StorageError: the storage failed. Some of the files may be removed. Uploads are removed last.
     """
     flush_manifests_in(storage)
     spared = [leftover.folder for leftover in plan.leftovers if not remove_leftover(storage, leftover)]

@@ -55,7 +55,7 @@ class Restore:
         run: the run's folder.
         rendezvous: rendezvous of the ranks that restore.
         step: the step to restore; None for the newest.
-        suspect: whether unsettled suspects count as steps.
+        suspect: True if unsettled suspects count as steps.
         options: options of the load.
         check_tiers: raises if a tier is no run. Called on rank 0.
     """
@@ -72,9 +72,9 @@ class Restore:
         self.passed_over: tuple[PassedOver, ...] = ()
         """Newer steps that were not restored, newest first."""
         self.damaged: set[int] = set()
-        """Steps, without suspects, of which a copy was passed over as damaged."""
+        """Steps, without suspects, with a damaged copy that was passed over."""
         self.damaged_everywhere: set[int] = set()
-        """Those of `damaged` of which no copy could be read."""
+        """The steps of `damaged` without a readable copy."""
         self._run, self._rendezvous = run, rendezvous
         self._step, self._suspect, self._options = step, suspect, options
         self._check_tiers = check_tiers
@@ -183,7 +183,7 @@ class Restore:
             ) from failed.error
 
     def _check_complete(self, report: LoadReport, overwritten: StepFolder, restored: StepFolder) -> None:
-        """Raises, on all ranks alike, if some rank holds values of a damaged step that were not replaced."""
+        """Raises on every rank if any rank still has values of a damaged step."""
         lacking = sorted({*report.missing, *report.unchanged} - self._untouched)
 
         def decide(posts: Sequence[bytes]) -> bytes:
@@ -282,8 +282,8 @@ def check_reports(run: Storage, reports: Sequence[RestoreReport]) -> None:
 def check_damage(run: Storage, chosen: Chosen) -> None:
     """The last rank checks that the damage that rank 0 found is damage on its node, too.
 
-    If rank 0 alone cannot see a file, the ranks must not restore an older step. With several
-    nodes, the last rank is on another node than rank 0.
+    If only rank 0 cannot see a file, the ranks must not restore an older step. With several nodes, the last
+    rank is on another node than rank 0.
 
     Args:
         run: the run's folder.

@@ -3,17 +3,17 @@
 Note "Only our files": a step's folder may also hold files of the user (a tokenizer, a config). This module
 deletes only files with names that shardproof gives.
 
-Note "The manifest goes first": deleting a step deletes its manifest, durably, and only then the files that
-the manifest names. A crash in between leaves files without a manifest. They are a leftover like that of a
-dead save, and never a committed step that lacks files.
+Note "The manifest goes first": a deletion removes the manifest of the step, durably, and only then the files
+that the manifest names. A crash in between leaves files without a manifest, which are a leftover like that of
+a dead save. It never leaves a committed step that lacks files.
 
 Note "Referenced files stay": an incremental step refers to files of earlier steps. If such an earlier step is
-deleted, its manifest goes, so that it is no checkpoint any more. The files that other steps refer to stay,
-until the last of these steps is deleted. The manifests of the remaining steps name these files.
+deleted, its manifest is removed, so that it is no checkpoint any more. The files that other steps refer to
+stay until the last of these steps is deleted. The manifests of the remaining steps name these files.
 
-Note "The last proved step stays": a policy may keep only steps whose references were not read since their
-commit, and no step that is proved readable (note "Proved" in `shardproof.checkpointer.scrub`). Then the
-newest proved step stays, too, until a step that the policy keeps is proved.
+Note "The last proved step stays": a policy may select no step that is proved readable (note "Proved" in
+`shardproof.checkpointer.scrub`). Then the newest proved step also stays, until a step that the policy selects
+is proved.
 
 This module removes nothing in a linked folder (note "Linked steps" in `step_folders`).
 """
@@ -72,17 +72,17 @@ class Removal:
     """The files that deleting some steps of a run removes."""
 
     manifests: tuple[str, ...]
-    """Manifests; they go first."""
+    """Manifests, which are deleted first."""
     files: tuple[str, ...]
     """All other files to delete, some of them in folders of other steps."""
     referenced: dict[str, list[str]] = field(default_factory=dict)
-    """Folders of deleted steps some of whose files stay, to the folders of the steps that refer to these."""
+    """Files that stay: folder of the deleted step to the folders of the steps that refer to its files."""
     unknown: tuple[str, ...] = ()
     """Folders with unreadable manifests. They may refer to any shard file, so all shard files stay."""
 
 
 def plan_removal(storage: Storage, names: Sequence[str]) -> Removal:
-    """Plans which files go when steps are deleted (note "Referenced files stay"). Deletes nothing.
+    """Plans which files to delete with some steps (note "Referenced files stay"). Deletes nothing.
 
     Args:
         storage: the run's folder.
@@ -144,7 +144,7 @@ class StepFacts:
 
     Args:
         run: the run's folder.
-        holder: gives the run whose manifest of a step to read; None: `run`.
+        holder: gives the run from which to read the manifest of a step; None: `run`.
     """
 
     def __init__(self, run: Storage, holder: Callable[[int], Storage] | None = None) -> None:
@@ -159,13 +159,13 @@ class StepFacts:
         only_known: Collection[int] = (),
         run: Storage | None = None,
     ) -> tuple[set[int], set[int]]:
-        """The steps that a policy keeps, and those whose manifest it needs and that cannot be read.
+        """The steps that a policy selects, and those with an unreadable manifest that it needs.
 
         Args:
             policy: the policy.
             steps: the steps, ascending.
-            only_known: steps whose manifest is not read now. The policy does not see one of them if it needs
-                its manifest, and that was not read before.
+            only_known: steps with manifests that must not be read now. If the policy needs one of them and it
+                is not cached, the policy runs without the step.
             run: the run to read manifests from now; None: what `holder` gives.
         """
         unreadable: set[int] = set()
@@ -228,7 +228,7 @@ class _Unreadable(Exception):
 
 
 class _Unknown(_Unreadable):
-    """The manifest of a step was not read, and may not be read now."""
+    """The manifest of a step is not cached, and must not be read now."""
 
 
 def retain(
@@ -246,10 +246,10 @@ def retain(
 
     Note "One line of steps": only steps up to the one just saved count. After a rollback the run has newer
     ones, which must not displace the steps of the run that continues. Damaged steps do not count, either. A
-    step whose commit is not confirmed displaces no other step, and goes when the policy does not keep it.
+    step with an unconfirmed commit displaces no other step, and is removed if the policy does not select it.
 
-    Note "A suspect stays until it is settled": the policy does not see suspects. A settled suspect goes after
-    the commit of a newer step, so that people can read the verdict until then.
+    Note "A suspect stays until it is settled": the policy does not see suspects. A settled suspect is removed
+    after the commit of a newer step, so that people can read the verdict until then.
 
     Note "A pinned step stays": the policy sees pinned steps, and they stay even if it does not keep them.
 
@@ -262,8 +262,8 @@ def retain(
         on_progress: see `delete_steps`.
         unconfirmed: True for steps whose commit is not known to be durable.
         facts: cache of times and metadata; None for a new one.
-        protect: takes steps to remove, and returns those of them that stay because they wait for their
-            upload. No upload of the others begins. None: no step waits.
+        protect: takes the steps to remove, and returns those that stay because they wait for their upload. No
+            upload of the others begins. None: no step waits.
 
     Returns:
         Folders of the steps that were removed.
@@ -351,8 +351,8 @@ class Leftover:
     folder: str
     """The step's folder."""
     attempt: str
-    """The attempt in the files' names; empty for a manifest that was never published, and for the verdict on
-    a suspect, or the pin of a step, that is gone."""
+    """The attempt in the files' names; empty for an unpublished manifest, and for a verdict or a pin without
+    its checkpoint."""
     files: tuple[str, ...]
     """Names within the folder."""
     bytes: int
@@ -377,7 +377,7 @@ def leftovers(
 
     Args:
         storage: the run's folder.
-        modified: the time of the last write to a file, Unix seconds; None if it is gone.
+        modified: the time of the last write to a file, Unix seconds; None if there is none.
         references: references of the steps of the run; None to read them.
 
     Raises:
@@ -448,7 +448,7 @@ def times_of(modified: Callable[[str], float | None], files: Sequence[str]) -> l
 
 
 def _size(storage: Storage, file: str) -> int:
-    """Bytes of a file; 0 if it is gone, or a link that leads nowhere."""
+    """Bytes of a file; 0 if it does not exist, or is a dangling link."""
     try:
         return storage.size(file) or 0
     except StorageError as error:

@@ -112,7 +112,7 @@ class RunWatch:
     ) -> WatchedSave:
         key = (leftover.folder, leftover.attempt)
         size, speed, share = leftover.bytes, None, None
-        note = "beside a committed checkpoint" if leftover.committed else "no manifest"
+        note = "in the folder of a committed checkpoint" if leftover.committed else "no manifest"
         state = "leftover" if leftover.older_than(self._older_than, now) else "writing"
         if state == "writing":
             if key in self._before and now > self._before[key][0]:

@@ -30,8 +30,8 @@ from shardproof.storage import Storage, map_requests
 __all__ = ["StepInfo", "interval_advice", "scan_run"]
 
 _LONGEST_SAVE = 3600.0
-"""Seconds. If the manifest's file is newer than the time in the manifest by this or more, the file was copied
-later."""
+"""Seconds. If the manifest's file is newer than the time in the manifest by this or more, the file is a
+later copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class StepInfo:
     reason: str | None
     """The reason why it is not committed."""
     time: float | None
-    """When it was saved, Unix seconds."""
+    """Time of the save, Unix seconds."""
     bytes: int
     """Bytes of its tensors; for a leftover, of its files."""
     tensors: int
@@ -65,7 +65,7 @@ class StepInfo:
     attempt: str | None
     repaired: bool
     unnamed: int
-    """Files of dead attempts beside a committed checkpoint, which `prune` removes."""
+    """Number of files of dead attempts in the folder of a committed checkpoint, which `prune` removes."""
     beyond_repair: bool
     """Shard files are missing or cut, so that `repair` cannot help."""
     borrows: tuple[str, ...] = ()
@@ -97,13 +97,13 @@ class StepInfo:
 
 
 def scan_run(storage: Storage, *, sizes: bool = False) -> list[StepInfo]:
-    """Every checkpoint in a run's folder, oldest step first, and the leftovers among them.
+    """Every checkpoint and every leftover in a run's folder, oldest step first.
 
     The scan reads only manifests; `shardproof.maintenance.verify` checks the bytes.
 
     Args:
         storage: the run's folder.
-        sizes: whether to check the size of every shard file and index, too. A truncated file is damage.
+        sizes: True to check also the size of every shard file and index. A truncated file is damage.
 
     Returns:
         One entry for each folder named ``step-...`` or ``suspect-...`` that has a file of shardproof, or that
@@ -164,7 +164,7 @@ def interval_advice(
 
     Args:
         infos: the checkpoints of a run.
-        modified: the time of the last write to a file of the run, Unix seconds; None if it is gone.
+        modified: the time of the last write to a file of the run, Unix seconds; None if it does not exist.
         mtbf: seconds between two failures of the job, on average.
     """
     times, costs = [], []

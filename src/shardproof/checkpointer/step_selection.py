@@ -98,7 +98,7 @@ class Failed:
 
 
 def written_folders(run: Storage, *, suspect: bool) -> dict[StepFolder, bool]:
-    """Every step with a file that shardproof wrote, and whether it has a manifest.
+    """Every step with a file that shardproof wrote; True if the step has a manifest.
 
     Args:
         run: the run's folder.
@@ -118,7 +118,7 @@ def written_folders(run: Storage, *, suspect: bool) -> dict[StepFolder, bool]:
 def newest_committed(run: Storage, *, suspect: bool) -> StepFolder | None:
     """The committed step with the highest number, readable or not; None if there is none.
 
-    It costs one listing, and one look for a manifest in that step and in each newer leftover.
+    Costs one listing, and one check for a manifest in that step and in each newer leftover.
 
     Args:
         run: the run's folder.

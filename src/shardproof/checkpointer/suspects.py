@@ -1,7 +1,7 @@
 """Suspects: checkpoints of steps whose validation failed. A verdict settles a suspect.
 
-Note "Settled for one attempt": the verdict is a file beside the manifest, and names the attempt of the
-suspect. So a new suspect that replaces a settled one is not settled, at whatever moment its save dies.
+Note "Settled for one attempt": the verdict is a file in the folder of the suspect, and names its attempt. So
+a new suspect that replaces a settled one is not settled, at whatever moment its save dies.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The manifest: all that a checkpoint holds, and the rules for its records.
+"""The manifest: the contents of a checkpoint, and the rules for its records.
 
 A checkpoint is committed if and only if its manifest exists.
 """
@@ -72,7 +72,7 @@ class FileRecord(msgspec.Struct, frozen=True, gc=False):
     rank: int = -1
     """Rank that wrote the file; -1 for the index."""
     folder: str = ""
-    """Folder beside the checkpoint's own that holds the file; empty if the checkpoint's own does."""
+    """The sibling folder with the file; empty for the checkpoint's own folder."""
 
     @property
     def place(self) -> str:
@@ -81,7 +81,7 @@ class FileRecord(msgspec.Struct, frozen=True, gc=False):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All that a checkpoint holds. One object is one `manifest.json`."""
+    """The contents of a checkpoint. One object is one `manifest.json`."""
 
     version: int = FORMAT_VERSION
     writer: str
@@ -115,7 +115,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def referenced_files(self) -> tuple[FileRecord, ...]:
-        """Shard files of other steps that hold chunks of this checkpoint."""
+        """Shard files of other steps with chunks of this checkpoint."""
         return tuple(record for record in self.files if record.folder)
 
 
@@ -221,7 +221,7 @@ def _own_fault(record: FileRecord, manifest: Manifest) -> str | None:
 
 
 def _reference_fault(record: FileRecord) -> str | None:
-    """A reference leads to a shard file in a folder beside the checkpoint's own and nowhere else."""
+    """The fault of a reference that does not name a shard file in a sibling folder; None if it does."""
     if not is_folder_name(record.folder):
         return f"it refers to a file in {record.folder!r:.200}, which cannot be the folder of a step"
     found = parse_shard_name(record.name)

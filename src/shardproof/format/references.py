@@ -1,18 +1,18 @@
 """Finds the files of a step to which other steps refer.
 
-Note: Manifests hold all references
+Note: Manifests have all references
 -----------------------------------
-A reference is stored in the manifest of the step that needs the file and nowhere else, so no second record
-can disagree. Before removing a file, a program reads the manifests of all folders beside it. An unreadable
-manifest may refer to any file: then no file that another step could need is removed. Steps can be renamed, so
-a folder of any name may hold a manifest. Two exceptions: ``lost+found`` of a file system is skipped, and a
-dangling link counts only under the name of a step.
+Only the manifest of the step that needs a file stores the reference, so no second record can disagree. Before
+a program removes a file, it reads the manifests of all sibling folders. An unreadable manifest may refer to
+any file. Then the program removes no file that another step could need. Steps can be renamed, so a folder of
+any name may have a manifest. Two exceptions: ``lost+found`` of a file system is skipped, and a dangling link
+counts only under the name of a step.
 
-Note: Manifests are flushed before files go
--------------------------------------------
+Note: Manifests are flushed before files are removed
+----------------------------------------------------
 A process may die after it removed or replaced a manifest, and before that was durable. A crash of the machine
-may then bring the old manifest back. It may refer to a file that no manifest names now. So a program flushes
-the manifests of all folders before it removes a file that another step could need.
+may then restore the old manifest. It may refer to a file that no manifest names now. So a program flushes the
+manifests of all folders before it removes a file that another step could need.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class References:
 
 
 def kept_files_message(unknown: Sequence[str]) -> str:
-    """Why files stay because of unreadable manifests, and what to do, for messages.
+    """The reason why unreadable manifests make files stay, and what to do, for messages.
 
     Args:
         unknown: folders whose manifests cannot be read.
@@ -130,15 +130,15 @@ def references_in(run: Storage, *, without: Collection[str] = ()) -> References:
 
 
 def references_of_siblings(storage: Storage) -> References:
-    """The references of the checkpoint in `storage` and of all beside it."""
+    """The references of the checkpoint in `storage` and of those in its sibling folders."""
     return referred((name, storage.sibling(name)) for name in storage.siblings())
 
 
 def flush_manifests_in(run: Storage) -> None:
     """Makes it durable which manifest each folder of `run` has, or that it has none.
 
-    See note "Manifests are flushed before files go". A folder whose manifest cannot be read is skipped. Its
-    references are unknown, so no file goes that another step could need.
+    See note "Manifests are flushed before files are removed". A folder with an unreadable manifest is
+    skipped. Its references are unknown, so no file is removed that another step could need.
 
     Raises:
         StorageError: the storage failed.
@@ -147,7 +147,7 @@ def flush_manifests_in(run: Storage) -> None:
 
 
 def flush_manifests_of_siblings(storage: Storage) -> None:
-    """Does for the folder of `storage` and all beside it what `flush_manifests_in` does for a run.
+    """As `flush_manifests_in`, for the folder of `storage` and its sibling folders.
 
     Raises:
         StorageError: the storage failed.

@@ -41,7 +41,7 @@ _GAP_BYTES = 32 << 10
 _WANTED_PER_UNWANTED = 8
 """Wanted bytes of a read for each unwanted byte, at least: ranks read little of each other's parts."""
 _WHOLE_BYTES = 64 << 20
-"""A seekable extent that is larger is not read whole for a part of it. It bounds the memory of a read."""
+"""A larger seekable extent is not read whole for a part of it. This bounds the memory of a read."""
 
 
 class BoxReads:
@@ -72,7 +72,7 @@ class BoxReads:
         is_new = (np.diff(file, prepend=-1) != 0) | (np.diff(start, prepend=-1) != 0)
         is_new |= np.diff(nbytes, prepend=-1) != 0
         first = np.flatnonzero(is_new)
-        """Position of the first box of each group: boxes that one range of a file holds."""
+        """Position of the first box of each group. The boxes of a group are in one range of a file."""
         self.nbytes = int(nbytes[first].sum())
         """Bytes to read, at most."""
         self._batches = _batches(first.tolist(), file[first].tolist(), nbytes[first].tolist(), len(rows))
@@ -296,7 +296,7 @@ class _Range(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Scratch:
-    """Memory of a thread, in three forms."""
+    """Scratch memory of a thread, as three types."""
 
     tensor: torch.Tensor
     bytes: memoryview

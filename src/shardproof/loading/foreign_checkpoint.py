@@ -69,7 +69,7 @@ class ForeignCheckpoint(Checkpoint):
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """The metadata that the writer stored beside the tensors; empty if the format has none."""
+        """The metadata of the writer; empty if the format has none."""
         return self.reader.user_metadata
 
     def close(self) -> None:

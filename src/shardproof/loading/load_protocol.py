@@ -188,7 +188,7 @@ class _Loader:
         return events.phase(self.operation, name, rank=rank, world_size=world_size)
 
     def share_metadata(self, meetings: MeetingSequence) -> None:
-        """Rank 0 reads manifest and index of a remote storage, and passes small ones to all ranks.
+        """Rank 0 reads manifest and index of a remote storage, and sends small ones to all ranks.
 
         If rank 0 cannot read them, each rank reads them itself and reports its error in the next meeting.
         """
@@ -253,7 +253,7 @@ class _Loader:
             )
 
     def _offer(self) -> offers.Offer | None:
-        """Memory to share with the ranks of this node; None if no rank sends tensors to another."""
+        """Shared memory for the ranks of this node; None if no rank sends tensors to another."""
         options = self._options
         if options.read_once and self._rendezvous.world_size > 1 and can_exchange(options.group):
             self._memory = NodeMemory.made()
@@ -263,7 +263,7 @@ class _Loader:
         return offers.Offer(socket.gethostname(), self._memory.handle)
 
     def _sketch(self) -> Sketch | None:
-        """Samples of the ranges that this rank reads; None if no other rank can read the same."""
+        """Samples of the ranges that this rank reads; None if no other rank can read the same ranges."""
         plan = self._matched.plan
         if plan is None or self._rendezvous.world_size == 1:
             return None
@@ -291,7 +291,7 @@ class _Loader:
             )
             self._opened.callback(exchange.close)
             exchange.agree(meetings)
-            if exchange.is_active:  # no two ranks read much of the same then
+            if exchange.is_active:  # the remaining reads of two ranks hardly overlap
                 self._exchange, self.cold = exchange, Cold.PAST_CACHE
 
     def read(self, phase: events.Phase) -> bytes:
@@ -312,7 +312,7 @@ class _Loader:
         return msgspec.msgpack.encode(report)
 
     def _read_all(self, plan: ReadPlan, phase: events.Phase) -> None:
-        """Reads shared ranges first, because other ranks wait for them, then those of this rank alone."""
+        """Reads shared ranges first, because other ranks wait for them, then the ranges of only this rank."""
         exchange = self._exchange
         try:
             open_all()

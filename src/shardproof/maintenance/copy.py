@@ -121,7 +121,7 @@ def plan_standalone(source: Storage, target: Storage) -> StandalonePlan:
 def _planned_copy(
     source: Storage, target: Storage, on_progress: Callable[[int, int], None] | None
 ) -> _CheckpointCopy:
-    """The copy, after the checks that read metadata alone. Arguments and errors are those of the callers."""
+    """The copy, after the checks that read only metadata. Arguments and errors are those of the callers."""
     manifest = read_manifest(source)
     table = read_index(source, manifest)
     if target.size(MANIFEST_NAME) is not None:

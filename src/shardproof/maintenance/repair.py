@@ -253,7 +253,7 @@ def _commit(storage: Storage, shards: list[VerifiedShard], intact: Manifest | No
     )
     text = encode_manifest(manifest)
     decode_index(index, manifest, manifest.index.name)
-    # A damaged manifest goes last: as long as it is there, prune keeps the files of the step.
+    # The damaged manifest is replaced last: until then, prune removes no file of the step.
     try:
         storage.publish(manifest.index.name, index, replace=True)
     except StorageError as error:

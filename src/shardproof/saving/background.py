@@ -1,12 +1,12 @@
-"""Threads that work while the caller trains. The process waits for them at exit.
+"""Background threads of saves. The process waits for them at exit.
 
 Note "The end of the interpreter": these threads are daemons, so a thread that hangs in a dead file system
 cannot keep the process alive. An `atexit` function waits for their work. It runs after the program's last
 line and before the interpreter shuts down. At that time executors accept no work, and from CPython 3.12 on
 no thread can be started. So these threads are started at the first save and need only a queue. The links of
-a rendezvous start before the caller continues (`StoreRendezvous.beside`). Work that uses other threads goes
-on in its own thread without them: `map_requests`, `ObjectSink`. A child made by fork has none of the threads,
-and waits for nothing.
+a rendezvous start before the caller continues (`StoreRendezvous.beside`). At exit, `map_requests`
+and `ObjectSink` need no other threads and work in the calling thread. A child made by fork has none of these
+threads, and does not wait.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Workers:
 def _run(tasks: SimpleQueue[Callable[[], None] | None]) -> None:
     while (task := tasks.get()) is not None:
         task()
-        del task  # or its references would live until the next task
+        del task  # otherwise its references would stay until the next task
 
 
 def _stop(tasks: SimpleQueue[Callable[[], None] | None], count: int) -> None:
@@ -89,7 +89,7 @@ def _fulfil(future: Future[T], work: Callable[[], T]) -> None:
 
 
 def log_callback_error(error: BaseException) -> None:
-    """Logs an error that may not end the thread, because later tasks need it."""
+    """Logs an error that must not end the thread, because later tasks need the thread."""
     _log.error("a callback of a future raised %r, which has no effect here", error, exc_info=error)
 
 
@@ -98,7 +98,7 @@ class Progress:
 
     def __init__(self) -> None:
         self.is_bounded = False
-        """True if the current step ends by itself, as a meeting of ranks does by its deadlines."""
+        """True if the current step has a deadline of its own, as a meeting has."""
         self._count = 0
 
     def moved(self) -> None:

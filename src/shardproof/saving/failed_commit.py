@@ -1,11 +1,12 @@
 """What a failed save leaves in storage: a manifest that may not be durable, and files without a manifest.
 
 Note "Unconfirmed": if the storage fails after the manifest got its name, readers see the checkpoint, but a
-crash of the machine may undo the commit. Such a save fails, and its files stay. The coordinator remembers the
-attempt in memory, since a failing storage cannot record it. Until the commit is confirmed, the same saver may
-replace it without `overwrite`, no incremental save refers to it, and retention does not count it. A later
-save to the same place confirms it, and so does a flush after all of it was read and verified. Another process
-sees a committed checkpoint; `Checkpointer.restore` flushes the checkpoint that it loads.
+crash of the machine may undo the commit. Such a save fails, and its files stay. The coordinator records the
+attempt in memory, because a failing storage cannot record it. Until the commit is confirmed, the same saver
+may replace it without `overwrite`, no incremental save refers to it, and retention does not count it. A later
+save to the same place confirms it. A flush also confirms it, if the whole checkpoint was read and verified
+before. Another process sees a committed checkpoint; `Checkpointer.restore` flushes the checkpoint that it
+loads.
 """
 
 from __future__ import annotations
@@ -58,9 +59,9 @@ def remove_own_files(storage: Storage, rank: int, attempt: str) -> None:
     """Removes this rank's files of a save that the coordinator refused; logs a file that it cannot remove.
 
     Note "Whose files": a file may be removed only if no manifest can name it, now or later. After a refusal
-    by the coordinator none can, unless the error says that the manifest is or may be in place
-    (`details["committed"]`). A rank does not conclude this from the folder, since another node may see an
-    older state of it; it only checks once more for a manifest that another node wrote. A silent coordinator
+    by the coordinator no manifest can, unless the error states that the manifest is or may be in place
+    (`details["committed"]`). The folder alone is no evidence, because another node may see an older state of
+    it. A rank only checks once more for a manifest that another node wrote. A silent coordinator
     may be slow, and commit later. An interrupt of this rank does not stop the coordinator. In these cases the
     files stay, and prune removes them.
 

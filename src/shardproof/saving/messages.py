@@ -21,7 +21,7 @@ class Attempt(msgspec.Struct, frozen=True):
     world_size: int
     metadata: dict[str, Any]
     base: str = ""
-    """Folder of the base, whose unchanged chunks are referred to; empty: no base."""
+    """Folder of the base, which stores the unchanged chunks; empty: no base."""
 
 
 class RankReport(msgspec.Struct, frozen=True, array_like=True):

@@ -96,7 +96,7 @@ class PendingSave:
         """Waits until the step is whole on the last tier (``Checkpointer(then=)``).
 
         Without further tiers, it does the same as `result`. An upload may take longer than the time between
-        two saves, so call it where the program needs the upload: at its end, or before it gives up a node.
+        two saves, so call it where the program needs the upload: at its end, or before it releases a node.
 
         Args:
             timeout: seconds to wait at most; save and upload continue in any case. None: until they are over
@@ -107,8 +107,8 @@ class PendingSave:
 
         Raises:
             TimeoutError: the upload has not ended.
-            SaveSkipped: the step is not uploaded: newer steps took its place, or it is damaged in the first
-                tier. The text says which.
+            SaveSkipped: the step is not uploaded, because newer steps replaced it or the first tier has
+                damaged bytes of it. The text gives the reason.
             StorageError: the storage failed or hangs.
             ShardproofError: see `result`; or the upload failed on a rank. The step is committed on the first
                 tier, and the next save tries the upload again.
@@ -153,8 +153,8 @@ class PendingSave:
     def future(self) -> Future[SaveResult]:
         """This save as a future of `concurrent.futures`, for callbacks and waits for several.
 
-        It cannot be cancelled. `Future.result` and `Future.exception` wait as `result` does, and report an
-        error as `result` does: a failure that no caller asks for is raised by the next save.
+        It cannot be cancelled. `Future.result` and `Future.exception` wait as `result` does. If no caller
+        asks for a failure, the next save raises it.
 
         Example:
             >>> import shardproof as sp, tempfile, torch
@@ -217,7 +217,7 @@ class PendingSave:
 class _SaveFuture(Future[SaveResult]):
     """A future that asks a pending save for its outcome, so that an error counts as reported.
 
-    The state of the base class serves `done` and the callbacks alone: it has neither result nor error.
+    The state of the base class is only used by `done` and the callbacks. It has neither result nor error.
 
     Args:
         pending: the save.
@@ -246,9 +246,9 @@ class _SaveFuture(Future[SaveResult]):
         return None
 
     def add_done_callback(self, fn: Callable[[Future[SaveResult]], object]) -> None:
-        """As in the base class. In the save thread, also SystemExit of a callback is only logged.
+        """As in the base class. In the save thread, SystemExit of a callback is only logged, too.
 
-        It would keep later callbacks from their call.
+        Otherwise the later callbacks would not be called.
         """
         super().add_done_callback(fn if self.done() else partial(_call_back, fn))
 

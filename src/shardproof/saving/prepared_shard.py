@@ -1,4 +1,4 @@
-"""The header of a rank's shard file: the parts that depend on the plan alone, and the other parts."""
+"""The header of a rank's shard file: the parts that depend only on the plan, and the other parts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["PreparedShard", "prepare_shard"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedShard:
-    """The parts of a rank's shard that depend on the plan alone."""
+    """The parts of a rank's shard that depend only on the plan."""
 
     plan: RankPlan
     names: tuple[str, ...]
@@ -56,7 +56,7 @@ class PreparedShard:
         """The entries of a file with some of the chunks.
 
         Args:
-            written: (chunks,) whether the file stores the chunk.
+            written: (chunks,) True if the file stores the chunk.
         """
         if written.all():
             return self.entries

@@ -1,13 +1,13 @@
 """The protocol of one save on one rank.
 
-Two threads take the steps. `Save.start` has those of the caller's thread, which collects and stages.
-`Save._save` has those of the save thread, which no interrupt reaches: it holds all meetings and writes. The
-following methods are in the order of the steps.
+Two threads execute the steps. `Save.start` has the steps of the caller's thread, which collects and stages.
+`Save._save` has the steps of the save thread, which attends all meetings and writes. No interrupt reaches
+this thread. The following methods are in the order of the steps.
 
 A rank *goes ahead* if it returns to its caller before the ranks agree. It does so if it can reuse its cached
-plan and has copied all memory that no fence protects. Each rank decides this for itself; the other ranks see
-no difference. After a failed save, the next save agrees synchronously, so that every rank reports the failure
-exactly once.
+plan and has copied all memory that no fence protects. Each rank decides this without the other ranks,
+because the meetings are the same in both cases. After a failed save, the next save agrees synchronously, so
+that every rank reports the failure exactly once.
 
 Note "Fixed meetings": every rank takes part in every meeting, with its result or with its error. So the error
 of one rank is the answer to all ranks, and no rank waits for a rank that gave up. The meetings before the
@@ -109,7 +109,7 @@ class Save:
         """True if the caller continues before the ranks agree."""
         self._agreement: Agreement
         self._refusal: BaseException | None = None
-        """The error that kept the ranks from agreeing."""
+        """The error of a failed agreement."""
         self._agreed: Future[None] = Future()
         """Done when the ranks have agreed, or the agreement failed."""
         self._base: BaseDigests | None = None
@@ -131,7 +131,7 @@ class Save:
         stage_all: bool = False,
         after: After | None = None,
     ) -> None:
-        """Takes the steps of the caller's thread; returns once the caller may change the state.
+        """Executes the steps of the caller's thread; returns once the caller may change the state.
 
         Args:
             state: the state tree.
@@ -147,7 +147,7 @@ class Save:
         self._stage()  # while the save thread writes
 
     def _save(self, operation: Operation, background: bool, after: After | None) -> SaveResult:
-        """Takes the steps of the save thread."""
+        """Executes the steps of the save thread."""
         with ExitStack() as order:
             order.enter_context(operation)
             part = self._agree(exclusive=not background)  # meetings: collect [plan] [base]
@@ -166,7 +166,7 @@ class Save:
         return result
 
     def _collect(self, state: Any, *, guarded: bool, stage_all: bool) -> None:
-        """Collects the state, and reserves the turn in which `_agree` meets the other ranks.
+        """Collects the state, and reserves the place in the order of meetings for `_agree`.
 
         Args:
             state: the state tree.
@@ -207,7 +207,7 @@ class Save:
         raise failure  # here, so that its context does not hold the state
 
     def _agree(self, *, exclusive: bool) -> bytes | None:
-        """Meets the other ranks in the reserved turn.
+        """Agrees with the other ranks, at the reserved place in the order of meetings.
 
         Args:
             exclusive: True if no other meeting of this rank may come before the commit.
@@ -302,7 +302,7 @@ class Save:
             self._replica_digests = hash_replicas(pieces, slices, rows, staging, on_progress)
 
     def release_caller(self) -> None:
-        """Ends the wait of the caller, or of an optimizer's step, for the ranks to agree."""
+        """Ends the wait of the caller, or of an optimizer step, for the agreement of the ranks."""
         if not self._agreed.done():
             self._agreed.set_result(None)
 
@@ -310,7 +310,7 @@ class Save:
         """Returns when the ranks have agreed; at once if this rank goes ahead.
 
         Raises:
-            BaseException: the error that kept the ranks from agreeing, or an interrupt of a local step.
+            BaseException: the error of a failed agreement, or an interrupt of a local step.
         """
         if self._goes_ahead:
             return
@@ -401,7 +401,7 @@ class Save:
         return msgspec.structs.replace(result, seconds=time.monotonic() - self._begun)
 
     def end(self) -> None:
-        """Releases the state, the turn and the store. Called at least once at the end of every save."""
+        """Releases the state, the reservation and the store. Called once or more at the end of every save."""
         if self._reservation is not None:
             self._reservation.give_up()
         self.release_caller()
@@ -463,7 +463,7 @@ class Save:
         return events.phase(self.operation, name, rank=rank, world_size=world_size, step=step)
 
     def _progress_of(self, rendezvous: Rendezvous, phase: events.Phase, total: int) -> Callable[[int], None]:
-        """A function that takes the bytes done, and fails once the save is given up."""
+        """A progress callback that takes the bytes done. It raises once the save is given up."""
 
         def on_progress(done: int) -> None:
             self._check_given_up()
@@ -485,7 +485,7 @@ class Save:
     def _failure(self, error: BaseException, *, logged: bool) -> ShardproofError:
         """Converts the error of the save to a `ShardproofError`; logs it if no caller waits for it."""
         if self._is_refused and isinstance(error, ShardproofError):
-            # A copy: the frames of the error that the caller gets hold the state.
+            # A copy, because the frames of the caller's error have references to the state.
             return ShardproofError.from_wire(error.to_wire())
         location = self._storage.location
         if logged:

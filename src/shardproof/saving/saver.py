@@ -142,8 +142,8 @@ class Saver:
             when_busy: "wait" for the current save, or "skip" this one. If one rank skips, all ranks skip.
             stage_all: True to copy all memory before this returns, including memory that only optimizers
                 write.
-            base: finds an earlier committed step beside `storage`; its chunks are not written again. Called
-                on the coordinator. None: all chunks are written.
+            base: finds an earlier committed step in a sibling folder of `storage`. Its chunks are not written
+                again. Called on the coordinator. None: all chunks are written.
             full_every: at least one of this many saves in a row with a `base` is written in full. None: no
                 bound.
             check_replicas: ``"all"`` or ``"sample"`` to compare the bytes of boxes that several ranks have. A

@@ -38,7 +38,7 @@ from shardproof.storage import ALIGNMENT, Sink, aligned_buffer
 __all__ = ["BufferPool", "WrittenShard", "write_shard"]
 
 _PADDING_ENTRY = 128
-"""Bytes; an entry of padding takes less in a header."""
+"""Upper bound for the bytes of a padding entry in a header."""
 
 
 class BufferPool:

@@ -118,14 +118,14 @@ def _writers(stepped: Stepped) -> Iterator[tuple[torch.Tensor, int]]:
     for tensor, local, start in zip(stepped.tensors, stepped.local_tensors, stepped.starts, strict=True):
         if start:
             yield local, start
-            if tensor is not local:  # an operation on a DTensor raises the version of the DTensor alone
+            if tensor is not local:  # an operation on a DTensor raises only the version of the DTensor
                 yield tensor, start
             if (owner := storage_owner(tensor)) is not None:
                 yield owner, start
 
 
 def _covered(stepped: Stepped) -> set[int]:
-    """Addresses of the storages that one tensor covers and torch alone owns."""
+    """Addresses of the storages that one tensor covers and only torch owns."""
     rows = [row for row, start in enumerate(stepped.starts) if start]
     local = [stepped.local_tensors[row] for row in rows]
     storages = list(map(torch.Tensor.untyped_storage, local))

@@ -44,7 +44,7 @@ def test_a_save_is_seen_while_it_grows_until_it_is_committed(tmp_path: Path) -> 
     assert [save.state for save in watch.look(now + 7200)] == ["committed", "leftover"]
     write(tmp_path / "step-00000002", Sample(STATE, step=2, attempt="a2"))
     states = [(save.state, save.note) for save in watch.look(now + 4.0)]
-    assert states[1:] == [("committed", ""), ("writing", "beside a committed checkpoint")]
+    assert states[1:] == [("committed", ""), ("writing", "in the folder of a committed checkpoint")]
 
 
 def test_a_step_without_permission_is_shown_and_the_watch_goes_on(

@@ -87,7 +87,7 @@ class MissingCopies:
         Args:
             folder: folder of the restored step.
             text: the bytes of its manifest, which all nodes have.
-            left_out: the nodes whose copy of a file is damaged, by ``folder/file``.
+            left_out: the nodes with a damaged copy of a file, by ``folder/file``.
 
         Raises:
             StorageError: a node failed.
@@ -118,7 +118,7 @@ class MissingCopies:
             return []
         more = f" and {counted(len(single) - 1, 'more file')}" if len(single) > 1 else ""
         _log.warning(
-            "%s/%s: one node alone has %s%s. The ranks make a second copy in the background",
+            "%s/%s: only one node has %s%s. The ranks make a second copy in the background",
             self._nodes.location,
             folder,
             min(record.name for record in single),
@@ -160,7 +160,7 @@ class MissingCopies:
         self._last.result(timeout)
 
     def _make(self, share: _Share, meetings: Rendezvous, operation: str) -> None:
-        """Copies, and meets the other ranks, which serve the files until then."""
+        """Copies this rank's share, then meets the other ranks. Each rank serves its files until then."""
         meetings.arrive()
         total = sum(copy.record.size for copy in share.copies)
         rank, done = self._rendezvous.rank, 0
@@ -207,7 +207,7 @@ class MissingCopies:
         except Exception as error:
             if rank == 0 or not isinstance(error, ShardproofError):
                 _log.error(
-                    "%s/%s: files that one node alone has could not be copied to another node, and the next "
+                    "%s/%s: files that only one node has could not be copied to another node, and the next "
                     "restore tries it again: %s",
                     self._nodes.location,
                     share.folder,
@@ -216,7 +216,7 @@ class MissingCopies:
             raise
 
     def _copy(self, share: _Share, copy: _FileCopy, on_bytes: Callable[[int], None]) -> bool:
-        """Copies one file to this node (note "Whole or not at all"). False if the step is gone."""
+        """Copies one file to this node (note "Whole or not at all"). False if the step was removed."""
         folders, record = self._nodes.group.folders, copy.record
         own = self._nodes.own()
         source, target = folders[copy.source].within(record.folder), own.within(record.folder)

@@ -1,19 +1,19 @@
 """The folders of all nodes as one `Storage`.
 
-Note "What is where": a rank writes its files into the folder of its own node. With `replicas`, the partner
-node has a file of the same name. Every node has each manifest, pin and verdict. A rank reads a file
+Note "What is where": a rank writes its files to the folder of its own node. With `replicas`, the partner node
+has a copy of the same name. Every node has each manifest, pin and verdict. A rank reads a file
 from its own node, or else from a node that has it.
 
 Note "The commit": `publish` writes a file on one node first, the arbiter, which is the same for all ranks.
 This write is exclusive, so only one of two jobs on the same nodes commits. Then `publish` writes the file on
 all other nodes. A step is committed once one node has its manifest. If the nodes have different manifests of
-a step, the later save counts (note "Copies" in `tiered_run`). A publication that dies in between leaves nodes
-with an older manifest, or without one. This does no harm, because the shard files are durable before the
-first write. A restore takes such a step, and gives its manifest to all nodes, so that the step does not
-depend on one of them.
+a step, the later save counts (note "Copies" in `tiered_run`). A crash during `publish` leaves nodes with
+an older manifest, or without one. The step is still whole, because the shard files are durable before the
+first write. A restore of the step publishes the manifest on all nodes, so that the step does not depend on
+one of them.
 
-Note "Removal": a file is removed on all nodes. The manifest of a step is gone from all nodes before the first
-shard file is removed. A node that was away keeps an old step, which the next retention removes.
+Note "Removal": `delete` removes a file on all nodes. Retention removes the manifest of a step on all nodes
+before the first shard file. A node that was absent still has the old step, which the next retention removes.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class NodesView(TieredRun):
         return _merged(self._ask("folders", lambda place: place.folders()).values())
 
     def siblings(self) -> list[str]:
-        """Sorted names of the folders beside this one on any node, or in the second tier."""
+        """Sorted names of the sibling folders on any node, or in the second tier."""
         return _merged(self._ask("siblings", lambda place: place.siblings()).values())
 
     def list(self, prefix: str = "") -> list[str]:
@@ -209,7 +209,7 @@ class NodeStorage(NodesView):
         return self._own
 
     def view(self, second: Storage | None) -> NodesView:
-        """The run as all nodes and the second tier hold it together, for one restore."""
+        """A read-only view of the run over all nodes and the second tier, for one restore."""
         return NodesView(self.group, second)
 
     def create(self, name: str) -> Sink:
@@ -317,17 +317,17 @@ class NodeStorage(NodesView):
             name: self.within(name)._ask("list", lambda place: place.list())
             for name in {record.folder for record in named}
         }
-        held = {
+        files_by_node = {
             name: {node: frozenset(files) for node, files in found.items() if isinstance(files, list)}
             for name, found in lists.items()
         }
         return {
-            record: {node for node, files in held[record.folder].items() if record.name in files}
+            record: {node for node, files in files_by_node[record.folder].items() if record.name in files}
             for record in named
         }
 
     def has_copies(self, folder: str, manifest: Manifest) -> bool:
-        """True if every shard file of a step has as many copies as `replicas` asks for.
+        """True if every shard file of a step has as many copies as `replicas` requires.
 
         Args:
             folder: folder of the step.

@@ -88,7 +88,7 @@ class Peer:
             self.give_back(connection) if is_whole else connection.close()
 
     def take(self) -> PeerConnection:
-        """An idle connection, or a new one. The caller gives it back, or closes it.
+        """An idle connection, or a new one. The caller calls `give_back`, or closes it.
 
         Raises:
             StorageError: the other rank is gone, or does not answer.
@@ -102,7 +102,7 @@ class Peer:
         return self._connect()
 
     def give_back(self, connection: PeerConnection) -> None:
-        """Keeps a connection for the next request. Its last answer must have been read."""
+        """Stores a connection for the next request. Its last answer must have been read."""
         with self._lock:
             if len(self._idle) < _MOST_IDLE:
                 self._idle.append(connection)
@@ -295,7 +295,7 @@ class PeerStorage:
         return [name_from(one) for one in self.peer.ask(self._request("folders"))]
 
     def siblings(self) -> list[str]:
-        """Sorted names of the folders beside this one there."""
+        """Sorted names of the sibling folders there."""
         return [name_from(one) for one in self.peer.ask(self._request("siblings"))]
 
     def list(self, prefix: str = "") -> list[str]:
@@ -312,7 +312,7 @@ class PeerStorage:
         return PeerStorage(self.peer, self._root, f"{self._path}/{prefix}" if self._path else prefix)
 
     def sibling(self, folder: str) -> PeerStorage:
-        """The folder of this name beside this one."""
+        """The sibling folder of this name."""
         above = self._path.rpartition("/")[0]
         check_folder(folder, self.location)
         return PeerStorage(self.peer, self._root, f"{above}/{folder}" if above else folder)

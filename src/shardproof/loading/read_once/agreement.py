@@ -1,4 +1,4 @@
-"""The meetings at which the ranks agree whether to read once, and how."""
+"""The meetings at which the ranks choose whether and how to exchange."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class _LoadAnswer(msgspec.Struct, frozen=True, array_like=True):
     """The answer of the coordinator, at the first or at the second meeting."""
 
     choice: str
-    """"all": every rank reads for itself. "group": exchange over the process group. "node": exchange through
-    shared memory. "measure": measure the speeds first."""
+    """"all": every rank reads all its chunks. "group": exchange over the process group. "node": exchange
+    through shared memory. "measure": measure the speeds first."""
     orders: Orders | None = None
     node_orders: NodeOrders | None = None
     over: str = ""
@@ -60,7 +60,7 @@ class _LoadAnswer(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def given(self) -> Orders | NodeOrders | None:
-        """The orders of this rank; None if every rank reads for itself."""
+        """The orders of this rank; None without an exchange."""
         return self.orders or self.node_orders
 
 
@@ -74,11 +74,11 @@ class _SpeedReport(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ReadOnceExchange:
-    """One rank's part in reading once: the agreement, then the exchange.
+    """The read-once exchange on one rank: first the agreement, then the transfers.
 
     Args:
         checkpoint: the checkpoint to load.
-        plan: the plan of this rank if every rank reads for itself.
+        plan: the plan of this rank without an exchange.
         writer: writes to the destinations of the plan.
         rendezvous: the rendezvous of all ranks.
         options: options of the load; the same on all ranks.
@@ -181,7 +181,7 @@ class ReadOnceExchange:
         self._peers = []
 
     def agree(self, meetings: MeetingSequence) -> None:
-        """Agrees whether and how the ranks exchange.
+        """Agrees with the other ranks whether and how to exchange.
 
         Raises:
             StructureError: there is no process group, or it does not have these ranks.
@@ -250,7 +250,7 @@ class ReadOnceExchange:
     def _measure(self) -> bytes:
         """Measures the storage and the exchange. An error of the checkpoint goes into the report."""
         over_group = self._answer.over == "group"
-        exchanged = self._exchange.measure() if over_group else 0.0  # by all ranks, whatever comes after
+        exchanged = self._exchange.measure() if over_group else 0.0  # by all ranks, even if a rank then fails
         checkpoint = self._checkpoint
         try:
             chunks = Chunks(

@@ -5,7 +5,7 @@ Loads without `read_once` call no collective.
 Note: Collectives of a load
     Every rank of the group calls the same methods in the same order: `measure` if the coordinator asks for
     it, then `any_failed` and `start` for each round of the coordinator's plan. A rank that fails still calls
-    the next `any_failed`, and all ranks leave together after it. So nothing may fail on one rank alone
+    the next `any_failed`, after which all ranks leave the exchange. So no error of a single rank may occur
     between those calls. The constructor and `reserve` therefore take the device memory beforehand, and a
     failure there is reported like any other. If a rank dies, gloo closes its connections at once; other
     backends end the wait after the group's timeout. No other thread may use the group meanwhile.

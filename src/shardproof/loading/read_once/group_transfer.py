@@ -71,7 +71,7 @@ class Sender:
         self._dtypes: list[torch.dtype] = [getattr(torch, record.dtype) for record in manifest.tensors]
         self._writer = writer
         self._threads = threads
-        self._chunks = Chunks(files, manifest, table, rows)  # in the same order: that of the files
+        self._chunks = Chunks(files, manifest, table, rows)  # sorted by file, as the orders
         self._parts = writer.parts_of(self._chunks.rows)
         self._at = {row: at for at, row in enumerate(self._chunks.rows)}
         ends = np.cumsum(counts).tolist()
@@ -100,7 +100,7 @@ class Sender:
         self._buffers = [torch.empty(most, dtype=torch.uint8, device="cpu") for _ in range(2)]
 
     def buffer(self, number: int) -> torch.Tensor:
-        """The buffer of a round. Two buffers take turns: one is sent while the other is packed."""
+        """The buffer of a round. Two buffers alternate: one is sent while the other is packed."""
         return self._buffers[number % 2]
 
     def pack(self, number: int) -> int:
@@ -240,8 +240,8 @@ def through_group(
 ) -> tuple[int, int]:
     """Reads, sends and unpacks the chunks that several ranks want. Every rank calls this.
 
-    A rank that fails continues to the next `any_failed`, where all ranks leave together. So no rank waits for
-    it inside an exchange.
+    A rank that fails continues to the next `any_failed`, at which all ranks leave the exchange. So no rank
+    waits for it inside a collective.
 
     Args:
         make: makes the sender and the receiver of this rank.

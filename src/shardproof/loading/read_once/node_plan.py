@@ -3,9 +3,9 @@
     every rank: `ChunkRequest.of(plan)`  ->  coordinator: `plan_node`  ->  every rank: its `NodeOrders`
 
 Ranks pack and send nothing: a rank copies the parts that it wants from the shared memory of the reader. A
-reader reads its units in file order, in *rounds* of `ROUND_BYTES`, or of one unit that is larger. Its memory
-is a ring. All rounds but the first few reuse the memory of earlier rounds, so the reader waits until every
-rank has copied its parts of these.
+reader reads its units in file order, in *rounds* of `ROUND_BYTES`, or of one larger unit. Its memory is a
+ring buffer. All rounds except the first few reuse the memory of earlier rounds. So the reader waits until
+every receiver has copied its parts of these.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ __all__ = ["AHEAD", "RING_BYTES", "ROUND_BYTES", "NodeOrders", "plan_node"]
 ROUND_BYTES = 1 << 20
 """Bytes that a rank reads before it notifies the others."""
 RING_BYTES = 8 << 20
-"""Bytes of a rank's ring, unless two rounds are larger. A small ring stays in the caches of the processors
-until the other ranks copy from it."""
+"""Bytes of a rank's ring buffer, unless two rounds are larger. A small buffer stays in the caches of the
+processors until the receivers copy from it."""
 AHEAD = 7
-"""Rounds of a rank that other ranks have yet to copy from, at most."""
+"""Maximum number of rounds of a reader that receivers have not copied from yet."""
 _ALIGNMENT = 64
 
 

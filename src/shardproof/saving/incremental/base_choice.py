@@ -27,7 +27,7 @@ from shardproof.storage import Storage
 __all__ = ["BaseChoice", "CachedBase", "FindBase"]
 
 FindBase = Callable[[], Storage | None]
-"""Finds the base, beside the new step; None: there is no base."""
+"""Finds the base, in a sibling folder of the new step; None: there is no base."""
 
 _log = logging.getLogger("shardproof")
 

@@ -58,7 +58,7 @@ class Base:
     """Positions of a plan's chunks in the base: one row per chunk, in the order of the plan."""
 
     folder: str
-    """The base's folder, beside that of the new step."""
+    """The base's folder, a sibling of the new step's folder."""
     seal: bytes
     """Seal of the base, from `shardproof.format.read_seal`."""
     files: tuple[FileRecord, ...]
