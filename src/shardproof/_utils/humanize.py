@@ -68,7 +68,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def listed(names: Iterable[str], most: int = 5) -> str:
-    """Some names in order, and how many there are beside.
+    """The first names in order, and the number of the others.
 
     >>> listed({"b", "a"}), listed("edcba", 3)
     ('a, b', 'a, b, c and 2 more')

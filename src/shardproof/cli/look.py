@@ -38,12 +38,12 @@ __all__ = ["inspect_command", "ls_command"]
 def ls_command(run: str, mtbf: float | None, as_json: bool) -> int:
     """List the checkpoints of RUN.
 
-    Steps that are not committed are listed with the reason: the save died, or is still in progress
-    (a leftover, see prune), or the checkpoint is damaged (see verify and repair). A suspect is the checkpoint
-    of a step whose validation failed; once that is settled, its verdict is shown.
+    An uncommitted step is listed with the reason: the save died or is still in progress (a leftover, see
+    prune), or the checkpoint is damaged (see verify and repair). A suspect is the checkpoint of a step that
+    failed validation. The list shows the verdict of a settled suspect.
 
-    The suggestion of --mtbf is computed from the listed steps: from their times, and from the time between
-    the agreement of the ranks and the commit. Training that goes on during a save waits less than that.
+    The suggestion of --mtbf uses the times of the listed steps, and the time from the agreement of the ranks
+    to the commit. Training that continues during a save is blocked for less time.
     """
     from dataclasses import asdict
 
@@ -84,7 +84,7 @@ def ls_command(run: str, mtbf: float | None, as_json: bool) -> int:
             "-" if info.world_size is None else str(info.world_size),
             info.status + (", repaired" if info.repaired else ""),
             info.reason
-            or (f"{counted(info.unnamed, 'file')} of dead saves beside it" if info.unnamed else "")
+            or (f"{counted(info.unnamed, 'file')} of dead saves" if info.unnamed else "")
             or ("a symbolic link" if info.linked else "")
             or (f"pinned: {info.pinned}" if info.pinned is not None else ""),
         )

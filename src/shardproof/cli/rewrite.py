@@ -176,7 +176,7 @@ def _show_conversion(report: ConversionReport) -> None:
 
 
 def _refuse_options_of_formats() -> None:
-    """Refuses options beside --standalone that change a conversion to another format."""
+    """Refuses options that change a conversion to another format, together with --standalone."""
     context = click.get_current_context()
     given = [
         parameter.opts[0]

@@ -46,7 +46,7 @@ def bytes_progress(title: str, *, shown: bool) -> Iterator[Callable[[int, int], 
     if not shown or not sys.stderr.isatty():
         yield lambda done, total: None
         return
-    hub = Hub()  # a separate hub, so that the bar shows this command alone
+    hub = Hub()  # a separate hub, so that the bar shows only this command
     bars = Bars(console(sys.stderr), lines=False, at_once=True)
     with hub.subscribe(bars, bars.close), hub.phase(title, "read") as phase:
         yield phase.progress

@@ -82,7 +82,7 @@ def _show_live(watch: RunWatch, location: str, every: float) -> None:
 
 
 def _look_again(watch: RunWatch, location: str, height: int) -> RenderableType:
-    """The table of another look, or the error of the storage, which the next look may not meet."""
+    """The table of a new scan, or the error of the storage, which may be temporary."""
     from shardproof._utils.humanize import printable
     from shardproof.errors import StorageError
 
@@ -129,7 +129,7 @@ def _table(
 
 
 def _show_changes(watch: RunWatch, every: float, line_of: Callable[[float, WatchedSave, str], str]) -> None:
-    """Prints a line for each checkpoint or attempt that is new, has another state or note, or is gone."""
+    """Prints a line for each checkpoint or attempt that is new, changed or removed."""
     from shardproof.errors import StorageError
 
     before: dict[Any, WatchedSave] = {}

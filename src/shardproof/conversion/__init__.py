@@ -49,9 +49,9 @@ def convert(
 ) -> ConversionReport:
     """Converts a checkpoint to another format. Under ``torchrun``, every rank calls it.
 
-    The new checkpoint is written to a folder beside the destination, verified, and moved to the destination
-    last. For an object store, this work folder is in the folder of temporary files (``TMPDIR``), and the
-    files are uploaded and read again. After an interruption, the same call continues where it stopped.
+    The new checkpoint is written to a sibling folder of the destination, verified, and then moved to the
+    destination. For an object store, this work folder is in the folder of temporary files (``TMPDIR``), and
+    the files are uploaded and read again. After an interruption, the same call continues where it stopped.
     Processes and ranks share the work by units, most often files.
 
     Args:

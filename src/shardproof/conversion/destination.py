@@ -11,8 +11,8 @@ multipart upload cannot have this condition. So if another program writes such a
 only the comparison finds it.
 
 Note "Dead uploads": a process that dies in a multipart upload leaves parts that no list of objects shows. A
-conversion that resumes after an interruption waits until all its objects are complete. No process of this
-conversion uploads then. It aborts the remaining uploads of these objects.
+conversion that resumes after an interruption waits until all its objects are complete. Then no process of
+this conversion uploads any more, so it aborts the remaining uploads of these objects.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class NewCheckpoint(ABC):
     """The place of the new checkpoint. The coordinator calls `begin`, `publish` and `end`."""
 
     passes: ClassVar[int]
-    """How often each byte of the new checkpoint is moved, from `begin` to `end`."""
+    """Number of times that the conversion reads or writes each byte of the new checkpoint, for progress."""
     location: str
     is_file: bool
     """True if the new checkpoint is one file."""
@@ -135,7 +135,7 @@ class NewCheckpoint(ABC):
 
     @abstractmethod
     def end(self) -> None:
-        """Removes what `begin` left beside the checkpoint. Called after the removal of the work folder."""
+        """Removes what `begin` created at the destination. Called after the removal of the work folder."""
 
 
 class FolderDestination(NewCheckpoint):
@@ -165,7 +165,7 @@ class FolderDestination(NewCheckpoint):
         publish_path(source / names[0] if self.is_file else source, self._path)
 
     def end(self) -> None:
-        """Does nothing: `begin` left nothing."""
+        """Does nothing: `begin` creates nothing."""
 
 
 class BucketDestination(NewCheckpoint):

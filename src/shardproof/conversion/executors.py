@@ -1,7 +1,7 @@
 """Where the tasks of a conversion run: in this process, in processes of this machine, or on Ray.
 
-A task is a unit to write, boxes to verify or files to upload. A worker opens the source and plans by itself,
-from the request alone. So only requests, tasks and results go between processes.
+A task is a unit to write, boxes to verify or files to upload. Each worker opens the source and makes
+the plan, for which it needs only the request. So processes exchange only requests, tasks and results.
 """
 
 from __future__ import annotations
@@ -115,12 +115,12 @@ class InlineExecutor:
 
 
 class ProcessExecutor:
-    """Runs tasks in processes of this machine. They end with this process, however it ends.
+    """Runs tasks in processes of this machine. They end with this process, even if it is killed.
 
     Args:
         request: of the conversion.
-        workers: how many processes.
-        deadline: seconds in which some worker has to report bytes or a result.
+        workers: number of processes.
+        deadline: seconds within which any worker must report bytes or a result.
     """
 
     def __init__(self, request: ConversionRequest, workers: int, deadline: float) -> None:
@@ -208,8 +208,8 @@ class RayExecutor:
 
     Args:
         request: of the conversion.
-        workers: how many actors; each takes one processor.
-        deadline: seconds in which some actor has to report bytes or a result.
+        workers: number of actors; each uses one processor.
+        deadline: seconds within which any actor must report bytes or a result.
 
     Raises:
         ShardproofError: Ray is not installed.

@@ -123,7 +123,7 @@ class MappedSource:
         return self._ahead.pop(box, None)
 
     def _whole_move(self, box: Box) -> Move | None:
-        """The move that alone fills a box, without a permutation; None if there is none, and for zeros."""
+        """The single move that fills a box, without a permutation; None if there is none, and for zeros."""
         tensor = self._tensors[box[0]]
         if len(tensor.moves) != 1 or 0 in box[2]:
             return None

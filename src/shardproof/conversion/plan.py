@@ -209,7 +209,7 @@ def _plain_values(checkpoint: Checkpoint, selected: Callable[[str], bool]) -> di
 
 
 def _plain_values_and_config(checkpoint: Checkpoint, path: str) -> Mapping[str, Any]:
-    """The plain values of a checkpoint and the ``config.json`` beside it."""
+    """The plain values of a checkpoint, and its ``config.json``."""
     storage = foreign_of(path).storage
     keys = [*checkpoint.objects, *([CONFIG] if storage.size(CONFIG) is not None else [])]
     return LazyMapping(

@@ -28,7 +28,7 @@ __all__ = ["UnitRecord", "WorkFolder"]
 
 _PLAN, _UNITS, _LOCK = "plan", "units", "lock"
 _SPARE_BYTES = 64 << 20
-"""Bytes of metadata that a conversion may write beside the tensors."""
+"""Bytes of metadata that a conversion may write in addition to the tensors."""
 _SMALL_BYTES, _GROUP_FILES = 8 << 20, 64
 """Files of at most this size are uploaded in groups of this many: requests take most of their time."""
 

@@ -4,7 +4,7 @@ The model uses RMSNorm, rotary positions, grouped-query attention and SwiGLU. Tw
 checkpoint: no number of ranks divides the hidden width evenly, and the one-element gains have empty shards on
 all ranks but one.
 
-The batch of a step is a function of the seed and the step alone. A rank takes its rows of that batch. So runs
+The batch of a step is a function of only the seed and the step. A rank takes its rows of that batch. So runs
 on different numbers of ranks train on the same bytes at the same step, and their losses are comparable.
 """
 

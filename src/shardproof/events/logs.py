@@ -48,7 +48,7 @@ def log_to(logger: logging.Logger, level: int = logging.INFO) -> Subscription:
 
 
 def facts_of(event: Event) -> dict[str, Any]:
-    """The fields of an event as plain values, with its facts beside them.
+    """The fields and the facts of an event, as plain values.
 
     >>> event = Event("end", "save a", "write", 0, 4, 7, 1e9, 0.0, "main", 2.0, 10**9, 10**9, {"files": 1})
     >>> facts = facts_of(event)

@@ -80,7 +80,7 @@ def save(
             ``HuggingFaceStorageWriter``. Others are refused.
         planner: None or a `DefaultSavePlanner`.
         process_group: the ranks that save. None: all ranks.
-        no_dist: True to save the state of this process alone.
+        no_dist: True to save only the state of this process.
         use_collectives: ignored, because shardproof uses none.
 
     Returns:
@@ -216,7 +216,7 @@ def load(
         planner: None or a `DefaultLoadPlanner`. With ``allow_partial_load=True``, keys that the checkpoint
             lacks stay unchanged.
         process_group: the ranks that load. None: all ranks.
-        no_dist: True to load in this process alone.
+        no_dist: True to load only in this process.
 
     Raises:
         StructureError: an argument is not supported.
@@ -282,7 +282,7 @@ def _fit(
     try:
         checkpoint = open_storage(source, warn=False)
     except UNREADABLE:
-        return  # the load that follows meets the same error, and reports it to all ranks
+        return  # the following load raises the same error, and reports it to all ranks
     with checkpoint:
         flat.fit(checkpoint, partial=is_partial)
         if rendezvous.rank == 0:

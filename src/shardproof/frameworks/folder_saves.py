@@ -167,7 +167,7 @@ class FolderSaves:
 
         Args:
             run: the folder of the checkpoints, for errors.
-            find: returns a folder, or None. Called on rank 0 alone.
+            find: returns a folder, or None. Called only on rank 0.
 
         Raises:
             RankFailure: `find` failed. Raised on every rank.
@@ -179,7 +179,7 @@ class FolderSaves:
 
         Args:
             checkpoint: the folder or file, for errors.
-            ask: called on rank 0 alone, after the end of the current save.
+            ask: called only on rank 0, after the end of the current save.
 
         Raises:
             RankFailure: `ask` failed. Raised on every rank.

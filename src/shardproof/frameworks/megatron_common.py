@@ -1,4 +1,4 @@
-"""The common state: plain data of rank 0, beside the sharded entries of a checkpoint."""
+"""The common state: the plain data of rank 0 in a checkpoint with sharded entries."""
 
 from __future__ import annotations
 

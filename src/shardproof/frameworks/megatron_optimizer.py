@@ -196,7 +196,7 @@ def _optimizers(optimizer: Any) -> list[Any]:
 
 
 def _check_slots(optimizer: Any) -> None:
-    """Refuses an optimizer that keeps state beside its main weights and the moments of `_SLOTS`.
+    """Refuses an optimizer with other state than main weights and the moments of `_SLOTS`.
 
     The first two checks give the same result on all ranks. A rank without elements has no slots.
     """

@@ -2,7 +2,7 @@
 
 Megatron keeps its arguments in an ``argparse.Namespace`` with members of enums. Its rerun state machine names
 a call by a named tuple. Transformer Engine keeps its extra state in a ``BytesIO``. These values are stored as
-dicts, names, tuples and bytes. A list beside them has the path and the type of each.
+dicts, names, tuples and bytes. A separate list has the path and the type of each.
 """
 
 from __future__ import annotations

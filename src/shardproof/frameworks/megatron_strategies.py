@@ -92,7 +92,7 @@ class SaveStrategy(torch_strategies.TorchDistSaveShardedStrategy):
 
     @property
     def can_handle_sharded_objects(self) -> bool:
-        """True: ShardedObjects are stored beside the tensors."""
+        """True: the strategy stores ShardedObjects, too."""
         return True
 
     def save(self, sharded_state_dict: Mapping[Any, Any], checkpoint_dir: str | os.PathLike[str]) -> None:
@@ -184,7 +184,7 @@ class LoadStrategy(torch_strategies.TorchDistLoadShardedStrategy):
 
     @property
     def can_handle_sharded_objects(self) -> bool:
-        """True: ShardedObjects are stored beside the tensors."""
+        """True: the strategy stores ShardedObjects, too."""
         return True
 
     def check_backend_compatibility(self, loaded_version: str) -> None:

@@ -12,7 +12,7 @@ __all__ = ["on_every_rank", "on_rank_0"]
 def on_rank_0(
     rendezvous: sp.rendezvous.Rendezvous, operation: str, phase: str, work: Callable[[], bytes]
 ) -> bytes:
-    """Runs `work` on rank 0 alone. All ranks call it.
+    """Runs `work` only on rank 0. All ranks call it.
 
     Args:
         rendezvous: the rendezvous of the ranks.

@@ -27,8 +27,8 @@ from shardproof.state import references
 __all__ = ["ShardproofReader"]
 
 _BATCH_BYTES = 256 << 20
-"""Bytes that are read together, at most, unless a single item is larger. The limit bounds the memory beside
-the state."""
+"""Maximum bytes of one read, unless a single item is larger. Bounds the memory that a load needs in addition
+to the state."""
 
 
 class ShardproofReader(StorageReader):

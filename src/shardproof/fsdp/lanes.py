@@ -1,4 +1,4 @@
-"""Work beside the computation: streams and events on an accelerator, work handles on a CPU.
+"""Work that overlaps the computation: streams and events on an accelerator, work handles on a CPU.
 
 Note: who waits for whom
     There is one compute stream (the current one), one lane for gathers and one for reductions. When work
@@ -49,7 +49,7 @@ class Done:
 
 
 class Lane:
-    """A stream beside the compute stream of a device. A CPU has none.
+    """A stream in addition to the compute stream of a device. A CPU has none.
 
     Example:
         >>> lane = Lane(torch.device("cpu"))

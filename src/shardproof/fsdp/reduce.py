@@ -113,7 +113,7 @@ class Reduction:
 class GradientPool:
     """Reusable memory for whole gradients, and the reductions that read it.
 
-    Reductions finish in the order in which they began, at points that depend on the order of units alone. So
+    Reductions finish in the order in which they began, at points that depend only on the order of units. So
     all ranks run the same collectives in the same order.
     """
 

@@ -1,7 +1,7 @@
 """The boxes that several ranks hold, and the save in which the ranks compare these replicas.
 
-Note: How the sample moves
---------------------------
+Note: How successive samples cover all replicas
+-----------------------------------------------
 The boxes that the same ranks hold form a *set*. All sets lie on one line of bytes. Sets that share a rank do
 not overlap there: a set begins after the last byte of any of its ranks. Sets with the most holders come
 first. So if sets are nested, as those of a device mesh are, no rank has a gap.
@@ -9,7 +9,7 @@ first. So if sets are nested, as those of a device mesh are, no rank has a gap.
 Boxes are cut into *slices* of at most a quarter of `sample_bytes`, and the line into *turns* of three
 quarters. A slice belongs to the turn in which it begins. Therefore
 
-- all holders of a slice derive its turn from the plan alone, and compare it in the same save;
+- all holders of a slice derive its turn from the plan, and compare it in the same save;
 - no rank compares more than `sample_bytes` in a turn: its slices do not overlap, and only the last exceeds
   the turn;
 - after as many saves as there are turns, every replica has been compared.

@@ -5,7 +5,7 @@
 3. `_cut` cuts boxes into chunks of at most `chunk_bytes`. A chunk is contiguous in its box. So a reader can
    verify a part of a large tensor, and several ranks can share the writing of one.
 4. `choose_writers` chooses one holder as the writer of each chunk.
-5. `find_replicas` lists the boxes that several ranks hold, for the replica check.
+5. `find_replicas` lists the boxes of several ranks, for the replica check.
 6. `_lay_out` orders each writer's file: by alignment, so that entries are aligned for any reader; then small
    tensors before large ones; then by tensor and box.
 """
@@ -61,7 +61,7 @@ def plan_writes(
         sample_bytes: maximum bytes of replicas that a rank compares in one save of a sampled replica check.
 
     Returns:
-        The plan of all ranks. It depends on the arguments alone.
+        The plan of all ranks. It depends only on the arguments.
 
     Raises:
         StructureError: ranks declare different dtypes, shapes or kinds for a key.

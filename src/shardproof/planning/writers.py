@@ -10,7 +10,7 @@ The lengths of the shares follow a water-filling rule, first for nodes, then for
 raise the least loaded to one common level. Bytes with one holder come first, then the sets, those with the
 fewest holders first. If sets cross (a node is in several), each set is filled again after the others, for at
 most `_ROUNDS` rounds. Each round lowers the sum of the squared loads. Its minimum is the fairest division of
-divisible bytes. The result depends on the input alone.
+divisible bytes. The result depends only on the input.
 
 Chunks are not divided. The line is cut into equal *cells*. A chunk belongs to the cell that contains the
 chunk's middle. Its writer is the rank whose share contains the middle of that cell. So small boxes of many

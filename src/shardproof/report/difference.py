@@ -65,7 +65,7 @@ class Difference:
     same_tensors: int
     """Tensors equal to the bit."""
     by_digest: int
-    """Tensors compared by digests alone."""
+    """Tensors compared only by digests."""
     by_reading: int
     """Tensors that were read, because their layouts differ or one format has no digests."""
     bytes_read: int
@@ -73,7 +73,7 @@ class Difference:
 
     @property
     def same(self) -> bool:
-        """Whether both hold the same state."""
+        """True if both have the same state."""
         return not (self.only_a or self.only_b or self.changed or self.objects or self.values)
 
     def to_json(self) -> dict[str, Any]:

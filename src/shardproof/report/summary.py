@@ -135,7 +135,7 @@ class TensorRow:
     dtype: str
     shape: tuple[int, ...]
     bytes: int
-    """Of all of them."""
+    """Bytes of all these tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,16 +152,16 @@ class WriterRow:
     """The chunks that one rank wrote into one file."""
 
     rank: int
-    """-1 if the format does not record it."""
+    """The rank; -1 if the format does not record it."""
     file: str
-    """Its name, with the folder in front if another step's save wrote it."""
+    """Its name; with the folder, if the save of another step wrote it."""
     tensors: int
-    """Tensors that it wrote a part of."""
+    """Number of tensors with a part in the file."""
     chunks: int
     bytes: int
-    """Of the chunks; the file is a little larger."""
+    """Bytes of the chunks; the file is a little larger."""
     borrowed: bool
-    """Whether the save of an earlier step wrote the file."""
+    """True if the save of an earlier step wrote the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +182,7 @@ class Summary:
     tensors: int
     bytes: int
     borrowed: int
-    """Of these, bytes that lie in files of other steps."""
+    """The part of `bytes` that is in files of other steps."""
     chunks: int
     rows: tuple[TensorRow, ...]
     parts: tuple[PartRow, ...]
@@ -200,7 +200,7 @@ class Summary:
 
 
 def is_below(key: str, prefix: str | None) -> bool:
-    """Whether `key` is `prefix` or below it; True for every key if `prefix` is None.
+    """True if `key` is `prefix` or below it, or if `prefix` is None.
 
     >>> is_below("model.w", "model"), is_below("model2.w", "model"), is_below("x", None)
     (True, False, True)

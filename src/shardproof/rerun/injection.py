@@ -19,7 +19,7 @@ Run = Literal["initial", "in place", "from checkpoint"]
 class FaultInjector:
     """Replaces results by wrong values, at chosen or random steps.
 
-    Seed, step, rank and call alone determine whether a call is hit. So every repetition of a run, on any
+    A call is hit depending only on seed, step, rank and call. So every repetition of a run, on any
     machine, hits the same calls. The kind determines which runs of a step see the wrong value:
 
     ============== =========================================================================================

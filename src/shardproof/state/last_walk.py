@@ -9,9 +9,9 @@ Note: what a description depends on
     any differs, the walk describes every tensor again.
 
     Meshes, placements and index maps are compared by identity, because placements of different meaning may
-    be equal. The cache holds references to them, so that no id is reused. It holds no memory of tensors.
+    be equal. The cache has references to them, so that no id is reused. It has no memory of tensors.
 
-The comparison runs in C loops over columns, which is faster than describing ("held" in
+The comparison runs in C loops over columns, which is faster than describing ("blocked" in
 `benchmarks/small_tensors.py`). If the descriptions are unchanged (`LastWalk.token`), the caller can also
 reuse the structure.
 """

@@ -2,7 +2,7 @@
 
     match keys -> check numbers of layers and experts -> arrange each rule's tensors -> check sizes
 
-It works on keys, dtypes and shapes alone.
+It needs only keys, dtypes and shapes.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def hyperparameters(
 
     Args:
         given: by the names of `Hyperparameters`; they take precedence.
-        config_path: a ``config.json`` or its folder; None for the one beside the checkpoint, if any.
+        config_path: a ``config.json`` or its folder; None for the one of the checkpoint, if any.
         objects: values of the stored checkpoint by key, and its ``config.json`` under that name.
 
     Raises:

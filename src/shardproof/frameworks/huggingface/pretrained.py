@@ -212,7 +212,7 @@ def _together(
 def _write_configs(
     model: PreTrainedModel, config: PreTrainedConfig | None, dtype: torch.dtype | None, work: Path
 ) -> None:
-    """Writes ``config.json`` and ``generation_config.json`` beside the tensors, durably."""
+    """Writes ``config.json`` and ``generation_config.json`` durably."""
     config = deepcopy(model.config if config is None else config)
     config.dtype = str(dtype or model.dtype).removeprefix("torch.")
     config.architectures = [type(model).__name__.removeprefix("FSDP")]  # fully_shard renames the class

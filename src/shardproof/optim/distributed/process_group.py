@@ -13,10 +13,10 @@ __all__ = ["RankGroup"]
 
 
 class RankGroup:
-    """A process group, or one process alone.
+    """A process group, or a single process.
 
     Args:
-        group: None for all ranks, and for this process alone where there are no others.
+        group: None for all ranks, or for this process if `torch.distributed` is not initialized.
 
     >>> RankGroup(None).size
     1

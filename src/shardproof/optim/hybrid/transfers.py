@@ -104,7 +104,7 @@ class BlockingTransfers:
 
 
 class SideStreams:
-    """Copies on two streams beside the device's main stream."""
+    """Copies on two side streams of the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
