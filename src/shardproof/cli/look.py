@@ -99,7 +99,7 @@ def ls_command(run: str, mtbf: float | None, as_json: bool) -> int:
         out.print(
             f"\na save every {interval}, and {cost} until its commit (medians of {advice.saves} steps). With "
             f"a failure every {between} (--mtbf), the formula of Daly suggests a save every {suggested} if "
-            "training waits for the commit. Training that goes on during a save can save more often: "
+            "training waits for the commit. Training that continues during a save can save more often: "
             "`Checkpointer(mtbf_hours=...)` logs how often"
         )
     elif mtbf is not None:
