@@ -60,7 +60,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture
 def process_group() -> Iterator[None]:
-    """A process group of this process alone."""
+    """A process group of only this process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield
@@ -70,5 +70,5 @@ def process_group() -> Iterator[None]:
 
 @pytest.fixture
 def mesh(process_group: None) -> DeviceMesh:
-    """A mesh of this process alone."""
+    """A mesh of only this process."""
     return init_device_mesh("cpu", (1,))

@@ -1,4 +1,4 @@
-"""Shard files whose writes wait until a test lets them go on."""
+"""Delays the writes of shard files until a test lets them continue."""
 
 from __future__ import annotations
 

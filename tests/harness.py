@@ -4,7 +4,7 @@
     assert [outcome.value for outcome in outcomes] == ["saved"] * 3
 
 `save_once` stands at the top of its module. It finds its rank in the environment (`rank()`), as under
-torchrun. It may call `reach("writing")`, which waits for the parent. The parent lets the rank go on, kills it
+torchrun. It may call `reach("writing")`, which waits for the parent. The parent continues the rank, kills it
 (`kill={2: "writing"}`), or holds it for a `script` that gets the `Job`. Processes are forked from a server
 that has imported torch, so a start is cheap.
 """
@@ -81,7 +81,7 @@ class Outcome:
 
     @property
     def value(self) -> Any:
-        """The result. If the rank failed, raises AssertionError that tells how each rank ended."""
+        """The result. If the rank failed, raises AssertionError with the end of each rank."""
         if self.error is None and self.exit_code == 0:
             return self.result
         others = "".join(f"\n{other._end()}" for other in self.job if other is not self)
@@ -133,7 +133,7 @@ class Job:
                 raise AssertionError(f"rank {rank} ended before {point}:\n{self.outcomes[rank].trace}")
 
     def go(self, rank: int) -> None:
-        """Let a held rank go on."""
+        """Let a held rank continue."""
         del self.held[rank]
         self.pipes[rank].send("go")
 
@@ -257,7 +257,7 @@ def world_size() -> int:
 
 
 def reach(point: str) -> None:
-    """Tell the parent where this rank is, and wait until it may go on. Outside of `run_ranks`, do nothing."""
+    """Report a point to the parent, and wait for its answer. Outside of `run_ranks`, do nothing."""
     if _to_parent:
         _to_parent[0].send(("reached", point))
         _to_parent[0].recv()
@@ -276,7 +276,7 @@ def open_files() -> list[str]:
 def rendezvous(*, deadline: float, name: str = "shardproof") -> Any:
     """A new `StoreRendezvous` of all ranks over the parent's store. Waits until all ranks make theirs.
 
-    The wait keeps the late start of a rank from counting as silence.
+    Without the wait, the late start of a rank would count as silence.
     """
     from torch.distributed import TCPStore
 
@@ -299,7 +299,9 @@ class _Connected:
 
     def __init__(self, store: Any) -> None:
         self.underlying_store = store
-        self._clones = [store.clone() for _ in range(6)]  # two in the foreground, two beside it, twice
+        self._clones = [
+            store.clone() for _ in range(6)
+        ]  # two in the foreground and two in the background, twice
 
     def clone(self) -> Any:
         return self._clones.pop()

@@ -1,4 +1,4 @@
-"""Streams that only write down what happens to them, where there is no accelerator."""
+"""Streams that only log their operations, for tests without an accelerator."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["LoggingStream", "streams_that_log"]
 
 
 class LoggingStream:
-    """A queue that runs nothing and writes everything down."""
+    """A queue that runs no operation and logs each one."""
 
     def __init__(self, log: list[str], name: str) -> None:
         self.log, self.name = log, name

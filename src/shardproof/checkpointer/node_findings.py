@@ -1,4 +1,4 @@
-"""Finds files of a run on local disks that have too few copies, as far as the examined folders show it.
+"""Finds files of a run on local disks that have too few copies, in the examined folders.
 
 Note "What is certain": the files of a node are known only if its folder is examined. Every other node counts
 as one that has a copy. So each finding is certain. If all folders are examined, nothing else is missing.

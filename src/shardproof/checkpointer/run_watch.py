@@ -24,17 +24,17 @@ class WatchedSave:
     state: str
     """A status of `StepInfo`, or "writing" for files without a manifest that were written to lately."""
     time: float | None
-    """When it was saved; without a manifest, when it was last written to. Unix seconds."""
+    """Time of the save; without a manifest, of the last write. Unix seconds."""
     bytes: int
     speed: float | None
-    """Bytes a second since the last look; None: not writing, or the first look."""
+    """Bytes a second since the last scan; None: not writing, or the first scan."""
     share: float | None
     """Bytes as a share of the newest committed step; None: not writing, or no such step."""
     note: str
 
     @property
     def key(self) -> tuple[str, str | None]:
-        """Equal for two looks at the same checkpoint or attempt."""
+        """Equal in two scans for the same checkpoint or attempt."""
         return self.folder, self.attempt
 
     def to_json(self) -> dict[str, Any]:
@@ -43,7 +43,7 @@ class WatchedSave:
 
 
 class RunWatch:
-    """The looks at one run. Each look reads all manifests, and no tensors.
+    """Scans of one run. Each scan reads all manifests, and no tensors.
 
     Args:
         storage: the run's folder.
@@ -64,13 +64,13 @@ class RunWatch:
         self._storage = storage
         self._older_than = older_than
         self._before: dict[tuple[str, str | None], tuple[float, int]] = {}
-        """Time and bytes of each save under way, at the last look."""
+        """Time and bytes of each save under way, at the last scan."""
 
     def look(self, now: float) -> list[WatchedSave]:
         """The checkpoints and the saves under way, oldest step first.
 
         Args:
-            now: Unix seconds; not less than at the last look.
+            now: Unix seconds; not less than at the last scan.
 
         Raises:
             StorageError: the storage cannot list the run. A step that cannot be read is "unreadable".

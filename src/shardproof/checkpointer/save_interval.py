@@ -19,9 +19,9 @@ then 1.25 times the least."""
 
 
 def best_interval(cost: float, mtbf: float) -> float:
-    """Seconds from the start of one save to the start of the next for which the least time is lost.
+    """The time from the start of one save to the start of the next that loses the least time, in seconds.
 
-    The lost time is that of the saves, and that of the steps which a failure undoes. This is the formula of
+    The lost time is the time of the saves and of the steps that a failure undoes. This is the formula of
     J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", Future
     Generation Computer Systems 22 (2006), plus the cost of one save. For small costs it is close to
     ``sqrt(2 * cost * mtbf)``: J. W. Young, "A first order approximation to the optimum checkpoint interval",

@@ -12,7 +12,7 @@ __all__ = ["Every", "Schedule"]
 
 
 class Schedule:
-    """Rules that combine by ``|``. A save is due if it is due by any of them."""
+    """Rules that combine by ``|``. A save is due if any rule selects it."""
 
     @property
     def rules(self) -> tuple[Every, ...]:
@@ -41,7 +41,7 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class Every(Schedule):
-    """A save for each number of steps, or for each period of time. With both arguments, either suffices.
+    """A save after each number of steps or each period of time. With both arguments, either rule suffices.
 
     Args:
         steps: a save is due at each multiple of this number. If the steps between two calls of

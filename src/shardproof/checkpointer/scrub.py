@@ -41,8 +41,8 @@ class Scrub:
     Args:
         run: the run's folder.
         rate: bytes to read a second, at most; None: no scrub. A run on an object store has none, because the
-            store compares the checksums of its objects by itself.
-        is_saving: whether a save is under way on this rank.
+            store compares the checksums of its objects.
+        is_saving: returns True while this rank saves.
     """
 
     def __init__(self, run: Storage, rate: int | None, is_saving: Callable[[], bool]) -> None:
@@ -67,7 +67,7 @@ class Scrub:
             self._workers = Workers("shardproof-scrub", 1)
 
     def begin(self, folder: str) -> None:
-        """Schedules the references of a step, in place of a step that is scheduled and not begun.
+        """Schedules the references of a step. Replaces a scheduled step that is not begun.
 
         Returns at once. `prepare` must be called before.
 
@@ -93,7 +93,7 @@ class Scrub:
 
     def stop(self) -> None:
         """Ends the scrub before its next read. Does not wait for it."""
-        if self._process == os.getpid():  # a fork may leave the event's lock taken in the child
+        if self._process == os.getpid():  # after a fork, the event may be locked for ever in the child
             self._stop.set()
 
     def is_proved(self, folder: str) -> bool:

@@ -2,7 +2,7 @@
 
 Note "Suspects stand apart": a suspect is the checkpoint of a step whose validation failed. It has the same
 layout as a step, in a folder of another name. So restore, retention, incremental saves and versions without
-suspects do not see it, and only code that asks for suspects does.
+suspects ignore it. Only code that requests suspects sees it.
 
 Note "Linked steps": the folder of a step may be a symbolic link to a folder outside the run. Restore,
 listings and references treat it like any other step. Retention and prune remove neither its files nor the
@@ -32,9 +32,9 @@ __all__ = [
 ]
 
 SETTLED_NAME = "settled.json"
-"""The file in a suspect's folder that holds the verdict."""
+"""The file in a suspect's folder with the verdict."""
 PINNED_NAME = "pinned.json"
-"""The file in a step's folder that holds its pin."""
+"""The file in a step's folder with its pin."""
 
 _LONGEST = 1 << 20
 """Bytes of such a file that are read. A longer one is invalid."""
@@ -83,7 +83,7 @@ def step_name(step: int) -> str:
 
 
 def parse_folder(name: str) -> StepFolder | None:
-    """The step or suspect whose folder has this name; None for any other name.
+    """The step or suspect with this folder name; None for any other name.
 
     >>> parse_folder("suspect-00001000"), parse_folder("suspect-1000")
     (StepFolder(step=1000, suspect=True), None)
@@ -96,7 +96,7 @@ def parse_folder(name: str) -> StepFolder | None:
 
 
 def parse_step(name: str) -> int | None:
-    """The step whose folder has this name; None for any other name, also of a suspect.
+    """The step with this folder name; None for any other name, also that of a suspect.
 
     >>> parse_step("step-00001000"), parse_step("step-1000"), parse_step("suspect-00001000")
     (1000, None, None)

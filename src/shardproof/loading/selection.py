@@ -99,7 +99,7 @@ def no_match(option: str, unused: Sequence[str], keys: Sequence[str]) -> Structu
 
 
 def unused_renames(rename: Mapping[str, str] | None, keys: Collection[str]) -> dict[str, str]:
-    """The entries of a rename whose key of the target is no key of it, and above none.
+    """The entries of a rename with a target key that neither is nor is above a key of the target.
 
     Args:
         rename: key in the target to key in the checkpoint.
@@ -115,7 +115,7 @@ def unused_renames(rename: Mapping[str, str] | None, keys: Collection[str]) -> d
 def rename_keys(keys: Iterable[str], rename: Mapping[str, str], *, stored_first: bool) -> dict[str, str]:
     """Returns the new name of each stored key.
 
-    Of the stored keys in `rename` that equal the key or are above it, the longest decides.
+    If several entries of `rename` equal the key or are above it, the longest one applies.
 
     Args:
         keys: the stored keys.

@@ -1,4 +1,4 @@
-"""Threads that read: how many, and how they share the work."""
+"""Reading threads: their number, and how they share the work."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def in_threads(
 
     Args:
         work: called with one item, in any thread.
-        items: taken in their order.
+        items: the items; the threads take them in this order.
         threads: number of threads; with 1, the caller's thread does all work.
         within: makes the context in which each other thread works.
 

@@ -462,7 +462,7 @@ class Channel:
         self._written_keys.append((keys.number + self._first, written))
 
     def _trace(self, keys: MeetingKeys) -> dict[str, bytes]:
-        """The trace that goes with a post or verdict, for the rank that takes the place of this one."""
+        """The trace that goes with a post or verdict, for the rank that replaces this one."""
         assert self._first is not None
         oldest = min((number for number, _ in self._written_keys), default=0) - self._first
         return self._membership.trace(min(max(oldest, 0), keys.number), keys.number)

@@ -18,8 +18,8 @@ class Heartbeat:
     """The evidence of work of this rank. The rank's threads write it, and the thread of a `Link` posts it.
 
     Three things are evidence: reported progress, a step of a wait that has its own bound, and processor
-    time of the thread in which the coordinator decides. A live process that stands still (a hung file
-    system, a deadlock) has no evidence. It falls silent like a dead one.
+    time of the thread in which the coordinator decides. A process that hangs (a file system, a deadlock)
+    produces no evidence, and counts as silent like a dead process.
     """
 
     def __init__(self) -> None:
@@ -86,8 +86,8 @@ class Heartbeat:
 class Watch:
     """The silence of each rank that one rank waits for, in one meeting.
 
-    It only computes: the caller brings the signs of life and the time. A sign of life is a value that
-    changes. The first look only sets the value for the comparison, because that value may be old. The
+    It only computes: the caller passes the signs of life and the time. A sign of life is a value that
+    changes. The first observation only sets the value for the comparison, because it may be old. The
     watcher itself may not run for a while (stopped, starved). So one step adds at most `longest_step`
     seconds of silence.
 
@@ -125,8 +125,8 @@ class Watch:
 
         Args:
             rank: the rank.
-            sign: its newest sign of life; None if it has shown none.
-            is_elsewhere: True if the sign says that the rank waits in another meeting, and so is silent here.
+            sign: its newest sign of life; None if it has posted none.
+            is_elsewhere: True if the rank waits in another meeting, and so is silent here.
         """
         looked = rank in self._seen
         before = self._seen.get(rank)
@@ -164,7 +164,7 @@ def amounts(sign: bytes | None) -> tuple[int, int]:
 
 
 def is_elsewhere(sign: bytes | None, meeting: int) -> bool:
-    """True if a sign of life says that its rank is in another meeting than this one.
+    """True if a sign of life shows that its rank is in another meeting than this one.
 
     >>> is_elsewhere(b'{"beat": 7, "phase": "", "done": 0, "total": 0, "meeting": 4}', 3)
     True

@@ -56,13 +56,13 @@ class JoinKeys:
         return f"{self.base}/{generation}/all joined"
 
     def trace(self, rank: int) -> str:
-        """The places of a rank's keys, for the rank that takes its place."""
+        """The locations of a rank's keys, for the rank that replaces it."""
         return f"{self.base}/trace/{rank}"
 
 
 @dataclass(frozen=True, slots=True)
 class MeetingKeys:
-    """Keys of one meeting. A record's parts stand below the record's key, see `wire.cut`.
+    """Keys of one meeting. The parts of a record are below the record's key, see `wire.cut`.
 
     >>> MeetingKeys("shardproof/4/0123456789abcdef", 7).post(3)
     'shardproof/4/0123456789abcdef/7/post/3'

@@ -2,11 +2,11 @@
 
 Note: One order after an interrupt
 ----------------------------------
-Meetings have numbers, and a rank posts once to each meeting. An interrupt, or a failure between two
-meetings, leaves a rank without knowledge of how far the other ranks are. But the other ranks cannot pass a
+Meetings have numbers, and a rank posts once to each meeting. After an interrupt, or a failure between two
+meetings, a rank does not know the current meeting of the other ranks. But the other ranks cannot pass a
 meeting to which this rank has not posted. So the rank gives up the first such meeting, by compare-and-set
-on its verdict, and goes on after it. Ranks of the same operation find the reason there. Ranks of another
-operation pass over that meeting.
+on its verdict, and continues after it. Ranks of the same operation find the reason in the verdict. Ranks of
+another operation skip that meeting.
 
 The rank's count of meetings changes only after a meeting has a result. An operation that the rank left
 stays on a list until the store has answered. So an interrupt between two steps only makes the rank repeat
@@ -14,9 +14,9 @@ these steps, and each step can be repeated.
 
 Two ranks are in the same operation if two things are equal: the name of the operation, and the number of its
 meetings before the meeting that is given up. Ranks compare both for one meeting, so they are equal in every
-generation, whatever meeting a rank began to count from.
+generation, even if the ranks began to count from different meetings.
 
-A standing verdict may tell all ranks to join again (the note in `membership`). Then this rank leaves the
+The verdict that stands may tell all ranks to join again (the note in `membership`). Then this rank leaves the
 generation, too. If that verdict is about another operation, the rank gives up a meeting of the new
 generation: the first, or the one after the verdict that it has to carry to the new coordinator. A rank that
 has not joined has posted to no meeting. It keeps its verdict until it has joined.

@@ -142,7 +142,7 @@ def wrong_bytes(operation: str, phase: str, text: str) -> RankFailure:
 
 
 def disagreement(meetings: Mapping[int, tuple[str, str]]) -> StructureError:
-    """The error of a meeting to which ranks came for different operations."""
+    """The error of a meeting to which ranks posted for different operations."""
     groups: dict[tuple[str, str], list[int]] = {}
     for rank, meeting in sorted(meetings.items()):
         groups.setdefault(meeting, []).append(rank)

@@ -24,7 +24,7 @@ Every wait here ends with the deadline of a meeting. The coordinator reads all h
 changed, which takes a few requests for thousands of ranks.
 
 Old keys: under one key, each rank keeps a trace of the generations and the meetings in which it has keys.
-The rank that takes its place deletes those keys after its own first meeting. By then all ranks have left
+The rank that replaces it deletes those keys after its own first meeting. By then all ranks have left
 those generations.
 """
 

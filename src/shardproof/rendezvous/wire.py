@@ -51,7 +51,7 @@ BYTES, ERROR, ALL, EACH, GIVEN_UP = "bytes", "error", "all", "each", "given up"
 ERROR, or GIVEN_UP: an error that a rank decided before every rank had posted."""
 
 INLINE = 64 << 10
-"""Bytes that a record itself may hold."""
+"""Maximum number of bytes within a record."""
 PART = 7 << 20
 """Bytes in one part, below the limit of the store that torchrun serves."""
 _SHOWN = 40
@@ -72,7 +72,7 @@ class WrongBytes(Exception):
 
 
 class Sign(msgspec.Struct):
-    """A sign of life: the progress of a rank in its phase, and its present meeting."""
+    """A sign of life: the progress of a rank in its phase, and its current meeting."""
 
     beat: int
     phase: str

@@ -49,7 +49,7 @@ def aligned_buffer(nbytes: int) -> memoryview:
         try:
             memory.madvise(mmap.MADV_HUGEPAGE)
         except OSError:
-            pass  # the kernel has no huge pages: small ones do
+            pass  # the kernel has no huge pages, and uses small ones
     whole = memoryview(memory)
     _populate(whole)
     return whole[:nbytes]
@@ -90,8 +90,8 @@ def memory_for(count: int) -> int:
 class PageCache:
     """The pages of one file that are in memory.
 
-    `mincore` answers without a read. Linux (5.2) tells only owners and writers of the file; to others all
-    pages look cached.
+    `mincore` answers without a read. Since Linux 5.2, only owners and writers of the file get the answer.
+    For other users, all pages look cached.
 
     Args:
         descriptor: descriptor of the file, open for reading.
@@ -144,7 +144,9 @@ class UncachedReader:
     def __init__(self, path: Path) -> None:
         self._number = -1
         if _O_DIRECT:
-            with contextlib.suppress(OSError):  # refused, or gone: the read through the cache tells which
+            with contextlib.suppress(
+                OSError
+            ):  # refused, or removed: the read through the cache reports which
                 self._number = os.open(path, os.O_RDONLY | _O_DIRECT | os.O_CLOEXEC | os.O_NONBLOCK)
 
     def read(self, start: int, count: int, memory: memoryview) -> tuple[int, int]:

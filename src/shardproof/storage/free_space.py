@@ -38,7 +38,7 @@ def local_free_space(folder: Path) -> FreeSpace | None:
     """The space for new files in a folder, which need not exist yet.
 
     Returns:
-        None if the system does not tell.
+        None if it is unknown.
     """
     try:
         there = next(above for above in (folder, *folder.parents) if os.path.lexists(above))
@@ -76,7 +76,7 @@ def _kernel() -> str:
 
 
 def _may_use_reserve(device: int) -> bool:
-    """True if this process may write to reserved blocks, or if the system does not tell."""
+    """True if this process may write to reserved blocks, or if this is unknown."""
     if os.geteuid() == 0:
         return True
     number = f"{os.major(device)}:{os.minor(device)}"
@@ -90,7 +90,7 @@ def _mounts() -> list[str]:
 
 
 def _has_project_quota(folder: Path) -> bool:
-    """True if new files in the folder belong to a project with a quota, or if the system does not tell."""
+    """True if new files in the folder belong to a project with a quota, or if this is unknown."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError:

@@ -101,7 +101,7 @@ class AnonymousFile:
     """An anonymous file that this process has open. It closes with its last reference, and in children.
 
     Args:
-        place: what messages call it.
+        place: its name in messages.
         number: descriptor; None for a new file.
         size: bytes of it.
     """

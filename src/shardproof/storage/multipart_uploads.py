@@ -1,8 +1,8 @@
 """Multipart uploads of an S3 bucket that did not complete: lists them and aborts them.
 
-Note "Signed URLs": obstore has no such requests, but it signs URLs, with the credentials that it finds. This
-module has it sign the URL of each request, and sends that with the standard library. obstore takes the name
-of an object and no query, so the query is a part of the endpoint of a second store. A "#" ends it, and the
+Note "Signed URLs": obstore has no such requests, but signs URLs with the credentials that it finds. It signs
+the URL of each request for this module, which sends the request with the standard library. obstore takes the
+name of an object and no query. So the query is part of the endpoint of a second store, and ends with "#". The
 name of the object becomes the fragment of the URL, which neither the signature nor the request contains.
 Before this module sends a URL, it compares host, path and query with the intended ones.
 """
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["MultipartUploads", "Upload"]
 
 _PAGE = 1000
-"""Entries of one answer. S3 gives no more."""
+"""Maximum number of entries in an answer of S3."""
 _EXPIRES = timedelta(minutes=5)
 _REQUEST_SECONDS = 30.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 15.0
@@ -55,7 +55,7 @@ class Upload:
     bytes: int | None
     """Bytes of its parts; None if they were not listed."""
     modified: float
-    """Time of the last part that arrived, or of the begin of the upload without one, Unix seconds."""
+    """Time of the last part that arrived, or of the start of the upload without one, Unix seconds."""
 
 
 class MultipartUploads:

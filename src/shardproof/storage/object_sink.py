@@ -2,11 +2,11 @@
 
     write_at (any order) --copy--> pieces in memory --in order--> multipart upload, several parts in flight
 
-A small object is one PUT. The upload of a larger one begins when its first part is there. If more than the
-memory limit comes before the first part, the object goes to a temporary file, and is sent by `finish`. After
+A small object is one PUT. The upload of a larger one begins when its first part is complete. If callers write
+more than the memory limit before that, the object is written to a temporary file, which `finish` sends. After
 the upload began, pieces behind a gap stay in memory. Callers write in order, except for the buffers in
 flight. If no thread can be started for the upload, as at the end of the interpreter, `write_at` uses the
-temporary file, and `finish` sends from memory in its own thread.
+temporary file, and `finish` sends in the calling thread.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Aborted(Exception):
 
 
 class ObjectSink:
-    """A new object under construction; see `Sink`. Readers see it when `finish` returns.
+    """A new object that is being written; see `Sink`. Readers see it when `finish` returns.
 
     Args:
         put: uploads the object.
