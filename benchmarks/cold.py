@@ -36,7 +36,7 @@ def evict(*folders: Path) -> None:
 
 
 def drop_all(*folders: Path) -> None:
-    """Drops the pages of all files in the folders, and checks that they are gone."""
+    """Drops the pages of all files in the folders, and checks that no page remains."""
     files = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
     for path in files:
         drop(path)
@@ -48,7 +48,7 @@ def drop_all(*folders: Path) -> None:
 
 
 def fill(folder: Path) -> None:
-    """Reads all files of a folder into the page cache. Saves and loads that bypass it leave nothing there."""
+    """Reads all files of a folder into the page cache. Saves and loads that bypass the cache do not."""
     for path in folder.rglob("*"):
         if path.is_file():
             with path.open("rb", buffering=0) as file:
@@ -184,7 +184,7 @@ class Slow(LocalStorage):
         return super().read(name, start, stop)
 
     def is_cached(self, name: str, start: int, count: int) -> bool:
-        """Never."""
+        """False: no file counts as cached."""
         return False
 
     def read_uncached(self, name: str, start: int, count: int, memory: memoryview) -> memoryview:

@@ -1,4 +1,4 @@
-"""What all benchmarks share: ranks, states, the physical limit, and a table of medians and ratios.
+"""The common parts of all benchmarks: ranks, states, the physical limit, a table of medians and ratios.
 
 A benchmark is a command. It starts its own ranks. In the same run, shardproof, its peers, and raw reads and
 writes of the same bytes take turns. The output is a table in Markdown, or JSON: medians, their spread, and
@@ -138,7 +138,7 @@ def device_type(options: argparse.Namespace) -> str:
 
 
 def is_rank() -> bool:
-    """Whether this process is a rank, not the command that starts them."""
+    """True if this process is a rank, and not the command that starts the ranks."""
     return "RANK" in os.environ
 
 
@@ -245,12 +245,12 @@ def tensors_of(state: Any) -> list[torch.Tensor]:
 
 
 def local_bytes(state: Any) -> int:
-    """Bytes that this rank holds."""
+    """Bytes of the local tensors of this rank."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(state))
 
 
 def total_bytes(state: Any) -> int:
-    """Bytes that all ranks hold."""
+    """Bytes of the local tensors of all ranks."""
     total = torch.tensor(local_bytes(state), dtype=torch.int64)
     dist.all_reduce(total)
     return int(total.item())
@@ -343,7 +343,7 @@ def _hash_back(span: memoryview) -> None:
 
 
 def remove(path: Path) -> None:
-    """Rank 0 removes what an earlier round wrote, and syncs the disk, outside of the measured time."""
+    """Rank 0 removes the files of an earlier round, and syncs the disk, outside of the measured time."""
     if dist.get_rank() == 0:
         shutil.rmtree(path, ignore_errors=True)
         os.sync()
@@ -441,7 +441,7 @@ def _devices(device: torch.device) -> str:
 
 
 def file_system(path: Path) -> str:
-    """Type of the file system that holds a path."""
+    """Type of the file system of a path."""
     mounts = [line.split()[1:3] for line in _lines("/proc/mounts")]
     holding = [mount for mount in mounts if path.resolve().is_relative_to(mount[0])]
     return max(holding, key=lambda mount: len(mount[0]))[1] if holding else "unknown"
@@ -450,7 +450,7 @@ def file_system(path: Path) -> str:
 def settle_device() -> None:
     """Waits for the work on the current stream of the accelerator, if there is one.
 
-    It does not wait for other streams: a save copies on a stream of its own.
+    It does not wait for other streams, such as the stream on which a save copies.
     """
     if accelerator() is not None:
         torch.accelerator.current_stream().synchronize()

@@ -2,9 +2,9 @@
 
 The clock of the calling thread times every digest and every proof, less the time that reading the clock
 takes. The sum over the threads of a rank is work, not delay: most of it runs while another thread waits for
-the disk. So its share of a save or load is the most that leaving it out could gain. The actual gain is
-measured too: in every other round, the digests of chunks are zeros and nothing is proved. Each save makes a
-new plan, as a first save does.
+the disk. So its share of a save or load is the upper bound of the gain without it. The benchmark also
+measures the actual gain: in every other round, the digests of chunks are zeros and nothing is proved. Each
+save makes a new plan, as a first save does.
 """
 
 from __future__ import annotations

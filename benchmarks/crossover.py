@@ -7,14 +7,14 @@ The ranks of one node load a GPT-shaped state that was saved by rows, in four la
 - whole: whole on every rank, so every rank needs each byte;
 - columns: by columns, so every rank needs a part of every chunk.
 
-Three ways take turns: every rank reads what it needs; one rank reads and sends to the others; and the load
-chooses one of these.
+The benchmark alternates three ways: every rank reads what it needs; one rank reads and sends to the others;
+and the load chooses one of these.
 
 The ranks share a storage of limited speed, of two kinds. *Uncached*: every read takes time, as from a store
-whose pages the system does not cache. *Cached*: bytes that one rank has read take the others no time, as
-from a disk whose pages the system caches. All reads come from the page cache here, and are then delayed. So
-the benchmark measures the choice, not a storage. *Regret* is the time of the choice over that of the better
-way.
+whose pages the system does not cache. *Cached*: bytes that one rank has read cost the other ranks no time,
+as from a disk with pages in the cache of the system. All reads come from the page cache here, and are then
+delayed. So the benchmark measures the choice, not a storage. *Regret* is the time of the choice over that of
+the better way.
 """
 
 from __future__ import annotations
@@ -314,7 +314,7 @@ class Slow(LocalStorage):
             time.sleep(early)
 
     def is_cached(self, name: str, start: int, count: int) -> bool:
-        """The page cache has all, so that nothing but the speed slows a read."""
+        """True: the page cache has all bytes, so that only the speed delays a read."""
         return True
 
 

@@ -113,7 +113,7 @@ def main() -> None:
 
 
 def report_fills(repeats: int, to: str | None) -> None:
-    """Measures two ways to fill anonymous memory, in this process alone."""
+    """Measures two ways to fill anonymous memory, in only this process."""
     source, buffer = torch.ones(GIB, dtype=torch.uint8), aligned_buffer(_BUFFER)
 
     def written(descriptor: int) -> None:

@@ -1,4 +1,4 @@
-"""Saving to and loading from an S3 server on loopback, compared with obstore alone on the same bytes.
+"""Saving to and loading from an S3 server on loopback, compared with only obstore on the same bytes.
 
 The limit of a save is one multipart upload of the same bytes per rank by obstore, with shardproof's part
 size and number of parts in flight. The limit of a load is obstore's ranged reads, with shardproof's request
@@ -233,7 +233,7 @@ def peak() -> float:
 
 
 def remove(name: str, number: int) -> None:
-    """Rank 0 removes what the round before wrote, and the server frees its space."""
+    """Rank 0 removes the objects of the previous round, and the server frees their space."""
     if dist.get_rank() == 0:
         storage = ObjectStorage(f"s3://{BUCKET}")
         folder = {

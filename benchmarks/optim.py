@@ -57,7 +57,7 @@ class Way:
 
 
 class Still(torch.optim.Optimizer):
-    """Drops gradients and steps nothing."""
+    """Drops gradients and updates no parameter."""
 
     def step(self, closure: Any = None) -> None:
         pass
@@ -178,7 +178,7 @@ def train(
 
 
 class Meter:
-    """Bytes that torch's allocator has handed out since the meter was made."""
+    """Bytes that torch's allocator has allocated since the meter was made."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -314,7 +314,7 @@ def parse() -> argparse.Namespace:
 
 
 def chosen(ways: tuple[Way, ...], only: str | None) -> tuple[Way, ...]:
-    """The ways that `--only` asks for, with their peers."""
+    """The ways that `--only` selects, with their peers."""
     wanted = {way.name for way in ways if only is None or only in way.name}
     wanted |= {way.peer for way in ways if way.name in wanted and way.peer}
     return tuple(way for way in ways if way.name in wanted)

@@ -72,7 +72,7 @@ def read(raw: RawFile, subject: Subject, cold: bool, start: int, number: int) ->
 
 
 def check(way: Way, subject: Subject, values: list[torch.Tensor], missing: list[Missing]) -> None:
-    """Overwrites the tensors and loads them: every bit must come back."""
+    """Overwrites the tensors and loads them: every bit must be restored."""
     with failing(f"{way.name}: a load of overwritten tensors", missing):
         for tensor in subject.tensors:
             tensor.fill_(-1)

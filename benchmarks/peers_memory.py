@@ -1,9 +1,9 @@
 """Peak host memory of a save and of a load beyond the state itself, for every peer.
 
-Each way runs alone, in ranks of its own. Another process adds up the memory of the ranks and of all processes
-that they start, every ten milliseconds. It counts anonymous and shared memory, a page that several processes
-map once (Pss), but neither files nor the page cache. The base is measured when the state exists and the peer
-is imported. Buffers that a way makes before a save or reuses after it count. The second save is measured,
+Each way runs separately, in its own ranks. Another process adds up the memory of the ranks and of all
+processes that they start, every ten milliseconds. It counts anonymous and shared memory, a page that several
+processes map once (Pss), but neither files nor the page cache. The base is measured when the state exists and
+the peer is imported. Buffers that a way makes before a save or reuses after it count. The second save is measured,
 when buffers that a way reuses exist.
 """
 
@@ -33,7 +33,7 @@ PAUSE = 0.5
 
 
 def tree_of(root: int) -> list[int]:
-    """A process and all that descend from it."""
+    """A process and all its descendants."""
     children: dict[int, list[int]] = {}
     for entry in os.scandir("/proc"):
         if entry.name.isdigit():

@@ -10,8 +10,8 @@ never has to copy. With `--change-at-once`, *blocked* lasts until tensors may be
 optimizer step came at once. Then the benchmark waits for ways that stage in the background, and the fence
 copies all that is not yet written.
 
-All ways share their processes, so they also share the cost of forks: what a fork copies, and what it leaves
-to be copied. With `--apart`, each way has processes and a state of its own, as in a job (see
+All ways share their processes, so they also share the cost of forks: the pages that a fork copies, and those
+that it leaves to be copied. With `--apart`, each way has its own processes and state, as in a job (see
 peers/apart.py). The memory has to be large enough for all of them.
 """
 
@@ -151,7 +151,7 @@ def print_table(
 
 
 def measure(given: Namespace) -> None:
-    """A rank's part."""
+    """Runs the benchmark on one rank."""
     mesh = start(given)
     turns = Turns.of_this_job()
     subject = gpt(given.gib, mesh) if given.state == "gpt" else small(given.tensors, mesh)
@@ -180,7 +180,7 @@ def measure(given: Namespace) -> None:
 
 
 def is_fit(given: Namespace, way: type[Way]) -> bool:
-    """Whether a way can save the state of `--state`."""
+    """True if a way can save the state of `--state`."""
     return given.state == "gpt" or not way.needs_optimizer
 
 

@@ -3,7 +3,7 @@
 A real loop (see peers/training.py) makes steps. A save begins between two of them, and steps continue until
 it is done. Steps have two lengths: *short*, as short as the optimizer's pass allows; and *long*, with micro
 batches added until a step takes longer than a durable raw write of the state. The cost of a save is the time
-of all steps from its begin to its end, less the time of as many undisturbed steps. It has three parts: the
+of all steps from its start to its end, less the time of as many undisturbed steps. It has three parts: the
 time until the call returns; the time that a step waits before it may change a tensor (under shardproof's
 fence, for the copy of what is not yet written); and the time that writing takes from computing.
 """
@@ -31,7 +31,7 @@ MOST = 400
 
 
 def everywhere(done: bool) -> bool:
-    """Whether `done` is true on every rank."""
+    """True if `done` is true on every rank."""
     flag = torch.tensor(int(done))
     dist.all_reduce(flag, dist.ReduceOp.MIN)
     return bool(flag.item())

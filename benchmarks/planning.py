@@ -39,7 +39,7 @@ from shardproof.saving.messages import Attempt, WriteReport
 MIB = 1 << 20
 RANKS_A_NODE = 8
 FILE_BYTES, DATA_START = 1 << 40, 1 << 20
-"""Of every simulated shard file."""
+"""Size of every simulated shard file, and the size of its header."""
 
 
 @dataclass(frozen=True)
