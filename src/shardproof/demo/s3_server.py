@@ -190,8 +190,8 @@ def running_server(folder: Path, volumes: int = 20) -> Iterator[S3Server]:
 
 def weed() -> str | None:
     """The program of SeaweedFS, from this environment or from the path; None if it is not installed."""
-    beside = Path(sys.executable).parent / "weed"
-    return str(beside) if beside.exists() else shutil.which("weed")
+    adjacent = Path(sys.executable).parent / "weed"
+    return str(adjacent) if adjacent.exists() else shutil.which("weed")
 
 
 def _free_ports() -> dict[str, int]:

@@ -79,7 +79,7 @@ def open_all() -> None:
 def _may_write(optimizer: torch.optim.Optimizer, memory: Set[int]) -> bool:
     """True if a step may write to storages that begin at these addresses.
 
-    A parameter whose memory is unknown (sparse, or a tensor that wraps others) counts as writing. A parameter
+    A parameter with unknown memory (sparse, or a tensor that wraps others) counts as writing. A parameter
     without memory (lazy, or on the meta device) does not.
     """
     parameters = [

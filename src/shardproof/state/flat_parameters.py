@@ -2,7 +2,7 @@
 
 FSDP1 concatenates the parameters of a module to one flat parameter. Each rank has a range of it, which cuts
 parameters between two elements. The ``state_dict`` of FSDP1 gathers parameters, so this module reads the
-offsets that FSDP1 keeps with each flat parameter instead. It does not communicate.
+offsets that FSDP1 stores with each flat parameter instead. It does not communicate.
 
 torch has no public names for the offsets. They are the same from torch 2.6 to 2.13.
 """

@@ -13,8 +13,9 @@ Note: the order of sharding
     Both readings are equal for sizes that the mesh divides. For others (9 rows, 2 tensor parallel ranks, 4
     data parallel ranks) they differ: FSDP uses the true order, and `distribute_tensor` the literal reading.
     The local shape decides between them, but not on every rank: some ranks have the same number of rows in
-    both readings. Such a rank uses the true order. A rank whose shape contradicts it raises, and so the save
-    fails on all ranks. If the local shapes are equal in both readings on all ranks, all ranks raise.
+    both readings. Such a rank uses the true order. A rank with a shape that contradicts this order raises,
+    and so the save fails on all ranks. If the local shapes are equal in both readings on all ranks, all ranks
+    raise.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def local_segments(
     sharding: Sharding,
     ordered: bool = True,
 ) -> tuple[Segments, ...] | None:
-    """The segments of each dimension that the rank at `coordinate` holds.
+    """The segments of each dimension on the rank at `coordinate`.
 
     Args:
         shape: global shape.

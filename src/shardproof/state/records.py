@@ -173,7 +173,7 @@ class Catalogue:
         """The same contents, with new keys for some tensors.
 
         Args:
-            stored: new key of a tensor to its present key.
+            stored: new key of a tensor to its current key.
             objects: objects to add.
             without: keys to leave out.
 
@@ -245,7 +245,7 @@ class Binding:
     def increment_versions(self) -> None:
         """Increments the version counters of the destinations.
 
-        A load writes to memory without torch, so the counters do not change by themselves. Tensors made in
+        A load writes to memory without torch, so torch does not change the counters. Tensors made in
         inference mode have no counter. One call for all tensors is faster than a call for each.
         """
         views = [piece.view for entry in self.tensors for piece in entry.pieces]

@@ -7,8 +7,8 @@ of the parts. A load fills the inner tensors of a target with an equal object. A
 its own shape and dtype is stored as that tensor, without an object.
 
 Note: kinds of parts
-    The ranks of a sharded DTensor have wrappers of their shards. The kind of a part says which elements of
-    the global tensor a part's elements belong to, so that a load may shard it differently:
+    The ranks of a sharded DTensor have wrappers of their shards. The kind of a part maps its elements to
+    elements of the global tensor, so that a load may shard it differently:
 
     - ``{"grid": [b0, b1, ...]}``: one element for each box of these sizes. A grid of ones has the shape of
       the tensor.
@@ -56,7 +56,7 @@ _DERIVED = "derived"
 _SHAPE = "@shape"
 """Stands for the shape of the local tensor in a stored context."""
 _IN_FLIGHT = frozenset(("AsyncCollectiveTensor", "FunctionalTensor", "FakeTensor"))
-"""torch's wrappers of tensors whose values are not there yet."""
+"""torch's wrappers of tensors with pending values."""
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
@@ -80,9 +80,9 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
 
 
 def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The plain tensors that hold the elements of a tensor: itself, or the inner tensors of wrappers.
+    """The plain tensors with the elements of a tensor: itself, or the inner tensors of wrappers.
 
-    A DTensor whose local tensor is plain is returned itself.
+    A DTensor with a plain local tensor is returned itself.
     """
     if not is_wrapper(tensor):
         return [tensor]

@@ -53,7 +53,7 @@ def join(key: str, segment: Any) -> str:
 
 
 def is_per_rank(key: str) -> bool:
-    """True if a key names a value that belongs to one rank.
+    """True if a key names a value of a single rank.
 
     >>> is_per_rank("rng.@rank-0"), is_per_rank("user@rank-0")
     (True, False)

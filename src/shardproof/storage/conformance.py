@@ -256,13 +256,13 @@ class StorageConformance:
     def test_sibling(self, storage: Storage) -> None:
         part = storage.within("steps/1")
         _write(part, "shards/0", b"0")
-        beside = part.sibling("2")
-        assert beside.list() == [] and beside.folder == "2" and part.folder == "1"
-        _write(beside, "shards/0", b"22")
+        sibling = part.sibling("2")
+        assert sibling.list() == [] and sibling.folder == "2" and part.folder == "1"
+        _write(sibling, "shards/0", b"22")
         assert storage.list() == ["steps/1/shards/0", "steps/2/shards/0"]
-        assert part.sibling("1").read("shards/0") == b"0" and beside.sibling("1").size("shards/0") == 1
-        assert part.siblings() == beside.siblings() == ["1", "2"]
-        assert beside.location == storage.within("steps/2").location
+        assert part.sibling("1").read("shards/0") == b"0" and sibling.sibling("1").size("shards/0") == 1
+        assert part.siblings() == sibling.siblings() == ["1", "2"]
+        assert sibling.location == storage.within("steps/2").location
 
     @pytest.mark.parametrize("folder", ["", ".", "..", "/", "a/b", "../2", "a/", "a\0b"])
     def test_a_sibling_is_one_folder(self, storage: Storage, folder: str) -> None:

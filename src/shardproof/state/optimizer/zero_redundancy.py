@@ -69,10 +69,10 @@ def owned_slots(optimizer: torch.optim.Optimizer, slots_of: SlotsOf) -> list[Par
             parameter, which would exist on one rank only.
     """
     inner = inner_optimizer(optimizer)
-    beside = sorted(name for name in inner.state if isinstance(name, str))
-    if beside:
+    others = sorted(name for name in inner.state if isinstance(name, str))
+    if others:
         raise StructureError(
-            f"{type(inner).__qualname__} in a ZeroRedundancyOptimizer has state {beside} that belongs to no "
+            f"{type(inner).__qualname__} in a ZeroRedundancyOptimizer has state {others} that belongs to no "
             "parameter. The ranks have different inner optimizers, so it may differ. Store it by parameter"
         )
     options: dict[int, dict[str, Any]] = {}
