@@ -3,8 +3,8 @@
 Each way runs separately, in its own ranks. Another process adds up the memory of the ranks and of all
 processes that they start, every ten milliseconds. It counts anonymous and shared memory, a page that several
 processes map once (Pss), but neither files nor the page cache. The base is measured when the state exists and
-the peer is imported. Buffers that a way makes before a save or reuses after it count. The second save is measured,
-when buffers that a way reuses exist.
+the peer is imported. Buffers that a way makes before a save or reuses after it count. The second save is
+measured, when buffers that a way reuses exist.
 """
 
 from __future__ import annotations
