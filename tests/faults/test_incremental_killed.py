@@ -101,8 +101,8 @@ def test_killed_at_every_file_operation(ranks: int, who: int, every: int, tmp_pa
     for leftover in leftovers(storage, lambda name: 0.0):
         assert remove_leftover(storage, leftover)
     committed = sp.Checkpointer(root, rendezvous=LocalRendezvous()).steps()
-    lent = {parse_step(name) for name in storage.folders()} - set(committed)
-    assert lent, "steps that were removed lend to those that stay"
+    referenced = {parse_step(name) for name in storage.folders()} - set(committed)
+    assert referenced, "files of removed steps stay for the steps that refer to them"
     for step in committed:
         target = blanked(state_of_one_process(0))
         sp.load(root / step_name(step), target, rendezvous=LocalRendezvous())

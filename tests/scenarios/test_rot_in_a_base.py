@@ -77,8 +77,8 @@ def test_restore_falls_back_past_a_broken_base_to_an_older_whole_step(rotten: Pa
     assert [(item.step, item.damaged) for item in checkpointer.passed_over] == [
         (step, True) for step in (6, 5, 4, 3, 2, 1)
     ]
-    lent = f"{step_name(1)}/shards/{shard_of(rotten, 1).name}"
-    assert all(lent in item.reason for item in checkpointer.passed_over)
+    referenced = f"{step_name(1)}/shards/{shard_of(rotten, 1).name}"
+    assert all(referenced in item.reason for item in checkpointer.passed_over)
     assert all(
         "which the load of step 6 found damaged" in item.reason for item in checkpointer.passed_over[1:]
     )

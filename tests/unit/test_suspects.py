@@ -286,8 +286,8 @@ def test_a_suspect_is_a_full_save_and_no_base(tmp_path: Path) -> None:
     assert (suspect.reused, suspect.bytes > 7000) == (0, True)
     following = checkpointer.save(3, state(1)).result()
     assert following.reused == 7000 * 4
-    borrowed = read_manifest(LocalStorage(tmp_path / "step-00000003")).referenced_files
-    assert {record.folder for record in borrowed} == {"step-00000001"}
+    referenced = read_manifest(LocalStorage(tmp_path / "step-00000003")).referenced_files
+    assert {record.folder for record in referenced} == {"step-00000001"}
     assert read_manifest(LocalStorage(tmp_path / "suspect-00000002")).referenced_files == ()
     checkpointer.settle_suspect(2, "transient fault")
     for step in (4, 5, 6):

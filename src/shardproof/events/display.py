@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import TaskID
 
-__all__ = ["Bars", "Lines", "finished", "moving", "show"]
+__all__ = ["Bars", "Lines", "finished", "progress_text", "show"]
 
 
 def show(file: TextIO | None = None, *, every: float = 5.0) -> Subscription:
@@ -71,10 +71,10 @@ def finished(event: Event) -> str:
     return printable(text)
 
 
-def moving(event: Event) -> str:
+def progress_text(event: Event) -> str:
     """The progress of a phase: amount, speed, and time left at that speed.
 
-    >>> moving(Event("progress", "save a", "write", 0, 4, 7, 0.0, 0.0, "", 2.0, 3 * 10**9, 6 * 10**9))
+    >>> progress_text(Event("progress", "save a", "write", 0, 4, 7, 0.0, 0.0, "", 2.0, 3 * 10**9, 6 * 10**9))
     '3.00 GB of 6.00 GB, 1.50 GB/s, ETA 2.00 s'
     """
     text = gigabytes(event.done)
@@ -138,7 +138,7 @@ class Lines:
             elif event.kind == "heard":
                 text = printable(head + self._slowest.text(event))
             elif event.seconds >= self._every:
-                text = printable(head + moving(event))
+                text = printable(head + progress_text(event))
             else:
                 return
             self._written = event.clock
@@ -171,12 +171,12 @@ class Bars:
             return
         with self._lock:
             if event.kind == "progress" or (event.kind == "begin" and self._at_once):
-                self._draw(event.id, event, moving(event))
+                self._draw(event.id, event, progress_text(event))
             elif event.kind == "heard":
                 self._draw(event.operation, event, self._slowest.text(event))
             elif event.kind in ("end", "failed"):
                 if event.id in self._rows:  # shows the last numbers for a moment
-                    self._draw(event.id, event, moving(event))
+                    self._draw(event.id, event, progress_text(event))
                     self._progress.refresh()
                 self._drop(event.id)
                 self._drop(event.operation)

@@ -219,7 +219,7 @@ def _check_supported(
         raise sp.StructureError(
             f"{name} has shape {list(raw.shape)} on this rank and {list(parameter.shape)} over the tensor "
             "parallel ranks of Megatron-Core, whose fused weights (gate and up, query, key and value) cannot "
-            "be told from others. Use tensor parallelism by DTensor, or tensor parallel size 1"
+            "be distinguished from others. Use tensor parallelism by DTensor, or tensor parallel size 1"
         )
     if group.is_expert_param and model.dist_index.expt_device_mesh is not None:
         raise sp.StructureError(

@@ -156,9 +156,9 @@ def test_a_read_of_a_part_of_a_lent_file_reads_only_its_blocks(
     target = {"w": sp.LocalShards((ROWS, COLUMNS), [(view, (5, 0))]), "step": torch.zeros(600)}
     assert sp.load(folder, target).bytes == BLOCK + 2400
     assert torch.equal(view, VALUE[5:10])
-    lent = tmp_path / manifest.files[1].place
-    header = read_shard_header(LocalStorage(lent.parent.parent), f"shards/{lent.name}")
-    with flipped(lent, len(header.raw) - 1, 3):  # a header that cannot be read
+    referenced = tmp_path / manifest.files[1].place
+    header = read_shard_header(LocalStorage(referenced.parent.parent), f"shards/{referenced.name}")
+    with flipped(referenced, len(header.raw) - 1, 3):  # a header that cannot be read
         view.zero_()
         assert sp.load(folder, target).bytes == 20 * BLOCK + 2400
         assert torch.equal(view, VALUE[5:10])

@@ -111,8 +111,8 @@ def test_a_step_in_which_nothing_changed_has_no_file_of_its_own(tmp_path: Path) 
     more = save(checkpointer, 3, tensors)
     assert (again.bytes, more.bytes, again.reused) == (0, 0, MODEL_BYTES)
     assert [name.split("-")[0] for name in files(tmp_path, 3)] == ["index", "manifest.json"]
-    (lent,) = read_manifest(LocalStorage(tmp_path / step_name(3))).files
-    assert lent.folder == step_name(1), "a reference leads to the file that has the bytes"
+    (referenced,) = read_manifest(LocalStorage(tmp_path / step_name(3))).files
+    assert referenced.folder == step_name(1), "a reference leads to the file that has the bytes"
     target = {key: torch.zeros_like(value) for key, value in tensors.items()}
     assert checkpointer.restore(target) == 3 and same(target, tensors)
     assert verify(LocalStorage(tmp_path / step_name(3))).ok
@@ -242,10 +242,10 @@ def test_ls_shows_a_step_that_only_lends_files(tmp_path: Path) -> None:
     for step in (1, 2):
         save(checkpointer, step, state(0, step))
     delete_steps(LocalStorage(tmp_path), [step_name(1)])
-    lender, borrower = scan_run(LocalStorage(tmp_path), sizes=True)
-    assert (lender.status, lender.committed, lender.lends) == ("lends", False, (step_name(2),))
-    assert lender.reason is not None and "stay for step-00000002" in lender.reason
-    assert (borrower.status, borrower.borrows) == ("committed", (step_name(1),))
+    removed, newer = scan_run(LocalStorage(tmp_path), sizes=True)
+    assert (removed.status, removed.committed, removed.lends) == ("lends", False, (step_name(2),))
+    assert removed.reason is not None and "stay for step-00000002" in removed.reason
+    assert (newer.status, newer.borrows) == ("committed", (step_name(1),))
 
 
 def test_files_that_other_steps_refer_to_are_not_leftovers(tmp_path: Path) -> None:
@@ -328,31 +328,31 @@ def test_verify_follows_references(tmp_path: Path) -> None:
     checkpointer = saver(tmp_path)
     for step in (1, 2):
         save(checkpointer, step, state(0, step))
-    lent = shard_of(tmp_path, 1)
-    spoil(lent)
+    referenced = shard_of(tmp_path, 1)
+    spoil(referenced)
     for step in (1, 2):
         (fault,) = verify(LocalStorage(tmp_path / step_name(step))).faults
-        assert isinstance(fault, CorruptChunkError) and lent.name in fault.message
-    assert fault.details["file"] == f"{step_name(1)}/shards/{lent.name}"
-    spoil(lent)
+        assert isinstance(fault, CorruptChunkError) and referenced.name in fault.message
+    assert fault.details["file"] == f"{step_name(1)}/shards/{referenced.name}"
+    spoil(referenced)
     assert verify(LocalStorage(tmp_path / step_name(2))).ok
-    spoil(lent, 300)
+    spoil(referenced, 300)
     faults = verify(LocalStorage(tmp_path / step_name(2))).faults
-    assert any(isinstance(fault, FormatError) for fault in faults), "the header of a file that is lent"
-    spoil(lent, 300)
-    spoil(lent, -1)
+    assert any(isinstance(fault, FormatError) for fault in faults), "the header of a referenced file"
+    spoil(referenced, 300)
+    spoil(referenced, -1)
     faults = verify(LocalStorage(tmp_path / step_name(2))).faults
-    assert any(isinstance(fault, FormatError) for fault in faults), "the digests of a file that is lent"
+    assert any(isinstance(fault, FormatError) for fault in faults), "the digests of a referenced file"
 
 
 def test_damage_in_a_chunk_that_a_step_does_not_refer_to_is_no_fault_of_it(tmp_path: Path) -> None:
     checkpointer = saver(tmp_path)
     for step in (1, 2):
         save(checkpointer, step, state(0, step))
-    lent = shard_of(tmp_path, 1)
-    raw = lent.read_bytes()
+    referenced = shard_of(tmp_path, 1)
+    raw = referenced.read_bytes()
     at = raw.find(torch.full((20,), 1.0).numpy().tobytes(), 4096)  # the optimizer of step 1
-    spoil(lent, at + 1000)
+    spoil(referenced, at + 1000)
     assert len(verify(LocalStorage(tmp_path / step_name(1))).faults) == 1
     assert verify(LocalStorage(tmp_path / step_name(2))).ok
 
@@ -362,13 +362,13 @@ def test_a_missing_lent_file_is_named_and_an_older_step_is_restored(tmp_path: Pa
     save(checkpointer, 1, state(7, 1))
     save(checkpointer, 2, state(0, 2))
     save(checkpointer, 3, state(0, 3))
-    lent = shard_of(tmp_path, 2)
-    lent.unlink()
+    referenced = shard_of(tmp_path, 2)
+    referenced.unlink()
     with pytest.raises(StorageError, match="saved incrementally") as caught:
         loaded(tmp_path, 3)
-    assert lent.name in caught.value.message and caught.value.details["missing"] is True
+    assert referenced.name in caught.value.message and caught.value.details["missing"] is True
     report = verify(LocalStorage(tmp_path / step_name(3)))
-    assert [fault.details["file"] for fault in report.faults] == [f"{step_name(2)}/shards/{lent.name}"]
+    assert [fault.details["file"] for fault in report.faults] == [f"{step_name(2)}/shards/{referenced.name}"]
     with sp.open(tmp_path / step_name(3)) as ckpt, pytest.raises(StorageError, match="saved incrementally"):
         ckpt["model.a"].read()
     fresh = saver(tmp_path)
@@ -387,8 +387,8 @@ def test_restore_passes_over_steps_with_damage_in_a_lent_file(tmp_path: Path) ->
     save(checkpointer, 1, state(7, 1))
     for step in (2, 3):
         save(checkpointer, step, state(0, step))
-    lent = shard_of(tmp_path, 2)
-    spoil(lent)
+    referenced = shard_of(tmp_path, 2)
+    spoil(referenced)
     target = state(-1, -1)
     fresh = saver(tmp_path)
     assert fresh.restore(target) == 1 and same(target, state(7, 1))
