@@ -5,7 +5,7 @@
 3. `_cut` cuts boxes into chunks of at most `chunk_bytes`. A chunk is contiguous in its box. So a reader can
    verify a part of a large tensor, and several ranks can share the writing of one.
 4. `choose_writers` chooses one holder as the writer of each chunk.
-5. `find_replicas` lists the boxes of several ranks, for the replica check.
+5. `find_replicas` lists the boxes with replicas, for the replica check.
 6. `_lay_out` orders each writer's file: by alignment, so that entries are aligned for any reader; then small
    tensors before large ones; then by tensor and box.
 """
