@@ -68,7 +68,7 @@ class NewestStep:
     Args:
         drop_older: True to drop the file of the previous step. False if newer steps refer to that file.
         rate: bytes a second, at most.
-        only_if_cheap: True to read a file only under the conditions of the note "when it is worth it".
+        only_if_cheap: True to read a file only under the conditions of the note "when a read costs little".
     """
 
     def __init__(

@@ -3,9 +3,9 @@
     rank: SharedPieces --slices--> chosen --hash_replicas--> 16 bytes each, in the write report
     coordinator: Replicas --slices--> the same chosen slices; digests --compare_replicas--> Divergence
 
-The reports do not name the slice of a digest: both sides derive it from the plan (see "How the sample
-moves" in `shardproof.planning.replicas`). Bytes are compared, so a NaN equals itself and 0.0 differs from
--0.0. Ranks hash before the caller continues, so the values are those of the save's step.
+The reports do not name the slice of a digest: both sides derive it from the plan (see "How successive samples
+cover all replicas" in `shardproof.planning.replicas`). Bytes are compared, so a NaN equals itself and 0.0
+differs from -0.0. Ranks hash before the caller continues, so the values are those of the save's step.
 """
 
 from __future__ import annotations
