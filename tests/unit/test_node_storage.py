@@ -373,7 +373,7 @@ def test_a_file_on_a_failing_device_is_uploaded_from_its_copy(nodes: Nodes, tmp_
     uploader = Uploader(storage, far, LocalRendezvous(), None, None, set())
     uploader.prepare()
     uploader.begin_round(None)
-    uploader.settle(60)
+    uploader.wait_for_all(60)
     assert verify(far.within("step-00000001")).ok
 
 

@@ -348,6 +348,20 @@ def test_an_overwritten_step_is_judged_by_its_new_metadata(near: Path, far: Path
     assert alone(far).steps() == [2, 3]
 
 
+def test_a_save_that_is_overwritten_before_its_upload_names_the_reason(near: Path, far: Path) -> None:
+    second, down = unreachable(far, True)
+    run = checkpointer(near, second)
+    first = run.save(1, {**state(1), "n": 7})
+    first.result()
+    later = run.save(1, state(1), overwrite=True)
+    later.result()
+    down[0] = False
+    run.save(2, state(2)).durable(WAIT)
+    later.durable(WAIT)
+    with pytest.raises(sp.SaveSkipped, match="it was replaced by a later save in"):
+        first.durable(WAIT)
+
+
 @pytest.mark.parametrize("policy", [sp.KeepLatest(1), sp.KeepLatest(1) | sp.KeepBest("loss")])
 def test_the_first_tier_does_not_fill_while_the_second_one_is_down(
     policy: sp.RetentionPolicy, near: Path, far: Path
@@ -864,7 +878,7 @@ def test_a_save_of_a_damaged_step_is_uploaded_although_the_round_begins_at_once(
 
     def committed(self: Uploader, *arguments: Any) -> None:
         real(self, *arguments)
-        self.settle(WAIT)
+        self.wait_for_all(WAIT)
 
     monkeypatch.setattr(Uploader, "committed", committed)
     run.save(2, state(2)).durable(WAIT)

@@ -637,7 +637,7 @@ class Checkpointer:
         [7]
         """
         if self._uploader is not None:
-            self._uploader.settle(timeout)
+            self._uploader.wait_for_all(timeout)
 
     def wait_for_copies(self, timeout: float | None = None) -> None:
         """Waits until the files of the restored step are on two nodes again, on all ranks.

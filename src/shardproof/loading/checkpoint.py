@@ -345,7 +345,7 @@ class _ChunkReads:
         return self._chunks.nbytes
 
     def run(self, *, threads: int, on_bytes: Callable[[int], None] | None, cold: Cold) -> int:
-        return read_chunks(self._chunks, self._writer, threads=threads, moved=on_bytes, cold=cold)
+        return read_chunks(self._chunks, self._writer, threads=threads, on_bytes=on_bytes, cold=cold)
 
 
 class StoredTensor:

@@ -57,7 +57,7 @@ def read_chunks(
     writer: DestinationWriter,
     *,
     threads: int = 1,
-    moved: Callable[[int], None] | None = None,
+    on_bytes: Callable[[int], None] | None = None,
     cold: Cold = Cold.AS_CACHED,
 ) -> int:
     """Reads and verifies chunks, and fills the destinations of their parts.
@@ -66,7 +66,7 @@ def read_chunks(
         chunks: to read.
         writer: writer of the destinations.
         threads: reads in flight if the page cache has the bytes.
-        moved: called with the bytes read since the previous call, from any thread.
+        on_bytes: called with the bytes read since the previous call, from any thread.
         cold: how to read bytes that are not in the page cache.
 
     Returns:
@@ -77,7 +77,7 @@ def read_chunks(
         StorageError: a file is missing, short or unreadable.
     """
     with no_garbage_collection():
-        job = _Job(chunks, writer, moved, cold)
+        job = _Job(chunks, writer, on_bytes, cold)
     try:
         with job.uploads.entered():
             in_threads(job.run, job.batches, max(threads, job.fetching), job.uploads.entered)
@@ -89,7 +89,7 @@ def read_chunks(
 
 class _Job:
     def __init__(
-        self, chunks: Chunks, writer: DestinationWriter, moved: Callable[[int], None] | None, cold: Cold
+        self, chunks: Chunks, writer: DestinationWriter, on_bytes: Callable[[int], None] | None, cold: Cold
     ) -> None:
         self.read = 0
         self._chunks = chunks
@@ -123,7 +123,7 @@ class _Job:
             memory = REMOTE_MEMORY_BYTES if chunks.is_remote else MEMORY_BYTES
             self._fetcher = Fetcher(cold is Cold.PAST_CACHE, self._longest_request(), memory)
             self.fetching = self._fetcher.threads
-        self._moved = moved
+        self._on_bytes = on_bytes
         self._reported = 0
         self._lock = threading.Lock()
         self._local = threading.local()
@@ -152,8 +152,8 @@ class _Job:
         """Reports the bytes read since the last report."""
         with self._lock:
             since, self._reported = self.read - self._reported, self.read
-        if since and self._moved is not None:
-            self._moved(since)
+        if since and self._on_bytes is not None:
+            self._on_bytes(since)
 
     def _longest_request(self) -> int:
         longest = 0

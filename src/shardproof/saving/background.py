@@ -101,7 +101,7 @@ class Progress:
         """True if the current step has a deadline of its own, as a meeting has."""
         self._count = 0
 
-    def moved(self) -> None:
+    def advance(self) -> None:
         """Counts one step."""
         self._count += 1
 

@@ -161,7 +161,7 @@ class Save:
             report = self._write(rendezvous)
             result = self._commit(rendezvous, report)  # meeting: write
             if after is not None:
-                after(result, lambda _done, _total: self.progress.moved())
+                after(result, lambda _done, _total: self.progress.advance())
         self._cache.succeeded = True
         return result
 
@@ -467,7 +467,7 @@ class Save:
 
         def on_progress(done: int) -> None:
             self._check_given_up()
-            self.progress.moved()
+            self.progress.advance()
             rendezvous.progress(done, total)
             phase.progress(done, total)
 

@@ -130,7 +130,7 @@ class Snapshot:
                     del self._staged[row]
                     self._pool.give(staged)
                 self._changed.notify_all()
-        self._progress.moved()
+        self._progress.advance()
 
     def copy_whole(self, rows: range, to: int) -> None:
         """Copies whole chunks.
@@ -157,7 +157,7 @@ class Snapshot:
                 to += counts[row]
             self._front = rows.stop
             self._changed.notify_all()
-        self._progress.moved()
+        self._progress.advance()
 
     def stage_live(self, *, fenced: bool) -> None:
         """Stages all live chunks. On return, each is copied or staged, or the save has failed.

@@ -173,7 +173,7 @@ class MissingCopies:
             def on_bytes(count: int) -> None:
                 nonlocal done
                 done += count
-                self._progress.moved()
+                self._progress.advance()
                 meetings.progress(done, total)
                 phase.progress(done, total)
 

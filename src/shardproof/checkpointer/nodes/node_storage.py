@@ -194,7 +194,7 @@ class NodeStorage(NodesView):
         ['step-00000001']
     """
 
-    _is_settled = False
+    _manifest_is_final = False
 
     def __init__(self, group: NodeGroup, path: str = "") -> None:
         super().__init__(group, None, path)

@@ -80,7 +80,7 @@ class TieredRun:
 
     has_several = True
     """True if a file may have several copies."""
-    _is_settled = True
+    _manifest_is_final = True
     """True if the manifest of a folder does not change while this object is in use."""
 
     def __init__(self, tiers: Sequence[Storage], path: str = "", choice: CopyChoice | None = None) -> None:
@@ -319,7 +319,7 @@ class TieredRun:
         tiers = tuple(tier for tier in numbers if tier not in left_out) or (numbers[-1],)
         if name != MANIFEST_NAME or len(tiers) == 1:
             return tiers
-        if rank is not None or not self._is_settled:
+        if rank is not None or not self._manifest_is_final:
             return self._order_of_manifests(tiers)
         if self._ordered is None:
             self._ordered = self._order_of_manifests(tiers)

@@ -246,7 +246,7 @@ class UploadCoordinator:
             pending, reasons = self._pending(requests)  # without it, keep_then may keep an older one
         with self._lock:
             pending = {step: replace for step, replace in pending.items() if step not in self._removed}
-        uploaded, skipped = self._settle(requests, pending, reasons)
+        uploaded, skipped = self._results(requests, pending, reasons)
         shares: list[UploadShare | None] = [None] * len(reports)
         waits: dict[str, object] | None = None
         if self._under_way is not None:
@@ -307,10 +307,10 @@ class UploadCoordinator:
         self._stored = {step: seal for step, seal in there.items() if step not in pending}
         kept = self._kept(self._stored, pending)
         for step in set(pending) - kept:
-            reasons[step] = f"keep_then does not keep it beside the other steps of {self._second.location}"
+            reasons[step] = f"keep_then does not select it among the steps of {self._second.location}"
         return {step: replace for step, replace in pending.items() if step in kept}, reasons
 
-    def _settle(
+    def _results(
         self, requests: Sequence[UploadRequest], pending: Collection[int], reasons: Mapping[int, str]
     ) -> tuple[list[tuple[int, str]], list[Skip]]:
         """The fulfilled requests, by step and attempt, and the requests that will not be fulfilled."""
@@ -322,7 +322,9 @@ class UploadCoordinator:
             if one.step not in reasons and _attempt(self._second, one.step) == one.attempt:
                 uploaded.append((one.step, one.attempt))
                 continue
-            reason = reasons.get(one.step, f"it was removed from {self._first.location} before its upload")
+            is_replaced = _attempt(self._first, one.step) not in (None, one.attempt)
+            fate = "replaced by a later save in" if is_replaced else "removed from"
+            reason = reasons.get(one.step, f"it was {fate} {self._first.location} before its upload")
             skipped.append(Skip(one.step, one.attempt, reason))
             _log.warning("%s: step %d is not uploaded: %s", self._first.location, one.step, reason)
         return uploaded, skipped

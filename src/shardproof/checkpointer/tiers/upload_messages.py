@@ -32,7 +32,7 @@ class Skip(msgspec.Struct, frozen=True, array_like=True):
 
 
 class UploadAnswer(msgspec.Struct, frozen=True, array_like=True):
-    """The coordinator's answer: the settled uploads, and the next one."""
+    """The coordinator's answer: the uploads that ended, and the next one."""
 
     next: UploadShare | None = None
     """None: the round is over."""

@@ -166,7 +166,7 @@ class Uploader:
         if request.error is not None:
             raise type(request.error)(request.error.message, **request.error.details)
 
-    def settle(self, timeout: float | None) -> None:
+    def wait_for_all(self, timeout: float | None) -> None:
         """Returns when all rounds are over.
 
         Raises:
@@ -260,7 +260,7 @@ class Uploader:
                             f"to {self._second.location}: {skip.reason}"
                         )
             self._changed.notify_all()
-        self._progress.moved()
+        self._progress.advance()
         if answer.error is not None:
             raise ShardproofError.from_wire(answer.error)
         return answer.next
@@ -276,11 +276,11 @@ class Uploader:
             done = 0
 
             def alive() -> None:
-                self._progress.moved()
+                self._progress.advance()
                 self._meetings.progress(min(done, total), total)  # a file may be copied from two sources
                 self._meetings.waits()
 
-            def moving(count: int) -> None:
+            def on_bytes(count: int) -> None:
                 nonlocal done
                 self._throttle.take(count, alive)
                 done += count
@@ -289,7 +289,7 @@ class Uploader:
 
             try:
                 for record in upload.files:
-                    self._copy_file(record, moving, alive, piece)
+                    self._copy_file(record, on_bytes, alive, piece)
                 report = UploadReport()
             except _SourceError as error:
                 phase.fail(error.error)
@@ -301,14 +301,14 @@ class Uploader:
         return msgspec.msgpack.encode(report)
 
     def _copy_file(
-        self, record: FileRecord, moving: Callable[[int], None], alive: Callable[[], None], piece: int
+        self, record: FileRecord, on_bytes: Callable[[int], None], alive: Callable[[], None], piece: int
     ) -> None:
         target = self._second.within(record.folder)
         try:
             if self._is_whole(target, record, alive):
                 return  # of a killed upload, or of another job
             try:
-                self._copy_first_whole(record, target, moving, piece)
+                self._copy_first_whole(record, target, on_bytes, piece)
             except (StorageError, _SourceError):
                 if not self._is_whole(target, record, alive):  # another job has not written it meanwhile
                     raise
@@ -316,7 +316,7 @@ class Uploader:
             target.close()
 
     def _copy_first_whole(
-        self, record: FileRecord, target: Storage, moving: Callable[[int], None], piece: int
+        self, record: FileRecord, target: Storage, on_bytes: Callable[[int], None], piece: int
     ) -> None:
         """Copies a file from the nearest storage of the first tier in which it is not damaged.
 
@@ -332,7 +332,7 @@ class Uploader:
                     if isinstance(target, ReplacingStorage)
                     else target.create(record.name)
                 )
-                copy_shard_file(source, record, sink, moving, piece_bytes=piece)
+                copy_shard_file(source, record, sink, on_bytes, piece_bytes=piece)
             except ShardproofError as error:
                 failed = _source_error(error, source, record)
                 if failed is None:
