@@ -15,7 +15,7 @@ Note: Small parts share one upload
     A copy to the device costs the host 20 to 40 microseconds, as much as a copy of a megabyte takes. So the
     small parts of a buffer go to the device in one copy, and a kernel distributes them there. One thread at
     a time does this: each call of torch gives up the interpreter's lock, and threads that wait for it slow
-    each other down. See benchmarks/results/2026-11-27-gpu.md.
+    each other down. See benchmarks/results/2026-11-27-gpu-small-tensors.md.
 """
 
 from __future__ import annotations
