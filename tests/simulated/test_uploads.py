@@ -146,6 +146,7 @@ def mixed(device: torch.device) -> dict[str, torch.Tensor]:
     state |= {f"{at:02} half": torch.randn(7).bfloat16().to(device) for at in range(0, 40, 4)}
     state |= {f"{at:02} host": torch.randn(3) for at in range(0, 40, 5)}
     state |= {f"{at:02} strided": whole.to(device).view(6, 10).t() for at in range(0, 40, 9)}
+    state |= {f"{at:02} column": torch.randn(3, 2, device=device)[:1, 0] for at in range(0, 40, 7)}
     return state | {"01 host, strided": whole.view(6, 10).t(), "02 empty": torch.empty(0, 3, device=device)}
 
 
@@ -173,6 +174,33 @@ def test_small_tensors_share_one_upload(
     assert_loads(tmp_path / "c", state)
     others = [key for key in state if "strided" in key]
     assert 0 < len(alone) <= len(others)
+
+
+@pytest.mark.parametrize("snapshot", ["fence", "stage"])
+def test_small_tensors_of_two_devices(snapshot: Any, tmp_path: Path) -> None:
+    state = {str(at): torch.randn(8, device=f"simulated:{at % 2}") for at in range(40)}
+    checkpointer = sp.Checkpointer(tmp_path, snapshot=snapshot)
+    checkpointer.save(1, state).result(LIMIT)
+    assert_loads(tmp_path / "step-00000001", state)
+
+
+def test_a_few_small_tensors_do_not_upload_their_neighbours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between tensors of the host, a copy of each costs less."""
+    state = {f"{at:03}": torch.randn(15_000) for at in range(100)}
+    state |= {f"{at:03} device": torch.randn(9, device=first_device()) for at in (3, 96)}
+    sp.save(tmp_path / "c", state)
+    uploaded = list[int]()
+    to = torch.Tensor.to
+
+    def counted(tensor: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        uploaded.append(tensor.nbytes)
+        return to(tensor, *args, **options)
+
+    monkeypatch.setattr(torch.Tensor, "to", counted)
+    assert_loads(tmp_path / "c", state)
+    assert sum(uploaded) < 1 << 20
 
 
 def test_small_tensors_load_if_the_device_has_no_room_for_their_upload(

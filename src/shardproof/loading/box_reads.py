@@ -28,7 +28,7 @@ from shardproof.format import TensorRecord
 from shardproof.geometry import row_major_strides
 from shardproof.interop import Extent, StoredBox, StoredView
 from shardproof.loading.cold_reads import Cold
-from shardproof.loading.destinations import DestinationWriter
+from shardproof.loading.destinations import DestinationWriter, can_view
 from shardproof.loading.threads import in_threads
 from shardproof.planning import LARGE_BYTES, ChunkTable
 
@@ -222,9 +222,10 @@ class BoxReads:
             self._writer.put(row, parts, stored, skipped)
             return
         stored = memory[place.first - begin :][: (place.end - place.first) // itemsize * itemsize]
-        if stored.data_ptr() % itemsize:  # neighbours in a file begin anywhere
+        dtype = getattr(torch, name)
+        if not can_view(stored, dtype):  # neighbours in a file begin anywhere
             stored = stored.clone()
-        strided = stored.view(getattr(torch, name)).as_strided(sizes, place.view.stride)
+        strided = stored.view(dtype).as_strided(sizes, place.view.stride)
         # `contiguous` keeps odd strides of size 1
         dense = strided.clone(memory_format=torch.contiguous_format)
         self._writer.put(row, parts, dense.reshape(-1).view(torch.uint8), 0)

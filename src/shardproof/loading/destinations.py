@@ -20,7 +20,7 @@ from shardproof.loading.uploads import DeviceRange
 from shardproof.planning import ChunkTable, ReadPlan
 from shardproof.state import is_plain_memory
 
-__all__ = ["Destination", "DestinationWriter", "DirectRanges", "part_of", "shaped"]
+__all__ = ["Destination", "DestinationWriter", "DirectRanges", "can_view", "part_of", "shaped"]
 
 
 class Destination(msgspec.Struct, frozen=True, gc=False):
@@ -159,7 +159,8 @@ class DestinationWriter:
         large = (self._uploaded[part] >= 0) & (self.part_bytes[part] >= least)
         ranges: dict[int, DeviceRange] = {}
         for at, row in zip(alone[large].tolist(), part[large].tolist(), strict=True):
-            view = self._destinations[self._want[row]].view.detach().reshape(-1).view(torch.uint8)
+            view = self._destinations[self._want[row]].view.detach()
+            view = view.as_strided((view.numel(),), (1,)).view(torch.uint8)
             start, count = int(self._uploaded[row]), int(self.part_bytes[row])
             target = view if count == view.numel() else view[start : start + count]
             ranges[at] = DeviceRange(target, int(self._begin[row]))
@@ -213,8 +214,8 @@ class DestinationWriter:
                 target.copy_(source, non_blocking=is_direct)
 
     def is_aligned(self, parts: range, stored: torch.Tensor) -> bool:
-        """True if the memory begins at a multiple of the item size, as `views` needs."""
-        return stored.data_ptr() % self._dtypes[self._want[parts.start]].itemsize == 0
+        """True if the memory can be viewed as elements of the stored dtype, as `views` needs."""
+        return can_view(stored, self._dtypes[self._want[parts.start]])
 
     def views(
         self, row: int, parts: range, stored: torch.Tensor, first: int = 0
@@ -260,10 +261,21 @@ class DestinationWriter:
 
 
 def shaped(stored: torch.Tensor, dtype: torch.dtype, sizes: Sequence[int]) -> torch.Tensor:
-    """Bytes as a tensor. Copies only if they do not begin at a multiple of the item size."""
-    if stored.data_ptr() % dtype.itemsize:
+    """Bytes as a tensor. Copies only if they cannot be viewed as elements."""
+    if not can_view(stored, dtype):
         stored = stored.clone()
     return stored.view(dtype).view(sizes)
+
+
+def can_view(stored: torch.Tensor, dtype: torch.dtype) -> bool:
+    """True if both the address and the storage offset of bytes are multiples of the item size.
+
+    >>> can_view(torch.zeros(16, dtype=torch.uint8)[4:], torch.float32)
+    True
+    >>> can_view(torch.zeros(16, dtype=torch.uint8)[4:], torch.float64)
+    False
+    """
+    return stored.data_ptr() % dtype.itemsize == 0 and stored.storage_offset() % dtype.itemsize == 0
 
 
 def part_of(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:

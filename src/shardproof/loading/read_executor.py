@@ -234,7 +234,7 @@ class _Job:
             return read
         scratch, memory = self._scratch(span)
         read = self._chunks.read(batch, memory[:span])
-        self._place(batch, scratch)
+        self._place(batch, scratch[:span])
         return read
 
     def _place(self, batch: range, scratch: torch.Tensor, *, non_blocking: bool = False) -> None:

@@ -37,6 +37,8 @@ UPLOAD_BYTES = 8 << 20
 benchmarks/results/2026-11-26-gpu.md."""
 SMALL_BYTES = 1 << 20
 """Smaller chunks share reads and uploads."""
+_COPY_BYTES = 512 << 10
+"""A device copies about this many bytes in the time that the host needs to enqueue one copy."""
 
 
 class DeviceRange(NamedTuple):
@@ -97,17 +99,24 @@ class Uploads:
             non_blocking: True if the memory is page-locked and may still be read when this returns.
 
         Returns:
-            False if a device has no room for a copy of `memory`. Some targets may be filled then.
+            False if a device has no room for the upload, or a copy of each part costs less. Some targets may
+            be filled then.
         """
         for device in self.devices:
             here = [part for part in parts if part[1].device == device]
             if not here:
                 continue
+            first, end = (
+                min(start for start, _ in here),
+                max(start + target.numel() for start, target in here),
+            )
+            if end - first > len(here) * _COPY_BYTES:
+                return False
             try:
-                uploaded = memory.to(device, non_blocking=non_blocking)
+                uploaded = memory[first:end].to(device, non_blocking=non_blocking)
             except torch.OutOfMemoryError:
                 return False
-            sources = [uploaded[start : start + target.numel()] for start, target in here]
+            sources = [uploaded[start - first :][: target.numel()] for start, target in here]
             with torch.no_grad():
                 torch._foreach_copy_([target for _, target in here], sources)
         return True

@@ -133,12 +133,11 @@ def _gather(sources: Sequence[torch.Tensor], starts: Sequence[int], into: memory
     """Enqueues one copy for all tensors, on the current stream; False if the device has no room for it."""
     try:
         gathered = torch.empty(len(into), dtype=torch.uint8, device=sources[0].device)
+        row_major = [source.detach().resolve_conj().resolve_neg().contiguous() for source in sources]
     except torch.OutOfMemoryError:
         return False
-    parts = [
-        source.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
-        for source in sources
-    ]
+    # A contiguous tensor of one element may have any stride.
+    parts = [each.as_strided((each.numel(),), (1,)).view(torch.uint8) for each in row_major]
     torch._foreach_copy_(
         [gathered[start : start + part.numel()] for start, part in zip(starts, parts, strict=True)], parts
     )

@@ -229,13 +229,21 @@ class Snapshot:
         """Stages chunks, in order; False if the chunks before them are not live either."""
         with self._changed:
             try:
-                for row in rows:
-                    if row >= self._front and not self._over and not self._try_to_stage(row):
-                        self._wait_to_stage(row)
-                    if row < self._front or self._over:
-                        return False
-            finally:
-                self._wait_for_copies()  # before other threads may use them
+                return self._stage_each(rows)
+            except BaseException as error:
+                self.give_up(error)  # before the writer can take a chunk whose copy failed
+                raise
+
+    def _stage_each(self, rows: Sequence[int]) -> bool:
+        """As `_stage`. The caller holds `changed`."""
+        try:
+            for row in rows:
+                if row >= self._front and not self._over and not self._try_to_stage(row):
+                    self._wait_to_stage(row)
+                if row < self._front or self._over:
+                    return False
+        finally:
+            self._wait_for_copies()  # before other threads may use them
         return True
 
     def _try_to_stage(self, row: int) -> bool:
@@ -248,7 +256,7 @@ class Snapshot:
             return False
         try:
             self._check_memory(row)
-            self._source.read(row, staged.address, wait=False)
+            self._source.read(row, staged.address, wait=False, segment=staged.segment)
         except BaseException:
             self._pool.give(staged)
             raise

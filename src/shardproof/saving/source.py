@@ -23,6 +23,8 @@ _SMALL_BYTES = 64 << 10
 """Slices in device memory of at most this size are copied together."""
 _TOGETHER_BYTES = 1 << 20
 """Bytes of such a copy, at most."""
+_FREED = -1
+"""The address of a tensor whose memory was freed before."""
 
 
 class _SmallCopies:
@@ -31,19 +33,21 @@ class _SmallCopies:
     Args:
         copies: copies of the device.
         to: address of the first slice.
+        segment: the allocation of the destinations.
     """
 
-    def __init__(self, copies: DeviceCopies, to: int) -> None:
+    def __init__(self, copies: DeviceCopies, to: int, segment: object) -> None:
         self.copies = copies
+        self.segment = segment
         self.first = self.end = to
         self.rows: list[int] = []
         self.parts: list[torch.Tensor] = []
         self.starts: list[int] = []
 
-    def accepts(self, copies: DeviceCopies, to: int, count: int) -> bool:
+    def accepts(self, copies: DeviceCopies, to: int, count: int, segment: object) -> bool:
         """True if a slice can be copied together with these."""
         is_next = 0 <= to - self.end < SLOT_BYTES and to + count - self.first <= _TOGETHER_BYTES
-        return is_next and copies is self.copies
+        return is_next and copies is self.copies and segment is self.segment
 
     def add(self, row: int, part: torch.Tensor, to: int, count: int) -> None:
         """Adds a slice that `accepts` allows."""
@@ -81,11 +85,19 @@ class SliceSource:
         self._pieces = pieces
         # `Piece.address` may be stale: a later visit of the walk may have moved the tensor.
         self._pointers = [each.view.data_ptr() for each in pieces]
+        freed = [
+            not pointer and each.view.numel() > 0
+            for pointer, each in zip(self._pointers, pieces, strict=True)
+        ]
         is_plain = np.array([each.is_plain for each in pieces], bool)
         base = np.where(is_plain, np.array(self._pointers, np.uint64), np.uint64(0))[piece]
         if start.any():
             itemsize = np.array([each.view.element_size() for each in pieces], np.int64)
             base = np.where(base != 0, base + (start * itemsize[piece]).astype(np.uint64), base)
+        if any(freed):
+            self._pointers = [
+                _FREED if gone else pointer for gone, pointer in zip(freed, self._pointers, strict=True)
+            ]
         self.addresses: list[int] = base.tolist()
         """Address of each slice in host memory; 0 if `read` has to gather its bytes."""
         self._columns = piece, offsets, sizes
@@ -103,7 +115,7 @@ class SliceSource:
         at = self.piece[row]
         return self._pieces[at].view.data_ptr() == self._pointers[at]
 
-    def read(self, row: int, to: int, *, wait: bool = True) -> None:
+    def read(self, row: int, to: int, *, wait: bool = True, segment: object = None) -> None:
         """Copies a whole slice.
 
         Args:
@@ -112,11 +124,12 @@ class SliceSource:
             wait: False if the caller calls `wait` before it uses the copy. Each destination then begins at a
                 multiple of `SLOT_BYTES`, because small slices of a device that are next to each other are
                 copied together, with the bytes between them.
+            segment: the allocation of the destination; only slices of one allocation are copied together.
         """
         if (address := self.addresses[row]) != 0:
             ctypes.memmove(to, address, self.byte_counts[row])
         else:
-            self._gather(row, to, wait)
+            self._gather(row, to, wait, segment)
 
     def wait(self) -> list[int]:
         """Waits for all copies of device memory.
@@ -124,9 +137,11 @@ class SliceSource:
         Returns:
             Rows of slices whose memory was freed before their copy. These and others were not copied.
         """
-        self._copy_small()
-        for copies in self._devices.values():
-            copies.wait()
+        try:
+            self._copy_small()
+        finally:
+            for copies in self._devices.values():
+                copies.wait()
         freed, self._freed = self._freed, []
         return freed
 
@@ -138,7 +153,7 @@ class SliceSource:
         return row_pointers(ndims).tolist(), offsets.tolist(), sizes.tolist()
 
     @torch.no_grad()
-    def _gather(self, row: int, to: int, wait: bool) -> None:
+    def _gather(self, row: int, to: int, wait: bool, segment: object) -> None:
         """Copies a slice that is in device memory, or in another order than row-major."""
         count = self.byte_counts[row]
         piece = self._pieces[self.piece[row]]
@@ -155,9 +170,9 @@ class SliceSource:
             gathered = part.resolve_conj().resolve_neg().contiguous()
             ctypes.memmove(to, gathered.data_ptr(), count)
         elif not wait and 0 < count <= _SMALL_BYTES:
-            if self._small is None or not self._small.accepts(copies, to, count):
+            if self._small is None or not self._small.accepts(copies, to, count, segment):
                 self._copy_small()
-                self._small = _SmallCopies(copies, to)
+                self._small = _SmallCopies(copies, to, segment)
             self._small.add(row, part, to, count)
         else:
             into = memoryview((ctypes.c_char * count).from_address(to)).cast("B")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import itertools
 import threading
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 import shardproof as sp
+from shardproof._utils.memcpy import address
 from shardproof.errors import CorruptChunkError, StorageError
 from shardproof.format import read_manifest
 from shardproof.loading import LoadReport, cold_reads, load_from, read_executor
@@ -264,3 +266,27 @@ def test_reads_twice_ignores_small_tensors_that_all_ranks_read() -> None:
         mine = (rows >= 100) | (rows % 2 == number)
         ranks.append(Sketch.of(rows[mine], count[mine], count[mine]))
     assert not reads_twice(ranks)
+
+
+@pytest.mark.parametrize("shift", range(1, 34))
+def test_elements_load_from_memory_that_begins_anywhere(
+    shift: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The address of a chunk may be a multiple of the item size although its place in the memory is not."""
+    state = {"a": torch.arange(shift, dtype=torch.uint8), "b": torch.randn(3, 4, dtype=torch.complex128)}
+    sp.save(tmp_path / "c", state)
+    read = Fetcher.read
+
+    def read_to_odd_memory(*args: Any) -> memoryview:
+        piece = read(*args)
+        memory = memoryview(bytearray(len(piece) + 32))
+        start = (8 - address(memory)) % 16
+        memory[start : start + len(piece)] = piece
+        return memoryview((ctypes.c_char * len(piece)).from_buffer(memory, start)).cast("B")
+
+    monkeypatch.setattr(LocalStorage, "is_cached", lambda *_: False)
+    monkeypatch.setattr(Fetcher, "read", read_to_odd_memory)
+    target = {"a": torch.zeros_like(state["a"]), "b": torch.zeros(4, 3, dtype=torch.complex128).t()}
+    sp.load(tmp_path / "c", target)
+    assert torch.equal(target["a"], state["a"])
+    assert torch.equal(target["b"], state["b"])

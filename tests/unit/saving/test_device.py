@@ -19,8 +19,10 @@ import torch
 
 import shardproof as sp
 from shardproof._utils.memcpy import address
-from shardproof.saving.device_copy import DeviceCopies, pinned_buffer
+from shardproof.saving.device_copy import DeviceCopies, copies_of, pinned_buffer
+from shardproof.saving.snapshot import Snapshot
 from shardproof.saving.source import SliceSource
+from shardproof.state import Piece
 from shardproof.storage import ALIGNMENT
 from tests.accelerator import first_device, late_one
 from tests.logging_streams import LoggingStream, streams_that_log
@@ -39,12 +41,14 @@ SAMPLES = {
     "bool": lambda: torch.tensor([True, False, True]),
     "parameter": lambda: torch.nn.Parameter(torch.randn(3, 3)),
     "empty": lambda: torch.empty(0, 3),
+    "one element of a column": lambda: torch.randn(3, 2)[:1, 0],
+    "one expanded element": lambda: torch.tensor(2.5).expand(1),
 }
 
 
 def expected_bytes(tensor: torch.Tensor) -> bytes:
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    return bytes(plain.reshape(-1).view(torch.uint8).numpy()) if plain.numel() else b""
+    return bytes(plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy()) if plain.numel() else b""
 
 
 def copied(copies: DeviceCopies, tensor: torch.Tensor, shift: int = 0) -> bytes:
@@ -251,6 +255,14 @@ def test_small_tensors_are_copied_together(has_room: bool, monkeypatch: pytest.M
     assert len(enqueued) == (0 if has_room else len(sources))
 
 
+def could_lock(lock: threading.Condition) -> bool:
+    """True if no other thread has the lock."""
+    if not lock.acquire(blocking=False):
+        return False
+    lock.release()
+    return True
+
+
 def raise_out_of_memory(*args: Any, **options: Any) -> Any:
     raise torch.OutOfMemoryError
 
@@ -261,6 +273,80 @@ def record_calls(method: Callable[..., Any], calls: list[int]) -> Callable[..., 
         return method(*args)
 
     return recorded
+
+
+@pytest.mark.gpu
+def test_a_save_copies_small_tensors_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {str(at): torch.randn(at, device=first_device()) for at in range(40)}
+    copied_alone = list[int]()
+    monkeypatch.setattr(DeviceCopies, "_enqueued", record_calls(DeviceCopies._enqueued, copied_alone))
+    sp.save(tmp_path / "c", state)
+    assert not copied_alone
+    target = {key: torch.full_like(value, -1) for key, value in state.items()}
+    sp.load(tmp_path / "c", target)
+    assert all(torch.equal(target[key], value) for key, value in state.items())
+
+
+@pytest.mark.gpu
+def test_no_chunk_is_written_whose_copy_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The save has failed before the writer can take the memory that was not filled."""
+    state = {str(at): torch.full((8,), float(at), device=first_device()) for at in range(5)}
+    give_up, is_free = Snapshot.give_up, list[bool]()
+
+    def fail(*args: Any) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    def check(snapshot: Snapshot, error: BaseException) -> None:
+        if isinstance(error, torch.OutOfMemoryError):
+            with ThreadPoolExecutor(1) as other:
+                is_free.append(other.submit(could_lock, snapshot._changed).result(60))
+        give_up(snapshot, error)
+
+    monkeypatch.setattr(DeviceCopies, "enqueue_together", fail)
+    monkeypatch.setattr(Snapshot, "give_up", check)
+    checkpointer = sp.Checkpointer(tmp_path, snapshot="stage")
+    with pytest.raises(sp.ShardproofError, match="no room"):
+        checkpointer.save(1, state).result(60)
+    assert is_free[0] is False  # the staging thread still had the lock
+    assert checkpointer.steps() == []
+
+
+@pytest.mark.gpu
+def test_memory_that_was_freed_before_the_save_read_it_is_not_copied() -> None:
+    views = [torch.ones(4, device=first_device()) for _ in range(3)]
+    pieces = [Piece.of(view, (0,), (4,)) for view in views]
+    views[1].untyped_storage().resize_(0)
+    ones, copies = np.ones(3, np.int64), copies_of(views)
+    source = SliceSource(pieces, np.arange(3), ones * 0, ones * 16, ones * 0, ones * 4, copies)
+    assert [source.is_in_place(row) for row in range(3)] == [True, False, True]
+
+
+@pytest.mark.gpu
+def test_one_copy_fills_one_allocation() -> None:
+    """Page-locked memory of two allocations may be adjacent, but a device may refuse a copy to both."""
+    views = [torch.full((16,), float(at), device=first_device()) for at in range(4)]
+    pieces = [Piece.of(view, (0,), (16,)) for view in views]
+    ones, copies = np.ones(4, np.int64), copies_of(views)
+    source = SliceSource(pieces, np.arange(4), ones * 0, ones * 64, ones * 0, ones * 16, copies)
+    buffer, sent = pinned_buffer(256), list[int]()
+    enqueue = DeviceCopies.enqueue_together
+
+    def record(copies: DeviceCopies, *args: Any) -> None:
+        sent.append(len(args[-1]))
+        enqueue(copies, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DeviceCopies, "enqueue_together", record)
+        for row, segment in enumerate(("first", "first", "first", "second")):
+            source.read(row, address(buffer) + 64 * row, wait=False, segment=segment)
+        assert source.wait() == []
+    assert sent == [192, 64]
+    assert torch.frombuffer(buffer, dtype=torch.float32).view(4, 16).unique(dim=1).flatten().tolist() == [
+        0,
+        1,
+        2,
+        3,
+    ]
 
 
 @pytest.mark.gpu

@@ -303,7 +303,9 @@ class UploadCoordinator:
                 self._copy_pin(step)
             self._there.update({step: there[step]} if step in there and step not in pending else {})
         for step, error in unreadable.items():
-            self._pass_unreadable(step, error, requests, is_there=bool(there.get(step)))
+            self._pass_unreadable(
+                step, error, requests, is_there=bool(there.get(step)) and step not in others
+            )
         self._stored = {step: seal for step, seal in there.items() if step not in pending}
         kept = self._kept(self._stored, pending)
         for step in set(pending) - kept:
@@ -322,12 +324,19 @@ class UploadCoordinator:
             if one.step not in reasons and _attempt(self._second, one.step) == one.attempt:
                 uploaded.append((one.step, one.attempt))
                 continue
-            is_replaced = _attempt(self._first, one.step) not in (None, one.attempt)
-            fate = "replaced by a later save in" if is_replaced else "removed from"
-            reason = reasons.get(one.step, f"it was {fate} {self._first.location} before its upload")
+            reason = reasons.get(one.step) or self._why_gone(one)
             skipped.append(Skip(one.step, one.attempt, reason))
             _log.warning("%s: step %d is not uploaded: %s", self._first.location, one.step, reason)
         return uploaded, skipped
+
+    def _why_gone(self, request: UploadRequest) -> str:
+        """Why a step of the first tier can no longer be uploaded."""
+        try:
+            is_replaced = _attempt(self._first, request.step) not in (None, request.attempt)
+        except StorageError:
+            return f"{self._first.location} no longer has this save, or it cannot be read"
+        fate = "replaced by a later save in" if is_replaced else "removed from"
+        return f"it was {fate} {self._first.location} before its upload"
 
     def _other_saves(
         self, here: Mapping[int, bytes], there: Mapping[int, bytes]

@@ -19,7 +19,7 @@ from shardproof.format import Manifest
 from shardproof.geometry import row_pointers
 from shardproof.loading.block_reader import Files
 from shardproof.loading.chunk_reader import Chunks
-from shardproof.loading.destinations import DestinationWriter, part_of, shaped
+from shardproof.loading.destinations import DestinationWriter, can_view, part_of, shaped
 from shardproof.loading.read_once.group_collectives import Exchange, PendingExchange
 from shardproof.loading.read_once.orders import Orders
 from shardproof.loading.threads import in_threads
@@ -167,10 +167,10 @@ class Sender:
         offsets, sizes = self._boxes[box, :, : len(extents)].tolist()
         part = part_of(shaped(stored, dtype, extents.tolist()), offsets, sizes)
         into = into[: part.nbytes]
-        if into.data_ptr() % dtype.itemsize:
-            into.copy_(as_bytes(part))
-        else:
+        if can_view(into, dtype):
             into.view(dtype).view(sizes).copy_(part)
+        else:
+            into.copy_(as_bytes(part))
         return part.nbytes
 
 
