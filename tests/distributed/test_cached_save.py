@@ -26,7 +26,7 @@ class MeetingSizes:
 
 
 class CountingRendezvous:
-    """A rendezvous that records its meetings, and those of every rendezvous that its `beside` makes."""
+    """A rendezvous that records its meetings, and those of every rendezvous that it makes."""
 
     def __init__(self, inner: Any, meetings: list[MeetingSizes]) -> None:
         self._inner = inner
@@ -48,8 +48,8 @@ class CountingRendezvous:
         self._meetings.append(MeetingSizes(phase, len(post) if isinstance(post, bytes) else -1, len(answer)))
         return answer
 
-    def beside(self, name: str) -> CountingRendezvous:
-        return CountingRendezvous(self._inner.beside(name), self._meetings)
+    def new_rendezvous(self, name: str) -> CountingRendezvous:
+        return CountingRendezvous(self._inner.new_rendezvous(name), self._meetings)
 
 
 def state_of(value: float, tensors: int) -> dict[str, Any]:

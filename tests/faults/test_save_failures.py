@@ -395,7 +395,7 @@ def one_cannot_start_a_thread(root: str) -> tuple[CallResult, CallResult]:
     refused = RuntimeError("can't start new thread")
     with ExitStack() as stack:
         if rank() == 1:
-            stack.enter_context(mock.patch.object(StoreRendezvous, "arrive", side_effect=refused))
+            stack.enter_context(mock.patch.object(StoreRendezvous, "start_heartbeat", side_effect=refused))
         result = attempt(lambda: run.checkpointer.save(1, state_of(1)).result())
     return result, attempt(lambda: run.checkpointer.save(1, state_of(1)).result())
 

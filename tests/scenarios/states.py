@@ -124,9 +124,9 @@ class Phases:
         self.met.append(phase)
         return self._inner.meet(operation, phase, post, decide)
 
-    def beside(self, name: str) -> Phases:
+    def new_rendezvous(self, name: str) -> Phases:
         """Another rendezvous, whose phases are recorded in the same list."""
-        other = Phases(self._inner.beside(name))
+        other = Phases(self._inner.new_rendezvous(name))
         other.met = self.met
         return other
 

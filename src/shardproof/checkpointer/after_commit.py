@@ -55,7 +55,7 @@ class AfterCommit:
             return
         group = self._run.nodes.group
         meetings = group.meetings
-        meetings.arrive()
+        meetings.start_heartbeat()
 
         def report_progress(done: int, total: int) -> None:
             on_progress(done, total)

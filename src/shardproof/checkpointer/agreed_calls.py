@@ -5,8 +5,8 @@ Note: Why all ranks save at the same call
 Each rank numbers its calls of `save_if_due` from 1. All ranks make the same calls, but any rank may be any
 number of calls ahead of another. The ranks must choose one number that no rank has passed.
 
-1. Between two choices, a thread of each rank, the monitor, waits for a bell of the rendezvous. Nothing is
-   sent. A rank that wants a save (the clock of rank 0, a signal) rings the bell, which wakes all monitors.
+1. Between two choices, a thread of each rank, the monitor, waits for a notification of the rendezvous.
+   Nothing is sent. A rank that wants a save (the clock of rank 0, a signal) notifies all monitors.
 2. Each monitor *promises*: it reads n, the number of calls that its rank has answered, and from then on the
    rank answers no call. Both are one step under the lock of the gate. The monitor posts n to a meeting.
 3. Rank 0 answers with N = max(n) + 1, or with 0 if no rank wants a save.
@@ -64,12 +64,12 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Choice(msgspec.Struct, frozen=True, array_like=True):
-    """The answer of rank 0: a call, the request for it, and the name of the next bell."""
+    """The answer of rank 0: a call, the request for it, and the topic of the next notification."""
 
     call: int
     """Number of the call; 0 if no rank requests a save."""
     request: Request
-    next_bell: str
+    next_topic: str
 
 
 class _RequestPost(msgspec.Struct, frozen=True, array_like=True):
@@ -192,9 +192,9 @@ class AgreedCalls:
             self._rendezvous.close()
 
     def _watch(self) -> None:
-        choice = self._meet(0, Request())  # names the first bell
+        choice = self._meet(0, Request())  # names the first topic
         while not choice.request.preempted:
-            if not self._until_rung(choice.next_bell):
+            if not self._until_notified(choice.next_topic):
                 return
             with self._changed:
                 answered = self._gate.promise()
@@ -204,23 +204,23 @@ class AgreedCalls:
                 self._gate.note(choice.call, choice.request)
                 self._changed.notify_all()
 
-    def _until_rung(self, bell: str) -> bool:
-        """Wait for the bell, and ring it if this rank requests something. False after `close`."""
-        rung = self._rendezvous.until_rung(bell)
-        rung.add_done_callback(lambda _: self._wake.put("rung"))
+    def _until_notified(self, topic: str) -> bool:
+        """Wait for the notification, and send it if this rank requests something. False after `close`."""
+        notification = self._rendezvous.notification(topic)
+        notification.add_done_callback(lambda _: self._wake.put("notified"))
         has_asked = False
         while True:
             if not has_asked and self._requests.requested():
                 has_asked = True
-                self._rendezvous.ring(bell)
+                self._rendezvous.notify(topic)
             try:
                 news = self._wake.get(timeout=_LOOK if self._requests.has_clock and not has_asked else None)
             except Empty:
                 continue
             if news == "close":
                 return False
-            if news == "rung":
-                rung.result()
+            if news == "notified":
+                notification.result()
                 return True
 
     def _meet(self, answered: int, request: Request) -> Choice:

@@ -84,7 +84,7 @@ class DueSaves:
         self._calls: AgreedCalls | None = None
         if preemption is not None or (every is not None and every.seconds is not None):
             name = f"schedule {location}"
-            self._calls = AgreedCalls(rendezvous.beside(name), name, self._notices)
+            self._calls = AgreedCalls(rendezvous.new_rendezvous(name), name, self._notices)
             self._notices.install(self._calls.wake)
             self._calls.start()
             weakref.finalize(self, self._calls.close)

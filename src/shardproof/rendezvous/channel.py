@@ -63,7 +63,7 @@ class Channel:
     would take as long as a round trip to the server.
 
     Every call takes at most `patience` seconds and then raises `LinkLost`. Between requests, the first
-    connection joins a generation, once this rank has arrived, and posts the rank's signs of life.
+    connection joins a generation, once the heartbeat has started, and posts the rank's signs of life.
     """
 
     def __init__(
@@ -81,17 +81,17 @@ class Channel:
         self._first: int | None = None
         self._pending_verdicts: list[_PendingVerdict] = []
         self._entry: _Joining | None = None
-        self._bell: tuple[str, Future[None]] | None = None
-        """The key of the bell that this rank waits for, and the wait."""
+        self._notification: tuple[str, Future[None]] | None = None
+        """The key of the notification that this rank waits for, and the wait."""
 
     @property
     def is_member(self) -> bool:
         """True if this rank has joined a generation."""
         return self._membership.is_member
 
-    def arrive(self) -> None:
+    def start_heartbeat(self) -> None:
         """Begin to join and to post signs of life. Does not need the other ranks."""
-        self._idle.arrived = True
+        self._idle.has_started = True
         if self.rank == 0:
             self._announce()
         else:
@@ -127,9 +127,9 @@ class Channel:
         """Begin to join, with this meeting as the first. Does nothing on later calls. Does not wait."""
         if self._first is None:
             self._first = number
-        if self.rank > 0 and not self._idle.arrived:
+        if self.rank > 0 and not self._idle.has_started:
             self._requests.submit(self._membership.approach)  # opens the connection over which a rank joins
-        self._idle.arrived = True
+        self._idle.has_started = True
 
     def give_up_alone(self, number: int, verdict: bytes) -> None:
         """Propose a verdict of this rank alone. Keeps it until the rank has joined. Does not wait."""
@@ -380,36 +380,36 @@ class Channel:
 
         return self._requests.submit(request)
 
-    def ring(self, bell: str, number: int, world_size: int) -> None:
-        """Ring a bell: set the key of each rank. Does not wait. Of several ranks, the first sets the keys.
+    def notify(self, topic: str, number: int, world_size: int) -> None:
+        """Set the key of each rank. Does not wait. If several ranks notify, the first sets the keys.
 
         Args:
-            bell: the prefix of the keys.
-            number: the number of the next meeting. `sweep` deletes the count of rings after it, because
-                a rank that has posted to that meeting rings this bell no more.
+            topic: the prefix of the keys.
+            number: the number of the next meeting. `sweep` deletes the count of calls after it, because
+                a rank that has posted to that meeting does not notify of this topic again.
             world_size: the number of ranks.
         """
-        self._written_keys.append((number - 1, [f"{bell}/rings"]))
+        self._written_keys.append((number - 1, [f"{topic}/calls"]))
 
         def request(store: Any) -> None:
-            if store.add(f"{bell}/rings", 1) == 1:
-                requests.set_all(store, {f"{bell}/{rank}": b"1" for rank in range(world_size)})
+            if store.add(f"{topic}/calls", 1) == 1:
+                requests.set_all(store, {f"{topic}/{rank}": b"1" for rank in range(world_size)})
 
         self._requests.submit(request)
 
-    def until_rung(self, bell: str) -> Future[None]:
-        """A future that is done once a bell has rung, or this channel is closed.
+    def notification(self, topic: str) -> Future[None]:
+        """A future that is done once a rank has notified of the topic, or this channel is closed.
 
         Each rank waits for its own key, so that it can end its wait without the other ranks.
         """
-        key = f"{bell}/{self.rank}"
+        key = f"{topic}/{self.rank}"
 
         def request(store: Any) -> None:
             requests.wait(store, key)
             requests.delete(store, [key])
 
-        self._bell = key, self._waits.submit(request)
-        return self._bell[1]
+        self._notification = key, self._waits.submit(request)
+        return self._notification[1]
 
     def submit(self, request: Callable[[Any], Answer]) -> Future[Answer]:
         """Run a request after the earlier ones. Does not wait."""
@@ -439,8 +439,8 @@ class Channel:
 
     def close(self) -> None:
         """End both connections."""
-        if self._bell is not None:
-            self.release(self._bell[1], self._bell[0])
+        if self._notification is not None:
+            self.release(self._notification[1], self._notification[0])
         self._membership.close()
         self._requests.close()
         self._waits.close()
@@ -469,7 +469,7 @@ class Channel:
 
 
 class _Idle:
-    """The task of the first connection between requests, after `arrive`: join, and post signs of life."""
+    """The task of the first connection between requests: join, and post signs of life."""
 
     def __init__(
         self,
@@ -478,14 +478,15 @@ class _Idle:
         heartbeat: Heartbeat,
         send_pending_verdicts: Callable[[Any], None],
     ) -> None:
-        self.arrived = False
+        self.has_started = False
+        """True after `Channel.start_heartbeat` or `Channel.begin`."""
         self._membership = membership
         self._rank = rank
         self._heartbeat = heartbeat
         self._send_pending_verdicts = send_pending_verdicts
 
     def __call__(self, store: Any) -> None:
-        if not self.arrived:
+        if not self.has_started:
             return
         membership = self._membership
         if self._rank == 0 and membership.is_member and not membership.is_complete:

@@ -70,37 +70,43 @@ class Rendezvous(Protocol):
         """Report bytes done and bytes in all of the current phase. Cheap; any thread may call it."""
         ...
 
-    def waits(self) -> None:
+    def report_waiting(self) -> None:
         """Report that this rank waits for a rank that makes progress. Cheap; any thread may call it."""
         ...
 
-    def beside(self, name: str) -> Rendezvous:
-        """Another rendezvous of the same ranks, with its own order of meetings.
+    def new_rendezvous(self, name: str) -> Rendezvous:
+        """A new rendezvous of the same ranks, with its own order of meetings.
 
         Args:
             name: the same on all ranks, and new at this rendezvous.
         """
         ...
 
-    def ring(self, bell: str) -> None:
-        """Wake all ranks that wait for this bell, now or later. A bell rings once."""
-        ...
+    def notify(self, topic: str) -> None:
+        """Wake all ranks that wait for the notification of a topic, now or later.
 
-    def until_rung(self, bell: str) -> Future[None]:
-        """A future that is done once any rank has rung this bell. The wait sends nothing.
-
-        A rank waits for one bell at a time, and does not meet at this rendezvous before the bell has rung.
+        A topic has one notification. Later calls with the same topic do nothing.
 
         Args:
-            bell: a name that is new at this rendezvous, and the same on all ranks.
+            topic: a name that is new at this rendezvous, and the same on all ranks.
         """
         ...
 
-    def arrive(self) -> None:
+    def notification(self, topic: str) -> Future[None]:
+        """A future that is done once any rank has called `notify` with this topic. The wait sends nothing.
+
+        A rank waits for one notification at a time, and does not meet at this rendezvous before it is done.
+
+        Args:
+            topic: see `notify`.
+        """
+        ...
+
+    def start_heartbeat(self) -> None:
         """Begin to post signs of life before the first meeting. Reports no error: the meeting does."""
         ...
 
-    def hold(self) -> object:
+    def store_server(self) -> object:
         """The object that serves the store, or None. The store lives while a reference to it exists."""
         ...
 

@@ -26,7 +26,7 @@ class LocalRendezvous:
         self.world_size = 1
         self.deadline = deadline
         self._lock = forks.lock()
-        self._bell: tuple[str, Future[None]] | None = None
+        self._notification: tuple[str, Future[None]] | None = None
 
     def meet(self, operation: str, phase: str, post: bytes | BaseException, decide: Decide) -> bytes:
         """Decide on the only post. See `Rendezvous.meet`."""
@@ -49,30 +49,30 @@ class LocalRendezvous:
     def progress(self, done: int, total: int) -> None:
         """Does nothing: no other rank waits."""
 
-    def waits(self) -> None:
+    def report_waiting(self) -> None:
         """Does nothing: no other rank waits."""
 
-    def beside(self, name: str) -> LocalRendezvous:
-        """A new rendezvous of this process. See `Rendezvous.beside`."""
+    def new_rendezvous(self, name: str) -> LocalRendezvous:
+        """A new rendezvous of this process. See `Rendezvous.new_rendezvous`."""
         return LocalRendezvous(deadline=self.deadline)
 
-    def ring(self, bell: str) -> None:
-        """Wake the thread that waits for this bell. See `Rendezvous.ring`."""
-        rung = self.until_rung(bell)
-        if not rung.done():
-            rung.set_result(None)
+    def notify(self, topic: str) -> None:
+        """Wake the thread that waits for this notification. See `Rendezvous.notify`."""
+        notification = self.notification(topic)
+        if not notification.done():
+            notification.set_result(None)
 
-    def until_rung(self, bell: str) -> Future[None]:
-        """A future that is done once the bell has rung. See `Rendezvous.until_rung`."""
+    def notification(self, topic: str) -> Future[None]:
+        """A future that is done once `notify` has been called. See `Rendezvous.notification`."""
         with self._lock:
-            if self._bell is None or self._bell[0] != bell:
-                self._bell = bell, Future()
-            return self._bell[1]
+            if self._notification is None or self._notification[0] != topic:
+                self._notification = topic, Future()
+            return self._notification[1]
 
-    def arrive(self) -> None:
+    def start_heartbeat(self) -> None:
         """Does nothing: no other rank watches."""
 
-    def hold(self) -> object:
+    def store_server(self) -> object:
         """None: there is no store."""
         return None
 

@@ -247,12 +247,12 @@ class StoreRendezvous:
         """Report progress in bytes. Costs one assignment."""
         self._heartbeat.progress(done, total)
 
-    def waits(self) -> None:
-        """Report one step of a wait that has its own bound. See `Rendezvous.waits`."""
+    def report_waiting(self) -> None:
+        """Report one step of a wait that has its own bound. See `Rendezvous.report_waiting`."""
         self._heartbeat.tick()
 
-    def beside(self, name: str) -> StoreRendezvous:
-        """Another rendezvous of these ranks at this store. See `Rendezvous.beside`.
+    def new_rendezvous(self, name: str) -> StoreRendezvous:
+        """A new rendezvous of these ranks at this store. See `Rendezvous.new_rendezvous`.
 
         Its threads start now. The caller may need it at the end of the program, when no thread can be
         started.
@@ -269,26 +269,26 @@ class StoreRendezvous:
             other._open()
         return other
 
-    def ring(self, bell: str) -> None:
-        """Wake all ranks that wait for a bell. See `Rendezvous.ring`."""
+    def notify(self, topic: str) -> None:
+        """Wake all ranks that wait for a notification. See `Rendezvous.notify`."""
         self._check()
-        self._open().ring(f"{self._name}/bell/{bell}", self._number, self.world_size)
+        self._open().notify(f"{self._name}/topic/{topic}", self._number, self.world_size)
 
-    def until_rung(self, bell: str) -> Future[None]:
-        """Wait for a bell on the connection of meetings. See `Rendezvous.until_rung`."""
+    def notification(self, topic: str) -> Future[None]:
+        """Wait for a notification on the connection of meetings. See `Rendezvous.notification`."""
         self._check()
-        return self._open().until_rung(f"{self._name}/bell/{bell}")
+        return self._open().notification(f"{self._name}/topic/{topic}")
 
-    def arrive(self) -> None:
-        """Begin to show signs of life. See `Rendezvous.arrive`."""
+    def start_heartbeat(self) -> None:
+        """Begin to show signs of life. See `Rendezvous.start_heartbeat`."""
         self._check()
         with self._my_turn():
             try:
-                self._open().arrive()
+                self._open().start_heartbeat()
             except (LinkLost, WrongBytes) as error:
                 _log.warning("the store of the rendezvous cannot be reached: %s", error)
 
-    def hold(self) -> object:
+    def store_server(self) -> object:
         """The process group's store, which serves this one as long as a reference to it exists."""
         return self._server() if self._server is not None else None
 

@@ -4,7 +4,7 @@ Note "The end of the interpreter": these threads are daemons, so a thread that h
 cannot keep the process alive. An `atexit` function waits for their work. It runs after the program's last
 line and before the interpreter shuts down. At that time executors accept no work, and from CPython 3.12 on
 no thread can be started. So these threads are started at the first save and need only a queue. The links of
-a rendezvous start before the caller continues (`StoreRendezvous.beside`). At exit, `map_requests`
+a rendezvous start before the caller continues (`StoreRendezvous.new_rendezvous`). At exit, `map_requests`
 and `ObjectSink` need no other threads and work in the calling thread. A child made by fork has none of these
 threads, and does not wait.
 """

@@ -144,6 +144,6 @@ class SaveCache:
             name: name of the first save, equal on all ranks.
         """
         if self.background is None or self.background[0] != name:
-            self.background = name, rendezvous.beside(name)
+            self.background = name, rendezvous.new_rendezvous(name)
         self.background[1].deadline = rendezvous.deadline
         return self.background[1]

@@ -192,7 +192,7 @@ class Save:
             self._report = _outcome(report, phase)
         self._goes_ahead = self._capture.is_complete and isinstance(self._report, RankReport)
         self._reservation = self._rendezvous.reserve()
-        self._store = self._rendezvous.hold()
+        self._store = self._rendezvous.store_server()
 
     def _run(self, operation: Operation, background: bool, after: After | None) -> SaveResult:
         """Runs `_save`, and converts any error to a `ShardproofError`."""
@@ -290,7 +290,7 @@ class Save:
         """Hashes the replicas that the request selects."""
         if not self._request.check_replicas:
             return
-        rendezvous.arrive()  # other ranks may wait there already
+        rendezvous.start_heartbeat()  # other ranks may wait there already
         with self._phase("replicas") as phase:
             plan = self._cache.plan
             assert plan is not None
@@ -340,7 +340,7 @@ class Save:
         if self._problem is not None:
             raise self._problem
         self._check_given_up()
-        rendezvous.arrive()
+        rendezvous.start_heartbeat()
         assert self._cache.plan is not None and self._snapshot is not None
         begun, shard, objects = time.monotonic(), self._cache.plan.shard, self._capture.objects
         owned = {key: objects[key] for key in shard.plan.objects}

@@ -181,7 +181,7 @@ def test_a_join_that_was_answered_late_is_counted_once(rank: int) -> None:
     other = channel_of(store.store, 1 - rank, 2)
     if rank == 1:
         other.heartbeat.period = LIMIT  # so that it looks for hellos only when the test calls `look`
-        other.arrive()
+        other.start_heartbeat()
     try:
         with pytest.raises(LinkLost, match="no answer"):
             late.join(0)

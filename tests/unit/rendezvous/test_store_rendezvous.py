@@ -193,31 +193,31 @@ def test_many_ranks_and_meetings_leave_few_keys() -> None:
     assert store.num_keys() <= 16 * 4 + 12
 
 
-@pytest.mark.parametrize("ringers", [(0,), (2,), (1, 2), tuple(range(MANY))])
-def test_a_bell_from_any_rank_wakes_all_ranks(ringers: tuple[int, ...], any_store: Any) -> None:
+@pytest.mark.parametrize("senders", [(0,), (2,), (1, 2), tuple(range(MANY))])
+def test_a_notification_from_any_rank_wakes_all_ranks(senders: tuple[int, ...], any_store: Any) -> None:
     def work(rendezvous: StoreRendezvous) -> list[bytes]:
         answers = [rendezvous.meet("schedule", "choose", b"%d" % rendezvous.rank, join)]
-        for bell in ("first", "second"):
-            rung = rendezvous.until_rung(bell)
-            if rendezvous.rank in ringers:
-                rendezvous.ring(bell)
-            rung.result(60)
-            answers.append(rendezvous.meet("schedule", bell, b"%d" % rendezvous.rank, join))
+        for topic in ("first", "second"):
+            notification = rendezvous.notification(topic)
+            if rendezvous.rank in senders:
+                rendezvous.notify(topic)
+            notification.result(60)
+            answers.append(rendezvous.meet("schedule", topic, b"%d" % rendezvous.rank, join))
         return answers
 
     all_posts = b",".join(b"%d" % rank for rank in range(MANY))
     assert on_ranks(MANY, any_store, work) == [[all_posts] * 3] * MANY
 
 
-def test_bells_leave_no_keys() -> None:
+def test_notifications_leave_no_keys() -> None:
     store = HashStore()
 
     def work(rendezvous: StoreRendezvous) -> int:
         for number in range(20):
-            rung = rendezvous.until_rung(f"bell {number}")
+            notification = rendezvous.notification(f"topic {number}")
             if rendezvous.rank % 3 == 0:
-                rendezvous.ring(f"bell {number}")
-            rung.result(60)
+                rendezvous.notify(f"topic {number}")
+            notification.result(60)
             rendezvous.meet("schedule", "choose", b"", join)
         return number
 
@@ -225,28 +225,28 @@ def test_bells_leave_no_keys() -> None:
     assert store.num_keys() <= 6 * 4 + 12
 
 
-def test_a_rank_that_closes_while_it_waits_for_a_bell_wakes_no_other_rank() -> None:
+def test_a_rank_that_closes_while_it_waits_for_a_notification_wakes_no_other_rank() -> None:
     before = set(threading.enumerate())
     store = HashStore()
     ranks = [StoreRendezvous(store, rank, 2, deadline=5) for rank in range(2)]
-    waits = [rendezvous.until_rung("bell") for rendezvous in ranks]
+    waits = [rendezvous.notification("topic") for rendezvous in ranks]
     ranks[0].close()
     waits[0].result(60)
     assert not waits[1].done()
-    ranks[1].ring("bell")
+    ranks[1].notify("topic")
     waits[1].result(60)
     ranks[1].close()
     assert set(threading.enumerate()) <= before
 
 
-def test_a_bell_wakes_a_single_process() -> None:
+def test_a_notification_wakes_a_single_process() -> None:
     alone = LocalRendezvous()
-    for bell in ("first", "second"):
-        rung = alone.until_rung(bell)
-        assert not rung.done()
-        alone.ring(bell)
-        alone.ring(bell)
-        rung.result(60)
+    for topic in ("first", "second"):
+        notification = alone.notification(topic)
+        assert not notification.done()
+        alone.notify(topic)
+        alone.notify(topic)
+        notification.result(60)
 
 
 def test_ranks_stay_in_step_after_errors() -> None:
@@ -443,16 +443,16 @@ def test_a_meeting_that_gave_up_waiting_for_its_turn_keeps_no_place_in_the_order
     alone.close()
 
 
-def test_a_rendezvous_beside_needs_no_thread_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_rendezvous_needs_no_thread_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """A save commits over it after the last line of the program, when no thread can be started."""
     rendezvous = StoreRendezvous(HashStore(), 0, 1, deadline=30.0)
-    beside = rendezvous.beside("background")
+    background = rendezvous.new_rendezvous("background")
     with monkeypatch.context() as limited:
         limit_threads(limited)
-        assert beside.meet("save", "write", b"1", join) == b"1"
-        other = rendezvous.beside("other")  # its first meeting reports that it has no thread
+        assert background.meet("save", "write", b"1", join) == b"1"
+        other = rendezvous.new_rendezvous("other")  # its first meeting reports that it has no thread
         with pytest.raises(RuntimeError, match="new thread"):
             other.meet("save", "write", b"1", join)
     assert other.meet("save", "write", b"1", join) == b"1"
-    for each in (other, beside, rendezvous):
+    for each in (other, background, rendezvous):
         each.close()

@@ -133,7 +133,7 @@ def test_a_save_waits_for_its_turn_while_the_operation_before_it_makes_progress(
     stepping = threading.Thread(target=state["optimizer"].step)
     stepping.start()
     for _ in range(130):  # longer than the step would wait otherwise
-        alone.waits()
+        alone.report_waiting()
         pause.wait(0.02)
     assert stepping.is_alive()
     held.give_up()
@@ -147,7 +147,9 @@ def interrupt(*_: Any, **__: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "where", [(StoreRendezvous, "hold"), (Workers, "submit"), (Fence, "__init__")], ids=lambda one: one[1]
+    "where",
+    [(StoreRendezvous, "store_server"), (Workers, "submit"), (Fence, "__init__")],
+    ids=lambda one: one[1],
 )
 def test_an_interrupted_save_blocks_neither_the_next_step_nor_the_next_save(
     where: tuple[type, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -134,7 +134,7 @@ class MissingCopies:
         share = msgspec.msgpack.decode(encoded, type=_Share)
         if self._process != os.getpid():
             self._process, self._workers = os.getpid(), Workers("shardproof-copies", 1)
-        meetings = self._rendezvous.beside(f"copies/{share.name}")
+        meetings = self._rendezvous.new_rendezvous(f"copies/{share.name}")
         operation = f"nodes of {self._nodes.location}, copies of {share.folder}"
         self._last = self._workers.submit(lambda: self._make(share, meetings, operation))
         unfinished.add(self._last, self._progress, 2 * meetings.deadline, operation)
@@ -161,7 +161,7 @@ class MissingCopies:
 
     def _make(self, share: _Share, meetings: Rendezvous, operation: str) -> None:
         """Copies this rank's share, then meets the other ranks. Each rank serves its files until then."""
-        meetings.arrive()
+        meetings.start_heartbeat()
         total = sum(copy.record.size for copy in share.copies)
         rank, done = self._rendezvous.rank, 0
         made: list[int] = []

@@ -199,7 +199,7 @@ def join_nodes(rendezvous: Rendezvous, root: LocalStorage, replicas: int) -> Nod
         else:
             peer = Peer(node.addresses, node.port, node.service, answer.secret, node.label, patience)
             folders.append(PeerStorage(peer, node.location))
-    meetings = rendezvous.beside(f"nodes/{answer.name}")
+    meetings = rendezvous.new_rendezvous(f"nodes/{answer.name}")
     group = NodeGroup(
         own, folders, answer.node_of_rank, answer.location, answer.arbiter, replicas, service, meetings
     )

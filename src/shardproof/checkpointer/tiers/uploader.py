@@ -116,7 +116,7 @@ class Uploader:
         with self._rendezvous.operation(self._operation):
             meeting = MeetingSequence(self._rendezvous, self._operation)
             name = meeting.meet("prepare", bytes, lambda posts: name.encode()).decode()
-        self._meetings = self._rendezvous.beside(f"upload/{name}")
+        self._meetings = self._rendezvous.new_rendezvous(f"upload/{name}")
         self._workers = Workers("shardproof-tiers", 1)
         self._changed, self._requests, self._rounds = threading.Condition(), [], 0
         self._failure = None
@@ -278,7 +278,7 @@ class Uploader:
             def alive() -> None:
                 self._progress.advance()
                 self._meetings.progress(min(done, total), total)  # a file may be copied from two sources
-                self._meetings.waits()
+                self._meetings.report_waiting()
 
             def on_bytes(count: int) -> None:
                 nonlocal done

@@ -155,7 +155,7 @@ class ReadOnceExchange:
                 threads=threads,
                 deadline=self._rendezvous.deadline,
                 on_bytes=on_bytes,
-                on_wait=self._rendezvous.waits,
+                on_wait=self._rendezvous.report_waiting,
             )
         orders = self._answer.orders
         assert orders is not None
