@@ -109,8 +109,10 @@ def test_attributes_of_results_that_were_renamed_warn_and_work(tmp_path: Path) -
     pending = sp.PendingSave(3, None)
     with pytest.warns(DeprecationWarning, match="PendingSave.mark_reported") as caught:
         pending.tell()
+    with pytest.warns(DeprecationWarning, match="PendingSave.wait_for_end") as caught_settle:
+        pending.settle()
     sp.save(tmp_path / "step", {"w": torch.ones(2)})
     report = sp.load(tmp_path / "step", {"w": torch.zeros(2)})
     with pytest.warns(DeprecationWarning, match="LoadReport.unchanged") as caught_too:
         assert report.kept == report.unchanged == ()
-    assert {warning.filename for warning in (*caught, *caught_too)} == {__file__}
+    assert {warning.filename for warning in (*caught, *caught_settle, *caught_too)} == {__file__}

@@ -464,7 +464,7 @@ class Checkpointer:
     @guarded("restore")
     def _restore_elsewhere(self, state: Any, path: Location, options: LoadOptions) -> RestoredStep:
         """Loads a checkpoint that is no step of this run."""
-        self._saver.settle()
+        self._saver.wait_for_end()
         self.passed_over, self.last_restore = (), None
         source = foreign_of(path, self._options_for(path))
         try:
@@ -483,7 +483,7 @@ class Checkpointer:
     def _restore(
         self, state: Any, step: int | None, suspect: bool, options: LoadOptions
     ) -> RestoredStep | None:
-        self._saver.settle()
+        self._saver.wait_for_end()
         self.last_restore = None
         view = self._run.view()
         restore = Restore(view, self._rendezvous, step, suspect, options, self._run.check_tiers)

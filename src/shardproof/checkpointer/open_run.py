@@ -130,7 +130,7 @@ class OpenRun:
                 f"has {len(policies)}"
             )
         metric, best = policies[0].metric, BestStep(policies[0])
-        self.saver.settle()  # it may be the best
+        self.saver.wait_for_end()  # it may be the best
 
         def decide(posts: Sequence[bytes]) -> bytes:
             steps = [step for step in self.steps() if not self.is_damaged(step)]

@@ -56,7 +56,7 @@ def change_pin(run: OpenRun, step: Any, label: Any) -> None:
         return b""
 
     with run.rendezvous.operation(operation):
-        run.saver.settle()  # its retention may remove the step
+        run.saver.wait_for_end()  # its retention may remove the step
         MeetingSequence(run.rendezvous, operation).meet("pin", describe, decide)
 
 
@@ -92,7 +92,7 @@ def settle_suspect(run: OpenRun, step: Any, verdict: Any) -> None:
         return b""
 
     with run.rendezvous.operation(operation):
-        run.saver.settle()
+        run.saver.wait_for_end()
         MeetingSequence(run.rendezvous, operation).meet("settle", describe, decide)
 
 

@@ -137,7 +137,7 @@ def save_state(
     """
     state = state_of(accelerator)
     saves = saves_of(accelerator)
-    saves.settle()
+    saves.wait_for_end()
     project = accelerator.project_configuration
     if folder is None:
         folder = os.path.join(_checkpoints(accelerator), f"checkpoint_{project.iteration}")

@@ -135,7 +135,7 @@ class FolderSaves:
         """
         storage, after = LocalStorage(local_path(folder)), partial(self._committed, then)
         saver = self._connected()
-        saver.settle()  # the previous save has called `_committed`, or failed
+        saver.wait_for_end()  # the previous save has called `_committed`, or failed
         with self._lock:
             self._uncommitted = True
         saver.begin(storage, state, step=step, overwrite=True, after=after)
@@ -155,7 +155,7 @@ class FolderSaves:
             ShardproofError: see `shardproof.load`.
         """
         source = LocalStorage(local_path(folder))
-        self._connected().settle()
+        self._connected().wait_for_end()
         assert self._rendezvous is not None
         with self._rendezvous.operation(f"load {source.location}"):
             return load_from(source, state, self._rendezvous, LoadOptions(**options, format="shardproof"))
@@ -195,10 +195,10 @@ class FolderSaves:
         if self._saver is not None:
             self._saver.wait()
 
-    def settle(self) -> None:
+    def wait_for_end(self) -> None:
         """Waits for the current save and its removals; the next `save` or `wait` reports its error."""
         if self._saver is not None:
-            self._saver.settle()
+            self._saver.wait_for_end()
 
     def remove(self, folder: str | os.PathLike[str]) -> None:
         """Removes a checkpoint, once the current save is committed. One rank calls it.
@@ -229,7 +229,7 @@ class FolderSaves:
         return self._saver
 
     def _of_rank_0(self, place: str | os.PathLike[str], phase: str, work: Callable[[], bytes]) -> bytes:
-        self._connected().settle()
+        self._connected().wait_for_end()
         assert self._rendezvous is not None
         operation = f"load {os.path.abspath(place)}"
         with self._rendezvous.operation(operation):

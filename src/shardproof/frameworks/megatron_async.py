@@ -35,7 +35,7 @@ def call_of(pending: sp.PendingSave) -> QueueCall:
 
     def notify() -> None:
         try:
-            pending.settle()
+            pending.wait_for_end()
         except sp.StorageError:
             pass  # `finish` raises it on the thread of the caller
         finally:

@@ -99,7 +99,7 @@ def with_shardproof(kind: Any, *, background: bool = True) -> Any:
                 output_dir: the folder; None for `output_dir` of the arguments.
             """
             if not _internal_call:
-                self.shardproof_saves.settle()
+                self.shardproof_saves.wait_for_end()
                 super().save_model(output_dir, _internal_call)
             elif self.args.should_save:
                 os.makedirs(output_dir or self.args.output_dir, exist_ok=True)
@@ -108,7 +108,7 @@ def with_shardproof(kind: Any, *, background: bool = True) -> Any:
                         item.save_pretrained(output_dir)
 
         def _save_checkpoint(self, model: Any, trial: Any) -> None:
-            self.shardproof_saves.settle()
+            self.shardproof_saves.wait_for_end()
             limit, self.args.save_total_limit = self.args.save_total_limit, None
             try:  # older checkpoints are removed after the commit; the Trainer would remove them before it
                 super()._save_checkpoint(model, trial)

@@ -142,7 +142,7 @@ class PendingSave:
                 "result() there"
             )
         if timeout is None:
-            self.settle()
+            self.wait_for_end()
         wait_for_end(self._future, self.step, timeout)
         try:
             return self._future.result()
@@ -164,7 +164,7 @@ class PendingSave:
         """
         return _SaveFuture(self, self._future)
 
-    def settle(self, tick: Callable[[], None] | None = None) -> None:
+    def wait_for_end(self, tick: Callable[[], None] | None = None) -> None:
         """Waits until the save is over, with any outcome, while it makes progress.
 
         Args:
@@ -181,6 +181,15 @@ class PendingSave:
                 "ended: the storage hangs. It may be committed, now or when the storage answers. Restart the "
                 "process; restore finds the newest committed step"
             )
+
+    def settle(self, tick: Callable[[], None] | None = None) -> None:
+        """The deprecated name of `wait_for_end`."""
+        warnings.warn(
+            "PendingSave.settle is now PendingSave.wait_for_end: use that name",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        self.wait_for_end(tick)
 
     def mark_reported(self) -> None:
         """Marks a failure as reported, because the caller receives it directly."""

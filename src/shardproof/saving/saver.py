@@ -247,13 +247,13 @@ class Saver:
         if under_way is None:
             return
         if timeout is None:
-            under_way.pending.settle()
+            under_way.pending.wait_for_end()
         else:
             wait_for_end(under_way.future, under_way.pending.step, timeout)
         if (failed := self._take_failure()) is not None:
             raise failed
 
-    def settle(self) -> None:
+    def wait_for_end(self) -> None:
         """Waits for the current save; the next call reports its error."""
         if (under_way := self._own_save()) is not None:
             self._wait_for(under_way)
@@ -266,7 +266,7 @@ class Saver:
     def _next(self, storage: Storage, request: SaveRequest) -> Save:
         """Makes the next save, after the end of the previous one."""
         cache = self._own_cache()
-        self.settle()
+        self.wait_for_end()
         return Save(self._rendezvous, storage, request, cache, self._limits, failed=self._take_failure())
 
     def _own_cache(self) -> SaveCache:
@@ -303,7 +303,7 @@ class Saver:
             count += 1
             self._rendezvous.progress(count, 0)  # other ranks may wait for this rank at the next meeting
 
-        under_way.pending.settle(tick)
+        under_way.pending.wait_for_end(tick)
 
     def _take_failure(self) -> ShardproofError | None:
         under_way = self._own_save()

@@ -28,7 +28,7 @@ def test_an_older_checkpoint_is_removed_after_the_commit(tmp_path: Path, gate: G
     saves = FolderSaves()
     old, new = tmp_path / "old", tmp_path / "new"
     saves.save(old, state())
-    saves.settle()
+    saves.wait_for_end()
     gate.close()
     saves.save(new, state())
     assert gate.reached.wait(LIMIT)
