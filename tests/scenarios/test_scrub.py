@@ -43,7 +43,7 @@ def save(checkpointer: sp.Checkpointer, step: int, *, scrubbed: bool = True) -> 
     return reused
 
 
-def lenders(root: Path, step: int) -> set[str]:
+def referenced_steps(root: Path, step: int) -> set[str]:
     return {record.folder for record in read_manifest(LocalStorage(root / step_name(step))).referenced_files}
 
 
@@ -66,8 +66,8 @@ def test_rot_is_found_and_the_next_save_writes_the_chunks_again(
     text = record.getMessage()
     assert str(damage) in text
     assert ", ".join(map(step_name, (1, 2, 3, 4))) in text and "cannot be restored" in text
-    assert save(checkpointer, 5) == 0 and lenders(tmp_path, 5) == set()
-    assert save(checkpointer, 6) == FROZEN_BYTES and lenders(tmp_path, 6) == {step_name(5)}
+    assert save(checkpointer, 5) == 0 and referenced_steps(tmp_path, 5) == set()
+    assert save(checkpointer, 6) == FROZEN_BYTES and referenced_steps(tmp_path, 6) == {step_name(5)}
     target = state(-1, -1)
     fresh = sp.Checkpointer(tmp_path)
     assert fresh.restore(target) == 6 and same(target, state(1, 6))
@@ -84,7 +84,7 @@ def test_a_save_that_refers_to_rot_found_meanwhile_is_no_base(tmp_path: Path) ->
     assert len(checkpointer.damage) == 1
     save(checkpointer, 5)
     for step in (1, 2, 3):
-        assert step_name(step) not in lenders(tmp_path, 5)
+        assert step_name(step) not in referenced_steps(tmp_path, 5)
     assert verify(LocalStorage(tmp_path / step_name(5))).ok
 
 
@@ -227,7 +227,7 @@ def test_a_damaged_step_is_not_proved(tmp_path: Path) -> None:
         checkpointer.wait_for_scrub(timeout=60)
     assert len(checkpointer.damage) == 1
     checkpointer.save(5, state(1, 5)).result()
-    assert lenders(tmp_path, 5) == set() and 5 in checkpointer.steps()
+    assert referenced_steps(tmp_path, 5) == set() and 5 in checkpointer.steps()
     target = state(-1, -1)
     assert sp.Checkpointer(tmp_path).restore(target) == 5 and same(target, state(1, 5))
 
@@ -371,5 +371,5 @@ def test_rot_of_one_ranks_file_is_written_again_by_all_ranks_alike(tmp_path: Pat
     one, other = (outcome.value for outcome in run_ranks(2, trained, str(tmp_path)))
     size = 2 * 4 * 30_000
     assert one == ([0, size, size, 0, size], 1) and other == (one[0], 0)
-    assert lenders(tmp_path, 5) == {step_name(4)}
+    assert referenced_steps(tmp_path, 5) == {step_name(4)}
     assert verify(LocalStorage(tmp_path / step_name(5))).ok

@@ -74,7 +74,7 @@ def test_a_linked_run_is_saved_restored_listed_and_pruned(
     assert restored(run) == 4 and restored(run, 3) == 3
     listed = call(capsys, "ls", run)["checkpoints"]
     assert [(info["step"], info["status"], info["linked"]) for info in listed] == [
-        (1, "lends", False),
+        (1, "referenced", False),
         (3, "committed", False),
         (4, "committed", False),
     ]
@@ -88,7 +88,11 @@ def test_a_linked_step_is_restored_listed_and_verified(run: Path, capsys: pytest
     assert sp.Checkpointer(run).steps() == [1, 2]
     assert restored(run) == restored(run, 2) == 2
     first, second = call(capsys, "ls", run)["checkpoints"]
-    assert (first["status"], first["linked"], first["lends"]) == ("committed", False, ["step-00000002"])
+    assert (first["status"], first["linked"], first["referenced_by"]) == (
+        "committed",
+        False,
+        ["step-00000002"],
+    )
     assert (second["status"], second["linked"]) == ("committed", True)
     assert call(capsys, "verify", run / "step-00000002")["ok"]
     assert call(capsys, "diff", run / "step-00000002", run / "step-00000002")["same"]
@@ -132,7 +136,7 @@ def test_files_of_a_linked_step_are_never_removed(
 
 def test_overwriting_leaves_files_of_a_linked_step(run: Path) -> None:
     archived = move_away(run, 1)
-    (archived / "manifest.json").unlink()  # it only lends
+    (archived / "manifest.json").unlink()  # only its referenced files stay
     before = files(archived)
     state = {"step": torch.full((1000,), 2.0), "frozen": torch.ones(1000)}
     sp.Checkpointer(run).save(2, state, overwrite=True).result()

@@ -170,8 +170,8 @@ def _of_steps(infos: Sequence[StepInfo], run: str) -> Iterator[Finding]:
             yield Finding("note", "settled", info.name, f"a settled suspect: {info.verdict}")
         elif info.status == "partial":
             yield Finding("note", "partial", info.name, reason)
-        elif info.status == "lends":
-            yield Finding("note", "lends", info.name, reason)
+        elif info.status == "referenced":
+            yield Finding("note", "referenced", info.name, reason)
         if info.pinned is not None:
             yield Finding("note", "pinned", info.name, f"pinned, so that retention keeps it: {info.pinned}")
         if info.linked:

@@ -49,7 +49,7 @@ class PrunePlan:
     lost: tuple[str, ...]
     """To remove: folders of committed steps with missing or cut shard files."""
     lost_bytes: int
-    lent: dict[str, list[str]]
+    referenced: dict[str, list[str]]
     """Files that stay: folder of the removed step to the folders of the steps that refer to its files."""
     unknown: tuple[str, ...]
     """Folders with unreadable manifests. They may refer to any file of other steps, so such files stay."""
@@ -150,7 +150,7 @@ def plan_prune(
             in_lost += storage.size(file) or 0
         else:
             in_steps += storage.size(file) or 0
-    referenced = {info.name: list(info.lends) for info in infos if info.status == "lends"}
+    removed_before = [info.name for info in infos if info.status == "referenced"]
     left = references_in(storage, without=[*steps, *settled, *lost])
     return PrunePlan(
         leftovers=tuple(old),
@@ -165,7 +165,11 @@ def plan_prune(
         beyond_repair=tuple(name for name in hopeless if name not in lost),
         lost=tuple(lost),
         lost_bytes=in_lost,
-        lent={name: left.users(name) for name in {**referenced, **removal.referenced} if left.users(name)},
+        referenced={
+            name: users
+            for name in dict.fromkeys([*removed_before, *removal.referenced])
+            if (users := left.users(name))
+        },
         unknown=tuple(references.unknown),
         uploads=dead,
         young_uploads=young_uploads,

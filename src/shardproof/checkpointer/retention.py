@@ -44,10 +44,10 @@ from shardproof.format import (
     Manifest,
     References,
     flush_manifests_in,
-    kept_files_message,
     named_files,
     read_manifest,
     references_in,
+    unreadable_manifests_message,
     unreferenced_files,
 )
 from shardproof.storage import Storage, map_requests
@@ -332,7 +332,10 @@ def _delete(
     unknown = delete_steps(run, names, on_progress).unknown
     if unknown:
         _log.warning(
-            "%s: the shard files of %s stay: %s", run.location, ", ".join(names), kept_files_message(unknown)
+            "%s: the shard files of %s stay: %s",
+            run.location,
+            ", ".join(names),
+            unreadable_manifests_message(unknown),
         )
 
 

@@ -137,8 +137,8 @@ def _note(info: StepInfo) -> str:
         info.reason or "",
         f"pinned: {info.pinned}" if info.pinned is not None else "",
         "a symbolic link" if info.linked else "",
-        _some("refers to", info.borrows),
-        _some("stays for", info.lends) if info.committed else "",
+        _some("refers to", info.references),
+        _some("stays for", info.referenced_by) if info.committed else "",
     ]
     return "; ".join(filter(None, parts))
 

@@ -48,7 +48,7 @@ class StepInfo:
     - "suspect": committed, and its validation failed and is not settled;
     - "settled": a suspect with a `verdict`;
     - "leftover": without a manifest;
-    - "lends": deleted, except for files that other steps refer to;
+    - "referenced": removed, except for files that other steps refer to;
     - "damaged": its manifest is damaged, or a file is missing or cut;
     - "partial": some of its files are on other nodes (``node_local=True``);
     - "unreadable": the storage failed, and the state of the checkpoint is unknown.
@@ -68,9 +68,9 @@ class StepInfo:
     """Number of files of dead attempts in the folder of a committed checkpoint, which `prune` removes."""
     beyond_repair: bool
     """Shard files are missing or cut, so that `repair` cannot help."""
-    borrows: tuple[str, ...] = ()
+    references: tuple[str, ...] = ()
     """Folders of earlier steps whose files it refers to."""
-    lends: tuple[str, ...] = ()
+    referenced_by: tuple[str, ...] = ()
     """Folders of later steps that refer to its files."""
     suspect: bool = False
     """True if it is in the folder of a suspect."""
@@ -213,8 +213,8 @@ def _step_info(
         repaired=manifest.repaired,
         unnamed=_unnamed(manifest, files - referenced),
         beyond_repair=bool(lost),
-        borrows=tuple(sorted({record.folder for record in manifest.referenced_files})),
-        lends=users,
+        references=tuple(sorted({record.folder for record in manifest.referenced_files})),
+        referenced_by=users,
     )
 
 
@@ -246,9 +246,8 @@ def _only_referenced(
     count = len(files & referenced)
     reason = f"removed; {count} file{'s' if count > 1 else ''} stay for {_some(users)}"
     unnamed = len(files - referenced)
-    return StepInfo(
-        name, step, "lends", reason, None, size, 0, 0, None, None, False, unnamed, False, lends=users
-    )
+    info = _without_manifest(place, name, step, (), "referenced", reason)
+    return replace(info, bytes=size, unnamed=unnamed, referenced_by=users)
 
 
 def _some(names: tuple[str, ...]) -> str:

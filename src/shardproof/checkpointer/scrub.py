@@ -133,7 +133,7 @@ class Scrub:
             if has_no_references(place):
                 return
             assert isinstance(place, LocalStorage)
-            report = verify(UncachedStorage(place.path, before_read=self._yield), borrowed_only=True)
+            report = verify(UncachedStorage(place.path, before_read=self._yield), referenced_only=True)
         except ShardproofError:
             if read_seal(place) == seal:
                 raise

@@ -129,7 +129,7 @@ def _show_plan(plan: PrunePlan, now: float, older_than: float, damaged: bool) ->
         for upload in plan.uploads
     ]
     rows += [(name, "committed, beyond those to keep", "", "") for name in plan.steps]
-    rows += [(name, "settled suspect, older than a step that is kept", "", "") for name in plan.settled]
+    rows += [(name, "settled suspect, older than a step that stays", "", "") for name in plan.settled]
     rows += [(name, "damaged, cannot be repaired", "", "") for name in plan.lost]
     if rows:
         out.print(table(("to remove", "what", "size", "age"), rows, right=("size", "age")))
@@ -140,46 +140,51 @@ def _show_plan(plan: PrunePlan, now: float, older_than: float, damaged: bool) ->
         size = gigabytes(leftover.bytes)
         out.print(
             printable(
-                f"kept: {leftover.folder}: {size} that no manifest names, written to in the last "
+                f"not removed: {leftover.folder}: {size} that no manifest names, written to in the last "
                 f"{age(older_than)}: a save may be in progress (--older-than)"
             )
         )
     for leftover in plan.repairable:
         out.print(
             printable(
-                f"kept: {leftover.folder}: all files of a step without a manifest (run `shardproof repair`; "
-                "if the step is not needed, remove the folder)"
+                f"not removed: {leftover.folder}: all files of a step without a manifest "
+                "(run `shardproof repair`; if the step is not needed, remove the folder)"
             )
         )
     for upload in plan.young_uploads:
         out.print(
             printable(
-                f"kept: {upload.name}: an upload that did not complete, written to in the last "
+                f"not removed: {upload.name}: an upload that did not complete, written to in the last "
                 f"{age(older_than)}: a save may be in progress (--older-than)"
             )
         )
     if plan.uploads_fault:
-        out.print(printable(f"kept: parts of uploads that did not complete, if any: {plan.uploads_fault}"))
-    for name, users in plan.lent.items():
+        out.print(
+            printable(f"not removed: parts of uploads that did not complete, if any: {plan.uploads_fault}")
+        )
+    for name, users in plan.referenced.items():
+        refer = "refers" if len(users) == 1 else "refer"
         out.print(
             printable(
-                f"kept: {name}: files that {', '.join(users)} {'refers' if len(users) == 1 else 'refer'} to "
+                f"not removed: {name}: files that {', '.join(users)} {refer} to "
                 "(saved incrementally; `shardproof convert --standalone` makes a step that needs no other)"
             )
         )
     for name in plan.unknown:
         out.print(
             printable(
-                f"kept: files of other steps, because the manifest of {name} cannot be read and may refer to "
-                "them"
+                f"not removed: files of other steps, because the manifest of {name} cannot be read and may "
+                "refer to them"
             )
         )
     for name in plan.unsettled:
-        out.print(printable(f"kept: {name}: validation failed there and is not settled"))
+        out.print(printable(f"not removed: {name}: validation failed there and is not settled"))
     for name in plan.damaged:
         out.print(
-            printable(f"kept: {name}: damaged (run `shardproof repair`; if that fails, remove the folder)")
+            printable(
+                f"not removed: {name}: damaged (run `shardproof repair`; if that fails, remove the folder)"
+            )
         )
     for name in plan.beyond_repair:
         why = f", but written to in the last {age(older_than)} (--older-than)" if damaged else _REMOVE
-        out.print(printable(f"kept: {name}: damaged, cannot be repaired{why}"))
+        out.print(printable(f"not removed: {name}: damaged, cannot be repaired{why}"))

@@ -199,11 +199,11 @@ def _show_summary(summary: Summary) -> None:
         f"{counted(summary.chunks, 'chunk')}, {counted(len(summary.aliases), 'tied tensor')}, "
         f"{counted(len(summary.objects), 'plain value')}"
     )
-    if summary.borrowed:
-        folders = sorted({row.file.split("/")[0] for row in summary.writers if row.borrowed})
+    if summary.referenced_bytes:
+        folders = sorted({row.file.split("/")[0] for row in summary.writers if row.referenced})
         out.print(
             printable(
-                f"saved incrementally: {gigabytes(summary.borrowed)} of it lie in files of "
+                f"saved incrementally: {gigabytes(summary.referenced_bytes)} of it lie in files of "
                 f"{', '.join(folders[:FOLDERS_SHOWN])}{', ...' if len(folders) > FOLDERS_SHOWN else ''} "
                 "(`shardproof convert --standalone` makes a copy that needs no other step)"
             )

@@ -62,10 +62,10 @@ from shardproof.format.references import (
     flush_manifests_in,
     flush_manifests_of_siblings,
     has_no_references,
-    kept_files_message,
     named_files,
     references_in,
     references_of_siblings,
+    unreadable_manifests_message,
     unreferenced_files,
 )
 from shardproof.format.shard_entries import (
@@ -139,7 +139,6 @@ __all__ = [
     "header_of_chunks",
     "index_name",
     "is_overwrite",
-    "kept_files_message",
     "locate_files",
     "lost_files",
     "manifest_version",
@@ -164,5 +163,6 @@ __all__ = [
     "size_fault",
     "start_in_page",
     "tensor_bytes",
+    "unreadable_manifests_message",
     "unreferenced_files",
 ]

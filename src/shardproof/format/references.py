@@ -33,11 +33,11 @@ __all__ = [
     "flush_manifests_in",
     "flush_manifests_of_siblings",
     "has_no_references",
-    "kept_files_message",
     "named_files",
     "references_in",
     "references_of_siblings",
     "referred",
+    "unreadable_manifests_message",
     "unreferenced_files",
 ]
 
@@ -75,7 +75,7 @@ class References:
         return sorted({user for users in self.by_folder.get(folder, {}).values() for user in users})
 
 
-def kept_files_message(unknown: Sequence[str]) -> str:
+def unreadable_manifests_message(unknown: Sequence[str]) -> str:
     """The reason why unreadable manifests make files stay, and what to do, for messages.
 
     Args:

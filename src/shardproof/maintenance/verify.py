@@ -82,7 +82,7 @@ def verify(
     storage: Storage,
     on_progress: Callable[[int, int], None] | None = None,
     *,
-    borrowed_only: bool = False,
+    referenced_only: bool = False,
 ) -> VerifyReport:
     """Reads a whole checkpoint and compares every byte with what was saved.
 
@@ -95,7 +95,7 @@ def verify(
     Args:
         storage: storage of the checkpoint. Verification closes its files.
         on_progress: called with bytes done and bytes in all.
-        borrowed_only: True to read only manifest, index, and the files of other steps.
+        referenced_only: True to read only manifest, index, and the files of other steps.
 
     Returns:
         The report. It has all faults but a missing manifest.
@@ -123,7 +123,7 @@ def verify(
         prove_chunks(manifest.tensors, table, np.arange(len(manifest.tensors)))
     except (FormatError, TilingError) as error:
         faults.append(error)
-    files = [row for row, record in enumerate(manifest.files) if record.folder or not borrowed_only]
+    files = [row for row, record in enumerate(manifest.files) if record.folder or not referenced_only]
     checker = _Checker(storage, manifest, table, files, faults, on_progress)
     try:
         for file in files:

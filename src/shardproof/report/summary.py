@@ -160,8 +160,8 @@ class WriterRow:
     chunks: int
     bytes: int
     """Bytes of the chunks; the file is a little larger."""
-    borrowed: bool
-    """True if the save of an earlier step wrote the file."""
+    referenced: bool
+    """True if the save of an earlier step wrote the file, and this step refers to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +181,7 @@ class Summary:
     metadata: dict[str, Any]
     tensors: int
     bytes: int
-    borrowed: int
+    referenced_bytes: int
     """The part of `bytes` that is in files of other steps."""
     chunks: int
     rows: tuple[TensorRow, ...]
@@ -249,7 +249,7 @@ def summarise(
         metadata=dict(manifest.metadata),
         tensors=len(records),
         bytes=sum(map(tensor_bytes, records)),
-        borrowed=_borrowed_bytes(manifest, table, chunks),
+        referenced_bytes=_referenced_bytes(manifest, table, chunks),
         chunks=len(chunks),
         rows=_tensor_rows(records),
         parts=_part_rows(records, base + depth),
@@ -259,7 +259,7 @@ def summarise(
     )
 
 
-def _borrowed_bytes(manifest: Manifest, table: ChunkTable, chunks: np.ndarray[Any, Any]) -> int:
+def _referenced_bytes(manifest: Manifest, table: ChunkTable, chunks: np.ndarray[Any, Any]) -> int:
     elsewhere = np.array([bool(record.folder) for record in manifest.files], bool)
     rows = chunks[elsewhere[table.file[chunks]]] if len(elsewhere) else chunks
     return int(table.byte_count[rows].sum())

@@ -28,12 +28,12 @@ from shardproof.format import (
     encode_manifest,
     flush_manifests_of_siblings,
     index_name,
-    kept_files_message,
     locate_files,
     manifest_version,
     read_manifest,
     references_of_siblings,
     shard_name,
+    unreadable_manifests_message,
     unreferenced_files,
 )
 from shardproof.planning import WritePlan
@@ -243,7 +243,7 @@ def _remove_replaced(storage: Storage, old: Manifest, new: Manifest) -> None:
             _log.warning(
                 "%s: shard files of the replaced checkpoint stay: %s",
                 storage.location,
-                kept_files_message(references.unknown),
+                unreadable_manifests_message(references.unknown),
             )
     except Exception as error:  # the new checkpoint is committed, so nothing may fail the save
         _log.warning(

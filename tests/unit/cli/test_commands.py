@@ -372,8 +372,8 @@ def test_ls(call: Any, ckpt: Path) -> None:
         "repaired": False,
         "unnamed": 0,
         "beyond_repair": False,
-        "borrows": [],
-        "lends": [],
+        "references": [],
+        "referenced_by": [],
         "suspect": False,
         "verdict": None,
         "linked": False,
@@ -425,7 +425,7 @@ def test_inspect(call: Any, ckpt: Path) -> None:
         "location", "format", "notes", "prefix", "step", "time", "writer", "attempt", "repaired",
         "world_size",
         "metadata",
-        "tensors", "bytes", "borrowed", "chunks", "rows", "parts", "writers", "aliases", "objects",
+        "tensors", "bytes", "referenced_bytes", "chunks", "rows", "parts", "writers", "aliases", "objects",
     }  # fmt: skip
     assert {
         "key": "model.layers.{0..3}.wq",
@@ -626,8 +626,8 @@ def test_prune(call: Any, ckpt: Path) -> None:
     assert code == 0
     assert set(report) == {
         "location", "dry_run", "removed", "committed_meanwhile", "bytes", "leftovers", "steps", "steps_bytes",
-        "young", "damaged", "beyond_repair", "lost", "lost_bytes", "lent", "unknown", "settled", "unsettled",
-        "uploads", "young_uploads", "uploads_fault", "repairable",
+        "young", "damaged", "beyond_repair", "lost", "lost_bytes", "referenced", "unknown", "settled",
+        "unsettled", "uploads", "young_uploads", "uploads_fault", "repairable",
     }  # fmt: skip
     assert (report["dry_run"], report["removed"]) == (True, False)
     assert [left["folder"] for left in report["leftovers"]] == ["step-00000007", "step-00000008"]
@@ -671,7 +671,7 @@ def test_repair_and_prune_agree_that_a_lost_step_cannot_be_repaired(call: Any, c
     assert "cannot be repaired: restore another step" in err
     code, out, _ = call("prune", ckpt.parent)
     assert code == 0
-    assert "kept: step-00000007: damaged, cannot be repaired; remove the folder" in out
+    assert "not removed: step-00000007: damaged, cannot be repaired; remove the folder" in out
     assert "--damaged" in out
     code, _, err = call("prune", ckpt.parent, "--damaged")
     assert code == 2
@@ -751,7 +751,9 @@ def test_prune_keeps_a_step_that_lacks_only_its_manifest(call: Any, tmp_path: Pa
     make_old(tmp_path)
     code, out, _ = call("prune", tmp_path, "--yes")
     assert code == 0 and "nothing to remove" in out
-    assert "kept: step-00000008: all files of a step without a manifest (run `shardproof repair`" in out
+    assert (
+        "not removed: step-00000008: all files of a step without a manifest (run `shardproof repair`" in out
+    )
     _, out, _ = call("doctor", tmp_path)
     assert f"shardproof repair {tmp_path}/step-00000008" in out.replace("\n", "")
     write(tmp_path / "step-00000009", Sample(STATE, step=9))

@@ -127,29 +127,29 @@ def test_a_run_that_was_saved_incrementally(tmp_path: Path, capsys: pytest.Captu
     one, two, three = (tmp_path / f"step-{step:08d}" for step in (1, 2, 3))
 
     report = json.loads(ok("ls", tmp_path, "--json"))["checkpoints"]
-    assert [info["borrows"] for info in report] == [[], [one.name], [one.name]]
-    assert report[0]["lends"] == [two.name, three.name]
+    assert [info["references"] for info in report] == [[], [one.name], [one.name]]
+    assert report[0]["referenced_by"] == [two.name, three.name]
     assert "saved incrementally" in ok("inspect", three) and one.name in ok("inspect", three, "model")
-    assert json.loads(ok("inspect", three, "--json"))["borrowed"] == 36_000
+    assert json.loads(ok("inspect", three, "--json"))["referenced_bytes"] == 36_000
     code, out, _ = shardproof("diff", one, two, "--json")
     assert code == 1 and json.loads(out)["by_digest"] == 2
     assert json.loads(ok("verify", three, "--json"))["bytes"] == 48_000
 
     dry = json.loads(ok("prune", tmp_path, "--keep", "1", "--dry-run", "--json"))
-    assert dry["steps"] == [one.name, two.name] and dry["lent"] == {one.name: [three.name]}
+    assert dry["steps"] == [one.name, two.name] and dry["referenced"] == {one.name: [three.name]}
     before = sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file())
     text = ok("prune", tmp_path, "--keep", "1", "--yes")
-    assert f"kept: {one.name}: files that {three.name} refers to" in text
+    assert f"not removed: {one.name}: files that {three.name} refers to" in text
     after = sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file())
     assert before - after == dry["bytes"], "as the dry run reported"
     assert not two.exists() and [path.name for path in one.iterdir()] == ["shards"]
     assert json.loads(ok("verify", three, "--json"))["ok"]
     listed = json.loads(ok("ls", tmp_path, "--json"))["checkpoints"]
-    assert [info["status"] for info in listed] == ["lends", "committed"]
+    assert [info["status"] for info in listed] == ["referenced", "committed"]
     for file in (*one.rglob("*"), one):
         os.utime(file, (0, 0))
     report = json.loads(ok("prune", tmp_path, "--json"))
-    assert report["leftovers"] == [] and report["lent"] == {one.name: [three.name]}
+    assert report["leftovers"] == [] and report["referenced"] == {one.name: [three.name]}
 
     code, _, err = shardproof("convert", three, tmp_path / "whole")
     assert code == 2 and "--standalone" in err

@@ -65,8 +65,8 @@ def test_prune_leaves_suspects_that_are_not_settled(call: Any, run_folder: Path)
     assert (plain["settled"], plain["leftovers"], plain["unsettled"]) == ([], [], ["suspect-00000003"])
     code, out, _ = call("prune", run_folder, "--keep", 1, "--dry-run")
     assert code == 0
-    assert "settled suspect, older than a step that is kept" in out
-    assert "kept: suspect-00000003: validation failed there" in out
+    assert "settled suspect, older than a step that stays" in out
+    assert "not removed: suspect-00000003: validation failed there" in out
     report = json.loads(call("prune", run_folder, "--keep", 1, "--yes", "--json")[1])
     assert (report["steps"], report["settled"]) == (["step-00000001"], ["suspect-00000002"])
     assert report["bytes"] == report["steps_bytes"] > sum(array.nbytes for array in STATE.values())

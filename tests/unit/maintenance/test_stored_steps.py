@@ -48,7 +48,7 @@ def test_verify_can_read_only_files_of_other_steps(tmp_path: Path) -> None:
     spoil(shard_of(tmp_path, 2), 20_000)
     (fault,) = verify(storage).faults
     assert isinstance(fault, CorruptChunkError)
-    report = verify(storage, borrowed_only=True)
+    report = verify(storage, referenced_only=True)
     assert (report.ok, report.files, report.bytes) == (True, 1, MODEL_BYTES)
 
 

@@ -228,7 +228,7 @@ def test_retention_keeps_files_that_a_kept_step_refers_to(tmp_path: Path) -> Non
     assert [name.split("/")[0] for name in files(tmp_path, 1)] == ["shards"]
     target = state(-1, -1)
     assert checkpointer.restore(target) == 5 and same(target, state(0, 5))
-    assert checkpointer.passed_over == (), "a folder that only lends is not a save that died"
+    assert checkpointer.passed_over == (), "a folder of referenced files is not a save that died"
     for step in (6, 7):
         save(checkpointer, step, state(1, step))
     assert sorted(path.name for path in tmp_path.iterdir()) == [step_name(6), step_name(7)], (
@@ -243,9 +243,13 @@ def test_ls_shows_a_step_that_only_lends_files(tmp_path: Path) -> None:
         save(checkpointer, step, state(0, step))
     delete_steps(LocalStorage(tmp_path), [step_name(1)])
     removed, newer = scan_run(LocalStorage(tmp_path), sizes=True)
-    assert (removed.status, removed.committed, removed.lends) == ("lends", False, (step_name(2),))
+    assert (removed.status, removed.committed, removed.referenced_by) == (
+        "referenced",
+        False,
+        (step_name(2),),
+    )
     assert removed.reason is not None and "stay for step-00000002" in removed.reason
-    assert (newer.status, newer.borrows) == ("committed", (step_name(1),))
+    assert (newer.status, newer.references) == ("committed", (step_name(1),))
 
 
 def test_files_that_other_steps_refer_to_are_not_leftovers(tmp_path: Path) -> None:
