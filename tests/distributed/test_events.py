@@ -129,7 +129,7 @@ def wait_for_rank_1() -> list[Any]:
         seen.append((event.kind, event.rank, event.phase))
         if event.facts == {"ranks": progress} and ("received",) not in seen:
             seen.append(("received",))
-            reach("heard")
+            reach("received")
 
     meeting = rendezvous(deadline=10.0)
     meeting.meet("save a", "collect", b"", lambda posts: b"")
@@ -144,14 +144,14 @@ def wait_for_rank_1() -> list[Any]:
 def test_rank_0_receives_the_progress_of_the_ranks_it_waits_for() -> None:
     def script(job: Job) -> None:
         job.until_held(1, "half way")
-        job.until_held(0, "heard")
+        job.until_held(0, "received")
         job.go(0)
         job.go(1)
 
-    held = {0: "heard", 1: "half way"}
+    held = {0: "received", 1: "half way"}
     zero, one = run_ranks(2, wait_for_rank_1, timeout=60, hold=held, script=script)
     assert one.value == []
-    assert ("heard", 0, "write") in zero.value and ("received",) in zero.value
+    assert ("waiting", 0, "write") in zero.value and ("received",) in zero.value
 
 
 def save_beside_a_slow_rank(folder: str) -> tuple[dict[str, Any], str]:

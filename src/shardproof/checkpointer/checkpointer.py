@@ -303,7 +303,7 @@ class Checkpointer:
         if self._rendezvous.rank == 0 and not suspect:
             self._metrics.check(number, metadata)
         if upload is not None and self._uploader is not None:
-            pending.wait_for_upload_by(partial(self._uploader.wait, upload))
+            pending.set_upload_wait(partial(self._uploader.wait, upload))
         return pending
 
     def save_if_due(

@@ -28,7 +28,7 @@ __all__ = ["diff_command", "verify_command"]
 FAULTS_SHOWN = 20
 
 
-@click.command("verify", short_help="Read every byte and prove a checkpoint whole.")
+@click.command("verify", short_help="Read every byte and compare it with its digest.")
 @path_argument("ckpt")
 @format_option
 @json_option

@@ -26,9 +26,14 @@ __all__ = ["watch_command"]
 @click.command("watch", short_help="Show the saves of a run while they happen.")
 @folder_argument("run")
 @click.option(
-    "--every", callback=span, metavar="SPAN", default="2s", show_default=True, help="Time between two looks."
+    "--every",
+    callback=span,
+    metavar="SPAN",
+    default="2s",
+    show_default=True,
+    help="Time between updates.",
 )
-@click.option("--once", is_flag=True, help="Look once, and print one table.")
+@click.option("--once", is_flag=True, help="Print one table, and exit.")
 @older_than_option("Files without a manifest that did not change within this time belong to a dead save.")
 @json_option
 def watch_command(run: str, every: float, once: bool, older_than: float, as_json: bool) -> int:

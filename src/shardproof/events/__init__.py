@@ -34,10 +34,10 @@ __all__ = [
     "Phase",
     "Subscription",
     "facts_of",
-    "heard",
     "log_to",
     "merge_traces",
     "phase",
+    "publish_waiting",
     "show",
     "subscribe",
     "trace",
@@ -84,7 +84,7 @@ def subscribe(listener: Listener) -> Subscription:
     return hub.subscribe(listener)
 
 
-def heard(
+def publish_waiting(
     operation: str, phase: str, world_size: int, ranks: Callable[[], Mapping[int, tuple[int, int]]]
 ) -> None:
     """Publishes the progress of the ranks for which this rank waits.
@@ -96,6 +96,6 @@ def heard(
         ranks: gives bytes done and bytes in all of each missing rank. Called only if there is a listener.
 
     Example:
-        >>> heard("save runs/a", "commit", 4, lambda: {3: (100, 200)})
+        >>> publish_waiting("save runs/a", "commit", 4, lambda: {3: (100, 200)})
     """
-    hub.heard(operation, phase, world_size, ranks)
+    hub.publish_waiting(operation, phase, world_size, ranks)

@@ -94,7 +94,7 @@ class _SlowestRank:
         self._first: dict[int, tuple[float, int]] = {}
 
     def text(self, event: Event) -> str:
-        """The text for a `heard` event."""
+        """The text for a `waiting` event."""
         ranks: dict[int, tuple[int, int]] = event.facts["ranks"]
         if self._operation != event.operation:
             self._operation, self._first = event.operation, {}
@@ -135,7 +135,7 @@ class Lines:
                 text = finished(event)
             elif event.clock - self._written < self._every:
                 return
-            elif event.kind == "heard":
+            elif event.kind == "waiting":
                 text = printable(head + self._slowest.text(event))
             elif event.seconds >= self._every:
                 text = printable(head + progress_text(event))
@@ -172,7 +172,7 @@ class Bars:
         with self._lock:
             if event.kind == "progress" or (event.kind == "begin" and self._at_once):
                 self._draw(event.id, event, progress_text(event))
-            elif event.kind == "heard":
+            elif event.kind == "waiting":
                 self._draw(event.operation, event, self._slowest.text(event))
             elif event.kind in ("end", "failed"):
                 if event.id in self._rows:  # shows the last numbers for a moment

@@ -27,7 +27,7 @@ class KnownPhase:
     in_events: bool = True
     """True if events name the phase."""
     in_errors: bool = True
-    """True if errors and ``heard`` events name the phase."""
+    """True if errors and ``waiting`` events name the phase."""
     reported_in: str = ""
     """The phase of events in which the ranks report the outcome; empty for the phase itself."""
     compares_clocks: bool = False

@@ -27,7 +27,7 @@ __all__ = ["Event", "Hub", "Kind", "Listener", "Phase", "Subscription", "hub"]
 PERIOD = 0.1
 """Minimum seconds between two progress events of one phase."""
 
-Kind: TypeAlias = Literal["begin", "progress", "end", "failed", "heard"]
+Kind: TypeAlias = Literal["begin", "progress", "end", "failed", "waiting"]
 _log = logging.getLogger("shardproof")
 
 
@@ -36,7 +36,7 @@ class Event:
     """One event of a phase of an operation, on one rank."""
 
     kind: Kind
-    """``begin``, ``progress``, ``end``, ``failed`` (an exception ended it), or ``heard``: rank 0 waits, and
+    """``begin``, ``progress``, ``end``, ``failed`` (an exception ended it), or ``waiting``: rank 0 waits, and
     `facts["ranks"]` has the bytes done and bytes in all of each rank that it waits for."""
     operation: str
     """A verb and a place: ``save runs/gpt/step-00001000``."""
@@ -252,19 +252,19 @@ class Hub:
         with self._lock:
             self.listeners = tuple(one for one in self.listeners if one is not subscription)
 
-    def heard(
+    def publish_waiting(
         self,
         operation: str,
         phase: str,
         world_size: int,
         ranks: Callable[[], Mapping[int, tuple[int, int]]],
     ) -> None:
-        """Publishes the progress of other ranks. See `shardproof.events.heard`."""
+        """Publishes the progress of other ranks. See `shardproof.events.publish_waiting`."""
         if not self.listeners or not (found := dict(ranks())):
             return
         done, total = (sum(one[side] for one in found.values()) for side in (0, 1))
         event = Event(
-            kind="heard",
+            kind="waiting",
             operation=operation,
             phase=phase,
             rank=0,

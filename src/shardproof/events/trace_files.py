@@ -91,7 +91,7 @@ class Tracer:
 
     def __call__(self, event: Event) -> None:
         """Writes an event."""
-        if event.kind == "heard":  # the file of the other rank has it
+        if event.kind == "waiting":  # the file of the other rank has it
             return
         with self._lock:
             self._file(event).take(event, (event.clock - self._clock) * 1e6)

@@ -209,7 +209,7 @@ class _Loader:
         answer = meetings.meet("metadata", lambda: post, lambda posts: posts[0])
         files = files or msgspec.msgpack.decode(answer, type=dict[str, bytes])
         if files:
-            self._source = storage.knowing(files)
+            self._source = storage.with_contents(files)
 
     def match(self, state: Any, check: Callable[[Manifest], None] | None) -> bytes:
         """Opens the checkpoint and matches the target to it.

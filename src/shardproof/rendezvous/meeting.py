@@ -176,7 +176,7 @@ def _collect(
                 if posts[rank].kind == ERROR and failed_at is None:
                     failed_at = time.monotonic()
             _observe(channel, keys, watch, {rank: view.signs.get(rank) for rank in asked})
-            events.heard(
+            events.publish_waiting(
                 meeting.operation,
                 meeting.phase,
                 meeting.world_size,

@@ -126,7 +126,7 @@ class PendingSave:
             self._until_uploaded(None if ends is None else max(0.0, ends - time.monotonic()))
         return result
 
-    def wait_for_upload_by(self, wait: Callable[[float | None], None]) -> None:
+    def set_upload_wait(self, wait: Callable[[float | None], None]) -> None:
         """Sets the function that `durable` calls after the commit, with the seconds that are left."""
         self._until_uploaded = wait
 

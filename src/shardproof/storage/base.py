@@ -198,7 +198,7 @@ class RemoteStorage(Protocol):
         """Read a range into memory of the storage, which saves a copy. Otherwise the same as `read_into`."""
         ...
 
-    def knowing(self, files: Mapping[str, bytes]) -> Storage:
+    def with_contents(self, files: Mapping[str, bytes]) -> Storage:
         """The same storage with the bytes of some files. `size` and `read` then send no request for them."""
         ...
 

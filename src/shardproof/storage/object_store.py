@@ -91,8 +91,8 @@ class ObjectStorage:
         storage._known = {}
         return storage
 
-    def knowing(self, files: Mapping[str, bytes]) -> ObjectStorage:
-        """The same storage with the bytes of some files; see `RemoteStorage.knowing`."""
+    def with_contents(self, files: Mapping[str, bytes]) -> ObjectStorage:
+        """The same storage with the bytes of some files; see `RemoteStorage.with_contents`."""
         storage = ObjectStorage._of(self, self._prefix)
         storage._known = dict(files)
         return storage

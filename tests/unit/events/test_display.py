@@ -69,11 +69,11 @@ def test_while_rank_0_waits_the_slowest_rank_is_shown_with_its_speed() -> None:
     written = lines_of(bench, every=5.0)
     gb = 10**9
     with bench.hub.phase("save a", "commit", world_size=8):
-        bench.hub.heard("save a", "commit", 8, lambda: {2: (3 * gb, 4 * gb), 5: (1 * gb, 4 * gb)})
+        bench.hub.publish_waiting("save a", "commit", 8, lambda: {2: (3 * gb, 4 * gb), 5: (1 * gb, 4 * gb)})
         bench.clock.now += 1
-        bench.hub.heard("save a", "commit", 8, lambda: {5: (2 * gb, 4 * gb)})  # too soon for a line
+        bench.hub.publish_waiting("save a", "commit", 8, lambda: {5: (2 * gb, 4 * gb)})  # too soon for a line
         bench.clock.now += 4
-        bench.hub.heard("save a", "commit", 8, lambda: {5: (3 * gb, 4 * gb)})
+        bench.hub.publish_waiting("save a", "commit", 8, lambda: {5: (3 * gb, 4 * gb)})
     assert written[:2] == [
         "save a: commit waits for 2 of 8 ranks, slowest rank 5: 1.00 GB of 4.00 GB",
         "save a: commit waits for 1 of 8 ranks, slowest rank 5: 3.00 GB of 4.00 GB, ETA 2.50 s",
@@ -121,7 +121,7 @@ def test_bars_show_phases_under_way_and_leave_a_line_each() -> None:
         (task,) = bars._progress.tasks
         assert (task.description, task.completed, task.total) == ("save a: write", 1e9, 4e9)
         assert task.fields["text"] == "1.00 GB of 4.00 GB, 0.50 GB/s, ETA 6.00 s"
-        bench.hub.heard("save a", "write", 2, lambda: {1: (10**9, 2 * 10**9)})
+        bench.hub.publish_waiting("save a", "write", 2, lambda: {1: (10**9, 2 * 10**9)})
         assert [one.fields["text"] for one in bars._progress.tasks][1] == (
             "waits for 1 of 2 ranks, slowest rank 1: 1.00 GB of 2.00 GB"
         )

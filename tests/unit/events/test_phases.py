@@ -200,14 +200,14 @@ def test_heard_asks_for_ranks_only_if_there_is_a_listener() -> None:
         asked.append(1)
         return {3: (1, 4), 5: (2, 4)}
 
-    hub.heard("save a", "commit", 8, ranks)
+    hub.publish_waiting("save a", "commit", 8, ranks)
     assert asked == []
     seen: list[Any] = []
     hub.subscribe(seen.append)
-    hub.heard("save a", "commit", 8, ranks)
-    hub.heard("save a", "commit", 8, dict)
+    hub.publish_waiting("save a", "commit", 8, ranks)
+    hub.publish_waiting("save a", "commit", 8, dict)
     (event,) = seen
-    assert (event.kind, event.rank, event.done, event.total) == ("heard", 0, 3, 8)
+    assert (event.kind, event.rank, event.done, event.total) == ("waiting", 0, 3, 8)
     assert event.facts == {"ranks": {3: (1, 4), 5: (2, 4)}}
 
 

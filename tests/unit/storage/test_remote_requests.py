@@ -20,7 +20,7 @@ class Remote(LocalStorage):
     def read_buffer(self, name: str, start: int, count: int) -> memoryview:
         raise NotImplementedError
 
-    def knowing(self, files: object) -> Remote:
+    def with_contents(self, files: object) -> Remote:
         return self
 
 
