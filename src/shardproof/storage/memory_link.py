@@ -172,7 +172,7 @@ class MemoryLink:
             StorageError: the keeper does not answer, or belongs to another user.
         """
         for last in (False, True):
-            connection = self._connect()
+            connection = self.connect()
             if connection is None:
                 return None
             with contextlib.closing(connection):
@@ -202,7 +202,7 @@ class MemoryLink:
                     self._writer.close()
             ends = time.monotonic() + _START_SECONDS
             while True:
-                connection = self._connect()
+                connection = self.connect()
                 if connection is None:
                     self._start()
                 else:
@@ -227,7 +227,7 @@ class MemoryLink:
         Raises:
             StorageError: the keeper does not answer, or belongs to another user.
         """
-        connection = self._connect()
+        connection = self.connect()
         if connection is None:
             return False
         with contextlib.closing(connection):
@@ -246,7 +246,13 @@ class MemoryLink:
                 self._writer.close()
                 self._writer = None
 
-    def _connect(self) -> Connection | None:
+    def connect(self) -> Connection | None:
+        """A new connection to the keeper; None if there is none.
+
+        Raises:
+            StorageError: the keeper cannot be reached. Or it belongs to another user, whose number is the
+                detail ``user``.
+        """
         if not hasattr(os, "memfd_create") or not memory_keeper.SEALS:
             raise StorageError(
                 f"{self.location}: this system has no anonymous files (memfd_create of Linux)",
@@ -263,6 +269,7 @@ class MemoryLink:
                     f"and this process is of user {os.getuid()}. End that process, or name the run otherwise",
                     file=self.location,
                     damaged=False,
+                    user=user,
                 )
             return Connection(to, self.location)
         except ConnectionRefusedError:  # no process has the socket
@@ -307,10 +314,26 @@ class MemoryLink:
 
 
 def keepers_here() -> list[str]:
-    """Names of the runs of this user that have a keeper on this node."""
+    """Names of the runs of this user that have a keeper on this node.
+
+    A warning names each run whose socket belongs to another user.
+    """
     pattern = re.compile(rf"@{re.escape(memory_keeper.address_of('')[1:])}({RUN_NAME})$", re.MULTILINE)
     try:  # names of other sockets are any bytes
         sockets = Path("/proc/net/unix").read_text(encoding="utf-8", errors="surrogateescape")
     except FileNotFoundError:
         return []  # not Linux
-    return sorted(set(pattern.findall(sockets)))
+    return [name for name in sorted(set(pattern.findall(sockets))) if not _is_of_another_user(name)]
+
+
+def _is_of_another_user(name: str) -> bool:
+    try:
+        connection = MemoryLink(name).connect()
+    except StorageError as error:
+        if "user" not in error.details:
+            return False  # the next request to this keeper raises the error
+        _log.warning("%s. The list of runs omits it", error)
+        return True
+    if connection is not None:
+        connection.close()
+    return False

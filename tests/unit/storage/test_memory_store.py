@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -574,14 +574,14 @@ except (BrokenPipeError, ConnectionResetError):
     assert storage.list() == ["a"]
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can take another user")
-def test_a_socket_of_another_user_is_refused(storage: MemoryStorage) -> None:
-    address = repr(memory_keeper.address_of(storage.folder))
+@contextmanager
+def socket_of_another_user(run_name: str) -> Iterator[int]:
+    """A process of another user that has the socket of a run's keeper."""
     take = f"""
 import os, socket, sys
 os.setuid(65534)
 listener = socket.socket(socket.AF_UNIX)
-listener.bind({address})
+listener.bind({memory_keeper.address_of(run_name)!r})
 listener.listen()
 print(flush=True)
 sys.stdin.read()
@@ -590,11 +590,31 @@ sys.stdin.read()
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None and other.stdout.readline() == b"\n"
         try:
-            for use in (storage.list, lambda: storage.create("a")):
-                with pytest.raises(StorageError, match=f"process {other.pid} of user 65534 has the socket"):
-                    use()
+            yield other.pid
         finally:
             other.kill()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can take another user")
+def test_a_socket_of_another_user_is_refused(storage: MemoryStorage) -> None:
+    with socket_of_another_user(storage.folder) as process:
+        for use in (storage.list, lambda: storage.create("a")):
+            with pytest.raises(StorageError, match=f"process {process} of user 65534 has the socket"):
+                use()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can take another user")
+def test_a_list_of_runs_skips_the_socket_of_another_user(
+    storage: MemoryStorage, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    storage.publish("a", b"1")
+    other_run = f"{storage.folder}-x"
+    with socket_of_another_user(other_run) as process:
+        assert run(["memory", "--json"]) == 0
+        listed = [each["run"] for each in json.loads(capfd.readouterr().out)]
+        assert storage.folder in listed and other_run not in listed
+        assert f"memory://{other_run}: process {process} of user 65534 has the socket" in caplog.text
+        assert other_run not in storage.siblings()
 
 
 def test_a_forked_child_holds_no_file(storage: MemoryStorage) -> None:
