@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import resource
 import socket
 import threading
 import time
@@ -31,6 +32,7 @@ from shardproof.storage import LocalStorage
 from shardproof.storage.conformance import StorageConformance
 from tests.scenarios.states import attempt
 from tests.soak.disk import Disk
+from tests.thread_limit import limit_threads
 
 SECRET = b"s" * 32
 
@@ -197,6 +199,41 @@ def test_a_rank_without_the_secret_is_refused_and_learns_nothing(
         mirror.sendall(mirror.recv(32))
         assert mirror.recv(64) == b""
     assert PeerStorage(nodes.peer(1), "").read("a") == b"1"
+
+
+def test_a_service_that_cannot_start_a_thread_closes_the_connection_and_continues(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    nodes.folders[1].publish("a", b"1")
+    with monkeypatch.context() as limited:
+        limit_threads(limited)
+        for _ in range(3):
+            with socket.create_connection(("127.0.0.1", nodes.services[1].port), timeout=10) as caller:
+                assert caller.recv(1) == b""
+    assert PeerStorage(nodes.peer(1), "").read("a") == b"1"
+    assert caplog.text.count(f"{nodes.folders[1].location}: this process cannot serve another rank") == 1
+
+
+def test_a_service_without_descriptors_accepts_the_connection_later(
+    nodes: Nodes, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    warning = f"{nodes.folders[1].location}: this process cannot serve another rank: [Errno 24]"
+    with socket.socket() as caller:
+        caller.settimeout(10)
+        free = os.dup(0)
+        os.close(free)
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (free, before[1]))
+            caller.connect(("127.0.0.1", nodes.services[1].port))
+            ends = time.monotonic() + 10
+            while warning not in caplog.text:
+                assert time.monotonic() < ends
+                threading.Event().wait(0.01)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        assert len(caller.recv(32)) > 0, "the service answers"
+    assert caplog.text.count(warning) == 1
 
 
 def test_bytes_that_change_in_transit_are_not_stored(nodes: Nodes) -> None:

@@ -10,6 +10,7 @@ first, because its rank died, the file is removed.
 
 from __future__ import annotations
 
+import errno
 import logging
 import secrets
 import socket
@@ -43,6 +44,9 @@ _MOST_PUBLISHED = 4 << 30
 _ACCEPT_PAUSE = 0.01
 """Seconds until the next attempt to accept a connection after one that failed."""
 
+_NO_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+"""Errors of `accept` at a limit of the process or of the system."""
+
 
 class FileService:
     """The service of one rank. It listens from the start, and answers after `start`.
@@ -64,6 +68,7 @@ class FileService:
         self._lock = forks.lock()
         self._connections: set[PeerConnection] = set()
         self._stopped = False
+        self._has_warned = False
         self._listener = _listen()
         self.port: int = self._listener.getsockname()[1]
         forks.close_in_child(self)
@@ -93,15 +98,35 @@ class FileService:
         while True:
             try:
                 accepted, _ = self._listener.accept()
-            except OSError:
+            except OSError as error:
                 if self._stopped or self._listener.fileno() < 0:
                     return
+                if error.errno in _NO_RESOURCES:
+                    self._warn_of_limit(error)
                 time.sleep(_ACCEPT_PAUSE)  # the caller left before it was accepted, or no descriptor is free
                 continue
-            connection = PeerConnection(accepted, self._patience())
-            threading.Thread(
-                target=self._serve, args=(connection,), name="shardproof-file", daemon=True
-            ).start()
+            try:
+                connection = PeerConnection(accepted, self._patience())
+                threading.Thread(
+                    target=self._serve, args=(connection,), name="shardproof-file", daemon=True
+                ).start()
+            except OSError:
+                accepted.close()  # the caller left
+            except (RuntimeError, MemoryError) as error:
+                accepted.close()
+                self._warn_of_limit(error)
+
+    def _warn_of_limit(self, error: Exception) -> None:
+        """Logs the first connection that a limit of this process prevents."""
+        if self._has_warned:
+            return
+        self._has_warned = True
+        _log.warning(
+            "%s: this process cannot serve another rank: %s. Raise its limits of open files and threads "
+            "(`ulimit -n`, `ulimit -u`, pids.max of its control group). This warning comes once",
+            self._root.location,
+            error,
+        )
 
     def _serve(self, connection: PeerConnection) -> None:
         """Answers one rank until it leaves. Bytes that are no request end the connection."""
