@@ -75,7 +75,11 @@ class Channel:
         self._membership = Membership(name, rank, world_size)
         self._idle = _Idle(self._membership, rank, heartbeat, self._send_pending_verdicts)
         self._requests = Link(store.clone, "shardproof-store", (self._idle, lambda: heartbeat.period))
-        self._waits = Link(store.clone, "shardproof-wait")
+        try:
+            self._waits = Link(store.clone, "shardproof-wait")
+        except BaseException:  # the process cannot start another thread
+            self._requests.close()
+            raise
         self._heard: dict[int, float] = {}
         self._written_keys: list[tuple[int, list[str]]] = []
         self._first: int | None = None

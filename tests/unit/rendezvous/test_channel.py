@@ -15,6 +15,7 @@ from shardproof.rendezvous.heartbeat import Heartbeat
 from shardproof.rendezvous.keys import MeetingKeys
 from shardproof.rendezvous.link import LinkLost
 from shardproof.rendezvous.wire import INLINE, pack, unpack
+from tests.thread_limit import limit_threads
 
 WORLD = 600
 LIMIT = 30.0
@@ -71,6 +72,19 @@ def channels(store: RecordingStore) -> Iterator[Open]:
     yield open_channels
     for channel in opened:
         channel.close()
+
+
+def test_a_channel_without_a_second_thread_ends_the_first(
+    store: RecordingStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = set(threading.enumerate())
+    limit_threads(monkeypatch, 1)
+    with pytest.raises(RuntimeError, match="new thread"):
+        channel_of(store, 0, 2)
+    left = [thread for thread in threading.enumerate() if thread not in before]
+    for thread in left:
+        thread.join(5.0)
+    assert not any(thread.is_alive() for thread in left)
 
 
 def test_the_coordinator_looks_for_posts_only_if_their_count_grew(
