@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -20,12 +21,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardproof as sp
-from shardproof.checkpointer.agreed_calls import Gate, Request, choose
+from shardproof.checkpointer.agreed_calls import AgreedCalls, Gate, Request, choose
 from shardproof.checkpointer.due_saves import DueSaves
 from shardproof.checkpointer.preemption import SignalNotices, lead_seconds, limit_of
 from shardproof.checkpointer.save_interval import advice_of, best_interval
 from shardproof.checkpointer.schedules import Schedule
-from shardproof.rendezvous import LocalRendezvous
+from shardproof.rendezvous import Decide, LocalRendezvous
 from shardproof.storage import LocalStorage
 from tests.faulty_storage import FaultyStorage
 from tests.gate import Gate as WriteGate
@@ -118,6 +119,33 @@ def test_all_ranks_save_at_the_same_calls_in_every_order_of_events(
 
 def made(every: Schedule | None, preemption: sp.Preemption | None = None, **options: Any) -> DueSaves:
     return DueSaves(every, preemption, None, LocalRendezvous(), "run", **options)
+
+
+def test_each_call_after_a_failed_choice_raises_an_error_of_its_own() -> None:
+    class _Lost(LocalRendezvous):
+        def meet(self, operation: str, phase: str, post: bytes | BaseException, decide: Decide) -> bytes:
+            raise sp.RankSilent("rank 1 is silent", ranks=[1])
+
+    class _NoRequests:
+        has_clock = False
+
+        def requested(self) -> Request:
+            return Request()
+
+        def granted(self, request: Request) -> None:
+            pass
+
+    calls = AgreedCalls(_Lost(), "schedule", _NoRequests())
+    calls.start()
+    errors = []
+    while len(errors) < 3:
+        try:
+            calls.answer()
+        except sp.RankSilent as error:
+            errors.append(error)
+    assert len({id(error) for error in errors}) == 3
+    assert {(str(error), str(error.details)) for error in errors} == {("rank 1 is silent", "{'ranks': [1]}")}
+    assert len({len(traceback.extract_tb(error.__traceback__)) for error in errors}) == 1
 
 
 def first_due(due: DueSaves, step: int) -> int:

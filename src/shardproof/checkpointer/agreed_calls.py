@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from copy import copy
 from queue import Empty, SimpleQueue
 from secrets import token_hex
 from typing import Protocol
@@ -170,7 +171,8 @@ class AgreedCalls:
                 # The monitor opens the gate or fails, within the deadlines of its meeting.
                 self._changed.wait(1.0)
             if self._failed is not None:
-                raise self._failed
+                # A new error for each call: a traceback grows each time that its error is raised.
+                raise copy(self._failed) from self._failed
             return self._gate.answer()
 
     def wake(self) -> None:
