@@ -125,11 +125,55 @@ def test_other_arguments_are_named(call: Callable[[], object], name: str) -> Non
         call()
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"source": None}, "^source is "),
+        ({"destination": 3}, "^destination is "),
+        ({"include": 3}, "^include is "),
+        ({"include": {"w": 1}}, "^include is "),
+        ({"exclude": b"w"}, "^exclude is "),
+        ({"exclude": [3]}, "^an entry of exclude is a text"),
+        ({"rename": [("w", "v")]}, "^rename is "),
+        ({"rename": {"w": 3}}, "^an entry of rename is a text"),
+        ({"key_map": {"w": "v"}}, "^key_map is "),
+        ({"max_file_bytes": "1GB"}, "^max_file_bytes is "),
+        ({"max_file_bytes": 1.5}, "^max_file_bytes is "),
+        ({"memory_bytes": None}, "^memory_bytes is "),
+        ({"memory_bytes": "4GB"}, "^memory_bytes is "),
+        ({"workers": "2"}, "^workers is "),
+        ({"workers": True}, "^workers is "),
+        ({"register": None}, "^register is "),
+        ({"register": [3]}, "^an entry of register is a text"),
+        ({"trust_pickle": "no"}, "^trust_pickle is "),
+        ({"dry_run": "no"}, "^dry_run is "),
+        ({"on_progress": 3}, "^on_progress is "),
+        ({"rendezvous": "x"}, "^rendezvous is "),
+        ({"deadline": "60"}, "^deadline is "),
+    ],
+)
+def test_a_conversion_names_the_argument(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    place = tmp_path / "one"
+    sp.save(place, state())
+    arguments: dict[str, Any] = {"source": place, "destination": tmp_path / "new", "to": "safetensors"}
+    with pytest.raises(TypeError, match=message):
+        sp.convert(**{**arguments, **options})
+    assert [path.name for path in tmp_path.iterdir()] == ["one"]
+
+
+@pytest.mark.parametrize("options", [{"workers": 0}, {"on": "threads"}])
+def test_a_conversion_refuses_values(options: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"^{next(iter(options))} is "):
+        sp.convert(tmp_path / "one", tmp_path / "new", to="safetensors", **options)
+
+
 def test_valid_types_are_taken(tmp_path: Path, run: sp.Checkpointer) -> None:
     """A tuple, a set and a dict view of patterns, and whole numbers of numpy."""
     place = tmp_path / "run" / "step-00000001"
     for include in ("w", ("w",), {"w"}, {"w": 1}.keys()):
         assert sp.load(place, state(), include=include, exclude=["b"]).tensors == 1  # type: ignore[arg-type]
+    whole = torch.tensor(1 << 30).numpy()[()]
+    sp.convert(place, tmp_path / "new", to="hf", include={"w"}, max_file_bytes=whole, memory_bytes=whole)
     sp.Checkpointer(
         tmp_path, host_memory_budget=torch.tensor(1 << 20).numpy()[()], rendezvous=LocalRendezvous()
     )

@@ -6,7 +6,10 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.reduction import ForkingPickler
+from operator import index
+from typing import get_args
 
+from shardproof._utils.arguments import check_boolean, check_mapping, check_texts, check_whole, wrong_type
 from shardproof.conversion.conversion_protocol import ConversionReport, Where, carry_out
 from shardproof.conversion.request import ConversionRequest, KeyMap, KeyMapFunction, MappedTensor, Move
 from shardproof.reentrance import refuse_inside
@@ -23,6 +26,8 @@ __all__ = [
     "Where",
     "convert",
 ]
+
+_REGISTER_TAKES = "a module, a full name or a list of them"
 
 
 def convert(
@@ -89,6 +94,7 @@ def convert(
         What was converted.
 
     Raises:
+        TypeError: an argument has a wrong type.
         AlreadyCommittedError: there is something at the destination.
         PlainDataError, StructureError, ValueError: the request does not fit the checkpoint or the format.
         CorruptChunkError, FormatError, StorageError, TilingError: the stored checkpoint is damaged, or the
@@ -103,8 +109,30 @@ def convert(
         8
     """
     refuse_inside("convert")
+    for name, path in (("source", source), ("destination", destination)):
+        if not isinstance(path, (str, bytes, os.PathLike)):
+            raise wrong_type(name, path, "a path or a URL")
+    for name, patterns in (("include", include), ("exclude", exclude)):
+        check_texts(name, patterns, "a pattern, a list of patterns or None")
+    check_mapping("rename", rename, "a dict of key to key, or None", texts=True)
+    if not (key_map is None or isinstance(key_map, str) or callable(key_map)):
+        raise wrong_type("key_map", key_map, "a name, the path of a TOML file as a text, a function or None")
+    check_whole("max_file_bytes", max_file_bytes, "of bytes")
+    check_whole("memory_bytes", memory_bytes, "of bytes", optional=False)
+    check_whole("workers", workers, "of processes", optional=False)
+    check_texts("register", register, _REGISTER_TAKES)
+    if register is None:
+        raise wrong_type("register", register, _REGISTER_TAKES)
+    check_boolean("trust_pickle", trust_pickle)
+    check_boolean("dry_run", dry_run)
+    if not (on_progress is None or callable(on_progress)):
+        raise wrong_type("on_progress", on_progress, "a function of two numbers, or None")
+    if on not in get_args(Where):
+        raise ValueError(f"on is 'processes' or 'ray', not {on!r}")
     if max_file_bytes is not None and max_file_bytes < 1:
         raise ValueError(f"max_file_bytes (--max-file-size) is at least 1 or None, not {max_file_bytes}")
+    if workers < 1:
+        raise ValueError(f"workers is at least 1, not {workers}")
     if callable(key_map) and workers > 1 and on == "processes":
         _check_picklable(key_map)
     request = ConversionRequest(
@@ -117,9 +145,9 @@ def convert(
         exclude=_listed(exclude),
         rename=dict(rename or {}),
         key_map=key_map,
-        max_file_bytes=max_file_bytes,
-        memory_bytes=memory_bytes,
-        workers=workers,
+        max_file_bytes=None if max_file_bytes is None else index(max_file_bytes),
+        memory_bytes=index(memory_bytes),
+        workers=index(workers),
         trust_pickle=trust_pickle,
         register=[register] if isinstance(register, str) else list(register),
         temporary=tempfile.gettempdir() if is_url(os.fsdecode(destination)) else "",
