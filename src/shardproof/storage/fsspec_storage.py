@@ -18,6 +18,7 @@ from shardproof._utils.forks import lock
 from shardproof.errors import AlreadyCommittedError, StorageError
 from shardproof.storage.base import Sink, check_folder, check_name
 from shardproof.storage.object_sink import ObjectSink
+from shardproof.storage.remote_requests import request_error, short_remote_read
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -206,7 +207,7 @@ class FsspecStorage:
             raise self._missing(name)
         end = size if stop is None else stop
         if start > size or end > size:
-            raise self._short(name, start, end, size)
+            raise short_remote_read(self._file(name), start, end, size)
         if end <= start:
             return b""
         try:
@@ -214,7 +215,7 @@ class FsspecStorage:
         except Exception as error:
             raise self._error(error, "read", name) from error
         if len(data) != end - start:
-            raise self._short(name, start, end, start + len(data))
+            raise short_remote_read(self._file(name), start, end, start + len(data))
         return data
 
     def read_into(self, name: str, start: int, buffer: memoryview) -> None:
@@ -304,20 +305,11 @@ class FsspecStorage:
         file = self._file(name)
         return StorageError(f"cannot read {file}: there is no such file", file=file, missing=True)
 
-    def _short(self, name: str, start: int, stop: int, end: int) -> StorageError:
-        file = self._file(name)
-        return StorageError(
-            f"short read of {file}: expected bytes {start} to {stop}, it ends at byte {end}",
-            file=file,
-            missing=False,
-        )
-
     def _error(self, error: Exception, doing: str, name: str) -> StorageError:
         file = self._file(name) if name else self.location
         text = str(error) or type(error).__name__
         missing = isinstance(error, FileNotFoundError)
-        details: dict[str, Any] = {"missing": True} if missing else {"missing": False, "damaged": False}
-        return StorageError(f"cannot {doing} {file}: {text}", file=file, **details)
+        return request_error(f"cannot {doing} {file}: {text}", file, missing=missing)
 
 
 def _protocols(fs: AbstractFileSystem) -> tuple[str, ...]:

@@ -30,6 +30,7 @@ from shardproof.errors import AlreadyCommittedError, StorageError
 from shardproof.storage.base import Sink, check_folder, check_name
 from shardproof.storage.multipart_uploads import MultipartUploads, Upload
 from shardproof.storage.object_sink import ObjectSink
+from shardproof.storage.remote_requests import request_error, short_remote_read
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -166,14 +167,11 @@ class ObjectStorage:
                 raise AlreadyCommittedError(f"{file} is there already: another save published it", file=file)
             # A store may answer "conflict" while it still carries out another request for this object.
             if time.monotonic() > ends:
-                raise StorageError(
+                text = (
                     f"cannot publish {file}: the store carries out another request for it, which has not "
-                    "ended. It may be an earlier one of this process",
-                    file=file,
-                    missing=False,
-                    damaged=False,
-                    unanswered=True,
+                    "ended. It may be an earlier one of this process"
                 )
+                raise request_error(text, file, missing=False, unanswered=True)
             time.sleep(_CONFLICT_SECONDS)
 
     def _has(self, name: str, data: bytes) -> bool:
@@ -247,7 +245,7 @@ class ObjectStorage:
         except Exception as error:
             raise self._error(error, "read", name) from error
         if start > len(data):
-            raise self._short(name, start, start, len(data))
+            raise short_remote_read(f"{self.location}/{name}", start, start, len(data))
         return data[start:]
 
     def read_into(self, name: str, start: int, buffer: memoryview) -> None:
@@ -277,10 +275,10 @@ class ObjectStorage:
             # Only such an answer is worth a second request, which may take as long as the first.
             size = self.size(name) if "status code: 416 " in _first_line(error) else None
             if size is not None and size <= start:
-                raise self._short(name, start, stop, size) from error
+                raise short_remote_read(f"{self.location}/{name}", start, stop, size) from error
             raise self._error(error, "read", name) from error
         if len(data) != stop - start:
-            raise self._short(name, start, stop, start + len(data))
+            raise short_remote_read(f"{self.location}/{name}", start, stop, start + len(data))
         return data
 
     def size(self, name: str) -> int | None:
@@ -430,33 +428,22 @@ class ObjectStorage:
         file = f"{self.location}/{name}"
         return StorageError(f"cannot read {file}: there is no such object", file=file, missing=True)
 
-    def _short(self, name: str, start: int, stop: int, end: int) -> StorageError:
-        file = f"{self.location}/{name}"
-        return StorageError(
-            f"short read of {file}: expected bytes {start} to {stop}, it ends at byte {end}",
-            file=file,
-            missing=False,
-        )
-
     def _error(self, error: Exception, doing: str, name: str) -> StorageError:
         """The `StorageError` for an error of obstore."""
         file = f"{self.location}/{name}" if name else self.location
         no_bucket = _has_no_bucket(error)
         missing = _is_missing(error) and not no_bucket
+        unanswered = type(error).__name__ == "GenericError"
         advice = _ADVICE.get(type(error).__name__, "")
         if no_bucket:
             advice = "There is no such bucket: make it, or check the URL and the endpoint."
-        elif type(error).__name__ == "GenericError":
+        elif unanswered:
             advice = (
                 "Requests are repeated for at most "
                 f"{self._retry['retry_timeout'].total_seconds():.0f} s (retry_config)."
             )
-        details: dict[str, Any] = {"missing": True} if missing else {"missing": False, "damaged": False}
-        if type(error).__name__ == "GenericError":
-            details["unanswered"] = True
-        return StorageError(
-            f"cannot {doing} {file}: {_first_line(error)}. {advice}".rstrip(), file=file, **details
-        )
+        text = f"cannot {doing} {file}: {_first_line(error)}. {advice}".rstrip()
+        return request_error(text, file, missing=missing, unanswered=unanswered)
 
 
 _PROBE_LOCK = lock()

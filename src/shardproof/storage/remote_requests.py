@@ -1,4 +1,4 @@
-"""Sends several requests to a remote storage at a time."""
+"""Requests to a remote storage: several at a time, and the errors of those that fail."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain
 from typing import TypeVar
 
+from shardproof.errors import StorageError
 from shardproof.storage.base import RemoteStorage, Storage
 
-__all__ = ["map_requests"]
+__all__ = ["map_requests", "request_error", "short_remote_read"]
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -58,3 +59,33 @@ def map_requests(
             for future in futures:
                 future.cancel()
     yield from map(request, chain(refused, remaining))
+
+
+def request_error(message: str, file: str, *, missing: bool, unanswered: bool = False) -> StorageError:
+    """The error of a request that the storage refused or did not answer. It is no sign of damage.
+
+    Args:
+        message: the whole text.
+        file: location of the file.
+        missing: True if the storage has no such file.
+        unanswered: True if the storage may have carried out the request.
+
+    >>> request_error("cannot read s3://bucket/a: denied", "s3://bucket/a", missing=False).details
+    {'file': 's3://bucket/a', 'missing': False, 'damaged': False}
+    """
+    if missing:
+        error = StorageError(message, file=file, missing=True)
+    else:
+        error = StorageError(message, file=file, missing=False, damaged=False)
+    if unanswered:
+        error.details["unanswered"] = True
+    return error
+
+
+def short_remote_read(file: str, start: int, stop: int, end: int) -> StorageError:
+    """The error of a read of bytes `start` to `stop` of a file that ends at byte `end`."""
+    return StorageError(
+        f"short read of {file}: expected bytes {start} to {stop}, it ends at byte {end}",
+        file=file,
+        missing=False,
+    )
