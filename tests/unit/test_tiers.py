@@ -917,6 +917,31 @@ def test_the_later_of_two_saves_of_one_step_is_restored(near: Path, far: Path) -
     assert restored.tier == str(far)
 
 
+@pytest.mark.parametrize("step", [1, None])
+def test_an_earlier_save_on_the_nearer_tier_is_passed_over_with_the_reason(
+    step: int | None, near: Path, far: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The copy of the first tier is whole, so a save must not replace it without `overwrite`."""
+    alone(near).save(1, state(5)).result()
+    alone(far).save(1, state(1)).result()
+    run = checkpointer(near, far)
+    restored = run.restore(blank(), step=step)
+    assert restored is not None and restored.tier == str(far)
+    (passed,) = restored.passed_over
+    assert (passed.step, passed.tier, passed.damaged) == (1, str(near), False)
+    assert passed.reason == "it is an earlier save of this step"
+    assert f"step 1 on {near} is passed over: it is an earlier save of this step" in caplog.text
+    with pytest.raises(sp.AlreadyCommittedError):
+        run.save(1, state(1)).result()
+
+
+def test_an_earlier_save_on_the_farther_tier_is_not_passed_over(near: Path, far: Path) -> None:
+    alone(far).save(1, state(5)).result()
+    alone(near).save(1, state(1)).result()
+    restored = assert_restores(checkpointer(near, far), 1)
+    assert (restored.tier, restored.passed_over) == (str(near), ())
+
+
 @pytest.mark.parametrize("what", ["manifest", "index", "shard", "missing"])
 @pytest.mark.parametrize("later_is_near", [True, False])
 def test_the_earlier_of_two_saves_of_one_step_is_restored_if_the_later_is_damaged(

@@ -141,6 +141,10 @@ class Restore:
 
         try:
             chosen = msgspec.msgpack.decode(self._meeting().meet("choose", report, decide), type=Chosen)
+            # Rank 0 sends all copies each time: an earlier save counts after the later one failed.
+            self.passed_over = tuple(
+                item for item in self.passed_over if not item.tier or item in chosen.passed
+            )
             for item in chosen.passed:
                 self._pass_over(item)
             if chosen.folder is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from shardproof.checkpointer.damage import Damage, is_damage
 from shardproof.checkpointer.step_folders import StepFolder, is_ours, parse_folder
@@ -204,6 +205,8 @@ def choose_after(
     else:
         chosen = choose(run, [*known, *passed], suspect=suspect)
         chosen = replace(chosen, passed=[*passed, *chosen.passed], changed=changed)
+    if chosen.folder is not None and chosen.seal is not None:
+        copies_in(run).note_other_saves(chosen.folder.name)
     left_out = dict(copies_in(run).choice.left_out)
     return replace(chosen, passed=[*chosen.passed, *_nearer_copies(run)], left_out=left_out)
 
@@ -336,7 +339,9 @@ def _has_next_copy(run: Storage, folder: StepFolder, error: ShardproofError) -> 
 
 def _nearer_copies(run: Storage) -> list[PassedOver]:
     """The copies of chosen steps that were left out in favour of a copy in another tier."""
-    found = ((parse_folder(copy.folder), copy) for copy in copies_in(run).choice.nearer)
+    choice = copies_in(run).choice
+    copies = chain(choice.nearer, *choice.other_saves.values())
+    found = ((parse_folder(copy.folder), copy) for copy in copies)
     return [
         PassedOver(folder.step, copy.reason, copy.damaged, folder.suspect, tier=copy.tier)
         for folder, copy in found

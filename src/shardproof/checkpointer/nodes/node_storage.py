@@ -19,7 +19,7 @@ before the first shard file. A node that was absent still has the old step, whic
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
 
@@ -27,7 +27,7 @@ from shardproof.checkpointer.nodes.node_group import NodeGroup
 from shardproof.checkpointer.nodes.peer_frames import PeerRequest, name_from, name_to
 from shardproof.checkpointer.nodes.peer_storage import PeerSink, PeerStorage, ask_all
 from shardproof.checkpointer.step_folders import PINNED_NAME, read_note
-from shardproof.checkpointer.tiers import CopyChoice, TieredRun
+from shardproof.checkpointer.tiers import CopyChoice, NearerCopy, TieredRun
 from shardproof.errors import AlreadyCommittedError, ShardproofError, StorageError
 from shardproof.format import (
     MANIFEST_NAME,
@@ -103,9 +103,8 @@ class NodesView(TieredRun):
         own = self.group.folders[self.group.own]
         return own if self._second is None else TieredRun([own, self._second])
 
-    def note_lost_files(self, folder: str, manifest: Manifest) -> None:
-        """Records nodes without this save of a step, and files that only the second tier has."""
-        super().note_lost_files(folder, manifest)
+    def _other_saves(self, folder: str) -> Iterator[NearerCopy]:
+        """The nodes without the save of a step that is in use."""
         view = self.within(folder)
         assert isinstance(view, NodesView)
         seal = read_seal(view._places[view._holder()])
@@ -116,10 +115,11 @@ class NodesView(TieredRun):
                 continue
             if sizes[node] is None:
                 reason = "the folder of this node has no manifest of this step: it is new, or was emptied"
-                self._leave_out(folder, node, reason, damaged=False)
             elif read_seal(view._places[node]) != seal:
                 reason = "the folder of this node is stale: it has another, earlier save of this step"
-                self._leave_out(folder, node, reason, damaged=False)
+            else:
+                continue
+            yield NearerCopy(folder, self._runs[node].location, reason, damaged=False)
 
     def _at(self, path: str) -> NodesView:
         return NodesView(self.group, self._second, path, self.choice)

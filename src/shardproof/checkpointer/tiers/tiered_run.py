@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from typing import NoReturn, TypeVar
@@ -55,6 +55,8 @@ class CopyChoice:
     """The seal of the manifest to use, by folder of a step."""
     nearer: list[NearerCopy] = field(default_factory=list)
     """The copies that were left out."""
+    other_saves: dict[str, list[NearerCopy]] = field(default_factory=dict)
+    """The copies of a step that are not of the save in use, by folder of the step."""
     vanished: dict[str, int] = field(default_factory=dict)
     """Number of copies that were gone at a read, by ``folder/file`` (note "Copies that vanish")."""
 
@@ -270,6 +272,27 @@ class TieredRun:
             where = self._runs[tier].location
             self._leave_out(folder, near, f"{records[0].place}{more}: not there; read from {where}")
 
+    def note_other_saves(self, folder: str) -> None:
+        """Records the copies of a step that are not of the save in use, in place of earlier records."""
+        self.choice.other_saves[folder] = list(self._other_saves(folder))
+
+    def _other_saves(self, folder: str) -> Iterator[NearerCopy]:
+        """The nearer tiers with an earlier save of a step."""
+        view = self.within(folder)
+        used = view._holder()
+        seal = read_seal(view._places[used])
+        for tier in range(used):
+            if not self._is_left_out(folder, tier) and read_seal(view._places[tier]) not in (None, seal):
+                reason = "it is an earlier save of this step"
+                yield NearerCopy(folder, self._runs[tier].location, reason, damaged=False)
+
+    def _is_left_out(self, folder: str, tier: int) -> bool:
+        """True if the manifest of a step in this tier does not count, for example because it is damaged."""
+        location = self._runs[tier].location
+        return tier in self.choice.left_out.get(f"{folder}/{MANIFEST_NAME}", ()) or any(
+            (copy.folder, copy.tier) == (folder, location) for copy in self.choice.nearer
+        )
+
     def _is_farther(self, tier: int, near: int) -> bool:
         return tier > near
 
@@ -387,6 +410,9 @@ class OneCopy:
 
     def note_lost_files(self, folder: str, manifest: Manifest) -> None:
         """Does nothing: a file that is lost has no copy."""
+
+    def note_other_saves(self, folder: str) -> None:
+        """Does nothing: a step has one save."""
 
     def use(self, left_out: Mapping[str, Sequence[int]], folder: str, seal: bytes | None) -> None:
         """Does nothing: all ranks read the one copy."""
