@@ -615,6 +615,9 @@ def test_a_list_of_runs_skips_the_socket_of_another_user(
         assert storage.folder in listed and other_run not in listed
         assert f"memory://{other_run}: process {process} of user 65534 has the socket" in caplog.text
         assert other_run not in storage.siblings()
+        for _ in range(2):
+            sp.save(storage, {"w": torch.ones(2)}, overwrite=True)
+        assert len(storage.list("shards")) == 1, "the files of the replaced save are removed"
 
 
 def test_a_forked_child_holds_no_file(storage: MemoryStorage) -> None:
