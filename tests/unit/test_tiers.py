@@ -564,6 +564,58 @@ def test_a_round_does_not_fail_if_no_step_of_the_first_tier_can_be_read_and_the_
     assert msgspec.msgpack.decode(answer, type=UploadAnswer) == UploadAnswer()
 
 
+@pytest.fixture
+def only_seal(near: Path, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """While its element is true, only the seal of the first tier's manifest of step 1 can be read."""
+    broken, read = [False], LocalStorage.read
+
+    def read_end(storage: LocalStorage, name: str, start: int = 0, *stop: Any) -> bytes:
+        file = Path(storage.location, name)
+        if broken[0] and file == near / "step-00000001" / "manifest.json" and not start:
+            raise sp.StorageError(f"cannot read {file} (EIO)", file=str(file), errno="EIO", missing=False)
+        return read(storage, name, start, *stop)
+
+    monkeypatch.setattr(LocalStorage, "read", read_end)
+    return broken
+
+
+def test_a_skipped_step_whose_manifest_cannot_be_read_blocks_no_other(
+    near: Path, far: Path, only_seal: list[bool]
+) -> None:
+    second, down = unreachable(far, True)
+    run = checkpointer(near, second, keep_then=sp.KeepLatest(1))
+    skipped = run.save(1, state(1))
+    skipped.result()
+    only_seal[0], down[0] = True, False
+    run.save(2, state(2)).durable(WAIT)
+    with pytest.raises(sp.SaveSkipped):
+        skipped.durable(WAIT)
+    run.wait_for_uploads(WAIT)
+
+
+def test_a_missing_upload_fails_the_wait_if_the_tiers_are_known_to_differ(
+    near: Path, far: Path, only_seal: list[bool]
+) -> None:
+    second, down = unreachable(far, False)
+    run = checkpointer(near, second)
+    run.save(1, state(2)).durable(WAIT)
+    down[0] = True
+    run.save(1, state(1), overwrite=True).result()
+    with pytest.raises(sp.StorageError, match="no route"):
+        run.wait_for_uploads(WAIT)
+    only_seal[0] = True
+    again = checkpointer(near, far)
+    again.save(2, state(2)).durable(WAIT)
+    with pytest.raises(sp.StorageError, match="EIO"):
+        again.wait_for_uploads(WAIT)
+    only_seal[0] = False
+    again.save(3, state(3)).durable(WAIT)
+    again.wait_for_uploads(WAIT)
+    assert_restores(alone(far), 3)
+    assert verify(LocalStorage(far / "step-00000001")).ok
+    assert files(near / "step-00000001") == files(far / "step-00000001")
+
+
 def test_an_overwriting_save_whose_manifest_cannot_be_read_waits(near: Path, far: Path) -> None:
     """The second tier has an earlier save of the step, so an upload is missing."""
     checkpointer(near, far).save(1, {**state(1), "n": 7}).durable(WAIT)

@@ -14,8 +14,9 @@ next round. The round uploads the other steps. Then it fails with the error of t
 tries the step again. A damaged step is not tried again.
 
 Note "Unknown saves": if the second tier has a step whose manifest cannot be read in the first tier, both may
-have the same save. The coordinator then logs a warning once, and the round does not fail. The round fails
-only if a save of this process waits for its upload, and the second tier has another save of the step.
+have the same save. The coordinator then logs a warning once, and the round does not fail. The round fails if
+the seals of the manifests can be read and differ. It also fails if a save of this process waits for its
+upload, and the second tier has another save of the step.
 
 Note "Files that are there": a step may refer to files of other steps. Such a file is not copied again if a
 manifest on the second tier names it, because then an upload verified it. Any other file that is there is read
