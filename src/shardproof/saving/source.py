@@ -23,8 +23,6 @@ _SMALL_BYTES = 64 << 10
 """Slices in device memory of at most this size are copied together."""
 _TOGETHER_BYTES = 1 << 20
 """Bytes of such a copy, at most."""
-_FREED = -1
-"""The address of a tensor whose memory was freed before."""
 
 
 class _SmallCopies:
@@ -85,19 +83,11 @@ class SliceSource:
         self._pieces = pieces
         # `Piece.address` may be stale: a later visit of the walk may have moved the tensor.
         self._pointers = [each.view.data_ptr() for each in pieces]
-        freed = [
-            not pointer and each.view.numel() > 0
-            for pointer, each in zip(self._pointers, pieces, strict=True)
-        ]
         is_plain = np.array([each.is_plain for each in pieces], bool)
         base = np.where(is_plain, np.array(self._pointers, np.uint64), np.uint64(0))[piece]
         if start.any():
             itemsize = np.array([each.view.element_size() for each in pieces], np.int64)
             base = np.where(base != 0, base + (start * itemsize[piece]).astype(np.uint64), base)
-        if any(freed):
-            self._pointers = [
-                _FREED if gone else pointer for gone, pointer in zip(freed, self._pointers, strict=True)
-            ]
         self.addresses: list[int] = base.tolist()
         """Address of each slice in host memory; 0 if `read` has to gather its bytes."""
         self._columns = piece, offsets, sizes
@@ -112,8 +102,8 @@ class SliceSource:
 
         A freed storage (`resize_(0)`) must not be read.
         """
-        at = self.piece[row]
-        return self._pieces[at].view.data_ptr() == self._pointers[at]
+        view, pointer = self._pieces[at := self.piece[row]].view, self._pointers[at]
+        return view.data_ptr() == pointer and (pointer != 0 or view.numel() == 0)
 
     def read(self, row: int, to: int, *, wait: bool = True, segment: object = None) -> None:
         """Copies a whole slice.

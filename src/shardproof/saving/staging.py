@@ -20,7 +20,7 @@ __all__ = ["SLOT_BYTES", "Staged", "StagingPool", "default_budget"]
 _SMALLEST, _LARGEST = 1 << 20, 64 << 20
 """Bytes of a segment, a power of two: page-locked memory is handed out in such sizes."""
 SLOT_BYTES = 64
-"""A copy begins at a multiple of this, and no other copy shares its last 64 bytes."""
+"""Each copy begins at a multiple of this. No two copies share bytes between two such multiples."""
 _SHARE = 4
 """A quarter of the available memory may hold copies."""
 
