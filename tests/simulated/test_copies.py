@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from shardproof.saving.device_copy import DeviceCopies, pinned_buffer
+from shardproof._utils.memcpy import address
+from shardproof.saving.device_copy import DeviceCopies, copies_of, pinned_buffer
+from shardproof.saving.source import SliceSource
+from shardproof.state import Piece
 from tests import simulated
 from tests.accelerator import first_device
 from tests.simulated.waiting import LIMIT, still_waits
@@ -109,6 +115,27 @@ def test_a_wait_ends_when_all_copies_are_done(
         assert still_waits(waiting)
     waiting.result(LIMIT)
     assert all_are(buffer, 1)
+
+
+def test_one_copy_has_the_tensors_of_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    views = [torch.full((16,), float(at), device=f"simulated:{at // 2 % 2}") for at in range(6)]
+    pieces = [Piece.of(view, (0,), (16,)) for view in views]
+    ones, copies = np.ones(6, np.int64), copies_of(views)
+    source = SliceSource(pieces, np.arange(6), ones * 0, ones * 64, ones * 0, ones * 16, copies)
+    memory, sent = pinned_buffer(6 * 64), list[list[str]]()
+    enqueue = DeviceCopies.enqueue_together
+
+    def record(copies: DeviceCopies, sources: Sequence[torch.Tensor], *where: Any) -> None:
+        sent.append([str(one.device) for one in sources])
+        enqueue(copies, sources, *where)
+
+    monkeypatch.setattr(DeviceCopies, "enqueue_together", record)
+    for row in range(6):
+        source.read(row, address(memory) + 64 * row, wait=False)
+    assert source.wait() == []
+    assert sent == [["simulated:0"] * 2, ["simulated:1"] * 2, ["simulated:0"] * 2]
+    found = torch.frombuffer(memory, dtype=torch.float32).view(6, 16)
+    assert torch.equal(found, torch.arange(6.0).unsqueeze(1).expand(6, 16))
 
 
 def test_a_copy_changes_no_current_device_or_stream(buffer: memoryview) -> None:
