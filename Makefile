@@ -12,6 +12,8 @@ PEERS_STAMP := $(PEERS)/.installed
 INTEROP := tests/interop/.venvs
 INTEROP_STAMPS := $(patsubst tests/interop/environments/%.txt,$(INTEROP)/%/.installed,\
 	$(wildcard tests/interop/environments/*.txt))
+TORCH ?= 2.6.0
+OTHER_TORCH := .venv-torch-$(TORCH)
 ON_TORCH := deepspeed megatron megatron16 ray ray_train verl torchao torchtitan trl
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
@@ -21,7 +23,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-unit test-all test-interop bench bench-peers check format clean
+.PHONY: help venv demo test test-unit test-all test-interop test-torch bench bench-peers check format clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -63,6 +65,16 @@ $(INTEROP)/%/.installed: tests/interop/environments/%.txt
 	done
 	$(@D)/bin/python -m pip install --quiet --no-deps --ignore-requires-python -r $<
 	touch $@
+
+$(OTHER_TORCH)/.installed: pyproject.toml constraints.txt
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	sed '/^torch==/d' constraints.txt > $(@D)/constraints.txt
+	$(@D)/bin/python -m pip install --quiet -c $(@D)/constraints.txt torch==$(TORCH)
+	$(@D)/bin/python -m pip install --quiet -c $(@D)/constraints.txt -e '.[dev]'
+	touch $@
+
+test-torch: $(OTHER_TORCH)/.installed  ## the tests with another torch: make test-torch TORCH=2.6.0
+	$(OTHER_TORCH)/bin/python -m pytest -n 3 -p tests.newer_torch -m "not slow and not interop" $(ARGS)
 
 bench: $(STAMP)  ## compare with torch's own checkpoints, optimizers and sharding
 	@set -e; for script in save load reshard crossover small_tensors costs planning; do \

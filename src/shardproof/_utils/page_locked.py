@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from shardproof._utils.accelerator import available_accelerator
 from shardproof._utils.memcpy import address
 
 __all__ = ["page_locked"]
@@ -39,8 +40,8 @@ def page_locked(nbytes: int, alignment: int = 1) -> memoryview | None:
 
 def _locks_pages() -> bool:
     """True if this process already uses an accelerator."""
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None or not torch.accelerator.is_available():
+    accelerator = available_accelerator()
+    if accelerator is None:
         return False
     is_used = getattr(torch.get_device_module(accelerator), "is_initialized", None)
     return is_used is None or bool(is_used())

@@ -20,6 +20,8 @@ from contextlib import ExitStack, contextmanager, nullcontext
 
 import torch
 
+from shardproof._utils.accelerator import is_on_accelerator
+
 __all__ = ["CurrentStreams", "has_streams", "on_stream"]
 
 
@@ -38,12 +40,7 @@ def on_stream(stream: torch.Stream, device: torch.device) -> Iterator[None]:
 
 def has_streams(device: torch.device) -> bool:
     """True if the device is an accelerator with streams."""
-    accelerator = torch.accelerator.current_accelerator()
-    return (
-        accelerator is not None
-        and accelerator.type == device.type
-        and hasattr(torch.get_device_module(device), "Stream")
-    )
+    return is_on_accelerator(device) and hasattr(torch.get_device_module(device), "Stream")
 
 
 class CurrentStreams:

@@ -175,14 +175,11 @@ class DestinationWriter:
     def _is_uploaded(self) -> NDArray[np.bool_]:
         """By destination: True for contiguous memory of a device, of the stored dtype."""
         found = np.zeros(len(self._destinations), bool)
-        if not self.devices:
+        devices = {device for device in self.devices if has_streams(device)}
+        if not devices:
             return found
         for row, (there, dtype) in enumerate(zip(self._destinations, self._dtypes, strict=True)):
-            if (
-                not there.is_plain
-                and (view := there.view).device in self.devices
-                and has_streams(view.device)
-            ):
+            if not there.is_plain and (view := there.view).device in devices:
                 found[row] = (
                     view.dtype == dtype and view.is_contiguous() and not view.is_conj() and not view.is_neg()
                 )

@@ -14,6 +14,7 @@ from shardproof.rendezvous.heartbeat import Heartbeat, Watch
 from shardproof.rendezvous.keys import MeetingKeys
 from shardproof.rendezvous.link import Link, is_over, wait_in_steps
 from shardproof.rendezvous.membership import Membership
+from shardproof.rendezvous.store_client import new_client
 from shardproof.rendezvous.wire import Record, WrongBytes, checked_body, cut, part_keys, part_sizes
 
 __all__ = ["Channel", "CoordinatorSilent", "View"]
@@ -74,9 +75,10 @@ class Channel:
         self.rank = rank
         self._membership = Membership(name, rank, world_size)
         self._idle = _Idle(self._membership, rank, heartbeat, self._send_pending_verdicts)
-        self._requests = Link(store.clone, "shardproof-store", (self._idle, lambda: heartbeat.period))
+        client = partial(new_client, store)
+        self._requests = Link(client, "shardproof-store", (self._idle, lambda: heartbeat.period))
         try:
-            self._waits = Link(store.clone, "shardproof-wait")
+            self._waits = Link(client, "shardproof-wait")
         except BaseException:  # the process cannot start another thread
             self._requests.close()
             raise

@@ -17,6 +17,7 @@ from shardproof.rendezvous.meeting_errors import store_lost
 from shardproof.rendezvous.protocol import Rendezvous
 from shardproof.rendezvous.single_process import LocalRendezvous
 from shardproof.rendezvous.store import StoreRendezvous
+from shardproof.rendezvous.store_client import new_client
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -119,13 +120,13 @@ def _connect(deadline: float | None, *, lasting: bool, group: ProcessGroup | Non
         store, rank, world_size = found
         if world_size == 1:
             return LocalRendezvous(deadline=deadline or _DEADLINE)
-        # A clone is only a client: the group's server still ends with the group, unless a save holds it.
+        # The rendezvous has only a client: the server still ends with the group, unless a save holds it.
         return _shared.get(
             store,
             deadline,
             lasting,
             lambda seconds: StoreRendezvous(
-                store.clone(), rank, world_size, deadline=seconds, server=weakref.ref(store)
+                new_client(store), rank, world_size, deadline=seconds, server=weakref.ref(store)
             ),
         )
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "MASTER_ADDR" in os.environ:

@@ -64,9 +64,9 @@ _log = logging.getLogger("shardproof")
 class StoreRendezvous:
     """The ranks of a job meet over a `torch.distributed` store.
 
-    Every store works (TCPStore, HashStore, FileStore, PrefixStore). The rendezvous clones the store, so its
-    waits do not block the other users of the store. Several threads of one process may call meetings. The
-    meetings run one at a time, and all ranks must call them in the same order.
+    Every store works (TCPStore, HashStore, FileStore, PrefixStore). The rendezvous makes clients of its own,
+    so its waits do not block the other users of the store. Several threads of one process may call meetings.
+    The meetings run one at a time, and all ranks must call them in the same order.
 
     Args:
         store: the store that all ranks share.
@@ -75,7 +75,7 @@ class StoreRendezvous:
         deadline: seconds of silence after which the others give up a rank.
         name: the prefix of all keys. Two rendezvous of the same ranks at one store need different names, or
             their first meetings in the same order on every rank.
-        server: the object that `store` was cloned from, if it may be the server of the store.
+        server: the object that `store` is a client of, if it may be the server of the store.
 
     Raises:
         ValueError: `rank` is outside the world, or `deadline` is not positive.

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from shardproof._utils.accelerator import available_accelerator
 from shardproof.rerun.result_log import Rejected
 from shardproof.rerun.transitions import AttributionKind
 
@@ -40,8 +41,9 @@ class DeviceIdentity:
         A CPU has no UUID. Its index is the rank on the node (``LOCAL_RANK``, or 0 if it is not set).
         """
         index, uuid = int(os.environ.get("LOCAL_RANK", "0")), ""
-        if torch.accelerator.is_available():
-            index, uuid = _current_device()
+        accelerator = available_accelerator()
+        if accelerator is not None:
+            index, uuid = _current_device(accelerator)
         return cls(socket.gethostname(), uuid, index)
 
     @classmethod
@@ -71,9 +73,9 @@ class DeviceIdentity:
         return f"device {self.index}{uuid} of node {self.node}"
 
 
-def _current_device() -> tuple[int, str]:
+def _current_device(accelerator: torch.device) -> tuple[int, str]:
     """Index and UUID, as far as the device's module supports them."""
-    module = torch.get_device_module(torch.accelerator.current_accelerator())
+    module = torch.get_device_module(accelerator)
     index = module.current_device() if hasattr(module, "current_device") else 0
     if not hasattr(module, "get_device_properties"):
         return index, ""

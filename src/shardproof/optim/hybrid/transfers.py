@@ -45,6 +45,7 @@ from typing import Protocol
 
 import torch
 
+from shardproof._utils.accelerator import is_on_accelerator
 from shardproof._utils.streams import on_stream
 
 __all__ = ["BlockingTransfers", "CopyEvent", "SideStreams", "Transfers", "transfers_for"]
@@ -146,7 +147,6 @@ class SideStreams:
 
 def transfers_for(device: torch.device, overlap: bool) -> Transfers:
     """The transfers of one device: on side streams if it is an accelerator and `overlap` is true."""
-    accelerator = torch.accelerator.current_accelerator()
-    if overlap and accelerator is not None and accelerator.type == device.type:
+    if overlap and is_on_accelerator(device):
         return SideStreams(device)
     return BlockingTransfers()

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from shardproof._utils.accelerator import available_accelerator
 from shardproof.state.handlers.stateful_objects import Stateful
 
 __all__ = ["GENERATOR", "NUMPY_GENERATOR", "NUMPY_RANDOM_STATE", "PYTHON_GENERATOR", "RandomState"]
@@ -63,9 +64,9 @@ def _set_python_state(generator: Any, state: dict[str, Any]) -> None:
 
 def _accelerator() -> Any:
     """The device module of the accelerator; None if there is none or the process has not used it."""
-    if not torch.accelerator.is_available():
+    device = available_accelerator()
+    if device is None:
         return None
-    device = torch.accelerator.current_accelerator()
     module = torch.get_device_module(device)
     if not hasattr(module, "get_rng_state"):
         return None
