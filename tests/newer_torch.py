@@ -1,7 +1,7 @@
 """With an older torch, skips the tests that use what only a newer one has.
 
-A test is skipped if a call that the test itself made raised an error of `_MISSING`. The same error from a call
-of shardproof is a failure.
+A test is skipped if a call that the test itself made raised an error of `_MISSING`. The same error from a
+call of shardproof is a failure.
 """
 
 from __future__ import annotations
