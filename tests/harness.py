@@ -298,10 +298,11 @@ class _Connected:
     """A store whose clones are made beforehand: to connect can take longer than the deadlines tested."""
 
     def __init__(self, store: Any) -> None:
+        from shardproof.rendezvous.store_client import new_client
+
         self.underlying_store = store
-        self._clones = [
-            store.clone() for _ in range(6)
-        ]  # two in the foreground and two in the background, twice
+        # two in the foreground and two in the background, twice
+        self._clones = [new_client(store) for _ in range(6)]
 
     def clone(self) -> Any:
         return self._clones.pop()

@@ -20,6 +20,7 @@ _MISSING = re.compile(
     r"|module 'torch[\w.]*' has no attribute"
     r"|No module named 'torch\."
     r"|cannot import name '\w+' from 'torch"
+    r"|FSDP\+TP sharding does not support uneven sharding"
     r"|'Stream' object has no attribute 'record_event'"  # fully_shard on the CPU
 )
 _FRAME = re.compile(r'File "([^"]+)", line \d+')

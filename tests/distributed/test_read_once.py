@@ -609,9 +609,10 @@ def subgroup(folder: str) -> int | None:
         if rank() == 0:
             return None
         from shardproof.rendezvous import StoreRendezvous
+        from shardproof.rendezvous.store_client import new_client
 
         store: Any = dist.distributed_c10d._get_default_store()
-        meetings = StoreRendezvous(store.clone(), rank() - 1, 2, name="two")
+        meetings = StoreRendezvous(new_client(store), rank() - 1, 2, name="two")
         target = {key: torch.zeros_like(value) for key, value in stored().items()}
         report = sp.load(folder, target, read_once=True, group=group, rendezvous=meetings)
         assert all(expected(key, value) for key, value in target.items())
