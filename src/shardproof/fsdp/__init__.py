@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from shardproof.fsdp.clipping import clip_grad_norm_
 from shardproof.fsdp.materialize import materialize
-from shardproof.fsdp.precision import MixedPrecision, Strategy
 from shardproof.fsdp.sharding import fully_shard
 from shardproof.fsdp.state_dicts import full_state_dict, load_full_state_dict
-from shardproof.fsdp.unit import no_sync, set_requires_gradient_sync
+from shardproof.fsdp.unit import MixedPrecision, Strategy, no_sync, set_requires_gradient_sync
 
 __all__ = [
     "MixedPrecision",

@@ -47,6 +47,7 @@ class FlatBuffer:
         self.in_place = keep and master == compute
         self.shard = self.whole = torch.empty(0, dtype=torch.float32, device="cpu")
         self.gradients: torch.Tensor | None = None
+        """Memory of the whole size for gradients; None if there are none."""
         self.arrived: set[int] = set()
         self.allocate(device)
 
@@ -101,7 +102,7 @@ class FlatBuffer:
             own = self.own(self.whole)
             if not self.in_place:
                 own.copy_(self.shard)
-            if self.ranks.shard_group is None or self.packing.ranks == 1:
+            if self.packing.ranks == 1:
                 return lane.end()
             return lane.end(all_gather(self.whole, own, self.ranks.shard_group))
 
@@ -110,7 +111,7 @@ class FlatBuffer:
         whole = torch.empty(self.packing.size, dtype=self.master, device=self.device)
         with torch.no_grad():
             own = self.own(whole).copy_(self.shard)
-            if self.ranks.shard_group is not None and self.packing.ranks > 1:
+            if self.packing.ranks > 1:
                 all_gather(whole, own, self.ranks.shard_group).wait()
         return whole
 
@@ -124,10 +125,10 @@ class FlatBuffer:
             self.whole.untyped_storage().resize_(0)
             torch.autograd.graph.increment_version(self.whole)
 
-    def add_gradient(self, parameter: UnitParameter, gradient: torch.Tensor, memory: torch.Tensor) -> None:
-        """Adds the gradient of a whole parameter to `memory`, which has the whole size."""
-        self.gradients = memory
-        view = memory[parameter.start : parameter.stop].view(parameter.shape)
+    def add_gradient(self, parameter: UnitParameter, gradient: torch.Tensor) -> None:
+        """Adds the gradient of a whole parameter to `gradients`."""
+        assert self.gradients is not None
+        view = self.gradients[parameter.start : parameter.stop].view(parameter.shape)
         if parameter.member in self.arrived:
             view.add_(gradient)
         else:

@@ -28,6 +28,8 @@ from typing import Any
 
 import torch
 
+from shardproof._utils.streams import on_stream
+
 __all__ = ["Done", "Lane"]
 
 
@@ -68,13 +70,9 @@ class Lane:
         if self.stream is None:
             yield
             return
-        compute = torch.accelerator.current_stream(self.device)
-        self.stream.wait_stream(compute)
-        torch.accelerator.set_stream(self.stream)
-        try:
+        self.stream.wait_stream(torch.accelerator.current_stream(self.device))
+        with on_stream(self.stream, self.device):
             yield
-        finally:
-            torch.accelerator.set_stream(compute)
 
     def end(self, *works: Any) -> Done:
         """The end of the work in the lane. Call it within `entered`.

@@ -34,20 +34,16 @@ class Reduction:
         buffer: the buffer; all of its gradients have arrived.
         divisor: divisor of the sum.
         lane: the lane for reductions.
-        give_back: called with the memory of the gradients when it may be written again; None: not called.
+        give_back: called with the memory of the gradients when it may be written again.
     """
 
     def __init__(
-        self,
-        buffer: FlatBuffer,
-        divisor: float,
-        lane: Lane,
-        give_back: Callable[[torch.Tensor], None] | None,
+        self, buffer: FlatBuffer, divisor: float, lane: Lane, give_back: Callable[[torch.Tensor], None]
     ) -> None:
         self.buffer, self._lane, self._give_back = buffer, lane, give_back
         self._memory, self.arrived = buffer.take_gradients()
         ranks, packing = buffer.ranks, buffer.packing
-        scattered = ranks.shard_group is not None and packing.ranks > 1
+        scattered = packing.ranks > 1
         self._sum = self._memory
         if scattered:
             self._sum = torch.empty(packing.shard, dtype=buffer.reduce, device=buffer.device)
@@ -64,13 +60,17 @@ class Reduction:
             if before != 1.0:
                 self._memory.div_(before)
             if scattered:
-                assert ranks.shard_group is not None
                 self._works = [reduce_scatter(self._sum, self._memory, ranks.shard_group)]
             elif self._sum is not self._memory:
                 self._sum.copy_(self._memory)
             self._done: Done | None = None
             if lane.stream is not None:
-                self._advance_in_lane()
+                for work in self._works:
+                    work.wait()
+                for group in self._to_reduce:
+                    all_reduce(self._sum, group).wait()
+                self._divide()
+                self._done = lane.end()
             elif not scattered:
                 self.advance()
 
@@ -91,17 +91,9 @@ class Reduction:
             for work in self._works:
                 work.wait()
             self._divide()
-        if self._give_back is not None and self._sum is not self._memory:
+        if self._sum is not self._memory:
             self._give_back(self._memory)
         del self._memory, self._sum
-
-    def _advance_in_lane(self) -> None:
-        for work in self._works:
-            work.wait()
-        for group in self._to_reduce:
-            all_reduce(self._sum, group).wait()
-        self._divide()
-        self._done = self._lane.end()
 
     def _divide(self) -> None:
         if self._after != 1.0:
@@ -135,7 +127,7 @@ class GradientPool:
     def make_room(self) -> None:
         """Finishes old reductions until the next one may begin."""
         while len(self._in_flight) >= IN_FLIGHT:
-            self._finish_oldest()
+            self._in_flight.popleft().finish()
         if self._in_flight:
             self._in_flight[-1].advance()
 
@@ -148,11 +140,8 @@ class GradientPool:
         for reduction in self._in_flight:
             reduction.advance()
         while self._in_flight:
-            self._finish_oldest()
+            self._in_flight.popleft().finish()
         self._trim()
-
-    def _finish_oldest(self) -> None:
-        self._in_flight.popleft().finish()
 
     def _trim(self) -> None:
         """Frees the oldest memory, beyond the size of `IN_FLIGHT` of the largest buffers."""

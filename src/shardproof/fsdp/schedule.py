@@ -142,7 +142,8 @@ class UnitSchedule:
         if self._ending:
             self._pool.finish()
             for unit in self.units:
-                unit.drop_gradients()
+                for buffer in unit.buffers:
+                    buffer.drop_gradients()
                 unit.in_backward, unit.calls = False, 0
                 unit.show_sharded()
             self._ending = False

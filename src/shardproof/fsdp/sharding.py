@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import get_args
 
 import torch
 from torch import nn
@@ -12,8 +13,7 @@ from shardproof.fsdp.flat_buffer import FlatBuffer
 from shardproof.fsdp.hooks import install
 from shardproof.fsdp.mesh_ranks import MeshRanks, spec_of
 from shardproof.fsdp.packing import pack
-from shardproof.fsdp.precision import MixedPrecision, Strategy, check_strategy
-from shardproof.fsdp.unit import UNIT, ShardedUnit, unit_of
+from shardproof.fsdp.unit import UNIT, MixedPrecision, ShardedUnit, Strategy, unit_of
 from shardproof.fsdp.unit_parameter import UnitParameter
 from shardproof.state import LOCAL, local_tensor
 
@@ -83,7 +83,8 @@ def fully_shard(
     torch.Size([2, 3])
     >>> dist.destroy_process_group()
     """
-    check_strategy(strategy)
+    if strategy not in get_args(Strategy):
+        raise ValueError(f"strategy is {strategy!r}, not one of {', '.join(get_args(Strategy))}")
     precision = mixed_precision or MixedPrecision()
     if unit_of(module) is not None:
         raise ValueError(f"this {type(module).__name__} is already a unit of fully_shard")

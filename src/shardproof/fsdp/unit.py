@@ -1,4 +1,4 @@
-"""A unit: a module that `fully_shard` was called on, its flat buffers, and its gradients."""
+"""A unit: a module that `fully_shard` was called on, its options, its flat buffers, and its gradients."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import nn
@@ -13,14 +14,15 @@ from torch import nn
 from shardproof.fsdp.flat_buffer import FlatBuffer
 from shardproof.fsdp.lanes import Done, Lane
 from shardproof.fsdp.mesh_ranks import MeshRanks
-from shardproof.fsdp.precision import MixedPrecision, Strategy
 from shardproof.fsdp.reduce import GradientPool, Reduction
 from shardproof.fsdp.unit_parameter import UnitParameter
 
 __all__ = [
     "UNIT",
+    "MixedPrecision",
     "ShardedUnit",
     "SharedUnits",
+    "Strategy",
     "no_sync",
     "set_requires_gradient_sync",
     "unit_of",
@@ -29,6 +31,31 @@ __all__ = [
 
 UNIT = "_shardproof_fsdp"
 """Attribute of a module: its unit."""
+
+Strategy = Literal["all", "optimizer_gradients", "optimizer", "none"]
+"""The sharded state, in this order: parameters, gradients and optimizer state (ZeRO-3); gradients and
+optimizer state (ZeRO-2); optimizer state (ZeRO-1); none (DDP)."""
+
+
+@dataclass(frozen=True, slots=True)
+class MixedPrecision:
+    """Dtypes of floating point parameters and gradients. None does not change a dtype.
+
+    Example:
+        >>> MixedPrecision(compute_dtype=torch.bfloat16, reduce_dtype=torch.float32).cast_inputs
+        True
+    """
+
+    compute_dtype: torch.dtype | None = None
+    """Dtype of gathered parameters, and so of forward and backward. None: the master dtype."""
+    reduce_dtype: torch.dtype | None = None
+    """Dtype in which gradients are accumulated without sync, and reduced. None: the compute dtype."""
+    master_dtype: torch.dtype | None = None
+    """Dtype of sharded parameters and gradients, which the optimizer gets. None: the parameter's own."""
+    cast_inputs: bool = True
+    """True to cast floating point inputs of a unit to the compute dtype."""
+    output_dtype: torch.dtype | None = None
+    """Dtype of floating point tensors in the unit's output. None: unchanged."""
 
 
 @dataclass(slots=True, eq=False)
@@ -74,7 +101,8 @@ class ShardedUnit:
         self.reshard_after_forward, self.divisor = reshard_after_forward, divisor
         self.device = device
         self.shared = SharedUnits(Lane(device), Lane(device))
-        self.on_gradient: Callable[[], None] = _no_schedule
+        self.on_gradient: Callable[[], None]
+        """Called after each gradient. The schedule sets it at the first forward."""
         self.sync = True
         self.may_have_changed = True
         """True if parameters may have changed since the last gather; False only within `no_sync`."""
@@ -92,11 +120,6 @@ class ShardedUnit:
     def parameters(self) -> list[UnitParameter]:
         """The parameters of all buffers."""
         return [parameter for buffer in self.buffers for parameter in buffer.parameters]
-
-    @property
-    def keeps(self) -> bool:
-        """True if gathered parameters are never freed."""
-        return self.strategy != "all"
 
     def adopt_changes(self) -> None:
         """Copies the values of parameters that were replaced (see `FlatBuffer.adopt`)."""
@@ -135,7 +158,7 @@ class ShardedUnit:
 
     def free(self) -> None:
         """Frees the gathered parameters, unless the strategy keeps them."""
-        if self.has_gathered and not self.keeps:
+        if self.has_gathered and self.strategy == "all":
             self._forget()
             for buffer in self.buffers:
                 buffer.free()
@@ -162,47 +185,32 @@ class ShardedUnit:
             if not buffer.trainable:
                 buffer.drop_gradients()
                 continue
-            if buffer.gradients is None:
-                buffer.gradients = self._memory_for(buffer)
+            self._provide_memory(buffer)
             pool.make_room()
             give_back: Callable[[torch.Tensor], None] = pool.give_back
             if self.strategy == "optimizer":
-                give_back = partial(self._take_back, buffer)
+                give_back = partial(self._memory.__setitem__, buffer)
             reductions.append(Reduction(buffer, self.divisor, lane, give_back))
             pool.launched(reductions[-1])
         return reductions
 
-    def drop_gradients(self) -> None:
-        """Drops the gradients of a backward that failed."""
-        for buffer in self.buffers:
-            buffer.drop_gradients()
-
-    def _memory_for(self, buffer: FlatBuffer) -> torch.Tensor:
-        """Memory for a buffer's gradients: its own with strategy "optimizer", else from the shared pool."""
-        own = self._memory.pop(buffer, None)
-        if own is not None:
-            return own
-        return self.shared.pool.take(buffer.packing.size, buffer.reduce, buffer.device)
-
-    def _take_back(self, buffer: FlatBuffer, memory: torch.Tensor) -> None:
-        self._memory[buffer] = memory
+    def _provide_memory(self, buffer: FlatBuffer) -> None:
+        """Gives a buffer memory for gradients: its own with strategy "optimizer", else the shared pool's."""
+        if buffer.gradients is None:
+            own = self._memory.pop(buffer, None)
+            if own is None:
+                own = self.shared.pool.take(buffer.packing.size, buffer.reduce, buffer.device)
+            buffer.gradients = own
 
     def _arrived(self, buffer: FlatBuffer, parameter: UnitParameter, gradient: torch.Tensor) -> None:
-        memory = buffer.gradients
-        if memory is None:
-            memory = self._memory_for(buffer)
-        buffer.add_gradient(parameter, gradient, memory)
+        self._provide_memory(buffer)
+        buffer.add_gradient(parameter, gradient)
         self.on_gradient()
-
-
-def _no_schedule() -> None:
-    raise AssertionError("a gradient arrived before the unit's first forward")
 
 
 def unit_of(module: nn.Module) -> ShardedUnit | None:
     """The unit of a module; None if `fully_shard` was not called on it."""
-    unit = module.__dict__.get(UNIT)
-    assert unit is None or isinstance(unit, ShardedUnit)
+    unit: ShardedUnit | None = module.__dict__.get(UNIT)
     return unit
 
 

@@ -47,7 +47,8 @@ class UnitParameter:
         self.local = torch.empty(0, dtype=torch.float32, device="cpu")
         self.sharded: Any = None
         self.whole: Any = None
-        self.on_gradient: Callable[[UnitParameter, torch.Tensor], None] = _no_unit
+        self.on_gradient: Callable[[UnitParameter, torch.Tensor], None]
+        """Called with each gradient of the whole parameter. The unit sets it."""
 
     def current(self) -> Any:
         """The parameter that the module has now."""
@@ -169,10 +170,6 @@ class UnitParameter:
         if hasattr(gradient, "wait"):  # a collective of tensor parallelism that has not ended
             gradient = gradient.wait()
         self.on_gradient(self, gradient)
-
-
-def _no_unit(parameter: UnitParameter, gradient: torch.Tensor) -> None:
-    raise AssertionError(f"a gradient of {parameter.name} arrived before its unit was made")
 
 
 def _box(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[slice, ...]:

@@ -41,8 +41,9 @@ def test_gradient_memory_is_reused_and_few_reductions_are_in_flight() -> None:
         memory = pool.take(buffer.packing.size, torch.float32, torch.device("cpu"))
         seen.add(memory.data_ptr())
         weight = buffer.parameters[0]
-        buffer.add_gradient(weight, torch.full((4, 4), float(value)), memory)
-        buffer.add_gradient(weight, torch.ones(4, 4), memory)
+        buffer.gradients = memory
+        buffer.add_gradient(weight, torch.full((4, 4), float(value)))
+        buffer.add_gradient(weight, torch.ones(4, 4))
         pool.make_room()
         reduction = Reduction(buffer, 2.0, lane, pool.give_back)
         pool.launched(reduction)
@@ -59,8 +60,8 @@ def test_gradient_memory_is_reused_and_few_reductions_are_in_flight() -> None:
 def test_half_precision_sums_are_divided_before_and_after() -> None:
     pool, lane = GradientPool(), Lane(torch.device("cpu"))
     (buffer,) = unit(nn.Linear(4, 4).half()).buffers
-    memory = pool.take(buffer.packing.size, torch.float16, torch.device("cpu"))
-    buffer.add_gradient(buffer.parameters[0], torch.full((4, 4), 60000.0, dtype=torch.float16), memory)
+    buffer.gradients = pool.take(buffer.packing.size, torch.float16, torch.device("cpu"))
+    buffer.add_gradient(buffer.parameters[0], torch.full((4, 4), 60000.0, dtype=torch.float16))
     reduction = Reduction(buffer, 6.0, lane, pool.give_back)
     pool.launched(reduction)
     pool.finish()
