@@ -15,7 +15,7 @@ from torch import nn
 
 import shardproof as sp
 from shardproof.layouts import vocabulary
-from shardproof.optim.distributed import DistributedOptimizer, DynamicLossScale, LossScale, low_precision
+from shardproof.optim.distributed import DistributedOptimizer, DynamicLossScale, LossScale, inner_optimizer
 from shardproof.rendezvous import LocalRendezvous
 from shardproof.state import LocalRange, ParameterSlots, StoredSlot
 
@@ -286,7 +286,7 @@ def test_without_masters_the_parameters_themselves_are_stepped() -> None:
 
 @pytest.mark.parametrize("chunk", [3, 1 << 22])
 def test_raised_state_in_fp32_equals_direct(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(low_precision, "_CHUNK", chunk)
+    monkeypatch.setattr(inner_optimizer, "_CHUNK", chunk)
     direct, raised = model(torch.bfloat16), model(torch.bfloat16)
     one = DistributedOptimizer(direct, torch.optim.AdamW, lr=1e-2)
     two = DistributedOptimizer(

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardproof.optim import HybridDeviceOptimizer
-from shardproof.optim.hybrid.device_split import DeviceSplit
+from shardproof.optim.hybrid.sides import DeviceSplit
 from shardproof.optim.hybrid.stepped_copy import SteppedCopy
 from tests.unit.optim.hybrid_samples import (
     RULES,

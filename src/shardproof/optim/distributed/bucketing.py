@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 
 from shardproof.optim.distributed.flat_bucket import FlatBucket, Weight, pack
-from shardproof.optim.distributed.process_group import RankGroup
-from shardproof.optim.distributed.step_agreement import RankGroups
+from shardproof.optim.distributed.process_group import RankGroup, RankGroups
 from shardproof.state import local_tensor
 
 __all__ = ["ParamGroups", "check_same", "groups_of", "make_buckets", "make_weights", "model_ranks"]

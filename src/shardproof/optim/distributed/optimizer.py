@@ -23,9 +23,9 @@ from shardproof.optim.distributed.gradients import Gradients
 from shardproof.optim.distributed.inner_optimizer import make_stepper
 from shardproof.optim.distributed.loss_scale import LossScale
 from shardproof.optim.distributed.masters import Masters
-from shardproof.optim.distributed.process_group import RankGroup
+from shardproof.optim.distributed.process_group import RankGroup, RankGroups
 from shardproof.optim.distributed.slot_ranges import describe, receipt
-from shardproof.optim.distributed.step_agreement import RankGroups, StepAgreement, agree, count_zeros
+from shardproof.optim.distributed.step_agreement import StepAgreement, agree, count_zeros
 from shardproof.optim.schema import Factory
 from shardproof.state import ParameterSlots, Receipt, SlotProvider, StoredSlot
 

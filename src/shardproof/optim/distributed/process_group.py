@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from shardproof.collectives import Work, all_gather, reduce_scatter
 
-__all__ = ["RankGroup"]
+__all__ = ["RankGroup", "RankGroups"]
 
 
 class RankGroup:
@@ -68,3 +69,15 @@ class RankGroup:
                 f"{what} is not the same on all ranks of the group. Here (rank {self.rank}) it is:\n"
                 f"{text[:2000]}"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class RankGroups:
+    """The groups of a rank."""
+
+    data: RankGroup
+    """Ranks with the same dense parameters, which together have every expert of this part of the model."""
+    expert: RankGroup
+    """Ranks with the same experts."""
+    model: RankGroup | None
+    """Ranks with the other parts of the model: tensor and pipeline parallel."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from shardproof.optim.distributed.flat_bucket import Weight
-from shardproof.optim.distributed.stepping import Stepper
+from shardproof.optim.distributed.inner_optimizer import Stepper
 from shardproof.optim.schema import Spec
 from shardproof.state import MASTER, LocalRange, ParameterSlots, Receipt, StoredSlot, options_of
 

@@ -15,21 +15,9 @@ from dataclasses import dataclass
 import torch
 
 from shardproof.optim.distributed.flat_bucket import FlatBucket, Weight
-from shardproof.optim.distributed.process_group import RankGroup
+from shardproof.optim.distributed.process_group import RankGroup, RankGroups
 
-__all__ = ["RankGroups", "StepAgreement", "agree", "count_zeros"]
-
-
-@dataclass(frozen=True, slots=True)
-class RankGroups:
-    """The groups of a rank."""
-
-    data: RankGroup
-    """Ranks with the same dense parameters, which together have every expert of this part of the model."""
-    expert: RankGroup
-    """Ranks with the same experts."""
-    model: RankGroup | None
-    """Ranks with the other parts of the model: tensor and pipeline parallel."""
+__all__ = ["StepAgreement", "agree", "count_zeros"]
 
 
 @dataclass(frozen=True, slots=True)

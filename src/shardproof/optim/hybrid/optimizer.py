@@ -12,8 +12,7 @@ import torch
 
 from shardproof.errors import StructureError
 from shardproof.optim.hybrid import parameter_slots
-from shardproof.optim.hybrid.device_split import DeviceSplit
-from shardproof.optim.hybrid.rules import Rules
+from shardproof.optim.hybrid.sides import DeviceSplit, Rules
 from shardproof.optim.hybrid.stepped_copy import SteppedCopy, master_dtype_of
 from shardproof.optim.hybrid.sub_optimizers import SubOptimizers
 from shardproof.optim.hybrid.transfers import Transfers, transfers_for

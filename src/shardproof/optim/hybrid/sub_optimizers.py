@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardproof.optim.hybrid.rules import Rules
+from shardproof.optim.hybrid.sides import Rules
 from shardproof.optim.hybrid.stepped_copy import SteppedCopy
 from shardproof.state import options_of
 
