@@ -167,9 +167,12 @@ class Weight:
     @property
     def owned_gradient(self) -> torch.Tensor:
         """This rank's elements of the reduced gradient, before the multiplication by `FlatBucket.scale`."""
-        bucket = self.bucket
-        at = self.offset + self.start - bucket.first if self.start < self.stop else 0
-        return bucket.shard[at : at + self.stop - self.start]
+        return self.within(self.bucket.shard)
+
+    def within(self, shard: torch.Tensor) -> torch.Tensor:
+        """This rank's elements of the parameter in a tensor with the elements of the rank's range."""
+        at = self.offset + self.start - self.bucket.first if self.start < self.stop else 0
+        return shard[at : at + self.stop - self.start]
 
     def current_version(self) -> int:
         """A version that changes with each write to the parameter through torch, and with each load."""
@@ -219,8 +222,6 @@ class FlatBucket:
         """Factor by which `shard` has still to be multiplied."""
         self.full: torch.Tensor | None = None
         """The gradients of the whole bucket, or None if all have been sent."""
-        self.launched = False
-        """True if its reduction has begun since the last `zero_grad`."""
         self.reduced = False
         """True if `shard` contains gradients."""
         self.reduction: tuple[Work | None, torch.Tensor, torch.Tensor] | None = None
@@ -229,7 +230,7 @@ class FlatBucket:
         """The current gather of the parameters."""
         self.eager = False
         """True if a parameter is used outside of its module's forward. Then `step` waits for the gather."""
-        self.exact = not any(not weight.counted for weight in weights)
+        self.exact = all(weight.counted for weight in weights)
         """True if norms include all of `shard`."""
 
     @property

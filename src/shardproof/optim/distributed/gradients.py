@@ -41,11 +41,6 @@ from shardproof.optim.parameter_values import gradient_of, local_gradient
 __all__ = ["Gradients"]
 
 
-def _has_gradient(weight: Weight) -> bool:
-    """Return True if the parameter has a gradient."""
-    return gradient_of(weight.parameter) is not None
-
-
 def _clear_gradient(weight: Weight) -> None:
     """Set the gradients of the parameter to None."""
     weight.parameter.grad = None
@@ -95,6 +90,7 @@ class Gradients:
         overlap: bool,
     ) -> None:
         self.buckets, self.divisor, self.loss_scale = buckets, divisor, loss_scale
+        self.weights = [weight for bucket in buckets for weight in bucket.weights]
         self.reuse, self.overlap = reuse, overlap
         self.synchronized = True
         """False within `no_sync`."""
@@ -130,16 +126,14 @@ class Gradients:
                 if gradients is not None:
                     gradients.add_from_hook(weight)
 
-            frozen = not weight.parameter.requires_grad
-            weight.parameter.requires_grad_(
-                True
-            )  # a frozen parameter accepts no hook, but may be unfrozen later
+            trains = weight.parameter.requires_grad
+            # A frozen parameter accepts no hook, but may be unfrozen later.
+            weight.parameter.requires_grad_(True)
             weight.parameter.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
-            weight.parameter.requires_grad_(not frozen)
+            weight.parameter.requires_grad_(trains)
 
-        for bucket in self.buckets:
-            for weight in bucket.weights:
-                hook_of(weight)
+        for weight in self.weights:
+            hook_of(weight)
 
     @torch.no_grad()
     def add_from_hook(self, weight: Weight) -> None:
@@ -169,27 +163,22 @@ class Gradients:
     @property
     def touched(self) -> bool:
         """True if a parameter got a gradient since `finish`, from autograd or from the program."""
-        return self._touched or any(
-            _has_gradient(weight) for bucket in self.buckets for weight in bucket.weights
-        )
+        return self._touched or any(gradient_of(weight.parameter) is not None for weight in self.weights)
 
     def finish(self) -> None:
         """Add the remaining gradients, send the remaining buckets, and wait for all reductions."""
-        for bucket in self.buckets:
-            for weight in bucket.weights:
-                if _has_gradient(weight):
-                    self._add(weight)
+        for weight in self.weights:
+            if gradient_of(weight.parameter) is not None:
+                self._add(weight)
         self._launch_rest()
         self._complete_all()
         self._end_queued = self._begun = self._touched = False
 
     def expect(self, stepped: Iterable[Weight]) -> None:
         """Set the parameters for whose gradients buckets wait in the next backward pass."""
-        for bucket in self.buckets:
-            for weight in bucket.weights:
-                weight.expected = False
-        for weight in stepped:
-            weight.expected = True
+        expected = set(stepped)
+        for weight in self.weights:
+            weight.expected = weight in expected
 
     def late(self) -> list[bool]:
         """By bucket: True if this rank has gradients that came after the bucket was sent."""
@@ -207,14 +196,14 @@ class Gradients:
         if self._begun:
             self.finish()
         for bucket in self.buckets:
-            bucket.launched = bucket.reduced = False
+            bucket.reduced = False
             bucket.scale = 1.0
             if bucket.full is not None:
                 self._release(bucket, bucket.full)
                 bucket.full = None
-            for weight in bucket.weights:
-                weight.seen = weight.written = weight.ready = False
-                _clear_gradient(weight)
+        for weight in self.weights:
+            weight.seen = weight.written = weight.ready = False
+            _clear_gradient(weight)
         self._next = 0
         self._end_queued = False
 
@@ -259,7 +248,6 @@ class Gradients:
             full.mul_(1.0 / self.divisor)  # before the sum, which may overflow
         shard = torch.empty_like(bucket.shard) if bucket.reduced else bucket.shard
         bucket.reduction = (bucket.ranks.scatter_sum(shard, full), buffer, shard)
-        bucket.launched = True
         self._in_flight.append(bucket)
 
     def _complete_all(self) -> None:

@@ -258,7 +258,7 @@ class LowPrecisionStepper:
 
     def dtype_of(self, slot: str, spec: Spec) -> torch.dtype | None:
         """The chosen dtype, or fp32."""
-        return self._dtypes.get(slot, torch.float32) if spec.kind == "elements" else spec.dtype
+        return self._dtypes.get(slot, torch.float32)
 
 
 def _chunks(weights: Sequence[Weight]) -> Iterator[list[_Chunk]]:

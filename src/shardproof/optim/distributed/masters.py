@@ -26,19 +26,13 @@ class Masters:
         self._masters: dict[FlatBucket, torch.Tensor] = {}
         for bucket in buckets:
             narrow = bucket.parameters.dtype
-            mastered = dtype is not None and narrow.itemsize < 4 and narrow != dtype
-            if mastered:
+            if dtype is not None and narrow.itemsize < 4 and narrow != dtype:
                 self._masters[bucket] = bucket.owned.to(dtype)
+            master = self._masters.get(bucket)
             for weight in bucket.weights:
-                weight.mastered = mastered
-                if mastered:
-                    at = weight.offset + weight.start - bucket.first if weight.start < weight.stop else 0
-                    weight.fragment = self._masters[bucket][at : at + weight.stop - weight.start]
-                else:
-                    weight.fragment = weight.owned
-                declare_storage_owner(
-                    weight.fragment, self._masters[bucket] if mastered else bucket.parameters
-                )
+                weight.mastered = master is not None
+                weight.fragment = weight.owned if master is None else weight.within(master)
+                declare_storage_owner(weight.fragment, bucket.parameters if master is None else master)
 
     def follow_parameters(self) -> None:
         """Refreshes the masters of parameters that the program has written to.
@@ -49,17 +43,16 @@ class Masters:
         for weight in self._weights:
             if weight.current_version() == weight.version:
                 continue
-            if not weight.mastered:
-                torch.autograd.graph.increment_version(weight.fragment)
-            else:
+            if weight.mastered:
                 weight.fragment.copy_(refreshed(weight.fragment, weight.owned))
+            else:
+                torch.autograd.graph.increment_version(weight.fragment)
             weight.version = weight.current_version()
 
     def round_to_parameters(self, changed: Iterable[FlatBucket]) -> None:
         """Rounds the masters into this rank's range of each changed bucket."""
-        for bucket in changed:
-            if bucket in self._masters:
-                bucket.owned.copy_(self._masters[bucket])
+        for bucket in self._masters.keys() & set(changed):
+            bucket.owned.copy_(self._masters[bucket])
 
     def record_versions(self) -> None:
         """Records the current version of every parameter."""

@@ -37,7 +37,7 @@ def receipt(
     wanted = {
         slot: _of_fragment(slot, like, weight, stepper, schema)
         for slot, like in stored.items()
-        if not (slot == MASTER and MASTER not in schema)
+        if slot != MASTER or MASTER in schema
     }
     inner = stepper.receive(weight, wanted)
     tensors = {slot: _ranged(item, weight) for slot, item in inner.tensors.items()}

@@ -12,10 +12,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from shardproof.optim.distributed.flat_bucket import FlatBucket, Weight
-from shardproof.optim.distributed.process_group import RankGroup, RankGroups
+from shardproof.optim.distributed.process_group import RankGroups
 
 __all__ = ["StepAgreement", "agree", "count_zeros"]
 
@@ -46,34 +47,28 @@ def agree(
     finite: bool,
 ) -> StepAgreement:
     """Agree by one small sum over each group. All ranks must pass the same `norm` and `finite`."""
-    seen = [float(weight.seen) for weight in weights]
-    waiting = [float(item) for item in late]
-    dense_weights = [row for row, weight in enumerate(weights) if weight.bucket.ranks is groups.data]
-    dense_buckets = [row for row, bucket in enumerate(buckets) if bucket.ranks is groups.data]
-    expert_weights = [row for row, weight in enumerate(weights) if weight.bucket.ranks is not groups.data]
-    expert_buckets = [row for row, bucket in enumerate(buckets) if bucket.ranks is not groups.data]
+    flags = np.array([*(weight.seen for weight in weights), *late], np.float32)
+    owners = [*(weight.bucket for weight in weights), *buckets]
+    is_dense = np.array([bucket.ranks is groups.data for bucket in owners])
     device = buckets[0].device
-    if expert_buckets:
-        _sum_flags(groups.expert, device, (seen, expert_weights), (waiting, expert_buckets))
-    squares = _squares(buckets) if norm else torch.zeros((), dtype=torch.float32, device=device)
-    not_finite = _not_finite(buckets) if finite else torch.zeros((), dtype=torch.float32, device=device)
-    flags = [seen[row] for row in dense_weights] + [waiting[row] for row in dense_buckets] + [sum(waiting)]
-    vector = torch.cat(
-        [torch.tensor(flags, dtype=torch.float32, device=device), torch.stack([squares, not_finite])]
-    )
+    if not is_dense.all():
+        of_experts = torch.from_numpy(flags[~is_dense]).to(device)
+        groups.expert.sum(of_experts)
+        flags[~is_dense] = of_experts.cpu().numpy()
+    dense = torch.from_numpy(np.append(flags[is_dense], flags[len(weights) :].sum())).to(device)
+    squares = _squares(buckets) if norm else dense.new_zeros(())
+    not_finite = _not_finite(buckets) if finite else dense.new_zeros(())
+    vector = torch.cat([dense, torch.stack([squares, not_finite])])
     groups.data.sum(vector)
     if groups.model is not None:
         totals = vector[-3:].clone()
         groups.model.sum(totals)
         vector[-3:] = totals
-    *flags, any_late, total, not_finite_count = vector.tolist()
-    for row, flag in zip(dense_weights, flags, strict=False):
-        seen[row] = flag
-    for row, flag in zip(dense_buckets, flags[len(dense_weights) :], strict=True):
-        waiting[row] = flag
+    *summed, any_late, total, not_finite_count = vector.tolist()
+    flags[is_dense] = summed
     return StepAgreement(
-        stepped=[weight for weight, flag in zip(weights, seen, strict=True) if flag],
-        late=[flag > 0.0 for flag in waiting],
+        stepped=[weight for weight, flag in zip(weights, flags, strict=False) if flag],
+        late=[bool(flag) for flag in flags[len(weights) :]],
         any_late=any_late > 0.0,
         norm=total**0.5 if norm else float("nan"),
         finite=not_finite_count == 0.0,
@@ -92,18 +87,6 @@ def count_zeros(weights: Sequence[Weight], groups: RankGroups, device: torch.dev
     if groups.model is not None:
         groups.model.sum(total)
     return int(total.item())
-
-
-def _sum_flags(ranks: RankGroup, device: torch.device, *chosen: tuple[list[float], list[int]]) -> None:
-    """Replace the chosen rows of the lists by their sums over the ranks."""
-    vector = torch.tensor(
-        [flags[row] for flags, rows in chosen for row in rows], dtype=torch.float32, device=device
-    )
-    ranks.sum(vector)
-    summed = iter(vector.tolist())
-    for flags, rows in chosen:
-        for row in rows:
-            flags[row] = next(summed)
 
 
 def _squares(buckets: Sequence[FlatBucket]) -> torch.Tensor:

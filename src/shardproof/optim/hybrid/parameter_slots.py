@@ -71,19 +71,20 @@ def receive(
     """
     current = states.get(stepped.parameter) or {}
     specs = schema() if any(slot not in current and slot != MASTER for slot in stored) else {}
-    tensors: dict[str, torch.Tensor | LocalRange] = {}
-    for slot, found in stored.items():
-        if slot != MASTER:
-            tensors[slot] = _destination(stepped, slot, current.get(slot), specs.get(slot), options, found)
+    tensors = {
+        slot: _destination(stepped, slot, current.get(slot), specs.get(slot), options, found)
+        for slot, found in stored.items()
+        if slot != MASTER
+    }
     if stepped.has_master or (MASTER in stored and stored[MASTER].dtype == stepped.tensor.dtype):
         tensors[MASTER] = stepped.values()  # elements that are not stored (padding) do not change
 
     def attach(values: Mapping[str, Any], filled: frozenset[str]) -> None:
-        state = {
-            slot: _widened(tensors[slot], specs.get(slot))
-            for slot in stored  # equal order on every rank; the order of a set is not
-            if slot in filled and slot != MASTER
-        }
+        state: dict[str, Any] = {}
+        for slot in stored:  # equal order on every rank; the order of a set is not
+            if slot in filled and slot != MASTER:
+                dtype = specs[slot].dtype if slot in specs else None
+                state[slot] = tensors[slot] if dtype is None else tensors[slot].to(dtype)
         state.update(values)
         if state:
             states[stepped.parameter] = state
@@ -91,15 +92,13 @@ def receive(
             states.pop(stepped.parameter, None)
         if MASTER not in filled:
             if stepped.owns_memory:
-                stepped.take_parameter()
+                stepped.take_values(stepped.local)
             return
-        master = tensors[MASTER]
-        assert isinstance(master, torch.Tensor)
         with torch.no_grad():
             if not stepped.has_master:
-                stepped.local.copy_(master)
+                stepped.local.copy_(tensors[MASTER])
             if stepped.owns_memory:
-                stepped.take_values(master)
+                stepped.take_values(tensors[MASTER])
 
     return Receipt(kind, tensors, attach)
 
@@ -119,32 +118,22 @@ def _destination(
     """
     if isinstance(present, torch.Tensor):
         return torch.zeros_like(present)
-    dtype = found.dtype
-    if spec is not None and spec.dtype is not None and not _widens(found.dtype, spec.dtype):
-        dtype = spec.dtype
-    scalar = spec.kind == "scalar" if spec is not None else found.shape == ()
-    if scalar:
+    dtype, shape, device = found.dtype, tuple(stepped.tensor.shape), stepped.tensor.device
+    if spec is not None and spec.dtype is not None and torch.promote_types(dtype, spec.dtype) != spec.dtype:
+        dtype = spec.dtype  # it would not widen without loss
+    is_scalar = spec.kind == "scalar" if spec is not None else found.shape == ()
+    if is_scalar:
         on_device = slot != "step" or options.get("capturable") or options.get("fused")
-        return torch.zeros((), dtype=dtype, device=stepped.tensor.device if on_device else "cpu")
-    if spec is not None or found.shape == tuple(stepped.tensor.shape):
-        return stepped.empty(dtype)
-    if is_dtensor(stepped.parameter):
-        raise StructureError(
-            f"slot {slot!r} has shape {list(found.shape)}, but the local shape of its sharded parameter is "
-            f"{list(stepped.tensor.shape)}: the part of the slot that belongs to this rank is unknown. Use "
-            "an optimizer whose slots have the shape of the parameter"
-        )
-    return stepped.empty(dtype, found.shape)
-
-
-def _widens(stored: torch.dtype, made: torch.dtype) -> bool:
-    """Return True if values of the stored dtype convert to the sub-optimizer's dtype without loss."""
-    return torch.promote_types(stored, made) == made
-
-
-def _widened(item: torch.Tensor | LocalRange, spec: Spec | None) -> torch.Tensor:
-    assert isinstance(item, torch.Tensor)
-    return item if spec is None or spec.dtype is None else item.to(spec.dtype)
+        return torch.zeros((), dtype=dtype, device=device if on_device else "cpu")
+    if spec is None and found.shape != shape:
+        if is_dtensor(stepped.parameter):
+            raise StructureError(
+                f"slot {slot!r} has shape {list(found.shape)}, but the local shape of its sharded parameter "
+                f"is {list(shape)}: the part of the slot that belongs to this rank is unknown. Use an "
+                "optimizer whose slots have the shape of the parameter"
+            )
+        shape = found.shape
+    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 def with_masters(state_dict: dict[str, Any], copies: Sequence[SteppedCopy]) -> dict[str, Any]:
@@ -197,12 +186,13 @@ def receipts(
             receipt = receive(parameter, stored)
             filled = frozenset(receipt.tensors) & frozenset(tensors)
             for slot in sorted(filled):
-                _fill(receipt.tensors[slot], tensors[slot], f"slot {slot!r} of parameter {index}")
+                source, destination = tensors[slot], receipt.tensors[slot]
+                assert isinstance(destination, torch.Tensor)
+                if destination.shape != source.shape:
+                    raise ValueError(
+                        f"slot {slot!r} of parameter {index} has shape {list(source.shape)}, expected "
+                        f"{list(destination.shape)}"
+                    )
+                destination.copy_(source)
             attach.append(partial(receipt.attach, values, filled))
     return attach
-
-
-def _fill(destination: Any, source: torch.Tensor, what: str) -> None:
-    if destination.shape != source.shape:
-        raise ValueError(f"{what} has shape {list(source.shape)}, expected {list(destination.shape)}")
-    destination.copy_(source)

@@ -46,12 +46,20 @@ class SteppedCopy:
         """The sub-optimizer that steps `tensor`."""
         self.group: dict[str, Any] = {}
         """The program's group of the parameter."""
-        self._pin = pin
+        self._pin = pin and on_cpu
         self._gradient: torch.Tensor | None = None
         self._outgoing: torch.Tensor | None = None
         self._arrived = transfers.event()
         self._sent = transfers.event()
-        self.tensor = self._allocate(local, master_dtype or local.dtype) if self.owns_memory else local
+        self.tensor = local
+        if self.owns_memory:
+            if local.is_meta:
+                raise ValueError(
+                    f"a parameter of shape {list(parameter.shape)} is on the meta device and has no values "
+                    "to copy: call to_empty and initialise it, then make the optimizer"
+                )
+            device = torch.device("cpu") if on_cpu else local.device
+            self.tensor = self._buffer(master_dtype or local.dtype, device).copy_(local)
         self._seen = self._now()
 
     @property
@@ -63,12 +71,6 @@ class SteppedCopy:
     def local(self) -> torch.Tensor:
         """The local tensor of the parameter."""
         return local_tensor(self.parameter).detach()
-
-    def empty(self, dtype: torch.dtype, shape: tuple[int, ...] | None = None) -> torch.Tensor:
-        """New zeros on the device of the tensor; None for its shape."""
-        return torch.zeros(
-            self.tensor.shape if shape is None else shape, dtype=dtype, device=self.tensor.device
-        )
 
     def gradient(self) -> torch.Tensor | None:
         """The local gradient for the step."""
@@ -125,16 +127,11 @@ class SteppedCopy:
         now = self._now()
         if now == self._seen:
             return
-        if not self.owns_memory:
-            if now[2] != self.tensor.data_ptr() or self.local.device != self.tensor.device:
-                self.tensor.data = self.local  # the module was moved
-        else:
-            self.take_parameter(only_changed=self.has_master)
+        if self.owns_memory:
+            self.take_values(self._refreshed() if self.has_master else self.local)
+        elif now[2] != self.tensor.data_ptr() or self.local.device != self.tensor.device:
+            self.tensor.data = self.local  # the module was moved
         self._seen = now
-
-    def take_parameter(self, *, only_changed: bool = False) -> None:
-        """Copy the parameter into the tensor."""
-        self.take_values(self._refreshed() if only_changed else self.local)
 
     def values(self) -> torch.Tensor:
         """The values that `refresh` would give, in new memory."""
@@ -145,7 +142,7 @@ class SteppedCopy:
         return self.tensor if self._now() == self._seen else self.values()
 
     def take_values(self, values: torch.Tensor) -> None:
-        """Copy `values` into the tensor, without reading the parameter."""
+        """Copy values into the tensor, and take them as those of the parameter."""
         self._sent.synchronize()
         self.tensor.copy_(values)
         self._seen = self._now()
@@ -163,24 +160,9 @@ class SteppedCopy:
         local = local_tensor(self.parameter)
         return self.parameter._version, local._version, local.data_ptr()
 
-    def _allocate(self, local: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        if local.device.type == "meta":
-            raise ValueError(
-                f"a parameter of shape {list(self.parameter.shape)} is on the meta device and has no "
-                "values to copy: call to_empty and initialise it, then make the optimizer"
-            )
-        if self.on_cpu:
-            return self._buffer(dtype, local.shape).copy_(local)
-        return torch.empty(local.shape, dtype=dtype, device=local.device).copy_(local)
-
-    def _buffer(self, dtype: torch.dtype, shape: torch.Size | None = None) -> torch.Tensor:
-        """Host memory for copies to and from the device."""
-        return torch.empty(
-            self.tensor.shape if shape is None else shape,
-            dtype=dtype,
-            device="cpu",
-            pin_memory=self._pin and self.on_cpu,
-        )
+    def _buffer(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
+        """Memory of the tensor's shape, page-locked on the CPU's side if the program asks for it."""
+        return torch.empty(self.tensor.shape, dtype=dtype, device=device, pin_memory=self._pin)
 
 
 def master_dtype_of(dtype: torch.dtype, master: torch.dtype | None) -> torch.dtype | None:

@@ -129,30 +129,18 @@ class SubOptimizers:
         """Gives the program's `state` to the sub-optimizer, cast to the dtype of the step."""
         for stepped in copies:
             if stepped.parameter in state:
-                of_parameter = state[stepped.parameter]
-                if self._dtypes:
-                    of_parameter = {
-                        slot: item.to(stepped.tensor.dtype)
-                        if slot in self._dtypes and _elements(item)
-                        else item
-                        for slot, item in of_parameter.items()
-                    }
-                stepped.optimizer.state[stepped.tensor] = of_parameter
+                dtypes = dict.fromkeys(self._dtypes, stepped.tensor.dtype)
+                stepped.optimizer.state[stepped.tensor] = _cast(state[stepped.parameter], dtypes)
             else:
                 stepped.optimizer.state.pop(stepped.tensor, None)
 
     def _take_back(self, state: dict[torch.Tensor, Any], copies: Sequence[SteppedCopy]) -> None:
         """Moves the stepped state to the program's `state`, cast to the stored dtype."""
         for stepped in copies:
-            if stepped.tensor not in stepped.optimizer.state:
-                continue
-            if not self._dtypes:
-                state[stepped.parameter] = stepped.optimizer.state[stepped.tensor]
-                continue
-            state[stepped.parameter] = {
-                slot: item.to(self._dtypes[slot]) if slot in self._dtypes and _elements(item) else item
-                for slot, item in stepped.optimizer.state.pop(stepped.tensor).items()
-            }
+            if stepped.tensor in stepped.optimizer.state:
+                state[stepped.parameter] = _cast(stepped.optimizer.state[stepped.tensor], self._dtypes)
+                if self._dtypes:
+                    del stepped.optimizer.state[stepped.tensor]  # frees the memory in the step's dtype
 
     def push_options(self) -> None:
         """Copies the options that the program changed to all sub-optimizers."""
@@ -166,6 +154,13 @@ class SubOptimizers:
             links[0].pull_options()
 
 
-def _elements(item: Any) -> bool:
-    """True for a slot with one element per parameter element, False for a count."""
-    return isinstance(item, torch.Tensor) and item.dim() > 0
+def _cast(state: dict[str, Any], dtypes: Mapping[str, torch.dtype]) -> dict[str, Any]:
+    """A parameter's state with the slots that have one element per parameter element in these dtypes."""
+    if not dtypes:
+        return state
+    return {
+        slot: item.to(dtypes[slot])
+        if slot in dtypes and isinstance(item, torch.Tensor) and item.dim()
+        else item
+        for slot, item in state.items()
+    }

@@ -41,70 +41,52 @@ Without an accelerator, or with overlap off, each copy is complete when its call
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TypeAlias
 
 import torch
 
 from shardproof._utils.accelerator import is_on_accelerator
 from shardproof._utils.streams import on_stream
 
-__all__ = ["BlockingTransfers", "CopyEvent", "SideStreams", "Transfers", "transfers_for"]
+__all__ = ["SideStreams", "Transfers", "transfers_for"]
 
 
-class CopyEvent(Protocol):
-    """A point in a queue of copies."""
+class CopyEvent:
+    """A point in a queue of copies. Here, the copies before it are always complete."""
 
     def synchronize(self) -> None:
         """Blocks the host until the copies before this point are complete."""
 
 
-class Transfers(Protocol):
-    """Copies between the host and one device. The notes above state what each call waits for."""
+Event: TypeAlias = CopyEvent | torch.Event
 
-    def event(self) -> CopyEvent:
+
+class Transfers:
+    """Copies between the host and one device. Here, each copy is complete when its call returns.
+
+    The notes above state what each call of `SideStreams` waits for.
+    """
+
+    def event(self) -> Event:
         """An event for one parameter, reused at each step. A wait before its first record returns at once."""
+        return CopyEvent()
 
     def begin(self) -> None:
         """Records the mark on main."""
 
-    def down(self, destination: torch.Tensor, source: torch.Tensor, event: CopyEvent) -> None:
+    def down(self, destination: torch.Tensor, source: torch.Tensor, event: Event) -> None:
         """Copies to the host."""
+        destination.copy_(source)
 
-    def up(self, destination: torch.Tensor, source: torch.Tensor, event: CopyEvent) -> None:
+    def up(self, destination: torch.Tensor, source: torch.Tensor, event: Event) -> None:
         """Copies to the device."""
+        destination.copy_(source)
 
     def end(self) -> None:
         """Makes main wait for the copies."""
 
 
-class _Reached:
-    def synchronize(self) -> None:
-        return
-
-
-class BlockingTransfers:
-    """Copies that are complete when the call returns."""
-
-    def event(self) -> CopyEvent:
-        """An event that never blocks."""
-        return _Reached()
-
-    def begin(self) -> None:
-        """Does nothing."""
-
-    def down(self, destination: torch.Tensor, source: torch.Tensor, event: CopyEvent) -> None:
-        """Copies before it returns."""
-        destination.copy_(source)
-
-    def up(self, destination: torch.Tensor, source: torch.Tensor, event: CopyEvent) -> None:
-        """Copies before it returns."""
-        destination.copy_(source)
-
-    def end(self) -> None:
-        """Does nothing."""
-
-
-class SideStreams:
+class SideStreams(Transfers):
     """Copies on two side streams of the device."""
 
     def __init__(self, device: torch.device) -> None:
@@ -112,7 +94,7 @@ class SideStreams:
         self._down = torch.Stream(device)
         self._up = torch.Stream(device)
 
-    def event(self) -> CopyEvent:
+    def event(self) -> torch.Event:
         """An event of the device."""
         return torch.Event(self._device)
 
@@ -122,11 +104,11 @@ class SideStreams:
         self._down.wait_event(mark)
         self._up.wait_event(mark)
 
-    def down(self, destination: torch.Tensor, source: torch.Tensor, event: CopyEvent) -> None:
+    def down(self, destination: torch.Tensor, source: torch.Tensor, event: Event) -> None:
         """Enqueues a copy to the host. Down casts the dtype on the device."""
         self._enqueue(self._down, destination, source, event)
 
-    def up(self, destination: torch.Tensor, source: torch.Tensor, event: CopyEvent) -> None:
+    def up(self, destination: torch.Tensor, source: torch.Tensor, event: Event) -> None:
         """Enqueues a copy to the device."""
         self._enqueue(self._up, destination, source, event)
 
@@ -137,7 +119,7 @@ class SideStreams:
         main.wait_stream(self._up)
 
     def _enqueue(
-        self, stream: torch.Stream, destination: torch.Tensor, source: torch.Tensor, event: CopyEvent
+        self, stream: torch.Stream, destination: torch.Tensor, source: torch.Tensor, event: Event
     ) -> None:
         assert isinstance(event, torch.Event)
         with on_stream(stream, self._device):
@@ -149,4 +131,4 @@ def transfers_for(device: torch.device, overlap: bool) -> Transfers:
     """The transfers of one device: on side streams if it is an accelerator and `overlap` is true."""
     if overlap and is_on_accelerator(device):
         return SideStreams(device)
-    return BlockingTransfers()
+    return Transfers()
