@@ -74,7 +74,8 @@ class Channel:
         self.heartbeat = heartbeat
         self.rank = rank
         self._membership = Membership(name, rank, world_size)
-        self._idle = _Idle(self._membership, rank, heartbeat, self._send_pending_verdicts)
+        self._has_started = False
+        """True after `start_heartbeat` or `begin`."""
         client = partial(new_client, store)
         self._requests = Link(client, "shardproof-store", (self._idle, lambda: heartbeat.period))
         try:
@@ -97,11 +98,11 @@ class Channel:
 
     def start_heartbeat(self) -> None:
         """Begin to join and to post signs of life. Does not need the other ranks."""
-        self._idle.has_started = True
+        self._has_started = True
         if self.rank == 0:
-            self._announce()
+            self._call(self._membership.announce)
         else:
-            self._requests.call(self._membership.approach, self.patience)
+            self._call(self._membership.approach)
 
     def join(self, number: int) -> MeetingKeys:
         """The keys of a meeting. Joins a generation first, if this rank is in none.
@@ -114,7 +115,7 @@ class Channel:
         self.begin(number)
         if not self.is_member:
             if self.rank == 0:
-                self._announce()
+                self._call(self._membership.announce)
             else:
                 self._until_welcome()
                 self.heard(0)
@@ -133,9 +134,9 @@ class Channel:
         """Begin to join, with this meeting as the first. Does nothing on later calls. Does not wait."""
         if self._first is None:
             self._first = number
-        if self.rank > 0 and not self._idle.has_started:
+        if self.rank > 0 and not self._has_started:
             self._requests.submit(self._membership.approach)  # opens the connection over which a rank joins
-        self._idle.has_started = True
+        self._has_started = True
 
     def give_up_alone(self, number: int, verdict: bytes) -> None:
         """Propose a verdict of this rank alone. Keeps it until the rank has joined. Does not wait."""
@@ -160,26 +161,21 @@ class Channel:
             self._first = None if carried is None else number
             self._pending_verdicts = [] if carried is None else [_PendingVerdict(number, carried)]
 
-        self._requests.call(request, self.patience)
+        self._call(request)
 
     def needs_new_generation(self, keys: MeetingKeys) -> bool:
         """True if a rank waits for a new generation. Call it before giving up a meeting."""
         if self.rank == 0:
-            return self._requests.call(
-                lambda store: self._membership.dismiss(store, keys.number), self.patience
-            )
-        return self._requests.call(self._membership.is_superseded, self.patience)
+            return self._call(lambda store: self._membership.dismiss(store, keys.number))
+        return self._call(self._membership.is_superseded)
+
+    def _call(self, request: Callable[[Any], Answer]) -> Answer:
+        """Run a request. If the server is stopped, the request takes effect when the server resumes."""
+        return self._requests.call(request, self.patience)
 
     def _keys(self, number: int) -> MeetingKeys:
         assert self._first is not None
         return MeetingKeys(self._membership.root, number - self._first)
-
-    def _announce(self) -> None:
-        """Announces a generation, unless this rank is in one.
-
-        If the server is stopped, the request takes effect when the server resumes.
-        """
-        self._requests.call(self._membership.announce, self.patience)
 
     def _until_welcome(self) -> None:
         """Wait for the coordinator in the announced generation. The announcement may change meanwhile."""
@@ -188,21 +184,18 @@ class Channel:
         if self._entry is None:
             self._entry = self._wait_to_enter("", membership.keys.opened)
         try:
-            while not (
-                is_over(self._entry.waiting, step)
-                and self._requests.call(membership.find_welcome, self.patience)
-            ):
+            while not (is_over(self._entry.waiting, step) and self._call(membership.find_welcome)):
                 if membership.is_member:  # the idle task found the welcome
                     break
                 self.heartbeat.tick()
-                self._requests.call(membership.approach, self.patience)
+                self._call(membership.approach)
                 if membership.generation != self._entry.generation:
                     self._end_wait(self._entry)
                     self._entry = self._wait_to_enter(membership.generation, membership.welcome_key)
                     watch = Watch([0], time.monotonic(), 2 * self.heartbeat.period)
                 elif self._entry.waiting.done():
                     time.sleep(step)  # another rank gave up before there was an announcement
-                sign = self._requests.call(self._look_for_coordinator, self.patience)
+                sign = self._call(self._look_for_coordinator)
                 watch.step(time.monotonic())
                 if watch.observe(0, sign):
                     self.heard(0)
@@ -217,13 +210,27 @@ class Channel:
             raise
 
     def _wait_to_enter(self, generation: str, key: str) -> _Joining:
-        return _Joining(generation, key, self._waits.submit(partial(_wait_for, key)))
+        return _Joining(generation, key, self._waits.submit(partial(requests.wait, key=key)))
 
     def _end_wait(self, entry: _Joining) -> None:
         """End the wait for a welcome, and delete the welcome."""
         self.release(entry.waiting, entry.key)
         if entry.key != self._membership.keys.opened:
-            self._waits.submit(partial(_delete, [entry.key]))
+            self._waits.submit(partial(requests.delete, keys=[entry.key]))
+
+    def _idle(self, store: Any) -> None:
+        """The task of the first connection between requests: join, and post signs of life."""
+        if not self._has_started:
+            return
+        membership = self._membership
+        if self.rank == 0 and membership.is_member and not membership.is_complete:
+            membership.welcome(store)
+        elif self.rank != 0 and not membership.is_member:
+            membership.approach(store)
+            membership.find_welcome(store)
+        self._send_pending_verdicts(store)
+        if membership.is_member and (news := self.heartbeat.news()) is not None:
+            store.set(MeetingKeys(membership.root, 0).beat(self.rank), news)
 
     def _send_pending_verdicts(self, store: Any) -> None:
         """Propose the pending verdicts once this rank has joined. Its next meeting may be far away."""
@@ -252,7 +259,7 @@ class Channel:
             if store.add(keys.count, 1) == others:
                 store.set(keys.ready, b"1")
 
-        self._requests.call(request, self.patience)
+        self._call(request)
 
     def until_ready(self, keys: MeetingKeys, ranks: Iterable[int]) -> Future[dict[int, bytes]]:
         """The posts of all other ranks, once they are there. A call of `release` may end it with fewer.
@@ -324,7 +331,7 @@ class Channel:
                 requests.peek(store, keys.verdict),
             )
 
-        return self._requests.call(request, self.patience)
+        return self._call(request)
 
     def read(self, key: str) -> bytes:
         """The value of a key that a rank has written.
@@ -332,7 +339,7 @@ class Channel:
         Raises:
             WrongBytes: the key does not exist.
         """
-        value = self._requests.call(lambda store: requests.peek(store, key), self.patience)
+        value = self._call(lambda store: requests.peek(store, key))
         if value is None:
             raise WrongBytes(key, "a value that was written before", None)
         return value
@@ -430,8 +437,7 @@ class Channel:
         old = [key for before, keys in self._written_keys if before < number for key in keys]
         self._written_keys = [(before, keys) for before, keys in self._written_keys if before >= number]
         for start in range(0, len(old), requests.BATCH):
-            batch = old[start : start + requests.BATCH]
-            self._requests.submit(partial(_delete, batch))
+            self._requests.submit(partial(requests.delete, keys=old[start : start + requests.BATCH]))
         if self._membership.has_old_keys:
             self._requests.submit(self._membership.clean)
 
@@ -459,7 +465,7 @@ class Channel:
         return written
 
     def _set(self, items: Mapping[str, bytes]) -> None:
-        self._requests.call(lambda store: requests.set_all(store, items), self.patience)
+        self._call(lambda store: requests.set_all(store, items))
         self.heartbeat.tick()
 
     def _remember(self, keys: MeetingKeys, written: list[str]) -> None:
@@ -472,42 +478,3 @@ class Channel:
         assert self._first is not None
         oldest = min((number for number, _ in self._written_keys), default=0) - self._first
         return self._membership.trace(min(max(oldest, 0), keys.number), keys.number)
-
-
-class _Idle:
-    """The task of the first connection between requests: join, and post signs of life."""
-
-    def __init__(
-        self,
-        membership: Membership,
-        rank: int,
-        heartbeat: Heartbeat,
-        send_pending_verdicts: Callable[[Any], None],
-    ) -> None:
-        self.has_started = False
-        """True after `Channel.start_heartbeat` or `Channel.begin`."""
-        self._membership = membership
-        self._rank = rank
-        self._heartbeat = heartbeat
-        self._send_pending_verdicts = send_pending_verdicts
-
-    def __call__(self, store: Any) -> None:
-        if not self.has_started:
-            return
-        membership = self._membership
-        if self._rank == 0 and membership.is_member and not membership.is_complete:
-            membership.welcome(store)
-        elif self._rank != 0 and not membership.is_member:
-            membership.approach(store)
-            membership.find_welcome(store)
-        self._send_pending_verdicts(store)
-        if membership.is_member and (news := self._heartbeat.news()) is not None:
-            store.set(MeetingKeys(membership.root, 0).beat(self._rank), news)
-
-
-def _wait_for(key: str, store: Any) -> None:
-    requests.wait(store, key)
-
-
-def _delete(keys: Sequence[str], store: Any) -> None:
-    requests.delete(store, keys)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -130,7 +130,7 @@ def _connect(deadline: float | None, *, lasting: bool, group: ProcessGroup | Non
             ),
         )
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "MASTER_ADDR" in os.environ:
-        return _shared.get(None, deadline, lasting, lambda seconds: _from_environment(os.environ, seconds))
+        return _shared.get(None, deadline, lasting, _from_environment)
     return LocalRendezvous(deadline=deadline or _DEADLINE)
 
 
@@ -169,9 +169,10 @@ def _process_group(group: ProcessGroup | None = None) -> tuple[Any, int, int] | 
     return _get_process_group_store(group), dist.get_rank(group), dist.get_world_size(group)
 
 
-def _from_environment(environment: Mapping[str, str], deadline: float) -> StoreRendezvous:
+def _from_environment(deadline: float) -> StoreRendezvous:
     from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+    environment = os.environ
     try:
         rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
         host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["JoinKeys", "MeetingKeys", "beat_key"]
-
-
-def beat_key(root: str, rank: int) -> str:
-    """The key of a rank's signs of life, one for all meetings."""
-    return f"{root}/beat/{rank}"
+__all__ = ["JoinKeys", "MeetingKeys"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +75,8 @@ class MeetingKeys:
         return f"{self.root}/{self.number}/answer/{rank}"
 
     def beat(self, rank: int) -> str:
-        """The key of a rank's signs of life."""
-        return beat_key(self.root, rank)
+        """The signs of life of a rank, under one key for all meetings."""
+        return f"{self.root}/beat/{rank}"
 
     @property
     def shared(self) -> list[str]:

@@ -67,8 +67,12 @@ class Link:
 _Request: TypeAlias = "tuple[Callable[[Any], Any], Future[Any]]"
 
 
-def wait_in_steps(future: Future[Answer], patience: float, steps: int = 8) -> Answer:
-    """Waits for the future's result, in `steps` steps of equal length.
+_STEPS = 8
+"""Steps of a wait."""
+
+
+def wait_in_steps(future: Future[Answer], patience: float) -> Answer:
+    """Waits for the future's result, in several steps.
 
     If this process is stopped meanwhile, at most one step expires.
 
@@ -76,9 +80,9 @@ def wait_in_steps(future: Future[Answer], patience: float, steps: int = 8) -> An
         LinkLost: the request failed, or had no result after `patience` seconds.
         WrongBytes: the request read a value that this package does not write.
     """
-    for _ in range(steps):
+    for _ in range(_STEPS):
         try:
-            return future.result(patience / steps)
+            return future.result(patience / _STEPS)
         except Exception as error:
             if future.done() and future.exception() is error:
                 if isinstance(error, WrongBytes):

@@ -44,7 +44,6 @@ class Rendezvous(Protocol):
             StructureError: ranks met for different operations or phases. Equal on every rank.
             ShardproofError: `decide` raised it. Equal on every rank.
         """
-        ...
 
     def operation(self, name: str) -> Operation:
         """An operation: the meetings of the thread that enters the result as a context.
@@ -56,7 +55,6 @@ class Rendezvous(Protocol):
         Args:
             name: name of the operation, with the location. The same on all ranks.
         """
-        ...
 
     def reserve(self) -> Reservation:
         """Reserve the next place in the order of meetings, for any thread. Does not wait.
@@ -64,15 +62,12 @@ class Rendezvous(Protocol):
         The thread that enters the reservation waits for its turn, and meets inside it. Meetings that are
         called after this call wait until a thread has left the reservation or given it up.
         """
-        ...
 
     def progress(self, done: int, total: int) -> None:
         """Report bytes done and bytes in all of the current phase. Cheap; any thread may call it."""
-        ...
 
     def report_waiting(self) -> None:
         """Report that this rank waits for a rank that makes progress. Cheap; any thread may call it."""
-        ...
 
     def new_rendezvous(self, name: str) -> Rendezvous:
         """A new rendezvous of the same ranks, with its own order of meetings.
@@ -80,7 +75,6 @@ class Rendezvous(Protocol):
         Args:
             name: the same on all ranks, and new at this rendezvous.
         """
-        ...
 
     def notify(self, topic: str) -> None:
         """Wake all ranks that wait for the notification of a topic, now or later.
@@ -90,7 +84,6 @@ class Rendezvous(Protocol):
         Args:
             topic: a name that is new at this rendezvous, and the same on all ranks.
         """
-        ...
 
     def notification(self, topic: str) -> Future[None]:
         """A future that is done once any rank has called `notify` with this topic. The wait sends nothing.
@@ -100,19 +93,15 @@ class Rendezvous(Protocol):
         Args:
             topic: see `notify`.
         """
-        ...
 
     def start_heartbeat(self) -> None:
         """Begin to post signs of life before the first meeting. Reports no error: the meeting does."""
-        ...
 
     def store_server(self) -> object:
         """The object that serves the store, or None. The store lives while a reference to it exists."""
-        ...
 
     def close(self) -> None:
         """End the background threads. Every later use fails, even by a save under way."""
-        ...
 
 
 class MeetingSequence:

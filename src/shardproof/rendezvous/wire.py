@@ -177,18 +177,7 @@ def unpack(key: str, value: bytes) -> Record:
     head = checked(key, line, _Head)
     if head.parts != (0 if head.size <= INLINE else -(-head.size // PART)):
         raise WrongBytes(key, f"parts for {head.size} bytes, not {head.parts}", value)
-    record = Record(
-        head.operation,
-        head.phase,
-        head.kind,
-        body,
-        head.parts,
-        head.size,
-        head.digest,
-        head.readers,
-        head.renew,
-        head.operation_position,
-    )
+    record = Record(body=body, **msgspec.structs.asdict(head))
     if not head.parts:
         checked_body(key, record, body)
     return record
