@@ -5,7 +5,6 @@ from __future__ import annotations
 from shardproof._utils.deprecation import renamed
 from shardproof.rerun.attribution import Attribution, DeviceIdentity, Suspect
 from shardproof.rerun.comparison import relative_difference, reproduced
-from shardproof.rerun.decision import Decision, ExitCodes
 from shardproof.rerun.injection import FaultInjector, FaultKind
 from shardproof.rerun.machine import RerunMachine
 from shardproof.rerun.rejections import Spike, UnexpectedlyLarge, not_finite
@@ -19,6 +18,7 @@ from shardproof.rerun.result_log import (
     steps_to_skip,
 )
 from shardproof.rerun.statistics import Differences
+from shardproof.rerun.step_effects import Decision, ExitCodes
 from shardproof.rerun.step_start import BufferState, StepState
 from shardproof.rerun.transitions import AttributionKind, Mode, State
 

@@ -19,13 +19,12 @@ from shardproof.errors import RankFailure, RankSilent, StructureError
 from shardproof.rendezvous import Rendezvous, check_deadline, connect
 from shardproof.rerun.attribution import DeviceIdentity
 from shardproof.rerun.comparison import Compare
-from shardproof.rerun.decision import Decision, ExitCodes
 from shardproof.rerun.injection import FaultInjector
 from shardproof.rerun.persistent_state import PersistentState
 from shardproof.rerun.recorder import Recorder
 from shardproof.rerun.replay import ReplayableIterator
 from shardproof.rerun.result_log import ResultLog
-from shardproof.rerun.step_effects import Steps
+from shardproof.rerun.step_effects import Decision, ExitCodes, Steps
 from shardproof.rerun.step_run import Call, Rejection
 from shardproof.rerun.step_start import StepState, iterators_of
 from shardproof.rerun.transitions import Mode, State

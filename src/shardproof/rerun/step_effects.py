@@ -1,4 +1,4 @@
-"""The effects of transitions on one rank: a step begins, runs again and ends."""
+"""The effects of transitions on one rank: a step begins, runs again and ends with a decision."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from shardproof.rerun.attribution import Attribution, DeviceIdentity, Suspect
-from shardproof.rerun.decision import Decision, ExitCodes
 from shardproof.rerun.persistent_state import JobState, PersistentState
 from shardproof.rerun.recorder import Recorder
 from shardproof.rerun.result_log import shown_value
@@ -15,7 +14,49 @@ from shardproof.rerun.step_start import Iterators, StepStart, StepState
 from shardproof.rerun.transitions import Action, AttributionKind, Effect, Mode, State, Votes, transition
 from shardproof.rerun.votes import Ballot, BallotExchange, count
 
-__all__ = ["Steps"]
+__all__ = ["Decision", "ExitCodes", "Steps"]
+
+
+@dataclass(frozen=True, slots=True)
+class ExitCodes:
+    """The exit codes of a job, for its launcher.
+
+    >>> ExitCodes(restart=75).failed
+    17
+    """
+
+    restart: int = 16
+    """Restart the job on other devices, to rerun a step with a rejected result."""
+    failed: int = 17
+    """A result was rejected, and training must not continue with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The decision about a step. Equal on all ranks."""
+
+    checkpoint: bool = False
+    """Save the state as it is now, before the optimizer step, as a suspect checkpoint."""
+    exit: bool = False
+    """Exit this process with `code`, and discard the results of the step."""
+    code: int = 0
+    attribution: Attribution | None = None
+    """The attribution of the rejected results of the step, if this step decided it."""
+    settles: bool = False
+    """True if `attribution` resolves the pending rerun of a suspect checkpoint."""
+
+    @classmethod
+    def of(cls, action: Action, attribution: Attribution | None, codes: ExitCodes) -> Decision:
+        """Convert an action of the table."""
+        restart = action.effect in (Effect.RESTART, Effect.RESTART_UNSAVED)
+        stop = action.effect is Effect.STOP
+        return cls(
+            checkpoint=action.effect is Effect.RESTART,
+            exit=restart or stop,
+            code=codes.restart if restart else codes.failed if stop else 0,
+            attribution=attribution,
+            settles=action.settles,
+        )
 
 
 @dataclass

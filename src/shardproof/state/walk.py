@@ -13,7 +13,6 @@ import torch
 from shardproof.errors import StructureError
 from shardproof.state.binder import MISSING, Binder, BindHandler
 from shardproof.state.collector import CollectHandler, Collector
-from shardproof.state.handlers.explicit_shards import EXPLICIT
 from shardproof.state.handlers.generators import (
     GENERATOR,
     NUMPY_GENERATOR,
@@ -24,7 +23,7 @@ from shardproof.state.handlers.generators import (
 from shardproof.state.handlers.modules import MODULE
 from shardproof.state.handlers.per_rank import PER_RANK, PerRank
 from shardproof.state.handlers.stateful_objects import PART, STATEFUL, has_state_tree, is_stateful
-from shardproof.state.local_shards import FlatShard, LocalShards
+from shardproof.state.local_shards import FlatShard, LocalShards, described
 from shardproof.state.optimizer.collect import OPTIMIZER, OptimizerState
 from shardproof.state.tensors import PLAIN_TYPES, array_dtype, tensor_of_array
 from shardproof.state.visitor import Place, check_name
@@ -90,6 +89,18 @@ class _Array:
         return tensor_of_array(value)
 
 
+class _Explicit:
+    """Collects and binds `LocalShards` and `FlatShard`."""
+
+    def collect(self, place: Place, value: LocalShards | FlatShard, collector: Collector) -> None:
+        """Adds the described pieces."""
+        collector.pieces(place.key, *described(value, place.key), origin=place.path)
+
+    def bind(self, place: Place, value: LocalShards | FlatShard, binder: Binder) -> None:
+        """Adds the described pieces as destinations."""
+        binder.pieces(place.key, *described(value, place.key))
+
+
 class _Mapping:
     """Handles dicts: visits each item under its key."""
 
@@ -150,14 +161,8 @@ class _Tuple(_List):
             binder.on_finish(rebuild)
 
 
-_PLAIN, _TENSOR, _ARRAY, _MAPPING, _LIST, _TUPLE = (
-    _Plain(),
-    _Tensor(),
-    _Array(),
-    _Mapping(),
-    _List(),
-    _Tuple(),
-)
+_PLAIN, _TENSOR, _ARRAY, _EXPLICIT = _Plain(), _Tensor(), _Array(), _Explicit()
+_MAPPING, _LIST, _TUPLE = _Mapping(), _List(), _Tuple()
 
 _DICTS = (dict, OrderedDict, defaultdict, Counter)
 _LISTS = (list, tuple, set, frozenset)
@@ -169,8 +174,8 @@ _BY_TYPE: dict[type, Handler] = {
     np.memmap: _ARRAY,
     PerRank: PER_RANK,
     RandomState: PER_RANK,
-    LocalShards: EXPLICIT,
-    FlatShard: EXPLICIT,
+    LocalShards: _EXPLICIT,
+    FlatShard: _EXPLICIT,
     OptimizerState: OPTIMIZER,
     torch.Generator: GENERATOR,
     np.random.Generator: NUMPY_GENERATOR,
