@@ -213,9 +213,7 @@ class RerunMachine:
         if not self._steps.validates:
             return
         if isinstance(value, torch.Tensor):
-            value = (
-                value.detach()
-            )  # math.isnan converts it to a number, for which torch warns about gradients
+            value = value.detach()  # math.isnan converts it to a number: torch warns if it has a gradient
         if self._inject is not None:
             value = self._inject.apply(
                 value,
@@ -301,8 +299,7 @@ class RerunMachine:
 
     def state_loaded(self) -> None:
         """Apply the loaded state, after a load."""
-        dropped = self._persistent.apply_loaded()
-        if dropped:
+        if dropped := self._persistent.apply_loaded():
             self._recorder.warn(
                 self.step,
                 f"was pending in a run of another shape ({dropped}): dropped, with its microbatches",

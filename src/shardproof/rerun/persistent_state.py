@@ -106,21 +106,6 @@ class JobState:
             differs.append(f"layout {stored['layout']!r}, now {self.layout!r}")
         return "; ".join(differs)
 
-    def check(self, stored: dict[str, Any]) -> None:
-        """Refuse a pending rerun that a run of another shape stored.
-
-        Raises:
-            StructureError: the world size or the layout differs.
-        """
-        differs = self.mismatch(stored)
-        if differs:
-            raise StructureError(
-                f"step {stored['step']} waits for a rerun, but a run of another shape saved it ({differs}), "
-                "and its microbatches belong to its ranks. Resume with the saved shape, on other devices; or "
-                'drop the rerun with RerunMachine(pending="drop"), which skips its microbatches and gives no '
-                "attribution; or restore a checkpoint that is not suspect"
-            )
-
 
 class RankState:
     """State of one rank.
@@ -134,8 +119,9 @@ class RankState:
         self.rejections = Rejections()
         self.differences: dict[str, Differences] = {}
         """Differences between runs, by name of the validated result."""
-        self.step_data = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self.step_data: torch.Tensor
         """The packed start of the suspicious step; empty if no rerun is pending."""
+        self.clear_step()
 
     def clear_step(self) -> None:
         """Drop the start of the suspicious step."""
@@ -183,6 +169,7 @@ class PersistentState:
         self.own = RankState(inject)
         self._drops = drops
         self._loaded: dict[str, dict[str, Any]] = {}
+        """The states of the objects in `tree` that a load has set, by name."""
 
     def tree(self) -> dict[str, Any]:
         """The state tree for saves and loads."""
@@ -191,10 +178,19 @@ class PersistentState:
         return {"job": job, "own": PerRank(own)}
 
     def check(self, stored: dict[str, Any]) -> None:
-        """Check the stored state before a load. See `JobState.check`."""
+        """Refuse, before a load, a pending rerun that a run of another shape stored.
+
+        Raises:
+            StructureError: the world size or the layout differs.
+        """
         self._loaded.clear()  # a failed load may have filled it partly
-        if not self._drops:
-            self.job.check(stored["job"])
+        if not self._drops and (differs := self.job.mismatch(stored["job"])):
+            raise StructureError(
+                f"step {stored['job']['step']} waits for a rerun, but a run of another shape saved it "
+                f"({differs}), and its microbatches belong to its ranks. Resume with the saved shape, on "
+                'other devices; or drop the rerun with RerunMachine(pending="drop"), which skips its '
+                "microbatches and gives no attribution; or restore a checkpoint that is not suspect"
+            )
 
     def apply_loaded(self) -> str:
         """Apply the state of a load.

@@ -52,10 +52,10 @@ class _Window:
 
     def number(self, value: Any) -> float:
         """The largest element of `value`; NaN if any element is NaN."""
+        value = _local_values(value)
         if not isinstance(value, torch.Tensor):
             return float(value)
-        local = _local_values(value)
-        return float(local.max()) if local.numel() else 0.0
+        return float(value.max()) if value.numel() else 0.0
 
     def accept(self, value: Any) -> None:
         """Add the result of the run whose results are used, unless it is not finite."""
@@ -94,10 +94,7 @@ class UnexpectedlyLarge(_Window):
 
     def number(self, value: Any) -> float:
         """The largest magnitude of the elements of `value`."""
-        if not isinstance(value, torch.Tensor):
-            return abs(float(value))
-        local = _local_values(value)
-        return float(local.abs().max()) if local.numel() else 0.0
+        return super().number(abs(_local_values(value)))
 
     def __call__(self, value: Any) -> bool:
         """Return True if `value` is rejected."""
@@ -140,7 +137,9 @@ class Spike(_Window):
         return number - mean > self.threshold * max(deviation, 1e-6 * abs(mean))
 
 
-def _local_values(value: torch.Tensor) -> torch.Tensor:
-    """The local tensor without its graph. 8-bit floats, which lack operations, become fp32."""
+def _local_values(value: Any) -> Any:
+    """A number itself; a local tensor without its graph. 8-bit floats, which lack operations, become fp32."""
+    if not isinstance(value, torch.Tensor):
+        return value
     own = local_tensor(value.detach())
     return own.float() if own.element_size() == 1 else own

@@ -165,9 +165,8 @@ class Steps:
         if self._suspect is not None:
             self._suspect = self._suspect.again(shown_value(run.second), reproduced=run.reproduced)
             if run.name == "in place" and run.reproduced:
-                start.pack(
-                    run.suspicion
-                )  # a failure reaches all ranks in this vote, before any of them saves
+                # A failure reaches all ranks in this vote, before any of them saves.
+                start.pack(run.suspicion)
         elif run.name == "initial" and run.found is not None:
             found, first = run.found, shown_value(run.found.value)
             self._suspect = Suspect(self.exchange.rank, self.identity(), found.call, found.message, first)

@@ -8,7 +8,7 @@ are those of Megatron-LM's rerun state machine.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
 
 __all__ = ["TABLE", "Action", "AttributionKind", "Effect", "Mode", "Row", "State", "Votes", "transition"]
@@ -123,16 +123,7 @@ class Row:
     def matches(self, state: State, votes: Votes) -> bool:
         """Return True if this row applies to a state and votes."""
         return self.state is state and all(
-            wanted is None or wanted is found
-            for wanted, found in (
-                (self.rejected, votes.rejected),
-                (self.fatal, votes.fatal),
-                (self.reproduced, votes.reproduced),
-                (self.same_device, votes.same_device),
-                (self.moved, votes.moved),
-                (self.outside, votes.outside),
-                (self.report, votes.report),
-            )
+            getattr(self, vote.name) in (None, getattr(votes, vote.name)) for vote in fields(Votes)
         )
 
 
@@ -170,20 +161,8 @@ _PERSISTENT = AttributionKind.PERSISTENT_FAULT
 TABLE: tuple[Row, ...] = (
     # Before a run.
     Row(State.NOT_RUNNING, State.INITIAL_RUN, Action(Effect.RUN), outside=None),
-    Row(
-        State.WILL_RERUN,
-        State.FROM_CHECKPOINT,
-        Action(Effect.RESUME),
-        same_device=False,
-        outside=None,
-    ),
-    Row(
-        State.WILL_RERUN,
-        State.AGAIN_FROM_CHECKPOINT,
-        Action(Effect.RESUME),
-        same_device=True,
-        outside=None,
-    ),
+    Row(State.WILL_RERUN, State.FROM_CHECKPOINT, Action(Effect.RESUME), same_device=False, outside=None),
+    Row(State.WILL_RERUN, State.AGAIN_FROM_CHECKPOINT, Action(Effect.RESUME), same_device=True, outside=None),
     # After the first run.
     Row(State.INITIAL_RUN, State.IN_PLACE, Action(Effect.RUN_AGAIN), report=True),
     Row(State.INITIAL_RUN, State.IN_PLACE, Action(Effect.RUN_AGAIN), rejected=True, report=False),
@@ -209,12 +188,7 @@ TABLE: tuple[Row, ...] = (
     # A fault outside of the step: the results of the step are discarded.
     *(
         Row(state, State.NOT_RUNNING, Action(Effect.STOP), outside=True)
-        for state in (
-            State.INITIAL_RUN,
-            State.IN_PLACE,
-            State.FROM_CHECKPOINT,
-            State.AGAIN_FROM_CHECKPOINT,
-        )
+        for state in (State.INITIAL_RUN, State.IN_PLACE, State.FROM_CHECKPOINT, State.AGAIN_FROM_CHECKPOINT)
     ),
 )
 """Exactly one row matches each state with each combination of votes."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,6 +26,9 @@ from shardproof.state.tensors import memory_identity, tensor_of_array
 from shardproof.state.visitor import Place, Visitor, check_name, join
 
 __all__ = ["CollectHandler", "Collector", "Hoister", "hoisted_key", "hoisted_tensor", "tie"]
+
+
+_KEY = attrgetter("key")
 
 
 @dataclass(slots=True)
@@ -202,8 +206,8 @@ class Collector(Visitor[CollectHandler]):
             entries = self.tensors + self.entries_of(list(self.whole), list(self.whole.values()))
         else:
             entries = self.tensors + last.entries(self.whole, self.entries_of)
-        entries.sort(key=_key)
-        self.objects.sort(key=_key)
+        entries.sort(key=_KEY)
+        self.objects.sort(key=_KEY)
         tied = tie(entries, self.anchors)
         token = object()
         if last is not None and not self.tensors:
@@ -280,10 +284,6 @@ def _check_key(key: str, origin: Any) -> None:
                 f"{_path(origin)} has a key that is not valid Unicode ({error.reason}). Rename it",
                 key=ascii(key),
             ) from error
-
-
-def _key(entry: TensorEntry | ObjectEntry) -> str:
-    return entry.key
 
 
 def _path(origin: Any) -> str:

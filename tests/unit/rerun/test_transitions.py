@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from shardproof.rerun.decision import Decision, ExitCodes
+from shardproof.rerun.step_effects import Decision, ExitCodes
 from shardproof.rerun.transitions import TABLE, AttributionKind, Effect, State, Votes, transition
 
 RUNNING = {State.INITIAL_RUN, State.IN_PLACE, State.FROM_CHECKPOINT, State.AGAIN_FROM_CHECKPOINT}

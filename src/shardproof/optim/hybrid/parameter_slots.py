@@ -12,7 +12,16 @@ import torch
 from shardproof.errors import StructureError
 from shardproof.optim.hybrid.stepped_copy import SteppedCopy
 from shardproof.optim.schema import Spec
-from shardproof.state import MASTER, LocalRange, ParameterSlots, Receipt, StoredSlot, is_dtensor, local_tensor
+from shardproof.state import (
+    MASTER,
+    LocalRange,
+    ParameterSlots,
+    Receipt,
+    StoredSlot,
+    device_of_scalar,
+    is_dtensor,
+    local_tensor,
+)
 
 __all__ = ["describe", "receipts", "receive", "with_masters"]
 
@@ -113,8 +122,7 @@ def _destination(
 ) -> torch.Tensor:
     """New memory for one slot, with the device and dtype that the sub-optimizer would choose.
 
-    As in torch's `Optimizer.load_state_dict`, step counts are on the CPU unless the group is capturable or
-    fused. Other slots are on the device of the stepped tensor.
+    It is on the device of the stepped tensor; see `device_of_scalar` for step counts.
     """
     if isinstance(present, torch.Tensor):
         return torch.zeros_like(present)
@@ -123,8 +131,7 @@ def _destination(
         dtype = spec.dtype  # it would not widen without loss
     is_scalar = spec.kind == "scalar" if spec is not None else found.shape == ()
     if is_scalar:
-        on_device = slot != "step" or options.get("capturable") or options.get("fused")
-        return torch.zeros((), dtype=dtype, device=device if on_device else "cpu")
+        return torch.zeros((), dtype=dtype, device=device_of_scalar(slot, options, device))
     if spec is None and found.shape != shape:
         if is_dtensor(stepped.parameter):
             raise StructureError(

@@ -97,16 +97,13 @@ def _set_accelerator_state(state: dict[str, Any] | None) -> None:
     module.set_rng_state(state["devices"][state["current"]].cpu(), module.current_device())
 
 
-def _set_torch_generator(generator: torch.Generator, state: torch.Tensor) -> None:
-    generator.set_state(state.cpu())
-
-
-def _set_numpy_generator(generator: np.random.Generator, state: dict[str, Any]) -> None:
-    generator.bit_generator.state = state
-
-
-GENERATOR = Stateful(lambda generator: generator.get_state(), _set_torch_generator)
-NUMPY_GENERATOR = Stateful(lambda generator: generator.bit_generator.state, _set_numpy_generator)
+GENERATOR = Stateful(
+    lambda generator: generator.get_state(), lambda generator, state: generator.set_state(state.cpu())
+)
+NUMPY_GENERATOR = Stateful(
+    lambda generator: generator.bit_generator.state,
+    lambda generator, state: setattr(generator.bit_generator, "state", state),
+)
 NUMPY_RANDOM_STATE = Stateful(
     lambda generator: generator.get_state(legacy=False),
     lambda generator, state: generator.set_state(state),

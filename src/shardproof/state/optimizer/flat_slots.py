@@ -15,7 +15,14 @@ import torch
 
 from shardproof.errors import StructureError
 from shardproof.state.flat_parameters import FlatPart
-from shardproof.state.optimizer.slots import LocalRange, ParameterSlots, Receipt, StoredSlot, options_of
+from shardproof.state.optimizer.slots import (
+    LocalRange,
+    ParameterSlots,
+    Receipt,
+    StoredSlot,
+    device_of_scalar,
+    options_of,
+)
 from shardproof.state.visitor import Place
 
 __all__ = ["FlatSlots"]
@@ -105,9 +112,7 @@ class FlatSlots:
                     "flat parameters of FSDP1 cannot have. Use fully_shard (FSDP2)"
                 )
             if not like.shape and parameter.dim():
-                group = self._groups[id(parameter)]
-                on_device = slot != "step" or group.get("capturable") or group.get("fused")
-                device = part.trained.device if on_device else torch.device("cpu")
+                device = device_of_scalar(slot, self._groups[id(parameter)], part.trained.device)
                 tensors[slot] = torch.zeros((), dtype=like.dtype, device=device)
             else:
                 tensors[slot] = self._range(part, slot, self._buffer(part, slot, like.dtype))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from operator import itemgetter
 
 import torch
 
@@ -13,6 +14,9 @@ from shardproof.state.module_names import NamedModule, clean_name
 from shardproof.state.visitor import Place, VisitedModule, check_name, join
 
 __all__ = ["Names"]
+
+_NAME = itemgetter(0)
+"""Sort key. Several parameters may have one name, and tensors cannot be compared."""
 
 
 class Names:
@@ -115,7 +119,7 @@ def _of_module(owner: VisitedModule) -> dict[int, str]:
                 for name, item in owner.state.items()
                 if isinstance(item, torch.nn.Parameter)
             ],
-            key=_name,
+            key=_NAME,
         )
     )
     listed = [
@@ -123,7 +127,7 @@ def _of_module(owner: VisitedModule) -> dict[int, str]:
         for name, parameter in owner.module.parameters()
         if id(parameter) not in named
     ]
-    return named | _by_identity(sorted(listed, key=_name))
+    return named | _by_identity(sorted(listed, key=_NAME))
 
 
 def _own_names(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
@@ -138,8 +142,3 @@ def _by_identity(named: Sequence[tuple[str, torch.Tensor]]) -> dict[int, str]:
     for name, parameter in named:
         names.setdefault(id(parameter), name)
     return names
-
-
-def _name(named: tuple[str, torch.Tensor]) -> str:
-    """Sort key. Several parameters may have one name, and tensors cannot be compared."""
-    return named[0]

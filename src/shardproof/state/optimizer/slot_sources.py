@@ -21,6 +21,7 @@ from shardproof.state.optimizer.slots import (
     Receiver,
     SlotProvider,
     StoredSlot,
+    device_of_scalar,
     options_of,
 )
 from shardproof.state.optimizer.zero_redundancy import is_zero_redundancy, owned_receiver, owned_slots
@@ -146,15 +147,11 @@ def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _new_slot(parameter: torch.Tensor, group: Mapping[str, Any], slot: str, like: StoredSlot) -> torch.Tensor:
     """Memory for a slot that the target has not made yet.
 
-    As in torch's `Optimizer.load_state_dict`, step counts are on the CPU unless the group computes with them
-    on the device. Other slots are on the parameter's device. Padding is zero, as in a slot that the optimizer
-    makes.
+    It is on the parameter's device; for step counts, see `device_of_scalar`. Padding is zero, as in a slot
+    that the optimizer makes.
     """
-    if slot == "step" and not like.shape:
-        on_device = group.get("capturable") or group.get("fused")
-        return torch.zeros((), dtype=like.dtype, device=parameter.device if on_device else "cpu")
-    if not like.shape and parameter.shape != ():
-        return torch.zeros((), dtype=like.dtype, device=parameter.device)
+    if not like.shape and (slot == "step" or parameter.shape != ()):
+        return torch.zeros((), dtype=like.dtype, device=device_of_scalar(slot, group, parameter.device))
     elementwise = like.shape == tuple(local_tensor(parameter).shape)
     new = empty_like_layout(parameter, like.dtype, None if elementwise else like.shape)
     local_tensor(new).zero_()

@@ -25,6 +25,7 @@ __all__ = [
     "Receiver",
     "SlotProvider",
     "StoredSlot",
+    "device_of_scalar",
     "options_of",
 ]
 
@@ -44,6 +45,18 @@ def options_of(group: Mapping[str, Any], without: Collection[str] = ()) -> dict[
     {'lr': 0.1}
     """
     return {name: item for name, item in group.items() if name not in _NOT_OPTIONS and name not in without}
+
+
+def device_of_scalar(slot: str, options: Mapping[str, Any], device: torch.device) -> torch.device:
+    """The device of a new slot without dimensions, as in torch's `Optimizer.load_state_dict`.
+
+    Step counts are on the CPU, unless the group computes with them on the device of the parameter.
+
+    >>> device_of_scalar("step", {"capturable": True}, torch.device("meta"))
+    device(type='meta')
+    """
+    on_device = slot != "step" or options.get("capturable") or options.get("fused")
+    return device if on_device else torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -17,7 +17,7 @@ import torch
 
 from shardproof.errors import PlainDataError
 from shardproof.state.plain.encode import DEPTH, FACTORIES
-from shardproof.state.plain.registry import registered_dataclass, registered_enum
+from shardproof.state.plain.registry import registered
 from shardproof.state.tensors import array_dtype, torch_dtype
 
 __all__ = ["decode", "references"]
@@ -130,11 +130,11 @@ class _Decoder:
 
     def member(self, data: Any, depth: int) -> Any:
         name, member = data
-        return registered_enum(name, self.path)[member]
+        return registered("enum", name, self.path)[member]
 
     def record(self, data: Any, depth: int) -> Any:
         name, stored = data
-        cls = registered_dataclass(name, self.path)
+        cls = registered("dataclass", name, self.path)
         fields = {field.name: field for field in dataclasses.fields(cls)}
         if stored.keys() - fields.keys():
             raise ValueError(f"{name} has no field {', '.join(sorted(stored.keys() - fields.keys()))}")

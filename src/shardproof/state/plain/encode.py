@@ -199,14 +199,17 @@ class _Encoder:
             raise self.refuse(at, f"a {type(value).__name__} on {value.device} cannot be stored inline")
         check_memory(value, _join(self.path, at) if at else self.path)
         host = value.detach().cpu()
-        raw = as_bytes(host).numpy().tobytes()
-        return {
-            "$value": [
-                str(host.dtype).removeprefix("torch."),
-                list(host.shape),
-                base64.b64encode(raw).decode(),
-            ]
-        }
+        text = base64.b64encode(as_bytes(host).numpy().tobytes()).decode()
+        return {"$value": [str(host.dtype).removeprefix("torch."), list(host.shape), text]}
+
+    def registered(self, value: Any, kind: str, at: str) -> str:
+        """The registered name of a value's class."""
+        name = name_of(type(value))
+        if name is None:
+            raise self.refuse(
+                at, f"the {kind} {_full_name(type(value))} is not registered: shardproof.register_{kind}"
+            )
+        return name
 
     def other(self, value: Any, at: str, depth: int) -> Any:
         if getattr(type(value), "__stored_as__", None) is int:  # our own `RestoredStep`
@@ -216,36 +219,17 @@ class _Encoder:
         if isinstance(value, np.generic) and array_dtype(np.asarray(value)) is not None:
             return {"$scalar": [value.dtype.name, base64.b64encode(value.tobytes()).decode()]}
         if isinstance(value, enum.Enum):
-            name = name_of(type(value))
-            if name is None:
-                raise self.refuse(
-                    at,
-                    f"the enum {_full_name(type(value))} is not registered: shardproof.register_enum",
-                )
-            member = value.name
+            name, member = self.registered(value, "enum", at), value.name
             if member is None or type(value).__members__.get(member) is not value:
                 raise self.refuse(
                     at, f"{value!r} is not a single member of its enum, so it has no name. Store its value"
                 )
             return {"$enum": [name, member]}
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            name = name_of(type(value))
-            if name is None:
-                raise self.refuse(
-                    at,
-                    f"the dataclass {_full_name(type(value))} is not registered: "
-                    "shardproof.register_dataclass",
-                )
-            fields = sorted(field.name for field in dataclasses.fields(value))
-            return {
-                "$dataclass": [
-                    name,
-                    {
-                        field: self.encode(getattr(value, field), _join(at, field), depth + 3)
-                        for field in fields
-                    },
-                ]
-            }
+            name = self.registered(value, "dataclass", at)
+            names = sorted(field.name for field in dataclasses.fields(value))
+            fields = {one: self.encode(getattr(value, one), _join(at, one), depth + 3) for one in names}
+            return {"$dataclass": [name, fields]}
         is_stateful = hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
         raise self.refuse(
             at,

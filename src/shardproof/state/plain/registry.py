@@ -10,7 +10,7 @@ import dataclasses
 import enum
 import pkgutil
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from shardproof.errors import PlainDataError
 
@@ -19,8 +19,7 @@ __all__ = [
     "register_by_name",
     "register_dataclass",
     "register_enum",
-    "registered_dataclass",
-    "registered_enum",
+    "registered",
 ]
 
 _Class = TypeVar("_Class", bound=type)
@@ -124,25 +123,17 @@ def name_of(cls: type) -> str | None:
     return _NAME_OF.get(cls)
 
 
-def registered_enum(name: str, path: str) -> type[enum.Enum]:
-    """The registered enum of this name."""
+def registered(kind: Literal["enum", "dataclass"], name: str, path: str) -> Any:
+    """The registered class of this kind and name.
+
+    Raises:
+        PlainDataError: there is none. The message names `path`.
+    """
     cls = _BY_NAME.get(name)
-    if cls is None or not issubclass(cls, enum.Enum):
-        raise _unknown("enum", name, path)
+    if cls is None or not (issubclass(cls, enum.Enum) if kind == "enum" else dataclasses.is_dataclass(cls)):
+        raise PlainDataError(
+            f"{path}: the checkpoint has a value of the {kind} {name!r}, which this program has not "
+            f"registered. Register it with shardproof.register_{kind} (--register on the command line)",
+            path=path,
+        )
     return cls
-
-
-def registered_dataclass(name: str, path: str) -> Any:
-    """The registered dataclass of this name."""
-    cls = _BY_NAME.get(name)
-    if cls is None or not dataclasses.is_dataclass(cls):
-        raise _unknown("dataclass", name, path)
-    return cls
-
-
-def _unknown(kind: str, name: str, path: str) -> PlainDataError:
-    return PlainDataError(
-        f"{path}: the checkpoint has a value of the {kind} {name!r}, which this program has not "
-        f"registered. Register it with shardproof.register_{kind} (--register on the command line)",
-        path=path,
-    )
