@@ -25,6 +25,7 @@ from shardproof.state.optimizer.slots import (
     options_of,
 )
 from shardproof.state.optimizer.slots import device_of_scalar as device_of_scalar  # not listed: internal
+from shardproof.state.optimizer.slots import tensors_and_values as tensors_and_values  # not listed: internal
 from shardproof.state.optimizer.state_dict_keys import optimizer_state_dicts, with_new_key
 from shardproof.state.placements import index_map_of as index_map_of  # not listed in __all__: internal
 from shardproof.state.placements import local_segments as local_segments  # not listed in __all__: internal

@@ -285,16 +285,12 @@ class Binder(Visitor[BindHandler]):
         elif key in self.catalogue.tensors:
             dtype, shape = self.catalogue.tensors[key]
             self.mismatch(key, expected, describe(dtype, tuple(shape)) + advice)
-        elif below := self._unexpected_below(key):
+        elif self.strict and (below := list(filter(self.selected, self.keys_below(f"{key}.")))):
             self.binding.used.update(below)
             self.mismatch(key, expected, _describe_below(key, below))
         else:
             return False
         return True
-
-    def _unexpected_below(self, key: str) -> list[str]:
-        """With `strict`, the selected keys of the catalogue below a key that it lacks."""
-        return [name for name in self.keys_below(f"{key}.") if self.selected(name)] if self.strict else []
 
 
 def _with_own_memory(piece: Piece) -> Piece:

@@ -10,7 +10,7 @@ torch has no public names for the offsets. They are the same from torch 2.6 to 2
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,7 +142,6 @@ def flat_state(module: NamedModule, parts: Iterable[FlatPart]) -> dict[str, Any]
                     f"{clean_name(prefix + name)} is tied to a parameter of another FullyShardedDataParallel "
                     "module. FSDP1 ties parameters of one module only: wrap both in the same one"
                 )
-        extra: Callable[[], Any] = part.get_extra_state
         if type(part).get_extra_state is not torch.nn.Module.get_extra_state:
-            state[prefix + EXTRA_STATE] = extra()
+            state[prefix + EXTRA_STATE] = part.get_extra_state()
     return state

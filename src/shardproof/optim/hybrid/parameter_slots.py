@@ -14,13 +14,13 @@ from shardproof.optim.hybrid.stepped_copy import SteppedCopy
 from shardproof.optim.schema import Spec
 from shardproof.state import (
     MASTER,
-    LocalRange,
     ParameterSlots,
     Receipt,
     StoredSlot,
     device_of_scalar,
     is_dtensor,
     local_tensor,
+    tensors_and_values,
 )
 
 __all__ = ["describe", "receipts", "receive", "with_masters"]
@@ -39,18 +39,12 @@ def describe(
         kind: class name of the update rule.
         options: options of the program's group.
     """
-    tensors: dict[str, torch.Tensor | LocalRange] = {}
-    values: dict[str, Any] = {}
-    for slot, item in state.items():
-        if slot == MASTER:
-            raise StructureError(
-                f"{kind} has a slot named {MASTER!r}, which is the name of the hybrid optimizer's masters. "
-                "Use another class"
-            )
-        if isinstance(item, torch.Tensor):
-            tensors[slot] = item
-        else:
-            values[slot] = item
+    if MASTER in state:
+        raise StructureError(
+            f"{kind} has a slot named {MASTER!r}, which is the name of the hybrid optimizer's masters. "
+            "Use another class"
+        )
+    tensors, values = tensors_and_values(state)
     if stepped.has_master:
         tensors[MASTER] = stepped.current()
     return ParameterSlots(stepped.parameter, kind, options, tensors, values)

@@ -35,11 +35,8 @@ class _Module:
     def collect(self, place: Place, value: torch.nn.Module, collector: Collector) -> None:
         """Adds each tensor under its name, and extra state as an object."""
         module, state = _state_of(value, place, collector)
-        prefix = f"{place.key}." if place.key else ""
         for name, item in state.items():
-            if "@" in (clean := module.clean(name)):
-                check_name(clean, place.key, place.path)
-            key = prefix + clean
+            key = _key_of_tensor(module, name, place)
             if isinstance(item, (LocalShards, FlatShard)):
                 described, anchor = _own_shards_of(item, module.layout(name), key)
                 collector.local_shards(key, described, (place.path, name), anchor)
@@ -56,13 +53,10 @@ class _Module:
     def bind(self, place: Place, value: torch.nn.Module, binder: Binder) -> None:
         """Fills tensors in place. Values that the state dict computes go through `load_state_dict`."""
         module, state = _state_of(value, place, binder, load=True)
-        prefix = f"{place.key}." if place.key else ""
         is_live = _live_memory_of(module.module)
         computed: dict[str, Callable[[], Any]] = {}
         for name, item in state.items():
-            if "@" in (clean := module.clean(name)):
-                check_name(clean, place.key, place.path)
-            key = prefix + clean
+            key = _key_of_tensor(module, name, place)
             if _is_extra(name):
                 self._bind_extra(module.module, name, key, item, binder)
             elif isinstance(item, (LocalShards, FlatShard)):
@@ -72,11 +66,13 @@ class _Module:
                 if data is not MISSING:
                     computed[name] = binder.rebuild(key, data, partial(_same, item))
             elif (layout := module.layout(name)) is not None:
-                self._bind_laid_out(name, key, item, layout, is_live(item), binder, computed)
-            elif is_live(item):
-                binder.tensor(key, item)
-            elif item.is_meta:
-                binder.tensor(key, item)  # raises: a meta tensor has no memory
+                local_of(item, key)
+                # The checkpoint does not store padding, so a copy preserves it.
+                target = item if is_live(item) else item.detach().clone()
+                if binder.local_shards(key, *_local_shards_of(target, layout, key)) and target is not item:
+                    computed[name] = partial(_same, target)
+            elif is_live(item) or item.is_meta:
+                binder.tensor(key, item)  # raises for a meta tensor, which has no memory
             else:
                 fresh = empty_like_layout(item, item.dtype)
                 if binder.tensor(key, fresh):
@@ -87,23 +83,6 @@ class _Module:
         if callable(loaded):
             binder.on_finish(partial(loaded, module.module))
         binder.modules.append(_owned(place, module, state, binder))
-
-    @staticmethod
-    def _bind_laid_out(
-        name: str,
-        key: str,
-        item: torch.Tensor,
-        layout: Layout,
-        is_live: bool,
-        binder: Binder,
-        computed: dict[str, Callable[[], Any]],
-    ) -> None:
-        local_of(item, key)
-        if not is_live:
-            # The checkpoint does not store padding, so the copy preserves it.
-            item = item.detach().clone()
-        if binder.local_shards(key, *_local_shards_of(item, layout, key)) and not is_live:
-            computed[name] = partial(_same, item)
 
     @staticmethod
     def _bind_extra(module: torch.nn.Module, name: str, key: str, current: Any, binder: Binder) -> None:
@@ -130,6 +109,14 @@ def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
 
 def _same(value: Any) -> Any:
     return value
+
+
+def _key_of_tensor(module: NamedModule, name: str, place: Place) -> str:
+    """The key of a value in the state dict of the module at a place."""
+    clean = module.clean(name)
+    if "@" in clean:
+        check_name(clean, place.key, place.path)
+    return f"{place.key}.{clean}" if place.key else clean
 
 
 def _is_extra(name: str) -> bool:

@@ -22,6 +22,7 @@ from shardproof.state.optimizer.slots import (
     StoredSlot,
     device_of_scalar,
     options_of,
+    tensors_and_values,
 )
 from shardproof.state.visitor import Place
 
@@ -79,14 +80,9 @@ class FlatSlots:
                 part = self._parts[id(meta)]
                 if not part.shard.numel():
                     continue
-                tensors: dict[str, torch.Tensor | LocalRange] = {}
-                values: dict[str, Any] = {}
-                for slot, item in (self.optimizer.state.get(part.trained) or {}).items():
-                    if isinstance(item, torch.Tensor):
-                        tensors[slot] = self._range(part, slot, item)
-                    else:
-                        values[slot] = item
-                yield ParameterSlots(meta, self.kind, options, tensors, values)
+                tensors, values = tensors_and_values(self.optimizer.state.get(part.trained) or {})
+                ranges = {slot: self._range(part, slot, item) for slot, item in tensors.items()}
+                yield ParameterSlots(meta, self.kind, options, ranges, values)
 
     def _range(self, part: FlatPart, slot: str, item: torch.Tensor) -> torch.Tensor | LocalRange:
         if not item.dim() and part.trained.dim():
@@ -168,11 +164,7 @@ class FlatSlots:
         for group, mine in zip(self.optimizer.param_groups, self.param_groups, strict=True):
             group.update(options_of(mine))
             for trained in group["params"]:
-                if id(trained) in self._received:
-                    self._replace(trained, self._received[id(trained)])
-
-    def _replace(self, trained: torch.Tensor, state: dict[str, Any]) -> None:
-        if state:
-            self.optimizer.state[trained] = state
-        else:
-            self.optimizer.state.pop(trained, None)
+                if state := self._received.get(id(trained)):
+                    self.optimizer.state[trained] = state
+                elif id(trained) in self._received:
+                    self.optimizer.state.pop(trained, None)

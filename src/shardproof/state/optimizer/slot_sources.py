@@ -15,7 +15,6 @@ import torch
 from shardproof.state.dtensor import local_tensor
 from shardproof.state.optimizer.slots import (
     MASTER,
-    LocalRange,
     ParameterSlots,
     Receipt,
     Receiver,
@@ -23,6 +22,7 @@ from shardproof.state.optimizer.slots import (
     StoredSlot,
     device_of_scalar,
     options_of,
+    tensors_and_values,
 )
 from shardproof.state.optimizer.zero_redundancy import is_zero_redundancy, owned_receiver, owned_slots
 from shardproof.state.tensors import empty_like_layout
@@ -48,13 +48,7 @@ def slots_of(optimizer: torch.optim.Optimizer | SlotProvider) -> list[ParameterS
     for group in optimizer.param_groups:
         options = options_of(group)
         for parameter in group["params"]:
-            tensors: dict[str, torch.Tensor | LocalRange] = {}
-            values: dict[str, Any] = {}
-            for slot, item in (optimizer.state.get(parameter) or {}).items():
-                if isinstance(item, torch.Tensor):
-                    tensors[slot] = item
-                else:
-                    values[slot] = item
+            tensors, values = tensors_and_values(optimizer.state.get(parameter) or {})
             described.append(ParameterSlots(parameter, kind, options, tensors, values))
     return described
 

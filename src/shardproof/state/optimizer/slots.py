@@ -27,6 +27,7 @@ __all__ = [
     "StoredSlot",
     "device_of_scalar",
     "options_of",
+    "tensors_and_values",
 ]
 
 MASTER = "master"
@@ -45,6 +46,12 @@ def options_of(group: Mapping[str, Any], without: Collection[str] = ()) -> dict[
     {'lr': 0.1}
     """
     return {name: item for name, item in group.items() if name not in _NOT_OPTIONS and name not in without}
+
+
+def tensors_and_values(state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The slots of one parameter that are tensors, and those that are not."""
+    tensors = {slot: item for slot, item in state.items() if isinstance(item, torch.Tensor)}
+    return tensors, {slot: item for slot, item in state.items() if slot not in tensors}
 
 
 def device_of_scalar(slot: str, options: Mapping[str, Any], device: torch.device) -> torch.device:

@@ -104,10 +104,8 @@ def owned_receiver(
     ) -> Receipt:
         if id(parameter) in owned:
             return receive(parameter, group, stored)
-        return Receipt(type(inner).__qualname__, {}, _attach_nothing)
+        return Receipt(
+            type(inner).__qualname__, {}, lambda values, filled: None
+        )  # another rank owns the state
 
     return receive_owned
-
-
-def _attach_nothing(values: Mapping[str, Any], filled: frozenset[str]) -> None:
-    """Does nothing: another rank owns the state."""
