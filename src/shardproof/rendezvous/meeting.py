@@ -48,11 +48,9 @@ class Meeting:
     operation: str
     phase: str
     deadline: float
-
     waits_for_readers: bool
     """True if the coordinator waits until the ranks have read its verdict, because its process may serve the
     store."""
-
     operation_position: tuple[str, int]
     """Name of the operation, and number of its earlier meetings. Equal on all ranks of the operation."""
 
@@ -131,7 +129,10 @@ def _coordinate(
         outcome = _conclude(channel, meeting, found, decide)
         ours, verdict = _publish(channel, meeting, keys, outcome)
     if unpack(keys.verdict, verdict).readers > 0:
-        _wait_for_readers(channel, meeting, keys)
+        # For a limited time: the verdict stands in any case.
+        waiting = channel.until_read(keys)
+        is_over(waiting, min(meeting.deadline, _LONGEST_WAIT_FOR_READERS))
+        channel.release(waiting, keys.all_read)
     if verdict == ours and outcome.error is None:
         channel.sweep(meeting.number)
         return outcome.answer if outcome.answers is None else outcome.answers[0]
@@ -274,24 +275,12 @@ def _publish(channel: Channel, meeting: Meeting, keys: MeetingKeys, outcome: _Ou
         kind, body = ERROR, pack_error(outcome.error)
     elif outcome.answers is not None:
         kind, body = EACH, b""
-        channel.write_answers(
-            keys,
-            (
-                (rank, meeting.record(ALL, answer), answer)
-                for rank, answer in enumerate(outcome.answers[1:], start=1)
-            ),
-        )
+        others = enumerate(outcome.answers[1:], start=1)
+        channel.write_answers(keys, ((rank, meeting.record(ALL, one), one) for rank, one in others))
     else:
         kind, body = ALL, outcome.answer
     ours = meeting.record(kind, body, readers=meeting.world_size - 1)
     return ours, channel.propose(keys, ours, body) if meeting.world_size > 1 else ours
-
-
-def _wait_for_readers(channel: Channel, meeting: Meeting, keys: MeetingKeys) -> None:
-    """Waits for a limited time until the ranks have read the verdict. The verdict stands in any case."""
-    waiting = channel.until_read(keys)
-    is_over(waiting, min(meeting.deadline, _LONGEST_WAIT_FOR_READERS))
-    channel.release(waiting, keys.all_read)
 
 
 def _answer(channel: Channel, meeting: Meeting, keys: MeetingKeys, verdict: bytes) -> bytes:
@@ -354,10 +343,10 @@ def _failure(
     channel: Channel, meeting: Meeting, keys: MeetingKeys, posts: Mapping[int, Record], silent: Iterable[int]
 ) -> RankFailure:
     failed = {rank: post for rank, post in posts.items() if post.kind == ERROR}
-    bodies = {
-        rank: _read_parts(channel, meeting, keys.post(rank), post).body for rank, post in failed.items()
+    causes = {
+        rank: _read_parts(channel, meeting, keys.post(rank), post).body.decode(errors="replace")
+        for rank, post in failed.items()
     }
-    causes = {rank: body.decode(errors="replace") for rank, body in bodies.items()}
     phase = failed[min(failed)].phase
     return meeting_errors.failure(meeting.operation, phase, meeting.world_size, causes, silent)
 

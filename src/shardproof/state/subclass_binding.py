@@ -59,17 +59,14 @@ def bind_wrapper(key: str, tensor: torch.Tensor, to: Destinations) -> bool:
         return True
     if wrapped.description is not None and not _fits(key, wrapped, to):
         return False
-    filled = [_fill(name, part, to) for name, part in wrapped.keys(key)]
+    filled = [
+        to.pieces(name, *described(part, name)) if isinstance(part, LocalShards) else to.tensor(name, part)
+        for name, part in wrapped.keys(key)
+    ]
     local = local_tensor(tensor)
     for name in wrapped.derived:
         to.on_finish(partial(setattr, local, name, None))
     return all(filled)
-
-
-def _fill(key: str, part: torch.Tensor | LocalShards, to: Destinations) -> bool:
-    if isinstance(part, LocalShards):
-        return to.pieces(key, *described(part, key))
-    return to.tensor(key, part)
 
 
 def _fits(key: str, wrapped: Wrapped, to: Destinations) -> bool:

@@ -39,11 +39,9 @@ class _Plain:
     """Handles values that a save stores as plain data, and a load replaces in their container."""
 
     def collect(self, place: Place, value: Any, collector: Collector) -> None:
-        """Adds one object."""
         collector.object(place.key, value, place.path)
 
     def bind(self, place: Place, value: Any, binder: Binder) -> None:
-        """Replaces the value in its container."""
         data = binder.object(place.key, _described(value))
         if data is not MISSING:
             put = binder.put_of(place)
@@ -55,11 +53,9 @@ class _Tensor:
     """Handles tensors and DTensors."""
 
     def collect(self, place: Place, value: torch.Tensor, collector: Collector) -> None:
-        """Adds this rank's pieces."""
         collector.tensor(place.key, value, place.path)
 
     def bind(self, place: Place, value: torch.Tensor, binder: Binder) -> None:
-        """Fills the tensor in place."""
         binder.tensor(place.key, value)
 
 
@@ -93,11 +89,9 @@ class _Explicit:
     """Collects and binds `LocalShards` and `FlatShard`."""
 
     def collect(self, place: Place, value: LocalShards | FlatShard, collector: Collector) -> None:
-        """Adds the described pieces."""
         collector.pieces(place.key, *described(value, place.key), origin=place.path)
 
     def bind(self, place: Place, value: LocalShards | FlatShard, binder: Binder) -> None:
-        """Adds the described pieces as destinations."""
         binder.pieces(place.key, *described(value, place.key))
 
 
@@ -132,12 +126,10 @@ class _List:
     """Handles lists with tensors or objects: visits each item under its index."""
 
     def collect(self, place: Place, value: Any, collector: Collector) -> None:
-        """Collects each item."""
         for index, item in enumerate(value):
             collector.visit(place.at(index), item)
 
     def bind(self, place: Place, value: Any, binder: Binder) -> None:
-        """Binds each item."""
         for index, item in enumerate(value):
             binder.visit(place.at(index, partial(value.__setitem__, index)), item)
 

@@ -119,9 +119,11 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             param_group: ``params`` and options, as for any torch optimizer.
         """
         super().add_param_group(param_group)
-        saved_split = replace(self._split)
+        saved_split, group = replace(self._split), self.param_groups[-1]
         try:
-            self._add_copies(self.param_groups[-1])
+            copies = [self._new_copy(parameter) for parameter in group["params"]]
+            self._subs.add_group(group, copies)
+            self._copies.update((stepped.parameter, stepped) for stepped in copies)
         except BaseException:
             self._split = saved_split
             self.param_groups.pop()
@@ -156,10 +158,14 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             transfers.begin()
         try:
             on_device, on_cpu = self._start_gradients(gradients)
-            self._step_device(on_device)
+            if on_device:
+                self._subs.step(on_device, self.state)
+            for stepped in on_device:
+                stepped.write_back()
+                stepped.mark_stepped()
             for stepped in on_cpu:
                 stepped.await_gradient()
-                self._subs.step(stepped.optimizer, [stepped], self.state)
+                self._subs.step([stepped], self.state)
                 stepped.send()
                 stepped.mark_stepped()
         finally:
@@ -257,12 +263,6 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             "HybridDeviceOptimizer cannot be copied or pickled: use state_dict(), or shardproof.save"
         )
 
-    def _add_copies(self, group: dict[str, Any]) -> None:
-        """Assign a group's parameters to sides, and make their sub-optimizers."""
-        copies = [self._new_copy(parameter) for parameter in group["params"]]
-        self._subs.add_group(group, copies)
-        self._copies.update((stepped.parameter, stepped) for stepped in copies)
-
     def _new_copy(self, parameter: torch.Tensor) -> SteppedCopy:
         device = parameter.device
         if self._device is not None and device.type != self._device.type:
@@ -317,11 +317,3 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         for stepped in by_side[False]:
             stepped.cast_gradient(gradients.pop(stepped))
         return by_side
-
-    def _step_device(self, on_device: list[SteppedCopy]) -> None:
-        if on_device:
-            assert self._subs.on_device is not None
-            self._subs.step(self._subs.on_device, on_device, self.state)
-        for stepped in on_device:
-            stepped.write_back()
-            stepped.mark_stepped()

@@ -90,8 +90,10 @@ class Rules:
             self.on_cpu = Factory(cpu, {}).accepting(on_both)
             self.not_of_cpu |= self.defaults.keys() - _checked_defaults(self.on_cpu).keys()
         self._kinds = {False: self.on_device.kind, True: self.on_cpu.kind}
-        if self._kinds[False] != self._kinds[True] and self._alike():
-            self._kinds[True] = self._kinds[False]
+        if self._kinds[False] != self._kinds[True]:
+            here, there = (self.schema(on_cpu, {}, torch.float32).keys() for on_cpu in (False, True))
+            if here and here == there:
+                self._kinds[True] = self._kinds[False]
 
     def kind(self, on_cpu: bool) -> str:
         """Class name of the update rule of a side.
@@ -102,7 +104,11 @@ class Rules:
 
     def schema(self, on_cpu: bool, options: Mapping[str, Any], dtype: torch.dtype) -> Mapping[str, Spec]:
         """The slots that a side creates; empty if its class is not elementwise."""
-        key = (on_cpu, dtype, tuple(sorted((name, _option_key(item)) for name, item in options.items())))
+        # The value of a tensor does not matter for the slots.
+        texts = {
+            name: "tensor" if isinstance(item, torch.Tensor) else repr(item) for name, item in options.items()
+        }
+        key = (on_cpu, dtype, tuple(sorted(texts.items())))
         if key not in self._schemas:
             factory = self.on_cpu if on_cpu else self.on_device
             try:
@@ -110,15 +116,6 @@ class Rules:
             except ValueError:
                 self._schemas[key] = {}
         return self._schemas[key]
-
-    def _alike(self) -> bool:
-        slots = [self.schema(on_cpu, {}, torch.float32).keys() for on_cpu in (False, True)]
-        return bool(slots[0]) and slots[0] == slots[1]
-
-
-def _option_key(option: Any) -> str:
-    """A key that differs between options with different slots. The value of a tensor does not matter."""
-    return "tensor" if isinstance(option, torch.Tensor) else repr(option)
 
 
 def _checked_defaults(factory: Factory) -> dict[str, Any]:

@@ -115,13 +115,11 @@ class SubOptimizers:
                 stepped.optimizer = self.on_device
         self._links.append(links)
 
-    def step(
-        self, optimizer: torch.optim.Optimizer, copies: Sequence[SteppedCopy], state: dict[torch.Tensor, Any]
-    ) -> None:
-        """Steps those copies of one optimizer that have a gradient, with the program's `state`."""
+    def step(self, copies: Sequence[SteppedCopy], state: dict[torch.Tensor, Any]) -> None:
+        """Steps copies of one optimizer, all that have a gradient, with the program's `state`."""
         self._hand_over(state, copies)
         try:
-            optimizer.step()
+            copies[0].optimizer.step()
         finally:
             self._take_back(state, copies)
 
