@@ -74,7 +74,6 @@ class _WorkList:
         self._works = works
 
     def wait(self) -> None:
-        """Waits for all collectives."""
         for work in self._works:
             work.wait()
 

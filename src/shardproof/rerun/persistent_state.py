@@ -38,11 +38,9 @@ class _StatePart:
     write: Callable[[dict[str, Any]], None]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the current state."""
         return self.read()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Write the stored state."""
         self.write(state)
 
 

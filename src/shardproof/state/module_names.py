@@ -177,7 +177,6 @@ class _NameRules:
     layouts: Mapping[str, Layout]
 
     def clean(self, name: str) -> str:
-        """The name in the model."""
         full = clean_name(name)
         if full in self.shared:
             return self.shared[full]

@@ -54,7 +54,7 @@ SUBCLASS = "@subclass"
 
 _DERIVED = "derived"
 _SHAPE = "@shape"
-"""Stands for the shape of the local tensor in a stored context."""
+"""Stands for the shape of the local tensor, which differs between ranks, in a stored context."""
 _IN_FLIGHT = frozenset(("AsyncCollectiveTensor", "FunctionalTensor", "FakeTensor"))
 """torch's wrappers of tensors with pending values."""
 
@@ -133,7 +133,7 @@ def unwrapped(tensor: torch.Tensor, key: str) -> Wrapped:
         "class": name_of_class(type(local)),
         "shape": list(tensor.shape),
         "dtype": str(tensor.dtype).removeprefix("torch."),
-        "context": _encoded(_without_shape(context, local.shape), type(local), key),
+        "context": _encoded(_replaced(context, local.shape, _SHAPE), type(local), key),
         "parts": kinds,
     }
     parts = {name: placed(tensor, part, kinds[name], f"{key}.{name}") for name, part in inner.items()}
@@ -156,7 +156,7 @@ def new_wrapper(
     """
     shape = local_tensor(parameter).shape
     kind = _imported(description["class"], key)
-    context = _with_shape(decode(description["context"], path=f"{key}.{SUBCLASS}"), shape)
+    context = _replaced(decode(description["context"], path=f"{key}.{SUBCLASS}"), _SHAPE, shape)
     local = kind.__tensor_unflatten__(dict(parts), context, shape, local_tensor(parameter).stride())
     return distributed(local, parameter)
 
@@ -181,21 +181,13 @@ def _encoded(context: Any, kind: type, key: str) -> Any:
         ) from error
 
 
-def _without_shape(context: Any, shape: torch.Size) -> Any:
-    """The context with a word in place of the local tensor's shape, which differs between ranks."""
+def _replaced(context: Any, old: Any, new: Any) -> Any:
+    """The context with `new` in place of each value that equals `old` and has its type."""
     if isinstance(context, dict):
-        return {name: _without_shape(item, shape) for name, item in context.items()}
+        return {name: _replaced(item, old, new) for name, item in context.items()}
     if type(context) in (list, tuple):
-        return type(context)(_without_shape(item, shape) for item in context)
-    return _SHAPE if type(context) is torch.Size and context == shape else context
-
-
-def _with_shape(context: Any, shape: torch.Size) -> Any:
-    if isinstance(context, dict):
-        return {name: _with_shape(item, shape) for name, item in context.items()}
-    if type(context) in (list, tuple):
-        return type(context)(_with_shape(item, shape) for item in context)
-    return shape if isinstance(context, str) and context == _SHAPE else context
+        return type(context)(_replaced(item, old, new) for item in context)
+    return new if type(context) is type(old) and context == old else context
 
 
 def _imported(name: str, key: str) -> Any:

@@ -296,20 +296,19 @@ def memory_identity(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 def dtensor_like(local: torch.Tensor, like: Any) -> torch.Tensor:
     """A DTensor with this local tensor, and mesh, placements, shape and index map of the DTensor `like`."""
-    from torch.distributed.tensor import DTensor
-
-    # Explicit shape and stride avoid communication.
-    new = DTensor.from_local(
-        local,
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
-    )
+    new = _dtensor(local, like.device_mesh, like.placements, like)
     if (index_map := getattr(like, LOCAL, None)) is not None:
         setattr(new, LOCAL, index_map)
     return new
+
+
+def _dtensor(local: torch.Tensor, mesh: Any, placements: Sequence[Any], whole: torch.Tensor) -> torch.Tensor:
+    """A DTensor with the shape and the stride of `whole`, which avoids communication."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
 
 
 def empty_like_layout(like: Any, dtype: torch.dtype, shape: tuple[int, ...] | None = None) -> torch.Tensor:
@@ -324,21 +323,14 @@ def empty_like_layout(like: Any, dtype: torch.dtype, shape: tuple[int, ...] | No
             return _plain_like(like.detach(), dtype)
         assert shape is not None
         return torch.empty(shape, dtype=dtype, device=like.device)
-    from torch.distributed.tensor import DTensor, Replicate
+    from torch.distributed.tensor import Replicate
 
     local = like._local_tensor.detach()
     if same:
         return dtensor_like(_plain_like(local, dtype), like)
     assert shape is not None
     whole = torch.empty(shape, dtype=dtype, device=local.device)
-    return DTensor.from_local(
-        whole,
-        like.device_mesh,
-        [Replicate()] * like.device_mesh.ndim,
-        run_check=False,
-        shape=whole.shape,
-        stride=whole.stride(),
-    )
+    return _dtensor(whole, like.device_mesh, [Replicate()] * like.device_mesh.ndim, whole)
 
 
 def _plain_like(local: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

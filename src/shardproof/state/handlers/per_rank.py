@@ -78,7 +78,6 @@ class _PerRank:
     """Handles `PerRank` and `RandomState`: the value's keys lie below ``<key>.@rank-<rank>``."""
 
     def collect(self, place: Place, value: PerRank | RandomState, collector: Collector) -> None:
-        """Collects this rank's value."""
         inner = self._inner(place, value, collector.rank)
         if isinstance(value, RandomState):
             STATEFUL.collect(inner, value, collector)
@@ -86,7 +85,6 @@ class _PerRank:
             collector.visit(inner, value.value)
 
     def bind(self, place: Place, value: PerRank | RandomState, binder: Binder) -> None:
-        """Binds the value that the same rank saved."""
         inner = self._inner(place, value, binder.rank)
         stored = binder.keys_below(join(place.key, "@rank-"))
         binder.binding.used.update(stored)

@@ -37,7 +37,6 @@ class _Part:
     """
 
     def collect(self, place: Place, value: Any, collector: Collector) -> None:
-        """Collects the present tree."""
         collector.visit(_inner(place), _tree_of(place, value))
 
     def bind(self, place: Place, value: Any, binder: Binder) -> None:

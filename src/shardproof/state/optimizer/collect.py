@@ -69,7 +69,6 @@ class _Optimizer:
     """Handles `torch.optim.Optimizer` and `OptimizerState`, after the walk has visited all modules."""
 
     def collect(self, place: Place, value: Any, collector: Collector) -> None:
-        """Collects the existing slots, and the options."""
         optimizer = _optimizer_of(value, place)
 
         def collect() -> None:
