@@ -560,8 +560,8 @@ class Experts(nn.Module):
         self.expert = nn.Linear(5, 3)
 
 
-def train_experts() -> tuple[Values, float]:
-    """Ranks 0 and 2 have expert 0, ranks 1 and 3 expert 1; each rank uses its own expert."""
+def train_experts(users: tuple[int, ...]) -> tuple[Values, float]:
+    """Ranks 0 and 2 have expert 0, ranks 1 and 3 expert 1. The ranks in `users` use their expert."""
     from shardproof.optim import DistributedOptimizer
 
     with process_group():
@@ -574,20 +574,26 @@ def train_experts() -> tuple[Values, float]:
             bucket_bytes=64,
             expert_group=groups[rank() % 2],
             is_expert=lambda name, parameter: name.startswith("expert"),
+            overlap_reduce=len(users) == 4,
         )
-        net.expert(net.dense(batch(0))).square().mean().backward()
+        hidden = net.dense(batch(0))
+        (net.expert(hidden) if rank() in users else hidden).square().mean().backward()
         norm = float(optimizer.clip_grad_norm_(0.5))
         optimizer.step()
         return values(net), norm
 
 
-def test_experts_have_a_group_of_their_own_and_norms_count_each_once() -> None:
-    results = on_ranks(4, train_experts)
+@pytest.mark.parametrize("users", [(0, 1, 2, 3), (0, 3)], ids=str)
+def test_experts_have_a_group_of_their_own_and_norms_count_each_once(users: tuple[int, ...]) -> None:
+    """An expert that one of its ranks uses is stepped on all of them."""
+    results = on_ranks(4, train_experts, users)
     whole = nn.ModuleList([Experts(0), Experts(1)])
     dense = whole[0].dense
     for number in range(4):
         x = torch.randn(4, 5, generator=torch.Generator().manual_seed(number))
-        (whole[number % 2].expert(dense(x)).square().mean() / 4).backward()
+        hidden = dense(x)
+        output = whole[number % 2].expert(hidden) if number in users else hidden
+        (output.square().mean() / 4).backward()
     parameters = [*dense.parameters(), *whole[0].expert.parameters(), *whole[1].expert.parameters()]
     norm = torch.nn.utils.clip_grad_norm_(parameters, 0.5)
     torch.optim.SGD(parameters, lr=0.1).step()
