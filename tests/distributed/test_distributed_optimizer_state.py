@@ -81,9 +81,10 @@ def save_trained(path: Path, steps: int, dtype: torch.dtype, options: dict[str, 
         optimizer = distributed(module, **options)
         train(module, optimizer, range(steps))
         calls: list[str] = []
-        names = ("all_reduce", "all_gather_single", "all_gather_into_tensor", "all_to_all_single", "broadcast")
+        names = ["all_reduce", "all_gather_single", "all_gather_into_tensor", "all_gather_object"]
+        names += ["all_to_all_single", "broadcast"]
         with ExitStack() as stack:
-            for name in filter(partial(hasattr, dist), (*names, "all_gather_object")):
+            for name in filter(partial(hasattr, dist), names):
                 stack.enter_context(patch.object(dist, name, lambda *_, name=name, **__: calls.append(name)))
             sp.save(path, {"model": module, "optimizer": optimizer})
         return len(calls)
