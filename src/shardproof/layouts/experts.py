@@ -8,12 +8,12 @@ weight share one scalar.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
 from shardproof.errors import StructureError
-from shardproof.layouts.module_tensors import Owned, segments_of
+from shardproof.layouts.module_tensors import Owned
 from shardproof.layouts.parts import Part, Segments, blocks_of, index_map_of
 from shardproof.state import Layout, declare, number_expert
 
@@ -45,10 +45,9 @@ def sequential(experts: Sequence[torch.nn.Module], *, first: int = 0, total: int
     for number, expert in enumerate(experts, first):
         number_expert(expert, number)
         for part in expert.modules():
-            persistent = {name for name in part._buffers if name not in part._non_persistent_buffers_set}
             for name, tensor in {**part._parameters, **part._buffers}.items():
-                if tensor is not None and (name in part._parameters or name in persistent):
-                    _declare_expert(Owned(part, name), number, total, None)
+                if tensor is not None and name not in part._non_persistent_buffers_set:
+                    _declare_expert(Owned(part, name), number, total)
 
 
 def numbered(module: torch.nn.Module, name: str, *, first: int = 0, total: int | None = None) -> None:
@@ -121,9 +120,8 @@ def stacked(
     item = Owned(module, name)
     if not item.tensor.dim():
         raise StructureError(f"{item.where} is a scalar and has no dimension for experts")
-    count, *shape = item.tensor.shape
-    axes = _ExpertAxes(tuple((size,) for size in item.tensor.shape), 0, count, tuple(shape))
-    _declare_axes(item, axes, _total(first, count, total), first, transposed, key, parts, dim, rank, ranks)
+    factors = tuple((size,) for size in item.tensor.shape)
+    _declare_axes(item, factors, 0, first, total, transposed, key, parts, dim, rank, ranks)
 
 
 def grouped(
@@ -176,30 +174,15 @@ def grouped(
         )
     along %= len(shape)
     factors = tuple((count, size // count) if axis == along else (size,) for axis, size in enumerate(shape))
-    own = tuple(size // count if axis == along else size for axis, size in enumerate(shape))
-    axes = _ExpertAxes(factors, along, count, own)
-    _declare_axes(item, axes, _total(first, count, total), first, transposed, key, parts, dim, rank, ranks)
-
-
-@dataclass(frozen=True, slots=True)
-class _ExpertAxes:
-    """The axes of a tensor of several experts, split so that one of them indexes the experts."""
-
-    factors: tuple[tuple[int, ...], ...]
-    """For each axis of the tensor, the sizes of the axes that it is split into."""
-    axis: int
-    """The split axis that indexes the experts."""
-    count: int
-    """Number of experts."""
-    shape: tuple[int, ...]
-    """Shape of one expert's tensor."""
+    _declare_axes(item, factors, along, first, total, transposed, key, parts, dim, rank, ranks)
 
 
 def _declare_axes(
     item: Owned,
-    split: _ExpertAxes,
-    total: int,
+    factors: tuple[tuple[int, ...], ...],
+    axis: int,
     first: int,
+    total: int | None,
     transposed: bool,
     key: str | None,
     parts: Sequence[int | Part] | None,
@@ -207,29 +190,28 @@ def _declare_axes(
     rank: int,
     ranks: int,
 ) -> None:
-    if transposed and len(split.shape) != 2:
-        raise StructureError(
-            f"{item.where} holds experts of shape {list(split.shape)}; transposed=True needs matrices"
-        )
-    own: list[tuple[Segments, int]] = [([(0, size)], size) for size in split.shape]
+    """Declares a tensor whose axes are split into `factors`, of which number `axis` indexes the experts."""
+    local_shape = [size for sizes in factors for size in sizes]
+    count, shape = local_shape[axis], local_shape[:axis] + local_shape[axis + 1 :]
+    total = _total(first, count, total)
+    if transposed and len(shape) != 2:
+        raise StructureError(f"{item.where} holds experts of shape {shape}; transposed=True needs matrices")
+    own: list[tuple[Segments, int]] = [([(0, size)], size) for size in shape]
     if parts is not None:
         if not -len(own) <= dim < len(own):
             raise StructureError(
-                f"{item.where} holds experts of shape {list(split.shape)}, which have no dimension {dim}"
+                f"{item.where} holds experts of shape {shape}, which have no dimension {dim}"
             )
         sizes = [part.size if isinstance(part, Part) else part for part in parts]
-        blocks = blocks_of(parts, ranks)
-        own[dim] = (segments_of(item.tensor, split.shape[dim], blocks, rank, item.where), sum(sizes))
-    axes = [*own[: split.axis], ([(first, split.count)], total), *own[split.axis :]]
-    within = [axis for axis in range(len(axes)) if axis != split.axis]
-    order = (split.axis, *(reversed(within) if transposed else within))
-    local_shape = [size for axis in split.factors for size in axis]
-    item.declare(
-        Layout.of(index_map_of(axes, local_shape), factors=split.factors, order=order, name=key, experts=True)
-    )
+        own[dim] = item.segments_of(shape[dim], blocks_of(parts, ranks), rank), sum(sizes)
+    axes = [*own[:axis], ([(first, count)], total), *own[axis:]]
+    within = [number for number in range(len(axes)) if number != axis]
+    order = (axis, *(reversed(within) if transposed else within))
+    index_map = index_map_of(axes, local_shape)
+    item.declare(Layout.of(index_map, factors=factors, order=order, name=key, experts=True))
 
 
-def _declare_expert(item: Owned, number: int, total: int, name: str | None) -> None:
+def _declare_expert(item: Owned, number: int, total: int, name: str | None = None) -> None:
     layout = item.layout or Layout.whole(item.tensor.shape)
     if layout.experts:
         raise StructureError(f"{item.where} already belongs to an expert: {layout}")

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from shardproof.errors import StructureError
-from shardproof.layouts.parts import Segments, check_rank, index_map_of, length_of
+from shardproof.layouts.parts import Segments, check_rank, index_map_of
 from shardproof.state import LAYOUTS, Layout, declare, inside, is_dtensor
 
-__all__ = ["Owned", "declare_along", "segments_of"]
+__all__ = ["Owned", "declare_along"]
 
 
 class Owned:
@@ -55,39 +55,48 @@ class Owned:
             raise StructureError(f"{self.where} already has a declared layout: {self.layout}")
         declare(self.module, self.name, layout)
 
+    def axis(self, dim: int) -> int:
+        """A dimension as a number from 0 on. Raises StructureError if the tensor does not have it."""
+        shape = self.tensor.shape
+        if not -len(shape) <= dim < len(shape):
+            raise StructureError(f"{self.where} has shape {list(shape)} and no dimension {dim}")
+        return dim % len(shape)
 
-def segments_of(
-    tensor: torch.Tensor, length: int, blocks: Sequence[Segments], rank: int, where: str
-) -> Segments:
-    """The segments of the model's dimension that a dimension of a tensor contains, in order.
+    def declare_axis(self, axis: int, segments: Segments, size: int) -> None:
+        """Declares that an axis has segments of the model's axis of that size. Other axes are the model's."""
+        axes: list[tuple[Segments, int]] = [([(0, length)], length) for length in self.tensor.shape]
+        axes[axis] = (segments, size)
+        self.declare(Layout.of(index_map_of(axes, self.tensor.shape)))
 
-    A plain tensor contains the block of its rank. So does a DTensor that only data parallelism shards. A
-    DTensor that tensor parallelism also shards contains the blocks of all ranks.
+    def segments_of(self, length: int, blocks: Sequence[Segments], rank: int) -> Segments:
+        """The segments of the model's dimension that a dimension of the tensor contains, in order.
 
-    Args:
-        tensor: a plain tensor or a DTensor.
-        length: size of the dimension.
-        blocks: the block of each tensor parallel rank.
-        rank: tensor parallel rank.
-        where: name of the tensor, for errors.
+        A plain tensor contains the block of its rank. So does a DTensor that only data parallelism shards. A
+        DTensor that tensor parallelism also shards contains the blocks of all ranks.
 
-    Raises:
-        StructureError: the length is neither that of the rank's block nor that of all blocks.
-    """
-    check_rank(rank, len(blocks))
-    every = [segment for block in blocks for segment in block]
-    if is_dtensor(tensor) and length == length_of(every):
-        return every
-    if length == length_of(blocks[rank]):
-        return blocks[rank]
-    expected = f"{length_of(blocks[rank])} for tensor parallel rank {rank} of {len(blocks)}"
-    if is_dtensor(tensor):
-        expected += f", or {length_of(every)} for all ranks"
-    raise StructureError(
-        f"{where} has shape {list(tensor.shape)}, with {length} elements along the fused dimension. Parts of "
-        f"these sizes need {expected}",
-        key=where,
-    )
+        Args:
+            length: size of the dimension.
+            blocks: the block of each tensor parallel rank.
+            rank: tensor parallel rank.
+
+        Raises:
+            StructureError: the length is neither that of the rank's block nor that of all blocks.
+        """
+        check_rank(rank, len(blocks))
+        every = [segment for block in blocks for segment in block]
+        of_rank, of_all = (sum(size for _, size in block) for block in (blocks[rank], every))
+        if is_dtensor(self.tensor) and length == of_all:
+            return every
+        if length == of_rank:
+            return blocks[rank]
+        expected = f"{of_rank} for tensor parallel rank {rank} of {len(blocks)}"
+        if is_dtensor(self.tensor):
+            expected += f", or {of_all} for all ranks"
+        raise StructureError(
+            f"{self.where} has shape {list(self.tensor.shape)}, with {length} elements along the fused "
+            f"dimension. Parts of these sizes need {expected}",
+            key=self.where,
+        )
 
 
 def declare_along(
@@ -107,10 +116,5 @@ def declare_along(
         StructureError: there is no such tensor, its sizes differ, or its layout is already declared.
     """
     item = Owned(module, name)
-    tensor = item.tensor
-    if not -tensor.dim() <= dim < tensor.dim():
-        raise StructureError(f"{item.where} has shape {list(tensor.shape)} and no dimension {dim}")
-    dim %= tensor.dim()
-    axes: list[tuple[Segments, int]] = [([(0, length)], length) for length in tensor.shape]
-    axes[dim] = (segments_of(tensor, tensor.shape[dim], blocks, rank, item.where), size)
-    item.declare(Layout.of(index_map_of(axes, tensor.shape)))
+    axis = item.axis(dim)
+    item.declare_axis(axis, item.segments_of(item.tensor.shape[axis], blocks, rank), size)

@@ -11,7 +11,7 @@ import numpy as np
 
 from shardproof.geometry import Boxes, IndexMap
 
-__all__ = ["Part", "Segments", "blocks_of", "check_rank", "index_map_of", "length_of"]
+__all__ = ["Part", "Segments", "blocks_of", "check_rank", "index_map_of"]
 
 Segments: TypeAlias = Sequence[tuple[int, int]]
 """Start and size of each segment in the model's dimension, in memory order without gaps."""
@@ -83,11 +83,6 @@ def check_rank(rank: int, ranks: int) -> None:
     """Raises if there is no rank of this number."""
     if not 0 <= rank < ranks:
         raise ValueError(f"rank {rank} is not one of {ranks} tensor parallel ranks")
-
-
-def length_of(segments: Segments) -> int:
-    """The number of elements in the segments."""
-    return sum(size for _, size in segments)
 
 
 def index_map_of(axes: Sequence[tuple[Segments, int]], local_shape: Sequence[int]) -> IndexMap:

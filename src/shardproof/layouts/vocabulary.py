@@ -6,8 +6,8 @@ import torch
 
 from shardproof.errors import StructureError
 from shardproof.layouts.module_tensors import Owned
-from shardproof.layouts.parts import Segments, check_rank, index_map_of
-from shardproof.state import Layout, is_dtensor
+from shardproof.layouts.parts import check_rank
+from shardproof.state import is_dtensor
 
 __all__ = ["vocabulary"]
 
@@ -41,19 +41,13 @@ def vocabulary(
     """
     check_rank(rank, ranks)
     item = Owned(module, name)
-    tensor = item.tensor
-    if not -tensor.dim() <= dim < tensor.dim():
-        raise StructureError(f"{item.where} has shape {list(tensor.shape)} and no dimension {dim}")
-    dim %= tensor.dim()
-    rows = tensor.shape[dim]
-    whole = is_dtensor(tensor) and rows >= size
+    axis = item.axis(dim)
+    rows = item.tensor.shape[axis]
+    whole = is_dtensor(item.tensor) and rows >= size
     start, total = (0, rows) if whole else (rank * rows, ranks * rows)
     if total < size:
         raise StructureError(
             f"{item.where} has {rows} rows, which makes {total} on {ranks} tensor parallel ranks: too few "
             f"for {size} tokens"
         )
-    own = min(max(size - start, 0), rows)
-    axes: list[tuple[Segments, int]] = [([(0, length)], length) for length in tensor.shape]
-    axes[dim] = ([(start, own)] if own else [], size)
-    item.declare(Layout.of(index_map_of(axes, tensor.shape)))
+    item.declare_axis(axis, [(start, min(max(size - start, 0), rows))], size)
