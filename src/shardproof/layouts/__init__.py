@@ -8,8 +8,7 @@ layout of a tensor loads into any other.
 from __future__ import annotations
 
 from shardproof.layouts import experts
-from shardproof.layouts.attention import gated_delta_net, latent_attention, query_key_value
-from shardproof.layouts.fused import fused, swiglu
+from shardproof.layouts.fused import fused, gated_delta_net, latent_attention, query_key_value, swiglu
 from shardproof.layouts.parts import Part
 from shardproof.layouts.pipeline import layers, shared
 from shardproof.layouts.vocabulary import vocabulary
