@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 __all__ = ["PHASES", "KnownPhase"]
@@ -34,26 +35,8 @@ class KnownPhase:
     """True if all ranks end the phase almost together, so that `merge_traces` compares their clocks by it."""
 
 
-def _event(
-    operation: str,
-    name: str,
-    kind: Literal["local", "meeting", "background"],
-    text: str,
-    *,
-    compares_clocks: bool = False,
-) -> KnownPhase:
-    return KnownPhase(operation, name, kind, text, in_errors=False, compares_clocks=compares_clocks)
-
-
-def _error(
-    operation: str,
-    name: str,
-    kind: Literal["local", "meeting", "background"],
-    text: str,
-    reported_in: str = "",
-) -> KnownPhase:
-    return KnownPhase(operation, name, kind, text, in_events=False, reported_in=reported_in)
-
+_event = partial(KnownPhase, in_errors=False)
+_error = partial(KnownPhase, in_events=False)
 
 _PLAN = "reports its structure; rank 0 proves the tilings and makes the plan. Only after a change"
 _BASE = "receives the digests of the base of an incremental save. Only if they are not cached"
@@ -73,7 +56,13 @@ PHASES: tuple[KnownPhase, ...] = (
     _error("any", "begin", "local", "works before the first meeting of the operation"),
     _error("any", "turn", "local", "waits until another of its threads has left its meeting"),
     _event("save", "blocked", "local", "spans the call of `Checkpointer.save`"),
-    _error("save", "busy", "meeting", 'agrees whether to skip the save (`when_busy="skip"`)', "blocked"),
+    _error(
+        "save",
+        "busy",
+        "meeting",
+        'agrees whether to skip the save (`when_busy="skip"`)',
+        reported_in="blocked",
+    ),
     KnownPhase(
         "save",
         "collect",
@@ -89,7 +78,7 @@ PHASES: tuple[KnownPhase, ...] = (
         compares_clocks=True,
     ),
     KnownPhase("save", "plan", "meeting", _PLAN, compares_clocks=True),
-    _error("save", "base", "meeting", _BASE, "plan"),
+    _error("save", "base", "meeting", _BASE, reported_in="plan"),
     _event(
         "save",
         "replicas",
@@ -106,12 +95,7 @@ PHASES: tuple[KnownPhase, ...] = (
     KnownPhase("save", "write", "background", "hashes and writes its file", reported_in="commit"),
     KnownPhase("save", "commit", "meeting", _COMMIT, compares_clocks=True),
     _event("save", "retain", "background", "removes old steps. Only on rank 0"),
-    _error(
-        "save",
-        "background",
-        "background",
-        "fails outside of the meetings: retention, or an interrupt",
-    ),
+    _error("save", "background", "background", "fails outside of the meetings: retention, or an interrupt"),
     _error(
         "restore",
         "choose",
@@ -129,7 +113,7 @@ PHASES: tuple[KnownPhase, ...] = (
         "metadata",
         "meeting",
         "receives manifest and index from rank 0. Only from an object store",
-        "match",
+        reported_in="match",
     ),
     KnownPhase(
         "load",
@@ -143,10 +127,14 @@ PHASES: tuple[KnownPhase, ...] = (
         "share",
         "meeting",
         "agrees which rank reads each box that several ranks need. Only with `read_once`",
-        "match",
+        reported_in="match",
     ),
     _error(
-        "load", "measure", "meeting", 'measures storage and network. Only with `read_once="auto"`', "match"
+        "load",
+        "measure",
+        "meeting",
+        'measures storage and network. Only with `read_once="auto"`',
+        reported_in="match",
     ),
     KnownPhase("load", "read", "local", "reads, verifies and fills tensors; the target changes from here on"),
     KnownPhase("load", "apply", "local", _APPLY, compares_clocks=True),
@@ -188,12 +176,7 @@ PHASES: tuple[KnownPhase, ...] = (
     _error("export", "publish", "meeting", "waits until rank 0 has moved the exported model to its place"),
     _error("validate", "initial run", "meeting", "votes on the first run of a step"),
     _error("validate", "rerunning in place", "meeting", "votes on the second run, in the same process"),
-    _error(
-        "validate",
-        "will rerun from checkpoint",
-        "meeting",
-        "resumes the step of a suspect checkpoint",
-    ),
+    _error("validate", "will rerun from checkpoint", "meeting", "resumes the step of a suspect checkpoint"),
     _error("validate", "rerunning from checkpoint", "meeting", "votes on the rerun on another device"),
     _error("validate", "rerunning again from checkpoint", "meeting", _AGAIN),
 )

@@ -82,8 +82,6 @@ Listener: TypeAlias = Callable[[Event], object]
 class Subscription:
     """A subscription. Call it, close it, or leave it as a context to end it; any number of times."""
 
-    __slots__ = ("_hub", "_last", "listener")
-
     def __init__(self, hub: Hub, listener: Listener, last: Callable[[], object]) -> None:
         self._hub = hub
         self._last = last
@@ -107,25 +105,6 @@ class Subscription:
 
 class Phase:
     """A part of an operation on this rank. It lasts from entering this context to leaving it. See `phase`."""
-
-    __slots__ = (
-        "_begun",
-        "_due",
-        "_error",
-        "_facts",
-        "_hub",
-        "_lock",
-        "_over",
-        "_progress",
-        "_thread",
-        "_thread_id",
-        "id",
-        "name",
-        "operation",
-        "rank",
-        "step",
-        "world_size",
-    )
 
     def __init__(
         self, hub: Hub, operation: str, name: str, rank: int, world_size: int, step: int | None

@@ -6,6 +6,7 @@ This module imports no TensorBoard. The caller brings the writer: torch's (which
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any, Protocol
 
 from shardproof.events.phases import Event, Subscription, hub
@@ -51,22 +52,21 @@ def write_to(writer: Writer) -> Subscription:
 class _Scalars:
     def __init__(self, writer: Writer) -> None:
         self._writer = writer
-        self._counts: dict[tuple[str, str], int] = {}
+        self._counts: Counter[tuple[str, str]] = Counter()
 
     def __call__(self, event: Event) -> None:
         if event.kind not in ("end", "failed"):
             return
         step = event.step
         if step is None:
-            step = self._counts[event.action, event.phase] = (
-                self._counts.get((event.action, event.phase), -1) + 1
-            )
-        head = f"shardproof/{event.action}"
+            step = self._counts[event.action, event.phase]
+            self._counts[event.action, event.phase] += 1
+        head = f"shardproof/{event.action}/{event.phase}"
         if event.kind == "failed":
-            self._writer.add_scalar(f"{head}/{event.phase}/failed", 1, step)
+            self._writer.add_scalar(f"{head}/failed", 1, step)
             return
-        self._writer.add_scalar(f"{head}/{event.phase}/seconds", event.seconds, step)
+        self._writer.add_scalar(f"{head}/seconds", event.seconds, step)
         if event.done:
-            self._writer.add_scalar(f"{head}/{event.phase}/GB", event.done / 1e9, step)
+            self._writer.add_scalar(f"{head}/GB", event.done / 1e9, step)
             speed = event.done / max(event.seconds, 1e-9) / 1e9
-            self._writer.add_scalar(f"{head}/{event.phase}/GB_per_second", speed, step)
+            self._writer.add_scalar(f"{head}/GB_per_second", speed, step)

@@ -72,21 +72,20 @@ def merge_traces(files: Iterable[str | os.PathLike[str]], out: str | os.PathLike
     2
     """
     names = sorted(os.fspath(file) for file in files)
-    skipped, readable, origin = [], [], float("inf")
+    skipped, origin = [], float("inf")
     by_rank: defaultdict[int, list[str]] = defaultdict(list)
     for name in names:
         document = _read(name)
         if document is None:
             skipped.append(name)
         else:
-            readable.append(name)
             by_rank[document["otherData"]["rank"]].append(name)
             origin = min(origin, document["otherData"]["wall_seconds"])
-    if not readable:
+    if not by_rank:
         raise FormatError(f"none of {len(names)} files is a trace of shardproof", files=names[:10])
-    counts = _Counts()
+    counts, files_merged = _Counts(), len(names) - len(skipped)
     with open(out, "wb") as merged:
-        about = json.dumps({"wall_seconds": origin, "files": len(readable)})
+        about = json.dumps({"wall_seconds": origin, "files": files_merged})
         merged.write(f'{{"displayTimeUnit": "ms", "otherData": {about}, "traceEvents": ['.encode())
         separator = b"\n"
         for row in _rows([by_rank[rank] for rank in sorted(by_rank)], origin):
@@ -96,7 +95,7 @@ def merge_traces(files: Iterable[str | os.PathLike[str]], out: str | os.PathLike
         merged.write(b"\n]}\n")
     return Merged(
         os.fspath(out),
-        len(readable),
+        files_merged,
         len(counts.ranks),
         counts.phases,
         counts.unfinished,
