@@ -90,36 +90,27 @@ def compare_tensors(
 
     A tensor whose digests differ between two ranks of one run counts as different: replicas must be equal.
     """
-    sides = [_digests(before, when_before, step), _digests(after, when_after, step)]
-    names = sorted({name for side in sides for name in side[0]})
-    differing = [
-        name for name in names if len({side[0].get(name) for side in sides}) > 1 or _ranks_differ(sides, name)
-    ]
-    size = sum(int(sides[0][0][name][0][1]) for name in sides[0][0])
-    plain = {text for side in sides for text in side[1]}
-    return TensorComparison(len(names), len(names) - len(differing), size, tuple(differing), len(plain) == 1)
+    first, plain_first = _digests(before, when_before, step)
+    second, plain_second = _digests(after, when_after, step)
+    names = sorted(first.keys() | second.keys())
+    differing = [name for name in names if first.get(name) != second.get(name) or len(first[name]) > 1]
+    size = sum(max(size for _, size in found) for found in first.values())
+    is_plain_equal = len(plain_first | plain_second) == 1
+    return TensorComparison(len(names), len(names) - len(differing), size, tuple(differing), is_plain_equal)
 
 
-Digests = dict[str, tuple[tuple[str, int], ...]]
-
-
-def _digests(run: RunRecords, when: str, step: int) -> tuple[Digests, list[str]]:
-    """The distinct (digest, bytes) over all ranks by name, and the ranks' plain states."""
-    records = [run.digests(when, step, rank) for rank in range(len(run.ranks))]
-    present = [record for record in records if record is not None]
+def _digests(run: RunRecords, when: str, step: int) -> tuple[dict[str, set[tuple[str, int]]], set[str]]:
+    """The distinct (digest, bytes) over all ranks by name, and plain states; none if a rank has no record."""
     seen: dict[str, set[tuple[str, int]]] = {}
-    for record in present:
+    plain: set[str] = set()
+    for rank in range(len(run.ranks)):
+        record = run.digests(when, step, rank)
+        if record is None:
+            return {}, set()
+        plain.add(record["plain"])
         for name, (digest, size) in record["tensors"].items():
             seen.setdefault(name, set()).add((digest, size))
-    if len(present) < len(records):
-        return {}, []
-    return {name: tuple(sorted(values)) for name, values in seen.items()}, [
-        record["plain"] for record in present
-    ]
-
-
-def _ranks_differ(sides: list[tuple[Digests, list[str]]], name: str) -> bool:
-    return any(len(side[0].get(name, ())) != 1 for side in sides)
+    return seen, plain
 
 
 def compare_losses(reference: RunRecords, run: RunRecords) -> float:
@@ -157,9 +148,9 @@ class RunFacts:
     saves: dict[int, float]
     """Step to seconds from the call to the commit."""
     last_loss: float
-    loss_difference: float | None
+    loss_difference: float | None = None
     """Largest relative difference to the uninterrupted run."""
-    loss_tolerance: float
+    loss_tolerance: float = 0.0
     """Largest allowed difference; 0.0 for the same layout, which must repeat every bit."""
     restored_step: int | None = None
     restore_seconds: float = 0.0
@@ -268,21 +259,10 @@ class DemoReport:
         return values
 
 
-def facts_of(
-    task: Task,
-    records: RunRecords,
-    seconds: float,
-    *,
-    expected_step: int | None = None,
-    restored: TensorComparison | None = None,
-    end: TensorComparison | None = None,
-    draws_identical: bool | None = None,
-    loss_difference: float | None = None,
-    loss_tolerance: float = 0.0,
-) -> RunFacts:
-    """The facts of a run, from its records and the caller's comparisons."""
+def facts_of(task: Task, records: RunRecords, seconds: float, **compared: Any) -> RunFacts:
+    """The facts of a run, from its records and the caller's comparisons, by their names in `RunFacts`."""
     losses = records.losses()
-    restore = next(iter(records.all("restored")), None)
+    restore = next(iter(records.all("restored")), {})
     return RunFacts(
         name=task.name,
         layout=str(task.layout),
@@ -293,15 +273,10 @@ def facts_of(
         seconds=seconds,
         saves={record["step"]: record["seconds"] for record in records.all("saved")},
         last_loss=losses[max(losses)] if losses else float("nan"),
-        loss_difference=loss_difference,
-        loss_tolerance=loss_tolerance,
-        restored_step=restore["step"] if restore else None,
-        restore_seconds=restore["seconds"] if restore else 0.0,
-        passed_over=restore["passed_over"] if restore else None,
-        expected_step=expected_step,
-        restored=restored,
-        end=end,
-        draws_identical=draws_identical,
+        restored_step=restore.get("step"),
+        restore_seconds=restore.get("seconds", 0.0),
+        passed_over=restore.get("passed_over"),
+        **compared,
     )
 
 

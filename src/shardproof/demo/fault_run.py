@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -171,11 +171,12 @@ def run_fault_demo(
         fault_step=story.fault_step,
         runs=tuple(facts for facts, _ in runs),
         claims=claims,
-        folder=str(folder) if stays or not all(claim.ok for claim in claims) else None,
+        folder=None,
         seconds=time.monotonic() - begin,
     )
-    if not stays and report.ok:
-        shutil.rmtree(folder, ignore_errors=True)
+    if stays or not report.ok:
+        return replace(report, folder=str(folder))
+    shutil.rmtree(folder, ignore_errors=True)
     return report
 
 
@@ -189,7 +190,7 @@ def _finish(task: FaultTask, emit: Callable[[DemoEvent], None], limit: float) ->
     node = f" on {task.node}" if task.node else ""
     emit(DemoEvent(task.name, "begin", f"{task.layout}{node}", last_step=task.stop))
     with Job(task, limit=limit, module=TRAINER) as job:
-        code = job.end(on_record, codes=(0, RESTART, FAILED))
+        code = job.finish(on_record, codes=(0, RESTART, FAILED))
     emit(DemoEvent(task.name, "end", f"exit code {code}, {job.seconds:.1f} s", last_step=task.stop))
     return code, job
 

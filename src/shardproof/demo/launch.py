@@ -8,6 +8,7 @@ task.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -86,21 +87,11 @@ class Job:
     def __exit__(self, *_: object) -> None:
         if self._process.poll() is None:
             self._process.terminate()
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(GRACE)
-            except subprocess.TimeoutExpired:
-                pass
         self.kill()
 
-    def finish(self, on_record: Callable[[Record], None]) -> None:
-        """Wait for the end of the run.
-
-        Raises:
-            DemoError: the run failed, or took longer than its limit.
-        """
-        self.end(on_record, codes=(0,))
-
-    def end(self, on_record: Callable[[Record], None], *, codes: Collection[int]) -> int:
+    def finish(self, on_record: Callable[[Record], None], codes: Collection[int] = (0,)) -> int:
         """Wait for the end of the run. Returns the exit code.
 
         Raises:
@@ -138,10 +129,8 @@ class Job:
         if self._process.poll() is None:
             self._process.kill()
         for pid in workers:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
         self._process.wait(GRACE)
         deadline = time.monotonic() + GRACE
         while any(_is_alive(pid, self.task) for pid in workers) and time.monotonic() < deadline:
@@ -191,14 +180,10 @@ def _launcher(ranks: int) -> list[str]:
     """The torchrun command with a rendezvous on a free port. One rank needs no launcher."""
     if ranks == 1:
         return []
-    torchrun = [
-        "-m",
-        "shardproof.demo.torchrun",
-        "--nnodes=1",
-        f"--nproc-per-node={ranks}",
-        "--rdzv-backend=c10d",
+    return [
+        *("-m", "shardproof.demo.torchrun", "--nnodes=1", f"--nproc-per-node={ranks}"),
+        *("--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", "--max-restarts=0"),
     ]
-    return [*torchrun, "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", "--max-restarts=0"]
 
 
 def _environment() -> dict[str, str]:

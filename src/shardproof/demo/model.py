@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 __all__ = ["ModelSize", "TextLoader", "Transformer"]
@@ -236,7 +235,5 @@ class TextLoader:
 
     def _start(self, window: int) -> int:
         epoch, index = divmod(window, self._windows)
-        return int(self._order(epoch)[index]) * self._length
-
-    def _order(self, epoch: int) -> NDArray[np.int64]:
-        return np.random.default_rng((self._seed, epoch)).permutation(self._windows)
+        order = np.random.default_rng((self._seed, epoch)).permutation(self._windows)
+        return int(order[index]) * self._length

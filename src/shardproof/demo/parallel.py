@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -35,7 +36,6 @@ __all__ = [
     "average_gradients",
     "clip_gradients",
     "digest_of",
-    "finish_gradients",
     "make_optimizer",
     "spread",
     "state_digests",
@@ -126,10 +126,10 @@ def _block_plan() -> dict[str, ParallelStyle]:
     return plan
 
 
-def average_gradients(model: nn.Module, place: RankPosition) -> None:
-    """Average the gradients of unsharded parameters over the data-parallel ranks."""
+def average_gradients(model: nn.Module, layout: RankLayout, place: RankPosition) -> None:
+    """Average the gradients over the data-parallel ranks, unless backward or the optimizer's step does."""
     group = place.data_group
-    if group is None:
+    if group is None or layout.sharding != "none" or layout.optimizer == "distributed":
         return
     gradients = [
         parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
@@ -170,12 +170,6 @@ def make_optimizer(model: nn.Module, layout: RankLayout, place: RankPosition) ->
 
 def _options(parameter: torch.Tensor) -> dict[str, Any]:
     return {"weight_decay": 0.1 if parameter.ndim > 1 else 0.0}
-
-
-def finish_gradients(model: nn.Module, layout: RankLayout, place: RankPosition) -> None:
-    """Average the gradients over the data-parallel ranks, unless backward or the optimizer's step does."""
-    if layout.sharding == "none" and layout.optimizer != "distributed":
-        average_gradients(model, place)
 
 
 def clip_gradients(model: nn.Module, optimizer: torch.optim.Optimizer, most: float) -> None:
@@ -261,7 +255,8 @@ def _joined_ranges(own: LocalRange, shape: torch.Size, group: dist.ProcessGroup 
     """Join the ranks' ranges of row-major elements to a tensor."""
     joined = own.buffer.new_empty(shape.numel())
     reached = 0
-    for start, stop, elements in sorted(_of_all((own.start, own.stop, own.buffer.cpu()), group), key=_start):
+    ranges = _of_all((own.start, own.stop, own.buffer.cpu()), group)
+    for start, stop, elements in sorted(ranges, key=itemgetter(0, 1)):
         if start == stop:
             continue
         if start != reached:
@@ -271,10 +266,6 @@ def _joined_ranges(own: LocalRange, shape: torch.Size, group: dist.ProcessGroup 
     if reached != shape.numel():
         raise ValueError(f"the ranks' ranges end at element {reached} of {shape.numel()}")
     return joined.view(shape)
-
-
-def _start(part: tuple[int, int, Tensor]) -> tuple[int, int]:
-    return part[:2]
 
 
 def _of_all(value: Any, group: dist.ProcessGroup | None) -> list[Any]:

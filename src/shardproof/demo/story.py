@@ -57,10 +57,8 @@ class RankLayout:
         Raises:
             ValueError: an unknown choice, or choices that exclude each other.
         """
-        for what, value, choices in (
-            ("sharding", sharding, SHARDINGS),
-            ("optimizer", optimizer, OPTIMIZERS),
-        ):
+        choices_of = (("sharding", sharding, SHARDINGS), ("optimizer", optimizer, OPTIMIZERS))
+        for what, value, choices in choices_of:
             if value not in choices:
                 raise ValueError(f"{what} is {value!r}, not one of {', '.join(choices)}")
         if optimizer == "distributed" and sharding != "none":
@@ -145,10 +143,9 @@ class Story:
         Raises:
             ValueError: the sizes do not fit together.
         """
-        most = BATCH
         for count in (ranks, *resume_ranks):
-            if not 1 <= count <= most:
-                raise ValueError(f"{count} ranks: the demo runs on 1 to {most} ranks")
+            if not 1 <= count <= BATCH:
+                raise ValueError(f"{count} ranks: the demo runs on 1 to {BATCH} ranks")
         least = save_every * (2 + max(1, len(resume_ranks)))
         if save_every < 1 or steps % save_every or steps < least:
             raise ValueError(

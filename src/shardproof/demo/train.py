@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,8 +32,8 @@ from shardproof._utils.topology import ranks_here
 from shardproof.demo.model import ModelSize, TextLoader, Transformer
 from shardproof.demo.parallel import (
     RankPosition,
+    average_gradients,
     clip_gradients,
-    finish_gradients,
     make_optimizer,
     spread,
     state_digests,
@@ -120,7 +121,9 @@ class Trainer:
         np.random.seed(task.seed + self.rank)
         torch.manual_seed(task.seed + self.rank)
         self.optimizer = make_optimizer(self.model, task.layout, self.place)
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, _Schedule(task.horizon))
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, partial(_rate, horizon=task.horizon)
+        )
         self.data = TextLoader(
             Path(task.text).read_bytes(),
             batch=BATCH,
@@ -205,7 +208,7 @@ class Trainer:
 
     def apply_gradients(self) -> float:
         """Step the optimizer and the schedule. Returns the learning rate of the step."""
-        finish_gradients(self.model, self.task.layout, self.place)
+        average_gradients(self.model, self.task.layout, self.place)
         clip_gradients(self.model, self.optimizer, 1.0)
         rate = float(self.scheduler.get_last_lr()[0])
         self.optimizer.step()
@@ -237,17 +240,12 @@ class Trainer:
             dist.destroy_process_group()
 
 
-class _Schedule:
+def _rate(step: int, horizon: int) -> float:
     """Learning rate as a fraction of its peak: warm-up, then a cosine down to a tenth."""
-
-    def __init__(self, horizon: int) -> None:
-        self.horizon = horizon
-
-    def __call__(self, step: int) -> float:
-        if step < WARM_UP:
-            return (step + 1) / WARM_UP
-        done = min(1.0, (step - WARM_UP) / max(1, self.horizon - WARM_UP))
-        return 0.1 + 0.45 * (1.0 + math.cos(math.pi * done))
+    if step < WARM_UP:
+        return (step + 1) / WARM_UP
+    done = min(1.0, (step - WARM_UP) / max(1, horizon - WARM_UP))
+    return 0.1 + 0.45 * (1.0 + math.cos(math.pi * done))
 
 
 def _device(name: str) -> torch.device:
