@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import shardproof as sp
 from shardproof.demo.evidence import RunRecords
@@ -18,10 +18,7 @@ from shardproof.demo.launch import Job, check_device
 from shardproof.demo.run import RUN_LIMIT, TEXT, DemoEvent, demo_folder, ignore
 from shardproof.demo.story import Record
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-__all__ = ["FaultReport", "print_fault_report", "run_fault_demo"]
+__all__ = ["FaultReport", "run_fault_demo"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,49 +50,6 @@ class FaultReport:
         for values_of_claim, claim in zip(values["claims"], self.claims, strict=True):
             values_of_claim["ok"] = claim.ok
         return values
-
-
-def print_fault_report(report: FaultReport, console: Console) -> None:
-    """Prints the runs, the logged verdict, and each claim with the found value."""
-    from rich.markup import escape
-    from rich.table import Table
-    from rich.text import Text
-
-    console.print()
-    for run in report.runs:
-        console.print(
-            Text.from_markup(
-                f"[bold]{run.name}[/] on {run.node}, from {run.source}: exit code {run.code} "
-                f"[dim]({run.seconds:.1f} s)[/]"
-            ),
-            soft_wrap=True,
-        )
-        if run.verdict is not None:
-            console.print(Text.from_markup(f"  [bold red]{escape(run.verdict)}[/]"), soft_wrap=True)
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), show_header=False)
-    for claim in report.claims:
-        found = claim.found if claim.ok else f"{claim.found} (expected: {claim.expected})"
-        table.add_row(Text.from_markup(_mark(claim.ok)), claim.what, Text(found))
-    console.print()
-    console.print(table)
-    console.print()
-    failed = sum(not claim.ok for claim in report.claims)
-    verdict = "Every claim is true." if report.ok else f"{failed} of {len(report.claims)} claims are false."
-    console.print(
-        Text.from_markup(
-            f"{_mark(report.ok)} [bold]{verdict}[/] {report.layout}, {report.optimizer}; fault in step "
-            f"{report.fault_step} of {report.steps} ({report.seconds:.0f} s)"
-            + (f"; everything is in {escape(report.folder)}" if report.folder else "")
-        ),
-        soft_wrap=True,
-    )
-
-
-def _mark(fine: bool) -> str:
-    return "[green]✓[/]" if fine else "[red]✗[/]"
-
-
-TRAINER = "shardproof.demo.watched"
 
 
 def run_fault_demo(
@@ -189,7 +143,7 @@ def _finish(task: FaultTask, emit: Callable[[DemoEvent], None], limit: float) ->
 
     node = f" on {task.node}" if task.node else ""
     emit(DemoEvent(task.name, "begin", f"{task.layout}{node}", last_step=task.stop))
-    with Job(task, limit=limit, module=TRAINER) as job:
+    with Job(task, limit=limit, module="shardproof.demo.watched") as job:
         code = job.finish(on_record, codes=(0, RESTART, FAILED))
     emit(DemoEvent(task.name, "end", f"exit code {code}, {job.seconds:.1f} s", last_step=task.stop))
     return code, job

@@ -1,4 +1,4 @@
-"""Prints the progress and the report of the recovery demo."""
+"""Prints the progress and the reports of both demos."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from shardproof.demo.story import LOSS_TOLERANCE
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from shardproof.demo.fault_run import FaultReport
     from shardproof.demo.run import DemoEvent
 
-__all__ = ["print_event", "print_report"]
+__all__ = ["print_event", "print_fault_report", "print_report"]
 
 
 def print_event(event: DemoEvent, console: Console) -> None:
@@ -50,6 +51,42 @@ def print_report(report: DemoReport, console: Console) -> None:
     console.print()
     for line in _lines(report):
         console.print(Text.from_markup(line), soft_wrap=True)
+
+
+def print_fault_report(report: FaultReport, console: Console) -> None:
+    """Prints the runs, the logged verdict, and each claim with the found value."""
+    from rich.markup import escape
+    from rich.table import Table
+    from rich.text import Text
+
+    console.print()
+    for run in report.runs:
+        console.print(
+            Text.from_markup(
+                f"[bold]{run.name}[/] on {run.node}, from {run.source}: exit code {run.code} "
+                f"[dim]({run.seconds:.1f} s)[/]"
+            ),
+            soft_wrap=True,
+        )
+        if run.verdict is not None:
+            console.print(Text.from_markup(f"  [bold red]{escape(run.verdict)}[/]"), soft_wrap=True)
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), show_header=False)
+    for claim in report.claims:
+        found = claim.found if claim.ok else f"{claim.found} (expected: {claim.expected})"
+        table.add_row(Text.from_markup(_mark(claim.ok)), claim.what, Text(found))
+    console.print()
+    console.print(table)
+    console.print()
+    failed = sum(not claim.ok for claim in report.claims)
+    verdict = "Every claim is true." if report.ok else f"{failed} of {len(report.claims)} claims are false."
+    console.print(
+        Text.from_markup(
+            f"{_mark(report.ok)} [bold]{verdict}[/] {report.layout}, {report.optimizer}; fault in step "
+            f"{report.fault_step} of {report.steps} ({report.seconds:.0f} s)"
+            + (f"; everything is in {escape(report.folder)}" if report.folder else "")
+        ),
+        soft_wrap=True,
+    )
 
 
 def _lines(report: DemoReport) -> list[str]:
