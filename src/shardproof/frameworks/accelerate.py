@@ -20,7 +20,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
 import shardproof as sp
-from shardproof.frameworks.folder_saves import is_committed, numbered_folders, saves_of
+from shardproof.frameworks.folder_saves import folders_to_remove, is_committed, numbered_folders, saves_of
 
 __all__ = ["load_state", "save_state", "state_of", "wait"]
 
@@ -148,10 +148,8 @@ def save_state(
         numbered = numbered_folders(os.path.dirname(folder), _NAME)
         older = [path for number, path in numbered if number < _number(folder)]
         whole = [item for item in older if is_committed(item) or _is_theirs(item)]
-        remaining = set(whole[len(whole) - project.total_limit + 1 :] if project.total_limit > 1 else [])
-        for old in older:  # uncommitted folders do not count
-            if old not in remaining:
-                saves.remove(old)
+        for old in folders_to_remove(older, whole, project.total_limit - 1):
+            saves.remove(old)
     if not background:
         saves.wait()
     return os.fspath(folder)

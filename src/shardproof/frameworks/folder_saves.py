@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -31,6 +31,7 @@ from shardproof.storage import LocalStorage
 __all__ = [
     "FolderSaves",
     "Value",
+    "folders_to_remove",
     "is_committed",
     "local_path",
     "newest_committed",
@@ -105,8 +106,7 @@ class FolderSaves:
 
     def __init__(self, *, background: bool = True) -> None:
         self._background = background
-        self._rendezvous: Rendezvous | None = None
-        self._saver: Saver | None = None
+        self._connection: tuple[Rendezvous, Saver] | None = None
         self._lock = threading.Lock()
         self._uncommitted = False
         """True from the start of a save to its commit. It stays True after a failed save."""
@@ -134,7 +134,7 @@ class FolderSaves:
             ShardproofError: see `shardproof.save`; or the failure of the previous save.
         """
         storage, after = LocalStorage(local_path(folder)), partial(self._committed, then)
-        saver = self._connected()
+        _, saver = self._connected()
         saver.wait_for_end()  # the previous save has called `_committed`, or failed
         with self._lock:
             self._uncommitted = True
@@ -155,10 +155,10 @@ class FolderSaves:
             ShardproofError: see `shardproof.load`.
         """
         source = LocalStorage(local_path(folder))
-        self._connected().wait_for_end()
-        assert self._rendezvous is not None
-        with self._rendezvous.operation(f"load {source.location}"):
-            return load_from(source, state, self._rendezvous, LoadOptions(**options, format="shardproof"))
+        rendezvous, saver = self._connected()
+        saver.wait_for_end()
+        with rendezvous.operation(f"load {source.location}"):
+            return load_from(source, state, rendezvous, LoadOptions(**options, format="shardproof"))
 
     def choose(self, run: str | os.PathLike[str], find: Callable[[], str | None]) -> str | None:
         """The checkpoint that rank 0 finds. All ranks call it, after the end of the current save.
@@ -192,13 +192,13 @@ class FolderSaves:
         Raises:
             ShardproofError: the save failed, and no call has raised the failure yet.
         """
-        if self._saver is not None:
-            self._saver.wait()
+        if self._connection is not None:
+            self._connection[1].wait()
 
     def wait_for_end(self) -> None:
         """Waits for the current save and its removals; the next `save` or `wait` reports its error."""
-        if self._saver is not None:
-            self._saver.wait_for_end()
+        if self._connection is not None:
+            self._connection[1].wait_for_end()
 
     def remove(self, folder: str | os.PathLike[str]) -> None:
         """Removes a checkpoint, once the current save is committed. One rank calls it.
@@ -221,19 +221,19 @@ class FolderSaves:
                 return
         act()
 
-    def _connected(self) -> Saver:
-        if self._saver is None or self._rendezvous is None:
-            self._rendezvous = connect()
-            self._saver = Saver(self._rendezvous)
-        check_group(self._rendezvous)
-        return self._saver
+    def _connected(self) -> tuple[Rendezvous, Saver]:
+        if self._connection is None:
+            rendezvous = connect()
+            self._connection = rendezvous, Saver(rendezvous)
+        check_group(self._connection[0])
+        return self._connection
 
     def _of_rank_0(self, place: str | os.PathLike[str], phase: str, work: Callable[[], bytes]) -> bytes:
-        self._connected().wait_for_end()
-        assert self._rendezvous is not None
+        rendezvous, saver = self._connected()
+        saver.wait_for_end()
         operation = f"load {os.path.abspath(place)}"
-        with self._rendezvous.operation(operation):
-            return on_rank_0(self._rendezvous, operation, phase, work)
+        with rendezvous.operation(operation):
+            return on_rank_0(rendezvous, operation, phase, work)
 
     def _committed(
         self, then: Callable[[], None] | None, _result: sp.SaveResult, _progress: Callable[[int, int], None]
@@ -245,10 +245,10 @@ class FolderSaves:
         with self._lock:
             self._uncommitted = False
             acts, self._waiting = self._waiting, []
-        acts += [then] if then is not None else []
-        with ExitStack() as calls:
-            for act in reversed(acts):
-                calls.callback(act)
+        with ExitStack() as calls:  # it calls its functions in reverse order
+            for act in (then, *reversed(acts)):
+                if act is not None:
+                    calls.callback(act)
 
 
 def saves_of(owner: Any) -> FolderSaves:
@@ -275,6 +275,26 @@ def numbered_folders(folder: str | os.PathLike[str], name: re.Pattern[str]) -> l
     names = os.listdir(folder) if os.path.isdir(folder) else []
     matches = filter(None, map(name.fullmatch, names))
     return sorted((int(match[1]), os.path.join(folder, match[0])) for match in matches)
+
+
+def folders_to_remove(
+    folders: Sequence[str], whole: Sequence[str], limit: int, spared: Collection[str] = ()
+) -> list[str]:
+    """The folders without a whole checkpoint, and the oldest of the others, so that `limit` of these remain.
+
+    Args:
+        folders: the folders of checkpoints, oldest first.
+        whole: those of them that have a whole checkpoint, oldest first.
+        limit: number of whole checkpoints that remain.
+        spared: whole checkpoints that remain in any case. They count.
+
+    Example:
+        >>> folders_to_remove(["1", "2", "3", "4"], ["1", "3", "4"], 2)
+        ['2', '1']
+    """
+    removable = [folder for folder in whole if folder not in spared]
+    excess = max(len(whole) - limit, 0)
+    return [folder for folder in folders if folder not in whole] + removable[:excess]
 
 
 def local_path(folder: str | os.PathLike[str]) -> str:

@@ -21,7 +21,13 @@ from typing import Any
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 import shardproof as sp
-from shardproof.frameworks.folder_saves import FolderSaves, is_committed, numbered_folders, remove_folder
+from shardproof.frameworks.folder_saves import (
+    FolderSaves,
+    folders_to_remove,
+    is_committed,
+    numbered_folders,
+    remove_folder,
+)
 
 __all__ = ["last_checkpoint", "with_shardproof"]
 
@@ -278,8 +284,6 @@ def _rotate(run: str, limit: int, step: int, best: str | None) -> None:
     remaining = set(known[-1:])
     if best is not None:
         remaining.add(os.path.join(run, os.path.basename(best)))
-    excess = len(known) - max(limit, len(remaining))
-    old = [path for path in known if path not in remaining][: max(excess, 0)]
-    for path in [path for path in found if path not in known] + old:
+    for path in folders_to_remove(found, known, max(limit, len(remaining)), remaining):
         remove_folder(os.path.join(path, FOLDER))
         remove_folder(path)

@@ -9,7 +9,13 @@ import pytest
 import torch
 
 import shardproof as sp
-from shardproof.frameworks.folder_saves import FolderSaves, Value, is_committed, newest_committed
+from shardproof.frameworks.folder_saves import (
+    FolderSaves,
+    Value,
+    folders_to_remove,
+    is_committed,
+    newest_committed,
+)
 from shardproof.storage import LocalSink
 from tests.gate import LIMIT, Gate
 
@@ -127,3 +133,15 @@ def test_a_url_is_refused_and_nothing_is_written(tmp_path: Path, monkeypatch: py
         with pytest.raises(ValueError, match="s3://bucket/run is a URL"):
             call("s3://bucket/run", state())
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("limit", range(6))
+def test_a_limit_removes_only_the_checkpoints_beyond_it(limit: int) -> None:
+    """Also where the limit is not reached: then nothing whole is removed."""
+    folders = ["1", "2", "torn", "3"]
+    for count in range(4):
+        whole = ["1", "2", "3"][:count]
+        removed = folders_to_remove(folders, whole, limit)
+        assert [folder for folder in whole if folder not in removed] == whole[max(count - limit, 0) :]
+        assert "torn" in removed
+    assert folders_to_remove(["1", "2", "3"], ["1", "2", "3"], limit=2, spared=["1"]) == ["2"]
