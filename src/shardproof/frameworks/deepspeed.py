@@ -14,7 +14,7 @@ another number of ranks.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,8 @@ def engine_state(engine: DeepSpeedEngine) -> dict[str, Any]:
     """
     _check_supported(engine)
     zero = engine.optimizer
-    blocks = list(sharded_blocks(zero) if _is_stage_3(zero) else flat_blocks(zero))
+    is_stage_3 = isinstance(zero, DeepSpeedZeroOptimizer_Stage3)
+    blocks = list(sharded_blocks(zero) if is_stage_3 else flat_blocks(zero))
     by_parameter = {id(parameter): part for block in blocks for parameter, part in block.parameters}
     module = engine.module
     names: dict[str, Partition] = {}
@@ -74,7 +75,7 @@ def engine_state(engine: DeepSpeedEngine) -> dict[str, Any]:
             names[name] = part
     partitioned = BlockOptimizer(zero, blocks)
     return {
-        "model": PartitionedModule(module, names, _after_load(zero)),
+        "model": PartitionedModule(module, names, lambda: _release_gathered(zero)),
         "optimizer": sp.OptimizerState(partitioned, names=partitioned.names),  # type: ignore[arg-type]
         "engine": _Engine(engine),
     }
@@ -109,8 +110,13 @@ def save_checkpoint(
     tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
     state = {**engine_state(engine), "client_state": _Client(dict(client_state or {}))}
     result = sp.save(Path(save_dir) / tag, state, step=engine.global_steps, overwrite=True)
+
+    def publish_latest() -> bytes:
+        sp.storage.LocalStorage(save_dir).publish(_LATEST, tag.encode(), replace=True)
+        return b""
+
     if save_latest:
-        _publish_latest(os.fspath(save_dir), tag)
+        on_rank_0(sp.rendezvous.connect(), f"save {os.fspath(save_dir)}", "latest", publish_latest)
     return result
 
 
@@ -188,16 +194,6 @@ class _Client:
         self.values = state
 
 
-def _publish_latest(save_dir: str, tag: str) -> None:
-    """Rank 0 replaces ``latest``. An error reaches all ranks."""
-
-    def publish() -> bytes:
-        sp.storage.LocalStorage(save_dir).publish(_LATEST, tag.encode(), replace=True)
-        return b""
-
-    on_rank_0(sp.rendezvous.connect(), f"save {save_dir}", "latest", publish)
-
-
 def _found(load_dir: str, tag: str | None) -> tuple[str | None, bool]:
     """The tag to load, and True if DeepSpeed wrote it. Rank 0 reads both for all ranks."""
 
@@ -211,19 +207,11 @@ def _found(load_dir: str, tag: str | None) -> tuple[str | None, bool]:
     return msgspec.json.decode(answer, type=tuple[str | None, bool])
 
 
-def _is_stage_3(zero: Any) -> bool:
-    return isinstance(zero, DeepSpeedZeroOptimizer_Stage3)
-
-
-def _after_load(zero: Any) -> Callable[[], None]:
+def _release_gathered(zero: Any) -> None:
     """Stage 3: releases gathered parameters, which are gathered again where they are used."""
-
-    def release() -> None:
-        if _is_stage_3(zero):
-            zero.checkpoint_event_prologue()
-            zero.invalidate_secondary_tensor()
-
-    return release
+    if isinstance(zero, DeepSpeedZeroOptimizer_Stage3):
+        zero.checkpoint_event_prologue()
+        zero.invalidate_secondary_tensor()
 
 
 def _check_supported(engine: DeepSpeedEngine) -> None:

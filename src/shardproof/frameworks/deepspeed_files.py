@@ -6,9 +6,10 @@ own ranges.
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -61,7 +62,12 @@ def load_files(path: str | os.PathLike[str], state: Mapping[str, Any]) -> dict[s
         RankFailure: a rank cannot open the files or set their state. Raised on all ranks.
     """
     rendezvous, operation = sp.rendezvous.connect(), f"load {os.fspath(path)}"
-    with _opened(path, rendezvous, operation) as checkpoint:
+    with ExitStack() as stack:
+        opened: list[Any] = []
+        on_every_rank(
+            rendezvous, operation, "open", lambda: opened.append(stack.enter_context(sp.open(path)))
+        )
+        checkpoint = opened[0]
         names = [name for name in state["model"].state_dict() if f"fp32.{name}" not in checkpoint]
         # Stage 1 has frozen parameters in the dtype of training only.
         elsewhere = {f"fp32.{name}": f"module.{name}" for name in names if f"module.{name}" in checkpoint}
@@ -84,19 +90,6 @@ def load_files(path: str | os.PathLike[str], state: Mapping[str, Any]) -> dict[s
         on_every_rank(rendezvous, operation, "finish", finish)
     own = {key: value for key, value in objects.items() if key.split(".")[0] not in _NO_CLIENT_STATE}
     return {name: _below(own, name) for name in {key.split(".")[0]: None for key in own}}
-
-
-@contextmanager
-def _opened(
-    path: str | os.PathLike[str], rendezvous: sp.rendezvous.Rendezvous, operation: str
-) -> Iterator[Any]:
-    """Opens the files on each rank. An error reaches all ranks."""
-    with ExitStack() as stack:
-        opened: list[Any] = []
-        on_every_rank(
-            rendezvous, operation, "open", lambda: opened.append(stack.enter_context(sp.open(path)))
-        )
-        yield opened[0]
 
 
 class _OptimizerShard:
@@ -180,12 +173,11 @@ def _place(item: torch.Tensor | LocalRange, parameter: torch.Tensor) -> torch.Te
 
 def _set_options(checkpoint: Any, partitioned: Any) -> None:
     """Sets the options of each group to those of its parameters in the checkpoint."""
-    stored = {}
-    number = 0
-    while f"optimizer.param_groups.{number}.params" in checkpoint:
-        for name in checkpoint[f"optimizer.param_groups.{number}.params"]:
-            stored[name] = number
-        number += 1
+    stored: dict[str, int] = {}
+    for number in itertools.count():
+        if f"optimizer.param_groups.{number}.params" not in checkpoint:
+            break
+        stored |= dict.fromkeys(checkpoint[f"optimizer.param_groups.{number}.params"], number)
     names = {id(parameter): name for name, parameter in partitioned.names.items()}
     for group in partitioned.param_groups:
         numbers = {stored.get(names[id(parameter)]) for parameter in group["params"]} - {None}

@@ -137,20 +137,21 @@ def with_shardproof(kind: Any) -> Any:
                 loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **options)
                 return loaded
             rest, loaders = Value(), Value([])
-            state = {"state_dict": self._module, "lightning": rest}
             training = {
                 "optimizers": self._optimizer_states(),
                 "rng": sp.RandomState(),
                 "loaders": sp.PerRank(loaders),
             }
             fits = self._module.trainer.state.fn == "fit"
-            wanted, others = (state | training, []) if fits else (state, list(training))
+            weights = {"state_dict": self._module}
+            others: dict[str, Any] = {"lightning": rest, **(training if fits else {})}
+            left = [] if fits else list(training)
             load = self.shardproof_saves.load
             if self._module.strict_loading:
-                load(checkpoint_path, wanted, exclude=others)
+                load(checkpoint_path, weights | others, exclude=left)
             else:  # before any change, all values except the weights must be there
-                load(checkpoint_path, _without_weights(wanted), exclude=[*others, "state_dict"])
-                load(checkpoint_path, {"state_dict": self._module}, include="state_dict", strict=False)
+                load(checkpoint_path, others, exclude=[*left, "state_dict"])
+                load(checkpoint_path, weights, include="state_dict", strict=False)
             if loaders.value:
                 rest.value["loops"]["fit_loop"]["state_dict"]["combined_loader"] = loaders.value
             return {**rest.value, "state_dict": self._module.state_dict(), "optimizer_states": []}
@@ -272,10 +273,6 @@ def _is_same(weights: dict[str, Any], given: dict[str, Any] | None) -> bool:
     return given is not None and (
         weights.keys() == given.keys() and all(weights[key] is value for key, value in given.items())
     )
-
-
-def _without_weights(state: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in state.items() if key != "state_dict"}
 
 
 def _take_loaders(checkpoint: dict[str, Any]) -> Any:

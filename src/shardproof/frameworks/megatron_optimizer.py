@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 
 import shardproof as sp
 
-__all__ = ["FlatRange", "load_optimizer_state", "optimizer_state", "sharded"]
+__all__ = ["FlatRange", "box_of", "load_optimizer_state", "optimizer_state", "sharded"]
 
 _PREFIX = "optimizer.state"
 _SLOTS = ("exp_avg", "exp_avg_sq")
@@ -247,17 +247,11 @@ def _slots(state: Any, main: torch.Tensor, key: str, stored: Any) -> dict[str, t
 
 def _boxes(item: Any) -> tuple[tuple[int, ...], list[tuple[tuple[int, ...], tuple[int, ...]]]]:
     """The global shape, and the boxes of a local part in the order of the local part."""
-    tensors = [item] if isinstance(item, ShardedTensor) else _built(item)
-    boxes = [
-        (
-            tuple(map(int, one.global_offset)),
-            (*(1 for _ in range(one.prepend_axis_num)), *map(int, one.local_shape)),
-        )
-        for one in tensors
-    ]
-    return tuple(map(int, tensors[0].global_shape)), boxes
+    # A factory builds the parts of a fused weight along its first axis.
+    tensors = [item] if isinstance(item, ShardedTensor) else list(nested_values({"built": item.build()}))
+    return tuple(map(int, tensors[0].global_shape)), [box_of(one) for one in tensors]
 
 
-def _built(factory: ShardedTensorFactory) -> list[ShardedTensor]:
-    """The parts of a fused weight along its first axis."""
-    return list(nested_values({"built": factory.build()}))
+def box_of(item: ShardedTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Offsets and sizes of a ShardedTensor in the global tensor. Prepended axes have length 1."""
+    return tuple(map(int, item.global_offset)), (*[1] * item.prepend_axis_num, *map(int, item.local_shape))

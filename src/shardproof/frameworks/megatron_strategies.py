@@ -259,24 +259,18 @@ class LoadStrategy(torch_strategies.TorchDistLoadShardedStrategy):
 def _tensors_metadata(checkpoint: sp.Checkpoint) -> dict[str, Any]:
     """A ShardedTensor without data for each tensor that no object refers to, by key."""
     inside = {key for data in checkpoint.objects.values() for key, _ in references(data)}
-    kinds = {
-        record.key: (record.shape, getattr(torch, record.dtype))
-        for record in checkpoint.tensors
-        if record.key not in inside
-    }
-    kinds |= {alias: kinds[key] for alias, key in checkpoint.aliases.items() if key in kinds}
     return {
         key: ShardedTensor.from_rank_offsets(
-            key, torch.empty(tuple(shape), dtype=dtype, device="meta")
+            key, torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
         ).without_data()
-        for key, (shape, dtype) in kinds.items()
+        for key, (dtype, shape) in checkpoint.catalogue().tensors.items()
+        if checkpoint.aliases.get(key, key) not in inside
     }
 
 
 def _stored(checkpoint: sp.Checkpoint) -> dict[str, tuple[int, ...]]:
     """Key to shape of each tensor, and of each object, which has none."""
-    shapes: dict[str, tuple[int, ...]] = {record.key: tuple(record.shape) for record in checkpoint.tensors}
-    shapes |= {alias: shapes[key] for alias, key in checkpoint.aliases.items()}
+    shapes = {key: shape for key, (_, shape) in checkpoint.catalogue().tensors.items()}
     return shapes | dict.fromkeys(checkpoint.objects, ())
 
 

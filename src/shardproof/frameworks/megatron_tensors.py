@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 
 import shardproof as sp
-from shardproof.frameworks.megatron_optimizer import FlatRange, sharded
+from shardproof.frameworks.megatron_optimizer import FlatRange, box_of, sharded
 from shardproof.frameworks.megatron_plain import Typed, from_plain, to_plain
 from shardproof.frameworks.megatron_replicas import Box
 
@@ -155,14 +155,8 @@ class Load:
 
 def _box(item: ShardedBase) -> Box:
     is_main = bool(is_main_replica(item.replica_id))
-    if isinstance(item, ShardedObject):
-        return Box(sharded_key(item), (), (), is_main)
-    offsets = tuple(map(int, item.global_offset))
-    return Box(item.key, offsets, _sizes(item), is_main)
-
-
-def _sizes(item: ShardedTensor) -> tuple[int, ...]:
-    return (*(1 for _ in range(item.prepend_axis_num)), *map(int, item.local_shape))
+    offsets, sizes = ((), ()) if isinstance(item, ShardedObject) else box_of(item)
+    return Box(sharded_key(item), offsets, sizes, is_main)
 
 
 def _to_save(key: str, items: Iterable[ShardedTensor], replicas: bool) -> sp.LocalShards:
@@ -179,7 +173,7 @@ def _to_save(key: str, items: Iterable[ShardedTensor], replicas: bool) -> sp.Loc
         if item.data is None:
             raise sp.StructureError(f"the ShardedTensor {key!r} has no data to save", key=key)
         if replicas or is_main_replica(item.replica_id):
-            pieces.setdefault((item.global_offset, _sizes(item)), _view(item))
+            pieces.setdefault(box_of(item), _view(item))
     placed = [(view, offsets) for (offsets, _), view in pieces.items()]
     return sp.LocalShards(first.global_shape, placed, dtype=first.dtype)
 

@@ -20,7 +20,6 @@ from typing import Any
 from uuid import uuid4
 
 import numpy as np
-from numpy.typing import NDArray
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
@@ -102,7 +101,6 @@ class ShardproofWriter(StorageWriter):
         """Prepares for the next save, to another folder if `checkpoint_id` is given."""
         if checkpoint_id:
             self.path = checkpoint_id
-        self._attempt, self._time = "", 0.0
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Refuses a save whose ranks do not plan together.
@@ -213,13 +211,20 @@ def _merged(
     records = tuple(TensorRecord(key, *tensors[key]) for key in sorted(tensors))
     row = {record.key: number for number, record in enumerate(records)}
     ints = np.zeros(0, np.int64)
+    boxes = BoxTable.of(
+        np.concatenate([ints, *(file.boxes.ndim for file in files)]),
+        np.concatenate([ints, *(file.boxes.offsets for file in files)]),
+        np.concatenate([ints, *(file.boxes.sizes for file in files)]),
+    )
     table = chunk_table(
         np.array([row[key] for file in files for key in file.keys], np.int64),
         np.repeat(np.arange(len(files)), [len(file.keys) for file in files]),
         np.concatenate([ints, *(file.byte_start for file in files)]),
         np.concatenate([ints, *(file.byte_count for file in files)]),
         np.concatenate([np.zeros((0, 2), np.uint64), *(file.digests for file in files)]),
-        *_box_columns([file.boxes for file in files]),
+        boxes.start,
+        boxes.offsets,
+        boxes.sizes,
     )
     prove_chunks(records, table, np.arange(len(records)))
     index = encode_index(table)
@@ -237,16 +242,3 @@ def _merged(
         index=FileRecord(index_name(attempt), len(index), bytes_digest(index)),
     )
     return manifest, index
-
-
-def _box_columns(
-    tables: Sequence[BoxTable],
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """The columns of the boxes of several tables."""
-    ints = np.zeros(0, np.int64)
-    boxes = BoxTable.of(
-        np.concatenate([ints, *(table.ndim for table in tables)]),
-        np.concatenate([ints, *(table.offsets for table in tables)]),
-        np.concatenate([ints, *(table.sizes for table in tables)]),
-    )
-    return boxes.start, boxes.offsets, boxes.sizes

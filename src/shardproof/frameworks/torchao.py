@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import enum
 import importlib
-from collections.abc import Iterable
 from typing import Any
 
 import shardproof as sp
@@ -58,17 +57,11 @@ def _found(path: str) -> Any:
 
 def _declare() -> None:
     for path, parts in _PARTS.items():
-        cls = _found(path)
-        if cls is not None:
+        if (cls := _found(path)) is not None:
             cls.__shardproof_parts__ = parts
-    _register(_found(path) for path in _TYPES)
-
-
-def _register(classes: Iterable[Any]) -> None:
-    for cls in classes:
-        if cls is not None:
-            register = sp.register_enum if issubclass(cls, enum.Enum) else sp.register_dataclass
-            register(cls, name=f"torchao.{cls.__qualname__}")
+    for cls in filter(None, map(_found, _TYPES)):
+        register = sp.register_enum if issubclass(cls, enum.Enum) else sp.register_dataclass
+        register(cls, name=f"torchao.{cls.__qualname__}")
 
 
 _declare()

@@ -37,14 +37,16 @@ def materialize(model: PreTrainedModel, dtype: torch.dtype | None, device: torch
                     f"{path}.{name} is a tensor on the meta device, and neither a parameter nor a buffer, so "
                     "nothing gives it a value. Register it as a buffer, or create it on a real device"
                 )
-    where = torch.device(device) if device is not None else _device_of(model)
+    if device is None:
+        mesh = next((tensor.device_mesh for tensor in model.parameters() if is_dtensor(tensor)), None)
+        device = "cpu" if mesh is None else mesh.device_type
     dtypes = _dtypes(model, dtype)
     attributes = [(parameter, dict(vars(parameter))) for parameter in model.parameters() if parameter.is_meta]
 
     def memory(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_meta:
             return tensor
-        return torch.empty_like(tensor, device=where, dtype=dtypes.get(id(tensor), tensor.dtype))
+        return torch.empty_like(tensor, device=device, dtype=dtypes.get(id(tensor), tensor.dtype))
 
     with _same_objects(), torch.no_grad():
         model._apply(memory)
@@ -94,16 +96,6 @@ def _bytes(buffer: torch.Tensor) -> torch.Tensor:
     if not local.is_contiguous():
         raise sp.StructureError(f"a buffer of shape {list(local.shape)} is not contiguous")
     return local.reshape(-1).view(torch.uint8)
-
-
-def _device_of(model: PreTrainedModel) -> torch.device:
-    mesh = next((tensor.device_mesh for tensor in model.parameters() if is_dtensor(tensor)), None)
-    kind = "cpu" if mesh is None else mesh.device_type
-    return (
-        torch.device(kind)
-        if kind == "cpu"
-        else torch.device(kind, torch.get_device_module(kind).current_device())
-    )
 
 
 def _dtypes(model: PreTrainedModel, dtype: torch.dtype | None) -> dict[int, torch.dtype]:
