@@ -52,7 +52,7 @@ _PRELOAD = [
     ),
     *("shardproof.checkpointer.checkpointer", "shardproof.checkpointer.agreed_calls"),
     *("shardproof.loading.load_protocol", "shardproof.maintenance.verify", "shardproof.optim.distributed"),
-    *("shardproof.rerun.machine", "shardproof.fsdp.unit", "shardproof.layouts.module_tensors"),
+    *("shardproof.rerun.machine", "shardproof.fsdp.unit", "shardproof.layouts.parts"),
 ]
 _to_parent: list[Connection] = []
 

@@ -13,8 +13,7 @@ from dataclasses import replace
 import torch
 
 from shardproof.errors import StructureError
-from shardproof.layouts.module_tensors import Owned
-from shardproof.layouts.parts import Part, Segments, blocks_of, index_map_of
+from shardproof.layouts.parts import Owned, Part, Segments, blocks_of, index_map_of
 from shardproof.state import Layout, declare, number_expert
 
 __all__ = ["grouped", "numbered", "sequential", "stacked"]

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from shardproof.layouts.module_tensors import Owned, declare_along
-from shardproof.layouts.parts import Part, blocks_of
+from shardproof.layouts.parts import Owned, Part, blocks_of, declare_along
 
 __all__ = ["fused", "gated_delta_net", "latent_attention", "query_key_value", "swiglu"]
 

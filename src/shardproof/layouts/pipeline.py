@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from shardproof.layouts.module_tensors import Owned
+from shardproof.layouts.parts import Owned
 from shardproof.state import Layout, rename, share
 
 __all__ = ["layers", "shared"]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from shardproof.errors import StructureError
-from shardproof.layouts.module_tensors import Owned
-from shardproof.layouts.parts import check_rank
+from shardproof.layouts.parts import Owned, check_rank
 from shardproof.state import is_dtensor
 
 __all__ = ["vocabulary"]
