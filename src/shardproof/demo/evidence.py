@@ -250,7 +250,6 @@ class DemoReport:
         values = asdict(self) | {"ok": self.ok}
         for run, facts in zip(values["runs"], self.runs, strict=True):
             run["ok"] = facts.ok
-            run["saves"] = {str(step): seconds for step, seconds in facts.saves.items()}
             for name in ("last_loss", "loss_difference"):
                 if run[name] is not None and not math.isfinite(run[name]):
                     run[name] = str(run[name])

@@ -15,7 +15,7 @@ from shardproof.demo.evidence import RunRecords
 from shardproof.demo.fault_claims import Claim, FaultRunFacts, claims_of
 from shardproof.demo.fault_story import FAILED, RESTART, FaultStory, FaultTask
 from shardproof.demo.launch import Job, check_device
-from shardproof.demo.run import RUN_LIMIT, TEXT, DemoEvent, demo_folder, ignore
+from shardproof.demo.run import TEXT, DemoEvent, demo_folder
 from shardproof.demo.story import Record
 
 __all__ = ["FaultReport", "run_fault_demo"]
@@ -65,7 +65,6 @@ def run_fault_demo(
     run_dir: Path | None = None,
     keep: bool = False,
     on_event: Callable[[DemoEvent], None] | None = None,
-    limit: float = RUN_LIMIT,
 ) -> FaultReport:
     """Train with a wrong result on one rank, restart if the rerun machine requires it, and check its verdict.
 
@@ -83,7 +82,6 @@ def run_fault_demo(
         run_dir: an empty or new folder; None for a temporary folder.
         keep: True to keep the temporary folder. A failure keeps it too.
         on_event: called with each event of the runs.
-        limit: time limit of one run, in seconds.
 
     Raises:
         ValueError: an unknown fault, sizes that do not fit together, an optimizer and a sharding that exclude
@@ -94,14 +92,14 @@ def run_fault_demo(
     story = FaultStory.of(fault, ranks, steps, save_every, optimizer=optimizer, sharding=sharding)
     check_device(device)
     folder, stays = demo_folder(run_dir, keep)
-    emit = on_event or ignore
+    emit = on_event or (lambda _: None)
     task_of = partial(story.task, folder=folder, text=(text or TEXT).resolve(), device=device)
     reference = task_of(0)
-    _finish(reference, emit, limit)
+    _finish(reference, emit)
     runs = []
     for number, run in enumerate(story.runs, start=1):
         task = task_of(number)
-        code, job = _finish(task, emit, limit)
+        code, job = _finish(task, emit)
         records = RunRecords.of(task)
         facts = FaultRunFacts.of(
             run,
@@ -134,7 +132,7 @@ def run_fault_demo(
     return report
 
 
-def _finish(task: FaultTask, emit: Callable[[DemoEvent], None], limit: float) -> tuple[int, Job]:
+def _finish(task: FaultTask, emit: Callable[[DemoEvent], None]) -> tuple[int, Job]:
     """Runs a task to its end and emits its events."""
 
     def on_record(record: Record) -> None:
@@ -143,7 +141,7 @@ def _finish(task: FaultTask, emit: Callable[[DemoEvent], None], limit: float) ->
 
     node = f" on {task.node}" if task.node else ""
     emit(DemoEvent(task.name, "begin", f"{task.layout}{node}", last_step=task.stop))
-    with Job(task, limit=limit, module="shardproof.demo.watched") as job:
+    with Job(task, module="shardproof.demo.watched") as job:
         code = job.finish(on_record, codes=(0, RESTART, FAILED))
     emit(DemoEvent(task.name, "end", f"exit code {code}, {job.seconds:.1f} s", last_step=task.stop))
     return code, job

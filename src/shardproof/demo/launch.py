@@ -63,7 +63,7 @@ class Job:
         module: the trainer module, which gets the task's file as its argument.
     """
 
-    def __init__(self, task: Task, *, limit: float, module: str = "shardproof.demo.train") -> None:
+    def __init__(self, task: Task, *, limit: float = 300.0, module: str = "shardproof.demo.train") -> None:
         self.task = task
         self.log = Path(task.folder) / f"{task.name}.log"
         self.seconds = 0.0

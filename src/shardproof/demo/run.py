@@ -27,10 +27,9 @@ from shardproof.demo.launch import DemoError, Job, check_device
 from shardproof.demo.story import LOSS_TOLERANCE, STORAGES, Record, Story, Task
 from shardproof.storage import storage_at
 
-__all__ = ["DemoEvent", "demo_folder", "ignore", "run_demo"]
+__all__ = ["DemoEvent", "demo_folder", "run_demo"]
 
 TEXT = Path(__file__).with_name("text.txt")
-RUN_LIMIT = 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +58,6 @@ def run_demo(
     run_dir: Path | None = None,
     keep: bool = False,
     on_event: Callable[[DemoEvent], None] | None = None,
-    limit: float = RUN_LIMIT,
 ) -> DemoReport:
     """Train, save, kill in the middle of a save, resume on other layouts, and compare every bit.
 
@@ -78,7 +76,6 @@ def run_demo(
         run_dir: an empty or new folder; None for a temporary folder.
         keep: True to keep the temporary folder. A failure keeps it too.
         on_event: called with each event of the runs.
-        limit: time limit of one run, in seconds.
 
     Raises:
         ValueError: sizes that do not fit together, an optimizer and a sharding that exclude each other, a
@@ -103,7 +100,7 @@ def run_demo(
             stop=steps,
             storage_options=options,
         )
-        report = _Demo(story, task, on_event or ignore, limit).run()
+        report = _Demo(story, task, on_event or (lambda _: None)).run()
     if stays or not report.ok:
         return replace(report, folder=str(folder))
     shutil.rmtree(folder, ignore_errors=True)
@@ -143,13 +140,10 @@ def _checkpoints(storage: str, folder: Path) -> Iterator[tuple[str, dict[str, st
 class _Demo:
     """The runs of a story, in one folder of checkpoints. `whole` is the task of the uninterrupted run."""
 
-    def __init__(
-        self, story: Story, whole: Task, on_event: Callable[[DemoEvent], None], limit: float
-    ) -> None:
+    def __init__(self, story: Story, whole: Task, on_event: Callable[[DemoEvent], None]) -> None:
         self._story = story
         self._whole = whole
         self._on_event = on_event
-        self._limit = limit
         self._storage = storage_at(whole.checkpoints, whole.storage_options)
 
     def run(self) -> DemoReport:
@@ -206,14 +200,14 @@ class _Demo:
         )
 
     def _finish(self, task: Task) -> tuple[RunRecords, float]:
-        with Job(task, limit=self._limit) as job:
+        with Job(task) as job:
             self._emit(task, "begin", str(task.layout))
             job.finish(self._record_handler(task))
         self._emit(task, "end", f"{job.seconds:.1f} s")
         return RunRecords.of(task), job.seconds
 
     def _kill(self, task: Task, reference: RunRecords) -> tuple[RunRecords, RunFacts, KillFacts]:
-        with Job(task, limit=self._limit) as job:
+        with Job(task) as job:
             self._emit(task, "begin", str(task.layout))
             job.wait_for(task.stalled, self._record_handler(task))
             workers = job.kill()
@@ -267,7 +261,3 @@ class _Demo:
 
     def _emit(self, task: Task, kind: str, text: str, step: int | None = None) -> None:
         self._on_event(DemoEvent(task.name, kind, text, step, task.stop))
-
-
-def ignore(_event: DemoEvent) -> None:
-    """Ignores an event."""
