@@ -39,7 +39,11 @@ _SHARDING_NAMES = {"fsdp2": "FSDP2", "flat": "flat", "none": "DP"}
 
 @dataclass(frozen=True, slots=True)
 class RankLayout:
-    """The numbers of data-parallel and tensor-parallel ranks, the sharding and the optimizer."""
+    """The numbers of data-parallel and tensor-parallel ranks, the sharding and the optimizer.
+
+    Raises:
+        ValueError: an unknown choice, or choices that exclude each other.
+    """
 
     data: int
     tensor: int = 1
@@ -50,24 +54,16 @@ class RankLayout:
     cpu_fraction: float = 0.5
     """Fraction of the elements that the hybrid optimizer updates on the CPU."""
 
-    @classmethod
-    def of(cls, ranks: int, sharding: str = "fsdp2", optimizer: str = "adamw") -> RankLayout:
-        """A layout of data-parallel ranks.
-
-        Raises:
-            ValueError: an unknown choice, or choices that exclude each other.
-        """
-        choices_of = (("sharding", sharding, SHARDINGS), ("optimizer", optimizer, OPTIMIZERS))
-        for what, value, choices in choices_of:
-            if value not in choices:
-                raise ValueError(f"{what} is {value!r}, not one of {', '.join(choices)}")
-        if optimizer == "distributed" and sharding != "none":
+    def __post_init__(self) -> None:
+        for what, choices in (("sharding", SHARDINGS), ("optimizer", OPTIMIZERS)):
+            if getattr(self, what) not in choices:
+                raise ValueError(f"{what} is {getattr(self, what)!r}, not one of {', '.join(choices)}")
+        if self.optimizer == "distributed" and self.sharding != "none":
             raise ValueError(
-                f"the distributed optimizer needs unsharded parameters, but {sharding} shards them: use "
-                f"--optimizer distributed with --sharding none, or --sharding {sharding} with --optimizer "
-                "adamw or hybrid"
+                f"the distributed optimizer needs unsharded parameters, but {self.sharding} shards them: use "
+                f"--optimizer distributed with --sharding none, or --sharding {self.sharding} with "
+                "--optimizer adamw or hybrid"
             )
-        return cls(ranks, sharding=sharding, optimizer=optimizer)
 
     def widest(self) -> RankLayout:
         """The layout with the same number of ranks, and tensor parallelism of 2 for even numbers from 4 on.
@@ -152,7 +148,7 @@ class Story:
                 f"steps is {steps}: it must be a multiple of save_every, {save_every}, and at least {least}, "
                 f"for two saves, one interrupted save and {len(resume_ranks)} resumed runs"
             )
-        layout = RankLayout.of(ranks, sharding, optimizer).widest()
+        layout = RankLayout(ranks, sharding=sharding, optimizer=optimizer).widest()
         return cls(layout, tuple(resume_ranks), steps, save_every)
 
     @property

@@ -47,9 +47,7 @@ PATIENCE = 300.0
 """Seconds that a stopped rank waits for the kill."""
 
 
-def stop_in_the_middle(
-    folder_name: str, mark: Path, kind: type[LocalStorage] | type[ObjectStorage] = LocalStorage
-) -> None:
+def stop_in_the_middle(folder_name: str, mark: Path, kind: type[LocalStorage] | type[ObjectStorage]) -> None:
     """Make this process stop inside its first write into a checkpoint folder of that name.
 
     This replaces a method of the storage, because the engine has no option for failures.

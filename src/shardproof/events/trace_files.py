@@ -143,9 +143,9 @@ class _TraceFile:
             "process": os.getpid(),
         }
         head = f'{{"displayTimeUnit": "ms", "otherData": {json.dumps(about)}, "traceEvents": [\n'
-        # The name of the rank, and its place in the order of ranks.
-        head += json.dumps(row_about("process_name", event.rank, 0, {"name": f"rank {event.rank}"}))
-        head += ",\n" + json.dumps(row_about("process_sort_index", event.rank, 0, {"sort_index": event.rank}))
+        name, place = {"name": f"rank {event.rank}"}, {"sort_index": event.rank}
+        head += json.dumps(row_about("process_name", event.rank, 0, name))
+        head += ",\n" + json.dumps(row_about("process_sort_index", event.rank, 0, place))
         self._path.write_text(head + _END)
         self._end = len(head.encode())
         self._length = self._end + len(_END)
@@ -167,10 +167,9 @@ class _TraceFile:
         for one in (row, *(open_row for open_row, _ in self._open.values())):
             one["dur"] = round(at - one["ts"], 3)
         row["args"] = {"operation": event.operation, "step": event.step, "bytes": event.done, **event.facts}
-        if event.kind == "end":
-            new.append(row)
-        elif event.kind == "failed":
+        if event.error is not None:
             row["args"]["error"] = event.error
+        if event.kind in ("end", "failed"):
             new.append(row)
         else:
             row["args"]["unfinished"] = True

@@ -8,29 +8,26 @@ thread. This module imports nothing of Megatron: the queue's persistent worker i
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from threading import Thread
-from typing import Any, NamedTuple
+from typing import Any
 
 import shardproof as sp
 
-__all__ = ["QueueCall", "call_of", "wait_for_end"]
+__all__ = ["call_of", "wait_for_end"]
 
 _POLL_SECONDS = 1.0
 """Seconds between two checks that the training process is alive."""
 
 
-class QueueCall(NamedTuple):
-    """The arguments of Megatron's ``AsyncRequest``."""
+def call_of(pending: sp.PendingSave) -> tuple[Callable[..., None], tuple[Any, ...], list[Callable[[], None]]]:
+    """The arguments of an ``AsyncRequest`` that ends when a save ends, and raises its error on all ranks.
 
-    function: Any
-    arguments: tuple[Any, ...]
-    finalize: list[Any]
-
-
-def call_of(pending: sp.PendingSave) -> QueueCall:
-    """The call that ends when a save ends, and then raises the save's error on all ranks."""
+    Returns:
+        The function of the request, its arguments, and the functions that finalize the request.
+    """
     reader, writer = Pipe(duplex=False)
 
     def notify() -> None:
@@ -50,7 +47,7 @@ def call_of(pending: sp.PendingSave) -> QueueCall:
             reader.close()
             writer.close()
 
-    return QueueCall(wait_for_end, (reader, os.getpid()), [finish])
+    return wait_for_end, (reader, os.getpid()), [finish]
 
 
 def wait_for_end(reader: Connection, trainer: int) -> None:

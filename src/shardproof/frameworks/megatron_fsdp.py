@@ -149,14 +149,9 @@ def _partitions_of(model: MegatronFSDP) -> dict[str, Partition]:
 
 
 def _partition(name: str, raw: torch.Tensor, parameter: torch.Tensor, group: Any, number: int) -> Partition:
-    """The partition of a parameter.
+    """The partition of parameter `number` of a group that shares buffers.
 
-    Args:
-        name: name of the parameter.
-        raw: the module's parameter.
-        parameter: the optimizer's parameter.
-        group: the group of parameters that share buffers.
-        number: number of the parameter in the group.
+    `raw` is the module's parameter, and `parameter` the optimizer's.
     """
     shape = tuple(local_tensor(raw).shape)
     local: slice = getattr(parameter, "megatron_fsdp_slice", slice(0, prod(shape)))

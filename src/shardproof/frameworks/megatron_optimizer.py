@@ -132,10 +132,8 @@ def load_optimizer_state(optimizer: Any, state: Mapping[Any, Any]) -> None:
 def _state_of(inner: Any, parts: Mapping[int, Any], keys: set[str] | None) -> dict[str, Any]:
     """The state of one DistributedOptimizer; see `optimizer_state`.
 
-    Args:
-        inner: the optimizer.
-        parts: description of each parameter by the model, by the id of the parameter.
-        keys: keys of the checkpoint, for a load.
+    `parts` has the model's description of each parameter by the parameter's id, and `keys`, for a load, the
+    keys of the checkpoint.
     """
     ranges: list[FlatRange] = []
     for parameter, main, start in _ranges(inner):

@@ -121,8 +121,8 @@ class SaveStrategy(torch_strategies.TorchDistSaveShardedStrategy):
             The request to schedule in Megatron's ``AsyncCallsQueue``. The save runs without the queue too.
             The queue waits for its end, and its finalization raises the error of a failed save on all ranks.
         """
-        function, arguments, finalize = call_of(self.begin(sharded_state_dict, checkpoint_dir))
-        return _request_class(async_strategy)(function, arguments, finalize)
+        pending = self.begin(sharded_state_dict, checkpoint_dir)
+        return _request_class(async_strategy)(*call_of(pending))
 
     def begin(
         self,

@@ -87,17 +87,7 @@ def _partition(
     owners: list[torch.Tensor],
     whole: torch.Tensor | None = None,
 ) -> Partition:
-    """A partition whose name is not known yet.
-
-    Args:
-        shape: shape of the parameter.
-        start: first element of this rank's range.
-        stop: element after the last.
-        weight: memory of the range in the dtype of the model.
-        main: memory of the range that the optimizer steps.
-        owners: the buffer of the weight.
-        whole: memory of the whole weight, if this rank has it.
-    """
+    """A partition whose name is not known yet. `main` is the memory of the range that the optimizer steps."""
     if main.dtype != weight.dtype:
         return Partition("", shape, start, stop, weight, main, whole=whole, owners=owners)
     copies = [] if main.data_ptr() == weight.data_ptr() else [main]
