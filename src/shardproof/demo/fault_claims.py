@@ -87,14 +87,7 @@ def claims_of(
     runs: Sequence[tuple[FaultRunFacts, RunRecords]],
     log: Path,
 ) -> tuple[Claim, ...]:
-    """All claims of a story.
-
-    Args:
-        story: the planned runs.
-        reference: records of the run without a fault.
-        runs: facts and records of the runs with the fault, in order.
-        log: the file of rejected results.
-    """
+    """All claims of a story, from the runs with the fault, in order, and the file of rejected results."""
     planned, facts = story.runs, [each for each, _ in runs]
     number = story.fault_step
     claims = [

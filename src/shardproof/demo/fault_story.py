@@ -126,16 +126,10 @@ class FaultStory:
         )
 
     def task(self, number: int, *, folder: Path, text: Path, device: str) -> FaultTask:
-        """The task of one run; run 0 is the reference without the fault.
+        """The task of one run, in the folder of the demo. Run 0 is the reference without the fault.
 
         With a correct result, the reference skips the step. Each resumed run starts with other weights and
         generators, so that only the checkpoint can give the right state.
-
-        Args:
-            number: number of the run, from 1; 0 for the reference.
-            folder: folder of the whole demo.
-            text: file with the text to train on.
-            device: device of the tensors.
         """
         run = self.runs[number - 1] if number else None
         return FaultTask(

@@ -181,16 +181,12 @@ def clip_gradients(model: nn.Module, optimizer: torch.optim.Optimizer, most: flo
 
 
 def state_digests(
-    model: nn.Module, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup | None = None
+    model: nn.Module, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup | None
 ) -> dict[str, tuple[str, int]]:
     """Name to (digest, bytes) of every parameter and every tensor of its optimizer state.
 
-    All ranks must call it. Digests compare bits, so 0.0 differs from -0.0, and NaN equals itself.
-
-    Args:
-        model: the model, with any of the demo's shardings.
-        optimizer: the optimizer of its parameters.
-        group: the data-parallel ranks; None on a single rank.
+    All ranks of `group`, the data-parallel ranks, must call it. Digests compare bits, so 0.0 differs from
+    -0.0, and NaN equals itself.
     """
     slots_of = list(_slots(optimizer))  # first, because this waits for parameters in transfer
     names = {id(parameter): name for name, parameter in model.named_parameters()}

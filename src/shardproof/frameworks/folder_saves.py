@@ -145,10 +145,7 @@ class FolderSaves:
     def load(self, folder: str | os.PathLike[str], state: Any, **options: Any) -> sp.LoadReport:
         """Fills a state tree from a committed folder, after the end of the current save.
 
-        Args:
-            folder: the folder of the checkpoint.
-            state: see `shardproof.load`.
-            options: see `shardproof.load`.
+        See `shardproof.load` for the state and the options.
 
         Raises:
             ValueError: `folder` is a URL.
@@ -201,19 +198,14 @@ class FolderSaves:
             self._connection[1].wait_for_end()
 
     def remove(self, folder: str | os.PathLike[str]) -> None:
-        """Removes a checkpoint, once the current save is committed. One rank calls it.
-
-        Args:
-            folder: a folder or a file. A link is removed, and not what it points to.
-        """
+        """Removes a checkpoint once the current save is committed. See `remove_folder`. One rank calls it."""
         path = os.path.abspath(folder)
         self.after_commit(lambda: remove_folder(path))
 
     def after_commit(self, act: Callable[[], None]) -> None:
         """Calls a function once the newest save is committed: now, or in the thread of saves.
 
-        Args:
-            act: the function. It is not called if the save fails, but after the next one that is committed.
+        If the save fails, it calls the function after the next save that is committed.
         """
         with self._lock:
             if self._uncommitted:
@@ -252,21 +244,15 @@ class FolderSaves:
 
 
 def saves_of(owner: Any) -> FolderSaves:
-    """The `FolderSaves` of an object of a framework, made at the first call and stored in the object.
-
-    Args:
-        owner: an object with attributes.
-    """
+    """The `FolderSaves` of an object of a framework, made at the first call and stored in the object."""
     saves: FolderSaves = vars(owner).setdefault(_SAVES, FolderSaves())
     return saves
 
 
 def numbered_folders(folder: str | os.PathLike[str], name: re.Pattern[str]) -> list[tuple[int, str]]:
-    """The numbers and paths in a folder whose names match, in the order of the numbers.
+    """The numbers and paths in a folder whose whole names match, in the order of the numbers.
 
-    Args:
-        folder: any path. One that does not exist has none.
-        name: a pattern for the whole name, whose first group is the number.
+    The first group of the pattern `name` is the number. A folder that does not exist has none.
 
     Example:
         >>> numbered_folders("/nowhere", re.compile(r"step-([0-9]+)"))
@@ -300,9 +286,6 @@ def folders_to_remove(
 def local_path(folder: str | os.PathLike[str]) -> str:
     """The absolute path of a checkpoint that a framework names.
 
-    Args:
-        folder: a path.
-
     Raises:
         ValueError: the path is a URL, which would become a path below the current folder.
 
@@ -319,9 +302,6 @@ def local_path(folder: str | os.PathLike[str]) -> str:
 def is_committed(folder: str | os.PathLike[str]) -> bool:
     """True if a folder has a committed checkpoint of shardproof.
 
-    Args:
-        folder: any path.
-
     Example:
         >>> is_committed("/nowhere")
         False
@@ -334,9 +314,6 @@ def newest_committed(folders: Iterable[str]) -> str | None:
 
     The manifests give step and time, so a copy of a checkpoint has the same step and time.
 
-    Args:
-        folders: paths, committed or not.
-
     Raises:
         FormatError: a manifest is damaged.
     """
@@ -348,11 +325,7 @@ def newest_committed(folders: Iterable[str]) -> str | None:
 
 
 def remove_folder(path: str) -> None:
-    """Removes a checkpoint at once, if it exists. Logs a warning if that fails.
-
-    Args:
-        path: a folder or a file. A link is removed, and not what it points to.
-    """
+    """Removes a folder or a file at once, if it exists; of a link only the link. Logs if that fails."""
     if not os.path.lexists(path):
         return
     try:

@@ -77,11 +77,7 @@ def with_shardproof(kind: Any) -> Any:
             return state
 
         def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-            """Nothing: `save_checkpoint` saves the optimizer itself.
-
-            Args:
-                optimizer: the optimizer.
-            """
+            """Nothing: `save_checkpoint` saves the optimizer itself."""
             return {}
 
         def save_checkpoint(
@@ -119,10 +115,7 @@ def with_shardproof(kind: Any) -> Any:
         def load_checkpoint(self, checkpoint_path: Any, *args: Any, **options: Any) -> dict[str, Any]:
             """Loads a folder of shardproof into module and optimizers, or a checkpoint of Lightning.
 
-            Args:
-                checkpoint_path: the path. All ranks use the path of rank 0.
-                args: arguments of Lightning's method, for a checkpoint of Lightning.
-                options: options of Lightning's method, for a checkpoint of Lightning.
+            All ranks use the path of rank 0. Further arguments are for a checkpoint of Lightning.
 
             Returns:
                 Lightning's checkpoint. The state dict is that of the loaded module.
@@ -157,22 +150,12 @@ def with_shardproof(kind: Any) -> Any:
             return {**rest.value, "state_dict": self._module.state_dict(), "optimizer_states": []}
 
         def load_model_state_dict(self, checkpoint: Any, *args: Any, **options: Any) -> None:
-            """Does nothing for a checkpoint of shardproof: `load_checkpoint` has filled the module.
-
-            Args:
-                checkpoint: the result of `load_checkpoint`.
-                args: arguments of Lightning's method, for a checkpoint of Lightning.
-                options: options of Lightning's method, for a checkpoint of Lightning.
-            """
+            """Does nothing for a checkpoint of shardproof: `load_checkpoint` has filled the module."""
             if not self.shardproof_loaded:
                 super().load_model_state_dict(checkpoint, *args, **options)
 
         def remove_checkpoint(self, filepath: Any) -> None:
-            """Removes a checkpoint after the commit of the newest save.
-
-            Args:
-                filepath: the path.
-            """
+            """Removes a checkpoint after the commit of the newest save."""
             if self.is_global_zero:
                 self.shardproof_saves.remove(filepath)
 

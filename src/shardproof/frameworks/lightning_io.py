@@ -110,11 +110,7 @@ class ShardproofCheckpointIO(CheckpointIO):
         return moved
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Removes a checkpoint, if it exists.
-
-        Args:
-            path: the folder or file.
-        """
+        """Removes a folder or file, if it exists."""
         remove_folder(local_path(path))
 
 

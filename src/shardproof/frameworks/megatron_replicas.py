@@ -41,12 +41,7 @@ class MainReplicas:
         location: str,
         describe: Callable[[], Sequence[Box]],
     ) -> None:
-        """Compares the boxes of all ranks. All ranks call it.
-
-        Args:
-            rendezvous: the rendezvous of all ranks.
-            location: path of the checkpoint, for messages.
-            describe: returns the boxes of this rank.
+        """Compares the boxes of all ranks, which `describe` returns on each. All ranks call it.
 
         Raises:
             StructureError: two ranks have the main replica of one box, or no rank has one. The message names
@@ -79,10 +74,7 @@ class MainReplicas:
 
 
 def check_main_replicas(ranks: Sequence[Sequence[Box]]) -> None:
-    """Checks that each box has one main replica.
-
-    Args:
-        ranks: the boxes of each rank.
+    """Checks the boxes of each rank.
 
     Raises:
         StructureError: a box has two main replicas, or none.

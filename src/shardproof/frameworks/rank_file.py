@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -78,10 +79,7 @@ class _BoxPart:
     key: str
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    item: WriteItem | None
-    """The item of the plan that the planner resolves to the values."""
-    value: torch.Tensor | None = None
-    """The values, if they are a part of a plain value."""
+    values: Callable[[], Any]
 
 
 class ShardFile:
@@ -108,10 +106,7 @@ class ShardFile:
                 self._add_box(item)
 
     def write(self, storage: Storage) -> RankFile:
-        """Writes the file and flushes it.
-
-        Args:
-            storage: the folder of the checkpoint.
+        """Writes the file into the folder of the checkpoint, and flushes it.
 
         Raises:
             StructureError: the planner gives other values than it planned.
@@ -163,7 +158,7 @@ class ShardFile:
         key, offsets, sizes = item.index.fqn, tuple(data.chunk.offsets), tuple(data.chunk.sizes)
         self._declare(key, data.properties.dtype, tuple(data.size))
         if 0 not in sizes:
-            self._parts.append(_BoxPart(key, offsets, sizes, item))
+            self._parts.append(_BoxPart(key, offsets, sizes, partial(self._planner.resolve_data, item)))
 
     def _add_value(self, index: MetadataIndex) -> None:
         """Encodes a plain value. Its tensors and large arrays become tensors of their own."""
@@ -184,7 +179,7 @@ class ShardFile:
             key = hoisted_key(index.fqn, path, used)
             self._declare(key, tensor.dtype, tuple(tensor.shape))
             if tensor.numel():
-                self._parts.append(_BoxPart(key, (0,) * tensor.dim(), tuple(tensor.shape), None, tensor))
+                self._parts.append(_BoxPart(key, (0,) * tensor.dim(), tuple(tensor.shape), lambda: tensor))
             return key
 
         value = self._planner.lookup_object(index)
@@ -243,7 +238,7 @@ class ShardFile:
 
     def _values(self, part: _BoxPart) -> torch.Tensor:
         """The values of a box, in host memory."""
-        values = part.value if part.item is None else self._planner.resolve_data(part.item)
+        values = part.values()
         assert isinstance(values, torch.Tensor)
         found = str(values.dtype).removeprefix("torch."), tuple(values.shape)
         expected = self._tensors[part.key][0], part.sizes

@@ -12,16 +12,13 @@ __all__ = ["on_every_rank", "on_rank_0"]
 def on_rank_0(
     rendezvous: sp.rendezvous.Rendezvous, operation: str, phase: str, work: Callable[[], bytes]
 ) -> bytes:
-    """Runs `work` only on rank 0. All ranks call it.
+    """Runs `work` only on rank 0, and returns its result on all ranks. All ranks call it.
 
     Args:
         rendezvous: the rendezvous of the ranks.
         operation: a verb and a place, as for `shardproof.rendezvous.MeetingSequence`.
         phase: name of the meeting.
         work: called on rank 0.
-
-    Returns:
-        The result of `work`, on all ranks.
 
     Raises:
         ShardproofError: `work` failed. Raised on all ranks.
@@ -37,13 +34,7 @@ def on_rank_0(
 def on_every_rank(
     rendezvous: sp.rendezvous.Rendezvous, operation: str, phase: str, work: Callable[[], object]
 ) -> None:
-    """Runs `work` on each rank, and returns when all ranks have done it. All ranks call it.
-
-    Args:
-        rendezvous: the rendezvous of the ranks.
-        operation: a verb and a place, as for `shardproof.rendezvous.MeetingSequence`.
-        phase: name of the meeting.
-        work: called on this rank. Its result is not used.
+    """Runs `work` on each rank, and returns when all ranks have done it. See `on_rank_0` for the arguments.
 
     Raises:
         RankFailure: `work` failed on a rank. Raised on all ranks.

@@ -56,9 +56,6 @@ def mark_as_committed(storage: Storage) -> None:
     """Writes the file by which programs of torch DCP, such as torchtitan, recognise a finished checkpoint.
 
     The file is only a hint for these programs; the manifest is the commit. So a failure is only logged.
-
-    Args:
-        storage: the folder of a committed checkpoint.
     """
     try:
         storage.publish(_MARK, _MARK_TEXT, replace=True)

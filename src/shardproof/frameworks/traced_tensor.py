@@ -106,8 +106,20 @@ class TracedTensor:
     def narrow(self, dim: int, start: int, length: int) -> TracedTensor:
         """The elements [start, start + length) along one dimension."""
         dim %= self.ndim
-        shape = (*self.shape[:dim], length, *self.shape[dim + 1 :])
-        return TracedTensor(shape, self._narrowed(dim, start, start + length))
+        boxes = []
+        for box in self.boxes:
+            first = box.offsets[dim]
+            low, high = max(first, start), min(first + box.size(dim), start + length)
+            if low >= high:
+                continue
+            source, sizes = list(box.source_offsets), list(box.sizes)
+            if dim in box.axes:
+                at = box.axes.index(dim)
+                source[box.source_axes[at]] += low - first
+                sizes[at] = high - low
+            offsets = (*box.offsets[:dim], low - start, *box.offsets[dim + 1 :])
+            boxes.append(replace(box, source_offsets=tuple(source), offsets=offsets, sizes=tuple(sizes)))
+        return TracedTensor((*self.shape[:dim], length, *self.shape[dim + 1 :]), boxes)
 
     def chunk(self, chunks: int, dim: int = 0) -> tuple[TracedTensor, ...]:
         """See `torch.chunk`."""
@@ -115,14 +127,11 @@ class TracedTensor:
 
     def split(self, split_size: int | Sequence[int], dim: int = 0) -> tuple[TracedTensor, ...]:
         """See `torch.split`."""
-        total = self.shape[dim]
         if isinstance(split_size, int):
-            starts = range(0, total, split_size)
-            sizes: Sequence[int] = [min(split_size, total - start) for start in starts]
-        else:
-            sizes = split_size
-        ends = list(accumulate(sizes))
-        return tuple(self.narrow(dim, end - size, size) for end, size in zip(ends, sizes, strict=True))
+            total = self.shape[dim]
+            split_size = [min(split_size, total - start) for start in range(0, total, split_size)]
+        ends = accumulate(split_size)
+        return tuple(self.narrow(dim, end - size, size) for end, size in zip(ends, split_size, strict=True))
 
     def transpose(self, dim0: int, dim1: int) -> TracedTensor:
         """See `torch.transpose`."""
@@ -169,20 +178,6 @@ class TracedTensor:
                 )
             )
         return TracedTensor((*self.shape[:dim], *self.shape[dim + 1 :]), boxes)
-
-    def _narrowed(self, dim: int, start: int, stop: int) -> Iterator[TracedBox]:
-        for box in self.boxes:
-            first = box.offsets[dim]
-            low, high = max(first, start), min(first + box.size(dim), stop)
-            if low >= high:
-                continue
-            source, sizes = list(box.source_offsets), list(box.sizes)
-            if dim in box.axes:
-                at = box.axes.index(dim)
-                source[box.source_axes[at]] += low - first
-                sizes[at] = high - low
-            offsets = (*box.offsets[:dim], low - start, *box.offsets[dim + 1 :])
-            yield replace(box, source_offsets=tuple(source), offsets=offsets, sizes=tuple(sizes))
 
 
 def _cat(tensors: Sequence[TracedTensor], dim: int = 0) -> TracedTensor:
