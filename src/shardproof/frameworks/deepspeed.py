@@ -63,7 +63,7 @@ def engine_state(engine: DeepSpeedEngine) -> dict[str, Any]:
     zero = engine.optimizer
     is_stage_3 = isinstance(zero, DeepSpeedZeroOptimizer_Stage3)
     blocks = list(sharded_blocks(zero) if is_stage_3 else flat_blocks(zero))
-    by_parameter = {id(parameter): part for block in blocks for parameter, part in block.parameters}
+    by_parameter = {id(parameter): part for block in blocks for parameter, part, _ in block.parameters}
     module = engine.module
     names: dict[str, Partition] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from megatron_fsdp import MegatronFSDP
+from torch.distributed.tensor import DTensor
 
 import shardproof as sp
 from shardproof.frameworks.partitions import Partition, PartitionedModule, PartitionedOptimizer
@@ -188,16 +189,7 @@ def _description(raw: Any, dtype: torch.dtype, index_map: IndexMap | None) -> to
     """The parameter without memory, if it is a tensor parallel DTensor."""
     if index_map is None:
         return None
-    from torch.distributed.tensor import DTensor
-
-    described = DTensor.from_local(
-        torch.empty(local_tensor(raw).shape, dtype=dtype, device="meta"),
-        raw.device_mesh,
-        raw.placements,
-        run_check=False,
-        shape=raw.shape,
-        stride=raw.stride(),
-    )
+    described = _distributed(torch.empty(local_tensor(raw).shape, dtype=dtype, device="meta"), raw)
     setattr(described, LOCAL, index_map)
     return described
 
@@ -233,13 +225,11 @@ def _like(parameter: Any, item: Any) -> Any:
     """A new slot as a DTensor with the rows of the parameter; scalars and plain values as they are."""
     if not (isinstance(item, torch.Tensor) and item.dim()):
         return item
-    from torch.distributed.tensor import DTensor
+    return _distributed(item.view(local_tensor(parameter).shape), parameter)
 
+
+def _distributed(local: torch.Tensor, like: Any) -> DTensor:
+    """A DTensor with the layout of another, whose local tensor is `local`."""
     return DTensor.from_local(
-        item.view(local_tensor(parameter).shape),
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,20 +19,14 @@ from shardproof.state import StoredSlot
 __all__ = ["BlockOptimizer", "FlatBlock", "flat_blocks", "frozen_partition", "sharded_blocks"]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class FlatBlock:
     """A flat fp32 tensor that the base optimizer steps, and the parameters in it."""
 
-    def __init__(self, group: dict[str, Any], stepped: torch.Tensor) -> None:
-        self.group = group
-        self.stepped = stepped
-        self.parameters: list[tuple[torch.Tensor, Partition]] = []
-        self.places: dict[int, int] = {}
-        """Id of a partition to its first element in the flat tensor."""
-
-    def add(self, parameter: torch.Tensor, place: int, partition: Partition) -> None:
-        """Adds a parameter whose range begins at `place` in the flat tensor."""
-        self.parameters.append((parameter, partition))
-        self.places[id(partition)] = place
+    group: dict[str, Any]
+    stepped: torch.Tensor
+    parameters: list[tuple[torch.Tensor, Partition, int]] = field(default_factory=list)
+    """Each parameter with its partition, and the partition's first element in the flat tensor."""
 
 
 def flat_blocks(zero: Any) -> Iterator[FlatBlock]:
@@ -46,12 +41,10 @@ def flat_blocks(zero: Any) -> Iterator[FlatBlock]:
             start = min(max(begin - offset, 0), numel)
             stop = max(min(begin + len(stepped) - offset, numel), start)
             whole = flat.detach().narrow(0, offset, numel)
-            main = stepped.narrow(0, min(max(offset + start - begin, 0), len(stepped)), stop - start)
-            block.add(
-                parameter,
-                offset + start - begin if stop > start else 0,
-                _partition(tuple(parameter.shape), start, stop, whole[start:stop], main, [flat], whole),
-            )
+            place = min(max(offset + start - begin, 0), len(stepped))
+            weight, main = whole[start:stop], stepped.narrow(0, place, stop - start)
+            partition = _partition(tuple(parameter.shape), start, stop, weight, main, [flat], whole)
+            block.parameters.append((parameter, partition, place))
         yield block
 
 
@@ -69,11 +62,8 @@ def sharded_blocks(zero: Any) -> Iterator[FlatBlock]:
         for parameter in parameters:
             start, stop, count = _part_of(parameter)
             weight, main = (item.detach().narrow(0, place, stop - start) for item in (flat, stepped))
-            block.add(
-                parameter,
-                place,
-                _partition(tuple(parameter.ds_shape), start, stop, weight, main, [flat]),
-            )
+            partition = _partition(tuple(parameter.ds_shape), start, stop, weight, main, [flat])
+            block.parameters.append((parameter, partition, place))
             place += count
         yield block
 
@@ -113,20 +103,21 @@ class BlockOptimizer(PartitionedOptimizer):
 
     def __init__(self, zero: Any, blocks: list[FlatBlock]) -> None:
         self._base = zero.optimizer
-        self._blocks = {id(part): block for block in blocks for _, part in block.parameters}
+        self._places = {id(part): (block, at) for block in blocks for _, part, at in block.parameters}
+        """Id of a partition to its block, and to its first element there."""
         self._fresh: dict[tuple[int, str], torch.Tensor] = {}
         """New flat tensors by block and slot, until a load attaches them."""
         self._shared: dict[tuple[int, str], tuple[str, Any]] = {}
         """Scalars of a block by slot, with the parameter that they were loaded from."""
         groups = []
         for group in zero.optimizer.param_groups:
-            parts = [part for block in blocks if block.group is group for _, part in block.parameters]
+            parts = [part for block in blocks if block.group is group for _, part, _ in block.parameters]
             groups.append((group, parts))
         super().__init__(zero.optimizer, groups)
 
     def state_of(self, partition: Partition) -> Mapping[str, Any]:
         """Ranges of the flat tensors. All parameters of a flat tensor share its scalars."""
-        block = self._blocks[id(partition)]
+        block, _ = self._places[id(partition)]
         return {
             slot: self._range(partition, item)
             if _is_flat(item, block)
@@ -139,7 +130,7 @@ class BlockOptimizer(PartitionedOptimizer):
         new = super().new_slot(partition, slot, stored)
         if not new.dim():
             return new
-        block = self._blocks[id(partition)]
+        block, _ = self._places[id(partition)]
         key = id(block), slot
         if key not in self._fresh:
             self._fresh[key] = torch.zeros(len(block.stepped), dtype=new.dtype, device=new.device)
@@ -147,7 +138,7 @@ class BlockOptimizer(PartitionedOptimizer):
 
     def set_state(self, partition: Partition, state: dict[str, Any]) -> None:
         """Attaches new flat tensors. Scalars must be equal for all parameters of a flat tensor."""
-        block = self._blocks[id(partition)]
+        block, _ = self._places[id(partition)]
         first = partition is block.parameters[0][1]
         if first:
             self._shared = {key: value for key, value in self._shared.items() if key[0] != id(block)}
@@ -173,7 +164,7 @@ class BlockOptimizer(PartitionedOptimizer):
             present[slot] = item
 
     def _range(self, partition: Partition, flat: torch.Tensor) -> torch.Tensor:
-        place = self._blocks[id(partition)].places[id(partition)]
+        _, place = self._places[id(partition)]
         return flat.detach().narrow(0, place, partition.stop - partition.start)
 
 
