@@ -12,19 +12,17 @@ from shardproof.errors import StructureError
 
 __all__ = ["HUGGING_FACE", "check_planner", "given_arguments", "path_of", "stages_in_background"]
 
-HUGGING_FACE = tuple(
-    getattr(torch_dcp, name)
-    for name in (
-        "HuggingFaceStorageReader",
-        "HuggingFaceStorageWriter",
-        "QuantizedHuggingFaceStorageReader",
-    )
-    if hasattr(torch_dcp, name)
+
+def _classes(module: Any, *names: str) -> tuple[type[Any], ...]:
+    """The classes that this version of torch has."""
+    return tuple(getattr(module, name) for name in names if hasattr(module, name))
+
+
+HUGGING_FACE = _classes(
+    torch_dcp, "HuggingFaceStorageReader", "HuggingFaceStorageWriter", "QuantizedHuggingFaceStorageReader"
 )
 """Storages for model files of Hugging Face. These are not checkpoints, so torch handles them."""
-_STAGERS = tuple(
-    getattr(staging, name) for name in ("BlockingAsyncStager", "DefaultStager") if hasattr(staging, name)
-)
+_STAGERS = _classes(staging, "BlockingAsyncStager", "DefaultStager")
 """Stagers that only copy tensors."""
 
 

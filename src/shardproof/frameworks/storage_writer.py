@@ -196,14 +196,14 @@ def _merged(
         for key, value in file.objects.items():
             if objects.setdefault(key, value) != value:
                 raise StructureError(f"{key}: ranks wrote different values; nothing was committed", key=key)
-    planned = {
-        key: isinstance(kind, TensorStorageMetadata) for key, kind in metadata.state_dict_metadata.items()
-    }
-    lost = [key for key, is_tensor in planned.items() if key not in (tensors if is_tensor else objects)]
+    lost = sorted(
+        key
+        for key, kind in metadata.state_dict_metadata.items()
+        if key not in (tensors if isinstance(kind, TensorStorageMetadata) else objects)
+    )
     if lost:
         raise StructureError(
-            f"no rank wrote {', '.join(sorted(lost)[:20])}, which the plan has; nothing was committed",
-            keys=sorted(lost),
+            f"no rank wrote {', '.join(lost[:20])}, which the plan has; nothing was committed", keys=lost
         )
     records = tuple(TensorRecord(key, *tensors[key]) for key in sorted(tensors))
     row = {record.key: number for number, record in enumerate(records)}
