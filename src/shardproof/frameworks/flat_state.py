@@ -180,8 +180,5 @@ def _stored_as(key: str, container: Any, name: Any) -> Any:
     if isinstance(value, ShardedTensor):
         shards = [(shard.tensor, shard.metadata.shard_offsets) for shard in value.local_shards()]
         return sp.LocalShards(tuple(value.size()), shards, dtype=value.dtype)
-    if isinstance(value, _HANDLED) or callable(getattr(type(value), "state_tree", None)):
-        return value
-    if callable(getattr(type(value), "state_dict", None)):
-        return value
-    return WholeValue(container, name)
+    has_state = any(callable(getattr(type(value), method, None)) for method in ("state_tree", "state_dict"))
+    return value if isinstance(value, _HANDLED) or has_state else WholeValue(container, name)

@@ -28,6 +28,7 @@ from shardproof.frameworks.folder_saves import (
     numbered_folders,
     remove_folder,
 )
+from shardproof.state import local_tensor
 
 __all__ = ["last_checkpoint", "with_shardproof"]
 
@@ -146,17 +147,17 @@ def with_shardproof(kind: Any, *, background: bool = True) -> Any:
             return super()._finalize_training(*args, **options)
 
         def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-            if not self._reads_ours(resume_from_checkpoint):
+            if self._reads_ours(resume_from_checkpoint):
+                self._load_tree(resume_from_checkpoint, {"model": _weights(self.model)})
+            else:
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
-                return
-            self._load_tree(resume_from_checkpoint, {"model": _weights(self.model)})
 
         def _load_best_model(self) -> None:
             best = self.state.best_model_checkpoint
-            if not self._reads_ours(best):
+            if self._reads_ours(best):
+                self._load_tree(best, {"model": _weights(self.model)})
+            else:
                 super()._load_best_model()
-                return
-            self._load_tree(best, {"model": _weights(self.model)})
 
         def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
             if checkpoint is None or not self._reads_ours(checkpoint):
@@ -263,8 +264,7 @@ def _weights(model: Any) -> Any:
 
 def _address(value: Any) -> int:
     """The address of the memory that a tensor is part of; of a DTensor, that of this rank's part."""
-    local = value.to_local() if hasattr(value, "to_local") else value
-    return int(local.untyped_storage().data_ptr())
+    return local_tensor(value).untyped_storage().data_ptr()
 
 
 def _configurations(model: Any) -> list[Any]:
