@@ -48,14 +48,9 @@ PATIENCE = 300.0
 
 
 def stop_in_the_middle(folder_name: str, mark: Path, kind: type[LocalStorage] | type[ObjectStorage]) -> None:
-    """Make this process stop inside its first write into a checkpoint folder of that name.
+    """Make this process stop inside its first write into a checkpoint folder of that name; it makes `mark`.
 
-    This replaces a method of the storage, because the engine has no option for failures.
-
-    Args:
-        folder_name: folder name of the step, such as ``step-00000012``.
-        mark: file to make after the bytes are written.
-        kind: class of the storage.
+    This replaces a method of the class of the storage, because the engine has no option for failures.
     """
     create: Callable[..., Sink] = kind.create
 

@@ -42,13 +42,7 @@ def given_arguments(**arguments: Any) -> dict[str, Any]:
 def path_of(
     verb: str, checkpoint_id: str | os.PathLike[str] | None, storage: Any, own: type[Any]
 ) -> str | os.PathLike[str]:
-    """The path of the checkpoint.
-
-    Args:
-        verb: name of the function, for messages.
-        checkpoint_id: the argument of the caller.
-        storage: the storage writer or reader of the caller.
-        own: the supported class of storages.
+    """The path of the checkpoint: `checkpoint_id`, or that of `storage`, which is None or of the class `own`.
 
     Raises:
         StructureError: there is no path, or one that is not supported.
@@ -70,12 +64,7 @@ def path_of(
 
 
 def check_planner(planner: Any, default: type[Any], verb: str) -> bool:
-    """True if a planner allows a partial load.
-
-    Args:
-        planner: the planner of the caller.
-        default: the supported class of planners.
-        verb: name of the function, for messages.
+    """True if a planner allows a partial load. `default` is the supported class of planners.
 
     Raises:
         StructureError: the planner changes what is saved or loaded.

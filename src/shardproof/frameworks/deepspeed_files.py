@@ -48,14 +48,7 @@ def is_of_deepspeed(path: str | os.PathLike[str]) -> bool:
 
 
 def load_files(path: str | os.PathLike[str], state: Mapping[str, Any]) -> dict[str, Any]:
-    """Loads a tag folder of DeepSpeed.
-
-    Args:
-        path: the folder.
-        state: the state of the engine; see `shardproof.frameworks.deepspeed.engine_state`.
-
-    Returns:
-        The client state.
+    """Loads a tag folder of DeepSpeed into the result of `engine_state`. Returns the client state.
 
     Raises:
         KeyMismatchError: the checkpoint lacks a parameter or a slot, or has another shape.

@@ -51,12 +51,7 @@ def call_of(pending: sp.PendingSave) -> tuple[Callable[..., None], tuple[Any, ..
 
 
 def wait_for_end(reader: Connection, trainer: int) -> None:
-    """Waits until the save is over, or the training process has ended.
-
-    Args:
-        reader: the end of a pipe that gets a message when the save is over.
-        trainer: the process that saves.
-    """
+    """Waits until the pipe has the message that the save is over, or the process `trainer` has ended."""
     while not reader.poll(_POLL_SECONDS):
         try:
             os.kill(trainer, 0)

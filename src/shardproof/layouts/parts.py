@@ -171,12 +171,8 @@ class Owned:
         """The segments of the model's dimension that a dimension of the tensor contains, in order.
 
         A plain tensor contains the block of its rank. So does a DTensor that only data parallelism shards. A
-        DTensor that tensor parallelism also shards contains the blocks of all ranks.
-
-        Args:
-            length: size of the dimension.
-            blocks: the block of each tensor parallel rank.
-            rank: tensor parallel rank.
+        DTensor that tensor parallelism also shards contains the blocks of all ranks. `blocks` has one block
+        for each tensor parallel rank.
 
         Raises:
             StructureError: the length is neither that of the rank's block nor that of all blocks.
@@ -201,15 +197,9 @@ class Owned:
 def declare_along(
     module: torch.nn.Module, name: str, dim: int, blocks: Sequence[Segments], size: int, rank: int
 ) -> None:
-    """Declares that one dimension of a tensor consists of blocks. The others are equal to the model's.
+    """Declares that dimension `dim` of a tensor has the block of its rank in the model's dimension of `size`.
 
-    Args:
-        module: the module that owns the tensor, or one above it.
-        name: dotted name of the tensor in `module`.
-        dim: the dimension; from the end if negative.
-        blocks: the block of each tensor parallel rank.
-        size: size of the dimension in the model.
-        rank: tensor parallel rank.
+    The other dimensions are equal to the model's.
 
     Raises:
         StructureError: there is no such tensor, its sizes differ, or its layout is already declared.

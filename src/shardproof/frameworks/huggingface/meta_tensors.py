@@ -55,14 +55,10 @@ def materialize(model: PreTrainedModel, dtype: torch.dtype | None, device: torch
 
 
 def compute_buffers(model: PreTrainedModel, names: Collection[str]) -> None:
-    """Computes buffers with the model's own ``_init_weights``.
+    """Computes buffers of these names with the model's own ``_init_weights``. All tensors have memory.
 
     It runs twice, over zeros and over ones. A buffer that differs between the two runs was not computed, or
-    not computed in the same way on every rank.
-
-    Args:
-        model: a model whose tensors all have memory.
-        names: names of the buffers. Other tensors stay unchanged.
+    not computed in the same way on every rank. Other tensors stay unchanged.
 
     Raises:
         StructureError: ``_init_weights`` does not compute a buffer; the message names it.

@@ -54,12 +54,7 @@ def state_of(model: PreTrainedModel, plan: FileTensors) -> dict[str, sp.LocalSha
 
 
 def plan_load(model: PreTrainedModel, shapes: Mapping[str, _Shape], location: str) -> FileTensors:
-    """Finds the boxes of the model that each stored tensor fills.
-
-    Args:
-        model: the model to load into.
-        shapes: shapes of the stored tensors by key.
-        location: location of the files, for messages.
+    """Finds the boxes of the model that each stored tensor fills, from the shapes of the stored tensors.
 
     Raises:
         KeyMismatchError: the keys or shapes of the model and the files do not match.
