@@ -30,13 +30,7 @@ from shardproof.checkpointer.preemption import Preempted, Preemption
 from shardproof.checkpointer.prune import PrunePlan as PrunePlan
 from shardproof.checkpointer.prune import plan_prune as plan_prune
 from shardproof.checkpointer.prune import prune as prune
-from shardproof.checkpointer.retention import (
-    Leftover,
-    delete_steps,
-    leftovers,
-    plan_removal,
-    remove_leftover,
-)
+from shardproof.checkpointer.retention import Leftover, delete_steps, leftovers, plan_removal, remove_leftover
 from shardproof.checkpointer.run_watch import RunWatch as RunWatch
 from shardproof.checkpointer.run_watch import WatchedSave as WatchedSave
 from shardproof.checkpointer.save_interval import IntervalAdvice as IntervalAdvice

@@ -27,13 +27,7 @@ from shardproof.checkpointer.schedules import Schedule
 from shardproof.checkpointer.scrub import Scrub
 from shardproof.checkpointer.step_selection import PassedOver
 from shardproof.checkpointer.suspects import unsettled_suspects
-from shardproof.checkpointer.tiers import (
-    Uploader,
-    UploadRequest,
-    check_node_local,
-    open_tiers,
-    tier_of,
-)
+from shardproof.checkpointer.tiers import Uploader, UploadRequest, check_node_local, open_tiers, tier_of
 from shardproof.errors import NotCommittedError, StructureError
 from shardproof.interop import foreign_of
 from shardproof.loading import Cast, LoadOptions, LoadReport, Patterns, ReadOnce, load_from

@@ -15,13 +15,7 @@ from shardproof import events
 from shardproof._utils.arguments import check_boolean, check_number
 from shardproof._utils.humanize import span
 from shardproof.checkpointer.agreed_calls import AgreedCalls, Request, Requests
-from shardproof.checkpointer.preemption import (
-    Preempted,
-    Preemption,
-    SignalNotices,
-    lead_seconds,
-    limit_of,
-)
+from shardproof.checkpointer.preemption import Preempted, Preemption, SignalNotices, lead_seconds, limit_of
 from shardproof.checkpointer.run_marks import checked_step
 from shardproof.checkpointer.save_interval import ENOUGH_SAVES, advice_of
 from shardproof.checkpointer.schedules import Schedule

@@ -162,10 +162,7 @@ class SignalNotices:
     """
 
     def __init__(
-        self,
-        signals: Sequence[int],
-        noticed: Callable[[], None],
-        clock: Callable[[], float] = time.monotonic,
+        self, signals: Sequence[int], noticed: Callable[[], None], clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.first: signal.Signals | None = None
         """The first signal."""

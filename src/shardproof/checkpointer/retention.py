@@ -114,9 +114,7 @@ def plan_removal(storage: Storage, names: Sequence[str]) -> Removal:
 
 
 def delete_steps(
-    storage: Storage,
-    names: Sequence[str],
-    on_progress: Callable[[int, int], None] | None = None,
+    storage: Storage, names: Sequence[str], on_progress: Callable[[int, int], None] | None = None
 ) -> Removal:
     """Deletes steps (notes "Only our files" and "The manifest goes first").
 
@@ -323,11 +321,7 @@ def _manifest_size(run: Storage, folder: str) -> int | None:
         return None
 
 
-def _delete(
-    run: Storage,
-    names: Sequence[str],
-    on_progress: Callable[[int, int], None] | None,
-) -> None:
+def _delete(run: Storage, names: Sequence[str], on_progress: Callable[[int, int], None] | None) -> None:
     """Deletes steps. Logs a warning if that frees no space, because the disk may fill."""
     unknown = delete_steps(run, names, on_progress).unknown
     if unknown:

@@ -85,11 +85,7 @@ class RunWatch:
         return saves
 
     def _of_folder(
-        self,
-        info: StepInfo,
-        unnamed: dict[str, list[Leftover]],
-        newest: StepInfo | None,
-        now: float,
+        self, info: StepInfo, unnamed: dict[str, list[Leftover]], newest: StepInfo | None, now: float
     ) -> Iterator[WatchedSave]:
         found = unnamed.get(info.name, [])
         if info.status != "leftover" or not found:
@@ -120,15 +116,7 @@ class RunWatch:
                 speed = max(0, size - before) / (now - since)
             share = size / newest.bytes if newest is not None and newest.bytes else None
         return WatchedSave(
-            leftover.folder,
-            info.step,
-            leftover.attempt,
-            state,
-            leftover.modified,
-            size,
-            speed,
-            share,
-            note,
+            leftover.folder, info.step, leftover.attempt, state, leftover.modified, size, speed, share, note
         )
 
 

@@ -14,15 +14,7 @@ from typing import Any
 
 import click
 
-from shardproof.cli.failures import (
-    BAD,
-    CUT_OFF,
-    INTERRUPTED,
-    UNEXPECTED,
-    USAGE,
-    show_failure,
-    show_usage,
-)
+from shardproof.cli.failures import BAD, CUT_OFF, INTERRUPTED, UNEXPECTED, USAGE, show_failure, show_usage
 from shardproof.errors import ShardproofError, tells_nothing
 
 __all__ = ["run"]

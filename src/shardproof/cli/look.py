@@ -153,13 +153,7 @@ def inspect_command(
             _show_detail(found)
         return YES
     summary = summarise(
-        stored.location,
-        manifest,
-        table,
-        prefix=key,
-        depth=depth,
-        format=stored.format,
-        notes=stored.notes,
+        stored.location, manifest, table, prefix=key, depth=depth, format=stored.format, notes=stored.notes
     )
     if key is not None and not (summary.tensors or summary.objects or summary.aliases):
         raise click.UsageError(f"{stored.location} has no key {key!r}{_near(key, manifest)}")

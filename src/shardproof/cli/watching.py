@@ -26,12 +26,7 @@ __all__ = ["watch_command"]
 @click.command("watch", short_help="Show the saves of a run while they happen.")
 @folder_argument("run")
 @click.option(
-    "--every",
-    callback=span,
-    metavar="SPAN",
-    default="2s",
-    show_default=True,
-    help="Time between updates.",
+    "--every", callback=span, metavar="SPAN", default="2s", show_default=True, help="Time between updates."
 )
 @click.option("--once", is_flag=True, help="Print one table, and exit.")
 @older_than_option("Files without a manifest that did not change within this time belong to a dead save.")

@@ -156,10 +156,7 @@ class _CheckpointCopy:
     ) -> None:
         self._target = target
         self._manifest = msgspec.structs.replace(
-            manifest,
-            version=FORMAT_VERSION,
-            writer=f"shardproof {__version__}",
-            attempt=secrets.token_hex(8),
+            manifest, version=FORMAT_VERSION, writer=f"shardproof {__version__}", attempt=secrets.token_hex(8)
         )
         """Of the copy. Its files are those of the source until `run` has written them."""
         self._table = table

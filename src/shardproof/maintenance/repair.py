@@ -6,13 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from shardproof.errors import (
-    AlreadyCommittedError,
-    FormatError,
-    NotCommittedError,
-    StorageError,
-    TilingError,
-)
+from shardproof.errors import AlreadyCommittedError, FormatError, NotCommittedError, StorageError, TilingError
 from shardproof.format import (
     MANIFEST_NAME,
     FileRecord,
@@ -103,8 +97,7 @@ def _intact_manifest(storage: Storage) -> Manifest | None:
         name, fault = next(iter(lost.items()))
         more = f", and {len(lost) - 1} more are missing or of another size" if len(lost) > 1 else ""
         raise FormatError(
-            f"{storage.location}: {fault}{more}. It cannot be repaired: restore another step",
-            file=name,
+            f"{storage.location}: {fault}{more}. It cannot be repaired: restore another step", file=name
         )
     raise AlreadyCommittedError(
         f"{storage.location} is committed and readable: there is nothing to repair (`shardproof verify` "

@@ -79,10 +79,7 @@ class VerifyReport:
 
 
 def verify(
-    storage: Storage,
-    on_progress: Callable[[int, int], None] | None = None,
-    *,
-    referenced_only: bool = False,
+    storage: Storage, on_progress: Callable[[int, int], None] | None = None, *, referenced_only: bool = False
 ) -> VerifyReport:
     """Reads a whole checkpoint and compares every byte with what was saved.
 

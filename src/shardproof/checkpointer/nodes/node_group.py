@@ -123,11 +123,7 @@ class NodeGroup:
         try:
             return meeting.meet("part", bytes, lambda posts: answers or b"")
         except ShardproofError as error:
-            _log.warning(
-                "%s: the barrier at the end of a save or restore failed: %s",
-                self.location,
-                error,
-            )
+            _log.warning("%s: the barrier at the end of a save or restore failed: %s", self.location, error)
             return b""
 
 

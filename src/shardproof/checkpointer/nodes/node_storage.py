@@ -29,14 +29,7 @@ from shardproof.checkpointer.nodes.peer_storage import PeerSink, PeerStorage, as
 from shardproof.checkpointer.step_folders import PINNED_NAME, read_note
 from shardproof.checkpointer.tiers import CopyChoice, NearerCopy, TieredRun
 from shardproof.errors import AlreadyCommittedError, ShardproofError, StorageError
-from shardproof.format import (
-    MANIFEST_NAME,
-    SEAL_LENGTH,
-    FileRecord,
-    Manifest,
-    parse_shard_name,
-    read_seal,
-)
+from shardproof.format import MANIFEST_NAME, SEAL_LENGTH, FileRecord, Manifest, parse_shard_name, read_seal
 from shardproof.storage import FreeSpace, LocalStorage, NameFlush, Sink, Storage
 
 __all__ = ["NodeSink", "NodeStorage", "NodesView"]
