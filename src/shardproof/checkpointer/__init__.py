@@ -16,7 +16,6 @@ from shardproof.checkpointer.doctor import probe_storage as probe_storage
 from shardproof.checkpointer.doctor import scrub_run as scrub_run
 from shardproof.checkpointer.node_findings import find_missing_copies as find_missing_copies
 from shardproof.checkpointer.node_mark import read_node_mark as read_node_mark
-from shardproof.checkpointer.pins import Pin
 from shardproof.checkpointer.policies import (
     KeepAll,
     KeepBest,
@@ -39,7 +38,7 @@ from shardproof.checkpointer.scan import interval_advice as interval_advice
 from shardproof.checkpointer.scan import scan_run as scan_run
 from shardproof.checkpointer.schedules import Every, Schedule
 from shardproof.checkpointer.step_folders import SETTLED_NAME, StepFolder, is_ours, parse_folder, parse_step
-from shardproof.checkpointer.suspects import read_settled
+from shardproof.checkpointer.step_marks import Pin, read_settled
 
 if TYPE_CHECKING:
     from shardproof.checkpointer.checkpointer import Checkpointer

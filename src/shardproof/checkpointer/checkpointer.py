@@ -11,13 +11,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from shardproof._utils.arguments import check_boolean, check_whole
 from shardproof.checkpointer.after_commit import AfterCommit
-from shardproof.checkpointer.confirm import confirm
 from shardproof.checkpointer.damage import Damage
 from shardproof.checkpointer.due_saves import DueSaves
 from shardproof.checkpointer.nodes import MissingCopies, NodeStorage, join_nodes
 from shardproof.checkpointer.open_run import OpenRun
 from shardproof.checkpointer.page_cache import NewestStep
-from shardproof.checkpointer.pins import Pin
 from shardproof.checkpointer.policies import MetricCheck, Retention
 from shardproof.checkpointer.preemption import Preemption
 from shardproof.checkpointer.restore import Restore
@@ -25,8 +23,8 @@ from shardproof.checkpointer.restored_step import RestoredStep
 from shardproof.checkpointer.run_marks import change_pin, checked_step, parse_argument, settle_suspect
 from shardproof.checkpointer.schedules import Schedule
 from shardproof.checkpointer.scrub import Scrub
+from shardproof.checkpointer.step_marks import Pin, unsettled_suspects
 from shardproof.checkpointer.step_selection import PassedOver
-from shardproof.checkpointer.suspects import unsettled_suspects
 from shardproof.checkpointer.tiers import Uploader, UploadRequest, check_node_local, open_tiers, tier_of
 from shardproof.errors import NotCommittedError, StructureError
 from shardproof.interop import foreign_of
@@ -495,7 +493,7 @@ class Checkpointer:
         shares: list[bytes] = []
         if self._rendezvous.rank == 0:
             whole = options.include is None and options.exclude is None
-            shares = confirm(self._run, view, folder, self._copies, whole=whole)
+            shares = self._run.confirm(view, folder, self._copies, whole=whole)
             if not folder.suspect:
                 self._scrub.prepare()
                 self._scrub.begin(folder.name)

@@ -9,12 +9,12 @@ from typing import Any
 import msgspec
 
 from shardproof import events
-from shardproof.checkpointer.nodes import NodeStorage
-from shardproof.checkpointer.pins import Pin, pinned_steps
+from shardproof.checkpointer.nodes import MissingCopies, NodeStorage, NodesView
 from shardproof.checkpointer.policies import BestStep, KeepBest, Retention
 from shardproof.checkpointer.retention import StepFacts
 from shardproof.checkpointer.scrub import Scrub
-from shardproof.checkpointer.step_folders import parse_folder, parse_step, step_name
+from shardproof.checkpointer.step_folders import StepFolder, parse_folder, parse_step, step_name
+from shardproof.checkpointer.step_marks import Pin, pinned_steps
 from shardproof.checkpointer.step_selection import written_folders
 from shardproof.checkpointer.tiers import TieredRun
 from shardproof.errors import FormatError, NotCommittedError, StorageError
@@ -153,6 +153,45 @@ class OpenRun:
     def is_unconfirmed(self, step: int) -> bool:
         """True if a step may not be durable."""
         return self.storage.within(step_name(step)) in self.saver.unconfirmed
+
+    def confirm(
+        self, view: Storage, folder: StepFolder, copies: MissingCopies | None, *, whole: bool
+    ) -> list[bytes]:
+        """Makes the restored step durable, or marks it as unconfirmed. Rank 0 calls it.
+
+        Args:
+            view: the view of all tiers that the restore used.
+            folder: folder of the step.
+            copies: makes missing copies; None without nodes.
+            whole: True if the load read all of the step. Only then is its commit confirmed.
+
+        Returns:
+            Each rank's share of the missing copies of the step; empty if no copy is missing.
+        """
+        storage = view.within(folder.name)
+        shares: list[bytes] = []
+        try:
+            if self.nodes is not None and copies is not None and isinstance(storage, NodesView):
+                text = self.nodes.confirm(storage)
+                if text is not None:
+                    shares = copies.plan(folder.name, text, storage.choice.left_out)
+            storage.flush(MANIFEST_NAME)
+        except StorageError as error:
+            if error.details.get("missing"):
+                return []  # another process removed the step after it was read
+            self.saver.unconfirmed.add(storage)
+            _log.warning(
+                "%s: %s was restored, and every byte that was read is verified, but it is not known to be "
+                "durable: %s. No incremental save refers to it and retention does not count it until a "
+                "restore can flush it or it is saved again",
+                self.location,
+                folder,
+                error,
+            )
+        else:
+            if whole:
+                self.saver.unconfirmed.confirm(storage)
+        return shares
 
     def base_of(self, step: Any) -> Storage | None:
         """The newest confirmed and undamaged step before this one (note "One line of steps")."""

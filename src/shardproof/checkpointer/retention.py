@@ -26,7 +26,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from shardproof.checkpointer.pins import read_pin
 from shardproof.checkpointer.policies import Retention, SavedStep
 from shardproof.checkpointer.step_folders import (
     PINNED_NAME,
@@ -36,7 +35,7 @@ from shardproof.checkpointer.step_folders import (
     parse_folder,
     step_name,
 )
-from shardproof.checkpointer.suspects import settled_suspects
+from shardproof.checkpointer.step_marks import read_pin, settled_suspects
 from shardproof.errors import FormatError, NotCommittedError, StorageError
 from shardproof.format import (
     MANIFEST_NAME,

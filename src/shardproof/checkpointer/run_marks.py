@@ -10,9 +10,8 @@ from typing import Any
 import msgspec
 
 from shardproof.checkpointer.open_run import OpenRun
-from shardproof.checkpointer.pins import remove_pin, write_pin
 from shardproof.checkpointer.step_folders import StepFolder
-from shardproof.checkpointer.suspects import write_settled
+from shardproof.checkpointer.step_marks import remove_pin, write_pin, write_settled
 from shardproof.errors import StructureError
 from shardproof.rendezvous import MeetingSequence
 

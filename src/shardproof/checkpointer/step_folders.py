@@ -15,9 +15,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from shardproof.errors import StorageError
 from shardproof.format import MANIFEST_NAME, STEP_FOLDER
-from shardproof.storage import Storage
 
 __all__ = [
     "PINNED_NAME",
@@ -27,7 +25,6 @@ __all__ = [
     "is_ours",
     "parse_folder",
     "parse_step",
-    "read_note",
     "step_name",
 ]
 
@@ -35,9 +32,6 @@ SETTLED_NAME = "settled.json"
 """The file in a suspect's folder with the verdict."""
 PINNED_NAME = "pinned.json"
 """The file in a step's folder with its pin."""
-
-_LONGEST = 1 << 20
-"""Bytes of such a file that are read. A longer one is invalid."""
 
 _DATA = re.compile(
     r"(?:shards/[0-9]+-|index-)(?P<attempt>[^/]+?)\.safetensors(?:\.[^/]+\.tmp)?"
@@ -137,21 +131,3 @@ def is_ours(name: str, folder: str = "") -> bool:
     (True, False)
     """
     return attempt_of(name, folder) is not None
-
-
-def read_note(folder: Storage, name: str) -> bytes | None:
-    """The small file `SETTLED_NAME` or `PINNED_NAME` of a step's folder; None if it does not exist.
-
-    Args:
-        folder: folder of the step.
-        name: name of the file. At most 1 MiB of it is read.
-
-    Raises:
-        StorageError: the storage cannot read it at the moment.
-    """
-    try:
-        return folder.read(name, 0, min(folder.size(name) or 0, _LONGEST))
-    except StorageError as error:
-        if error.details.get("missing"):
-            return None
-        raise

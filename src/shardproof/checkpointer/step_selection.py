@@ -9,7 +9,7 @@ from itertools import chain
 
 from shardproof.checkpointer.damage import Damage, is_damage
 from shardproof.checkpointer.step_folders import StepFolder, is_ours, parse_folder
-from shardproof.checkpointer.suspects import read_settled, unsettled_suspects
+from shardproof.checkpointer.step_marks import read_settled, unsettled_suspects
 from shardproof.checkpointer.tiers import copies_in
 from shardproof.errors import CorruptChunkError, FormatError, NotCommittedError, ShardproofError, StorageError
 from shardproof.format import MANIFEST_NAME, Manifest, read_seal, references_in

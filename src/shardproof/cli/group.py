@@ -27,7 +27,7 @@ COMMANDS = {
     "convert": "rewrite",
     "repair": "rewrite",
     "prune": "clean",
-    "memory": "keepers",
+    "memory": "clean",
     "doctor": "health",
     "watch": "watching",
     "trace": "extras",

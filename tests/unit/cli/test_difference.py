@@ -13,7 +13,7 @@ import pytest
 import shardproof as sp
 from shardproof.errors import CorruptChunkError, NotCommittedError, StorageError
 from shardproof.report import Difference, diff
-from shardproof.report.compare import compare_tensors
+from shardproof.report.difference import compare_tensors
 from shardproof.storage import LocalStorage
 from tests.faulty_storage import FaultyStorage
 from tests.unit.cli.samples import Sample, model, rows_cut, write

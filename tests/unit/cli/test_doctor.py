@@ -15,7 +15,7 @@ import pytest
 
 from shardproof.checkpointer import probe_storage
 from shardproof.checkpointer.node_mark import NodeMark, write_node_mark
-from shardproof.checkpointer.pins import write_pin
+from shardproof.checkpointer.step_marks import write_pin
 from shardproof.format import MANIFEST_NAME
 from shardproof.storage import FreeSpace, LocalStorage
 from tests.faulty_system import Fault, faulty_system

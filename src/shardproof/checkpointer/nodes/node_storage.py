@@ -26,7 +26,8 @@ import msgspec
 from shardproof.checkpointer.nodes.node_group import NodeGroup
 from shardproof.checkpointer.nodes.peer_frames import PeerRequest, name_from, name_to
 from shardproof.checkpointer.nodes.peer_storage import PeerSink, PeerStorage, ask_all
-from shardproof.checkpointer.step_folders import PINNED_NAME, read_note
+from shardproof.checkpointer.step_folders import PINNED_NAME
+from shardproof.checkpointer.step_marks import read_mark
 from shardproof.checkpointer.tiers import CopyChoice, NearerCopy, TieredRun
 from shardproof.errors import AlreadyCommittedError, ShardproofError, StorageError
 from shardproof.format import MANIFEST_NAME, SEAL_LENGTH, FileRecord, Manifest, parse_shard_name, read_seal
@@ -284,7 +285,7 @@ class NodeStorage(NodesView):
         """
         if restored._is_second(restored._holder()):
             return None
-        text, pin = restored.read(MANIFEST_NAME), read_note(restored, PINNED_NAME)
+        text, pin = restored.read(MANIFEST_NAME), read_mark(restored, PINNED_NAME)
         for place in restored._places[: len(self.group.folders)]:
             if read_seal(place) != text[-SEAL_LENGTH:]:
                 place.publish(MANIFEST_NAME, text, replace=True)

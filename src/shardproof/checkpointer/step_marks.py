@@ -1,0 +1,204 @@
+"""Marks in the folder of a step: the pin, and the verdict on a suspect.
+
+Note "A pin belongs to the folder": no retention policy removes a pinned step. The pin is a file in the folder
+of the step. It stays if a save replaces the step. Without a manifest it pins nothing.
+
+Note "Settled for one attempt": a suspect is the checkpoint of a step whose validation failed, and a verdict
+settles it. The verdict is a file in the folder of the suspect, and names its attempt. So a new suspect that
+replaces a settled one is not settled, at whatever moment its save dies.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import msgspec
+
+from shardproof.checkpointer.step_folders import (
+    PINNED_NAME,
+    SETTLED_NAME,
+    StepFolder,
+    parse_folder,
+    parse_step,
+    step_name,
+)
+from shardproof.errors import FormatError, NotCommittedError, StorageError
+from shardproof.format import MANIFEST_NAME, read_manifest
+from shardproof.storage import Storage
+
+__all__ = [
+    "Pin",
+    "Settled",
+    "pinned_steps",
+    "read_mark",
+    "read_pin",
+    "read_settled",
+    "remove_pin",
+    "settled_suspects",
+    "unsettled_suspects",
+    "write_pin",
+    "write_settled",
+]
+
+_LONGEST = 1 << 20
+"""Bytes of a mark that are read. A longer one is invalid."""
+
+_log = logging.getLogger("shardproof")
+
+
+def read_mark(folder: Storage, name: str) -> bytes | None:
+    """A small file in a folder, such as `PINNED_NAME`; None if it does not exist.
+
+    Args:
+        folder: folder of the step.
+        name: name of the file. At most 1 MiB of it is read.
+
+    Raises:
+        StorageError: the storage cannot read it at the moment.
+    """
+    try:
+        return folder.read(name, 0, min(folder.size(name) or 0, _LONGEST))
+    except StorageError as error:
+        if error.details.get("missing"):
+            return None
+        raise
+
+
+class Pin(msgspec.Struct, frozen=True, kw_only=True):
+    """The reason why a step stays."""
+
+    label: str
+    """The user's text; empty if the file cannot be read as a pin."""
+    time: float
+    """When it was pinned, Unix seconds."""
+
+
+def read_pin(folder: Storage) -> Pin | None:
+    """The pin of a step's folder; None if it has none. A file that is no pin still pins the step.
+
+    Raises:
+        StorageError: the storage cannot read it at the moment.
+    """
+    try:
+        data = read_mark(folder, PINNED_NAME)
+    except StorageError as error:
+        if error.details.get("lost_link"):
+            return None
+        raise
+    if data is None:
+        return None
+    try:
+        return msgspec.json.decode(data, type=Pin)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return Pin(label="", time=0.0)
+
+
+def write_pin(run: Storage, step: int, label: str) -> None:
+    """Pins a committed step, durably.
+
+    Raises:
+        NotCommittedError: the step is not committed.
+        StorageError: the storage failed.
+    """
+    folder = run.within(step_name(step))
+    if folder.size(MANIFEST_NAME) is None:
+        raise NotCommittedError(f"{folder.location} is no committed step, so it cannot be pinned")
+    data = msgspec.json.encode(Pin(label=label, time=time.time())) + b"\n"
+    folder.publish(PINNED_NAME, data, replace=True)
+    if folder.size(MANIFEST_NAME) is None:  # another process removed the step meanwhile
+        folder.delete(PINNED_NAME)
+        raise NotCommittedError(f"{folder.location} was removed while it was pinned")
+
+
+def remove_pin(run: Storage, step: int) -> bool:
+    """Removes the pin of a step. False if it has none."""
+    folder = run.within(step_name(step))
+    if folder.size(PINNED_NAME) is None:
+        return False
+    folder.delete(PINNED_NAME)
+    return True
+
+
+def pinned_steps(run: Storage) -> dict[int, Pin]:
+    """The pinned and committed steps of a run, ascending."""
+    pins: dict[int, Pin] = {}
+    for step, name in sorted(
+        (step, name) for name in run.folders() if (step := parse_step(name)) is not None
+    ):
+        folder = run.within(name)
+        pin = read_pin(folder)
+        if pin is not None and folder.size(MANIFEST_NAME) is not None:
+            pins[step] = pin
+    return pins
+
+
+class Settled(msgspec.Struct, frozen=True, kw_only=True):
+    """The verdict on a suspect."""
+
+    attempt: str
+    """Attempt of the suspect; empty if its manifest could not be read."""
+    verdict: str
+    time: float
+    """Unix seconds."""
+
+
+def read_settled(folder: Storage) -> Settled | None:
+    """The verdict on the suspect in a folder; None if it is not settled.
+
+    Raises:
+        StorageError: the storage cannot read it at the moment.
+    """
+    data = read_mark(folder, SETTLED_NAME)
+    if data is None:
+        return None
+    try:
+        settled = msgspec.json.decode(data, type=Settled)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        _log.warning(
+            "%s/%s cannot be read (%s), so the suspect counts as not settled: settle it again",
+            folder.location,
+            SETTLED_NAME,
+            error,
+        )
+        return None
+    return settled if settled.attempt == _attempt(folder) else None
+
+
+def write_settled(folder: Storage, verdict: str) -> bool:
+    """Settles the suspect in a folder, durably. Returns False, and writes nothing, if there is none.
+
+    Raises:
+        StorageError: the storage failed.
+    """
+    if folder.size(MANIFEST_NAME) is None:
+        return False
+    settled = Settled(attempt=_attempt(folder), verdict=verdict, time=time.time())
+    folder.publish(SETTLED_NAME, msgspec.json.encode(settled) + b"\n", replace=True)
+    return True
+
+
+def unsettled_suspects(run: Storage) -> list[StepFolder]:
+    """Committed, unsettled suspects of a run, ascending."""
+    return [folder for folder in _suspects(run) if read_settled(run.within(folder.name)) is None]
+
+
+def settled_suspects(run: Storage) -> list[StepFolder]:
+    """Committed, settled suspects of a run, ascending."""
+    return [folder for folder in _suspects(run) if read_settled(run.within(folder.name)) is not None]
+
+
+def _suspects(run: Storage) -> list[StepFolder]:
+    folders = filter(None, map(parse_folder, run.folders()))
+    return sorted(
+        folder
+        for folder in folders
+        if folder.suspect and run.within(folder.name).size(MANIFEST_NAME) is not None
+    )
+
+
+def _attempt(folder: Storage) -> str:
+    try:
+        return read_manifest(folder).attempt
+    except (FormatError, NotCommittedError):
+        return ""
