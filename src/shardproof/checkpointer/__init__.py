@@ -5,6 +5,7 @@ Names that are imported here and not listed in `__all__` are for the command lin
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from shardproof.checkpointer.damage import Damage
@@ -76,17 +77,10 @@ __all__ = [
 ]
 
 
+_LAZY = {"Checkpointer": "checkpointer", "PassedOver": "step_selection", "RestoredStep": "restored_step"}
+
+
 def __getattr__(name: str) -> Any:
-    if name == "Checkpointer":
-        from shardproof.checkpointer.checkpointer import Checkpointer
-
-        return Checkpointer
-    if name == "RestoredStep":
-        from shardproof.checkpointer.restored_step import RestoredStep
-
-        return RestoredStep
-    if name == "PassedOver":
-        from shardproof.checkpointer.step_selection import PassedOver
-
-        return PassedOver
+    if name in _LAZY:
+        return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

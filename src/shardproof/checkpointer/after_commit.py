@@ -92,9 +92,9 @@ class AfterCommit:
                     committed.step,
                     run.is_damaged,
                     lambda step: run.scrub.is_proved(step_name(step)),
-                    on_progress,
+                    run.facts,
+                    on_progress=on_progress,
                     unconfirmed=run.is_unconfirmed,
-                    facts=run.facts,
                     protect=None if self._uploader is None else self._uploader.protect,
                 )
         run.scrub.begin(name)

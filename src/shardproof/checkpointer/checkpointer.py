@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,7 +16,7 @@ from shardproof.checkpointer.due_saves import DueSaves
 from shardproof.checkpointer.nodes import MissingCopies, NodeStorage, join_nodes
 from shardproof.checkpointer.open_run import OpenRun
 from shardproof.checkpointer.page_cache import NewestStep
-from shardproof.checkpointer.policies import MetricCheck, Retention
+from shardproof.checkpointer.policies import MetricCheck, Retention, is_count
 from shardproof.checkpointer.preemption import Preemption
 from shardproof.checkpointer.restore import Restore
 from shardproof.checkpointer.restored_step import RestoredStep
@@ -25,8 +25,8 @@ from shardproof.checkpointer.schedules import Schedule
 from shardproof.checkpointer.scrub import Scrub
 from shardproof.checkpointer.step_marks import Pin, unsettled_suspects
 from shardproof.checkpointer.step_selection import PassedOver
-from shardproof.checkpointer.tiers import Uploader, UploadRequest, check_node_local, open_tiers, tier_of
-from shardproof.errors import NotCommittedError, StructureError
+from shardproof.checkpointer.tiers import TieredRun, Uploader, UploadRequest, check_node_local, open_tiers
+from shardproof.errors import NotCommittedError, ShardproofError, StructureError
 from shardproof.interop import foreign_of
 from shardproof.loading import Cast, LoadOptions, LoadReport, Patterns, ReadOnce, load_from
 from shardproof.reentrance import guarded, refuse_inside
@@ -158,21 +158,13 @@ class Checkpointer:
         check_boolean("incremental", incremental)
         check_boolean("node_local", node_local)
         check_whole("host_memory_budget", host_memory_budget, "of bytes")
-        if cache not in ("auto", "newest", "none"):
-            raise ValueError(f"cache is 'auto', 'newest' or 'none', not {cache!r}")
-        _check_when_busy(when_busy)
-        if snapshot not in ("fence", "stage"):
-            raise ValueError(f"snapshot is 'fence' or 'stage', not {snapshot!r}")
-        if check_replicas not in (None, "sample", "all"):
-            raise ValueError(f"check_replicas is 'sample', 'all' or None, not {check_replicas!r}")
-        if full_every is not None and (
-            isinstance(full_every, bool) or not isinstance(full_every, int) or full_every < 1
-        ):
-            raise ValueError(
-                f"full_every is a whole number of saves, at least 1, or None, not {full_every!r}"
-            )
-        if scrub is not None and (isinstance(scrub, bool) or not isinstance(scrub, int) or scrub < 1):
-            raise ValueError(f"scrub is a whole number of bytes a second, at least 1, or None, not {scrub!r}")
+        _check_choice("cache", cache, "auto", "newest", "none")
+        _check_choice("when_busy", when_busy, "wait", "skip")
+        _check_choice("snapshot", snapshot, "fence", "stage")
+        _check_choice("check_replicas", check_replicas, "sample", "all", None)
+        for name, count, unit in (("full_every", full_every, "saves"), ("scrub", scrub, "bytes a second")):
+            if count is not None and not is_count(count):
+                raise ValueError(f"{name} is a whole number of {unit}, at least 1, or None, not {count!r}")
         for name, policy in (("keep", keep), ("keep_then", keep_then)):
             if policy is not None and (isinstance(policy, type) or not isinstance(policy, Retention)):
                 raise ValueError(f"{name} is a policy such as KeepLatest(3), or None, not {policy!r}")
@@ -198,7 +190,12 @@ class Checkpointer:
                     storage.location,
                 )
         self._saver = Saver(self._rendezvous, host_memory_budget=host_memory_budget)
-        self._scrub = Scrub(storage, scrub if incremental else None, _is_saving(self._saver))
+        saving = weakref.WeakMethod(self._saver.is_saving)  # a scrub does not keep its Checkpointer alive
+        self._scrub = Scrub(
+            storage,
+            scrub if incremental else None,
+            lambda: (is_saving := saving()) is not None and is_saving(),
+        )
         weakref.finalize(self, self._scrub.stop)
         self._run = OpenRun(storage, second, self._rendezvous, self._saver, self._scrub)
         self._keep = keep
@@ -264,7 +261,7 @@ class Checkpointer:
         check_boolean("suspect", suspect)
         number, folder = parse_argument(step, suspect=suspect)
         if when_busy is not None:
-            _check_when_busy(when_busy)
+            _check_choice("when_busy", when_busy, "wait", "skip")
         else:
             when_busy = "wait" if suspect else self._when_busy
         if self._rendezvous.rank == 0:
@@ -288,7 +285,7 @@ class Checkpointer:
                 base=partial(self._run.base_of, number) if self._incremental and not suspect else None,
                 full_every=self._full_every,
                 check_replicas=self._check_replicas,
-                check_place=self._run.check_first_tier,
+                check_place=partial(self._run.check_is_run, self._run.storage),
                 record_overwrite=upload is not None and upload.overwrite,
                 after=None if suspect else partial(self._after.run, upload),
             )
@@ -340,7 +337,12 @@ class Checkpointer:
         if not self._due.is_due(step, force=force) and not force:
             return None
         if self._due.is_preempted:
-            self._due.wait_for_previous_save(self.wait)
+            try:
+                self.wait()
+            except ShardproofError as error:  # the last save must begin in any case
+                _log.warning(
+                    "%s: the save before the end of the program failed: %s", self._run.location, error
+                )
         when_busy: WhenBusy | None = "wait" if force or self._due.is_preempted else None
         pending = self.save(step, state, metadata=metadata, overwrite=overwrite, when_busy=when_busy)
         return self._due.began(pending)
@@ -444,21 +446,17 @@ class Checkpointer:
                 )
             return self._restore(state, checked_step(step), suspect, options)
 
-    def _options_for(self, path: Location) -> Mapping[str, Any] | None:
-        """The options of this run's store, for a URL of the same store."""
-        same = (
-            isinstance(path, str)
-            and is_url(path)
-            and self.root.partition("://")[0] == path.partition("://")[0]
-        )
-        return self._storage_options if same else None
-
     @guarded("restore")
     def _restore_elsewhere(self, state: Any, path: Location, options: LoadOptions) -> RestoredStep:
         """Loads a checkpoint that is no step of this run."""
         self._saver.wait_for_end()
         self.passed_over, self.last_restore = (), None
-        source = foreign_of(path, self._options_for(path))
+        is_same_store = (
+            isinstance(path, str)
+            and is_url(path)
+            and self.root.partition("://")[0] == path.partition("://")[0]
+        )
+        source = foreign_of(path, self._storage_options if is_same_store else None)
         try:
             self.last_restore = load_from(source, state, self._rendezvous, options)
         except NotCommittedError as error:
@@ -497,7 +495,7 @@ class Checkpointer:
             if not folder.suspect:
                 self._scrub.prepare()
                 self._scrub.begin(folder.name)
-        tier = tier_of(view, folder.name).location
+        tier = (view.within(folder.name).tier if isinstance(view, TieredRun) else view).location
         if self._run.nodes is not None and self._copies is not None:
             share = self._run.nodes.group.end_barrier(f"restore {folder}", shares)
             if share:
@@ -664,17 +662,7 @@ class Checkpointer:
             check_group(self._rendezvous)
 
 
-def _check_when_busy(when_busy: str) -> None:
-    if when_busy not in ("wait", "skip"):
-        raise ValueError(f"when_busy is 'wait' or 'skip', not {when_busy!r}")
-
-
-def _is_saving(saver: Saver) -> Callable[[], bool]:
-    """`Saver.is_saving` by a weak reference: a pass of the scrub must not keep its `Checkpointer` alive."""
-    reference = weakref.ref(saver)
-
-    def ask() -> bool:
-        alive = reference()
-        return alive is not None and alive.is_saving()
-
-    return ask
+def _check_choice(name: str, value: object, *choices: str | None) -> None:
+    if value not in choices:
+        *first, last = map(repr, choices)
+        raise ValueError(f"{name} is {', '.join(first)} or {last}, not {value!r}")

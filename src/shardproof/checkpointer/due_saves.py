@@ -19,7 +19,6 @@ from shardproof.checkpointer.preemption import Preempted, Preemption, SignalNoti
 from shardproof.checkpointer.run_marks import checked_step
 from shardproof.checkpointer.save_interval import ENOUGH_SAVES, advice_of
 from shardproof.checkpointer.schedules import Schedule
-from shardproof.errors import ShardproofError
 from shardproof.rendezvous import Rendezvous
 from shardproof.saving import PendingSave
 
@@ -70,8 +69,8 @@ class DueSaves:
         self._rank = rendezvous.rank
         self._step: int | None = None
         """The step of the last call."""
-        self._preempted: tuple[str, int] | None = None
-        """Reason and exit code, once the ranks have agreed to end."""
+        self._preempted = ""
+        """The reason to end, once the ranks have agreed to end."""
         self._costs = _Costs(location, 3600 * mtbf_hours, clock) if mtbf_hours and not self._rank else None
         self._exit_code = 0 if preemption is None else preemption.exit_code
         self._notices = _Notices(every, preemption, self._rank, clock, wall)
@@ -109,30 +108,19 @@ class DueSaves:
         if before is None or before >= step:  # the first call, or the run went back to an earlier step
             before = max(step - 1, 0)
         is_due = self._every is not None and self._every.is_due_at(step, before)
-        if self._calls is not None and self._preempted is None:
+        if self._calls is not None and not self._preempted:
             self._notices.called()
             request = self._calls.answer()
             if request is not None:
                 self._notices.carried_out(request)
                 is_due = is_due or request.scheduled
-                if request.preempted:
-                    self._preempted = request.preempted, self._exit_code
-        return is_due or self._preempted is not None
+                self._preempted = request.preempted
+        return is_due or self.is_preempted
 
     @property
     def is_preempted(self) -> bool:
         """True if the program has to end after a save. Stays true until a save succeeds."""
-        return self._preempted is not None
-
-    def wait_for_previous_save(self, wait: Callable[[], None]) -> None:
-        """Waits for the save before the last one.
-
-        Logs its failure, because the last save must begin in any case.
-        """
-        try:
-            wait()
-        except ShardproofError as error:
-            _log.warning("%s: the save before the end of the program failed: %s", self._location, error)
+        return bool(self._preempted)
 
     def began(self, pending: PendingSave) -> PendingSave:
         """Records that a save began. If the program has to end, waits for the commit and raises `Preempted`.
@@ -144,11 +132,11 @@ class DueSaves:
         self._notices.began()
         if self._costs is not None:
             self._costs.began(pending)
-        if self._preempted is None:
+        if not self._preempted:
             return pending
         committed = pending.result()
         assert committed.step is not None
-        preempted = Preempted(committed.step, *self._preempted)
+        preempted = Preempted(committed.step, self._preempted, self._exit_code)
         if self._rank == 0:
             _log.warning("%s: %s, with exit code %s", self._location, preempted, preempted.code)
         raise preempted

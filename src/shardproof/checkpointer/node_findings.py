@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from shardproof._utils.humanize import counted
 from shardproof.checkpointer.doctor import Finding, Severity
 from shardproof.checkpointer.node_mark import NodeMark, read_node_mark
-from shardproof.checkpointer.step_folders import parse_step, step_name
+from shardproof.checkpointer.step_folders import folders_in, step_name
 from shardproof.errors import FormatError, NotCommittedError
 from shardproof.format import FileRecord, Manifest, read_manifest
 from shardproof.storage import Storage
@@ -47,7 +47,7 @@ def find_missing_copies(storage: Storage, others: Sequence[Storage]) -> list[Fin
         return []
     unseen = max(0, len(mark.nodes) - len(runs))
     findings: list[Finding] = []
-    steps = {step for run in runs for name in run.folders() if (step := parse_step(name)) is not None}
+    steps = {folder.step for run in runs for folder in folders_in(run) if not folder.suspect}
     newest = None
     for step in sorted(steps, reverse=True):
         name = step_name(step)

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import msgspec
 
-from shardproof.errors import StorageError
+from shardproof.checkpointer.step_marks import read_mark
 from shardproof.storage import Storage
 
 __all__ = ["NodeMark", "read_node_mark", "write_node_mark"]
 
 _NAME = "node.json"
-_LONGEST = 1 << 20
-"""Bytes that are read. A longer file is no mark."""
 
 
 class NodeMark(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,16 +48,11 @@ def read_node_mark(run: Storage) -> NodeMark | None:
     Raises:
         StorageError: the storage cannot read it at the moment.
     """
-    size = run.size(_NAME)
-    if size is None:
+    data = read_mark(run, _NAME)
+    if data is None:
         return None
     try:
-        data = run.read(_NAME, 0, min(size, _LONGEST))
         mark = msgspec.json.decode(data, type=NodeMark)
-    except StorageError as error:
-        if error.details.get("missing"):
-            return None
-        raise
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return None
     return mark if len(mark.nodes) > 1 else None

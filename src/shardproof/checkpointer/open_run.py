@@ -13,7 +13,7 @@ from shardproof.checkpointer.nodes import MissingCopies, NodeStorage, NodesView
 from shardproof.checkpointer.policies import BestStep, KeepBest, Retention
 from shardproof.checkpointer.retention import StepFacts
 from shardproof.checkpointer.scrub import Scrub
-from shardproof.checkpointer.step_folders import StepFolder, parse_folder, parse_step, step_name
+from shardproof.checkpointer.step_folders import StepFolder, folders_in, parse_folder, step_name
 from shardproof.checkpointer.step_marks import Pin, pinned_steps
 from shardproof.checkpointer.step_selection import written_folders
 from shardproof.checkpointer.tiers import TieredRun
@@ -68,23 +68,20 @@ class OpenRun:
             return self.nodes.view(self.tiers[1] if len(self.tiers) > 1 else None)
         return TieredRun(self.tiers) if len(self.tiers) > 1 else self.storage
 
-    def check_first_tier(self) -> None:
-        """Refuses a first tier that is a checkpoint; see `check_tiers`. A save calls this on rank 0."""
-        self._check_is_run(self.storage)
-
     def check_tiers(self) -> None:
-        """Refuses a tier that is a checkpoint itself. A restore calls this on rank 0.
+        """Refuses a tier that is a checkpoint itself. A restore calls this on rank 0."""
+        for tier in self.tiers:
+            self.check_is_run(tier)
+
+    def check_is_run(self, tier: Storage) -> None:
+        """Refuses a tier that is a checkpoint itself. A save calls this for the first tier, on rank 0.
 
         A folder with a manifest and with steps is a run, unless its own name is that of a step. A tier is
         checked once.
 
         Raises:
-            StorageError: a tier is a checkpoint, or the storage failed.
+            StorageError: the tier is a checkpoint, or the storage failed.
         """
-        for tier in self.tiers:
-            self._check_is_run(tier)
-
-    def _check_is_run(self, tier: Storage) -> None:
         if tier.location in self._runs:
             return
         if tier.size(MANIFEST_NAME) is not None and (
@@ -195,8 +192,8 @@ class OpenRun:
 
     def base_of(self, step: Any) -> Storage | None:
         """The newest confirmed and undamaged step before this one (note "One line of steps")."""
-        steps = (parse_step(name) for name in self.storage.folders())
-        for earlier in sorted((one for one in steps if one is not None and one < step), reverse=True):
+        steps = [folder.step for folder in folders_in(self.storage) if not folder.suspect]
+        for earlier in reversed([one for one in steps if one < step]):
             folder = self.storage.within(step_name(earlier))
             try:
                 distrusted = self.is_damaged(earlier) or self.is_unconfirmed(earlier)

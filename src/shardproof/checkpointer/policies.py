@@ -29,6 +29,7 @@ __all__ = [
     "Retention",
     "RetentionPolicy",
     "SavedStep",
+    "is_count",
 ]
 
 _NAMES_SHOWN = 8
@@ -307,6 +308,11 @@ class MetricCheck:
         )
 
 
-def _check_count(policy: str, name: str, count: Any) -> None:
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+def is_count(value: object) -> bool:
+    """True for a whole number of at least 1."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _check_count(policy: str, name: str, count: object) -> None:
+    if not is_count(count):
         raise ValueError(f"{policy} needs a whole number of at least 1 for {name}, not {count!r}")

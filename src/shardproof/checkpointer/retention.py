@@ -31,8 +31,8 @@ from shardproof.checkpointer.step_folders import (
     PINNED_NAME,
     SETTLED_NAME,
     attempt_of,
+    folders_in,
     is_ours,
-    parse_folder,
     step_name,
 )
 from shardproof.checkpointer.step_marks import read_pin, settled_suspects
@@ -234,9 +234,10 @@ def retain(
     newest: int,
     damaged: Callable[[int], bool],
     is_proved: Callable[[int], bool],
+    facts: StepFacts,
+    *,
     on_progress: Callable[[int, int], None] | None = None,
     unconfirmed: Callable[[int], bool] = lambda step: False,
-    facts: StepFacts | None = None,
     protect: Callable[[Sequence[int]], Collection[int]] | None = None,
 ) -> list[str]:
     """Removes the steps that a policy does not keep. A failure costs space, not safety, so it is only logged.
@@ -256,9 +257,9 @@ def retain(
         newest: the step that was just saved.
         damaged: True for committed steps that are known to be damaged.
         is_proved: True for undamaged steps that are proved readable.
+        facts: cache of times and metadata.
         on_progress: see `delete_steps`.
         unconfirmed: True for steps whose commit is not known to be durable.
-        facts: cache of times and metadata; None for a new one.
         protect: takes the steps to remove, and returns those that stay because they wait for their upload. No
             upload of the others begins. None: no step waits.
 
@@ -266,13 +267,8 @@ def retain(
         Folders of the steps that were removed.
     """
     removed: list[str] = []
-    facts = StepFacts(run) if facts is None else facts
     try:
-        folders = [
-            folder
-            for folder in map(parse_folder, run.folders())
-            if folder is not None and not folder.suspect and not damaged(folder.step)
-        ]
+        folders = [one for one in folders_in(run) if not one.suspect and not damaged(one.step)]
         sizes = map_requests(run, partial(_manifest_size, run), [folder.name for folder in folders])
         steps = [folder.step for folder, size in zip(folders, sizes, strict=True) if size is not None]
         newer = sorted(step for step in steps if step > newest)
@@ -380,13 +376,12 @@ def leftovers(
         StorageError: the storage cannot list the run.
     """
     references = references_in(storage) if references is None else references
-    folders = [folder for folder in storage.folders() if parse_folder(folder) is not None]
     found: list[Leftover] = []
-    for folder in sorted(folders, key=lambda folder: parse_folder(folder) or ()):
+    for folder in folders_in(storage):
         try:
-            found += _leftovers_in(storage, folder, references, modified)
+            found += _leftovers_in(storage, folder.name, references, modified)
         except StorageError as error:
-            _log.info("%s: the leftovers of %s stay: %s", storage.location, folder, error)
+            _log.info("%s: the leftovers of %s stay: %s", storage.location, folder.name, error)
     return found
 
 
@@ -403,7 +398,17 @@ def _leftovers_in(
         return []
     if references.unknown:
         files = [file for file in files if not file.startswith("shards/")]
-    return _leftovers_of(storage, folder, files, needed, modified)
+    by_attempt: dict[str, list[str]] = {}
+    for file in files:
+        attempt = attempt_of(file, folder)
+        if file not in needed and attempt is not None:
+            by_attempt.setdefault(attempt, []).append(file)
+    found = []
+    for attempt, group in sorted(by_attempt.items()):
+        newest = max(times_of(modified, [f"{folder}/{file}" for file in group]), default=None)
+        total = sum(_size(place, file) for file in group)
+        found.append(Leftover(folder, attempt, tuple(group), total, newest, MANIFEST_NAME in needed))
+    return found
 
 
 def remove_leftover(storage: Storage, leftover: Leftover) -> bool:
@@ -451,24 +456,3 @@ def _size(storage: Storage, file: str) -> int:
         if error.details.get("lost_link"):
             return 0
         raise
-
-
-def _leftovers_of(
-    storage: Storage,
-    folder: str,
-    files: Sequence[str],
-    needed: set[str],
-    modified: Callable[[str], float | None],
-) -> list[Leftover]:
-    by_attempt: dict[str, list[str]] = {}
-    for file in files:
-        attempt = attempt_of(file, folder)
-        if file not in needed and attempt is not None:
-            by_attempt.setdefault(attempt, []).append(file)
-    found = []
-    for attempt, group in sorted(by_attempt.items()):
-        times = times_of(modified, [f"{folder}/{file}" for file in group])
-        total = sum(_size(storage, f"{folder}/{file}") for file in group)
-        newest = max(times, default=None)
-        found.append(Leftover(folder, attempt, tuple(group), total, newest, MANIFEST_NAME in needed))
-    return found

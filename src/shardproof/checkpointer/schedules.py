@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardproof._utils.arguments import check_number
+from shardproof.checkpointer.policies import is_count
 
 __all__ = ["Every", "Schedule"]
 
@@ -66,9 +67,7 @@ class Every(Schedule):
     def __post_init__(self) -> None:
         if self.steps is None and self.minutes is None:
             raise ValueError("Every needs steps or minutes")
-        if self.steps is not None and (
-            isinstance(self.steps, bool) or not isinstance(self.steps, int) or self.steps < 1
-        ):
+        if self.steps is not None and not is_count(self.steps):
             raise ValueError(f"Every needs a whole number of at least 1 for steps, not {self.steps!r}")
         check_number("minutes", self.minutes, "of minutes")
         if self.minutes is not None and not 0 < self.minutes < math.inf:

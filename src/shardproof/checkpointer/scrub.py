@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 from shardproof.checkpointer.damage import Damage, is_damage
-from shardproof.checkpointer.step_folders import parse_folder
+from shardproof.checkpointer.step_folders import folders_in
 from shardproof.errors import FormatError, NotCommittedError, ShardproofError, StorageError
 from shardproof.format import has_no_references, read_index, read_manifest, read_seal
 from shardproof.maintenance import verify
@@ -152,8 +152,8 @@ class Scrub:
             _log.warning("%s/%s: could not be read again: %s", self._run.location, folder, fault)
         elif damage not in self.damage:
             self.damage = (*self.damage, damage)
-            folders = [name for name in self._run.folders() if parse_folder(name) is not None]
-            steps = [name for name in folders if self._has_chunks_in(name, [damage])]
+            names = [folder.name for folder in folders_in(self._run)]
+            steps = [name for name in names if self._has_chunks_in(name, [damage])]
             _log.error(
                 "%s: %s changed on the disk, and %s cannot be restored: each has chunks there. The next save "
                 "refers to none of these steps and writes the chunks again. Do not trust this disk (see "

@@ -16,12 +16,14 @@ import re
 from typing import NamedTuple
 
 from shardproof.format import MANIFEST_NAME, STEP_FOLDER
+from shardproof.storage import Storage
 
 __all__ = [
     "PINNED_NAME",
     "SETTLED_NAME",
     "StepFolder",
     "attempt_of",
+    "folders_in",
     "is_ours",
     "parse_folder",
     "parse_step",
@@ -97,6 +99,15 @@ def parse_step(name: str) -> int | None:
     """
     folder = parse_folder(name)
     return None if folder is None or folder.suspect else folder.step
+
+
+def folders_in(run: Storage) -> list[StepFolder]:
+    """The folders of steps and suspects in a run, ascending.
+
+    Raises:
+        StorageError: the storage cannot list the run.
+    """
+    return sorted(filter(None, map(parse_folder, run.folders())))
 
 
 def attempt_of(name: str, folder: str = "") -> str | None:

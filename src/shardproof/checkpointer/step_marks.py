@@ -19,8 +19,7 @@ from shardproof.checkpointer.step_folders import (
     PINNED_NAME,
     SETTLED_NAME,
     StepFolder,
-    parse_folder,
-    parse_step,
+    folders_in,
     step_name,
 )
 from shardproof.errors import FormatError, NotCommittedError, StorageError
@@ -123,13 +122,11 @@ def remove_pin(run: Storage, step: int) -> bool:
 def pinned_steps(run: Storage) -> dict[int, Pin]:
     """The pinned and committed steps of a run, ascending."""
     pins: dict[int, Pin] = {}
-    for step, name in sorted(
-        (step, name) for name in run.folders() if (step := parse_step(name)) is not None
-    ):
-        folder = run.within(name)
-        pin = read_pin(folder)
-        if pin is not None and folder.size(MANIFEST_NAME) is not None:
-            pins[step] = pin
+    for folder in folders_in(run):
+        place = run.within(folder.name)
+        pin = None if folder.suspect else read_pin(place)
+        if pin is not None and place.size(MANIFEST_NAME) is not None:
+            pins[folder.step] = pin
     return pins
 
 
@@ -189,12 +186,8 @@ def settled_suspects(run: Storage) -> list[StepFolder]:
 
 
 def _suspects(run: Storage) -> list[StepFolder]:
-    folders = filter(None, map(parse_folder, run.folders()))
-    return sorted(
-        folder
-        for folder in folders
-        if folder.suspect and run.within(folder.name).size(MANIFEST_NAME) is not None
-    )
+    suspects = [folder for folder in folders_in(run) if folder.suspect]
+    return [folder for folder in suspects if run.within(folder.name).size(MANIFEST_NAME) is not None]
 
 
 def _attempt(folder: Storage) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from shardproof.checkpointer.damage import Damage, is_damage
-from shardproof.checkpointer.step_folders import StepFolder, is_ours, parse_folder
+from shardproof.checkpointer.step_folders import StepFolder, folders_in, is_ours, parse_folder
 from shardproof.checkpointer.step_marks import read_settled, unsettled_suspects
 from shardproof.checkpointer.tiers import copies_in
 from shardproof.errors import CorruptChunkError, FormatError, NotCommittedError, ShardproofError, StorageError
@@ -218,7 +218,7 @@ def _choose_once(run: Storage, known: Sequence[PassedOver], suspect: bool) -> Ch
     unreadable = {item.folder for item in known if item.committed and not item.tier}
     only_referenced: set[StepFolder] | None = None
     chosen = Chosen(None)
-    folders = list(_folders(run, suspect))
+    folders = _folders(run, suspect)
     for candidate in folders:
         seal = seal_now(run, candidate)
         if seal is None:
@@ -351,8 +351,7 @@ def _nearer_copies(run: Storage) -> list[PassedOver]:
 
 def _folders(run: Storage, suspect: bool) -> list[StepFolder]:
     """The folders of steps, newest first."""
-    found = filter(None, map(parse_folder, run.folders()))
-    return sorted((folder for folder in found if suspect or not folder.suspect), reverse=True)
+    return [folder for folder in reversed(folders_in(run)) if suspect or not folder.suspect]
 
 
 def _is_committed(run: Storage, folder: StepFolder) -> bool:

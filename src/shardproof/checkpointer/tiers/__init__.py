@@ -5,7 +5,7 @@ Read `uploader.py` for the uploads, and `tiered_run.py` for the reads.
 
 from __future__ import annotations
 
-from shardproof.checkpointer.tiers.open_tiers import check_node_local, open_tiers, tier_of
+from shardproof.checkpointer.tiers.open_tiers import check_node_local, open_tiers
 from shardproof.checkpointer.tiers.tiered_run import CopyChoice, NearerCopy, TieredRun, copies_in
 from shardproof.checkpointer.tiers.upload_messages import UploadRequest
 from shardproof.checkpointer.tiers.uploader import Uploader
@@ -19,5 +19,4 @@ __all__ = [
     "check_node_local",
     "copies_in",
     "open_tiers",
-    "tier_of",
 ]

@@ -8,7 +8,6 @@ from typing import Any
 
 from shardproof._utils.arguments import check_number
 from shardproof.checkpointer.policies import Retention
-from shardproof.checkpointer.tiers.tiered_run import TieredRun
 from shardproof.storage import (
     LocalStorage,
     Location,
@@ -19,7 +18,7 @@ from shardproof.storage import (
     storage_at,
 )
 
-__all__ = ["check_node_local", "open_tiers", "tier_of"]
+__all__ = ["check_node_local", "open_tiers"]
 
 
 def check_node_local(first: Storage, node_local: bool, replicas: int) -> None:
@@ -86,13 +85,3 @@ def open_tiers(
                 "Pass a folder outside of the run as then="
             )
     return first, second
-
-
-def tier_of(run: Storage, folder: str) -> Storage:
-    """The run in the tier that a step is read from.
-
-    Args:
-        run: all tiers, or the only one.
-        folder: folder of the step.
-    """
-    return run.within(folder).tier if isinstance(run, TieredRun) else run

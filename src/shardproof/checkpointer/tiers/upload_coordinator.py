@@ -59,7 +59,7 @@ import msgspec
 
 from shardproof.checkpointer.policies import Retention
 from shardproof.checkpointer.retention import StepFacts, retain
-from shardproof.checkpointer.step_folders import PINNED_NAME, parse_step, step_name
+from shardproof.checkpointer.step_folders import PINNED_NAME, folders_in, step_name
 from shardproof.checkpointer.step_marks import read_pin
 from shardproof.checkpointer.tiers.tiered_run import copies_of, log_other_copy
 from shardproof.checkpointer.tiers.upload_messages import (
@@ -418,13 +418,14 @@ class UploadCoordinator:
         Raises:
             StorageError: the tier cannot be listed.
         """
-        names = {step: name for name in run.folders() if (step := parse_step(name)) is not None}
-        steps = [step for step in names if only is None or step in only]
+        steps = [folder.step for folder in folders_in(run) if not folder.suspect]
+        if only is not None:
+            steps = [step for step in steps if step in only]
         if run is self._first:
             steps = [step for step in steps if step not in self._damaged_before]
 
         def seal_of(step: int) -> bytes | StorageError | None:
-            place = run.within(names[step])
+            place = run.within(step_name(step))
             try:
                 seal = read_seal(place)
                 if seal is None and place.size(MANIFEST_NAME) is not None:
