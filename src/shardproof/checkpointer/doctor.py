@@ -168,10 +168,8 @@ def _of_steps(infos: Sequence[StepInfo], run: str) -> Iterator[Finding]:
             yield Finding("warning", "suspect", info.name, reason, settle)
         elif info.status == "settled":
             yield Finding("note", "settled", info.name, f"a settled suspect: {info.verdict}")
-        elif info.status == "partial":
-            yield Finding("note", "partial", info.name, reason)
-        elif info.status == "referenced":
-            yield Finding("note", "referenced", info.name, reason)
+        elif info.status in ("partial", "referenced"):
+            yield Finding("note", info.status, info.name, reason)
         if info.pinned is not None:
             yield Finding("note", "pinned", info.name, f"pinned, so that retention keeps it: {info.pinned}")
         if info.linked:
@@ -222,26 +220,22 @@ def _of_space(location: str, needed: int, space: FreeSpace | None, run: str) -> 
 
 
 def _of_clocks(storage: DatedStorage, infos: Sequence[StepInfo], now: float) -> Iterator[Finding]:
-    fix = _SYNCHRONIZE
     for info in infos:
         if info.status == "unreadable":
             continue
-        written = storage.modified(_manifest_of(info))
+        written = storage.modified(MANIFEST_NAME if info.name == "." else f"{info.name}/{MANIFEST_NAME}")
         if info.time is not None and info.time > now + _CLOCK_SECONDS:
             text = f"saved {age(info.time - now)} in the future, by the clock of this machine"
-            yield Finding("warning", "clock", info.name, text, fix)
         elif written is not None and written > now + _CLOCK_SECONDS:
             text = (
-                f"its manifest was written {age(written - now)} in the future, by the clock of this machine"
+                f"its manifest was written {age(written - now)} in the future, by the clock of this machine: "
+                "prune misjudges ages"
             )
-            yield Finding("warning", "clock", info.name, f"{text}: prune misjudges ages", fix)
         elif info.time is not None and written is not None and info.time > written + _CLOCK_SECONDS:
             text = f"the clock of its writer was {age(info.time - written)} ahead of the clock of the storage"
-            yield Finding("warning", "clock", info.name, text, fix)
-
-
-def _manifest_of(info: StepInfo) -> str:
-    return MANIFEST_NAME if info.name == "." else f"{info.name}/{MANIFEST_NAME}"
+        else:
+            continue
+        yield Finding("warning", "clock", info.name, text, _SYNCHRONIZE)
 
 
 def _of_permissions(storage: DatedStorage, infos: Sequence[StepInfo]) -> Iterator[Finding]:
@@ -320,11 +314,7 @@ def probe_storage(storage: DatedStorage) -> list[Finding]:
 
 
 def scrub_run(
-    storage: Storage,
-    run: str,
-    *,
-    bandwidth: int | None = None,
-    on_progress: Callable[[int, int], None] | None = None,
+    storage: Storage, run: str, *, bandwidth: int | None, on_progress: Callable[[int, int], None]
 ) -> list[Finding]:
     """Reads every readable checkpoint of a run and compares every byte with what was saved.
 
@@ -351,8 +341,7 @@ def scrub_run(
             begun = time.monotonic()
 
             def read(done: int, total: int, begun: float = begun) -> None:
-                if on_progress is not None:
-                    on_progress(done, total)
+                on_progress(done, total)
                 if bandwidth is not None:
                     time.sleep(max(0.0, begun + done / bandwidth - time.monotonic()))
 

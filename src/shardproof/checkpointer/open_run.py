@@ -15,13 +15,12 @@ from shardproof.checkpointer.retention import StepFacts
 from shardproof.checkpointer.scrub import Scrub
 from shardproof.checkpointer.step_folders import StepFolder, folders_in, parse_folder, step_name
 from shardproof.checkpointer.step_marks import Pin, pinned_steps
-from shardproof.checkpointer.step_selection import written_folders
 from shardproof.checkpointer.tiers import TieredRun
 from shardproof.errors import FormatError, NotCommittedError, StorageError
 from shardproof.format import MANIFEST_NAME, read_manifest
 from shardproof.rendezvous import MeetingSequence, Rendezvous
 from shardproof.saving import Saver
-from shardproof.storage import Storage
+from shardproof.storage import Storage, map_requests
 
 __all__ = ["OpenRun"]
 
@@ -98,8 +97,7 @@ class OpenRun:
 
     def steps(self) -> list[int]:
         """Committed steps of all tiers, ascending, without suspects."""
-        found = [written_folders(tier, suspect=False) for tier in self.tiers]
-        return sorted({folder.step for folders in found for folder, there in folders.items() if there})
+        return sorted({step for tier in self.tiers for step in _committed_steps(tier)})
 
     def pins(self) -> dict[int, Pin]:
         """Pinned steps of all tiers, ascending. A pin in the first tier takes precedence."""
@@ -219,3 +217,9 @@ class OpenRun:
         return events.phase(
             f"save {self.location}/{folder}", name, rank=rank, world_size=world_size, step=number
         )
+
+
+def _committed_steps(tier: Storage) -> list[int]:
+    steps = [folder.step for folder in folders_in(tier) if not folder.suspect]
+    sizes = map_requests(tier, lambda step: tier.size(f"{step_name(step)}/{MANIFEST_NAME}"), steps)
+    return [step for step, size in zip(steps, sizes, strict=True) if size is not None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -15,7 +16,7 @@ from shardproof.checkpointer.retention import (
     remove_leftover,
     times_of,
 )
-from shardproof.checkpointer.scan import scan_run
+from shardproof.checkpointer.scan import StepInfo, scan_run
 from shardproof.checkpointer.step_folders import attempt_of, is_ours, parse_folder, parse_step
 from shardproof.checkpointer.step_marks import pinned_steps, read_pin, read_settled
 from shardproof.errors import FormatError, NotCommittedError, StorageError
@@ -119,42 +120,36 @@ def plan_prune(
     young_uploads = tuple(upload for upload in uploads if upload not in dead)
     # A running save may be replacing a step in one of these folders.
     busy = {leftover.folder for leftover in young} | {_folder_of(upload) for upload in young_uploads}
-    gone = [
-        info
-        for info in (scanned[step] for step in committed if step not in selected)
-        if info.name not in busy and not info.linked
-    ]
+
+    def is_removable(info: StepInfo) -> bool:
+        return info.name not in busy and not info.linked
+
+    steps = [scanned[step].name for step in committed if step not in selected and is_removable(scanned[step])]
     newest = -1 if keep is None else max(committed, default=-1)
     suspects = [info for info in infos if info.suspect and info.status != "leftover"]
     settled = [
         info.name
         for info in suspects
-        if info.verdict is not None
-        and (info.step or 0) < newest
-        and info.name not in busy
-        and not info.linked
+        if info.verdict is not None and (info.step or 0) < newest and is_removable(info)
     ]
     hopeless = [info.name for info in scanned.values() if info.beyond_repair and not info.linked]
     lost = []
     for name in hopeless if damaged else ():
-        times = times_of(modified, _ours(storage, name))  # an unfinished copy looks like a damaged step
+        ours = [file for file in storage.list(name) if is_ours(file.removeprefix(f"{name}/"), name)]
+        times = times_of(modified, ours)  # an unfinished copy looks like a damaged step
         if name not in busy and times and now - max(times) >= older_than:
             lost.append(name)
-    steps = [info.name for info in gone]
     removal = plan_removal(storage, [*steps, *settled, *lost])
     counted = {f"{leftover.folder}/{file}" for leftover in old for file in leftover.files}
-    in_steps = in_lost = 0
+    sizes: Counter[bool] = Counter()
     for file in {*removal.manifests, *removal.files} - counted:
-        if file.partition("/")[0] in lost:
-            in_lost += storage.size(file) or 0
-        else:
-            in_steps += storage.size(file) or 0
+        sizes[file.partition("/")[0] in lost] += storage.size(file) or 0
     removed_before = [info.name for info in infos if info.status == "referenced"]
     left = references_in(storage, without=[*steps, *settled, *lost])
     return PrunePlan(
         leftovers=tuple(old),
         steps=tuple(steps),
-        steps_bytes=in_steps,
+        steps_bytes=sizes[False],
         settled=tuple(settled),
         unsettled=tuple(info.name for info in suspects if info.verdict is None),
         young=young,
@@ -163,7 +158,7 @@ def plan_prune(
         ),
         beyond_repair=tuple(name for name in hopeless if name not in lost),
         lost=tuple(lost),
-        lost_bytes=in_lost,
+        lost_bytes=sizes[True],
         referenced={
             name: users
             for name in dict.fromkeys([*removed_before, *removal.referenced])
@@ -275,7 +270,3 @@ def _is_lost(step: Storage) -> bool:
         return bool(lost_files(step, read_manifest(step)))
     except (FormatError, NotCommittedError):
         return False
-
-
-def _ours(storage: Storage, folder: str) -> list[str]:
-    return [name for name in storage.list(folder) if is_ours(name.removeprefix(f"{folder}/"), folder)]

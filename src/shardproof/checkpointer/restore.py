@@ -67,7 +67,7 @@ class Restore:
         step: int | None,
         suspect: bool,
         options: LoadOptions,
-        check_tiers: Callable[[], None] = lambda: None,
+        check_tiers: Callable[[], None],
     ) -> None:
         self.passed_over: tuple[PassedOver, ...] = ()
         """Newer steps that were not restored, newest first."""
@@ -202,7 +202,8 @@ class Restore:
     def _pass_over(self, item: PassedOver) -> None:
         if item in self.passed_over:
             return
-        items = [*(other for other in self.passed_over if _copy_of(other) != _copy_of(item)), item]
+        copy = item.folder, item.tier
+        items = [*(other for other in self.passed_over if (other.folder, other.tier) != copy), item]
         self.passed_over = tuple(sorted(items, key=lambda item: item.folder, reverse=True))
         if item.damaged and not item.suspect:
             self.damaged.add(item.step)
@@ -214,10 +215,6 @@ class Restore:
 
     def _meeting(self) -> MeetingSequence:
         return MeetingSequence(self._rendezvous, f"restore {self._run.location}")
-
-
-def _copy_of(item: PassedOver) -> tuple[StepFolder, str]:
-    return item.folder, item.tier
 
 
 class RestoreReport(msgspec.Struct, frozen=True, array_like=True):

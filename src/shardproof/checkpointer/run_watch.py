@@ -89,17 +89,8 @@ class RunWatch:
     ) -> Iterator[WatchedSave]:
         found = unnamed.get(info.name, [])
         if info.status != "leftover" or not found:
-            yield WatchedSave(
-                info.name,
-                info.step,
-                info.attempt,
-                info.status,
-                info.time,
-                info.bytes,
-                None,
-                None,
-                _note(info),
-            )
+            stored = info.name, info.step, info.attempt, info.status, info.time, info.bytes
+            yield WatchedSave(*stored, speed=None, share=None, note=_note(info))
         for leftover in found:
             yield self._of_attempt(info, leftover, newest, now)
 

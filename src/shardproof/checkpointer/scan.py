@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import msgspec
 
+from shardproof._utils.humanize import listed
 from shardproof.checkpointer.node_mark import NodeMark, read_node_mark
 from shardproof.checkpointer.save_interval import IntervalAdvice, advice_of
 from shardproof.checkpointer.step_folders import PINNED_NAME, SETTLED_NAME, is_ours, parse_folder
@@ -15,7 +16,6 @@ from shardproof.checkpointer.step_marks import read_pin, read_settled
 from shardproof.errors import FormatError, NotCommittedError, StorageError
 from shardproof.format import (
     MANIFEST_NAME,
-    Manifest,
     References,
     locate_files,
     lost_files,
@@ -182,7 +182,8 @@ def _step_info(
     referenced, users = set(references.files(name)), tuple(references.users(name))
     try:
         manifest = read_manifest(place)
-        cut = lost_files(place, manifest) if sizes else _lost_elsewhere(place, manifest)
+        checked = manifest if sizes else msgspec.structs.replace(manifest, files=manifest.referenced_files)
+        cut = lost_files(place, checked)
         index = size_error(place, manifest.index) if sizes else None
     except NotCommittedError:
         if referenced:
@@ -197,7 +198,11 @@ def _step_info(
     # A linked folder hides its files from `list` but not from `size`.
     missing = [file for file in sorted(({manifest.index.name} | shards) - files) if place.size(file) is None]
     lost = sorted(shards.intersection(missing) | cut.keys())
-    fault = _missing(missing) if missing else _cut(cut) if cut else index.message if index else None
+    fault = index.message if index else None
+    if missing:
+        fault = f"files that the manifest names are missing: {listed(missing, 1)}"
+    elif cut:
+        fault = next(iter(cut.values())) + (f", and {len(cut) - 1} more such files" if len(cut) > 1 else "")
     return StepInfo(
         name=name,
         step=step if step is not None else manifest.step,
@@ -210,7 +215,7 @@ def _step_info(
         world_size=manifest.world_size,
         attempt=manifest.attempt,
         repaired=manifest.repaired,
-        unnamed=_unnamed(manifest, files - referenced),
+        unnamed=len(files - referenced - shards - {MANIFEST_NAME, manifest.index.name}),
         beyond_repair=bool(lost),
         references=tuple(sorted({record.folder for record in manifest.referenced_files})),
         referenced_by=users,
@@ -233,24 +238,14 @@ def _suspect(place: Storage, info: StepInfo) -> StepInfo:
     return replace(info, status="settled", reason=verdict)
 
 
-def _lost_elsewhere(place: Storage, manifest: Manifest) -> dict[str, str]:
-    """Missing files of other steps: place to a description of the fault."""
-    return lost_files(place, msgspec.structs.replace(manifest, files=manifest.referenced_files))
-
-
 def _only_referenced(
     place: Storage, name: str, step: int | None, files: set[str], referenced: set[str], users: tuple[str, ...]
 ) -> StepInfo:
     size = sum(place.size(file) or 0 for file in files & referenced)
     count = len(files & referenced)
-    reason = f"removed; {count} file{'s' if count > 1 else ''} stay for {_some(users)}"
-    unnamed = len(files - referenced)
+    reason = f"removed; {count} file{'s' if count > 1 else ''} stay for {listed(users, 3)}"
     info = _without_manifest(place, name, step, (), "referenced", reason)
-    return replace(info, bytes=size, unnamed=unnamed, referenced_by=users)
-
-
-def _some(names: tuple[str, ...]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return replace(info, bytes=size, unnamed=len(files - referenced), referenced_by=users)
 
 
 def _without_manifest(
@@ -263,11 +258,6 @@ def _without_manifest(
     return StepInfo(name, step, status, reason, None, size, 0, 0, None, None, False, 0, False)
 
 
-def _missing(names: list[str]) -> str:
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return f"files that the manifest names are missing: {names[0]}{more}"
-
-
 def _only_lacks_files(place: Storage) -> bool:
     """True if the files of a step that are here have the sizes that the manifest records."""
     try:
@@ -278,13 +268,3 @@ def _only_lacks_files(place: Storage) -> bool:
         return all(folder.size(record.name) in (None, record.size) for folder, record in files)
     except (FormatError, NotCommittedError, StorageError):
         return False
-
-
-def _cut(faults: Mapping[str, str]) -> str:
-    more = f", and {len(faults) - 1} more such files" if len(faults) > 1 else ""
-    return next(iter(faults.values())) + more
-
-
-def _unnamed(manifest: Manifest, files: Iterable[str]) -> int:
-    named = {MANIFEST_NAME, manifest.index.name, *(record.name for record in manifest.own_files)}
-    return sum(file not in named for file in files)

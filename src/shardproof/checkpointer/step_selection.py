@@ -14,7 +14,7 @@ from shardproof.checkpointer.tiers import copies_in
 from shardproof.errors import CorruptChunkError, FormatError, NotCommittedError, ShardproofError, StorageError
 from shardproof.format import MANIFEST_NAME, Manifest, read_seal, references_in
 from shardproof.loading import UNREADABLE, NativeCheckpoint
-from shardproof.storage import Storage, map_requests
+from shardproof.storage import Storage
 
 __all__ = [
     "KEEP_MORE",
@@ -29,7 +29,6 @@ __all__ = [
     "newest_committed",
     "seal_now",
     "why_unreadable",
-    "written_folders",
 ]
 
 MOST_TRIES = 16
@@ -96,24 +95,6 @@ class Failed:
 
     chosen: Chosen
     error: ShardproofError
-
-
-def written_folders(run: Storage, *, suspect: bool) -> dict[StepFolder, bool]:
-    """Every step with a file that shardproof wrote; True if the step has a manifest.
-
-    Args:
-        run: the run's folder.
-        suspect: True to list suspects, too.
-    """
-    folders = _folders(run, suspect)
-
-    def look(folder: StepFolder) -> bool | None:
-        if run.within(folder.name).size(MANIFEST_NAME) is not None:
-            return True
-        return False if _has_files(run, folder) else None
-
-    looks = zip(folders, map_requests(run, look, folders), strict=True)
-    return {folder: committed for folder, committed in looks if committed is not None}
 
 
 def newest_committed(run: Storage, *, suspect: bool) -> StepFolder | None:

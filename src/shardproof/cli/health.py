@@ -105,9 +105,7 @@ def doctor_command(
         found = found.with_findings(probe_storage(storage))
     if scrub:
         with bytes_progress("scrub", shown=not as_json) as on_progress:
-            found = found.with_findings(
-                scrub_run(storage, run, bandwidth=bandwidth or None, on_progress=on_progress)
-            )
+            found = found.with_findings(scrub_run(storage, run, bandwidth=bandwidth, on_progress=on_progress))
     if as_json:
         print_json(found.to_json())
     else:

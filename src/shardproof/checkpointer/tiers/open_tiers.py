@@ -62,7 +62,6 @@ def open_tiers(
             other one, or inside it.
         StorageError: a location is not valid, or `options` are given and no tier is an object store.
     """
-    check_location("root", root)
     if then is None:
         if keep_then is not None or bandwidth is not None:
             raise ValueError("keep_then and upload_bandwidth are for a second tier: pass then=, too")
