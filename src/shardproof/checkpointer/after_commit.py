@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from shardproof.checkpointer.nodes import NodeStorage
 from shardproof.checkpointer.open_run import OpenRun
 from shardproof.checkpointer.page_cache import NewestStep
 from shardproof.checkpointer.policies import Retention
@@ -76,11 +75,9 @@ class AfterCommit:
         run.damaged_everywhere.discard(committed.step)
         if upload is not None and self._uploader is not None:
             self._uploader.committed(upload, committed.step, committed.attempt)
-        folder = run.storage.within(name)
-        if isinstance(folder, NodeStorage):
-            folder = folder.own()
-        if self._newest is not None and isinstance(folder, LocalStorage):
-            self._newest.committed(folder, shard_name(run.rendezvous.rank, committed.attempt))
+        own = run.storage if run.nodes is None else run.nodes.own
+        if self._newest is not None and isinstance(own, LocalStorage):
+            self._newest.committed(own.within(name), shard_name(run.rendezvous.rank, committed.attempt))
         if run.rendezvous.rank:
             return
         run.facts.forget(committed.step)

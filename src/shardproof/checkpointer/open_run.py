@@ -64,7 +64,7 @@ class OpenRun:
     def view(self) -> Storage:
         """A read-only view of the run over all tiers."""
         if self.nodes is not None:
-            return self.nodes.view(self.tiers[1] if len(self.tiers) > 1 else None)
+            return NodesView(self.nodes.group, self.tiers[1] if len(self.tiers) > 1 else None)
         return TieredRun(self.tiers) if len(self.tiers) > 1 else self.storage
 
     def check_tiers(self) -> None:

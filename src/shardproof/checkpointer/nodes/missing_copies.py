@@ -218,7 +218,7 @@ class MissingCopies:
     def _copy(self, share: _Share, copy: _FileCopy, on_bytes: Callable[[int], None]) -> bool:
         """Copies one file to this node (note "Whole or not at all"). False if the step was removed."""
         folders, record = self._nodes.group.folders, copy.record
-        own = self._nodes.own()
+        own = self._nodes.own
         source, target = folders[copy.source].within(record.folder), own.within(record.folder)
         step = own.within(share.folder)
         if read_seal(step) != share.seal:

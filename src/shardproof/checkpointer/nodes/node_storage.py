@@ -28,7 +28,7 @@ from shardproof.checkpointer.nodes.peer_frames import PeerRequest, name_from, na
 from shardproof.checkpointer.nodes.peer_storage import PeerSink, PeerStorage, ask_all
 from shardproof.checkpointer.step_folders import PINNED_NAME
 from shardproof.checkpointer.step_marks import read_mark
-from shardproof.checkpointer.tiers import CopyChoice, NearerCopy, TieredRun
+from shardproof.checkpointer.tiers import NearerCopy, TieredRun
 from shardproof.errors import AlreadyCommittedError, ShardproofError, StorageError
 from shardproof.format import MANIFEST_NAME, SEAL_LENGTH, FileRecord, Manifest, parse_shard_name, read_seal
 from shardproof.storage import FreeSpace, LocalStorage, NameFlush, Sink, Storage
@@ -42,55 +42,30 @@ class NodesView(TieredRun):
     Args:
         group: the nodes.
         second: the run in the second tier; None without one.
-        path: the folder in the run; empty for the run itself.
-        choice: which copies count.
     """
 
-    def __init__(
-        self,
-        group: NodeGroup,
-        second: Storage | None = None,
-        path: str = "",
-        choice: CopyChoice | None = None,
-    ) -> None:
-        super().__init__([*group.folders, *([] if second is None else [second])], path, choice)
+    def __init__(self, group: NodeGroup, second: Storage | None) -> None:
+        super().__init__([*group.folders, *([] if second is None else [second])])
         self.group = group
         self._second = second
 
     @property
     def location(self) -> str:
         """The run on the node of rank 0, or on the second tier if no node has the manifest."""
-        if self._path and self._is_second(tier := self._holder()):
+        if self._path and self._second is not None and self._is_second(tier := self._holder()):
             return self._places[tier].location
         return f"{self.group.location}/{self._path}" if self._path else self.group.location
 
     @property
     def folder(self) -> str:
         """Name of the folder."""
-        return self._own.folder
-
-    @property
-    def linked(self) -> bool:
-        """True if the folder is a link on a node."""
-        return any(self._ask("linked", lambda place: place.linked).values())
+        return self.own.folder
 
     @property
     def tier(self) -> Storage:
         """The nodes, or the second tier if no node has the manifest."""
         holder = self._holder()
         return self._runs[holder] if self._is_second(holder) else NodeStorage(self.group)
-
-    def folders(self) -> list[str]:
-        """Sorted names of the folders on any node, or in the second tier."""
-        return _merged(self._ask("folders", lambda place: place.folders()).values())
-
-    def siblings(self) -> list[str]:
-        """Sorted names of the sibling folders on any node, or in the second tier."""
-        return _merged(self._ask("siblings", lambda place: place.siblings()).values())
-
-    def list(self, prefix: str = "") -> list[str]:
-        """Sorted names of the files on any node, or in the second tier."""
-        return _merged(self._ask("list", lambda place: place.list(prefix), prefix).values())
 
     def seen_here(self) -> Storage:
         """The folder of this node, and the second tier."""
@@ -100,7 +75,6 @@ class NodesView(TieredRun):
     def _other_saves(self, folder: str) -> Iterator[NearerCopy]:
         """The nodes without the save of a step that is in use."""
         view = self.within(folder)
-        assert isinstance(view, NodesView)
         seal = read_seal(view._places[view._holder()])
         left_out = self.choice.left_out.get(f"{folder}/{MANIFEST_NAME}", ())
         sizes = view._ask("size", lambda place: place.size(MANIFEST_NAME), MANIFEST_NAME)
@@ -115,11 +89,9 @@ class NodesView(TieredRun):
                 continue
             yield NearerCopy(folder, self._runs[node].location, reason, damaged=False)
 
-    def _at(self, path: str) -> NodesView:
-        return NodesView(self.group, self._second, path, self.choice)
-
     @property
-    def _own(self) -> LocalStorage:
+    def own(self) -> LocalStorage:
+        """The folder on this node."""
         own = self._places[self.group.own]
         assert isinstance(own, LocalStorage)
         return own
@@ -149,13 +121,7 @@ class NodesView(TieredRun):
         return self._places[tier].size(name) is not None
 
     def _ask(self, do: str, work: Callable[[Storage], object], name: str = "") -> dict[int, object]:
-        """The result of a method for each tier. All other nodes are asked at once.
-
-        Args:
-            do: name of the method.
-            work: calls it.
-            name: its argument, if it has one.
-        """
+        """As `TieredRun._ask`. All other nodes are asked at once."""
         peers = {
             number: place.peer for number, place in enumerate(self._places) if isinstance(place, PeerStorage)
         }
@@ -167,16 +133,11 @@ class NodesView(TieredRun):
         return found
 
 
-def _merged(found: Iterable[object]) -> list[str]:
-    return sorted({name for names in found if isinstance(names, list) for name in names})
-
-
 class NodeStorage(NodesView):
     """The folders of all nodes as one `Storage`; see the notes of this module.
 
     Args:
         group: the nodes.
-        path: the folder in the run; empty for the run itself.
 
     Example:
         >>> import tempfile
@@ -190,25 +151,12 @@ class NodeStorage(NodesView):
 
     _manifest_is_final = False
 
-    def __init__(self, group: NodeGroup, path: str = "") -> None:
-        super().__init__(group, None, path)
-
-    @property
-    def location(self) -> str:
-        """The folder on the node of rank 0."""
-        return f"{self.group.location}/{self._path}" if self._path else self.group.location
-
-    def own(self) -> LocalStorage:
-        """The folder on this node."""
-        return self._own
-
-    def view(self, second: Storage | None) -> NodesView:
-        """A read-only view of the run over all nodes and the second tier, for one restore."""
-        return NodesView(self.group, second)
+    def __init__(self, group: NodeGroup) -> None:
+        super().__init__(group, None)
 
     def create(self, name: str) -> Sink:
         """Begin a new file on this node, and with `replicas` on its partner."""
-        own = self._own.create(name)
+        own = self.own.create(name)
         partner = self.group.partner_of(self.group.own)
         if partner is None:
             return own
@@ -233,7 +181,7 @@ class NodeStorage(NodesView):
         self._places[arbiter].publish(name, data, replace=replace)
         try:
             if arbiter != self.group.own:
-                self._own.publish(name, data, replace=True)
+                self.own.publish(name, data, replace=True)
             others = [
                 place.peer
                 for number, place in enumerate(self._places)
@@ -269,7 +217,7 @@ class NodeStorage(NodesView):
 
     def free_space(self) -> FreeSpace | None:
         """The space for new files on this node."""
-        return self._own.free_space()
+        return self.own.free_space()
 
     def confirm(self, restored: NodesView) -> bytes | None:
         """Gives the manifest and the pin of a restored step to the nodes that lack them (note "The commit").
@@ -333,15 +281,6 @@ class NodeStorage(NodesView):
         if self.group.partner_of(self.group.own) is None:
             return True
         return all(len(nodes) > 1 for nodes in self.holders(folder, manifest.files).values())
-
-    def _at(self, path: str) -> NodeStorage:
-        return NodeStorage(self.group, path)
-
-    def within(self, prefix: str) -> NodeStorage:
-        """A folder of the run."""
-        found = super().within(prefix)
-        assert isinstance(found, NodeStorage)
-        return found
 
 
 class NodeSink:

@@ -20,7 +20,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from typing import NoReturn, TypeVar
+from typing import NoReturn, Self, TypeVar
 
 from shardproof.errors import FormatError, NotCommittedError, ShardproofError, StorageError
 from shardproof.format import MANIFEST_NAME, FileRecord, Manifest, read_manifest, read_seal
@@ -66,8 +66,6 @@ class TieredRun:
 
     Args:
         tiers: the run's folder in each tier, nearest first; in the same order on all ranks.
-        path: the folder in the run; empty for the run itself.
-        choice: which copies count.
 
     Example:
         >>> import tempfile
@@ -85,11 +83,13 @@ class TieredRun:
     _manifest_is_final = True
     """True if the manifest of a folder does not change while this object is in use."""
 
-    def __init__(self, tiers: Sequence[Storage], path: str = "", choice: CopyChoice | None = None) -> None:
-        self.choice = choice or CopyChoice()
+    def __init__(self, tiers: Sequence[Storage]) -> None:
+        self.choice = CopyChoice()
         self._runs = tiers
-        self._path = path
-        self._places = [run.within(path) for run in tiers] if path else list(tiers)
+        self._path = ""
+        """The folder in the run; empty for the run itself."""
+        self._places = list(tiers)
+        """This folder in each tier."""
         self._listed: dict[int, frozenset[str]] = {}
         self._ordered: tuple[int, ...] | None = None
 
@@ -106,7 +106,7 @@ class TieredRun:
     @property
     def linked(self) -> bool:
         """True if the folder is a link in a tier."""
-        return any(place.linked for place in self._places)
+        return any(self._ask("linked", lambda place: place.linked).values())
 
     @property
     def tier(self) -> Storage:
@@ -115,15 +115,15 @@ class TieredRun:
 
     def folders(self) -> list[str]:
         """Sorted names of the folders in any tier."""
-        return sorted({name for place in self._places for name in place.folders()})
+        return _union(self._ask("folders", lambda place: place.folders()))
 
     def siblings(self) -> list[str]:
         """Sorted names of the folders beside this one in any tier."""
-        return sorted({name for place in self._places for name in place.siblings()})
+        return _union(self._ask("siblings", lambda place: place.siblings()))
 
     def list(self, prefix: str = "") -> list[str]:
         """Sorted names of the files in any tier."""
-        return sorted({name for place in self._places for name in place.list(prefix)})
+        return _union(self._ask("list", lambda place: place.list(prefix), prefix))
 
     def size(self, name: str) -> int | None:
         """Bytes of the nearest copy of a file; None without one."""
@@ -142,20 +142,23 @@ class TieredRun:
         """Flush the nearest copy of a file."""
         self._first(name, lambda place: place.flush(name))
 
-    def within(self, prefix: str) -> TieredRun:
+    def within(self, prefix: str) -> Self:
         """A folder of the run."""
         check_name(prefix, self._runs[0].location)
         return self._at(f"{self._path}/{prefix}" if self._path else prefix)
 
-    def sibling(self, folder: str) -> TieredRun:
+    def sibling(self, folder: str) -> Self:
         """Another folder of the run."""
         above = self._path.rpartition("/")[0]
         check_folder(folder, self._runs[0].location)
         return self._at(f"{above}/{folder}" if above else folder)
 
-    def _at(self, path: str) -> TieredRun:
-        """The folder of this path in the run."""
-        return TieredRun(self._runs, path, self.choice)
+    def _at(self, path: str) -> Self:
+        """The folder of this path in the run, with the same choice of copies."""
+        view = copy(self)
+        view._path, view._places = path, [run.within(path) for run in self._runs]
+        view._listed, view._ordered = {}, None
+        return view
 
     def seen_here(self) -> Storage:
         """The part of the run that this rank sees without a request to other ranks."""
@@ -243,7 +246,7 @@ class TieredRun:
         """Lets each file of older steps be read from its nearest copy (note "Left out")."""
         self.choice.left_out.clear()
 
-    def anew(self) -> TieredRun:
+    def anew(self) -> Self:
         """The same run without any choice of copies."""
         view = copy(self)
         view.choice = CopyChoice()
@@ -371,6 +374,16 @@ class TieredRun:
             self._leave_out(self._path, tier, error.message, damaged=self._is_damage(others))
             return -math.inf
 
+    def _ask(self, do: str, work: Callable[[Storage], object], name: str = "") -> dict[int, object]:
+        """The result of a method for each tier.
+
+        Args:
+            do: name of the method.
+            work: calls it.
+            name: its argument, if it has one.
+        """
+        return {tier: work(place) for tier, place in enumerate(self._places)}
+
     def _first(self, name: str, work: Callable[[Storage], T]) -> T:
         """The result of the first tier that has the file."""
         tiers = self._order(name)
@@ -386,6 +399,11 @@ class TieredRun:
         raise StorageError(
             f"cannot write {name!r} to all tiers of {self._runs[0].location} at once", file=name
         )
+
+
+def _union(found: Mapping[int, object]) -> list[str]:
+    """The names in the lists of all tiers, sorted."""
+    return sorted({name for names in found.values() if isinstance(names, list) for name in names})
 
 
 class OneCopy:

@@ -605,16 +605,11 @@ class _UnderWay:
 def _first_error(reports: Sequence[UploadReport]) -> tuple[int, dict[str, object]] | None:
     """The first rank with an error, and the error. Errors of the second tier come first, damage last."""
     failed = [
-        (report.of_first, report.is_damage, rank)
+        (report.of_first, report.is_damage, rank, report.error)
         for rank, report in enumerate(reports)
         if report.error is not None
     ]
-    if not failed:
-        return None
-    *_, rank = min(failed)
-    error = reports[rank].error
-    assert error is not None
-    return rank, error
+    return min(failed)[2:] if failed else None
 
 
 def _seal_of(text: bytes) -> bytes:

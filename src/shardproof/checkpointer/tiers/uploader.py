@@ -19,6 +19,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from functools import partial
 
 import msgspec
@@ -377,14 +378,6 @@ class Uploader:
         return events.phase(operation, name, rank=rank, world_size=world_size, step=step)
 
 
-def _is_lost(folder: Storage, record: FileRecord) -> bool:
-    """True if a file of the first tier is missing or has another size."""
-    try:
-        return size_fault(folder, record.name, record.size) is not None
-    except StorageError:
-        return False
-
-
 class _SourceError(Exception):
     """A file of the first tier cannot be read."""
 
@@ -397,7 +390,11 @@ class _SourceError(Exception):
 
 def _source_error(error: ShardproofError, source: Storage, record: FileRecord) -> _SourceError | None:
     """The error of the source of a copy; None if the copy failed for another reason."""
-    if isinstance(error, (CorruptChunkError, FormatError)) or _is_lost(source, record):
+    is_damage = isinstance(error, (CorruptChunkError, FormatError))
+    if not is_damage:
+        with suppress(StorageError):
+            is_damage = size_fault(source, record.name, record.size) is not None
+    if is_damage:
         return _SourceError(error, is_damage=True)
     file = str(error.details.get("file", ""))
     if tells_nothing(error.details) and file.startswith(f"{source.location}/"):
