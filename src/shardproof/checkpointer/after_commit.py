@@ -18,15 +18,7 @@ __all__ = ["AfterCommit"]
 
 
 class AfterCommit:
-    """Begins the upload, and reads the step into the page cache. Rank 0 also retains and scrubs.
-
-    Args:
-        run: the run.
-        keep: which steps stay; None for all.
-        newest: reads the newest step into the page cache; None if that is off.
-        uploader: uploads to the second tier; None without a second tier.
-        note_cost: takes the seconds of a save.
-    """
+    """Begins the upload, and reads the step into the page cache. Rank 0 also retains and scrubs."""
 
     def __init__(
         self,
@@ -42,13 +34,7 @@ class AfterCommit:
     def run(
         self, upload: UploadRequest | None, committed: SaveResult, on_progress: Callable[[int, int], None]
     ) -> None:
-        """Does the work. With local disks, each rank serves its files until all ranks are done.
-
-        Args:
-            upload: the upload request of this save; None without a second tier.
-            committed: the result of the save.
-            on_progress: takes the numbers of done and total steps.
-        """
+        """Does the work. With local disks, each rank serves its files until all ranks are done."""
         if self._run.nodes is None:
             self._tidy(upload, committed, on_progress)
             return

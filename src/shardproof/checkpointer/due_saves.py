@@ -33,15 +33,6 @@ _log = logging.getLogger("shardproof")
 class DueSaves:
     """Decides which calls save, and carries out preemption.
 
-    Args:
-        every: the schedule, or None.
-        preemption: the options of preemption, or None.
-        mtbf_hours: hours between failures of the job for the suggested interval, or None.
-        rendezvous: the rendezvous of all ranks.
-        location: the location of the run; the same on all ranks.
-        clock: seconds, monotonic.
-        wall: Unix seconds.
-
     Raises:
         ValueError: an argument has an invalid value, or this is not the main thread and there are signals.
     """
@@ -86,10 +77,6 @@ class DueSaves:
         """True if this call has to save. Every rank gets the same answer for the same call.
 
         A call that raises does not count, and its step is not recorded.
-
-        Args:
-            step: the step.
-            force: True if the call saves in any case.
 
         Raises:
             TypeError: `force` is neither True nor False.

@@ -28,15 +28,7 @@ _log = logging.getLogger("shardproof")
 
 
 class OpenRun:
-    """A run, on this rank.
-
-    Args:
-        storage: the run in the first tier.
-        second: the run in the second tier; None without one.
-        rendezvous: rendezvous of all ranks.
-        saver: saves the steps.
-        scrub: reads the first tier in the background.
-    """
+    """A run, on this rank."""
 
     def __init__(
         self, storage: Storage, second: Storage | None, rendezvous: Rendezvous, saver: Saver, scrub: Scrub

@@ -86,12 +86,7 @@ class NewestStep:
         self._stop.set()
 
     def committed(self, storage: LocalStorage, name: str) -> None:
-        """Begins to read a file of the newest step, and drops the file of the step before.
-
-        Args:
-            storage: storage of the step.
-            name: name of the file that this rank wrote.
-        """
+        """Begins to read a file of the newest step, and drops the file of the step before."""
         self.stop()
         older, self._cached = self._cached if self._drop_older else None, (storage, name)
         stop = self._stop = threading.Event()

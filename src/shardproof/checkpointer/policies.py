@@ -256,9 +256,6 @@ class KeepBest(RetentionPolicy):
 class BestStep:
     """Selects the best step by the metric of a policy, and no step if none has the metric.
 
-    Args:
-        policy: has the metric and the mode.
-
     >>> step = SavedStep(100, lambda: (0.0, {"loss": 0.5}))
     >>> BestStep(KeepBest("loss", 3)).select([step]), BestStep(KeepBest("lost")).select([step])
     ({100}, set())
@@ -273,24 +270,14 @@ class BestStep:
 
 
 class MetricCheck:
-    """Warns once if the metadata of a save lack a finite value of a metric that a policy needs.
-
-    Args:
-        location: location of the run.
-        policies: the policies of the run; None for no policy.
-    """
+    """Warns once if the metadata of a save lack a finite value of a metric that a policy needs."""
 
     def __init__(self, location: str, *policies: Retention | None) -> None:
         self._location = location
         self._wanted = [best for policy in policies for best in KeepBest.within(policy)]
 
     def check(self, step: object, metadata: Mapping[str, Any] | None) -> None:
-        """Checks the metadata of a save. The first call without the metric logs the warning.
-
-        Args:
-            step: number of the step, for the message.
-            metadata: the metadata of the save.
-        """
+        """Checks the metadata of a save. The first call without the metric logs the warning."""
         found = metadata or {}
         missing = sorted({best.metric for best in self._wanted if best._value(found) is None})
         if not missing:

@@ -152,11 +152,6 @@ class SignalNotices:
     that the thread may hold any lock. The handler writes attributes and calls `noticed`, which must take no
     lock. `queue.SimpleQueue.put` takes no lock that the thread may hold here.
 
-    Args:
-        signals: the signals.
-        noticed: called by the handler.
-        clock: seconds, monotonic.
-
     Raises:
         ValueError: this is not the main thread. Python allows handlers only there.
     """

@@ -228,10 +228,6 @@ def _attempt_of(upload: Upload) -> str:
 def prune(storage: Storage, plan: PrunePlan) -> list[str]:
     """Executes a plan.
 
-    Args:
-        storage: the run's folder.
-        plan: plan for this run.
-
     Returns:
         Folders that stay, because a save committed them, or a pin marked them, after the plan was made.
 

@@ -230,14 +230,7 @@ class RestoreReport(msgspec.Struct, frozen=True, array_like=True):
 
 
 def report_view(run: Storage, rank: int, step: int | None, *, suspect: bool) -> RestoreReport:
-    """This rank's view of a run. Rank 0 does not list it here (note "Rank 0 looks last").
-
-    Args:
-        run: the run's folder.
-        rank: rank of this process.
-        step: see `Checkpointer.restore`.
-        suspect: True if suspects count.
-    """
+    """This rank's view of a run. Rank 0 does not list it here (note "Rank 0 looks last")."""
     if rank == 0 or (step is not None and not suspect):  # there is nothing to choose
         return RestoreReport(step, suspect)
     try:
@@ -285,10 +278,6 @@ def check_damage(run: Storage, chosen: Chosen) -> None:
 
     If only rank 0 cannot see a file, the ranks must not restore an older step. With several nodes, the last
     rank is on another node than rank 0.
-
-    Args:
-        run: the run's folder.
-        chosen: the choice of rank 0, before anything was read.
 
     Raises:
         StorageError: this rank can read a newer step.

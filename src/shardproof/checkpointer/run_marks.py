@@ -21,13 +21,7 @@ _log = logging.getLogger("shardproof")
 
 
 def change_pin(run: OpenRun, step: Any, label: Any) -> None:
-    """Pins a step, or removes its pin. See `Checkpointer.pin` for the errors.
-
-    Args:
-        run: the run.
-        step: number of the step.
-        label: why it stays; None to remove the pin.
-    """
+    """Pins a step, or removes its pin. See `Checkpointer.pin` for the errors."""
     operation = f"pin {run.location}"
 
     def describe() -> bytes:
@@ -60,13 +54,7 @@ def change_pin(run: OpenRun, step: Any, label: Any) -> None:
 
 
 def settle_suspect(run: OpenRun, step: Any, verdict: Any) -> None:
-    """Stores the verdict on a suspect. See `Checkpointer.settle_suspect` for the errors.
-
-    Args:
-        run: the run.
-        step: number of the suspect.
-        verdict: any text.
-    """
+    """Stores the verdict on a suspect. See `Checkpointer.settle_suspect` for the errors."""
     operation = f"settle {run.location}"
     number, folder = parse_argument(step, suspect=True)
 
@@ -99,10 +87,6 @@ def parse_argument(step: Any, *, suspect: bool) -> tuple[Any, str]:
     """A step that a caller passes, and its folder. An invalid one becomes a text.
 
     A save reports the text to rank 0, so that every rank raises the error.
-
-    Args:
-        step: the argument.
-        suspect: True for the folder of a suspect.
     """
     try:
         number = operator.index(step)

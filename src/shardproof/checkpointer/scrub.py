@@ -70,9 +70,6 @@ class Scrub:
         """Schedules the references of a step. Replaces a scheduled step that is not begun.
 
         Returns at once. `prepare` must be called before.
-
-        Args:
-            folder: folder of the step.
         """
         if self._rate is None:
             return

@@ -49,10 +49,6 @@ _log = logging.getLogger("shardproof")
 def read_mark(folder: Storage, name: str) -> bytes | None:
     """A small file in a folder, such as `PINNED_NAME`; None if it does not exist.
 
-    Args:
-        folder: folder of the step.
-        name: name of the file. At most 1 MiB of it is read.
-
     Raises:
         StorageError: the storage cannot read it at the moment.
     """

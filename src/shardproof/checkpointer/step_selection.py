@@ -98,13 +98,9 @@ class Failed:
 
 
 def newest_committed(run: Storage, *, suspect: bool) -> StepFolder | None:
-    """The committed step with the highest number, readable or not; None if there is none.
+    """The newest committed step, readable or not; None if there is none. With `suspect`, also suspects.
 
     Costs one listing, and one check for a manifest in that step and in each newer leftover.
-
-    Args:
-        run: the run's folder.
-        suspect: True if unsettled suspects count.
 
     Raises:
         StorageError: the storage failed.
@@ -113,13 +109,7 @@ def newest_committed(run: Storage, *, suspect: bool) -> StepFolder | None:
 
 
 def named(run: Storage, step: int, *, suspect: bool) -> StepFolder:
-    """The folder of the step with the number that the caller requests.
-
-    Args:
-        run: the run's folder.
-        step: the number.
-        suspect: True to prefer an unsettled suspect of that number.
-    """
+    """The folder of a step; that of the unsettled suspect of the number if `suspect`, and there is one."""
     return StepFolder(step, suspect and _is_committed(run, StepFolder(step, suspect=True)))
 
 

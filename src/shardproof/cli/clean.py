@@ -136,58 +136,40 @@ def _show_plan(plan: PrunePlan, now: float, older_than: float, damaged: bool) ->
         out.print(f"{gigabytes(plan.bytes)} in all")
     else:
         out.print("nothing to remove")
-    for leftover in plan.young:
-        size = gigabytes(leftover.bytes)
-        out.print(
-            printable(
-                f"not removed: {leftover.folder}: {size} that no manifest names, written to in the last "
-                f"{age(older_than)}: a save may be in progress (--older-than)"
-            )
-        )
-    for leftover in plan.repairable:
-        out.print(
-            printable(
-                f"not removed: {leftover.folder}: all files of a step without a manifest "
-                "(run `shardproof repair`; if the step is not needed, remove the folder)"
-            )
-        )
-    for upload in plan.young_uploads:
-        out.print(
-            printable(
-                f"not removed: {upload.name}: an upload that did not complete, written to in the last "
-                f"{age(older_than)}: a save may be in progress (--older-than)"
-            )
-        )
-    if plan.uploads_fault:
-        out.print(
-            printable(f"not removed: parts of uploads that did not complete, if any: {plan.uploads_fault}")
-        )
-    for name, users in plan.referenced.items():
-        refer = "refers" if len(users) == 1 else "refer"
-        out.print(
-            printable(
-                f"not removed: {name}: files that {', '.join(users)} {refer} to "
-                "(saved incrementally; `shardproof convert --standalone` makes a step that needs no other)"
-            )
-        )
-    for name in plan.unknown:
-        out.print(
-            printable(
-                f"not removed: files of other steps, because the manifest of {name} cannot be read and may "
-                "refer to them"
-            )
-        )
-    for name in plan.unsettled:
-        out.print(printable(f"not removed: {name}: validation failed there and is not settled"))
-    for name in plan.damaged:
-        out.print(
-            printable(
-                f"not removed: {name}: damaged (run `shardproof repair`; if that fails, remove the folder)"
-            )
-        )
-    for name in plan.beyond_repair:
-        why = f", but written to in the last {age(older_than)} (--older-than)" if damaged else _REMOVE
-        out.print(printable(f"not removed: {name}: damaged, cannot be repaired{why}"))
+    young = f"written to in the last {age(older_than)}"
+    busy = f"{young}: a save may be in progress (--older-than)"
+    without_repair = f", but {young} (--older-than)" if damaged else _REMOVE
+    stays = [
+        *(f"{one.folder}: {gigabytes(one.bytes)} that no manifest names, {busy}" for one in plan.young),
+        *(
+            f"{one.folder}: all files of a step without a manifest (run `shardproof repair`; if the step is "
+            "not needed, remove the folder)"
+            for one in plan.repairable
+        ),
+        *(f"{one.name}: an upload that did not complete, {busy}" for one in plan.young_uploads),
+        *(
+            f"parts of uploads that did not complete, if any: {fault}"
+            for fault in (plan.uploads_fault,)
+            if fault
+        ),
+        *(
+            f"{name}: files that {', '.join(users)} {'refers' if len(users) == 1 else 'refer'} to (saved "
+            "incrementally; `shardproof convert --standalone` makes a step that needs no other)"
+            for name, users in plan.referenced.items()
+        ),
+        *(
+            f"files of other steps, because the manifest of {name} cannot be read and may refer to them"
+            for name in plan.unknown
+        ),
+        *(f"{name}: validation failed there and is not settled" for name in plan.unsettled),
+        *(
+            f"{name}: damaged (run `shardproof repair`; if that fails, remove the folder)"
+            for name in plan.damaged
+        ),
+        *(f"{name}: damaged, cannot be repaired{without_repair}" for name in plan.beyond_repair),
+    ]
+    for text in stays:
+        out.print(printable(f"not removed: {text}"))
 
 
 @click.command("memory", short_help="List the runs that this node holds in memory, or free one.")

@@ -28,7 +28,6 @@ def trace_command(folder: str, output: str, as_json: bool) -> int:
     Open the new file at https://ui.perfetto.dev. Exit code 1: there is no trace in FOLDER.
     """
     from dataclasses import asdict
-    from pathlib import Path
 
     from shardproof._utils.humanize import counted, printable, span
     from shardproof.events import merge_traces

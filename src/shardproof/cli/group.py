@@ -77,11 +77,7 @@ def commands() -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Runs a command line and returns its exit code. Errors are printed, never raised.
-
-    Args:
-        arguments: without the program's name.
-    """
+    """Runs a command line and returns its exit code. Errors are printed, never raised."""
     # Before parsing, because a parsing error is printed as JSON too.
     as_json = "--json" in arguments
     try:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
@@ -52,8 +53,21 @@ KEYS_SHOWN = 20
     metavar="MAP",
     help="Key map, such as megatron-to-hf:llama?heads=32&groups=8, or a TOML file.",
 )
-@click.option("--max-file-size", callback=size, metavar="SIZE", help="Split into files of at most this size.")
-@click.option("--memory", callback=size, default="4GiB", show_default=True, help="Memory of all workers.")
+@click.option(
+    "--max-file-size",
+    "max_file_bytes",
+    callback=size,
+    metavar="SIZE",
+    help="Split into files of at most this size.",
+)
+@click.option(
+    "--memory",
+    "memory_bytes",
+    callback=size,
+    default="4GiB",
+    show_default=True,
+    help="Memory of all workers.",
+)
 @click.option("--workers", type=click.IntRange(1), default=1, show_default=True, help="Processes that write.")
 @click.option("--on", type=click.Choice(["processes", "ray"]), default="processes", show_default=True)
 @click.option("--dry-run", is_flag=True, help="Show what would be written, and write nothing.")
@@ -66,8 +80,9 @@ def convert_command(
     to: str | None,
     standalone: bool,
     rename: str | None,
+    include: Sequence[str],
+    exclude: Sequence[str],
     dry_run: bool,
-    on: Literal["processes", "ray"],
     as_json: bool,
     **options: Any,
 ) -> int:
@@ -102,20 +117,12 @@ def convert_command(
                 src,
                 dst,
                 to=to,
-                format=options["format"],
-                dtype=options["dtype"],
-                include=options["include"] or None,
-                exclude=options["exclude"] or None,
                 rename=_renames(rename) if rename else None,
-                key_map=options["key_map"],
-                max_file_bytes=options["max_file_size"],
-                memory_bytes=options["memory"],
-                workers=options["workers"],
-                on=on,
-                trust_pickle=options["trust_pickle"],
-                register=options["register"],
+                include=include or None,
+                exclude=exclude or None,
                 dry_run=dry_run,
                 on_progress=on_progress,
+                **options,
             )
     except (ValueError, StructureError, PlainDataError) as error:  # the request does not fit
         raise click.UsageError(str(error)) from error

@@ -137,7 +137,6 @@ def _planned_copy(
 class _Shard:
     """One file of the copy."""
 
-    rank: int
     rows: NDArray[np.int64]
     """Rows of the source's table, in the order of the copy's file."""
     byte_start: NDArray[np.int64]
@@ -257,7 +256,7 @@ class _CheckpointCopy:
             size = file.finish()
         byte_start = len(header) + np.cumsum(byte_count) - byte_count
         digest = file_digest(header, table.digest[rows])
-        return _Shard(rank, rows, byte_start, FileRecord(name, size, digest, len(header), rank))
+        return _Shard(rows, byte_start, FileRecord(name, size, digest, len(header), rank))
 
     def _copy_chunk(self, row: int, file: FileWriter) -> list[bytes]:
         """Copies and verifies a chunk. Returns the digests of its blocks, if it has several."""

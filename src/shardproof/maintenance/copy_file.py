@@ -9,9 +9,6 @@ import numpy as np
 
 from shardproof.errors import FormatError, ShardproofError
 from shardproof.format import (
-    BLOCKS,
-    DIGESTS,
-    PADDING,
     ChunkVerifier,
     FileRecord,
     bytes_digest,
@@ -29,7 +26,6 @@ from shardproof.storage import FileWriter, Sink, Storage, aligned_buffer
 __all__ = ["copy_shard_file", "read_whole_index", "verify_files_here"]
 
 _ADVICE = "The file was not copied: another copy of the step, or an older step, has to be used"
-_OWN_ENTRIES = {PADDING, BLOCKS, DIGESTS}
 
 
 def copy_shard_file(
@@ -78,7 +74,7 @@ def copy_shard_file(
                 f"written (digest differs from the manifest's). {_ADVICE}",
                 file=record.name,
             )
-        chunks = [entry for entry in header.entries if entry[0] not in _OWN_ENTRIES]
+        chunks = header.entries[: len(digests)]
         starts = [entry[3] for entry in chunks]
         counts = [entry[4] - entry[3] for entry in chunks]
         verifier = ChunkVerifier(
@@ -126,10 +122,6 @@ def copy_shard_file(
 def read_whole_index(source: Storage, record: FileRecord) -> bytes:
     """Reads the bytes of an index, and compares them with the digest in its record.
 
-    Args:
-        source: the folder that holds the index.
-        record: record of the index, in the manifest of a step.
-
     Raises:
         FormatError: the index is damaged.
         StorageError: the storage failed, or there is no such file.
@@ -148,10 +140,6 @@ def verify_files_here(
     storage: Storage, on_progress: Callable[[int, int], None] | None = None
 ) -> tuple[ShardproofError, ...]:
     """Verifies the index and the shard files of a checkpoint that are there. A missing file is no fault.
-
-    Args:
-        storage: the folder of the checkpoint.
-        on_progress: called with bytes done and bytes in all.
 
     Returns:
         The first fault of each damaged file.

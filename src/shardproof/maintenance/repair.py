@@ -115,9 +115,14 @@ def _shards(storage: Storage, intact: Manifest | None) -> list[FoundShard]:
         bases = {files[0].declared.base for name, files in attempts.items() if chosen in (None, name)}
         if bases and "" not in bases:
             raise _not_here(storage, ", ".join(sorted(bases)))
-        found = [f"attempt {name}: {_count(files)}" for name, files in attempts.items()] or ["there are none"]
+        found = [
+            f"attempt {name}: {len(files)} of {files[0].declared.files} files"
+            for name, files in attempts.items()
+        ] or ["there are none"]
+        attempt = intact.attempt if intact is not None else chosen
+        which = "any attempt" if attempt is None else f"attempt {attempt}"
         raise FormatError(
-            f"{storage.location}: not all shard files of {_name_of(intact, chosen)} are there "
+            f"{storage.location}: not all shard files of {which} are there "
             f"({'; '.join([*found, *unreadable])}). It cannot be repaired: restore another step",
             file="shards",
         )
@@ -178,15 +183,6 @@ def _not_here(storage: Storage, folders: str) -> FormatError:
 
 def _is_complete(shards: list[FoundShard]) -> bool:
     return len(shards) == shards[0].declared.files
-
-
-def _count(shards: list[FoundShard]) -> str:
-    return f"{len(shards)} of {shards[0].declared.files} files"
-
-
-def _name_of(intact: Manifest | None, chosen: str | None) -> str:
-    attempt = intact.attempt if intact is not None else chosen
-    return "any attempt" if attempt is None else f"attempt {attempt}"
 
 
 def _check_alike(shards: list[VerifiedShard]) -> None:

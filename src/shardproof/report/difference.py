@@ -169,10 +169,6 @@ def diff(
 def _check_files(storage: Storage, manifest: Manifest) -> None:
     """Checks the size of each shard file, and on file systems that it can be opened.
 
-    Args:
-        storage: storage of the checkpoint.
-        manifest: manifest of the checkpoint.
-
     Raises:
         StorageError: of a missing or cut file; if there is none, of a file that cannot be read.
     """

@@ -67,12 +67,7 @@ class _Share(msgspec.Struct, frozen=True, array_like=True):
 
 
 class MissingCopies:
-    """Makes missing copies, on this rank.
-
-    Args:
-        nodes: the run.
-        rendezvous: rendezvous of all ranks.
-    """
+    """Makes missing copies, on this rank."""
 
     def __init__(self, nodes: NodeStorage, rendezvous: Rendezvous) -> None:
         self._nodes, self._rendezvous = nodes, rendezvous

@@ -37,12 +37,7 @@ __all__ = ["NodeSink", "NodeStorage", "NodesView"]
 
 
 class NodesView(TieredRun):
-    """The folders of all nodes, and a second tier behind them, as one `Storage` that can only be read.
-
-    Args:
-        group: the nodes.
-        second: the run in the second tier; None without one.
-    """
+    """The folders of all nodes, and a second tier behind them, as one `Storage` that can only be read."""
 
     def __init__(self, group: NodeGroup, second: Storage | None) -> None:
         super().__init__([*group.folders, *([] if second is None else [second])])
@@ -135,9 +130,6 @@ class NodesView(TieredRun):
 
 class NodeStorage(NodesView):
     """The folders of all nodes as one `Storage`; see the notes of this module.
-
-    Args:
-        group: the nodes.
 
     Example:
         >>> import tempfile
@@ -244,10 +236,6 @@ class NodeStorage(NodesView):
     def holders(self, folder: str, records: Iterable[FileRecord]) -> dict[FileRecord, set[int]]:
         """The nodes that have each file of a step.
 
-        Args:
-            folder: folder of the step.
-            records: records of shard files, and of the index.
-
         Returns:
             The nodes by record. Each record has its folder, even if that is the step's own.
 
@@ -271,10 +259,6 @@ class NodeStorage(NodesView):
     def has_copies(self, folder: str, manifest: Manifest) -> bool:
         """True if every shard file of a step has as many copies as `replicas` requires.
 
-        Args:
-            folder: folder of the step.
-            manifest: manifest of the step.
-
         Raises:
             StorageError: a node failed.
         """
@@ -284,12 +268,7 @@ class NodeStorage(NodesView):
 
 
 class NodeSink:
-    """A new file on this node and on its partner. Both get the same bytes from memory.
-
-    Args:
-        own: the file on this node.
-        partner: its copy.
-    """
+    """A new file on this node and on its partner. Both get the same bytes from memory."""
 
     def __init__(self, own: Sink, partner: PeerSink) -> None:
         self._own, self._partner = own, partner

@@ -328,13 +328,7 @@ class PeerStorage:
 
 
 class PeerSink:
-    """A new file on another node. Each piece is compared there with its digest before it is written.
-
-    Args:
-        peer: the service of a rank of that node.
-        connection: the one on which the file was created.
-        path: path of the file, for messages.
-    """
+    """A new file on another node. Each piece is compared there with its digest before it is written."""
 
     def __init__(self, peer: Peer, connection: PeerConnection, path: str) -> None:
         self._peer, self._connection, self._path = peer, connection, path

@@ -24,11 +24,6 @@ __all__ = ["check_node_local", "open_tiers"]
 def check_node_local(first: Storage, node_local: bool, replicas: int) -> None:
     """Checks the options of a first tier on the local disks of the nodes.
 
-    Args:
-        first: the first tier.
-        node_local: True if each node has a folder of its own.
-        replicas: copies of each file on other nodes.
-
     Raises:
         ValueError: an option is invalid, or does not fit the first tier.
     """
@@ -48,13 +43,6 @@ def open_tiers(
     options: Mapping[str, Any] | None,
 ) -> tuple[Storage, Storage | None]:
     """The storages of the first and the second tier; None without a second one.
-
-    Args:
-        root: the first tier.
-        then: the second tier.
-        keep_then: policy of the second tier.
-        bandwidth: bytes a second to the second tier.
-        options: settings of an object store, for each tier that is one.
 
     Raises:
         TypeError: an argument has a wrong type.

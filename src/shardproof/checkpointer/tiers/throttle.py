@@ -16,11 +16,6 @@ class Throttle:
 
     Any t seconds see at most ``rate * t`` bytes and the bytes of one call of `take`.
 
-    Args:
-        rate: bytes a second; None: no bound.
-        clock: gives the seconds.
-        sleep: waits some seconds.
-
     Example:
         >>> now = [0.0]
         >>> throttle = Throttle(10.0, clock=lambda: now[0], sleep=lambda s: now.append(now.pop() + s))

@@ -253,11 +253,7 @@ class TieredRun:
         return view
 
     def _is_damage(self, copies: Sequence[int]) -> bool:
-        """True if the first tier is damaged by the loss of a file of which other tiers have copies.
-
-        Args:
-            copies: numbers of these tiers.
-        """
+        """True if the first tier is damaged by the loss of a file of which the tiers `copies` have copies."""
         return 0 not in copies
 
     def note_lost_files(self, folder: str, manifest: Manifest) -> None:
@@ -407,11 +403,7 @@ def _union(found: Mapping[int, object]) -> list[str]:
 
 
 class OneCopy:
-    """The methods of `TieredRun` that a restore calls, for a run with one copy of each file.
-
-    Args:
-        run: the run.
-    """
+    """The methods of `TieredRun` that a restore calls, for a run with one copy of each file."""
 
     has_several = False
 
@@ -450,21 +442,10 @@ def copies_in(run: Storage) -> TieredRun | OneCopy:
 
 
 def copies_of(folder: Storage, name: str) -> Sequence[Storage]:
-    """The storages that have a shard file or an index of a step, nearest first; `folder` without any.
-
-    Args:
-        folder: folder of the step.
-        name: name of the file.
-    """
+    """The storages that have a shard file or an index of a step, nearest first; `folder` without any."""
     return (folder.copies(name) if isinstance(folder, TieredRun) else []) or [folder]
 
 
 def log_other_copy(run: str, file: str, damage: ShardproofError) -> None:
-    """Logs that a copy is uploaded in place of a damaged file.
-
-    Args:
-        run: location of the run.
-        file: path of the copy.
-        damage: damage of the nearer file.
-    """
+    """Logs that a copy is uploaded in place of a damaged file."""
     _log.error("%s: a file is damaged, and its copy %s is uploaded in its place: %s", run, file, damage)

@@ -101,15 +101,7 @@ _log = logging.getLogger("shardproof")
 
 
 class UploadCoordinator:
-    """Plans and commits the uploads of one run, on rank 0.
-
-    Args:
-        first: the run in the first tier, as this rank reads it.
-        second: the run in the second tier.
-        keep: the policy of the second tier; None: all steps stay.
-        bandwidth: bytes a second of all ranks together; None: no bound.
-        damaged: steps that are known to be damaged in the first tier; grows.
-    """
+    """Plans and commits the uploads of one run, on rank 0. The arguments are those of `Uploader`."""
 
     def __init__(
         self,
