@@ -70,14 +70,17 @@ def test_caching_stops_when_a_save_begins(storage: LocalStorage) -> None:
 
 
 def test_a_step_is_not_cached_if_memory_is_scarce(
-    storage: LocalStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    storage: LocalStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scarce = tmp_path / "meminfo"
-    scarce.write_text("MemTotal:  16000 kB\nMemFree:  1999 kB\n")
-    monkeypatch.setattr(page_cache, "_MEMORY", scarce)
+    monkeypatch.setattr(page_cache, "free_memory", lambda: (1_999_000, 16_000_000))
     newest = NewestStep()
     newest.committed(storage, "a")
     assert newest.wait(60) and not storage.is_cached("a", 0, SIZE)
+
+
+def test_the_free_memory_is_less_than_all_memory() -> None:
+    free, total = page_cache.free_memory()
+    assert 0 < free < total
 
 
 MOUNT = "36 35 {device} / / rw - {kind} /dev/vda rw\n"
@@ -96,12 +99,11 @@ def test_auto_reads_local_files_into_ample_memory(
     is_read: bool,
 ) -> None:
     """Of 100 MB of memory a quarter stays free after the 9.4 MB of the file."""
-    memory, mounts = tmp_path / "meminfo", tmp_path / "mountinfo"
-    memory.write_text(f"MemTotal:  100000 kB\nMemFree:  {free} kB\n")
+    mounts = tmp_path / "mountinfo"
     number = os.stat(tmp_path).st_dev
     device = f"{os.major(number)}:{os.minor(number)}"
     mounts.write_text(MOUNT.format(device="999:1", kind="nfs") + MOUNT.format(device=device, kind=kind))
-    monkeypatch.setattr(page_cache, "_MEMORY", memory)
+    monkeypatch.setattr(page_cache, "free_memory", lambda: (free << 10, 100_000 << 10))
     monkeypatch.setattr(page_cache, "_MOUNTS", mounts)
     newest = NewestStep(only_if_cheap=True)
     newest.committed(storage, "a")

@@ -23,7 +23,7 @@ from shardproof.checkpointer.restored_step import RestoredStep
 from shardproof.checkpointer.run_marks import change_pin, checked_step, parse_argument, settle_suspect
 from shardproof.checkpointer.schedules import Schedule
 from shardproof.checkpointer.scrub import Scrub
-from shardproof.checkpointer.step_marks import Pin, unsettled_suspects
+from shardproof.checkpointer.step_marks import Pin, suspects_in
 from shardproof.checkpointer.step_selection import PassedOver
 from shardproof.checkpointer.tiers import TieredRun, Uploader, UploadRequest, check_node_local, open_tiers
 from shardproof.errors import NotCommittedError, ShardproofError, StructureError
@@ -511,7 +511,7 @@ class Checkpointer:
 
     def suspects(self) -> list[int]:
         """Steps with a committed, unsettled suspect, ascending. Lists the storage, as `steps` does."""
-        return [folder.step for folder in unsettled_suspects(self._run.storage)]
+        return [one.step for one, settled in suspects_in(self._run.storage).items() if settled is None]
 
     def pin(self, step: int, label: str) -> None:
         """Pins a committed step: retention and ``shardproof prune`` do not remove it. Every rank calls this.

@@ -43,11 +43,7 @@ class NodeMark(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_node_mark(run: Storage) -> NodeMark | None:
-    """The mark of a run's folder; None if it is not that of one of several nodes.
-
-    Raises:
-        StorageError: the storage cannot read it at the moment.
-    """
+    """The mark of a run's folder; None if it is not that of one of several nodes."""
     data = read_mark(run, _NAME)
     if data is None:
         return None
@@ -59,11 +55,7 @@ def read_node_mark(run: Storage) -> NodeMark | None:
 
 
 def write_node_mark(run: Storage, mark: NodeMark) -> None:
-    """Writes the mark into a run's folder, if it has another one or none.
-
-    Raises:
-        StorageError: the storage failed.
-    """
+    """Writes the mark into a run's folder, if it has another one or none."""
     data = msgspec.json.encode(mark) + b"\n"
     if run.size(_NAME) != len(data) or run.read(_NAME) != data:
         run.publish(_NAME, data, replace=True)

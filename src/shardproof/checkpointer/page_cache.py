@@ -32,7 +32,6 @@ _SPARE = 8
 """An eighth of the node's memory stays free."""
 _AMPLE = 4
 """With ``cache="auto"``, a quarter of the node's memory is free after a file is read."""
-_MEMORY = Path("/proc/meminfo")
 _MOUNTS = Path("/proc/self/mountinfo")
 _LOCAL = {"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "xfs", "zfs"}
 """File systems of disks that no other node uses."""
@@ -41,12 +40,9 @@ _LOCAL = {"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "xfs", "zfs"}
 def free_memory() -> tuple[int, int]:
     """Bytes of this node's memory that nothing uses, and bytes in all; zeros if unknown."""
     try:
-        lines = _MEMORY.read_text(encoding="ascii").splitlines()
-        found = {
-            name: int(rest.split()[0]) << 10 for name, _, rest in (line.partition(":") for line in lines)
-        }
-        return found["MemFree"], found["MemTotal"]
-    except (OSError, KeyError, ValueError, IndexError):
+        page = os.sysconf("SC_PAGE_SIZE")
+        return page * os.sysconf("SC_AVPHYS_PAGES"), page * os.sysconf("SC_PHYS_PAGES")
+    except (OSError, ValueError):
         return 0, 0
 
 

@@ -35,7 +35,7 @@ from shardproof.checkpointer.step_folders import (
     is_ours,
     step_name,
 )
-from shardproof.checkpointer.step_marks import read_pin, settled_suspects
+from shardproof.checkpointer.step_marks import read_pin, suspects_in
 from shardproof.errors import FormatError, NotCommittedError, StorageError
 from shardproof.format import (
     MANIFEST_NAME,
@@ -299,9 +299,10 @@ def retain(
                 facts.forget(step)  # another job may save a step of this number
             _delete(run, [step_name(step) for step in dropped], on_progress)
             removed = [step_name(step) for step in dropped]
-        settled = [folder for folder in settled_suspects(run) if folder.step < newest]
+        suspects = suspects_in(run).items()
+        settled = [one.name for one, verdict in suspects if verdict is not None and one.step < newest]
         if settled:
-            _delete(run, [folder.name for folder in settled], on_progress)
+            _delete(run, settled, on_progress)
     except Exception as error:
         _log.warning("%s: old steps could not be removed: %s", run.location, error)
     return removed

@@ -94,11 +94,7 @@ class Scrub:
             self._stop.set()
 
     def is_proved(self, folder: str) -> bool:
-        """True if a committed step without known damage is proved readable (note "Proved").
-
-        Raises:
-            StorageError: the storage failed.
-        """
+        """True if a committed step without known damage is proved readable (note "Proved")."""
         place = self._run.within(folder)
         seal = read_seal(place)
         return seal is not None and ((folder, seal) in self._proved or has_no_references(place))

@@ -102,11 +102,7 @@ def parse_step(name: str) -> int | None:
 
 
 def folders_in(run: Storage) -> list[StepFolder]:
-    """The folders of steps and suspects in a run, ascending.
-
-    Raises:
-        StorageError: the storage cannot list the run.
-    """
+    """The folders of steps and suspects in a run, ascending."""
     return sorted(filter(None, map(parse_folder, run.folders())))
 
 

@@ -34,8 +34,7 @@ __all__ = [
     "read_pin",
     "read_settled",
     "remove_pin",
-    "settled_suspects",
-    "unsettled_suspects",
+    "suspects_in",
     "write_pin",
     "write_settled",
 ]
@@ -47,11 +46,7 @@ _log = logging.getLogger("shardproof")
 
 
 def read_mark(folder: Storage, name: str) -> bytes | None:
-    """A small file in a folder, such as `PINNED_NAME`; None if it does not exist.
-
-    Raises:
-        StorageError: the storage cannot read it at the moment.
-    """
+    """A small file in a folder, such as `PINNED_NAME`; None if it does not exist."""
     try:
         return folder.read(name, 0, min(folder.size(name) or 0, _LONGEST))
     except StorageError as error:
@@ -70,11 +65,7 @@ class Pin(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_pin(folder: Storage) -> Pin | None:
-    """The pin of a step's folder; None if it has none. A file that is no pin still pins the step.
-
-    Raises:
-        StorageError: the storage cannot read it at the moment.
-    """
+    """The pin of a step's folder; None if it has none. A file that is no pin still pins the step."""
     try:
         data = read_mark(folder, PINNED_NAME)
     except StorageError as error:
@@ -106,13 +97,11 @@ def write_pin(run: Storage, step: int, label: str) -> None:
         raise NotCommittedError(f"{folder.location} was removed while it was pinned")
 
 
-def remove_pin(run: Storage, step: int) -> bool:
-    """Removes the pin of a step. False if it has none."""
+def remove_pin(run: Storage, step: int) -> None:
+    """Removes the pin of a step, if it has one."""
     folder = run.within(step_name(step))
-    if folder.size(PINNED_NAME) is None:
-        return False
-    folder.delete(PINNED_NAME)
-    return True
+    if folder.size(PINNED_NAME) is not None:
+        folder.delete(PINNED_NAME)
 
 
 def pinned_steps(run: Storage) -> dict[int, Pin]:
@@ -159,11 +148,7 @@ def read_settled(folder: Storage) -> Settled | None:
 
 
 def write_settled(folder: Storage, verdict: str) -> bool:
-    """Settles the suspect in a folder, durably. Returns False, and writes nothing, if there is none.
-
-    Raises:
-        StorageError: the storage failed.
-    """
+    """Settles the suspect in a folder, durably. Returns False, and writes nothing, if there is none."""
     if folder.size(MANIFEST_NAME) is None:
         return False
     settled = Settled(attempt=_attempt(folder), verdict=verdict, time=time.time())
@@ -171,19 +156,14 @@ def write_settled(folder: Storage, verdict: str) -> bool:
     return True
 
 
-def unsettled_suspects(run: Storage) -> list[StepFolder]:
-    """Committed, unsettled suspects of a run, ascending."""
-    return [folder for folder in _suspects(run) if read_settled(run.within(folder.name)) is None]
-
-
-def settled_suspects(run: Storage) -> list[StepFolder]:
-    """Committed, settled suspects of a run, ascending."""
-    return [folder for folder in _suspects(run) if read_settled(run.within(folder.name)) is not None]
-
-
-def _suspects(run: Storage) -> list[StepFolder]:
-    suspects = [folder for folder in folders_in(run) if folder.suspect]
-    return [folder for folder in suspects if run.within(folder.name).size(MANIFEST_NAME) is not None]
+def suspects_in(run: Storage) -> dict[StepFolder, Settled | None]:
+    """Committed suspects of a run, ascending, with their verdicts; None for an unsettled one."""
+    places = {folder: run.within(folder.name) for folder in folders_in(run) if folder.suspect}
+    return {
+        folder: read_settled(place)
+        for folder, place in places.items()
+        if place.size(MANIFEST_NAME) is not None
+    }
 
 
 def _attempt(folder: Storage) -> str:

@@ -9,7 +9,7 @@ from itertools import chain
 
 from shardproof.checkpointer.damage import Damage, is_damage
 from shardproof.checkpointer.step_folders import StepFolder, folders_in, is_ours, parse_folder
-from shardproof.checkpointer.step_marks import read_settled, unsettled_suspects
+from shardproof.checkpointer.step_marks import read_settled, suspects_in
 from shardproof.checkpointer.tiers import copies_in
 from shardproof.errors import CorruptChunkError, FormatError, NotCommittedError, ShardproofError, StorageError
 from shardproof.format import MANIFEST_NAME, Manifest, read_seal, references_in
@@ -101,9 +101,6 @@ def newest_committed(run: Storage, *, suspect: bool) -> StepFolder | None:
     """The newest committed step, readable or not; None if there is none. With `suspect`, also suspects.
 
     Costs one listing, and one check for a manifest in that step and in each newer leftover.
-
-    Raises:
-        StorageError: the storage failed.
     """
     return next((folder for folder in _folders(run, suspect) if _is_committed(run, folder)), None)
 
@@ -241,9 +238,6 @@ def seal_now(run: Storage, folder: StepFolder) -> bytes | None:
     """The seal of a step's manifest (see `read_seal`), which no other manifest has; None without a manifest.
 
     Empty if the manifest is too short for a seal, or is being replaced.
-
-    Raises:
-        StorageError: the storage failed.
     """
     place = run.within(folder.name)
     try:
@@ -350,7 +344,9 @@ def _referenced_folders(run: Storage) -> set[StepFolder]:
 def _warn_of_suspects(run: Storage, oldest: int) -> None:
     """Logs the unsettled suspects that a restore does not take. Never raises a `StorageError`."""
     try:
-        suspects = [folder for folder in unsettled_suspects(run) if folder.step >= oldest]
+        suspects = [
+            one for one, settled in suspects_in(run).items() if settled is None and one.step >= oldest
+        ]
     except StorageError as error:
         _log.warning("%s: restore ignores suspects, but cannot list them: %s", run.location, error)
         return

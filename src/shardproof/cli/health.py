@@ -12,7 +12,6 @@ import click
 from shardproof.cli.failures import BAD, YES
 from shardproof.cli.options import (
     existing_folder,
-    existing_folders,
     folder_argument,
     json_option,
     older_than_option,
@@ -26,16 +25,12 @@ if TYPE_CHECKING:
 __all__ = ["doctor_command"]
 
 
-def _second_tier(context: click.Context, parameter: click.Parameter, place: str | None) -> str | None:
-    return None if place is None else existing_folder(context, parameter, place)
-
-
 @click.command("doctor", short_help="Find what is wrong with a run, and how to fix it.")
 @folder_argument("run")
 @click.option(
     "--then",
     metavar="URL",
-    callback=_second_tier,
+    callback=existing_folder,
     help="The second tier of the run: find steps that it lacks.",
 )
 @click.option(
@@ -43,7 +38,7 @@ def _second_tier(context: click.Context, parameter: click.Parameter, place: str 
     "nodes",
     metavar="FOLDER",
     multiple=True,
-    callback=existing_folders,
+    callback=existing_folder,
     help="RUN on another node, for a run with node_local=True: count the copies of each file. Repeatable.",
 )
 @older_than_option("Files without a manifest that changed within this time may belong to a save in progress.")

@@ -18,7 +18,6 @@ __all__ = [
     "checkpoint_argument",
     "destination_argument",
     "existing_folder",
-    "existing_folders",
     "folder_argument",
     "format_option",
     "json_option",
@@ -162,26 +161,24 @@ def _name_of(parameter: click.Parameter) -> str:
     return parameter.opts[0] if isinstance(parameter, click.Option) else parameter.human_readable_name
 
 
-def existing_folder(_context: click.Context, parameter: click.Parameter, path: str) -> str:
-    """The callback of a path or URL. A missing folder is bad usage, if the storage has folders."""
+def existing_folder(_context: click.Context, parameter: click.Parameter, value: Any) -> Any:
+    """The callback of a path or URL, or of several. A missing folder is bad usage."""
+    for path in [value] if isinstance(value, str) else value or ():
+        _check_folder(parameter, path)
+    return value
+
+
+def _check_folder(parameter: click.Parameter, path: str) -> None:
     if _is_url(parameter, path):
-        return path
+        return
     try:
         mode = os.stat(path).st_mode
     except (FileNotFoundError, NotADirectoryError) as error:
         raise BadPath(f"{_name_of(parameter)}: {_shown(path)} does not exist") from error
     except OSError:  # the storage reports it with its cause
-        return path
+        return
     if not stat.S_ISDIR(mode):
         raise BadPath(f"{_name_of(parameter)}: {_shown(path)} is a file, expected a folder")
-    return path
-
-
-def existing_folders(
-    context: click.Context, parameter: click.Parameter, paths: Sequence[str]
-) -> Sequence[str]:
-    """The callback of an option that is repeatable; see `existing_folder`."""
-    return [existing_folder(context, parameter, path) for path in paths]
 
 
 def _shown(path: str) -> str:
@@ -192,11 +189,12 @@ def _shown(path: str) -> str:
     return f"{path!r}" + (f" ({whole})" if whole != path else "")
 
 
-def _checkpoint(context: click.Context, parameter: click.Parameter, path: str) -> str:
+def _checkpoint(_context: click.Context, parameter: click.Parameter, path: str) -> str:
     if _is_url(parameter, path):
         return path
+    _check_folder(parameter, path)
     try:
-        names = os.listdir(existing_folder(context, parameter, path))
+        names = os.listdir(path)
     except OSError:  # the storage reports it with its cause
         return path
     steps = [name for name in names if re.fullmatch(r"step-[0-9]{8,18}", name)]

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardproof.errors import StorageError, tells_nothing
 from shardproof.format import FileRecord, Manifest, locate_files, size_error
@@ -254,7 +255,7 @@ def _rows(manifest: Manifest) -> dict[str, int]:
 
 def _different_chunks(
     a: ChunkTable, row_a: int, b: ChunkTable, row_b: int, ndim: int
-) -> np.ndarray[Any, np.dtype[np.bool_]] | None:
+) -> NDArray[np.bool_] | None:
     """A mask of the chunks that differ; None if the two have different boxes."""
     rows_a, rows_b = rows_of(a, row_a), rows_of(b, row_b)
     if rows_a.stop - rows_a.start != rows_b.stop - rows_b.start:
@@ -263,15 +264,11 @@ def _different_chunks(
     boxes_b, order_b = _boxes_in_order(b, rows_b, ndim)
     if not np.array_equal(boxes_a, boxes_b):
         return None
-    different: np.ndarray[Any, np.dtype[np.bool_]] = (
-        a.digest[rows_a][order_a] != b.digest[rows_b][order_b]
-    ).any(axis=1)
+    different: NDArray[np.bool_] = (a.digest[rows_a][order_a] != b.digest[rows_b][order_b]).any(axis=1)
     return different
 
 
-def _boxes_in_order(
-    table: ChunkTable, rows: slice, ndim: int
-) -> tuple[np.ndarray[Any, np.dtype[np.int64]], np.ndarray[Any, np.dtype[np.int64]]]:
+def _boxes_in_order(table: ChunkTable, rows: slice, ndim: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Offsets and sizes of a tensor's chunks, (n, 2d), sorted; and the order that sorts them."""
     boxes = table.boxes.boxes(np.arange(rows.start, rows.stop), ndim)
     columns = np.concatenate([boxes.offsets, boxes.sizes], axis=1)

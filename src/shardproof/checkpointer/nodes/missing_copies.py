@@ -83,9 +83,6 @@ class MissingCopies:
             folder: folder of the restored step.
             text: the bytes of its manifest, which all nodes have.
             left_out: the nodes with a damaged copy of a file, by ``folder/file``.
-
-        Raises:
-            StorageError: a node failed.
         """
         group = self._nodes.group
         if group.partner_of(group.own) is None:

@@ -238,9 +238,6 @@ class NodeStorage(NodesView):
 
         Returns:
             The nodes by record. Each record has its folder, even if that is the step's own.
-
-        Raises:
-            StorageError: a node failed.
         """
         named = [msgspec.structs.replace(record, folder=record.folder or folder) for record in records]
         lists = {
@@ -257,11 +254,7 @@ class NodeStorage(NodesView):
         }
 
     def has_copies(self, folder: str, manifest: Manifest) -> bool:
-        """True if every shard file of a step has as many copies as `replicas` requires.
-
-        Raises:
-            StorageError: a node failed.
-        """
+        """True if every shard file of a step has as many copies as `replicas` requires."""
         if self.group.partner_of(self.group.own) is None:
             return True
         return all(len(nodes) > 1 for nodes in self.holders(folder, manifest.files).values())

@@ -145,9 +145,6 @@ class UploadCoordinator:
 
         Args:
             steps: the steps that retention wants to remove.
-
-        Raises:
-            StorageError: the first tier cannot be listed.
         """
         stay: set[int] = set()
         if self._keep is not None:
@@ -406,9 +403,6 @@ class UploadCoordinator:
         Args:
             run: the run in the tier.
             only: steps that matter; None: all.
-
-        Raises:
-            StorageError: the tier cannot be listed.
         """
         steps = [folder.step for folder in folders_in(run) if not folder.suspect]
         if only is not None:
