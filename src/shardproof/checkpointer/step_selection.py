@@ -12,7 +12,7 @@ from shardproof.checkpointer.step_folders import StepFolder, folders_in, is_ours
 from shardproof.checkpointer.step_marks import read_settled, suspects_in
 from shardproof.checkpointer.tiers import copies_in
 from shardproof.errors import CorruptChunkError, FormatError, NotCommittedError, ShardproofError, StorageError
-from shardproof.format import MANIFEST_NAME, Manifest, read_seal, references_in
+from shardproof.format import MANIFEST_NAME, Manifest, References, read_seal, references_in
 from shardproof.loading import UNREADABLE, NativeCheckpoint
 from shardproof.storage import Storage
 
@@ -184,16 +184,17 @@ def _choose_once(run: Storage, known: Sequence[PassedOver], suspect: bool) -> Ch
     passed: list[PassedOver] = []
     committed: list[StepFolder] = []
     unreadable = {item.folder for item in known if item.committed and not item.tier}
-    only_referenced: set[StepFolder] | None = None
+    references: References | None = None
     chosen = Chosen(None)
     folders = _folders(run, suspect)
     for candidate in folders:
         seal = seal_now(run, candidate)
         if seal is None:
-            if not _has_files(run, candidate):
+            files = {file for file in run.within(candidate.name).list() if is_ours(file, candidate.name)}
+            if not files:
                 continue
-            only_referenced = _referenced_folders(run) if only_referenced is None else only_referenced
-            if candidate not in only_referenced:
+            references = references_in(run) if references is None else references
+            if not files.issubset(references.files(candidate.name)):  # else: deleted, but others need them
                 passed.append(
                     PassedOver(candidate.step, _NEVER_COMMITTED, False, candidate.suspect, committed=False)
                 )
@@ -323,22 +324,6 @@ def _is_committed(run: Storage, folder: StepFolder) -> bool:
     """True if the folder contains a committed step, or a suspect that is not settled."""
     place = run.within(folder.name)
     return place.size(MANIFEST_NAME) is not None and not (folder.suspect and read_settled(place) is not None)
-
-
-def _has_files(run: Storage, folder: StepFolder) -> bool:
-    return any(is_ours(file, folder.name) for file in run.within(folder.name).list())
-
-
-def _referenced_folders(run: Storage) -> set[StepFolder]:
-    """Folders of deleted steps with only those files that other steps refer to."""
-    references = references_in(run)
-    found = set()
-    for name in references.by_folder:
-        files = [file for file in run.within(name).list() if is_ours(file, name)]
-        folder = parse_folder(name)
-        if folder is not None and set(files) <= set(references.files(name)):
-            found.add(folder)
-    return found
 
 
 def _warn_of_suspects(run: Storage, oldest: int) -> None:
