@@ -74,15 +74,9 @@ class DueSaves:
             weakref.finalize(self, self._calls.close)
 
     def is_due(self, step: int, *, force: bool = False) -> bool:
-        """True if this call has to save. Every rank gets the same answer for the same call.
+        """True if this call has to save; see `Checkpointer.save_if_due` for the errors.
 
-        A call that raises does not count, and its step is not recorded.
-
-        Raises:
-            TypeError: `force` is neither True nor False.
-            ValueError: there is neither a schedule nor preemption, so that only a forced call saves.
-            StructureError: the step is invalid.
-            ShardproofError: the ranks could not agree on a call.
+        Every rank gets the same answer for the same call. The step of a call that raises is not recorded.
         """
         check_boolean("force", force)
         if self._every is None and self._calls is None and not force:
@@ -110,12 +104,7 @@ class DueSaves:
         return bool(self._preempted)
 
     def began(self, pending: PendingSave) -> PendingSave:
-        """Records that a save began. If the program has to end, waits for the commit and raises `Preempted`.
-
-        Raises:
-            Preempted: the save is committed, and the program has to end.
-            ShardproofError: the save before the end failed. The next call tries again.
-        """
+        """Records that a save began. If the program has to end, waits for it and raises `Preempted`."""
         self._notices.began()
         if self._costs is not None:
             self._costs.began(pending)

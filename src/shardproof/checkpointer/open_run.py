@@ -101,14 +101,9 @@ class OpenRun:
         return [tier for tier in self.tiers if tier.size(name) is not None] or self.tiers[:1]
 
     def best_step(self, keep: Retention | None) -> int | None:
-        """The step with the best metric, as rank 0 sees it; None if there is no committed step.
+        """The step with the best metric of the `KeepBest` in `keep`; None if no step is committed.
 
-        Args:
-            keep: has the metric, in a `KeepBest`.
-
-        Raises:
-            ValueError: `keep` has no `KeepBest`, or several.
-            NotCommittedError: no committed step has the metric.
+        Rank 0 chooses it. See `Checkpointer.restore` for the errors.
         """
         policies = KeepBest.within(keep)
         if len(policies) != 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -113,16 +114,13 @@ def scan_run(storage: Storage, *, sizes: bool = False) -> list[StepInfo]:
     """
     references = references_in(storage)
     mark = read_node_mark(storage)
-
-    def look(folder: str) -> StepInfo | None:
-        return _folder_info(storage, folder, sizes, references, mark)
-
+    look = partial(_folder_info, storage, sizes, references, mark)
     found = filter(None, map_requests(storage, look, [".", *storage.folders()]))
     return sorted(found, key=lambda info: (info.step is None, info.step or 0, info.name))
 
 
 def _folder_info(
-    storage: Storage, folder: str, sizes: bool, references: References, mark: NodeMark | None
+    storage: Storage, sizes: bool, references: References, mark: NodeMark | None, folder: str
 ) -> StepInfo | None:
     """The entry of a folder of the run, or of the run's folder; None if it has none."""
     place = storage if folder == "." else storage.within(folder)

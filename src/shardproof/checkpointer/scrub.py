@@ -79,11 +79,7 @@ class Scrub:
                 self._pass = self._workers.submit(self._work)
 
     def wait(self, timeout: float | None) -> None:
-        """Waits until the scheduled steps are read, or the scrub is stopped.
-
-        Raises:
-            TimeoutError: the scrub has not ended.
-        """
+        """Waits until the scheduled steps are read, or the scrub is stopped."""
         under_way = self._pass
         if self._process == os.getpid() and under_way is not None:
             under_way.result(timeout)

@@ -30,7 +30,6 @@ from shardproof.format import (
     shard_name,
     shard_tail,
 )
-from shardproof.maintenance.stored import close_all
 from shardproof.planning import ChunkTable, prove_chunks, tensor_order
 from shardproof.saving import publish
 from shardproof.storage import FileWriter, Storage
@@ -205,7 +204,8 @@ class _CheckpointCopy:
 
     def close(self) -> None:
         """Closes the files that reading opened."""
-        close_all(self._files)
+        for storage, _ in self._files:
+            storage.close()
         self._target.close()
 
     def _rank_of_row(self) -> NDArray[np.int64]:

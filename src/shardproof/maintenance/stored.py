@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,7 +27,7 @@ from shardproof.format import (
 )
 from shardproof.storage import Storage
 
-__all__ = ["FoundShard", "VerifiedShard", "close_all", "find_shard", "verify_shard"]
+__all__ = ["FoundShard", "VerifiedShard", "find_shard", "verify_shard"]
 
 _BUFFER = 8 << 20
 """Bytes that are read and hashed at once."""
@@ -71,12 +70,6 @@ def find_shard(storage: Storage, name: str) -> FoundShard:
             file=name,
         )
     return FoundShard(name, header, declared)
-
-
-def close_all(files: Iterable[tuple[Storage, str]]) -> None:
-    """Closes each storage of `shardproof.format.locate_files` once."""
-    for storage in {id(storage): storage for storage, _ in files}.values():
-        storage.close()
 
 
 def _entries(header: ShardHeader) -> bytes:

@@ -29,7 +29,6 @@ from shardproof.format import (
     read_pieces,
     read_shard_header,
 )
-from shardproof.maintenance.stored import close_all
 from shardproof.planning import ChunkTable, prove_chunks
 from shardproof.storage import Storage
 
@@ -170,7 +169,8 @@ class _Checker:
 
     def close(self) -> None:
         """Closes the files that checking opened."""
-        close_all(self._files)
+        for storage, _ in self._files:
+            storage.close()
 
     def check_file(self, file: int) -> None:
         """Checks one shard file. A file that cannot be read is one fault."""

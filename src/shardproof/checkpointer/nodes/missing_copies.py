@@ -132,15 +132,7 @@ class MissingCopies:
         unfinished.add(self._last, self._progress, 2 * meetings.deadline, operation)
 
     def wait(self, timeout: float | None) -> None:
-        """Returns when the copies of the last restore are made, on all ranks.
-
-        Args:
-            timeout: seconds to wait at most; None: as long as they make progress.
-
-        Raises:
-            TimeoutError: the copies are not made.
-            ShardproofError: a copy could not be made.
-        """
+        """See `Checkpointer.wait_for_copies`."""
         if self._process != os.getpid() or self._last is None:
             return
         patience = 2 * self._rendezvous.deadline

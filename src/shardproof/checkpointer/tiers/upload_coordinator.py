@@ -63,7 +63,6 @@ from shardproof.checkpointer.step_folders import PINNED_NAME, folders_in, step_n
 from shardproof.checkpointer.step_marks import read_pin
 from shardproof.checkpointer.tiers.tiered_run import copies_of, log_other_copy
 from shardproof.checkpointer.tiers.upload_messages import (
-    Skip,
     UploadAnswer,
     UploadReport,
     UploadRequest,
@@ -304,10 +303,10 @@ class UploadCoordinator:
 
     def _results(
         self, requests: Sequence[UploadRequest], pending: Collection[int], reasons: Mapping[int, str]
-    ) -> tuple[list[tuple[int, str]], list[Skip]]:
+    ) -> tuple[list[tuple[int, str]], list[tuple[int, str, str]]]:
         """The fulfilled requests, by step and attempt, and the requests that will not be fulfilled."""
         uploaded: list[tuple[int, str]] = []
-        skipped: list[Skip] = []
+        skipped: list[tuple[int, str, str]] = []
         for one in requests:
             if one.step in pending or one.step in self._aside:
                 continue
@@ -315,7 +314,7 @@ class UploadCoordinator:
                 uploaded.append((one.step, one.attempt))
                 continue
             reason = reasons.get(one.step) or self._why_gone(one)
-            skipped.append(Skip(one.step, one.attempt, reason))
+            skipped.append((one.step, one.attempt, reason))
             _log.warning("%s: step %d is not uploaded: %s", self._first.location, one.step, reason)
         return uploaded, skipped
 

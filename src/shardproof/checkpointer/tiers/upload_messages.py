@@ -9,7 +9,7 @@ import msgspec
 from shardproof.errors import ShardproofError
 from shardproof.format import FileRecord
 
-__all__ = ["Skip", "UploadAnswer", "UploadReport", "UploadRequest", "UploadShare"]
+__all__ = ["UploadAnswer", "UploadReport", "UploadRequest", "UploadShare"]
 
 
 class UploadShare(msgspec.Struct, frozen=True, array_like=True):
@@ -23,14 +23,6 @@ class UploadShare(msgspec.Struct, frozen=True, array_like=True):
     """Bytes a second for this rank; None: no bound."""
 
 
-class Skip(msgspec.Struct, frozen=True, array_like=True):
-    """A step that is not uploaded."""
-
-    step: int
-    attempt: str
-    reason: str
-
-
 class UploadAnswer(msgspec.Struct, frozen=True, array_like=True):
     """The coordinator's answer: the uploads that ended, and the next one."""
 
@@ -38,7 +30,8 @@ class UploadAnswer(msgspec.Struct, frozen=True, array_like=True):
     """None: the round is over."""
     uploaded: tuple[tuple[int, str], ...] = ()
     """Step and attempt of each save that is known to be whole on the second tier."""
-    skipped: tuple[Skip, ...] = ()
+    skipped: tuple[tuple[int, str, str], ...] = ()
+    """Step and attempt of each save that is not uploaded, and the reason."""
     error: dict[str, object] | None = None
     """The reason why a step still waits at the end of the round."""
 

@@ -168,12 +168,7 @@ class Uploader:
             raise type(request.error)(request.error.message, **request.error.details)
 
     def wait_for_all(self, timeout: float | None) -> None:
-        """Returns when all rounds are over.
-
-        Raises:
-            TimeoutError: the rounds are not over.
-            ShardproofError: the last round failed, or the last upload of a step.
-        """
+        """See `Checkpointer.wait_for_uploads`."""
         if self._process != os.getpid():
             return
         self._wait_until(lambda: self._rounds == 0, timeout, "the steps of this run")
@@ -249,17 +244,15 @@ class Uploader:
         """Takes over an answer. Returns what this rank copies next; None if the round is over."""
         answer = msgspec.msgpack.decode(encoded, type=UploadAnswer)
         with self._changed:
+            reasons = {(step, attempt): reason for step, attempt, reason in answer.skipped}
             for one in self._requests:
-                if (one.step, one.attempt) in answer.uploaded:
-                    one.is_over = True
-            for skip in answer.skipped:
-                for one in self._requests:
-                    if (one.step, one.attempt) == (skip.step, skip.attempt):
-                        one.is_over = True
-                        one.error = SaveSkipped(
-                            f"step {skip.step} is committed on {self._first.location}, and is not uploaded "
-                            f"to {self._second.location}: {skip.reason}"
-                        )
+                save = one.step, one.attempt
+                one.is_over |= save in answer.uploaded or save in reasons
+                if save in reasons:
+                    one.error = SaveSkipped(
+                        f"step {one.step} is committed on {self._first.location}, and is not uploaded to "
+                        f"{self._second.location}: {reasons[save]}"
+                    )
             self._changed.notify_all()
         self._progress.advance()
         if answer.error is not None:
