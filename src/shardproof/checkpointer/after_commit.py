@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from shardproof.checkpointer.open_run import OpenRun
 from shardproof.checkpointer.page_cache import NewestStep
@@ -17,28 +18,24 @@ from shardproof.storage import LocalStorage
 __all__ = ["AfterCommit"]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class AfterCommit:
     """Begins the upload, and reads the step into the page cache. Rank 0 also retains and scrubs."""
 
-    def __init__(
-        self,
-        run: OpenRun,
-        keep: Retention | None,
-        newest: NewestStep | None,
-        uploader: Uploader | None,
-        note_cost: Callable[[float], None],
-    ) -> None:
-        self._run, self._keep = run, keep
-        self._newest, self._uploader, self._note_cost = newest, uploader, note_cost
+    run: OpenRun
+    keep: Retention | None
+    newest: NewestStep | None
+    uploader: Uploader | None
+    note_cost: Callable[[float], None]
 
-    def run(
+    def __call__(
         self, upload: UploadRequest | None, committed: SaveResult, on_progress: Callable[[int, int], None]
     ) -> None:
         """Does the work. With local disks, each rank serves its files until all ranks are done."""
-        if self._run.nodes is None:
+        if self.run.nodes is None:
             self._tidy(upload, committed, on_progress)
             return
-        group = self._run.nodes.group
+        group = self.run.nodes.group
         meetings = group.meetings
         meetings.start_heartbeat()
 
@@ -55,29 +52,29 @@ class AfterCommit:
         self, upload: UploadRequest | None, committed: SaveResult, on_progress: Callable[[int, int], None]
     ) -> None:
         assert committed.step is not None
-        run, name = self._run, step_name(committed.step)
-        self._note_cost(committed.seconds)
+        run, name = self.run, step_name(committed.step)
+        self.note_cost(committed.seconds)
         run.damaged.discard(committed.step)
         run.damaged_everywhere.discard(committed.step)
-        if upload is not None and self._uploader is not None:
-            self._uploader.committed(upload, committed.step, committed.attempt)
+        if upload is not None and self.uploader is not None:
+            self.uploader.committed(upload, committed.step, committed.attempt)
         own = run.storage if run.nodes is None else run.nodes.own
-        if self._newest is not None and isinstance(own, LocalStorage):
-            self._newest.committed(own.within(name), shard_name(run.rendezvous.rank, committed.attempt))
+        if self.newest is not None and isinstance(own, LocalStorage):
+            self.newest.committed(own.within(name), shard_name(run.rendezvous.rank, committed.attempt))
         if run.rendezvous.rank:
             return
         run.facts.forget(committed.step)
-        if self._keep is not None:
+        if self.keep is not None:
             with run.phase(committed.step, name, "retain"):
                 retain(
                     run.storage,
-                    self._keep,
+                    self.keep,
                     committed.step,
                     run.is_damaged,
                     lambda step: run.scrub.is_proved(step_name(step)),
                     run.facts,
                     on_progress=on_progress,
                     unconfirmed=run.is_unconfirmed,
-                    protect=None if self._uploader is None else self._uploader.protect,
+                    protect=None if self.uploader is None else self.uploader.protect,
                 )
         run.scrub.begin(name)

@@ -287,7 +287,7 @@ class Checkpointer:
                 check_replicas=self._check_replicas,
                 check_place=partial(self._run.check_is_run, self._run.storage),
                 record_overwrite=upload is not None and upload.overwrite,
-                after=None if suspect else partial(self._after.run, upload),
+                after=None if suspect else partial(self._after, upload),
             )
         if self._rendezvous.rank == 0 and not suspect:
             self._metrics.check(number, metadata)

@@ -16,6 +16,7 @@ import secrets
 import socket
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -70,35 +71,29 @@ class _NodeAnswer(msgspec.Struct, frozen=True, array_like=True):
     arbiter: int
 
 
+@dataclass(frozen=True, eq=False)
 class NodeGroup:
-    """The run's folders on all nodes, as this rank reaches them.
+    """The run's folders on all nodes, as this rank reaches them."""
 
-    Args:
-        own: number of this rank's node.
-        folders: the run's folder on each node.
-        node_of_rank: number of the node of each rank.
-        location: location of the run on the node of rank 0; the same on all ranks.
-        arbiter: number of the node on which a file is published first.
-        replicas: number of other nodes that have a copy of each file, 0 or 1.
-        service: file service of this rank.
-        meetings: a rendezvous of all ranks.
-    """
+    own: int
+    """Number of this rank's node."""
+    folders: Sequence[Storage]
+    """The run's folder on each node."""
+    node_of_rank: Sequence[int]
+    """Number of the node of each rank."""
+    location: str
+    """Location of the run on the node of rank 0; the same on all ranks."""
+    arbiter: int
+    """Number of the node on which a file is published first."""
+    replicas: int
+    """Number of other nodes that have a copy of each file, 0 or 1."""
+    service: FileService
+    """File service of this rank. It ends with this object."""
+    meetings: Rendezvous
+    """A rendezvous of all ranks."""
 
-    def __init__(
-        self,
-        own: int,
-        folders: Sequence[Storage],
-        node_of_rank: Sequence[int],
-        location: str,
-        arbiter: int,
-        replicas: int,
-        service: FileService,
-        meetings: Rendezvous,
-    ) -> None:
-        self.own, self.folders, self.node_of_rank = own, tuple(folders), tuple(node_of_rank)
-        self.location, self.arbiter, self.replicas = location, arbiter, replicas
-        self.meetings = meetings
-        self._stop = weakref.finalize(self, service.stop)
+    def __post_init__(self) -> None:
+        weakref.finalize(self, self.service.stop)
 
     def partner_of(self, node: int) -> int | None:
         """The node with the second copy of the files of `node`; None without `replicas` or with one node."""
