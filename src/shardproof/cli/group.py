@@ -16,6 +16,7 @@ import click
 
 from shardproof.cli.failures import BAD, CUT_OFF, INTERRUPTED, UNEXPECTED, USAGE, show_failure, show_usage
 from shardproof.errors import ShardproofError, tells_nothing
+from shardproof.version import __version__
 
 __all__ = ["run"]
 
@@ -52,23 +53,8 @@ class Commands(click.Group):
         return command
 
 
-def _show_version(ctx: click.Context, _parameter: click.Parameter, asked: bool) -> None:
-    if asked:
-        from shardproof import __version__
-
-        click.echo(f"shardproof {__version__}")
-        ctx.exit()
-
-
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
-@click.option(
-    "--version",
-    is_flag=True,
-    is_eager=True,
-    expose_value=False,
-    callback=_show_version,
-    help="Show the version and exit.",
-)
+@click.version_option(__version__, message="shardproof %(version)s")
 def commands() -> None:
     """Inspect, verify, compare, repair and prune checkpoints of PyTorch training runs.
 
