@@ -15,8 +15,9 @@ from shardproof.checkpointer.doctor import compare_tiers as compare_tiers
 from shardproof.checkpointer.doctor import examine_run as examine_run
 from shardproof.checkpointer.doctor import probe_storage as probe_storage
 from shardproof.checkpointer.doctor import scrub_run as scrub_run
+from shardproof.checkpointer.marks import Pin, read_settled
+from shardproof.checkpointer.marks import read_node_mark as read_node_mark
 from shardproof.checkpointer.node_findings import find_missing_copies as find_missing_copies
-from shardproof.checkpointer.node_mark import read_node_mark as read_node_mark
 from shardproof.checkpointer.policies import (
     KeepAll,
     KeepBest,
@@ -39,7 +40,6 @@ from shardproof.checkpointer.scan import interval_advice as interval_advice
 from shardproof.checkpointer.scan import scan_run as scan_run
 from shardproof.checkpointer.schedules import Every, Schedule
 from shardproof.checkpointer.step_folders import SETTLED_NAME, StepFolder, is_ours, parse_folder, parse_step
-from shardproof.checkpointer.step_marks import Pin, read_settled
 
 if TYPE_CHECKING:
     from shardproof.checkpointer.checkpointer import Checkpointer

@@ -13,6 +13,7 @@ from shardproof._utils.arguments import check_boolean, check_whole
 from shardproof.checkpointer.after_commit import AfterCommit
 from shardproof.checkpointer.damage import Damage
 from shardproof.checkpointer.due_saves import DueSaves
+from shardproof.checkpointer.marks import Pin, suspects_in
 from shardproof.checkpointer.nodes import MissingCopies, NodeStorage, join_nodes
 from shardproof.checkpointer.open_run import OpenRun
 from shardproof.checkpointer.page_cache import NewestStep
@@ -23,7 +24,6 @@ from shardproof.checkpointer.restored_step import RestoredStep
 from shardproof.checkpointer.run_marks import change_pin, checked_step, parse_argument, settle_suspect
 from shardproof.checkpointer.schedules import Schedule
 from shardproof.checkpointer.scrub import Scrub
-from shardproof.checkpointer.step_marks import Pin, suspects_in
 from shardproof.checkpointer.step_selection import PassedOver
 from shardproof.checkpointer.tiers import TieredRun, Uploader, UploadRequest, check_node_local, open_tiers
 from shardproof.errors import NotCommittedError, ShardproofError, StructureError

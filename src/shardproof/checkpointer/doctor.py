@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from shardproof._utils.humanize import age, counted, gigabytes, listed
 from shardproof.checkpointer.damage import Damage, is_damage
-from shardproof.checkpointer.node_mark import read_node_mark
+from shardproof.checkpointer.marks import read_node_mark
 from shardproof.checkpointer.prune import PrunePlan, plan_prune
 from shardproof.checkpointer.scan import StepInfo, scan_run
 from shardproof.errors import NotCommittedError, ShardproofError, StorageError

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from shardproof._utils.humanize import counted
 from shardproof.checkpointer.doctor import Finding, Severity
-from shardproof.checkpointer.node_mark import NodeMark, read_node_mark
+from shardproof.checkpointer.marks import NodeMark, read_node_mark
 from shardproof.checkpointer.step_folders import folders_in, step_name
 from shardproof.errors import FormatError, NotCommittedError
 from shardproof.format import FileRecord, Manifest, read_manifest

@@ -9,12 +9,12 @@ from typing import Any
 import msgspec
 
 from shardproof import events
+from shardproof.checkpointer.marks import Pin, pinned_steps
 from shardproof.checkpointer.nodes import MissingCopies, NodeStorage, NodesView
 from shardproof.checkpointer.policies import BestStep, KeepBest, Retention
 from shardproof.checkpointer.retention import StepFacts
 from shardproof.checkpointer.scrub import Scrub
 from shardproof.checkpointer.step_folders import StepFolder, folders_in, parse_folder, step_name
-from shardproof.checkpointer.step_marks import Pin, pinned_steps
 from shardproof.checkpointer.tiers import TieredRun
 from shardproof.errors import FormatError, NotCommittedError, StorageError
 from shardproof.format import MANIFEST_NAME, read_manifest

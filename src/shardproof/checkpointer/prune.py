@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from shardproof.checkpointer.marks import pinned_steps, read_pin, read_settled
 from shardproof.checkpointer.policies import KeepLatest
 from shardproof.checkpointer.retention import (
     Leftover,
@@ -18,7 +19,6 @@ from shardproof.checkpointer.retention import (
 )
 from shardproof.checkpointer.scan import StepInfo, scan_run
 from shardproof.checkpointer.step_folders import attempt_of, is_ours, parse_folder, parse_step
-from shardproof.checkpointer.step_marks import pinned_steps, read_pin, read_settled
 from shardproof.errors import FormatError, NotCommittedError, StorageError
 from shardproof.format import flush_manifests_in, lost_files, read_manifest, references_in
 from shardproof.storage import ObjectStorage, Storage, Upload

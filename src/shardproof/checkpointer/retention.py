@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from shardproof.checkpointer.marks import read_pin, suspects_in
 from shardproof.checkpointer.policies import Retention, SavedStep
 from shardproof.checkpointer.step_folders import (
     PINNED_NAME,
@@ -35,7 +36,6 @@ from shardproof.checkpointer.step_folders import (
     is_ours,
     step_name,
 )
-from shardproof.checkpointer.step_marks import read_pin, suspects_in
 from shardproof.errors import FormatError, NotCommittedError, StorageError
 from shardproof.format import (
     MANIFEST_NAME,

@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 
+from shardproof.checkpointer.marks import remove_pin, write_pin, write_settled
 from shardproof.checkpointer.open_run import OpenRun
 from shardproof.checkpointer.step_folders import StepFolder
-from shardproof.checkpointer.step_marks import remove_pin, write_pin, write_settled
 from shardproof.errors import StructureError
 from shardproof.rendezvous import MeetingSequence
 

@@ -10,10 +10,9 @@ from typing import Any
 import msgspec
 
 from shardproof._utils.humanize import listed
-from shardproof.checkpointer.node_mark import NodeMark, read_node_mark
+from shardproof.checkpointer.marks import NodeMark, read_node_mark, read_pin, read_settled
 from shardproof.checkpointer.save_interval import IntervalAdvice, advice_of
 from shardproof.checkpointer.step_folders import PINNED_NAME, SETTLED_NAME, is_ours, parse_folder
-from shardproof.checkpointer.step_marks import read_pin, read_settled
 from shardproof.errors import FormatError, NotCommittedError, StorageError
 from shardproof.format import (
     MANIFEST_NAME,

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from shardproof.checkpointer.damage import Damage, is_damage
+from shardproof.checkpointer.marks import read_settled, suspects_in
 from shardproof.checkpointer.step_folders import StepFolder, folders_in, is_ours, parse_folder
-from shardproof.checkpointer.step_marks import read_settled, suspects_in
 from shardproof.checkpointer.tiers import copies_in
 from shardproof.errors import CorruptChunkError, FormatError, NotCommittedError, ShardproofError, StorageError
 from shardproof.format import MANIFEST_NAME, Manifest, References, read_seal, references_in

@@ -30,7 +30,7 @@ COMMANDS = {
     "prune": "clean",
     "memory": "clean",
     "doctor": "health",
-    "watch": "watching",
+    "watch": "health",
     "trace": "extras",
     "demo": "extras",
 }

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from shardproof.checkpointer import probe_storage
-from shardproof.checkpointer.node_mark import NodeMark, write_node_mark
-from shardproof.checkpointer.step_marks import write_pin
+from shardproof.checkpointer.marks import NodeMark, write_node_mark, write_pin
 from shardproof.format import MANIFEST_NAME
 from shardproof.storage import FreeSpace, LocalStorage
 from tests.faulty_system import Fault, faulty_system

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shardproof.checkpointer.step_marks import write_settled
+from shardproof.checkpointer.marks import write_settled
 from shardproof.format import MANIFEST_NAME
 from shardproof.storage import LocalStorage
 from tests.unit.cli.samples import Sample, write

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import msgspec
 
-from shardproof.checkpointer.node_mark import NodeMark, write_node_mark
+from shardproof.checkpointer.marks import NodeMark, write_node_mark
 from shardproof.checkpointer.nodes.file_service import FileService
 from shardproof.checkpointer.nodes.peer_storage import Peer, PeerStorage
 from shardproof.errors import ShardproofError, StorageError, StructureError

@@ -23,11 +23,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
 
+from shardproof.checkpointer.marks import read_mark
 from shardproof.checkpointer.nodes.node_group import NodeGroup
 from shardproof.checkpointer.nodes.peer_frames import PeerRequest, name_from, name_to
 from shardproof.checkpointer.nodes.peer_storage import PeerSink, PeerStorage, ask_all
 from shardproof.checkpointer.step_folders import PINNED_NAME
-from shardproof.checkpointer.step_marks import read_mark
 from shardproof.checkpointer.tiers import NearerCopy, TieredRun
 from shardproof.errors import AlreadyCommittedError, ShardproofError, StorageError
 from shardproof.format import MANIFEST_NAME, SEAL_LENGTH, FileRecord, Manifest, parse_shard_name, read_seal

@@ -57,10 +57,10 @@ from dataclasses import dataclass
 
 import msgspec
 
+from shardproof.checkpointer.marks import read_pin
 from shardproof.checkpointer.policies import Retention
 from shardproof.checkpointer.retention import StepFacts, retain
 from shardproof.checkpointer.step_folders import PINNED_NAME, folders_in, step_name
-from shardproof.checkpointer.step_marks import read_pin
 from shardproof.checkpointer.tiers.tiered_run import copies_of, log_other_copy
 from shardproof.checkpointer.tiers.upload_messages import (
     UploadAnswer,

@@ -1,4 +1,4 @@
-"""Marks in the folder of a step: the pin, and the verdict on a suspect.
+"""Marks, which are small files: the pin of a step, the verdict on a suspect, and the nodes of a run.
 
 Note "A pin belongs to the folder": no retention policy removes a pinned step. The pin is a file in the folder
 of the step. It stays if a save replaces the step. Without a manifest it pins nothing.
@@ -6,6 +6,10 @@ of the step. It stays if a save replaces the step. Without a manifest it pins no
 Note "Settled for one attempt": a suspect is the checkpoint of a step whose validation failed, and a verdict
 settles it. The verdict is a file in the folder of the suspect, and names its attempt. So a new suspect that
 replaces a settled one is not settled, at whatever moment its save dies.
+
+Note "A mark for people and commands": `Checkpointer` writes the mark of a node into the run's folder on each
+node, and does not rely on it: it asks the present nodes for their files. Commands read it, because without it
+a step whose files are on several nodes looks like one that lost files.
 """
 
 from __future__ import annotations
@@ -27,17 +31,23 @@ from shardproof.format import MANIFEST_NAME, read_manifest
 from shardproof.storage import Storage
 
 __all__ = [
+    "NodeMark",
     "Pin",
     "Settled",
     "pinned_steps",
     "read_mark",
+    "read_node_mark",
     "read_pin",
     "read_settled",
     "remove_pin",
     "suspects_in",
+    "write_node_mark",
     "write_pin",
     "write_settled",
 ]
+
+_NODE_NAME = "node.json"
+"""The file that marks a folder as that of one node, with the files of that node only."""
 
 _LONGEST = 1 << 20
 """Bytes of a mark that are read. A longer one is invalid."""
@@ -171,3 +181,47 @@ def _attempt(folder: Storage) -> str:
         return read_manifest(folder).attempt
     except (FormatError, NotCommittedError):
         return ""
+
+
+class NodeMark(msgspec.Struct, frozen=True, kw_only=True):
+    """The nodes of the last job that used a folder with ``node_local=True``.
+
+    Example:
+        >>> print(NodeMark(nodes=("a:/nvme/run", "b:/nvme/run"), own=0, replicas=0).sentence)
+        this folder is that of one of 2 nodes: files of the other nodes (b:/nvme/run) are not here
+    """
+
+    nodes: tuple[str, ...]
+    """Host and folder of each node."""
+    own: int
+    """The node of this folder."""
+    replicas: int
+
+    @property
+    def sentence(self) -> str:
+        """The meaning of the mark, for messages."""
+        others = [name for number, name in enumerate(self.nodes) if number != self.own]
+        more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+        return (
+            f"this folder is that of one of {len(self.nodes)} nodes: files of the other nodes "
+            f"({', '.join(others[:3])}{more}) are not here"
+        )
+
+
+def read_node_mark(run: Storage) -> NodeMark | None:
+    """The mark of a run's folder; None if it is not that of one of several nodes."""
+    data = read_mark(run, _NODE_NAME)
+    if data is None:
+        return None
+    try:
+        mark = msgspec.json.decode(data, type=NodeMark)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return None
+    return mark if len(mark.nodes) > 1 else None
+
+
+def write_node_mark(run: Storage, mark: NodeMark) -> None:
+    """Writes the mark into a run's folder, if it has another one or none."""
+    data = msgspec.json.encode(mark) + b"\n"
+    if run.size(_NODE_NAME) != len(data) or run.read(_NODE_NAME) != data:
+        run.publish(_NODE_NAME, data, replace=True)
