@@ -19,13 +19,7 @@ import time
 
 import msgspec
 
-from shardproof.checkpointer.step_folders import (
-    PINNED_NAME,
-    SETTLED_NAME,
-    StepFolder,
-    folders_in,
-    step_name,
-)
+from shardproof.checkpointer.step_folders import PINNED_NAME, SETTLED_NAME, StepFolder, folders_in, step_name
 from shardproof.errors import FormatError, NotCommittedError, StorageError
 from shardproof.format import MANIFEST_NAME, read_manifest
 from shardproof.storage import Storage
