@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -62,8 +63,6 @@ def ls_command(run: str, mtbf: float | None, as_json: bool) -> int:
             found["interval"] = None if advice is None else asdict(advice)
         print_json(found)
         return YES
-
-    import time
 
     from shardproof._utils.humanize import age, counted, gigabytes
     from shardproof._utils.humanize import span as duration
@@ -173,8 +172,6 @@ def _near(key: str, manifest: Manifest) -> str:
 
 
 def _show_summary(summary: Summary) -> None:
-    import time
-
     from shardproof._utils.humanize import age, counted, gigabytes, printable
     from shardproof.cli.terminal import console, table
     from shardproof.report import fold

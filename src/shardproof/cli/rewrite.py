@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -203,9 +204,9 @@ def _refuse_options_of_formats() -> None:
 
 
 def _make_standalone(src: str, dst: str, dry_run: bool, as_json: bool) -> int:
-    import time
     from dataclasses import asdict
 
+    from shardproof._utils.humanize import counted, gigabytes, gigabytes_per_second, printable
     from shardproof.cli.terminal import bytes_progress
     from shardproof.maintenance import make_standalone, plan_standalone
     from shardproof.storage import storage_at
@@ -217,9 +218,6 @@ def _make_standalone(src: str, dst: str, dry_run: bool, as_json: bool) -> int:
             places = {"source": source.location, "location": target.location}
             print_json({**places, **asdict(plan), "dry_run": True})
             return YES
-
-        from shardproof._utils.humanize import counted, gigabytes, printable
-
         click.echo(
             printable(
                 f"would copy to {target.location}: {counted(plan.tensors, 'tensor')}, "
@@ -247,9 +245,6 @@ def _make_standalone(src: str, dst: str, dry_run: bool, as_json: bool) -> int:
             }
         )
         return YES
-
-    from shardproof._utils.humanize import counted, gigabytes, gigabytes_per_second
-
     click.echo(
         f"copied to {target.location}: {gigabytes(size)} in {counted(len(manifest.files), 'file')}, "
         f"{gigabytes_per_second(size, seconds)}; it refers to no other step"
