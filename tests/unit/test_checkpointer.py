@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import shardproof as sp
+from shardproof.checkpointer import delete_steps
 from shardproof.errors import StorageError
 from shardproof.saving import CheckReplicas
 from shardproof.storage import LocalStorage
@@ -91,6 +92,19 @@ def test_restore_returns_the_step_with_its_report_and_the_steps_passed_over(tmp_
     newest = checkpointer.restore(state(0))
     assert newest is not None and newest.passed_over == ()
     assert [item.step for item in found.passed_over] == [2], "an earlier result does not change"
+
+
+def test_a_removed_step_whose_files_stay_for_another_is_not_passed_over(tmp_path: Path) -> None:
+    checkpointer = sp.Checkpointer(tmp_path, incremental=True, scrub=None)
+    for step, kept in enumerate((0.0, 1.0, 1.0)):
+        checkpointer.save(step, {"kept": torch.full((512,), kept), "new": torch.full((512,), float(step))})
+    checkpointer.wait()
+    delete_steps(LocalStorage(tmp_path), ["step-00000001"])
+    assert list((tmp_path / "step-00000001" / "shards").iterdir()), "step 2 needs its files"
+    (shard,) = (tmp_path / "step-00000002" / "shards").iterdir()
+    os.truncate(shard, 100)
+    assert checkpointer.restore({"kept": torch.zeros(512), "new": torch.zeros(512)}) == 0
+    assert [item.step for item in checkpointer.passed_over] == [2]
 
 
 def test_a_step_that_was_passed_over_can_be_saved_again(tmp_path: Path) -> None:
