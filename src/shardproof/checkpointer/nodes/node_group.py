@@ -71,7 +71,7 @@ class _NodeAnswer(msgspec.Struct, frozen=True, array_like=True):
     arbiter: int
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class NodeGroup:
     """The run's folders on all nodes, as this rank reaches them."""
 
