@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-from shardproof.errors import CorruptChunkError
+from shardproof.errors import CorruptChunkError, FormatError
 from shardproof.storage import Storage
+
+try:  # the extra "interop" brings a faster implementation
+    from zlib_ng.zlib_ng import crc32
+except ImportError:
+    from zlib import crc32
 
 __all__ = ["DecodedExtent", "Extent", "FileRange", "crc32"]
 
 _PIECE_BYTES = 1 << 20
 """Bytes that are read and then hashed at once, while they are in the processor's cache."""
-
-
-def _fastest_crc32() -> Callable[..., int]:
-    try:
-        from zlib_ng import zlib_ng
-    except ImportError:
-        return zlib.crc32
-    fastest: Callable[..., int] = zlib_ng.crc32
-    return fastest
-
-
-crc32 = _fastest_crc32()
-"""CRC-32 of a buffer, as `zlib.crc32`. The extra "interop" brings a faster implementation."""
 
 
 class Extent(ABC):
@@ -192,19 +183,19 @@ class FileRange(Extent):
             if self.crc is not None:
                 found = crc32(piece, found)
         if self.crc is not None and found != self.crc:
+            path = f"{self.storage.location}/{self.file}"
             raise CorruptChunkError(
-                f"{self.storage.location}/{self.file}: {self.nbytes} bytes from byte {self.start} on do not "
-                f"match their CRC-32: expected {self.crc:08x}, found {found:08x}. The file changed after it "
-                "was written: restore it from a copy",
-                file=f"{self.storage.location}/{self.file}",
+                f"{path}: {self.nbytes} bytes from byte {self.start} on do not match their CRC-32: expected "
+                f"{self.crc:08x}, found {found:08x}. The file changed after it was written: restore it from "
+                "a copy",
+                file=path,
                 byte_start=self.start,
                 byte_count=self.nbytes,
             )
 
     def _swap(self, memory: memoryview) -> None:
         if self.swap > 1 and len(memory):
-            numbers = np.frombuffer(memory, f"u{self.swap}" if self.swap in (2, 4, 8) else np.uint8)
-            numbers.byteswap(inplace=True)
+            np.frombuffer(memory, f"u{self.swap}").byteswap(inplace=True)
 
 
 class DecodedExtent(Extent):
@@ -222,13 +213,8 @@ class DecodedExtent(Extent):
 
     def read_into(self, memory: memoryview) -> None:
         """Decodes all bytes; see `Extent.read_into`."""
-        from shardproof.errors import FormatError
-
         data = memoryview(self.decode()).cast("B")
         if len(data) != self.nbytes:
-            raise FormatError(
-                f"{self.storage.location}/{self.file}: {len(data)} bytes after decoding, expected "
-                f"{self.nbytes}",
-                file=f"{self.storage.location}/{self.file}",
-            )
+            path = f"{self.storage.location}/{self.file}"
+            raise FormatError(f"{path}: {len(data)} bytes after decoding, expected {self.nbytes}", file=path)
         memory[:] = data

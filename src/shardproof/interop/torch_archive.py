@@ -23,7 +23,8 @@ import sys
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,11 +32,14 @@ import xxhash
 
 from shardproof.dtypes import DTYPES
 from shardproof.errors import StructureError
-from shardproof.geometry import Boxes, cut, row_major_strides
+from shardproof.geometry import row_major_strides
+from shardproof.interop.box_bytes import box_bytes
 from shardproof.interop.extents import crc32
 from shardproof.interop.pickle_writer import Named, Persistent, PickledCall, write_pickle
 from shardproof.interop.torch_tensors import STORAGE_DTYPES
 from shardproof.interop.writer import BoxSource
+from shardproof.state import as_bytes
+from shardproof.storage import FileWriter
 
 __all__ = ["ArchiveTensor", "TorchArchive", "archive_of"]
 
@@ -54,12 +58,6 @@ _PLAIN_CLASSES = (OrderedDict, Counter, defaultdict, np.ndarray, np.generic, np.
 """Classes of plain data whose ``__reduce_ex__`` gives the call that makes an object."""
 
 
-class _Output(Protocol):
-    """The method of `shardproof.storage.FileWriter` that an archive uses."""
-
-    def put(self, data: bytes | memoryview, /) -> None: ...
-
-
 @dataclass(eq=False, slots=True)
 class ArchiveTensor:
     """A dense tensor to write. All uses of one `ArchiveTensor` object in an archive share a storage."""
@@ -67,8 +65,8 @@ class ArchiveTensor:
     dtype: str
     """Torch's name of the dtype, for example "bfloat16"."""
     shape: tuple[int, ...]
-    pieces: Callable[[], Iterable[torch.Tensor]]
-    """Gives the elements in row-major order: dense tensors of the dtype, in host memory."""
+    data: Callable[[], Iterable[memoryview]]
+    """Gives the bytes of the elements in row-major order."""
 
     @property
     def nbytes(self) -> int:
@@ -78,8 +76,8 @@ class ArchiveTensor:
     @staticmethod
     def of(tensor: torch.Tensor) -> ArchiveTensor:
         """The archive tensor of a tensor in memory."""
-        dense = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        return ArchiveTensor(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), lambda: [dense])
+        data = as_bytes(tensor.detach().cpu()).numpy().data
+        return ArchiveTensor(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), lambda: [data])
 
     @staticmethod
     def box(
@@ -90,45 +88,9 @@ class ArchiveTensor:
         sizes: Sequence[int],
         piece_bytes: int,
     ) -> ArchiveTensor:
-        """A box of a tensor, read from a source when it is written.
-
-        Args:
-            source: gives the values.
-            key: key of the tensor.
-            dtype: torch's name of its dtype.
-            offsets: (d,) first index of the box.
-            sizes: (d,) sizes of the box.
-            piece_bytes: bytes of one read, at most, unless a single element is larger.
-        """
-
-        def pieces() -> Iterator[torch.Tensor]:
-            limit = max(piece_bytes // DTYPES[dtype].itemsize, 1)
-            parts, _ = cut(Boxes.of((offsets, sizes)), limit)
-            for row in range(len(parts)):
-                yield source.read(key, *parts.pair(row))
-
-        return ArchiveTensor(dtype, tuple(sizes), pieces)
-
-    def data(self) -> Iterator[memoryview]:
-        """The bytes of the elements.
-
-        Raises:
-            StructureError: the pieces do not match the dtype and shape.
-        """
-        found = 0
-        for piece in self.pieces():
-            found += piece.nbytes
-            if piece.dtype != getattr(torch, self.dtype):
-                break
-            if piece.numel():
-                yield memoryview(piece.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        else:
-            if found == self.nbytes:
-                return
-        raise StructureError(
-            f"the source gave {piece.dtype} of {found} bytes in all for a tensor of {self.dtype} and shape "
-            f"{list(self.shape)}, which has {self.nbytes} bytes"
-        )
+        """A box of a tensor, read from a source when it is written; see `box_bytes`."""
+        data = partial(box_bytes, source, key, dtype, offsets, sizes, piece_bytes)
+        return ArchiveTensor(dtype, tuple(sizes), data)
 
 
 @dataclass(slots=True)
@@ -219,46 +181,45 @@ class TorchArchive:
             at += len(record.header()) + size + len(record.descriptor())
             self._records.append(record)
 
-    def write(self, file: _Output) -> None:
+    def write(self, file: FileWriter) -> None:
         """Appends the archive to a file.
 
         Raises:
             ShardproofError: a source of tensors, or the file, failed.
         """
-        *records, identifier = self._records
-        for record in records:
-            self._write_record(file, record)
-        digest = xxhash.xxh3_128_intdigest(b"".join(record.central() for record in records))
-        identifier.data = b"%040d" % digest
-        self._write_record(file, identifier)
-        directory = b"".join(record.central() for record in self._records)
-        start, count, size = identifier.start, len(self._records), len(directory)
-        start += len(identifier.header()) + identifier.nbytes + len(identifier.descriptor())
-        file.put(directory)
-        file.put(
-            _END_64.pack(
-                *(0x06064B50, 44, 0x031E, 45, 0, 0, count, count, size, start),
-                *(0x07064B50, 0, start + size, 1),
-            )
-        )
-        few = min(count, 0xFFFF)
-        file.put(_END.pack(0x06054B50, 0, 0, few, few, min(size, _MOST_32), min(start, _MOST_32), 0))
+        for part in self._parts():
+            file.put(part)
 
     def to_bytes(self) -> bytes:
         """The archive in memory."""
-        parts = _Parts()
-        self.write(parts)
-        return b"".join(parts)
+        return b"".join(self._parts())
+
+    def _parts(self) -> Iterator[bytes | memoryview]:
+        *records, identifier = self._records
+        for record in records:
+            yield from self._record_parts(record)
+        digest = xxhash.xxh3_128_intdigest(b"".join(record.central() for record in records))
+        identifier.data = b"%040d" % digest
+        yield from self._record_parts(identifier)
+        directory = b"".join(record.central() for record in self._records)
+        start, count, size = identifier.start, len(self._records), len(directory)
+        start += len(identifier.header()) + identifier.nbytes + len(identifier.descriptor())
+        yield directory
+        yield _END_64.pack(
+            *(0x06064B50, 44, 0x031E, 45, 0, 0, count, count, size, start),
+            *(0x07064B50, 0, start + size, 1),
+        )
+        few = min(count, 0xFFFF)
+        yield _END.pack(0x06054B50, 0, 0, few, few, min(size, _MOST_32), min(start, _MOST_32), 0)
 
     @staticmethod
-    def _write_record(file: _Output, record: _Record) -> None:
-        file.put(record.header())
+    def _record_parts(record: _Record) -> Iterator[bytes | memoryview]:
+        yield record.header()
         record.crc = 0
-        pieces = record.data.data() if isinstance(record.data, ArchiveTensor) else [record.data]
-        for piece in pieces:
+        for piece in record.data.data() if isinstance(record.data, ArchiveTensor) else [record.data]:
             record.crc = crc32(piece, record.crc)
-            file.put(piece)
-        file.put(record.descriptor())
+            yield piece
+        yield record.descriptor()
 
     def _describe(self, value: Any) -> Any:
         """Describes an object of another class than the builtins to the pickler; see `write_pickle`."""
@@ -311,13 +272,6 @@ def archive_of(key: str, value: Any, format_name: str) -> TorchArchive:
             f"{format_name} cannot hold {key!r}: {error}. Leave it out (exclude=, or --exclude {key})",
             key=key,
         ) from error
-
-
-class _Parts(list[bytes]):
-    """An output in memory."""
-
-    def put(self, data: bytes | memoryview, /) -> None:
-        self.append(bytes(data))
 
 
 def _reduced(value: Any) -> PickledCall | None:
