@@ -54,8 +54,7 @@ class _ItemsReader(TorchFilesReader):
             self.notes.append(f"Not read: folders in it, {', '.join(folders[:5])}. Open them by themselves.")
         for name in names:
             if self.item_file.fullmatch(name) and is_torch_file(foreign, name):
-                stem = name.rpartition(".")[0]
-                self.add_torch_file(name, lambda key, stem=stem: f"{stem}.{key}")  # type: ignore[misc]
+                self.add_torch_file(name, f"{name.rpartition('.')[0]}.")
         self.notes.append(
             "No list says which files belong to it: a missing optimizer or scheduler is not found."
         )

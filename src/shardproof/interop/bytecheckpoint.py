@@ -13,17 +13,17 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from shardproof.dtypes import DTYPES
 from shardproof.errors import FormatError
 from shardproof.interop.dcp_reader import DcpEntry, DcpReader
 from shardproof.interop.extents import FileRange
-from shardproof.interop.pickle_builders import CONSTANTS
-from shardproof.interop.pickle_data import Opaque, read_pickle
+from shardproof.interop.pickle_data import Opaque
 from shardproof.interop.reader import Foreign, StoredView
 from shardproof.interop.torch_file import TorchFile
-from shardproof.interop.torch_tensors import TorchStorage, TorchTensor, storage_dtype, torch_builders
+from shardproof.interop.torch_tensors import TorchTensor, read_torch_pickle, torch_storage
 
 __all__ = ["ByteCheckpointReader"]
 
@@ -94,9 +94,7 @@ class ByteCheckpointReader(DcpReader):
         pickled = self._described.get((entry.file.partition("/")[0], key, offsets))
         if pickled is None or entry.transforms:
             raise FormatError(f"{path}: no tensor is described for {key} at {offsets}", file=path, key=key)
-        found = read_pickle(
-            pickled, torch_builders(), file=path, persistent=_torch_storage, constants=CONSTANTS
-        ).value
+        found = read_torch_pickle(pickled, partial(torch_storage, path), file=path).value
         expected = math.prod(sizes) * DTYPES[dtype].itemsize
         match found:
             case TorchTensor(dtype=kind, shape=shape, is_conjugated=False, is_negated=False) if (
@@ -128,16 +126,6 @@ class ByteCheckpointReader(DcpReader):
         """Verifies the entries of all objects, and the extra states."""
         extra = sum(TorchFile(self.storage, name).verify() for name in self._extra.values())
         return super().verify_extra() + extra
-
-
-def _torch_storage(identifier: Any) -> TorchStorage:
-    """The storage that a persistent identifier of torch.save names."""
-    match identifier:
-        case ("storage", Opaque(name=name), str(key), str(), int(numel), *_) if numel >= 0:
-            dtype = storage_dtype(name)
-            if dtype is not None:
-                return TorchStorage(key, dtype, numel)
-    raise ValueError("a persistent identifier is not a storage")
 
 
 def _is_within(tensor: TorchTensor, nbytes: int) -> bool:

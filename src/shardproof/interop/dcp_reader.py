@@ -28,12 +28,19 @@ from shardproof.errors import FormatError
 from shardproof.interop.extents import Extent
 from shardproof.interop.megatron_run import iteration_of, latest_iteration
 from shardproof.interop.pickle_data import Opaque, opaque_names, read_pickle
-from shardproof.interop.reader import Foreign, FormatReader, StoredBox, StoredView, TensorDescription
+from shardproof.interop.reader import (
+    Foreign,
+    FormatReader,
+    StoredBox,
+    StoredView,
+    TensorDescription,
+    shape_of,
+)
 from shardproof.interop.stream_transforms import DecodedPart, decoded_storage
 from shardproof.interop.swiglu_halves import join_halves
 from shardproof.interop.torch_file import SmallPickles, TorchFile, TorchTensor, unpickled, with_tensors
 
-__all__ = ["DcpEntry", "DcpRawReader", "DcpReader", "inner_name", "numbers"]
+__all__ = ["DcpEntry", "DcpRawReader", "DcpReader", "inner_name"]
 
 _METADATA = ".metadata"
 _ARCHIVE_BYTES = 1 << 20
@@ -130,7 +137,7 @@ class DcpReader(FormatReader):
             FormatError: torch cannot unpickle the value, for example because a class is not installed.
         """
         if not trust_pickle or not opaque_names(file.value):
-            return with_tensors(file)
+            return with_tensors(file, file.value)
         try:
             return unpickled(file)
         except Exception as error:  # unpickling may run any code
@@ -228,10 +235,10 @@ class DcpReader(FormatReader):
         name = dtype.name.removeprefix("torch.")
         if not isinstance(dtype, Opaque) or name not in DTYPES:
             raise self.fault(f"{folder}{_METADATA}", f"the dtype {name} of {key} is unknown")
-        shape = numbers(state["size"])
+        shape = shape_of(state["size"])
         boxes = []
         for chunk in state["chunks"]:
-            offsets, sizes = numbers(chunk.state["offsets"]), numbers(chunk.state["sizes"])
+            offsets, sizes = shape_of(chunk.state["offsets"]), shape_of(chunk.state["sizes"])
             if len(offsets) != len(shape) or len(sizes) != len(shape):
                 raise self.fault(
                     f"{folder}{_METADATA}",
@@ -333,18 +340,6 @@ def inner_name(name: str) -> str | None:
     if not parts or parts[0].startswith("/") or ".." in parts or "\0" in name:
         return None
     return "/".join(parts)
-
-
-def numbers(values: Any) -> tuple[int, ...]:
-    """Checks the sizes or offsets of a pickle.
-
-    Raises:
-        ValueError: a number is not an integer, or is less than 0.
-    """
-    found = tuple(values)
-    if any(type(number) is not int or number < 0 for number in found):
-        raise ValueError(f"{found} are not sizes")
-    return found
 
 
 def _are_tied(one: TensorDescription, other: TensorDescription) -> bool:

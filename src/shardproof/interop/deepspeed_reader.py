@@ -23,14 +23,9 @@ from itertools import chain
 from typing import Any
 
 from shardproof.errors import FormatError
-from shardproof.interop.deepspeed_states import (
-    FIRST_MODEL_STATES,
-    DeepSpeedStates,
-    tag_folder,
-)
+from shardproof.interop.deepspeed_states import FIRST_MODEL_STATES, DeepSpeedStates, tag_folder
 from shardproof.interop.pickle_data import Opaque
-from shardproof.interop.reader import Foreign
-from shardproof.interop.torch_folder import shape_of
+from shardproof.interop.reader import Foreign, shape_of
 from shardproof.interop.torch_tensors import TorchTensor
 from shardproof.interop.zero_partitions import PartitionPart, cut_pieces, joined_pieces, mapped_pieces
 

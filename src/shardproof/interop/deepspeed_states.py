@@ -9,8 +9,8 @@ from typing import Any
 
 from shardproof.errors import FormatError, NotCommittedError, StorageError
 from shardproof.interop.pickle_data import Opaque
-from shardproof.interop.reader import Foreign, StoredBox, TensorDescription, flat_boxes
-from shardproof.interop.torch_folder import TorchFolderReader, shape_of
+from shardproof.interop.reader import Foreign, StoredBox, TensorDescription, flat_boxes, shape_of
+from shardproof.interop.torch_save import TorchFilesReader
 from shardproof.interop.torch_tensors import TorchTensor
 from shardproof.interop.zero_partitions import PartitionPart, cut_pieces
 from shardproof.storage import check_name
@@ -79,8 +79,8 @@ def tag_folder(foreign: Foreign, pointer: str) -> Foreign | None:
     return Foreign(foreign.storage.within(tag))
 
 
-class DeepSpeedStates(TorchFolderReader):
-    """A tag folder of DeepSpeed; see `TorchFolderReader`. A subclass adds the optimizer's tensors."""
+class DeepSpeedStates(TorchFilesReader):
+    """A tag folder of DeepSpeed; see `TorchFilesReader`. A subclass adds the optimizer's tensors."""
 
     def __init__(self, foreign: Foreign) -> None:
         super().__init__(foreign)

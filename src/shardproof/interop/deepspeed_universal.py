@@ -16,13 +16,8 @@ from math import prod
 from typing import Any
 
 from shardproof.errors import FormatError, StorageError
-from shardproof.interop.deepspeed_states import (
-    FIRST_MODEL_STATES,
-    DeepSpeedStates,
-    tag_folder,
-)
-from shardproof.interop.reader import Foreign, StoredBox, StoredView, TensorDescription
-from shardproof.interop.torch_folder import shape_of
+from shardproof.interop.deepspeed_states import FIRST_MODEL_STATES, DeepSpeedStates, tag_folder
+from shardproof.interop.reader import Foreign, StoredBox, StoredView, TensorDescription, shape_of
 from shardproof.interop.torch_tensors import TorchTensor
 
 __all__ = ["DeepSpeedUniversalReader"]

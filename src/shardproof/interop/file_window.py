@@ -6,10 +6,9 @@ import io
 import os
 from typing import Any, overload
 
-from shardproof.interop.pickle_data import Bytes
 from shardproof.storage import Storage
 
-__all__ = ["FileWindow"]
+__all__ = ["FileWindow", "WindowBytes"]
 
 _EDGE_BYTES = 4096
 """Bytes that one read fetches at the start of an archive, and another at its end. The metadata of an archive
@@ -17,7 +16,7 @@ of one tensor lies in them."""
 _SMALL_BYTES = 4 * _EDGE_BYTES
 """Bytes of an archive that one read fetches whole, at most."""
 _PIECE_BYTES = 1 << 18
-"""Bytes that one read of `FileWindow.pieces` fetches, at least."""
+"""Bytes that one read of `WindowBytes` fetches, at least."""
 
 
 class FileWindow(io.RawIOBase):
@@ -69,17 +68,14 @@ class FileWindow(io.RawIOBase):
             self._storage.read_into(self._file, self._start + offset, memoryview(data))
         return data
 
-    def pieces(self, count: int) -> Bytes:
-        """The first bytes of the range as a sequence that holds one piece of them in memory.
 
-        Args:
-            count: number of the bytes.
-        """
-        return _Pieces(self, count)
+class WindowBytes:
+    """The first bytes of a window, as `Bytes`. It caches the piece that it read last.
 
-
-class _Pieces:
-    """Bytes of a window. It caches the piece that it read last, so sequential reads are cheap."""
+    Args:
+        window: the window.
+        count: number of the bytes.
+    """
 
     def __init__(self, window: FileWindow, count: int) -> None:
         self._window = window

@@ -25,11 +25,11 @@ from typing import Any
 
 from shardproof.errors import CorruptChunkError, ShardproofError, StorageError
 from shardproof.geometry import flat_range_boxes, row_major_strides
-from shardproof.interop.dcp_reader import DcpReader, inner_name, numbers
+from shardproof.interop.dcp_reader import DcpReader, inner_name
 from shardproof.interop.megatron_run import latest_iteration
 from shardproof.interop.pickle_data import opaque_names
-from shardproof.interop.reader import Foreign, StoredBox, StoredView, TensorDescription
-from shardproof.interop.torch_file import TorchFile, part_with_tensors
+from shardproof.interop.reader import Foreign, StoredBox, StoredView, TensorDescription, shape_of
+from shardproof.interop.torch_file import TorchFile, with_tensors
 from shardproof.storage import Storage
 
 __all__ = ["MegatronDistReader"]
@@ -121,7 +121,7 @@ class MegatronDistReader(DcpReader):
         part = self._common_part(file.value, key)
         if trust_pickle and opaque_names(part):
             return self._common_part(self.value_of(file, key, trust_pickle), key)
-        return part_with_tensors(file, part)
+        return with_tensors(file, part)
 
     def files(self) -> Mapping[str, int | None]:
         """Files of metadata, tensors and objects."""
@@ -165,7 +165,7 @@ class MegatronDistReader(DcpReader):
         extra = data.get(key) if isinstance(data, dict) else None
         shape = extra.get(_TRUE_SHAPE) if isinstance(extra, dict) else None
         try:
-            return None if shape is None else numbers(shape)
+            return None if shape is None else shape_of(shape)
         except (TypeError, ValueError) as error:
             raise self.fault(_DCP_METADATA, f"the true shape of {key} is {shape!r}", key=key) from error
 

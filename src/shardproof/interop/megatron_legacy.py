@@ -89,8 +89,7 @@ class MegatronLegacyReader(TorchFilesReader):
             path = f"{folder}{rank}/{name}"
             if self.storage.size(path) is None:
                 continue
-            prefix = f"{rank}/{name.removesuffix('.pt')}/"
-            file = self.add_torch_file(path, lambda key, prefix=prefix: prefix + key)  # type: ignore[misc]
+            file = self.add_torch_file(path, f"{rank}/{name.removesuffix('.pt')}/")
             if name in _MODEL_FILES:
                 self.models[numbers] = file
                 if not isinstance(file.value, dict):

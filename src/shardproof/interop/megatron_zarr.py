@@ -102,7 +102,7 @@ class MegatronZarrReader(FormatReader):
     def object(self, key: str, *, trust_pickle: bool = False) -> Any:
         """An object as plain data; see `FormatReader.object`."""
         file = TorchFile(self.storage, self._objects[key])
-        return unpickled(file) if trust_pickle else with_tensors(file)
+        return unpickled(file) if trust_pickle else with_tensors(file, file.value)
 
     def files(self) -> Mapping[str, int | None]:
         """Files of metadata, chunks and objects; see `FormatReader.files`."""

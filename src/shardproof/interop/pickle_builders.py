@@ -19,6 +19,7 @@ import torch
 
 from shardproof.dtypes import DTYPES
 from shardproof.interop.pickle_data import Opaque, Unfinished, check_keys
+from shardproof.interop.reader import shape_of
 
 __all__ = ["CONSTANTS", "plain_builders"]
 
@@ -178,11 +179,10 @@ def _scalar(dtype: Any, data: Any = b"") -> Any:
 
 def _filled(data: bytes, dtype: np.dtype[Any], shape: Any, order: Any) -> np.ndarray[Any, Any]:
     """An array from its bytes, in the byte order of this machine."""
-    if any(type(size) is not int or size < 0 for size in shape):
-        raise ValueError(f"{shape!r} is not a shape")
-    if prod(shape) * dtype.itemsize != len(data):
-        raise ValueError(f"an array of shape {tuple(shape)} and dtype {dtype} has {len(data)} bytes")
+    sizes = shape_of(shape)
+    if prod(sizes) * dtype.itemsize != len(data):
+        raise ValueError(f"an array of shape {sizes} and dtype {dtype} has {len(data)} bytes")
     native = dtype.newbyteorder("=")
     if not data:
-        return np.empty(tuple(shape), native)
-    return np.array(np.frombuffer(data, dtype).reshape(tuple(shape), order=order), native, order="K")
+        return np.empty(sizes, native)
+    return np.array(np.frombuffer(data, dtype).reshape(sizes, order=order), native, order="K")

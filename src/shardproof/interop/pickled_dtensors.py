@@ -11,7 +11,7 @@ import numpy as np
 
 from shardproof.geometry import IndexMap
 from shardproof.interop.pickle_data import Opaque
-from shardproof.interop.torch_folder import shape_of
+from shardproof.interop.reader import shape_of
 from shardproof.interop.torch_tensors import TorchTensor
 from shardproof.state import index_map_of, local_segments, sizes_of
 

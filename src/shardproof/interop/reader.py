@@ -27,6 +27,7 @@ __all__ = [
     "flat_boxes",
     "foreign_of",
     "missing_file",
+    "shape_of",
 ]
 
 
@@ -156,6 +157,18 @@ def flat_boxes(
         StoredBox.of(offsets, sizes, StoredView.dense(sizes, extent, offset + at))
         for (offsets, sizes), at in zip(pairs, first, strict=True)
     ]
+
+
+def shape_of(values: Any) -> tuple[int, ...]:
+    """Checks a shape, or the sizes or offsets of a box, that metadata gives.
+
+    Raises:
+        ValueError: the value is not a sequence of sizes.
+    """
+    sizes = tuple(values)
+    if any(type(size) is not int or not 0 <= size < 1 << 62 for size in sizes):
+        raise ValueError(f"{sizes} is not a shape")
+    return sizes
 
 
 def missing_file(path: str, key: str, offsets: Sequence[int]) -> StorageError:

@@ -11,7 +11,7 @@ import numpy as np
 
 from shardproof.geometry import Boxes, IndexMap
 from shardproof.interop.pickled_dtensors import MeshPlacements
-from shardproof.interop.torch_folder import shape_of
+from shardproof.interop.reader import shape_of
 from shardproof.interop.torch_rank_files import ShardedTensorParts
 
 __all__ = ["sharded_tensors"]

@@ -25,21 +25,19 @@ import xxhash
 from shardproof.dtypes import DTYPES
 from shardproof.errors import FormatError, StorageError
 from shardproof.interop.extents import DecodedExtent, Extent, FileRange, crc32
-from shardproof.interop.file_window import FileWindow
-from shardproof.interop.pickle_builders import CONSTANTS
+from shardproof.interop.file_window import FileWindow, WindowBytes
 from shardproof.interop.pickle_data import Opaque, Pickle, read_pickle
 from shardproof.interop.reader import StoredBox, StoredView
-from shardproof.interop.torch_tensors import TorchStorage, TorchTensor, storage_dtype, torch_builders
+from shardproof.interop.torch_tensors import TorchStorage, TorchTensor, read_torch_pickle, torch_storage
 from shardproof.interop.zip_directory import read_zip_directory
+from shardproof.state import as_bytes
 from shardproof.storage import Storage
 
 __all__ = [
     "SmallPickles",
     "TorchFile",
     "TorchTensor",
-    "flatten",
     "leaves",
-    "part_with_tensors",
     "unpickled",
     "with_tensors",
 ]
@@ -68,24 +66,12 @@ pickles."""
 class _ResolvedExtent(DecodedExtent):
     """A tensor that was saved as a lazy conjugate or negative of its storage, in row-major order."""
 
+    storage: Storage
+    file: str
+    start: int
+    nbytes: int
     view: StoredView
     tensor: TorchTensor
-
-    @property
-    def storage(self) -> Storage:  # type: ignore[override]
-        return self.view.extent.storage
-
-    @property
-    def file(self) -> str:  # type: ignore[override]
-        return self.view.extent.file
-
-    @property
-    def start(self) -> int:  # type: ignore[override]
-        return self.view.extent.start
-
-    @property
-    def nbytes(self) -> int:  # type: ignore[override]
-        return self.tensor.nbytes
 
     @property
     def stored_bytes(self) -> int:
@@ -99,9 +85,9 @@ class _ResolvedExtent(DecodedExtent):
         data = bytearray(self.view.extent.nbytes)
         self.view.extent.read_into(memoryview(data))
         found = _strided(data, self.tensor.dtype, self.tensor.shape, self.view)
-        found = found.conj().resolve_conj() if self.tensor.is_conjugated else found
+        found = found.conj() if self.tensor.is_conjugated else found
         found = -found if self.tensor.is_negated else found
-        return memoryview(found.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        return as_bytes(found).numpy().data
 
 
 class TorchFile:
@@ -189,7 +175,8 @@ class TorchFile:
             record = FileRange(record.storage, record.file, record.start, record.nbytes, record.crc, swap)
         view = StoredView(record, tensor.offset, tensor.stride)
         if tensor.is_conjugated or tensor.is_negated:
-            return StoredView.dense(tensor.shape, _ResolvedExtent(view, tensor))
+            place = record.storage, record.file, record.start
+            return StoredView.dense(tensor.shape, _ResolvedExtent(*place, tensor.nbytes, view, tensor))
         return view
 
     def boxes(self, tensor: TorchTensor) -> list[StoredBox]:
@@ -291,20 +278,14 @@ class TorchFile:
         if known is not None:
             value, self._storages = known
             return value
-        value = read_pickle(
-            pickled,
-            torch_builders(),
-            file=f"{self.path}/data.pkl",
-            persistent=self._persistent,
-            constants=CONSTANTS,
-        ).value
+        value = read_torch_pickle(pickled, self._persistent, file=f"{self.path}/data.pkl").value
         if tensors is not None and isinstance(value, TorchTensor) and len(tensors) < _MOST_SMALL_PICKLES:
             tensors[pickled] = value, self._storages
         return value
 
     def _open_legacy(self) -> None:
         self.has_checksums = False
-        pieces = self._file.pieces(min(self._size, _MOST_PICKLE_BYTES))
+        pieces = WindowBytes(self._file, min(self._size, _MOST_PICKLE_BYTES))
         head = []
         at = 0
         for _ in range(3):
@@ -316,14 +297,7 @@ class TorchFile:
         if head[1] != _PROTOCOL or not isinstance(head[2], dict):
             raise self._fault(f"the protocol {head[1]!r} of torch.save is unknown")
         self._swapped = head[2].get("little_endian") is not (sys.byteorder == "little")
-        pickled = read_pickle(
-            pieces,
-            torch_builders(),
-            file=self.path,
-            start=at,
-            persistent=self._persistent,
-            constants=CONSTANTS,
-        )
+        pickled = read_torch_pickle(pieces, self._persistent, file=self.path, start=at)
         self.value = pickled.value
         keys = read_pickle(pieces, {}, file=self.path, start=pickled.end)
         if not isinstance(keys.value, list):
@@ -350,22 +324,9 @@ class TorchFile:
                 raise self._fault(f"the storage {key} ends past the end of the file")
 
     def _persistent(self, identifier: Any) -> TorchStorage:
-        """The storage of a persistent identifier: ("storage", class, key, device, number of elements)."""
-        match identifier:
-            case ("storage", Opaque(name=name), str(key), str(), int(numel), *view) if numel >= 0:
-                dtype = storage_dtype(name)
-            case _:
-                raise self._fault("a persistent identifier is not a storage")
-        if dtype is None:
-            raise self._fault(f"the storage class {name} is unknown")
-        if any(part is not None for part in view):
-            raise self._fault(
-                f"the storage {key} is a view of another, as torch saved them before 1.0. Load it with torch "
-                "and save it again"
-            )
-        storage = TorchStorage(key, dtype, numel)
-        if self._storages.setdefault(key, storage).nbytes != storage.nbytes:
-            raise self._fault(f"the storage {key} has two sizes")
+        storage = torch_storage(self.path, identifier)
+        if self._storages.setdefault(storage.key, storage).nbytes != storage.nbytes:
+            raise self._fault(f"the storage {storage.key} has two sizes")
         return storage
 
     def _check_storages(self) -> None:
@@ -398,17 +359,12 @@ def _strided(data: bytearray, dtype: str, shape: Sequence[int], view: StoredView
     return whole.as_strided(tuple(shape), view.stride, view.offset)
 
 
-def with_tensors(file: TorchFile) -> Any:
-    """The saved object with its tensors read; see `part_with_tensors`."""
-    return part_with_tensors(file, file.value)
-
-
-def part_with_tensors(file: TorchFile, value: Any) -> Any:
-    """A part of a saved object with its tensors read.
+def with_tensors(file: TorchFile, value: Any) -> Any:
+    """A saved object, or a part of it, with its tensors read.
 
     Args:
         file: the file that holds the object.
-        value: the part of `TorchFile.value`.
+        value: `TorchFile.value`, or a part of it.
 
     Raises:
         FormatError: the object is nested deeper than 200 levels, or a tensor in it repeats its elements so
@@ -466,17 +422,6 @@ def unpickled(file: TorchFile) -> Any:
         return torch.load(stream, map_location="cpu", weights_only=False)  # noqa: TID251 the user trusts it
 
 
-def flatten(value: Any) -> Iterator[tuple[str, Any]]:
-    """The leaves of a saved object, with keys joined by dots; see `leaves`.
-
-    Example:
-        >>> dict(flatten({"model": {"step": 3}, "groups": [{"lr": 0.1}], "betas": (0.9, 0.99), "ids": [1]}))
-        {'model.step': 3, 'groups.0.lr': 0.1, 'betas': (0.9, 0.99), 'ids': [1]}
-    """
-    for path, leaf in leaves(value):
-        yield ".".join(map(str, path)), leaf
-
-
 def leaves(value: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
     """The leaves of a saved object, with the keys that lead to each.
 
@@ -490,6 +435,13 @@ def leaves(value: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
     Raises:
         ValueError: the object is nested deeper than 200 levels, for example because it holds itself, or has
             more than 1,000,000 leaves.
+
+    Example:
+        >>> for path, leaf in leaves({"groups": [{"lr": 0.1}], "betas": (0.9, 0.99), "ids": [1]}):
+        ...     print(path, leaf)
+        ('groups', 0, 'lr') 0.1
+        ('betas',) (0.9, 0.99)
+        ('ids',) [1]
     """
     pending: list[Iterator[tuple[tuple[Any, ...], Any]]] = [iter([((), value)])]
     lists: dict[int, bool] = {}

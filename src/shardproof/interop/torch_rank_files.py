@@ -24,8 +24,7 @@ from shardproof.interop.pickled_dtensors import (
 )
 from shardproof.interop.reader import StoredBox, StoredView, TensorDescription
 from shardproof.interop.torch_file import leaves
-from shardproof.interop.torch_folder import TorchFolderReader
-from shardproof.interop.torch_save import TorchObject
+from shardproof.interop.torch_save import TorchFilesReader, TorchObject
 from shardproof.interop.torch_tensors import TorchTensor
 
 __all__ = ["RankFilesReader", "ShardedTensorParts"]
@@ -47,7 +46,7 @@ class ShardedTensorParts:
         return self.cuts or self.maps
 
 
-class RankFilesReader(TorchFolderReader):
+class RankFilesReader(TorchFilesReader):
     """Files of ``torch.save``, one for each rank and item; see `FormatReader`."""
 
     def add_item(

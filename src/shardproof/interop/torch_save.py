@@ -8,7 +8,7 @@ tied: the first key has the tensor, the others are aliases. All other values are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,8 @@ import xxhash
 
 from shardproof.errors import FormatError
 from shardproof.interop.pickle_data import opaque_names
-from shardproof.interop.reader import Foreign, FormatReader, TensorDescription
-from shardproof.interop.torch_file import TorchFile, TorchTensor, leaves, part_with_tensors, unpickled
+from shardproof.interop.reader import Foreign, FormatReader, StoredView, TensorDescription
+from shardproof.interop.torch_file import TorchFile, TorchTensor, leaves, unpickled, with_tensors
 
 __all__ = ["TorchFilesReader", "TorchObject", "TorchSaveReader", "is_torch_file"]
 
@@ -63,36 +63,105 @@ class TorchFilesReader(FormatReader):
         self._unpickled: tuple[str, Any] | None = None
         """The file that was unpickled last, and its object."""
 
-    def add_torch_file(self, name: str, rename: Callable[[str], str | None] = str) -> TorchFile:
+    def open_file(self, name: str) -> TorchFile:
+        """Opens a file once.
+
+        Raises:
+            StorageError: the file is missing or unreadable.
+            FormatError: the file is damaged.
+        """
+        if name not in self._files:
+            self._files[name] = TorchFile(self.storage, name)
+            self._used[name] = set()
+        return self._files[name]
+
+    def opened_dict(self, name: str) -> dict[Any, Any]:
+        """The object of a file, which has to be a dict.
+
+        Raises:
+            StorageError, FormatError: see `open_file`; or the object is not a dict.
+        """
+        value = self.open_file(name).value
+        if not isinstance(value, dict):
+            raise self.fault(name, f"it holds {value!r:.100}, expected a dict")
+        return value
+
+    def add_torch_file(self, name: str, prefix: str = "") -> TorchFile:
         """Describes the leaves of a file.
 
         Args:
             name: name of the file in the storage.
-            rename: returns the key of a leaf for its path in the file, joined by dots; None leaves the leaf
-                out.
+            prefix: prefix of the keys. The rest is the path of the leaf in the file, joined by dots.
 
         Raises:
             FormatError: the file is damaged, or two values have the same key.
             StorageError: the file is missing or unreadable.
         """
-        file = self._files[name] = TorchFile(self.storage, name)
-        used = self._used[name] = set()
+        file = self.open_file(name)
         ties: dict[TorchTensor, str] = {}
-        for path, leaf in self._leaves(name, file):  # raises for too many leaves before it adds any
-            key = rename(".".join(map(str, path)) or "value")
-            if key is None:
-                continue
-            if key in self.tensors or key in self.aliases or key in self._objects:
-                raise self.fault(name, f"two values have the key {key}", key=key)
-            if not isinstance(leaf, TorchTensor):
-                self._objects[key] = TorchObject(name, path, leaf)
-            elif leaf in ties and 0 not in leaf.shape:
+        for path, leaf in self._leaves(name, file.value):
+            key = prefix + (".".join(map(str, path)) or "value")
+            if isinstance(leaf, TorchTensor) and leaf in ties and 0 not in leaf.shape:
+                self.check_new(key, name)
                 self.aliases[key] = ties[leaf]
             else:
-                ties[leaf] = key
-                used.add(leaf.storage)
-                self.tensors[key] = TensorDescription(leaf.dtype, leaf.shape, file.boxes(leaf))
+                self._add_leaf(key, name, path, leaf)
+                if isinstance(leaf, TorchTensor):
+                    ties[leaf] = key
         return file
+
+    def add_leaves(self, key: str, name: str, path: tuple[Any, ...], value: Any) -> None:
+        """Adds the leaves of a value of a file, with keys joined by dots.
+
+        Args:
+            key: key of the value.
+            name: name of the file.
+            path: keys that lead to the value in the object of the file.
+            value: tensors and plain data.
+
+        Raises:
+            FormatError: another value has one of the keys, or the value is nested too deep.
+        """
+        for below, leaf in self._leaves(name, value, f"{key}: "):
+            self._add_leaf(".".join((key, *map(str, below))), name, (*path, *below), leaf)
+
+    def add_tensor(self, key: str, name: str, tensor: TorchTensor) -> None:
+        """Describes a whole tensor of a file.
+
+        Raises:
+            FormatError: another value has this key.
+        """
+        self.check_new(key, name)
+        self._used[name].add(tensor.storage)
+        self.tensors[key] = TensorDescription(tensor.dtype, tensor.shape, self._files[name].boxes(tensor))
+
+    def check_new(self, key: str, name: str) -> None:
+        """Checks that no other value has a key.
+
+        Raises:
+            FormatError: another value has this key.
+        """
+        if key in self.tensors or key in self.aliases or key in self._objects:
+            raise self.fault(name, f"two values have the key {key}", key=key)
+
+    def flat_view(self, name: str, tensor: Any, what: str) -> StoredView:
+        """The view of the file that holds the elements of a tensor, which has to be dense.
+
+        Args:
+            name: name of the file.
+            tensor: a value of the file.
+            what: role of the tensor, for messages.
+
+        Raises:
+            FormatError: the value is not a tensor, or its elements do not lie one after the other.
+        """
+        if not isinstance(tensor, TorchTensor):
+            raise self.fault(name, f"{what} is {tensor!r:.100}, expected a tensor")
+        view = self._files[name].view(tensor)
+        if view.stride != StoredView.dense(tensor.shape, view.extent).stride and 0 not in tensor.shape:
+            raise self.fault(name, f"the elements of {what} do not lie one after the other")
+        self._used[name].add(tensor.storage)
+        return view
 
     def keys(self) -> set[str]:
         """All keys so far, of tensors, aliases and objects."""
@@ -112,13 +181,13 @@ class TorchFilesReader(FormatReader):
         without = [name for name, file in self._files.items() if file.is_zip and not file.has_checksums]
         if legacy:
             self.notes.append(
-                f"{_listed(legacy)} {_has(legacy)} the format before zip, which has no checksums: changed "
-                "bytes of tensors are not found."
+                f"{_have(legacy)} the format before zip, which has no checksums: changed bytes of tensors "
+                "are not found."
             )
         if without:
             self.notes.append(
-                f"{_listed(without)} {_has(without)} no CRC-32, because the writer switched them off: "
-                "changed bytes of tensors are not found."
+                f"{_have(without)} no CRC-32, because the writer switched them off: changed bytes of tensors "
+                "are not found."
             )
 
     def object_keys(self) -> Iterable[str]:
@@ -133,7 +202,7 @@ class TorchFilesReader(FormatReader):
         found = self._objects[key]
         if trust_pickle and opaque_names(found.value):
             return self._trusted(found)
-        return part_with_tensors(self._files[found.file], found.value)
+        return with_tensors(self._files[found.file], found.value)
 
     def files(self) -> Mapping[str, int | None]:
         """All files; torch.save records no sizes."""
@@ -146,11 +215,19 @@ class TorchFilesReader(FormatReader):
             proved += file.verify(key for key in file.storages if key not in self._used[name])
         return proved
 
-    def _leaves(self, name: str, file: TorchFile) -> list[tuple[tuple[Any, ...], Any]]:
+    def _leaves(self, name: str, value: Any, what: str = "") -> list[tuple[tuple[Any, ...], Any]]:
+        """All leaves of a value. It raises for too many leaves before the caller adds any."""
         try:
-            return list(leaves(file.value))
+            return list(leaves(value))
         except ValueError as error:
-            raise self.fault(name, str(error)) from error
+            raise self.fault(name, f"{what}{error}") from error
+
+    def _add_leaf(self, key: str, name: str, path: tuple[Any, ...], leaf: Any) -> None:
+        if isinstance(leaf, TorchTensor):
+            self.add_tensor(key, name, leaf)
+        else:
+            self.check_new(key, name)
+            self._objects[key] = TorchObject(name, path, leaf)
 
     def _trusted(self, found: TorchObject) -> Any:
         if self._unpickled is None or self._unpickled[0] != found.file:
@@ -165,12 +242,8 @@ class TorchFilesReader(FormatReader):
         return value
 
 
-def _listed(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else f"{len(names)} files ({names[0]} and others)"
-
-
-def _has(names: list[str]) -> str:
-    return "has" if len(names) == 1 else "have"
+def _have(names: list[str]) -> str:
+    return f"{names[0]} has" if len(names) == 1 else f"{len(names)} files ({names[0]} and others) have"
 
 
 class TorchSaveReader(TorchFilesReader):

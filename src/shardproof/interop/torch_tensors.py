@@ -11,10 +11,18 @@ from typing import Any
 import torch
 
 from shardproof.dtypes import DTYPES
-from shardproof.interop.pickle_builders import plain_builders
-from shardproof.interop.pickle_data import Opaque
+from shardproof.errors import FormatError
+from shardproof.interop.pickle_builders import CONSTANTS, plain_builders
+from shardproof.interop.pickle_data import Bytes, Opaque, Pickle, read_pickle
 
-__all__ = ["STORAGE_DTYPES", "TorchStorage", "TorchTensor", "storage_dtype", "torch_builders"]
+__all__ = [
+    "STORAGE_DTYPES",
+    "TorchStorage",
+    "TorchTensor",
+    "read_torch_pickle",
+    "torch_builders",
+    "torch_storage",
+]
 
 STORAGE_DTYPES = {
     "Double": "float64",
@@ -71,12 +79,41 @@ class TorchTensor:
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
-def storage_dtype(name: str) -> str | None:
-    """The dtype of a storage class, "uint8" for an untyped storage; None if the class is unknown."""
-    if name in ("torch.storage.UntypedStorage", "torch.UntypedStorage"):
-        return "uint8"
-    kind = name.removeprefix("torch.").removeprefix("cuda.").removesuffix("Storage")
-    return STORAGE_DTYPES.get(kind)
+def torch_storage(path: str, identifier: Any) -> TorchStorage:
+    """The storage of a persistent identifier: ("storage", class, key, device, number of elements).
+
+    Args:
+        path: path of the file, for messages.
+        identifier: the persistent identifier in a pickle.
+
+    Raises:
+        FormatError: it is not a storage, or one of an unknown class, or a view of another storage.
+    """
+    match identifier:
+        case ("storage", Opaque(name=name), str(key), str(), int(numel), *view) if numel >= 0:
+            kind = name.removeprefix("torch.").removeprefix("cuda.").removesuffix("Storage")
+        case _:
+            raise FormatError(f"{path}: a persistent identifier is not a storage", file=path)
+    is_untyped = name in ("torch.storage.UntypedStorage", "torch.UntypedStorage")
+    dtype = "uint8" if is_untyped else STORAGE_DTYPES.get(kind)
+    if dtype is None:
+        raise FormatError(f"{path}: the storage class {name} is unknown", file=path)
+    if any(part is not None for part in view):
+        raise FormatError(
+            f"{path}: the storage {key} is a view of another, as torch saved them before 1.0. Load it with "
+            "torch and save it again",
+            file=path,
+        )
+    return TorchStorage(key, dtype, numel)
+
+
+def read_torch_pickle(
+    data: bytes | Bytes, persistent: Callable[[Any], TorchStorage], *, file: str, start: int = 0
+) -> Pickle:
+    """Reads a pickle with tensors; see `read_pickle`."""
+    return read_pickle(
+        data, torch_builders(), file=file, start=start, persistent=persistent, constants=CONSTANTS
+    )
 
 
 def _tensor(

@@ -24,9 +24,15 @@ import xxhash
 from shardproof.dtypes import DTYPES
 from shardproof.errors import StorageError
 from shardproof.interop.extents import FileRange
-from shardproof.interop.reader import Foreign, FormatReader, StoredBox, StoredView, TensorDescription
+from shardproof.interop.reader import (
+    Foreign,
+    FormatReader,
+    StoredBox,
+    StoredView,
+    TensorDescription,
+    shape_of,
+)
 from shardproof.interop.torch_file import TorchFile, unpickled, with_tensors
-from shardproof.interop.torch_folder import shape_of
 from shardproof.interop.torch_tensors import TorchTensor
 from shardproof.interop.torchsnapshot_manifest import (
     PRIMITIVES,
@@ -293,7 +299,7 @@ class TorchSnapshotReader(FormatReader):
         kind = entry["type"]
         if kind == "object":
             file = TorchFile(self.storage, self._file(entry["location"]))
-            return unpickled(file) if trust_pickle else with_tensors(file)
+            return unpickled(file) if trust_pickle else with_tensors(file, file.value)
         if kind not in PRIMITIVES or not isinstance(entry["serialized_value"], str):
             raise ValueError(f"an entry has the type {kind!r:.100}, which is unknown")
         return primitive(kind, entry["serialized_value"])

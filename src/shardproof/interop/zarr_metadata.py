@@ -23,6 +23,7 @@ import torch
 from shardproof.dtypes import DTYPES
 from shardproof.errors import FormatError
 from shardproof.geometry import row_major_strides
+from shardproof.interop.reader import shape_of
 from shardproof.interop.zarr_codecs import Codec, Codecs
 from shardproof.storage import Storage
 
@@ -377,22 +378,15 @@ def _dtype(stored: str, attributes: Mapping[str, Any]) -> str:
     return str(named)
 
 
-def _numbers(values: Any) -> tuple[int, ...]:
-    numbers = tuple(values)
-    if any(type(number) is not int or number < 0 for number in numbers):
-        raise ValueError(f"{numbers} are not sizes")
-    return numbers
-
-
 def _shape(values: Any, dtype: str) -> tuple[int, ...]:
-    shape = _numbers(values)
+    shape = shape_of(values)
     if len(shape) > 64 or math.prod(max(size, 1) for size in shape) * DTYPES[dtype].itemsize >= 1 << 63:
         raise ValueError(f"no array has the shape {shape}")
     return shape
 
 
 def _chunk_sizes(values: Any, shape: Sequence[int]) -> tuple[int, ...]:
-    sizes = _numbers(values)
+    sizes = shape_of(values)
     if len(sizes) != len(shape) or any(not size and n for size, n in zip(sizes, shape, strict=True)):
         raise ValueError(f"chunks of {sizes} do not cut the shape {tuple(shape)}")
     if math.prod(sizes) >= 1 << 58:

@@ -11,7 +11,7 @@ import torch
 
 from shardproof.errors import CorruptChunkError, FormatError, ShardproofError, StorageError
 from shardproof.interop import Opaque
-from shardproof.interop.torch_file import TorchFile, TorchTensor, flatten
+from shardproof.interop.torch_file import TorchFile, TorchTensor, leaves
 from shardproof.storage import LocalStorage
 from tests.unit.interop.peers import Golden, bits, tagged
 
@@ -24,9 +24,9 @@ def opened(path: Path) -> TorchFile:
 def test_golden_files_read_to_their_expected_bits(name: str, tmp_path: Path) -> None:
     golden = Golden(name, tmp_path)
     file = opened(golden.checkpoint / "model.pt")
-    leaves = dict(flatten(file.value))
-    found = {key: file.read(leaf) for key, leaf in leaves.items() if isinstance(leaf, TorchTensor)}
-    objects = {key: tagged(leaf) for key, leaf in leaves.items() if not isinstance(leaf, TorchTensor)}
+    by_key = {".".join(map(str, path)): leaf for path, leaf in leaves(file.value)}
+    found = {key: file.read(leaf) for key, leaf in by_key.items() if isinstance(leaf, TorchTensor)}
+    objects = {key: tagged(leaf) for key, leaf in by_key.items() if not isinstance(leaf, TorchTensor)}
     assert file.has_checksums == (name == "torch_zip")
     assert objects == golden.objects
     assert {key: bits(value) for key, value in found.items()} == {
@@ -40,7 +40,7 @@ def test_a_pickle_that_would_run_code_does_not(tmp_path: Path, monkeypatch: pyte
     before = sorted(tmp_path.rglob("*"))
     (path,) = golden.checkpoint.iterdir()
     file = opened(path)
-    opaque = [leaf for _, leaf in flatten(file.value) if isinstance(leaf, Opaque)]
+    opaque = [leaf for _, leaf in leaves(file.value) if isinstance(leaf, Opaque)]
     assert opaque
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -102,7 +102,7 @@ def test_a_changed_byte_never_gives_another_kind_of_error(tmp_path: Path, is_zip
         (tmp_path / "b.pt").write_bytes(damaged)
         try:
             file = opened(tmp_path / "b.pt")
-            for _, leaf in flatten(file.value):
+            for _, leaf in leaves(file.value):
                 if isinstance(leaf, TorchTensor):
                     file.read(leaf)
         except ShardproofError:
@@ -122,7 +122,7 @@ def test_a_value_that_contains_itself_is_an_error(tmp_path: Path) -> None:
     torch.save(value, tmp_path / "a.pt")
     file = opened(tmp_path / "a.pt")
     with pytest.raises(ValueError, match="200 levels"):
-        list(flatten(file.value))
+        list(leaves(file.value))
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
@@ -134,4 +134,4 @@ def test_lists_that_are_shared_many_times_are_visited_once() -> None:
     shared: list[Any] = [1]
     for _ in range(150):
         shared = [shared, shared]
-    assert [key for key, _ in flatten({"a": shared})] == ["a"]
+    assert [key for key, _ in leaves({"a": shared})] == [("a",)]
