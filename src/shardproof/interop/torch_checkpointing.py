@@ -14,15 +14,18 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
+from math import prod
 from typing import Any
 
+import numpy as np
 import xxhash
 
 from shardproof.errors import StorageError
+from shardproof.geometry import Boxes, IndexMap
 from shardproof.interop.pickle_data import read_pickle
-from shardproof.interop.reader import Foreign
-from shardproof.interop.torch_checkpointing_metadata import sharded_tensors
-from shardproof.interop.torch_rank_files import RankFilesReader
+from shardproof.interop.pickled_dtensors import MeshPlacements
+from shardproof.interop.reader import Foreign, shape_of
+from shardproof.interop.torch_rank_files import RankFilesReader, ShardedTensorParts
 from shardproof.storage import check_name
 
 __all__ = ["TorchCheckpointingReader"]
@@ -53,7 +56,7 @@ class TorchCheckpointingReader(RankFilesReader):
                 raise ValueError(f"world_size is {self.world_size!r:.100}")
             described = metadata["metadata"]
             for item, files in self._items(described).items():
-                self.add_item(item, files, sharded_tensors(described.get(item)))
+                self.add_item(item, files, _sharded_tensors(described.get(item)))
         except ValueError as error:
             raise self.fault(_METADATA, f"{error}: it is damaged, or does not fit the files") from error
         except (AttributeError, IndexError, KeyError, OverflowError, TypeError) as error:
@@ -143,3 +146,52 @@ class TorchCheckpointingReader(RankFilesReader):
             return check_name(file, self.location)
         except (StorageError, TypeError) as error:
             raise self.fault(_METADATA, f"the file name {file!r:.100} leads out of the checkpoint") from error
+
+
+def _sharded_tensors(described: Mapping[str, Any] | None) -> dict[tuple[str, ...], ShardedTensorParts]:
+    """By path, how ranks hold the tensors of an item.
+
+    Raises:
+        ValueError, KeyError, TypeError: the metadata does not have the structure of the format.
+    """
+    found = {}
+    for text, groups in (described or {}).get("nested_path_to_metadata", {}).items():
+        path = tuple(map(str, json.loads(text)))
+        cuts: dict[int, tuple[MeshPlacements, tuple[int, ...]]] = {}
+        maps: dict[int, IndexMap] = {}
+        shapes = set()
+        for group in groups:
+            kind, data = group["sharding_metadata"]["type"], group["sharding_metadata"]["data"]
+            shape = shape_of(data["global_shape"])
+            shapes.add(shape)
+            if kind == "DTensorShardingMetadata":
+                cuts |= _cuts(shape, data, group["ranks"])
+            elif kind == "default_tensor_v1":
+                maps |= dict.fromkeys(group["ranks"], _own_map(shape, data))
+            else:
+                raise ValueError(f"the sharding {kind!r:.100} of {'.'.join(path)} is not supported")
+        if len(shapes) != 1 or (cuts and maps):
+            raise ValueError(f"{'.'.join(path)} has several shapes: {sorted(shapes)}")
+        found[path] = ShardedTensorParts(shapes.pop(), cuts, maps)
+    return found
+
+
+def _cuts(
+    shape: tuple[int, ...], data: Mapping[str, Any], ranks: Iterable[int]
+) -> dict[int, tuple[MeshPlacements, tuple[int, ...]]]:
+    mesh_shape, mesh = shape_of(data["mesh_spec"]["mesh_shape"]), shape_of(data["mesh_spec"]["mesh_data"])
+    if prod(mesh_shape) != len(mesh):
+        raise ValueError(f"a mesh of shape {mesh_shape} has {len(mesh)} ranks")
+    places = {rank: at for at, rank in enumerate(mesh)}
+    placements = MeshPlacements.of(mesh_shape, data["placements"], len(shape))
+    return {rank: (placements, tuple(map(int, np.unravel_index(places[rank], mesh_shape)))) for rank in ranks}
+
+
+def _own_map(shape: tuple[int, ...], data: Mapping[str, Any]) -> IndexMap:
+    """The boxes of a tensor whose metadata lists them."""
+    offsets, local, sizes = (
+        np.array([shape_of(row) for row in data[name]], np.int64).reshape(-1, len(shape))
+        for name in ("global_offsets", "local_offsets", "local_sizes")
+    )
+    local_shape = tuple((local + sizes).max(0).tolist()) if len(sizes) else (0,) * len(shape)
+    return IndexMap(local_shape, shape, Boxes(local, sizes), offsets)

@@ -13,10 +13,8 @@ from shardproof.conversion.key_maps.engine import MappedKeys, apply_rules
 from shardproof.conversion.key_maps.families import FAMILIES
 from shardproof.conversion.key_maps.hyperparameters import CONFIG, hyperparameters
 from shardproof.conversion.key_maps.key_matching import Stored
-from shardproof.conversion.key_maps.key_rules import KeyRules
-from shardproof.conversion.key_maps.map_names import MapName
+from shardproof.conversion.key_maps.map_names import MapName, named_rules
 from shardproof.conversion.key_maps.move_check import check_mapped
-from shardproof.conversion.key_maps.toml_file import read_rules
 from shardproof.conversion.request import KeyMap
 
 __all__ = ["CONFIG", "FAMILIES", "MappedKeys", "apply_key_map", "key_map_label"]
@@ -37,7 +35,7 @@ def apply_key_map(key_map: KeyMap, stored: Mapping[str, Stored], objects: Mappin
     if callable(key_map):
         mapped = MappedKeys(dict(key_map(stored, objects)))
     else:
-        rules, name = _named(MapName.parse(key_map))
+        rules, name = named_rules(MapName.parse(key_map))
         direction = name.options.get("direction", rules.directions[0])
         if direction not in rules.directions:
             raise ValueError(
@@ -55,20 +53,3 @@ def key_map_label(key_map: KeyMap | None) -> str | None:
         return key_map
     kind = key_map if hasattr(key_map, "__qualname__") else type(key_map)
     return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _named(name: MapName) -> tuple[KeyRules, MapName]:
-    """The rules of a map, and its name with all options."""
-    if name.base.endswith(".toml"):
-        rules, options = read_rules(name.base)
-        return rules, name.with_defaults(options)
-    direction, _, family = name.base.partition(":")
-    rules_of = FAMILIES.get(family)
-    if rules_of is None or direction not in rules_of.directions:
-        raise ValueError(
-            f"there is no key map {name.base!r}. There are megatron-to-hf:FAMILY and hf-to-megatron:FAMILY "
-            f"with FAMILY one of {', '.join(FAMILIES)}, or give the path of a .toml file"
-        )
-    if "direction" in name.options:
-        raise ValueError(f"key map {name.base}: direction is an option of .toml files")
-    return rules_of, MapName(name.base, {**name.options, "direction": direction})
