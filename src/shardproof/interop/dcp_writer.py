@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from shardproof._utils.humanize import listed
@@ -36,8 +35,6 @@ from shardproof.storage import Storage
 __all__ = ["DcpWriter", "FsdpDTensorWriter"]
 
 _METADATA = ".metadata"
-_METADATA_MODULE = "torch.distributed.checkpoint.metadata"
-_FILESYSTEM_MODULE = "torch.distributed.checkpoint.filesystem"
 _PROPERTIES_MODULE = "torch.distributed._shard.sharded_tensor.metadata"
 _FILE_BYTES = 4 << 30
 """Bytes of tensors in one file, if the caller sets no limit."""
@@ -48,6 +45,8 @@ _CHUNKS_IN_FILE = 4
 
 _Chunk = tuple[str, tuple[int, ...], tuple[int, ...]]
 """Key, offsets and sizes."""
+_Place = tuple[str, int, int]
+"""File, first byte and number of bytes of an entry."""
 
 
 class DcpWriter(FormatWriter):
@@ -75,11 +74,11 @@ class DcpWriter(FormatWriter):
             key: archive_of(key, value, self.name) for key, value in self._entries(contents).items()
         }
         """The entries of objects. The first file holds them."""
-        self._files = _files(contents.tensors, options.max_file_bytes or _FILE_BYTES)
-        if self._objects and not self._files:
-            self._files.append([])
-        self.units = [self._unit(number, chunks) for number, chunks in enumerate(self._files)]
-        self._numbers = {unit.name: number for number, unit in enumerate(self.units)}
+        files = _files(contents.tensors, options.max_file_bytes or _FILE_BYTES)
+        if self._objects and not files:
+            files.append([])
+        self._files = {f"__{number}_0.distcp": chunks for number, chunks in enumerate(files)}
+        self.units = [self._unit(name, chunks) for name, chunks in self._files.items()]
         self.notes: list[str] = notes_of(self.name, contents, keeps_step=self._keeps_step)
         if contents.aliases:
             self.notes.append(
@@ -92,7 +91,7 @@ class DcpWriter(FormatWriter):
         """Writes a ``.distcp`` file; see `FormatWriter.write`. It returns where each entry lies."""
         entries = []
         with new_file(target, unit.name) as file:
-            for archive in self._archives(self._numbers[unit.name], source):
+            for archive in self._archives(unit.name, source):
                 start = file.size
                 archive.write(file)
                 entries.append([start, file.size - start])
@@ -112,20 +111,15 @@ class DcpWriter(FormatWriter):
             records,
             lambda name, record: [(name, sum(nbytes for _, nbytes in record["entries"]))],
         )
-        objects: dict[str, EntryPosition] = {}
-        chunks: dict[str, list[StoredChunk]] = {key: [] for key in self._contents.tensors}
-        for number, unit in enumerate(self.units):
-            places = [
-                EntryPosition(unit.name, start, nbytes) for start, nbytes in records[unit.name]["entries"]
-            ]
-            if number == 0:
+        objects: dict[str, _Place] = {}
+        chunks: dict[str, list[tuple[_Chunk, _Place]]] = {key: [] for key in self._contents.tensors}
+        for name, in_file in self._files.items():
+            places = ((name, start, nbytes) for start, nbytes in records[name]["entries"])
+            if name == self.units[0].name:
                 objects = dict(zip(self._objects, places, strict=False))
-            for (key, offsets, sizes), place in zip(
-                self._files[number], places[len(objects) if number == 0 else 0 :], strict=True
-            ):
-                chunks[key].append(StoredChunk(offsets, sizes, place))
-        tensors = {key: (dtype, shape, chunks[key]) for key, (dtype, shape) in self._contents.tensors.items()}
-        data = metadata_pickle(tensors, self._contents.aliases, objects, self._paths())
+            for chunk, place in zip(in_file, places, strict=True):
+                chunks[chunk[0]].append((chunk, place))
+        data = _Metadata().pickled(self._contents, chunks, objects, self._paths())
         target.publish(_METADATA, data, replace=True)
 
     def _entries(self, contents: Contents) -> Mapping[str, Any]:
@@ -136,17 +130,16 @@ class DcpWriter(FormatWriter):
         """The paths of the keys in the nested state dict; None if the format stores none."""
         return state_paths([*self._contents.tensors, *self._contents.aliases], self._objects)
 
-    def _unit(self, number: int, chunks: Iterable[_Chunk]) -> Unit:
+    def _unit(self, name: str, chunks: Iterable[_Chunk]) -> Unit:
         boxes = [chunk for chunk in chunks if 0 not in chunk[2]]
-        itemsizes = [DTYPES[self._contents.tensors[key][0]].itemsize for key, _, _ in boxes]
-        nbytes = sum(math.prod(box[2]) * size for box, size in zip(boxes, itemsizes, strict=True))
-        return Unit(f"__{number}_0.distcp", boxes, nbytes)
+        itemsize = {key: DTYPES[dtype].itemsize for key, (dtype, _) in self._contents.tensors.items()}
+        return Unit(name, boxes, sum(math.prod(sizes) * itemsize[key] for key, _, sizes in boxes))
 
-    def _archives(self, number: int, source: BoxSource) -> Iterator[TorchArchive]:
+    def _archives(self, name: str, source: BoxSource) -> Iterator[TorchArchive]:
         """The archives of a file's entries, in the order of the file."""
-        if number == 0:
+        if name == self.units[0].name:
             yield from self._objects.values()
-        for key, offsets, sizes in self._files[number]:
+        for key, offsets, sizes in self._files[name]:
             dtype = self._contents.tensors[key][0]
             yield TorchArchive(ArchiveTensor.box(source, key, dtype, offsets, sizes, self._piece_bytes))
 
@@ -194,43 +187,8 @@ def _chunks(shape: tuple[int, ...], most: int) -> Iterator[tuple[tuple[int, ...]
         yield parts.pair(row)
 
 
-@dataclass(frozen=True, slots=True)
-class EntryPosition:
-    """The position of an entry in a file."""
-
-    file: str
-    start: int
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class StoredChunk:
-    """A chunk of a tensor, and its entry."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    place: EntryPosition
-
-
-def metadata_pickle(
-    tensors: Mapping[str, tuple[str, tuple[int, ...], Sequence[StoredChunk]]],
-    aliases: Mapping[str, str],
-    objects: Mapping[str, EntryPosition],
-    paths: Mapping[str, tuple[str | int, ...]] | None,
-) -> bytes:
-    """The bytes of a ``.metadata`` file.
-
-    Args:
-        tensors: key to torch's name of the dtype, shape and chunks.
-        aliases: key to the key in `tensors` whose entries it shares.
-        objects: key to the entry.
-        paths: key to the path in the nested state dict, which torch calls ``planner_data``.
-    """
-    return _Metadata().pickled(tensors, aliases, objects, paths)
-
-
 class _Metadata:
-    """Builds the objects. Equal sizes and properties are one object, so that the pickle is short."""
+    """Builds the objects of ``.metadata``. Equal sizes and properties are one, so the pickle is short."""
 
     def __init__(self) -> None:
         self._sizes: dict[tuple[int, ...], PickledCall] = {}
@@ -238,53 +196,61 @@ class _Metadata:
 
     def pickled(
         self,
-        tensors: Mapping[str, tuple[str, tuple[int, ...], Sequence[StoredChunk]]],
-        aliases: Mapping[str, str],
-        objects: Mapping[str, EntryPosition],
+        contents: Contents,
+        chunks: Mapping[str, Sequence[tuple[_Chunk, _Place]]],
+        objects: Mapping[str, _Place],
         paths: Mapping[str, tuple[str | int, ...]] | None,
     ) -> bytes:
+        """The bytes of the file.
+
+        Args:
+            contents: the written tensors.
+            chunks: by key of a tensor, its chunks and their entries.
+            objects: key to the entry.
+            paths: key to the path in the nested state dict, which torch calls ``planner_data``.
+        """
         described: dict[str, PickledCall] = {}
         stored: dict[PickledCall, PickledCall] = {}
         for key, place in objects.items():
-            described[key] = _made(_METADATA_MODULE, "BytesStorageMetadata", None)
-            stored[_made(_METADATA_MODULE, "MetadataIndex", {"fqn": key, "index": None})] = _info(place)
-        for key, (dtype, shape, chunks) in tensors.items():
-            described[key] = self._tensor(dtype, shape, chunks)
-        for key, other in {**{key: key for key in tensors}, **aliases}.items():
+            described[key] = _made("BytesStorageMetadata", None)
+            stored[_made("MetadataIndex", {"fqn": key, "index": None})] = _info(*place)
+        for key, (dtype, shape) in contents.tensors.items():
+            described[key] = self._tensor(dtype, shape, [chunk for chunk, _ in chunks[key]])
+        for key, other in {**{key: key for key in contents.tensors}, **contents.aliases}.items():
             described[key] = described[other]
-            for number, chunk in enumerate(tensors[other][2]):
-                index = {"fqn": key, "index": number, "offset": self._size(chunk.offsets)}
-                stored[_made(_METADATA_MODULE, "MetadataIndex", index)] = _info(chunk.place)
+            for number, ((_, offsets, _), place) in enumerate(chunks[other]):
+                index = {"fqn": key, "index": number, "offset": self._size(offsets)}
+                stored[_made("MetadataIndex", index)] = _info(*place)
         metadata = {
             "state_dict_metadata": described,
             "planner_data": None if paths is None else dict(paths),
             "storage_data": stored,
             "storage_meta": None,  # readers take a missing field for a torch that drops other ranks' objects
         }
-        return write_pickle(_made(_METADATA_MODULE, "Metadata", metadata), 4)
+        return write_pickle(_made("Metadata", metadata), 4)
 
-    def _tensor(self, dtype: str, shape: tuple[int, ...], chunks: Sequence[StoredChunk]) -> PickledCall:
-        boxes = [{"offsets": self._size(item.offsets), "sizes": self._size(item.sizes)} for item in chunks]
+    def _tensor(self, dtype: str, shape: tuple[int, ...], chunks: Sequence[_Chunk]) -> PickledCall:
+        boxes = [{"offsets": self._size(at), "sizes": self._size(sizes)} for _, at, sizes in chunks]
         if dtype not in self._properties:
             layout = PickledCall(Named("torch.serialization", "_get_layout"), ("torch.strided",))
             contiguous = PickledCall(Named(_PROPERTIES_MODULE, "MEM_FORMAT_ENCODING"), (0,))
             fields = (Named("torch", dtype), layout, False, contiguous, False)
-            self._properties[dtype] = _made(_PROPERTIES_MODULE, "TensorProperties", fields)
+            self._properties[dtype] = _made("TensorProperties", fields, _PROPERTIES_MODULE)
         state = {
             "properties": self._properties[dtype],
             "size": self._size(shape),
-            "chunks": [_made(_METADATA_MODULE, "ChunkStorageMetadata", box) for box in boxes],
+            "chunks": [_made("ChunkStorageMetadata", box) for box in boxes],
         }
-        return _made(_METADATA_MODULE, "TensorStorageMetadata", state)
+        return _made("TensorStorageMetadata", state)
 
     def _size(self, sizes: tuple[int, ...]) -> PickledCall:
         return self._sizes.setdefault(sizes, PickledCall(Named("torch", "Size"), (sizes,)))
 
 
-def _info(place: EntryPosition) -> PickledCall:
-    state = {"relative_path": place.file, "offset": place.start, "length": place.nbytes}
-    return _made(_FILESYSTEM_MODULE, "_StorageInfo", state)
+def _info(file: str, start: int, nbytes: int) -> PickledCall:
+    state = {"relative_path": file, "offset": start, "length": nbytes}
+    return _made("_StorageInfo", state, "torch.distributed.checkpoint.filesystem")
 
 
-def _made(module: str, name: str, state: Any) -> PickledCall:
+def _made(name: str, state: Any, module: str = "torch.distributed.checkpoint.metadata") -> PickledCall:
     return PickledCall(Named(module, name), state=state, is_new=True)
