@@ -6,7 +6,7 @@ cuts a checkpoint into units and writes them. Nothing that a pickle names is imp
 
 from shardproof.interop.extents import DecodedExtent, Extent, FileRange
 from shardproof.interop.formats import NATIVE, READERS, WRITERS, format_of, open_reader, writer_of
-from shardproof.interop.hf_index import read_json
+from shardproof.interop.json_files import read_json
 from shardproof.interop.pickle_data import Opaque, opaque_names
 from shardproof.interop.reader import (
     Foreign,

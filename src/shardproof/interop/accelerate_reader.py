@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from shardproof.errors import NotCommittedError
 from shardproof.interop.hf_bin import HfBinReader
-from shardproof.interop.hf_index import read_json, top_level_files
+from shardproof.interop.json_files import read_json, top_level_files
 from shardproof.interop.reader import Foreign, FormatReader
 from shardproof.interop.safetensors_files import NO_CHECKSUMS, SafetensorsReader
 from shardproof.interop.torch_save import TorchFilesReader, is_torch_file
@@ -160,8 +160,6 @@ class TrainerReader(_ItemsReader):
     def __init__(self, foreign: Foreign) -> None:
         super().__init__(foreign)
         _, state = read_json(self.storage, _TRAINER_STATE)
-        if not isinstance(state, dict):
-            raise self.fault(_TRAINER_STATE, "it is not a JSON object")
         self._plain = {f"trainer_state.{key}": value for key, value in state.items()}
         step = state.get("global_step")
         self.step = step if type(step) is int else None

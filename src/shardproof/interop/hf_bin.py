@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardproof.errors import FormatError, NotCommittedError
-from shardproof.interop.hf_index import HfIndex
+from shardproof.interop.json_files import HfIndex
 from shardproof.interop.reader import Foreign
 from shardproof.interop.torch_save import TorchFilesReader
 

@@ -14,7 +14,6 @@ They are DCP checkpoints with three additions:
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import operator
 import re
@@ -26,22 +25,20 @@ from typing import Any
 from shardproof.errors import CorruptChunkError, ShardproofError, StorageError
 from shardproof.geometry import flat_range_boxes, row_major_strides
 from shardproof.interop.dcp_reader import DcpReader, inner_name
-from shardproof.interop.megatron_run import latest_iteration
+from shardproof.interop.file_window import FileWindow
+from shardproof.interop.json_files import read_json
+from shardproof.interop.megatron_run import BACKEND_FILE, latest_iteration, sharded_backend
 from shardproof.interop.pickle_data import opaque_names
 from shardproof.interop.reader import Foreign, StoredBox, StoredView, TensorDescription, shape_of
 from shardproof.interop.torch_file import TorchFile, with_tensors
-from shardproof.storage import Storage
 
 __all__ = ["MegatronDistReader"]
 
-_METADATA = "metadata.json"
 _DCP_METADATA = ".metadata"
 _INTEGRITY = "integrity.json"
 _COMMON = "common"
 _COMMON_FILE = "common.pt"
 _COMMON_ENTRY = "common_state/shard_0_1"
-_MOST_JSON_BYTES = 64 << 20
-_PIECE_BYTES = 1 << 20
 _TRUE_SHAPE = "nd_reformulated_orig_global_shape"
 _SHARD = re.compile(r".+/shard_[0-9.]+(_[0-9.]+)?")
 """Key of an object of a rank."""
@@ -74,7 +71,7 @@ class MegatronDistReader(DcpReader):
     def recognizes(cls, foreign: Foreign) -> bool:
         """True if ``metadata.json`` names the format, in the folder or in that of the latest iteration."""
         try:
-            return foreign.file is None and _backend(latest_iteration(foreign).storage) == "torch_dist"
+            return foreign.file is None and sharded_backend(latest_iteration(foreign).storage) == "torch_dist"
         except ShardproofError:
             return False
 
@@ -125,7 +122,7 @@ class MegatronDistReader(DcpReader):
 
     def files(self) -> Mapping[str, int | None]:
         """Files of metadata, tensors and objects."""
-        return dict(super().files()) | dict.fromkeys([_METADATA, *filter(None, self._objects.values())])
+        return dict(super().files()) | dict.fromkeys([BACKEND_FILE, *filter(None, self._objects.values())])
 
     def verify_extra(self) -> int:
         """Verifies all objects, and the digests of ``integrity.json`` if there is one."""
@@ -202,12 +199,9 @@ class MegatronDistReader(DcpReader):
 
     def _verify_digests(self) -> int:
         """Compares files with their digests. Returns the bytes of the files; 0 if there are no digests."""
-        size = self.storage.size(_INTEGRITY)
-        if size is None:
+        if self.storage.size(_INTEGRITY) is None:
             return 0
-        found = _json(self.storage, _INTEGRITY)
-        if not isinstance(found, dict):
-            raise self.fault(_INTEGRITY, "it is not a JSON object, or it is too large")
+        _, found = read_json(self.storage, _INTEGRITY)
         if found.get("algorithm") != "sha256":
             raise self.fault(_INTEGRITY, "its algorithm is unknown; only sha256 is known")
         digests = found.get("files")
@@ -228,16 +222,11 @@ class MegatronDistReader(DcpReader):
                 file=path,
                 missing=True,
             )
-        digest = hashlib.sha256()
-        buffer = memoryview(bytearray(min(size, _PIECE_BYTES)))
-        for begin in range(0, size, _PIECE_BYTES):
-            piece = buffer[: min(_PIECE_BYTES, size - begin)]
-            self.storage.read_into(name, begin, piece)
-            digest.update(piece)
-        if digest.hexdigest() != expected.lower():
+        digest = hashlib.file_digest(FileWindow(self.storage, name, 0, size), "sha256").hexdigest()
+        if digest != expected.lower():
             raise CorruptChunkError(
                 f"{path} does not match its digest in {_INTEGRITY}: expected {expected[:64]}, found "
-                f"{digest.hexdigest()}. The file changed after it was written: restore it from a copy",
+                f"{digest}. The file changed after it was written: restore it from a copy",
                 file=path,
             )
         return size
@@ -254,21 +243,3 @@ def _part_of_range(box: StoredBox, sizes: tuple[int, ...], first: int) -> Stored
 def _unwrapped(value: Any) -> Any:
     """The object of an entry, which stores it in a list."""
     return value[0] if isinstance(value, list) and len(value) == 1 else value
-
-
-def _json(storage: Storage, name: str) -> Any:
-    """A small JSON file; None if it is missing, large or damaged."""
-    size = storage.size(name)
-    if size is None or size > _MOST_JSON_BYTES:
-        return None
-    try:
-        return json.loads(storage.read(name))
-    except (ValueError, RecursionError):
-        return None
-
-
-def _backend(storage: Storage) -> str | None:
-    """The format that ``metadata.json`` of Megatron-Core names."""
-    found = _json(storage, _METADATA)
-    backend = found.get("sharded_backend") if isinstance(found, dict) else None
-    return backend if isinstance(backend, str) else None

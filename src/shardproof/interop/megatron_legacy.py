@@ -17,13 +17,14 @@ from typing import Any
 
 from shardproof.errors import FormatError, NotCommittedError
 from shardproof.interop.megatron_merge import StageTensor, merged_model
+from shardproof.interop.megatron_run import latest_iteration
 from shardproof.interop.reader import Foreign
 from shardproof.interop.torch_file import TorchFile, TorchTensor
 from shardproof.interop.torch_save import TorchFilesReader
+from shardproof.storage import Storage
 
 __all__ = ["MegatronLegacyMergedReader", "MegatronLegacyReader"]
 
-_LATEST = "latest_checkpointed_iteration.txt"
 _RANK = re.compile(r"mp_rank_(\d{2,6})(?:_(\d{3,6}))?(?:_(\d{3,6}))?")
 _MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt")
 _FILES = (*_MODEL_FILES, "distrib_optim.pt", "optim.pt")
@@ -49,12 +50,11 @@ class MegatronLegacyReader(TorchFilesReader):
     name = "megatron_legacy"
 
     def __init__(self, foreign: Foreign) -> None:
-        super().__init__(foreign)
-        folder = _iteration_folder(foreign)
-        ranks = _rank_folders(foreign, folder)
+        super().__init__(latest_iteration(foreign))
+        ranks = _rank_folders(self.storage)
         if not ranks:
             raise NotCommittedError(
-                f"{self.location} has no {folder}mp_rank_00/{_MODEL_FILES[0]}: its save did not finish",
+                f"{self.location} has no mp_rank_00/{_MODEL_FILES[0]}: its save did not finish",
                 file=self.location,
             )
         self.models: dict[tuple[int, ...], TorchFile] = {}
@@ -63,7 +63,7 @@ class MegatronLegacyReader(TorchFilesReader):
             match = _RANK.fullmatch(rank)
             assert match is not None
             numbers = tuple(int(number) for number in match.groups() if number is not None)
-            self._add_rank(folder, rank, numbers)
+            self._add_rank(rank, numbers)
         first = next(iter(self.models.values())).value
         iteration = first.get("iteration")
         self.step = iteration if type(iteration) is int else None
@@ -80,13 +80,13 @@ class MegatronLegacyReader(TorchFilesReader):
         if foreign.file is not None:
             return False
         try:
-            return bool(_rank_folders(foreign, _iteration_folder(foreign)))
+            return bool(_rank_folders(latest_iteration(foreign).storage))
         except FormatError:
             return False
 
-    def _add_rank(self, folder: str, rank: str, numbers: tuple[int, ...]) -> None:
+    def _add_rank(self, rank: str, numbers: tuple[int, ...]) -> None:
         for name in _FILES:
-            path = f"{folder}{rank}/{name}"
+            path = f"{rank}/{name}"
             if self.storage.size(path) is None:
                 continue
             file = self.add_torch_file(path, f"{rank}/{name.removesuffix('.pt')}/")
@@ -95,9 +95,9 @@ class MegatronLegacyReader(TorchFilesReader):
                 if not isinstance(file.value, dict):
                     raise self.fault(path, "it does not hold a dict")
         if numbers not in self.models:
-            path = f"{folder}{rank}/{_MODEL_FILES[0]}"
             raise self.fault(
-                path, "it is missing, but the folder of its rank is there: restore it from a copy"
+                f"{rank}/{_MODEL_FILES[0]}",
+                "it is missing, but the folder of its rank is there: restore it from a copy",
             )
 
     def _check_ranks(self, ranks: list[str]) -> None:
@@ -219,20 +219,7 @@ def _count(value: Any) -> int | None:
     return value if type(value) is int and value > 0 else None
 
 
-def _iteration_folder(foreign: Foreign) -> str:
-    """The folder of the last iteration with a "/" at the end; "" if the path is such a folder itself."""
-    size = foreign.storage.size(_LATEST)
-    if size is None:
-        return ""
-    text = foreign.storage.read(_LATEST, 0, min(size, 100)).decode("ascii", "replace").strip()
-    if text != "release" and not re.fullmatch(r"\d{1,12}", text):
-        path = f"{foreign.storage.location}/{_LATEST}"
-        raise FormatError(f"{path}: {text!r} is not an iteration", file=path)
-    return "release/" if text == "release" else f"iter_{int(text):07d}/"
-
-
-def _rank_folders(foreign: Foreign, folder: str) -> list[str]:
-    storage = foreign.storage.within(folder[:-1]) if folder else foreign.storage
+def _rank_folders(storage: Storage) -> list[str]:
     found = [name for name in storage.folders() if _RANK.fullmatch(name)]
     known = any(storage.size(f"{name}/{file}") is not None for name in found for file in _MODEL_FILES)
     return found if known else []

@@ -1,16 +1,21 @@
-"""Run folders of Megatron: a folder for each iteration, and a file that names the latest."""
+"""Run folders of Megatron: a folder for each iteration, and files that name the latest and the format."""
 
 from __future__ import annotations
 
 import re
 
 from shardproof.errors import FormatError
+from shardproof.interop.json_files import read_json
 from shardproof.interop.reader import Foreign
+from shardproof.storage import Storage
 
-__all__ = ["iteration_of", "latest_iteration"]
+__all__ = ["BACKEND_FILE", "iteration_of", "latest_iteration", "sharded_backend"]
 
+BACKEND_FILE = "metadata.json"
+"""The file in which Megatron-Core names the format of a checkpoint."""
 _TRACKER = "latest_checkpointed_iteration.txt"
 _MOST_BYTES = 64
+_MOST_BACKEND_BYTES = 1 << 20
 
 
 def latest_iteration(foreign: Foreign) -> Foreign:
@@ -53,3 +58,15 @@ def iteration_of(folder: str) -> int | None:
     """
     found = re.fullmatch(r"iter_([0-9]{7,18})", folder)
     return int(found[1]) if found else None
+
+
+def sharded_backend(storage: Storage) -> str | None:
+    """The format that ``metadata.json`` of Megatron-Core names; None if there is none or it is damaged."""
+    if storage.size(BACKEND_FILE) is None:
+        return None
+    try:
+        _, found = read_json(storage, BACKEND_FILE, _MOST_BACKEND_BYTES)
+    except FormatError:
+        return None
+    backend = found.get("sharded_backend")
+    return backend if isinstance(backend, str) else None

@@ -12,7 +12,6 @@ an error. Folders that end in ``.sync``, which the writer's locks leave behind, 
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import defaultdict
@@ -20,17 +19,14 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from shardproof.errors import NotCommittedError, ShardproofError, StorageError
-from shardproof.interop.megatron_run import iteration_of, latest_iteration
+from shardproof.interop.megatron_run import BACKEND_FILE, iteration_of, latest_iteration, sharded_backend
 from shardproof.interop.reader import Foreign, FormatReader
 from shardproof.interop.torch_file import TorchFile, unpickled, with_tensors
 from shardproof.interop.zarr import ZarrArrays
-from shardproof.storage import Storage
 
 __all__ = ["MegatronZarrReader"]
 
-_METADATA = "metadata.json"
 _COMMON = "common.pt"
-_MOST_METADATA_BYTES = 1 << 20
 _SHARD = re.compile(r"(.+)/shard_([0-9]+(?:\.[0-9]+)*)_([0-9]+(?:\.[0-9]+)*)")
 """Key of an object, its offset and the shape of the grid of objects."""
 
@@ -65,11 +61,11 @@ class MegatronZarrReader(FormatReader):
         super().__init__(foreign)
         self.storage = latest_iteration(foreign).storage
         self.location = self.storage.location
-        if _backend(self.storage) != "zarr":
+        if sharded_backend(self.storage) != "zarr":
             raise NotCommittedError(
-                f"{self.location} has no {_METADATA} that names Megatron's Zarr format: it is not such a "
+                f"{self.location} has no {BACKEND_FILE} that names Megatron's Zarr format: it is not such a "
                 "checkpoint, or its save did not finish",
-                file=f"{self.location}/{_METADATA}",
+                file=f"{self.location}/{BACKEND_FILE}",
             )
         arrays = ZarrArrays(self.storage, _is_leftover)
         for key in arrays.metadata:
@@ -79,7 +75,7 @@ class MegatronZarrReader(FormatReader):
             for name in sorted(arrays.names)
             if name.endswith(".pt") and not _is_leftover(name.rpartition("/")[0])
         }
-        self._files = arrays.files | dict.fromkeys([_METADATA, _COMMON, *self._objects.values()])
+        self._files = arrays.files | dict.fromkeys([BACKEND_FILE, _COMMON, *self._objects.values()])
         self.identity = arrays.identity
         self.step = iteration_of(self.storage.folder) or self._common_iteration()
         self.notes.append(
@@ -91,7 +87,7 @@ class MegatronZarrReader(FormatReader):
     def recognizes(cls, foreign: Foreign) -> bool:
         """True if ``metadata.json`` names the format, in the folder or in that of the latest iteration."""
         try:
-            return foreign.file is None and _backend(latest_iteration(foreign).storage) == "zarr"
+            return foreign.file is None and sharded_backend(latest_iteration(foreign).storage) == "zarr"
         except ShardproofError:
             return False
 
@@ -148,16 +144,3 @@ class MegatronZarrReader(FormatReader):
 
 def _is_leftover(folder: str) -> bool:
     return any(part.endswith(".sync") for part in folder.split("/"))
-
-
-def _backend(storage: Storage) -> str | None:
-    """The format that ``metadata.json`` of Megatron-Core names; None without such a file."""
-    size = storage.size(_METADATA)
-    if size is None or size > _MOST_METADATA_BYTES:
-        return None
-    try:
-        found = json.loads(storage.read(_METADATA))
-    except (ValueError, RecursionError):
-        return None
-    backend = found.get("sharded_backend") if isinstance(found, dict) else None
-    return backend if isinstance(backend, str) else None

@@ -19,11 +19,12 @@ import numpy as np
 from shardproof.dtypes import DTYPES
 from shardproof.errors import FormatError, ShardproofError, StorageError
 from shardproof.interop.extents import DecodedExtent
+from shardproof.interop.json_files import parse_json
 from shardproof.interop.reader import StoredBox, StoredView
 from shardproof.interop.zarr import ZarrArrays
 from shardproof.interop.zarr_chunks import ZarrChunks, chunks_in_shard, clipped, leaf
 from shardproof.interop.zarr_codecs import import_extra
-from shardproof.interop.zarr_metadata import ArrayMetadata, parse_json
+from shardproof.interop.zarr_metadata import ArrayMetadata
 from shardproof.storage import LocalStorage, Storage
 
 __all__ = ["MANIFEST", "OcdbtArrays"]
@@ -62,10 +63,10 @@ class OcdbtArrays(ZarrArrays):
         keys = self.call("the list of entries", lambda: self._store.list().result())
         return frozenset(key.decode("utf-8", "surrogateescape") for key in keys)
 
-    def read(self, name: str) -> tuple[dict[str, Any], bytes]:
-        """The metadata in an entry, and its bytes."""
-        found = self.call(name, lambda: self._store.read(name).result())
-        return parse_json(bytes(found.value), f"{self._path}/{name}"), bytes(found.value)
+    def read(self, name: str) -> tuple[bytes, dict[str, Any]]:
+        """The bytes of the metadata in an entry, and its object."""
+        data = bytes(self.call(name, lambda: self._store.read(name).result()).value)
+        return data, parse_json(data, f"{self._path}/{name}")
 
     def chunks_of(self, names: frozenset[str]) -> ZarrChunks:
         """Describes the chunks among some entries."""

@@ -16,10 +16,11 @@ import torch
 import xxhash
 
 from shardproof.errors import FormatError, NotCommittedError, StorageError
+from shardproof.interop.json_files import read_json
 from shardproof.interop.ocdbt import MANIFEST, OcdbtArrays
 from shardproof.interop.reader import Foreign, FormatReader, TensorDescription
 from shardproof.interop.zarr import ZarrArrays
-from shardproof.interop.zarr_metadata import ArrayMetadata, read_json
+from shardproof.interop.zarr_metadata import ArrayMetadata
 
 __all__ = ["OrbaxReader"]
 
@@ -68,7 +69,7 @@ class OrbaxReader(FormatReader):
             )
         self.step = int(self.storage.folder) if self.storage.folder.isdecimal() else None
         self._enter_item(foreign)
-        metadata, data = read_json(self.storage, _METADATA)
+        data, metadata = read_json(self.storage, _METADATA)
         is_database = self.storage.size(MANIFEST) is not None
         if metadata.get("use_ocdbt") and not is_database:
             raise StorageError(
@@ -166,7 +167,7 @@ class OrbaxReader(FormatReader):
         return torch.frombuffer(data, dtype=getattr(torch, tensor.dtype))[view.offset].item()
 
     def _string(self, key: str) -> str:
-        found = read_json(self.storage, _STRINGS)[0].get(key)
+        found = read_json(self.storage, _STRINGS)[1].get(key)
         if not isinstance(found, str):
             raise self.fault(_STRINGS, f"the string of {key} is missing, but {_METADATA} lists it")
         return found

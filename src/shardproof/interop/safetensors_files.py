@@ -17,7 +17,7 @@ import xxhash
 from shardproof.errors import FormatError, NotCommittedError, StorageError
 from shardproof.format import index_name
 from shardproof.interop.embedded_values import PREFIX, EmbeddedValues
-from shardproof.interop.hf_index import HfIndex, read_json, top_level_files
+from shardproof.interop.json_files import HfIndex, read_json, top_level_files
 from shardproof.interop.reader import Foreign, FormatReader, StoredBox, TensorDescription
 from shardproof.interop.safetensors_header import SafetensorsHeader, read_safetensors_header
 
@@ -198,7 +198,7 @@ class SafetensorsReader(FormatReader):
         except FormatError as error:
             self.notes.append(f"{error.message}.")
             return
-        ties = isinstance(config, dict) and config.get("tie_word_embeddings") is True
+        ties = config.get("tie_word_embeddings") is True
         if ties and not any(key.endswith("lm_head.weight") for key in self.tensors):
             self.notes.append(
                 "config.json ties the output layer to the embedding: the file has only the embedding, and no "

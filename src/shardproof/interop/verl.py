@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from pathlib import PurePosixPath
 
 from shardproof.errors import NotCommittedError
-from shardproof.interop.hf_index import read_json, top_level_files
+from shardproof.interop.json_files import read_json, top_level_files
 from shardproof.interop.reader import Foreign
 from shardproof.interop.torch_rank_files import RankFilesReader
 
@@ -99,7 +99,7 @@ class VerlReader(RankFilesReader):
         found = sorted(counts)
         if foreign.has(_CONFIG):
             _, config = read_json(self.storage, _CONFIG)
-            configured = config.get("world_size") if isinstance(config, dict) else None
+            configured = config.get("world_size")
             if type(configured) is int and configured in found:
                 return configured
             if found:

@@ -18,14 +18,15 @@ import xxhash
 
 from shardproof.errors import FormatError, NotCommittedError, StorageError
 from shardproof.interop.embedded_values import EmbeddedValues
+from shardproof.interop.json_files import read_json
 from shardproof.interop.reader import Foreign, FormatReader, TensorDescription
 from shardproof.interop.zarr_chunks import ZarrChunks
 from shardproof.interop.zarr_metadata import (
     EVERY_CHUNK_ATTRIBUTE,
     KEY_ATTRIBUTE,
+    MOST_METADATA_BYTES,
     ArrayMetadata,
     parse_array,
-    read_json,
 )
 from shardproof.storage import Storage
 
@@ -72,9 +73,9 @@ class ZarrArrays:
         """All files below the folder."""
         return frozenset(self.storage.list())
 
-    def read(self, name: str) -> tuple[dict[str, Any], bytes]:
-        """A metadata file and its bytes; see `read_json`."""
-        return read_json(self.storage, name)
+    def read(self, name: str) -> tuple[bytes, dict[str, Any]]:
+        """The bytes of a metadata file, and its object; see `read_json`."""
+        return read_json(self.storage, name, MOST_METADATA_BYTES)
 
     def chunks_of(self, names: frozenset[str]) -> ZarrChunks:
         """Describes the chunks among some files."""
@@ -154,7 +155,7 @@ class ZarrArrays:
 
     def _read(self, name: str) -> dict[str, Any]:
         """Reads a metadata file and adds it to the digest."""
-        document, data = self.read(name)
+        data, document = self.read(name)
         self._digest.update(f"{name}\0{len(data)}\0".encode("utf-8", "surrogateescape"))
         self._digest.update(data)
         return document
@@ -236,8 +237,8 @@ class ZarrReader(FormatReader):
     def _check_consolidated(self, arrays: ZarrArrays) -> None:
         """Compares consolidated metadata, of the root and of groups, with that of the arrays."""
         if ".zmetadata" in arrays.names:
-            documents = read_json(self.storage, ".zmetadata")[0].get("metadata")
-            self._compare(arrays, ".zmetadata", "", documents)
+            _, found = arrays.read(".zmetadata")
+            self._compare(arrays, ".zmetadata", "", found.get("metadata"))
         for folder, document in arrays.groups.items():
             consolidated = document.get("consolidated_metadata")
             if consolidated is not None:

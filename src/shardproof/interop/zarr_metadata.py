@@ -10,7 +10,6 @@ References: https://zarr-specs.readthedocs.io, versions 2 and 3.
 from __future__ import annotations
 
 import base64
-import json
 import math
 import struct
 import sys
@@ -25,18 +24,16 @@ from shardproof.errors import FormatError
 from shardproof.geometry import row_major_strides
 from shardproof.interop.reader import shape_of
 from shardproof.interop.zarr_codecs import Codec, Codecs
-from shardproof.storage import Storage
 
 __all__ = [
     "DTYPE_ATTRIBUTE",
     "EVERY_CHUNK_ATTRIBUTE",
     "KEY_ATTRIBUTE",
+    "MOST_METADATA_BYTES",
     "ArrayMetadata",
     "ChunkLayout",
     "ShardIndex",
     "parse_array",
-    "parse_json",
-    "read_json",
 ]
 
 DTYPE_ATTRIBUTE = "shardproof:dtype"
@@ -47,7 +44,7 @@ KEY_ATTRIBUTE = "shardproof:key"
 EVERY_CHUNK_ATTRIBUTE = "shardproof:every_chunk"
 """Attribute of a group: every chunk is stored, so a missing chunk is damage and not the fill value."""
 
-_MOST_JSON_BYTES = 256 << 20
+MOST_METADATA_BYTES = 256 << 20
 """Bytes of a metadata file, at most. Consolidated metadata of 100,000 arrays has about 60 MB."""
 _MEMBERS = {
     "attributes",
@@ -138,42 +135,6 @@ class ArrayMetadata:
         """
         parts = [*self.prefix, *map(str, at)]
         return self.separator.join(parts) if parts else "0"
-
-
-def read_json(storage: Storage, name: str) -> tuple[dict[str, Any], bytes]:
-    """Reads a metadata file.
-
-    Returns:
-        The JSON object and the bytes of the file.
-
-    Raises:
-        FormatError: the file is not a JSON object, or is larger than 256 MiB.
-        StorageError: the file is missing or unreadable.
-    """
-    path = f"{storage.location}/{name}"
-    if (storage.size(name) or 0) > _MOST_JSON_BYTES:
-        raise FormatError(f"{path} is larger than {_MOST_JSON_BYTES} bytes: it is not metadata", file=path)
-    data = storage.read(name)
-    return parse_json(data, path), data
-
-
-def parse_json(data: bytes, path: str) -> dict[str, Any]:
-    """Parses a JSON object.
-
-    Args:
-        data: text of the object.
-        path: path of the file, for messages.
-
-    Raises:
-        FormatError: the text is not a JSON object.
-    """
-    try:
-        found = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"{path} is damaged: it is not JSON ({error})", file=path) from error
-    if not isinstance(found, dict):
-        raise FormatError(f"{path} is damaged: it is a JSON {type(found).__name__}, not an object", file=path)
-    return found
 
 
 def parse_array(

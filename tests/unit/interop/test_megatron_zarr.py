@@ -122,7 +122,7 @@ def test_leftovers_of_locks_are_not_read(golden: Golden) -> None:
 
 def test_an_empty_metadata_file_of_an_array_is_an_error(golden: Golden) -> None:
     (golden.checkpoint / "col" / ".zarray").write_bytes(b"")
-    with pytest.raises(FormatError, match=r"col/\.zarray is damaged"):
+    with pytest.raises(FormatError, match=r"col/\.zarray: it is not valid JSON"):
         sp.open(golden.checkpoint)
 
 

@@ -241,5 +241,5 @@ def test_damaged_metadata_is_refused(change: Callable[[Any], None], message: str
     with pytest.raises(ShardproofError, match=message):
         opened(folder)
     (folder / "_METADATA").write_text("{")
-    with pytest.raises(FormatError, match="not JSON"):
+    with pytest.raises(FormatError, match="not valid JSON"):
         opened(folder)

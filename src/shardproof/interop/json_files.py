@@ -1,4 +1,4 @@
-"""Reads ``*.index.json`` of Hugging Face: which of several files holds each key."""
+"""Reads JSON files: metadata of several formats, and the index of Hugging Face with the file of each key."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardproof.errors import FormatError, StorageError
 from shardproof.interop.reader import Foreign
 from shardproof.storage import Storage, check_name
 
-__all__ = ["HfIndex", "read_json", "top_level_files"]
+__all__ = ["HfIndex", "parse_json", "read_json", "top_level_files"]
 
 _MOST_JSON_BYTES = 100_000_000
 """Bytes of a JSON file, at most: the limit of safetensors headers."""
@@ -45,7 +45,7 @@ class HfIndex:
         """
         path = f"{storage.location}/{name}"
         data, value = read_json(storage, name)
-        found = value.get("weight_map") if isinstance(value, dict) else None
+        found = value.get("weight_map")
         if not isinstance(found, dict) or not all(isinstance(file, str) for file in found.values()):
             raise FormatError(f"{path}: it has no weight_map from keys to names of files", file=path)
         keys_of: dict[str, set[str]] = {}
@@ -85,25 +85,46 @@ class HfIndex:
             )
 
 
-def read_json(storage: Storage, name: str) -> tuple[bytes, Any]:
-    """Reads a small JSON file.
+def read_json(storage: Storage, name: str, most: int = _MOST_JSON_BYTES) -> tuple[bytes, dict[str, Any]]:
+    """Reads a file that holds a JSON object.
+
+    Args:
+        storage: holds the file.
+        name: name of the file.
+        most: bytes of the file, at most.
 
     Returns:
-        The bytes, and the value.
+        The bytes, and the object.
 
     Raises:
-        FormatError: the file is not JSON, has a name twice in one object, or is too large.
+        FormatError: the file is not a JSON object, has a name twice in one object, or is too large.
         StorageError: the file is missing or unreadable.
     """
     path = f"{storage.location}/{name}"
     size = storage.size(name)
-    if size is not None and size > _MOST_JSON_BYTES:
-        raise FormatError(f"{path}: it has {size} bytes, expected at most {_MOST_JSON_BYTES}", file=path)
+    if size is not None and size > most:
+        raise FormatError(f"{path}: it has {size} bytes, expected at most {most}", file=path)
     data = storage.read(name)
+    return data, parse_json(data, path)
+
+
+def parse_json(data: bytes, path: str) -> dict[str, Any]:
+    """Parses a JSON object.
+
+    Args:
+        data: text of the object.
+        path: path of the file, for messages.
+
+    Raises:
+        FormatError: the text is not a JSON object, or has a name twice in one object.
+    """
     try:
-        return data, json.loads(data, object_pairs_hook=_without_doubles)
+        found = json.loads(data, object_pairs_hook=_without_doubles)
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{path}: it is not valid JSON ({error})", file=path) from error
+    if not isinstance(found, dict):
+        raise FormatError(f"{path}: it is a JSON {type(found).__name__}, not an object", file=path)
+    return found
 
 
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
