@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Any, NoReturn
+from operator import attrgetter
+from typing import Any
 
 import msgspec
 import xxhash
@@ -17,6 +18,7 @@ import xxhash
 from shardproof.errors import NotCommittedError
 from shardproof.format import decode_strictly
 from shardproof.interop.reader import Foreign, FormatReader, StoredBox, StoredView, TensorDescription
+from shardproof.interop.safetensors_files import NO_CHECKSUMS
 from shardproof.interop.safetensors_header import SafetensorsHeader, read_safetensors_header
 
 __all__ = ["DcpSafetensorsReader"]
@@ -27,7 +29,6 @@ _LAST_RANK = (
     "The format records no global shapes and no number of ranks: if the files of the last ranks are missing, "
     "tensors look shorter than they were saved."
 )
-_NO_CHECKSUMS = "safetensors has no checksums: changed bytes of tensors are not found."
 
 
 class _Saved(msgspec.Struct, forbid_unknown_fields=True, gc=False):
@@ -70,12 +71,14 @@ class DcpSafetensorsReader(FormatReader):
             self._add(name, header)
         self.identity = digest.hexdigest()
         self.tensors = {
-            key: TensorDescription(self._dtypes[key], shape, sorted(self._boxes[key], key=_offsets))
+            key: TensorDescription(
+                self._dtypes[key], shape, sorted(self._boxes[key], key=attrgetter("offsets"))
+            )
             for key, shape in self._shapes.items()
         }
         ranks = {int(match[1]) for match in map(_NAME.fullmatch, names) if match}
         self.world_size = max(ranks)
-        self.notes = [_NO_CHECKSUMS, _LAST_RANK]
+        self.notes = [NO_CHECKSUMS, _LAST_RANK]
         if missing := sorted(set(range(1, self.world_size + 1)) - ranks):
             self.notes.append(
                 f"There is no file of the ranks {', '.join(str(rank - 1) for rank in missing[:10])}: either "
@@ -99,39 +102,32 @@ class DcpSafetensorsReader(FormatReader):
         """Adds the boxes of a file."""
         text = header.metadata.get(_OFFSETS)
         if text is None:
-            self._refuse(
+            raise self.fault(
                 name, f"it has no {_OFFSETS} in its __metadata__, so the offsets of its tensors are unknown"
             )
         saved = decode_strictly(_DECODER, text.encode(), f"{self.location}/{name}, {_OFFSETS}")
         for key, tensor in header.tensors.items():
             if key not in saved:
-                self._refuse(name, f"{_OFFSETS} does not say where {key} lies", key)
+                raise self.fault(name, f"{_OFFSETS} does not say where {key} lies", key=key)
             offsets, sizes = saved[key].saved_offsets, tensor.shape
             if len(offsets) != len(sizes) or any(not 0 <= offset < 2**62 for offset in offsets):
-                self._refuse(
-                    name, f"{key} of shape {sizes} lies at {offsets}, which is not a valid offset", key
+                raise self.fault(
+                    name, f"{key} of shape {sizes} lies at {offsets}, which is not a valid offset", key=key
                 )
             ends = tuple(offset + size for offset, size in zip(offsets, sizes, strict=True))
             known = self._shapes.get(key, ends)
             if len(known) != len(ends) or self._dtypes.get(key, tensor.dtype) != tensor.dtype:
-                self._refuse(
+                raise self.fault(
                     name,
                     f"{key} has dtype {tensor.dtype} and {len(ends)} dimensions, but in another file "
                     f"{self._dtypes[key]} and {len(known)}",
-                    key,
+                    key=key,
                 )
             self._shapes[key] = tuple(map(max, known, ends))
             self._dtypes[key] = tensor.dtype
             boxes = self._boxes.setdefault(key, [])
             if 0 not in sizes:
                 boxes.append(StoredBox.of(offsets, sizes, StoredView.dense(sizes, header.extent(key))))
-
-    def _refuse(self, name: str, text: str, key: str | None = None) -> NoReturn:
-        raise self.fault(name, text, **({} if key is None else {"key": key}))
-
-
-def _offsets(box: StoredBox) -> tuple[int, ...]:
-    return box.offsets
 
 
 def _shards(foreign: Foreign) -> list[str]:

@@ -17,7 +17,7 @@ Keys:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -150,7 +150,10 @@ class DeepSpeedReader(DeepSpeedStates):
             stage = ((states.get("ds_config") or {}).get("zero_optimization") or {}).get("stage", 0)
             if not stage:
                 return []
-        pattern = next((name for name in _OPTIMIZERS if any(map(_prefix(name), found))), _OPTIMIZERS[0])
+        pattern = next(
+            (name for name in _OPTIMIZERS if any(item.startswith(name.partition("{")[0]) for item in found)),
+            _OPTIMIZERS[0],
+        )
         expected = self.rank_names(pattern)
         for name in found:
             if name not in expected:
@@ -258,11 +261,6 @@ def _names_of_groups(pieces: Mapping[str, Sequence[PartitionPart]], count: int) 
         for piece in found:
             names[piece.group][name] = None
     return names
-
-
-def _prefix(pattern: str) -> Callable[[str], bool]:
-    begin = pattern.partition("{")[0]
-    return lambda name: name.startswith(begin)
 
 
 def _slices(mapping: Mapping[str, Any]) -> dict[str, tuple[int, int]]:

@@ -7,7 +7,7 @@ safetensors header.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from shardproof.errors import FormatError, PlainDataError, StructureError
@@ -66,11 +66,11 @@ def check_aliases(contents: Contents) -> None:
 class EmbeddedValues:
     """What was stored beside the tensors."""
 
-    objects: Mapping[str, Any] = field(default_factory=dict)
+    objects: Mapping[str, Any]
     """Plain values, encoded."""
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    step: int | None = None
-    metadata: Mapping[str, Any] = field(default_factory=dict)
+    aliases: Mapping[str, str]
+    step: int | None
+    metadata: Mapping[str, Any]
 
     @staticmethod
     def of(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib import import_module
+from typing import Any
 
 from shardproof.errors import FormatError
 from shardproof.format import MANIFEST_NAME, shard_name
@@ -62,15 +63,13 @@ def writer_of(name: str) -> type[FormatWriter]:
     """
     if name not in WRITERS:
         raise ValueError(f"a checkpoint is written as one of {', '.join(WRITERS)}, not {name!r}")
-    module, _, attribute = WRITERS[name].partition(":")
-    writer: type[FormatWriter] = getattr(import_module(f"shardproof.interop.{module}"), attribute)
+    writer: type[FormatWriter] = _class(WRITERS[name])
     return writer
 
 
-def _reader(name: str) -> type[FormatReader]:
-    module, _, attribute = READERS[name].partition(":")
-    reader: type[FormatReader] = getattr(import_module(f"shardproof.interop.{module}"), attribute)
-    return reader
+def _class(place: str) -> Any:
+    module, _, attribute = place.partition(":")
+    return getattr(import_module(f"shardproof.interop.{module}"), attribute)
 
 
 def format_of(foreign: Foreign) -> str:
@@ -85,7 +84,7 @@ def format_of(foreign: Foreign) -> str:
     """
     if foreign.has(MANIFEST_NAME) or (foreign.file is None and _SHARDS in foreign.storage.folders()):
         return NATIVE
-    name = next((name for name in READERS if _reader(name).recognizes(foreign)), None)
+    name = next((name for name, place in READERS.items() if _class(place).recognizes(foreign)), None)
     if name is None and foreign.file is not None:
         raise FormatError(
             f"{foreign.location} is not a checkpoint of a known format ({', '.join(READERS)}). Name its "
@@ -111,4 +110,5 @@ def open_reader(foreign: Foreign, name: str) -> FormatReader:
     """
     if name not in READERS:
         raise ValueError(f"format is one of {', '.join([NATIVE, *READERS])}, not {name!r}")
-    return _reader(name)(foreign)
+    reader: FormatReader = _class(READERS[name])(foreign)
+    return reader

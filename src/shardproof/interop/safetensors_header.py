@@ -31,7 +31,6 @@ _PAIRS_OF_FLOATS = "F4"
 class SafetensorsTensor:
     """A tensor of a safetensors file, in row-major order and little-endian."""
 
-    key: str
     dtype: str
     """Torch's name of the dtype, for example "bfloat16"."""
     shape: tuple[int, ...]
@@ -120,5 +119,5 @@ def read_safetensors_header(storage: Storage, file: str) -> SafetensorsHeader:
                 file=path,
                 key=key,
             )
-        tensors[key] = SafetensorsTensor(key, *found, begin, end)
+        tensors[key] = SafetensorsTensor(*found, begin, end)
     return SafetensorsHeader(storage, file, header.metadata, tensors, header.data_start, header.raw)

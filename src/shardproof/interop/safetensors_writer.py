@@ -59,14 +59,11 @@ class _PlannedTensor:
         return prod(self.shape) * DTYPES[self.dtype].itemsize
 
     @property
-    def code(self) -> str:
-        return "F4" if self.dtype == _PAIRS_OF_FLOATS else DTYPES[self.dtype].code
-
-    @property
-    def stored_shape(self) -> tuple[int, ...]:
-        if self.dtype != _PAIRS_OF_FLOATS:
-            return self.shape
-        return (*self.shape[:-1], 2 * self.shape[-1])
+    def stored_kind(self) -> tuple[str, tuple[int, ...]]:
+        """Code of the dtype and shape in the header."""
+        if self.dtype == _PAIRS_OF_FLOATS:
+            return "F4", (*self.shape[:-1], 2 * self.shape[-1])
+        return DTYPES[self.dtype].code, self.shape
 
 
 class SafetensorsWriter(FormatWriter):
@@ -87,11 +84,14 @@ class SafetensorsWriter(FormatWriter):
     """
 
     name: ClassVar[str] = "safetensors"
+    _default_file_bytes: ClassVar[int | None] = None
 
     def __init__(self, contents: Contents, options: WriteOptions) -> None:
         self._piece_bytes = options.piece_bytes
         self.notes: list[str] = []
-        files = _filled(self._tensors(contents), self._file_bytes(options))
+        check_aliases(contents)
+        tensors = [_entry(key, *kind) for key, kind in contents.tensors.items()] + self._tied(contents)
+        files = _filled(tensors, options.max_file_bytes or self._default_file_bytes)
         metadata: list[dict[str, str]] = [{} for _ in files]
         metadata[0] = self._metadata(contents)
         self._files = {
@@ -138,23 +138,16 @@ class SafetensorsWriter(FormatWriter):
         text = json.dumps(index, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
         target.publish(_INDEX_NAME, text.encode(), replace=True)
 
-    def _file_bytes(self, options: WriteOptions) -> int | None:
-        return options.max_file_bytes
-
-    def _tensors(self, contents: Contents) -> list[_PlannedTensor]:
-        """The entries of all files, in the order of the contents. Adds a note about tied tensors."""
-        tensors = [_entry(key, *kind) for key, kind in contents.tensors.items()]
-        check_aliases(contents)
-        return tensors + self._tied(contents)
-
     def _tied(self, contents: Contents) -> list[_PlannedTensor]:
+        """The entries of tied tensors. Adds a note about them."""
         if contents.aliases:
             self.notes.append(
                 "safetensors has no ties, so tied tensors are stored under each of their names: "
                 f"{listed(contents.aliases)}"
             )
         return [
-            _entry(alias, *contents.tensors[key], key=key) for alias, key in sorted(contents.aliases.items())
+            replace(_entry(alias, *contents.tensors[key]), key=key)
+            for alias, key in sorted(contents.aliases.items())
         ]
 
     def _metadata(self, contents: Contents) -> dict[str, str]:
@@ -181,9 +174,7 @@ class HuggingFaceWriter(SafetensorsWriter):
     """
 
     name: ClassVar[str] = "hf"
-
-    def _file_bytes(self, options: WriteOptions) -> int | None:
-        return options.max_file_bytes or 5 * 10**9
+    _default_file_bytes: ClassVar[int | None] = 5 * 10**9
 
     def _tied(self, contents: Contents) -> list[_PlannedTensor]:
         if contents.aliases:
@@ -223,8 +214,8 @@ class _PlannedFile:
         try:
             entries = encode_entries(
                 [tensor.name for tensor in ordered],
-                [tensor.code for tensor in ordered],
-                [tensor.stored_shape for tensor in ordered],
+                [tensor.stored_kind[0] for tensor in ordered],
+                [tensor.stored_kind[1] for tensor in ordered],
                 row_pointers(counts)[:-1],
                 counts,
             )
@@ -235,7 +226,7 @@ class _PlannedFile:
         return _PlannedFile(header, ordered, int(counts.sum()))
 
 
-def _entry(name: str, dtype: str, shape: Sequence[int], *, key: str | None = None) -> _PlannedTensor:
+def _entry(name: str, dtype: str, shape: tuple[int, ...]) -> _PlannedTensor:
     """The entry of a tensor. Raises `StructureError` if the format cannot hold it."""
     if dtype not in DTYPES or DTYPES[dtype].parts > 1 or (dtype == _PAIRS_OF_FLOATS and not shape):
         raise StructureError(
@@ -245,7 +236,7 @@ def _entry(name: str, dtype: str, shape: Sequence[int], *, key: str | None = Non
         )
     if name == "__metadata__":
         raise StructureError(f"{name!r} is reserved by safetensors: give the tensor another name", key=name)
-    return _PlannedTensor(name, name if key is None else key, dtype, tuple(shape))
+    return _PlannedTensor(name, name, dtype, shape)
 
 
 def _filled(tensors: Sequence[_PlannedTensor], limit: int | None) -> list[list[_PlannedTensor]]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import bz2
 import importlib
-import json
 import lzma
 import re
 import struct
@@ -70,8 +69,8 @@ class Codec:
 
     name: str
     """Identifier in numcodecs, for example "zstd"."""
-    config: str
-    """Configuration, as JSON with sorted keys."""
+    config: tuple[tuple[str, Any], ...]
+    """Sorted options."""
 
     @staticmethod
     def of(name: Any, config: Mapping[str, Any]) -> Codec:
@@ -88,17 +87,12 @@ class Codec:
                     raise ValueError(f"the codec {name} names the dtype {value!r}")
             elif isinstance(value, (list, dict)):
                 raise ValueError(f"the option {entry} of the codec {name} is {value!r}")
-        return Codec(name, json.dumps(config, sort_keys=True))
+        return Codec(name, tuple(sorted(config.items())))
 
     @property
     def has_checksum(self) -> bool:
         """True if a damaged byte fails to decode."""
-        return self.name in _PROVING or (self.name == "zstd" and bool(self._config.get("checksum")))
-
-    @property
-    def _config(self) -> dict[str, Any]:
-        config: dict[str, Any] = json.loads(self.config)
-        return config
+        return self.name in _PROVING or (self.name == "zstd" and bool(dict(self.config).get("checksum")))
 
     def encoded_size(self, size: int, *, exact: bool) -> tuple[int, bool]:
         """Bytes of the encoded form of `size` bytes, and True if the number is exact, False if a bound."""
@@ -120,14 +114,14 @@ class Codec:
         Raises:
             Exception: the bytes are damaged. The codecs raise exceptions of any class.
         """
-        if self.name == "crc32c" and self._config.get("location", "end") == "end":
+        if self.name == "crc32c" and dict(self.config).get("location", "end") == "end":
             return _without_crc32c(data)
         if self.name in _BOUNDED:
             return _inflated(_BOUNDED[self.name], data, size)
         numcodecs = import_extra("numcodecs", "zarr", f"the codec {self.name} of Zarr")
         # a compressed chunk declares how it was compressed
-        options = {} if self.name in _COMPRESSORS else self._config
-        codec = numcodecs.get_codec({**options, "id": self.name})
+        options = () if self.name in _COMPRESSORS else self.config
+        codec = numcodecs.get_codec({**dict(options), "id": self.name})
         if self.name == "zstd":
             return _unzstd(codec, data, size, exact=exact, into=into)
         if self.name == "lz4":

@@ -92,9 +92,11 @@ class ZarrWriter(FormatWriter):
         self._piece_bytes = options.piece_bytes
         limit = min(options.max_file_bytes or _CHUNK_BYTES, _CHUNK_BYTES)
         self._arrays = {key: _PlannedArray.of(key, *kind, limit) for key, kind in contents.tensors.items()}
-        self._attributes = _attributes(contents)
+        check_aliases(contents)
+        self._attributes = {EVERY_CHUNK_ATTRIBUTE: True, **encode_embedded(contents)}
         self.notes: list[str] = []
         if contents.aliases:
+            self._attributes[ALIASES] = dict(sorted(contents.aliases.items()))
             self.notes.append(
                 "Zarr cannot record ties, so tied tensors are stored once, and an attribute of the group "
                 f"names them: {listed(contents.aliases)}"
@@ -210,13 +212,7 @@ class _PlannedArray:
     def document(self) -> dict[str, Any]:
         """The metadata of the array."""
         stored = self.stored_dtype
-        fill: Any = 0
-        if stored == "bool":
-            fill = False
-        elif stored.startswith("complex"):
-            fill = [0.0, 0.0]
-        elif stored.startswith("float"):
-            fill = 0.0
+        zeros: dict[str, Any] = {"bool": False, "complex": [0.0, 0.0], "float": 0.0}
         attributes = {DTYPE_ATTRIBUTE: self.dtype} if stored != self.dtype else {}
         if self.name != self.key:
             attributes[KEY_ATTRIBUTE] = self.key
@@ -227,7 +223,7 @@ class _PlannedArray:
             "data_type": stored,
             "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": self.chunk_shape}},
             "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
-            "fill_value": fill,
+            "fill_value": zeros.get(stored.rstrip("0123456789"), 0),
             "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
             "attributes": attributes,
         }
@@ -302,13 +298,6 @@ def _array_name(key: str) -> str:
         return name
     beginning = encoded[:_NAME_START_BYTES].decode(errors="ignore")
     return f"{beginning}%~{xxhash.xxh3_128_hexdigest(encoded)}"  # no escaped character starts with "%~"
-
-
-def _attributes(contents: Contents) -> dict[str, Any]:
-    """The attributes of the group."""
-    check_aliases(contents)
-    aliases = {ALIASES: dict(sorted(contents.aliases.items()))} if contents.aliases else {}
-    return {EVERY_CHUNK_ATTRIBUTE: True, **encode_embedded(contents), **aliases}
 
 
 def _json(document: dict[str, Any]) -> bytes:
