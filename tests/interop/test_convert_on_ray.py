@@ -34,19 +34,19 @@ from shardproof.errors import ShardproofError
 
 class Slow:
     "Takes longer than the deadline, and reads a byte every 3 s."
-    def run(self, work):
+    def __call__(self, work):
         for _ in range(6):
             threading.Event().wait(3)
             work.on_bytes(1)
         return "done"
 
 class Stalled:
-    def run(self, work):
+    def __call__(self, work):
         work.on_bytes(1)
         threading.Event().wait(60)
 
 class Killed:
-    def run(self, work):
+    def __call__(self, work):
         os._exit(7)
 
 def outcome(task):

@@ -12,7 +12,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import msgspec
 
@@ -23,9 +24,6 @@ from shardproof.conversion.executors import (
     ProcessExecutor,
     RayExecutor,
     Task,
-    UploadTask,
-    VerifyTask,
-    WriteTask,
 )
 from shardproof.conversion.request import ConversionRequest
 from shardproof.conversion.work import ConversionWork
@@ -166,8 +164,7 @@ class _Conversion:
             self._work.plan.writer.units[at].nbytes for at in share
         )
         with self._phase("write"):
-            for _ in self._workers(len(share)).run([WriteTask(at) for at in share], self._on_bytes):
-                pass
+            self._run([partial(ConversionWork.write, unit=at) for at in share])
         return b""
 
     def commit(self, posts: Sequence[bytes]) -> bytes:
@@ -187,12 +184,12 @@ class _Conversion:
         """Verifies this rank's share of the new checkpoint."""
         records = self._work.folder.records()
         boxes = [box for name in sorted(records) for box in records[name].boxes]
-        tasks: list[Task] = [
-            VerifyTask(boxes[at : at + _VERIFY_BOXES]) for at in range(0, len(boxes), _VERIFY_BOXES)
+        tasks = [
+            partial(ConversionWork.verify, boxes=boxes[at : at + _VERIFY_BOXES])
+            for at in range(0, len(boxes), _VERIFY_BOXES)
         ]
-        share = tasks[self._ranks.rank :: self._ranks.world_size]
         with self._phase("verify"):
-            verified = sum(self._workers(len(share)).run(share, self._on_bytes))
+            verified = sum(self._run(tasks[self._ranks.rank :: self._ranks.world_size]))
         return msgspec.msgpack.encode(verified)
 
     def verified(self, posts: Sequence[bytes]) -> bytes:
@@ -202,11 +199,10 @@ class _Conversion:
 
     def upload(self, uploads: bytes) -> bytes:
         """Uploads this rank's share of the files."""
-        tasks = [UploadTask(names) for names in msgspec.msgpack.decode(uploads, type=list[list[str]])]
-        share = tasks[self._ranks.rank :: self._ranks.world_size]
+        groups = msgspec.msgpack.decode(uploads, type=list[list[str]])
+        share = groups[self._ranks.rank :: self._ranks.world_size]
         with self._phase("publish"):
-            for _ in self._workers(len(share)).run(share, self._on_bytes):
-                pass
+            self._run([partial(ConversionWork.upload, names=names) for names in share])
         return b""
 
     def publish(self, posts: Sequence[bytes]) -> bytes:
@@ -234,17 +230,17 @@ class _Conversion:
             dry_run,
         )
 
-    def _workers(self, tasks: int) -> Executor:
-        """The executor, with at most one worker for each of some tasks."""
+    def _run(self, tasks: Sequence[Task]) -> list[Any]:
+        """Runs tasks and returns their results. The first tasks determine the number of workers."""
         if self._executor is None:
-            workers = max(1, min(self._request.workers, tasks))
+            workers = max(1, min(self._request.workers, len(tasks)))
             if self._on == "ray":
                 self._executor = RayExecutor(self._request, workers, self._ranks.deadline)
             elif workers > 1:
                 self._executor = ProcessExecutor(self._request, workers, self._ranks.deadline)
             else:
                 self._executor = InlineExecutor(self._work)
-        return self._executor
+        return list(self._executor.run(tasks, self._on_bytes))
 
     def _phase(self, name: str) -> events.Phase:
         return events.phase(self._operation, name, rank=self._ranks.rank, world_size=self._ranks.world_size)

@@ -13,16 +13,13 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol, cast
 
 from shardproof._utils import libc
-from shardproof.conversion.mapped_source import HashedBox
 from shardproof.conversion.request import ConversionRequest
 from shardproof.conversion.work import ConversionWork
-from shardproof.conversion.work_folder import UnitRecord
 from shardproof.errors import ShardproofError
 
 __all__ = [
@@ -31,9 +28,6 @@ __all__ = [
     "ProcessExecutor",
     "RayExecutor",
     "Task",
-    "UploadTask",
-    "VerifyTask",
-    "WriteTask",
 ]
 
 _SET_PARENT_DEATH_SIGNAL = 1
@@ -42,40 +36,8 @@ _REPORT_SECONDS = 1.0
 """How often an actor on Ray reports the bytes of a running task."""
 
 
-@dataclass(frozen=True, slots=True)
-class WriteTask:
-    """Write a unit; the result is its `UnitRecord`."""
-
-    unit: int
-
-    def run(self, work: ConversionWork) -> UnitRecord:
-        """Executes the task."""
-        return work.write(self.unit)
-
-
-@dataclass(frozen=True, slots=True)
-class VerifyTask:
-    """Compare written boxes with their digests; the result is the number of bytes."""
-
-    boxes: Sequence[HashedBox]
-
-    def run(self, work: ConversionWork) -> int:
-        """Executes the task."""
-        return work.verify(self.boxes)
-
-
-@dataclass(frozen=True, slots=True)
-class UploadTask:
-    """Upload files of the new checkpoint."""
-
-    names: Sequence[str]
-
-    def run(self, work: ConversionWork) -> None:
-        """Executes the task."""
-        work.upload(self.names)
-
-
-Task = WriteTask | VerifyTask | UploadTask
+Task = Callable[[ConversionWork], Any]
+"""A function that pickle can send to a worker."""
 
 
 class Executor(Protocol):
@@ -108,7 +70,7 @@ class InlineExecutor:
         """Runs tasks; see `Executor.run`."""
         self._work.on_bytes = on_bytes
         for task in tasks:
-            yield task.run(self._work)
+            yield task(self._work)
 
     def close(self) -> None:
         """Does nothing: the caller owns the work."""
@@ -196,7 +158,7 @@ def _serve(pipe: Connection, request: ConversionRequest, parent: int) -> None:
         try:
             work = work or ConversionWork(request)
             work.on_bytes = lambda count: pipe.send(("bytes", count))
-            result = task.run(work)
+            result = task(work)
         except Exception as error:
             pipe.send(("error", error))
         else:
@@ -303,7 +265,7 @@ class _Actor:
         try:
             self._work = self._work or ConversionWork(self._request)
             self._work.on_bytes = self._add
-            return task.run(self._work), self._take()
+            return task(self._work), self._take()
         except Exception as error:
             return error, self._take()
         finally:

@@ -13,6 +13,7 @@ from shardproof.conversion.request import MappedTensor, Move
 from shardproof.dtypes import DTYPES
 from shardproof.geometry import Boxes, overlapping_pairs
 from shardproof.loading import Checkpoint, StoredTensor
+from shardproof.state import as_bytes
 
 __all__ = ["Box", "HashedBox", "MappedSource", "batches", "box_digest"]
 
@@ -64,9 +65,7 @@ def batches(boxes: Sequence[Box], nbytes: Callable[[Box], int], most: int) -> It
 
 def box_digest(values: torch.Tensor) -> str:
     """Digest of the bytes of a dense tensor in host memory."""
-    if not values.numel():
-        return xxhash.xxh3_128_hexdigest(b"")
-    return xxhash.xxh3_128_hexdigest(values.reshape(-1).view(torch.uint8).numpy().data)
+    return xxhash.xxh3_128_hexdigest(as_bytes(values).numpy().data)
 
 
 class MappedSource:
@@ -78,6 +77,7 @@ class MappedSource:
         expected: key, offsets and sizes of the boxes that will be read, in their order. Small ones are read
             ahead, several at once. Boxes of keys that are not in `tensors` are ignored: the writer has them.
         batch_bytes: bytes that are read ahead, at most.
+        on_bytes: called with the bytes of each box that is read.
     """
 
     def __init__(
@@ -86,10 +86,13 @@ class MappedSource:
         tensors: Mapping[str, MappedTensor],
         expected: Sequence[Box] = (),
         batch_bytes: int = 0,
+        on_bytes: Callable[[int], None] = lambda count: None,
     ) -> None:
         self._checkpoint = checkpoint
         self._tensors = tensors
-        self._boxes: list[HashedBox] = []
+        self._on_bytes = on_bytes
+        self.boxes: list[HashedBox] = []
+        """The boxes that were read."""
         small = [box for box in expected if box[0] in tensors and self._nbytes(box) <= _SMALL_BYTES]
         self._batch_of = {box: batch for batch in batches(small, self._nbytes, batch_bytes) for box in batch}
         self._ahead: dict[Box, torch.Tensor] = {}
@@ -103,7 +106,8 @@ class MappedSource:
         values = self._read_ahead((key, *box))
         if values is None:
             values = self._read(key, box)
-        self._boxes.append(HashedBox(key, *box, box_digest(values)))
+        self.boxes.append(HashedBox(key, *box, box_digest(values)))
+        self._on_bytes(values.nbytes)
         return values
 
     def _nbytes(self, box: Box) -> int:
@@ -131,29 +135,17 @@ class MappedSource:
         is_whole = (move.offsets, move.sizes) == box[1:] and move.key is not None and not move.axes
         return move if is_whole else None
 
-    def _read(self, key: str, box: tuple[tuple[int, ...], tuple[int, ...]]) -> torch.Tensor:
-        tensor = self._tensors[key]
-        dtype: torch.dtype = getattr(torch, tensor.dtype)
-        parts = (
-            []
-            if 0 in box[1]
-            else [(move, *shared) for move in self._near(key, box) if (shared := _shared(box, move))]
-        )
+    def _read(self, key: str, box: _Box) -> torch.Tensor:
+        dtype: torch.dtype = getattr(torch, self._tensors[key].dtype)
+        moves = self._near(key, box) if 0 not in box[1] else ()
+        parts = [(move, *shared) for move in moves if (shared := _shared(box, move))]
         if len(parts) == 1 and parts[0][2] == box[1]:
-            values = self._moved(*parts[0]).to(dtype).contiguous()
-        else:
-            values = torch.zeros(box[1], dtype=dtype, device="cpu")
-            for move, low, extent in parts:
-                into = tuple(
-                    slice(a - o, a - o + size) for a, o, size in zip(low, box[0], extent, strict=True)
-                )
-                values[into].copy_(self._moved(move, low, extent))
+            return self._moved(*parts[0]).to(dtype).contiguous()
+        values = torch.zeros(box[1], dtype=dtype, device="cpu")
+        for move, low, extent in parts:
+            inside = tuple(a - o for a, o in zip(low, box[0], strict=True))
+            values[_slices(inside, extent)].copy_(self._moved(move, low, extent))
         return values
-
-    def take_boxes(self) -> list[HashedBox]:
-        """The boxes that were read since the last call."""
-        boxes, self._boxes = self._boxes, []
-        return boxes
 
     def _near(self, key: str, box: _Box) -> Iterable[Move]:
         """The moves that fill a part of a box, and perhaps other moves."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any
 
 import torch
 
@@ -61,7 +60,7 @@ class ConversionWork:
         if self._written is not None:
             self._written.close()
 
-    def write(self, unit: int) -> UnitRecord:
+    def write(self, unit: int) -> None:
         """Writes a unit and publishes its record.
 
         Raises:
@@ -69,13 +68,11 @@ class ConversionWork:
         """
         self.folder.check_is_shared()
         item = self.plan.writer.units[unit]
-        source = _Counted(
-            self.checkpoint, self.plan.tensors, item.boxes, piece_bytes(self.request), on_bytes=self.on_bytes
+        source = MappedSource(
+            self.checkpoint, self.plan.tensors, item.boxes, piece_bytes(self.request), self.on_bytes
         )
         written = self.plan.writer.write(item, source, self.folder.files)
-        record = UnitRecord(item.name, written, source.take_boxes(), item.nbytes)
-        self.folder.add(record)
-        return record
+        self.folder.add(UnitRecord(item.name, written, source.boxes, item.nbytes))
 
     def verify(self, boxes: Sequence[HashedBox]) -> int:
         """Reads boxes of the written checkpoint and compares their digests.
@@ -122,16 +119,3 @@ class ConversionWork:
         """
         self.folder.check_is_shared()
         self.folder.upload(names, self.on_bytes)
-
-
-class _Counted(MappedSource):
-    """A source that reports the bytes that it gives."""
-
-    def __init__(self, *arguments: Any, on_bytes: Callable[[int], None]) -> None:
-        super().__init__(*arguments)
-        self._on_bytes = on_bytes
-
-    def read(self, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-        values = super().read(key, offsets, sizes)
-        self._on_bytes(values.nbytes)
-        return values

@@ -141,10 +141,6 @@ class WorkFolder:
         name = f"{_UNITS}/{record.name}.json"
         self.storage.publish(name, msgspec.json.encode(record), replace=True)
 
-    def names(self) -> list[str]:
-        """Sorted names of the files of the new checkpoint, when its metadata is written."""
-        return self.files.list()
-
     def uploads(self, last: str) -> list[list[str]]:
         """Names of the files to upload before `publish`, by task: large files, then groups of small ones.
 
@@ -154,7 +150,7 @@ class WorkFolder:
         """
         if not isinstance(self.destination, BucketDestination):
             return []
-        names = self.names()
+        names = self.files.list()
         sizes = {name: self.files.size(name) or 0 for name in names if name != last or len(names) == 1}
         large = sorted((name for name in sizes if sizes[name] > _SMALL_BYTES), key=lambda name: -sizes[name])
         small = [name for name in sizes if sizes[name] <= _SMALL_BYTES]
@@ -176,7 +172,7 @@ class WorkFolder:
             AlreadyCommittedError: something appeared at the destination meanwhile.
             StorageError: the file system or the object store failed.
         """
-        self.destination.publish(self.files, self.names(), last)
+        self.destination.publish(self.files, self.files.list(), last)
         self.close()
         shutil.rmtree(self.path)
         self.destination.end()

@@ -150,8 +150,9 @@ class DeepSpeedReader(DeepSpeedStates):
             stage = ((states.get("ds_config") or {}).get("zero_optimization") or {}).get("stage", 0)
             if not stage:
                 return []
+        begins = {name: name.partition("{")[0] for name in _OPTIMIZERS}
         pattern = next(
-            (name for name in _OPTIMIZERS if any(item.startswith(name.partition("{")[0]) for item in found)),
+            (name for name in _OPTIMIZERS if any(item.startswith(begins[name]) for item in found)),
             _OPTIMIZERS[0],
         )
         expected = self.rank_names(pattern)

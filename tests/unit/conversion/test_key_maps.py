@@ -459,5 +459,5 @@ def test_any_box_of_a_moved_tensor_equals_that_box_of_the_whole(
         with sp.open(f"{folder}/source") as checkpoint:
             source = MappedSource(checkpoint, {"w": tensor})
             assert torch.equal(source.read("w", offsets, sizes), expected)
-    (box,) = source.take_boxes()
+    (box,) = source.boxes
     assert box.digest == box_digest(expected)
