@@ -159,11 +159,11 @@ def _mapped(
 
 def piece_bytes(request: ConversionRequest) -> int:
     """Bytes of one read of a worker, so that all workers together stay within the memory."""
-    share = request.memory_bytes // (max(request.workers, 1) * _PIECES_IN_MEMORY)
+    share = request.memory_bytes // (request.workers * _PIECES_IN_MEMORY)
     if share < _MIN_PIECE:
         raise ValueError(
             f"{request.memory_bytes} bytes of memory are too few for {request.workers} workers: give at "
-            f"least {_MIN_PIECE * _PIECES_IN_MEMORY * max(request.workers, 1)}, or fewer workers"
+            f"least {_MIN_PIECE * _PIECES_IN_MEMORY * request.workers}, or fewer workers"
         )
     return min(share, _MAX_PIECE)
 

@@ -7,6 +7,7 @@ from math import prod
 
 import torch
 
+from shardproof.conversion.destination import BucketDestination
 from shardproof.conversion.mapped_source import Box, HashedBox, MappedSource, batches, box_digest
 from shardproof.conversion.plan import ConversionPlan, piece_bytes, plan_conversion
 from shardproof.conversion.request import ConversionRequest
@@ -118,4 +119,6 @@ class ConversionWork:
             ShardproofError: the destination fails or has other bytes, or the work folder is not shared.
         """
         self.folder.check_is_shared()
-        self.folder.upload(names, self.on_bytes)
+        destination = self.folder.destination
+        assert isinstance(destination, BucketDestination)
+        destination.upload(self.folder.files, names, self.on_bytes)

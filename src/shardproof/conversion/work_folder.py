@@ -14,7 +14,6 @@ import fcntl
 import os
 import shutil
 import socket
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -156,11 +155,6 @@ class WorkFolder:
         small = [name for name in sizes if sizes[name] <= _SMALL_BYTES]
         groups = [small[at : at + _GROUP_FILES] for at in range(0, len(small), _GROUP_FILES)]
         return [*([name] for name in large), *groups]
-
-    def upload(self, names: Sequence[str], on_bytes: Callable[[int], None]) -> None:
-        """Uploads the files of a task; see `BucketDestination.upload`."""
-        assert isinstance(self.destination, BucketDestination)
-        self.destination.upload(self.files, names, on_bytes)
 
     def publish(self, last: str) -> None:
         """Publishes the new checkpoint at the destination and removes the work folder.

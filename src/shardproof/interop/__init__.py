@@ -4,7 +4,7 @@
 cuts a checkpoint into units and writes them. Nothing that a pickle names is imported or called.
 """
 
-from shardproof.interop.extents import DecodedExtent, Extent, FileRange
+from shardproof.interop.extents import Extent, FileRange
 from shardproof.interop.formats import NATIVE, READERS, WRITERS, format_of, open_reader, writer_of
 from shardproof.interop.json_files import read_json
 from shardproof.interop.pickle_data import Opaque, opaque_names
@@ -14,7 +14,6 @@ from shardproof.interop.reader import (
     StoredBox,
     StoredView,
     TensorDescription,
-    flat_boxes,
     foreign_of,
 )
 from shardproof.interop.state_paths import state_paths
@@ -26,7 +25,6 @@ __all__ = [
     "WRITERS",
     "BoxSource",
     "Contents",
-    "DecodedExtent",
     "Extent",
     "FileRange",
     "Foreign",
@@ -38,7 +36,6 @@ __all__ = [
     "TensorDescription",
     "Unit",
     "WriteOptions",
-    "flat_boxes",
     "foreign_of",
     "format_of",
     "opaque_names",

@@ -145,15 +145,15 @@ class MegatronLegacyMergedReader(MegatronLegacyReader):
             merged = merged_model(stages, width)
         except ValueError as error:
             raise self._refused(str(error)) from error
-        for key in [key for key in self.tensors if _is_model(key)]:
-            del self.tensors[key]
-        for key in [key for key in self.aliases if _is_model(key)]:
-            del self.aliases[key]
-        lost = {alias: key for alias, key in self.aliases.items() if key not in self.tensors}
-        if lost:
+        self.tensors = {key: tensor for key, tensor in self.tensors.items() if not _is_model(key)}
+        self.aliases = {key: other for key, other in self.aliases.items() if not _is_model(key)}
+        if lost := [alias for alias, key in self.aliases.items() if key not in self.tensors]:
             raise self._refused(f"{min(lost)} is tied to a weight")
-        for key in [key for key, found in self._objects.items() if _is_model(key) and found.value is None]:
-            del self._objects[key]
+        self._objects = {
+            key: found
+            for key, found in self._objects.items()
+            if not _is_model(key) or found.value is not None
+        }
         self.tensors |= merged
         self.notes.append(
             "The weights of ranks are joined by the rules of GPT and Llama. The checkpoint does not store "

@@ -80,10 +80,9 @@ class NativeWriter(FormatWriter):
 
     def __init__(self, contents: Contents, options: WriteOptions) -> None:
         self._piece_bytes = options.piece_bytes
-        hoister = _Hoister(contents)
-        objects = {key: hoister.encoded(key, value) for key, value in sorted(contents.objects.items())}
-        self._hoisted = hoister.tensors
-        kinds = {**contents.tensors, **hoister.kinds}
+        self._hoisted = hoisted = _Hoisted(contents)
+        objects = {key: hoisted.encoded(key, value) for key, value in sorted(contents.objects.items())}
+        kinds = {**contents.tensors, **hoisted.kinds()}
         for key, (dtype, _) in kinds.items():
             if dtype not in DTYPES:
                 raise StructureError(f"{key!r}: shardproof cannot store tensors of dtype {dtype}", key=key)
@@ -198,7 +197,7 @@ class NativeWriter(FormatWriter):
     def _pieces(self, unit: Unit, source: BoxSource) -> Iterator[memoryview]:
         dtypes = {record.key: record.dtype for record in self._manifest.tensors}
         for key, offsets, sizes in unit.boxes:
-            given = _Hoisted(self._hoisted) if key in self._hoisted else source
+            given = self._hoisted if key in self._hoisted.tensors else source
             yield from box_bytes(given, key, dtypes[key], offsets, sizes, self._piece_bytes)
 
     def _checked(self, unit: Unit, written: dict[str, Any]) -> tuple[FileRecord, NDArray[np.uint64]]:
@@ -323,14 +322,12 @@ def _manifest(
     return msgspec.structs.replace(manifest, attempt=attempt, index=index)
 
 
-class _Hoister:
-    """Stores the tensors and large arrays inside plain values as tensors."""
+class _Hoisted:
+    """The tensors and large arrays inside plain values, which are stored as tensors. It is a `BoxSource`."""
 
     def __init__(self, contents: Contents) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         """The added tensors by key."""
-        self.kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
-        """Dtype and shape of each of `tensors`."""
         self._taken = {*contents.tensors, *contents.aliases, *contents.objects}
 
     def encoded(self, key: str, value: Any) -> Any:
@@ -339,23 +336,21 @@ class _Hoister:
         return encode_plain(value, key, lambda path, kind, inner: self._hoist(key, used, path, kind, inner))
 
     def _hoist(self, key: str, used: set[str], path: str, kind: str, value: Any) -> str:
-        tensor = hoisted_tensor(kind, value).detach()
-        described = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
         inner = hoisted_key(key, path, used)
         while inner in self._taken:
             inner += "@"
         used.add(inner)
         self._taken.add(inner)
-        self.tensors[inner], self.kinds[inner] = tensor, described
+        self.tensors[inner] = hoisted_tensor(kind, value).detach()
         return inner
 
-
-class _Hoisted:
-    """The tensors that were inside plain values, as a `BoxSource`."""
-
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._tensors = tensors
+    def kinds(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Dtype and shape of each of `tensors`."""
+        return {
+            key: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+            for key, tensor in self.tensors.items()
+        }
 
     def read(self, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
         box = zip(offsets, sizes, strict=True)
-        return self._tensors[key][tuple(slice(at, at + size) for at, size in box)].contiguous()
+        return self.tensors[key][tuple(slice(at, at + size) for at, size in box)].contiguous()

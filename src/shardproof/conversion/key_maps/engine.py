@@ -22,13 +22,11 @@ from shardproof.conversion.key_maps.key_matching import (
     match_keys,
 )
 from shardproof.conversion.key_maps.key_rules import KeyPattern, KeyRules, Rule
-from shardproof.conversion.key_maps.layouts import LAYOUTS, Arrangement, JoinedPart, LayoutMismatch
+from shardproof.conversion.key_maps.layouts import LAYOUTS, Arrangement, LayoutMismatch
 from shardproof.conversion.request import MappedTensor, Move
 from shardproof.errors import StructureError
 
 __all__ = ["MappedKeys", "apply_rules"]
-
-_Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +115,8 @@ def _joined(
             named = dict(zip(names, numbers, strict=True))
             keys = [item.prefix + KeyPattern(rule.parts[part]).key(named) for part in missing]
             raise StructureError(
-                f"key map: {_listed_keys(keys)} missing: {next(iter(sources.values())).key} is another part "
-                f"of {item.prefix}{pattern.key(named)}",
+                f"key map: {', '.join(keys)} {'is' if len(keys) == 1 else 'are'} missing: "
+                f"{next(iter(sources.values())).key} is another part of {item.prefix}{pattern.key(named)}",
                 keys=keys,
             )
         arranged = _checked(rule, known, sizes, sources, joined=None)
@@ -154,21 +152,20 @@ def _stack(key: str, layers: Sequence[tuple[Numbers, Mapping[int, Source], Arran
                 key=sources[0].key,
             )
         ones = (1,) * len(at)
-        moves += (_join_move(piece, sources[piece.part], at, ones) for piece in arranged.pieces)
+        moves += (
+            Move(
+                (*at, *piece.offsets),
+                (*ones, *piece.sizes),
+                sources[piece.part].key,
+                piece.part_offsets,
+                piece.part_sizes,
+                (1, 0) if piece.transposed else (),
+            )
+            for piece in arranged.pieces
+        )
         moves += (Move((*at, *start), (*ones, *extent), None) for start, extent in arranged.padding)
     extents = tuple(max(numbers) + 1 for numbers in zip(*(at for at, _, _ in layers), strict=True))
     return MappedTensor(dtype, (*extents, *shape), moves)
-
-
-def _join_move(piece: JoinedPart, source: Source, at: Numbers, ones: _Shape) -> Move:
-    return Move(
-        (*at, *piece.offsets),
-        (*ones, *piece.sizes),
-        source.key,
-        piece.part_offsets,
-        piece.part_sizes,
-        (1, 0) if piece.transposed else (),
-    )
 
 
 def _checked(
@@ -201,7 +198,3 @@ def _checked(
     for name, size in arranged.sizes.items():
         sizes.expect(name, size, next(iter(sources.values())).key)
     return arranged
-
-
-def _listed_keys(keys: Sequence[str]) -> str:
-    return f"{', '.join(keys)} {'is' if len(keys) == 1 else 'are'}"

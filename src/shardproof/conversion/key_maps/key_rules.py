@@ -7,7 +7,7 @@ brackets is optional in stored keys, and present in written ones: ``[transformer
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shardproof.conversion.key_maps.layouts import LAYOUTS
@@ -145,9 +145,3 @@ class KeyRules:
         """Names of the placeholders of all rules, and the two that most models have."""
         names = (name for rule in self.rules for name in KeyPattern(rule.joined).placeholders)
         return frozenset({"layer", "expert", *names})
-
-    def with_first(self, rules: Sequence[Rule], ignored: Sequence[str]) -> KeyRules:
-        """The same rules, with other rules before them."""
-        return KeyRules(
-            self.first, self.second, (*rules, *self.rules), (*ignored, *self.ignored), self.first_prefix
-        )

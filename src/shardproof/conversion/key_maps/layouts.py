@@ -7,7 +7,7 @@ Face. A layout is a list of runs of rows, so the same list serves both direction
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
@@ -207,11 +207,8 @@ class JoinedLayout:
     def __init__(self, rows: _RowLayout, *, transposed: bool = False) -> None:
         self._rows = rows
         self._transposed = transposed
-
-    @property
-    def parts(self) -> int:
+        self.parts = rows.parts
         """Number of parts."""
-        return self._rows.parts
 
     def split(self, shape: _Shape, known: Hyperparameters) -> Arrangement:
         """The parts of a joined tensor.
@@ -273,13 +270,9 @@ class JoinedLayout:
                 for run in rows.runs
                 if run.part is not None
             ],
-            [((run.row, *start), (run.rows, *rest)) for run in _padding(rows)],
+            [((run.row, *start), (run.rows, *rest)) for run in rows.runs if run.part is None and run.rows],
             rows.sizes,
         )
-
-
-def _padding(rows: _Rows) -> Iterator[_Run]:
-    return (run for run in rows.runs if run.part is None and run.rows)
 
 
 LAYOUTS: Mapping[str, JoinedLayout] = {

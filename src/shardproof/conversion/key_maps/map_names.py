@@ -49,10 +49,6 @@ class MapName:
             raise ValueError(f"key map {text!r}: write options as ?heads=8&groups=4") from error
         return MapName(base, dict(pairs))
 
-    def with_defaults(self, options: Mapping[str, str]) -> MapName:
-        """The same map, where options that are not given have these values."""
-        return MapName(self.base, {**options, **self.options})
-
     def numbers(self) -> dict[str, int]:
         """Numbers of the model."""
         for name in self.options:
@@ -92,7 +88,7 @@ def named_rules(name: MapName) -> tuple[KeyRules, MapName]:
     """The rules of a map, and its name with all options."""
     if name.base.endswith(".toml"):
         rules, options = _read_rules(name.base)
-        return rules, name.with_defaults(options)
+        return rules, MapName(name.base, {**options, **name.options})
     direction, _, family = name.base.partition(":")
     rules_of = FAMILIES.get(family)
     if rules_of is None or direction not in rules_of.directions:
@@ -143,17 +139,15 @@ def _rules(table: dict[str, Any]) -> tuple[KeyRules, dict[str, str]]:
     if not isinstance(rules, list) or not (rules or family):
         raise ValueError("it has no [[rules]]")
     declared = [_rule(f"rule {row}", rule, *sides) for row, rule in enumerate(rules, 1)]
-    found = base.with_first(declared, _texts("ignored", table.get("ignored", [])))
+    ignored = _texts("ignored", table.get("ignored", []))
     options = table.get("options", {})
     if not isinstance(options, dict) or not all(isinstance(item, int | str) for item in options.values()):
         raise ValueError("[options] has a value that is neither a number nor a string")
     texts = {name: str(value) for name, value in options.items()}
     if "direction" in table:
         texts["direction"] = str(table["direction"])
-    return (
-        KeyRules(sides[0], sides[1], found.rules, found.ignored, found.first_prefix),
-        texts,
-    )
+    found = KeyRules(*sides, (*declared, *base.rules), (*ignored, *base.ignored), base.first_prefix)
+    return found, texts
 
 
 def _rule(where: str, table: Any, first: str, second: str) -> Rule:
