@@ -16,6 +16,7 @@ import codecs
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NoReturn, Protocol, overload
 
 from shardproof.errors import FormatError
@@ -98,7 +99,6 @@ class _Reference:
 
 _MARK = object()
 _NUMBERS = {code: struct.Struct(code) for code in ("<B", "<H", "<i", "<I", "<Q")}
-_INTEGERS = {ord("K"): "<B", ord("M"): "<H", ord("J"): "<i"}
 _CONSTANTS: dict[int, Any] = {ord("N"): None, 0x88: True, 0x89: False}
 _SIZED: dict[int, tuple[str, Callable[[bytes], Any]]] = {
     ord("U"): ("<B", lambda raw: raw.decode("latin-1")),
@@ -270,37 +270,20 @@ class _Reader:
                 at += 1
             elif opcode in _CONSTANTS:
                 push(_CONSTANTS[opcode])
+            elif opcode == 0x2E:
+                self._at = at
+                return self._value()
             else:
                 self._at = at
-                handle = _HANDLERS.get(opcode)
-                if handle is not None:
-                    handle(self)
-                elif opcode == 0x2E:
-                    return self._value()
+                if opcode in _VALUES:
+                    push(_VALUES[opcode](self))
+                elif opcode in _CHANGES:
+                    _CHANGES[opcode](self)
                 else:
-                    self._step(opcode)
-                    at = self._at
+                    self._fault(f"the pickle has the opcode {opcode:#04x}, which plain data does not need,")
+                at = self._at
         self._at = at
         return self._fault("the pickle ends early: 1 bytes expected, 0 left,")
-
-    def _call(self) -> None:
-        """Makes an object of a class and a tuple of arguments, or calls a function."""
-        args, reference = self._stack.pop(), self._stack.pop()
-        self._stack.append(self._built(reference, args, {}))
-
-    def _set_items(self) -> None:
-        """Sets the items after the last mark in the container before it."""
-        items, into = self._pop_to_mark(), self._stack[-1]
-        if type(into) is dict and len(items) == 2:
-            check_keys(items[:1])
-            into[items[0]] = items[1]
-        else:
-            self._set(items)
-
-    def _tuple(self) -> None:
-        """Makes a tuple of the items after the last mark."""
-        items = self._pop_to_mark()
-        self._stack.append(tuple(items))
 
     def _fault(self, text: str) -> NoReturn:
         raise FormatError(f"{self._file}: {text} at byte {self._at}", file=self._file)
@@ -363,80 +346,57 @@ class _Reader:
             self._fault("the pickle takes a value where it has set a mark,")
         return item.value if isinstance(item, Unfinished) else item
 
-    def _step(self, opcode: int) -> None:
-        push = self._stack.append
-        if opcode in _INTEGERS:
-            push(self._number(_INTEGERS[opcode]))
-        elif opcode in _SIZED:
-            code, convert = _SIZED[opcode]
-            push(convert(bytes(self._take(self._number(code)))))
-        elif opcode in (ord("h"), ord("q"), ord("j")):
-            self._fault("the pickle ends early within the index of a memo,")
-        elif opcode == ord("g"):
-            push(self._memo[int(self._line())])
-        elif opcode in (ord("r"), ord("p")):
-            index = self._number("<I") if opcode == ord("r") else int(self._line())
-            self._memo[index] = self._stack[-1]
-        elif opcode == 0x87:
-            items = [self._value() for _ in range(3)]
-            push(tuple(reversed(items)))
-        elif opcode == ord("l"):
-            push(self._pop_to_mark())
-        elif opcode == 0x91:
-            items = self._pop_to_mark()
-            check_keys(items)
-            push(frozenset(items))
-        elif opcode == ord("d"):
-            items = self._pop_to_mark()
-            check_keys(items[::2])
-            push(dict(zip(items[::2], items[1::2], strict=True)))
-        elif opcode == ord("G"):
-            push(struct.unpack(">d", self._take(8))[0])
-        elif opcode in (ord("I"), ord("L"), ord("F"), ord("S"), ord("V")):
-            push(self._text_value(opcode))
-        elif opcode == 0x80:
-            if self._number("<B") > 5:
-                self._fault("the pickle has a protocol above 5")
-        elif opcode == 0x95:
-            if self._number("<Q") > len(self._data) - self._at:
-                self._fault("the pickle ends early: a frame is longer than the file,")
-        elif opcode == ord("0"):
-            self._stack.pop()
-        elif opcode == ord("1"):
-            self._pop_to_mark()
-        elif opcode == ord("2"):
-            push(self._stack[-1])
-        else:
-            self._change(opcode)
+    def _sized(self, code: str, convert: Callable[[bytes], Any]) -> Any:
+        return convert(bytes(self._take(self._number(code))))
 
-    def _change(self, opcode: int) -> None:
-        """Opcodes that fill containers, or that build objects."""
-        push = self._stack.append
-        if opcode in (ord("a"), ord("e"), 0x90):
-            self._add(self._pop_to_mark() if opcode != ord("a") else [self._value()])
-        elif opcode == ord("s"):
-            self._set([self._value(), self._value()][::-1])
-        elif opcode == ord("c"):
-            push(_Reference(f"{self._line()}.{self._line()}"))
-        elif opcode == 0x93:
-            name, module = self._pop(), self._pop()
-            push(_Reference(f"{module}.{name}"))
-        elif opcode == 0x92:
-            options, args = self._pop(), self._pop()
-            push(self._built(self._pop(), args, options))
-        elif opcode == ord("o"):
-            reference = self._stack.pop(self._last_mark() + 1)
-            push(self._built(reference, tuple(self._pop_to_mark()), {}))
-        elif opcode == ord("i"):
-            reference = _Reference(f"{self._line()}.{self._line()}")
-            push(self._built(reference, tuple(self._pop_to_mark()), {}))
-        elif opcode in (ord("Q"), ord("P")):
-            identifier = self._value() if opcode == ord("Q") else self._line()
-            if self._persistent is None:
-                self._fault("the pickle has a persistent identifier")
-            push(self._persistent(identifier))
-        else:
-            self._fault(f"the pickle has the opcode {opcode:#04x}, which plain data does not need,")
+    def _checked_items(self, step: int = 1) -> list[Any]:
+        """The items after the last mark. Every `step`-th one is a key."""
+        items = self._pop_to_mark()
+        check_keys(items[::step])
+        return items
+
+    def _dict(self) -> dict[Any, Any]:
+        items = self._checked_items(2)
+        return dict(zip(items[::2], items[1::2], strict=True))
+
+    def _global(self) -> _Reference:
+        return _Reference(f"{self._line()}.{self._line()}")
+
+    def _stack_global(self) -> _Reference:
+        name, module = self._pop(), self._pop()
+        return _Reference(f"{module}.{name}")
+
+    def _reduced(self) -> Any:
+        """An object of a class and a tuple of arguments, or the result of a function."""
+        args, reference = self._stack.pop(), self._stack.pop()
+        return self._built(reference, args, {})
+
+    def _with_options(self) -> Any:
+        options, args = self._pop(), self._pop()
+        return self._built(self._pop(), args, options)
+
+    def _object(self) -> Any:
+        reference = self._stack.pop(self._last_mark() + 1)
+        return self._built(reference, tuple(self._pop_to_mark()), {})
+
+    def _instance(self) -> Any:
+        return self._built(self._global(), tuple(self._pop_to_mark()), {})
+
+    def _resolved(self, identifier: Any) -> Any:
+        if self._persistent is None:
+            self._fault("the pickle has a persistent identifier")
+        return self._persistent(identifier)
+
+    def _memoize(self, index: int) -> None:
+        self._memo[index] = self._stack[-1]
+
+    def _check_protocol(self) -> None:
+        if self._number("<B") > 5:
+            self._fault("the pickle has a protocol above 5")
+
+    def _check_frame(self) -> None:
+        if self._number("<Q") > len(self._data) - self._at:
+            self._fault("the pickle ends early: a frame is longer than the file,")
 
     def _build(self) -> None:
         """Sets the state of the object on top of the stack."""
@@ -492,12 +452,6 @@ class _Reader:
             self._fault(f"the pickle sets items of a {type(into).__name__}")
 
     def _built(self, reference: Any, args: Any, options: Any) -> Any:
-        if type(reference) is _Reference and type(args) is tuple and not options:
-            builder = self._builders.get(reference.name)
-            if builder is not None:
-                return builder(*args)
-            if reference.name not in _RECONSTRUCTORS:
-                return Opaque(reference.name, args)
         if not isinstance(reference, (_Reference, Opaque)):
             self._fault("the pickle calls something that is not a class or a function by name,")
         if not isinstance(args, tuple) or not isinstance(options, dict):
@@ -510,11 +464,47 @@ class _Reader:
         return builder(*args, **options)
 
 
-_HANDLERS: dict[int, Callable[[_Reader], None]] = {
-    0x81: _Reader._call,
-    0x52: _Reader._call,
-    0x62: _Reader._build,
-    0x74: _Reader._tuple,
-    0x75: _Reader._set_items,
+_VALUES: dict[int, Callable[[_Reader], Any]] = {
+    ord("K"): lambda reader: reader._number("<B"),
+    ord("M"): lambda reader: reader._number("<H"),
+    ord("J"): lambda reader: reader._number("<i"),
+    ord("G"): lambda reader: struct.unpack(">d", reader._take(8))[0],
+    ord("g"): lambda reader: reader._memo[int(reader._line())],
+    ord("2"): lambda reader: reader._stack[-1],
+    0x87: lambda reader: tuple([reader._value() for _ in range(3)][::-1]),
+    ord("t"): lambda reader: tuple(reader._pop_to_mark()),
+    ord("l"): _Reader._pop_to_mark,
+    0x91: lambda reader: frozenset(reader._checked_items()),
+    ord("d"): _Reader._dict,
+    ord("c"): _Reader._global,
+    0x93: _Reader._stack_global,
+    ord("R"): _Reader._reduced,
+    0x81: _Reader._reduced,
+    0x92: _Reader._with_options,
+    ord("o"): _Reader._object,
+    ord("i"): _Reader._instance,
+    ord("Q"): lambda reader: reader._resolved(reader._value()),
+    ord("P"): lambda reader: reader._resolved(reader._line()),
+    **{code: partial(_Reader._text_value, opcode=code) for code in b"ILFSV"},
+    **{code: partial(_Reader._sized, code=size, convert=convert) for code, (size, convert) in _SIZED.items()},
 }
-"""Frequent opcodes without arguments in the pickle."""
+"""Opcodes that push a value."""
+_CHANGES: dict[int, Callable[[_Reader], Any]] = {
+    ord("r"): lambda reader: reader._memoize(reader._number("<I")),
+    ord("p"): lambda reader: reader._memoize(int(reader._line())),
+    ord("0"): lambda reader: reader._stack.pop(),
+    ord("1"): _Reader._pop_to_mark,
+    ord("a"): lambda reader: reader._add([reader._value()]),
+    ord("e"): lambda reader: reader._add(reader._pop_to_mark()),
+    0x90: lambda reader: reader._add(reader._pop_to_mark()),
+    ord("s"): lambda reader: reader._set([reader._value(), reader._value()][::-1]),
+    ord("u"): lambda reader: reader._set(reader._pop_to_mark()),
+    ord("b"): _Reader._build,
+    0x80: _Reader._check_protocol,
+    0x95: _Reader._check_frame,
+    **{
+        code: lambda reader: reader._fault("the pickle ends early within the index of a memo,")
+        for code in b"hqj"
+    },
+}
+"""Opcodes that change the memo, the stack, or the object on top of it."""
