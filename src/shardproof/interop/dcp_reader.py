@@ -95,10 +95,7 @@ class DcpReader(FormatReader):
     @classmethod
     def recognizes(cls, foreign: Foreign) -> bool:
         """True if the folder, or that of Megatron's latest iteration in it, has the file ``.metadata``."""
-        try:
-            return foreign.file is None and latest_iteration(foreign).has(_METADATA)
-        except FormatError:
-            return False
+        return latest_iteration(foreign).has(_METADATA)
 
     def read_metadata(self) -> None:
         """Describes the content of the checkpoint. The constructor calls it once."""

@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from shardproof.errors import FormatError
 from shardproof.interop.deepspeed_states import FIRST_MODEL_STATES, DeepSpeedStates, tag_folder
 from shardproof.interop.pickle_data import Opaque
 from shardproof.interop.reader import Foreign, shape_of
@@ -112,13 +111,10 @@ class DeepSpeedReader(DeepSpeedStates):
     @classmethod
     def recognizes(cls, foreign: Foreign) -> bool:
         """True for a tag folder with the files of rank 0, or a run folder whose ``latest`` names one."""
-        if any(foreign.has(name) for name in _MARKERS):
+        if any(map(foreign.has, _MARKERS)):
             return True
-        try:
-            tag = tag_folder(foreign, "latest")
-        except FormatError:
-            return False
-        return tag is not None and any(tag.has(name) for name in _MARKERS)
+        tag = tag_folder(foreign, "latest")
+        return tag is not None and any(map(tag.has, _MARKERS))
 
     def verify_extra(self) -> int:
         """Verifies objects, and that all ranks saved the same step of the optimizer."""

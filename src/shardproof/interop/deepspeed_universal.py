@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any
 
-from shardproof.errors import FormatError, StorageError
+from shardproof.errors import StorageError
 from shardproof.interop.deepspeed_states import FIRST_MODEL_STATES, DeepSpeedStates, tag_folder
 from shardproof.interop.reader import Foreign, StoredBox, StoredView, TensorDescription, shape_of
 from shardproof.interop.torch_tensors import TorchTensor
@@ -60,12 +60,7 @@ class DeepSpeedUniversalReader(DeepSpeedStates):
     @classmethod
     def recognizes(cls, foreign: Foreign) -> bool:
         """True for a tag folder with the folder ``zero``, or a run folder that has universal tags only."""
-        if foreign.file is not None:
-            return False
-        try:
-            tag = None if foreign.has("latest") else tag_folder(foreign, "latest_universal")
-        except FormatError:
-            return False
+        tag = None if foreign.has("latest") else tag_folder(foreign, "latest_universal")
         folder = tag or foreign
         return folder.has(_OPTIMIZER) and any(map(folder.has, FIRST_MODEL_STATES))
 

@@ -67,6 +67,13 @@ def writer_of(name: str) -> type[FormatWriter]:
     return writer
 
 
+def _recognizes(name: str, foreign: Foreign) -> bool:
+    try:
+        return bool(_class(READERS[name]).recognizes(foreign))
+    except FormatError:
+        return False
+
+
 def _class(place: str) -> Any:
     module, _, attribute = place.partition(":")
     return getattr(import_module(f"shardproof.interop.{module}"), attribute)
@@ -84,7 +91,7 @@ def format_of(foreign: Foreign) -> str:
     """
     if foreign.has(MANIFEST_NAME) or (foreign.file is None and _SHARDS in foreign.storage.folders()):
         return NATIVE
-    name = next((name for name, place in READERS.items() if _class(place).recognizes(foreign)), None)
+    name = next((name for name in READERS if _recognizes(name, foreign)), None)
     if name is None and foreign.file is not None:
         raise FormatError(
             f"{foreign.location} is not a checkpoint of a known format ({', '.join(READERS)}). Name its "

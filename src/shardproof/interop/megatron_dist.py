@@ -70,10 +70,7 @@ class MegatronDistReader(DcpReader):
     @classmethod
     def recognizes(cls, foreign: Foreign) -> bool:
         """True if ``metadata.json`` names the format, in the folder or in that of the latest iteration."""
-        try:
-            return foreign.file is None and sharded_backend(latest_iteration(foreign).storage) == "torch_dist"
-        except ShardproofError:
-            return False
+        return foreign.file is None and sharded_backend(latest_iteration(foreign).storage) == "torch_dist"
 
     def read_metadata(self) -> None:
         """Describes ``.metadata``, the common state and the files of objects."""

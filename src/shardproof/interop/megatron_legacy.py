@@ -77,12 +77,7 @@ class MegatronLegacyReader(TorchFilesReader):
     @classmethod
     def recognizes(cls, foreign: Foreign) -> bool:
         """True for a run folder or the folder of an iteration, if it has the folder of a rank."""
-        if foreign.file is not None:
-            return False
-        try:
-            return bool(_rank_folders(latest_iteration(foreign).storage))
-        except FormatError:
-            return False
+        return foreign.file is None and bool(_rank_folders(latest_iteration(foreign).storage))
 
     def _add_rank(self, rank: str, numbers: tuple[int, ...]) -> None:
         for name in _FILES:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from shardproof.errors import FormatError
+from shardproof.errors import FormatError, ShardproofError
 from shardproof.interop.json_files import read_json
 from shardproof.interop.reader import Foreign
 from shardproof.storage import Storage
@@ -61,12 +61,10 @@ def iteration_of(folder: str) -> int | None:
 
 
 def sharded_backend(storage: Storage) -> str | None:
-    """The format that ``metadata.json`` of Megatron-Core names; None if there is none or it is damaged."""
-    if storage.size(BACKEND_FILE) is None:
-        return None
+    """The format that ``metadata.json`` of Megatron-Core names; None if it cannot be read."""
     try:
         _, found = read_json(storage, BACKEND_FILE, _MOST_BACKEND_BYTES)
-    except FormatError:
+    except ShardproofError:
         return None
     backend = found.get("sharded_backend")
     return backend if isinstance(backend, str) else None

@@ -86,10 +86,7 @@ class MegatronZarrReader(FormatReader):
     @classmethod
     def recognizes(cls, foreign: Foreign) -> bool:
         """True if ``metadata.json`` names the format, in the folder or in that of the latest iteration."""
-        try:
-            return foreign.file is None and sharded_backend(latest_iteration(foreign).storage) == "zarr"
-        except ShardproofError:
-            return False
+        return foreign.file is None and sharded_backend(latest_iteration(foreign).storage) == "zarr"
 
     def object_keys(self) -> Iterable[str]:
         """``common``, and ``<key>/shard_<offset>_<shape>`` for the objects of ranks."""

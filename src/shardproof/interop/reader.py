@@ -227,7 +227,11 @@ class FormatReader(ABC):
     @classmethod
     @abstractmethod
     def recognizes(cls, foreign: Foreign) -> bool:
-        """True if the path looks like this format. It looks at names and a few bytes of small files only."""
+        """True if the path looks like this format. It looks at names and a few bytes of small files only.
+
+        Raises:
+            FormatError: such a file is damaged, so the path is not of this format.
+        """
 
     @abstractmethod
     def object_keys(self) -> Iterable[str]:
