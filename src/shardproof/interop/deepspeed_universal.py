@@ -110,9 +110,9 @@ class DeepSpeedUniversalReader(DeepSpeedStates):
                 key=key,
             )
         view = self.flat_view(path, tensor, key)
-        boxes = [StoredBox.of((0,) * len(shape), shape, StoredView.dense(shape, view.extent, view.offset))]
+        boxes = StoredBox.whole(shape, StoredView.dense(shape, view.extent, view.offset))
         self.check_new(key, path)
-        self.tensors[key] = TensorDescription(tensor.dtype, shape, boxes if 0 not in shape else [])
+        self.tensors[key] = TensorDescription(tensor.dtype, shape, boxes)
 
     def _check_complete(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Checks that each trainable parameter has weights, and all or none of the optimizer's states.

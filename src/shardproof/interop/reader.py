@@ -110,11 +110,9 @@ class StoredBox:
         return StoredBox(tuple(offsets), tuple(sizes), extent.file, extent.start, extent.stored_bytes, view)
 
     @staticmethod
-    def whole(shape: Sequence[int], extent: Extent) -> list[StoredBox]:
-        """The one box of a tensor that an extent holds in row-major order; none for a tensor of size 0."""
-        if 0 in shape:
-            return []
-        return [StoredBox.of((0,) * len(shape), shape, StoredView.dense(shape, extent))]
+    def whole(shape: Sequence[int], view: StoredView) -> list[StoredBox]:
+        """The one box of a tensor whose elements lie in one extent; none for a tensor of size 0."""
+        return [] if 0 in shape else [StoredBox.of((0,) * len(shape), shape, view)]
 
     def located(self) -> StoredView:
         """The elements of the box. It may open the file, and raise the errors of `Extent.read_into`."""

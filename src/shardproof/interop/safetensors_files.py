@@ -18,7 +18,7 @@ from shardproof.errors import FormatError, NotCommittedError, StorageError
 from shardproof.format import index_name
 from shardproof.interop.embedded_values import PREFIX, EmbeddedValues
 from shardproof.interop.json_files import HfIndex, read_json, top_level_files
-from shardproof.interop.reader import Foreign, FormatReader, StoredBox, TensorDescription
+from shardproof.interop.reader import Foreign, FormatReader, StoredBox, StoredView, TensorDescription
 from shardproof.interop.safetensors_header import SafetensorsHeader, read_safetensors_header
 
 __all__ = ["NO_CHECKSUMS", "SafetensorsReader", "describe_safetensors"]
@@ -35,10 +35,11 @@ _NUMBERED = re.compile(r"(.*)-(\d+)-of-(\d+)\.safetensors")
 
 def describe_safetensors(header: SafetensorsHeader) -> dict[str, TensorDescription]:
     """The tensors of a file, by key."""
-    return {
-        key: TensorDescription(tensor.dtype, tensor.shape, StoredBox.whole(tensor.shape, header.extent(key)))
-        for key, tensor in header.tensors.items()
-    }
+    found = {}
+    for key, tensor in header.tensors.items():
+        view = StoredView.dense(tensor.shape, header.extent(key))
+        found[key] = TensorDescription(tensor.dtype, tensor.shape, StoredBox.whole(tensor.shape, view))
+    return found
 
 
 class SafetensorsReader(FormatReader):

@@ -27,7 +27,7 @@ from shardproof.errors import FormatError, StorageError
 from shardproof.interop.extents import DecodedExtent, Extent, FileRange, crc32
 from shardproof.interop.file_window import FileWindow, WindowBytes
 from shardproof.interop.pickle_data import Opaque, Pickle, read_pickle
-from shardproof.interop.reader import StoredBox, StoredView
+from shardproof.interop.reader import StoredView
 from shardproof.interop.torch_tensors import TorchStorage, TorchTensor, read_torch_pickle, torch_storage
 from shardproof.interop.zip_directory import read_zip_directory
 from shardproof.state import as_bytes
@@ -178,12 +178,6 @@ class TorchFile:
             place = record.storage, record.file, record.start
             return StoredView.dense(tensor.shape, _ResolvedExtent(*place, tensor.nbytes, view, tensor))
         return view
-
-    def boxes(self, tensor: TorchTensor) -> list[StoredBox]:
-        """The one box of a tensor; none for a tensor of size 0."""
-        if 0 in tensor.shape:
-            return []
-        return [StoredBox.of((0,) * len(tensor.shape), tensor.shape, self.view(tensor))]
 
     def read(self, tensor: TorchTensor) -> torch.Tensor:
         """Reads a tensor. It is a view of its storage, with the stored shape and strides.

@@ -16,7 +16,7 @@ import xxhash
 
 from shardproof.errors import FormatError
 from shardproof.interop.pickle_data import opaque_names
-from shardproof.interop.reader import Foreign, FormatReader, StoredView, TensorDescription
+from shardproof.interop.reader import Foreign, FormatReader, StoredBox, StoredView, TensorDescription
 from shardproof.interop.torch_file import TorchFile, TorchTensor, leaves, unpickled, with_tensors
 
 __all__ = ["TorchFilesReader", "TorchObject", "TorchSaveReader", "is_torch_file"]
@@ -133,7 +133,8 @@ class TorchFilesReader(FormatReader):
         """
         self.check_new(key, name)
         self._used[name].add(tensor.storage)
-        self.tensors[key] = TensorDescription(tensor.dtype, tensor.shape, self._files[name].boxes(tensor))
+        boxes = StoredBox.whole(tensor.shape, self._files[name].view(tensor))
+        self.tensors[key] = TensorDescription(tensor.dtype, tensor.shape, boxes)
 
     def check_new(self, key: str, name: str) -> None:
         """Checks that no other value has a key.

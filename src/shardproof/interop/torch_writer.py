@@ -40,11 +40,10 @@ class TorchWriter(FormatWriter):
     def __init__(self, contents: Contents, options: WriteOptions) -> None:
         self._contents = contents
         self._piece_bytes = options.piece_bytes
-        boxes, nbytes = [], 0
-        for key, (dtype, shape) in contents.tensors.items():
-            if 0 not in shape:
-                boxes.append((key, (0,) * len(shape), shape))
-                nbytes += math.prod(shape) * DTYPES[dtype].itemsize
+        boxes = [
+            (key, (0,) * len(shape), shape) for key, (_, shape) in contents.tensors.items() if 0 not in shape
+        ]
+        nbytes = sum(math.prod(shape) * DTYPES[dtype].itemsize for dtype, shape in contents.tensors.values())
         self.units = [Unit(_FILE, boxes, nbytes)]
         self.notes = notes_of(self.name, contents)
         for key, value in contents.objects.items():

@@ -133,8 +133,7 @@ class ZarrChunks:
             self.absent += len(absent)
             self.filled += absent[:1]
             if absent and len(absent) == len(found):
-                origin = (0,) * len(array.shape)
-                return [StoredBox.of(origin, array.shape, self.filled_view(array, array.shape, metadata))]
+                return StoredBox.whole(array.shape, self.filled_view(array, array.shape, metadata))
         return [
             box
             for offsets, name in found
