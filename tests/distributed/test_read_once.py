@@ -24,8 +24,8 @@ from shardproof.loading import LoadOptions, LoadReport, load_from, load_protocol
 from shardproof.loading.checkpoint import NativeCheckpoint
 from shardproof.loading.read_once import agreement, cost_model, wanted_parts
 from shardproof.loading.read_once.group_plan import plan_once
+from shardproof.loading.read_once.node_memory import PeerMemory
 from shardproof.loading.read_once.node_plan import plan_node
-from shardproof.loading.read_once.shared_memory import PeerMemory
 from shardproof.rendezvous import LocalRendezvous, connect
 from shardproof.saving import Saver
 from shardproof.storage import LocalStorage

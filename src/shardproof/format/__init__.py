@@ -6,24 +6,25 @@ other steps. Index and shard files are the same in both.
 
 from __future__ import annotations
 
-from shardproof.format.blocks import (
-    BLOCK_BYTES,
-    ChunkHasher,
-    block_counts,
-    digest_of_blocks,
-)
 from shardproof.format.checkpoint_files import (
+    check_size,
     locate_files,
     lost_files,
     metadata_files,
     read_index,
     read_manifest,
     read_seal,
+    size_error,
+    size_fault,
 )
 from shardproof.format.chunk_verifier import ChunkVerifier, block_digests, read_pieces
 from shardproof.format.declared import Declared, declaration_of, declared_header, header_of_chunks
 from shardproof.format.digests import (
+    BLOCK_BYTES,
+    ChunkHasher,
+    block_counts,
     bytes_digest,
+    digest_of_blocks,
     digests_as_bytes,
     digests_as_table,
     digests_from_bytes,
@@ -68,24 +69,21 @@ from shardproof.format.references import (
     unreadable_manifests_message,
     unreferenced_files,
 )
-from shardproof.format.shard_entries import (
-    LARGE_IN_PAGE,
-    Entries,
-    chunk_entries,
-    encode_chunks,
-    start_in_page,
-)
 from shardproof.format.shards import (
     BLOCKS,
     DIGESTS,
+    LARGE_IN_PAGE,
     PADDING,
     PAGE_BYTES,
+    Entries,
+    chunk_entries,
+    encode_chunks,
     encode_entries,
     read_chunk_digests,
     shard_header,
     shard_tail,
+    start_in_page,
 )
-from shardproof.format.size_check import check_size, size_error, size_fault
 
 __all__ = [
     "BLOCKS",

@@ -9,8 +9,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from shardproof.errors import CorruptChunkError
-from shardproof.format.blocks import BLOCK_BYTES, ChunkHasher
-from shardproof.format.digests import digests_as_bytes
+from shardproof.format.digests import BLOCK_BYTES, ChunkHasher, digests_as_bytes
 from shardproof.format.manifest import Manifest
 from shardproof.planning import ChunkTable
 from shardproof.storage import Storage

@@ -14,8 +14,7 @@ from shardproof.errors import FormatError
 from shardproof.format.digests import bytes_digest
 from shardproof.format.json import decode_strictly
 from shardproof.format.manifest import FORMAT_VERSION, Manifest, TensorRecord
-from shardproof.format.shard_entries import Entries, chunk_entries
-from shardproof.format.shards import shard_header
+from shardproof.format.shards import Entries, chunk_entries, shard_header
 
 __all__ = ["Declared", "declaration_of", "declared_header", "header_of_chunks"]
 

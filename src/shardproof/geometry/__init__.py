@@ -8,8 +8,7 @@ intersect and compare boxes, prove that they tile tensors, and map them from loc
 from __future__ import annotations
 
 from shardproof._utils.deprecation import renamed
-from shardproof.geometry.boxes import Boxes, row_major_strides, stable_order
-from shardproof.geometry.cut import cut
+from shardproof.geometry.boxes import Boxes, cut, row_major_strides, stable_order
 from shardproof.geometry.flat_range import flat_range_boxes, flat_range_of, flat_range_pairs
 from shardproof.geometry.index_map import IndexMap, axis_weights, compose, flat_shard, split_axes
 from shardproof.geometry.intersect import intersect, overlapping_pairs

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardproof.geometry.boxes import Boxes, Int64s, stable_order
-from shardproof.geometry.cut import cut
+from shardproof.geometry.boxes import Boxes, Int64s, cut, stable_order
 
 __all__ = ["BoxTable", "consecutive", "row_pointers"]
 

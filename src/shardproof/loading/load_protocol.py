@@ -45,7 +45,7 @@ from shardproof.loading.read_once import offers
 from shardproof.loading.read_once.agreement import UNREADABLE, ReadOnceExchange
 from shardproof.loading.read_once.group_collectives import can_exchange
 from shardproof.loading.read_once.group_transfer import PeerFailed
-from shardproof.loading.read_once.shared_memory import Handle, NodeMemory
+from shardproof.loading.read_once.node_memory import Handle, NodeMemory
 from shardproof.loading.selection import selects
 from shardproof.loading.shared_destinations import check_shared_memory
 from shardproof.loading.threads import reading_threads

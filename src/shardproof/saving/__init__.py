@@ -14,10 +14,9 @@ from shardproof.saving.background import Workers
 from shardproof.saving.background import unfinished as unfinished
 from shardproof.saving.background import wait_while_moving as wait_while_moving
 from shardproof.saving.commit import publish
-from shardproof.saving.messages import Attempt
+from shardproof.saving.messages import Attempt, Divergence, SaveResult
 from shardproof.saving.pending import PendingSave
 from shardproof.saving.replica_check import CheckReplicas
-from shardproof.saving.result import Divergence, SaveResult
 from shardproof.saving.saver import Saver, WhenBusy
 from shardproof.state import open_all
 from shardproof.storage import Location, check_location, storage_at

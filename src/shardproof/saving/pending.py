@@ -12,7 +12,7 @@ from functools import partial
 from shardproof.errors import SaveSkipped, ShardproofError, StorageError
 from shardproof.reentrance import refuse_inside
 from shardproof.saving.background import Progress, log_callback_error, wait_while_moving
-from shardproof.saving.result import SaveResult
+from shardproof.saving.messages import SaveResult
 
 __all__ = ["PendingSave", "wait_for_end"]
 

@@ -41,12 +41,11 @@ from shardproof.saving.capture import Capture
 from shardproof.saving.coordinator import Coordinator
 from shardproof.saving.failed_commit import remove_own_files
 from shardproof.saving.incremental import BaseDigests
-from shardproof.saving.messages import Agreement, Attempt, RankReport, WriteReport, pack_rows
+from shardproof.saving.messages import Agreement, Attempt, RankReport, SaveResult, WriteReport, pack_rows
 from shardproof.saving.pending import PendingSave
 from shardproof.saving.prepared_shard import prepare_shard
 from shardproof.saving.rank_report import fits_cached_plan, report_rank, structure_of
 from shardproof.saving.replica_check import chosen_slices, hash_replicas, warn_of_divergences
-from shardproof.saving.result import SaveResult
 from shardproof.saving.shard_writer import BufferPool, WrittenShard, write_shard
 from shardproof.saving.snapshot import Snapshot
 from shardproof.saving.space_check import free_space

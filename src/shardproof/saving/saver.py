@@ -22,9 +22,9 @@ from shardproof.saving.cache import Limits, SaveCache, SaveRequest
 from shardproof.saving.device_copy import pinned_buffer
 from shardproof.saving.failed_commit import Unconfirmed
 from shardproof.saving.incremental import FindBase
+from shardproof.saving.messages import SaveResult
 from shardproof.saving.pending import PendingSave, wait_for_end
 from shardproof.saving.replica_check import CheckReplicas
-from shardproof.saving.result import SaveResult
 from shardproof.saving.save_protocol import After, Save
 from shardproof.saving.staging import StagingPool, default_budget
 from shardproof.state import Fence

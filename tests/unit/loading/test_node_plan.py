@@ -17,12 +17,11 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from shardproof.loading.read_once import shared_memory as node_memory
-from shardproof.loading.read_once.node_messages import Message, MessageKind
+from shardproof.loading.read_once import node_memory
+from shardproof.loading.read_once.node_memory import Message, MessageKind, NodeMemory, PeerMemory
 from shardproof.loading.read_once.node_plan import AHEAD, _ring, plan_node
 from shardproof.loading.read_once.node_transfer import MOST_RANKS
 from shardproof.loading.read_once.orders import ChunkRequest
-from shardproof.loading.read_once.shared_memory import NodeMemory, PeerMemory
 from shardproof.planning import ChunkTable
 from tests.harness import open_files
 from tests.unit.loading.test_once_plan import jobs, shared_chunks
@@ -125,8 +124,7 @@ def test_another_process_maps_the_memory_and_refuses_a_wrong_handle() -> None:
     handle = memory.handle
     script = (
         "import torch\n"
-        "from shardproof.loading.read_once.node_messages import Message, MessageKind\n"
-        "from shardproof.loading.read_once.shared_memory import Handle, PeerMemory\n"
+        "from shardproof.loading.read_once.node_memory import Handle, Message, MessageKind, PeerMemory\n"
         f"peer = PeerMemory.opened(Handle(*{tuple(msgspec.structs.astuple(handle))!r}))\n"
         "mapped = peer.map(3000)\n"
         "assert torch.equal(mapped, (torch.arange(3000) % 251).to(torch.uint8))\n"

@@ -13,8 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from shardproof.saving.memory_sample import MemorySample
-from shardproof.saving.write_watch import WriteWatch
+from shardproof.saving.write_watch import MemorySample, WriteWatch
 from shardproof.state import Piece, collect, declare_storage_owner
 
 

@@ -24,10 +24,10 @@ from shardproof.loading.read_once.cost_model import Sampled, memory_speed, pays,
 from shardproof.loading.read_once.group_collectives import Exchange, can_exchange
 from shardproof.loading.read_once.group_plan import plan_once
 from shardproof.loading.read_once.group_transfer import Receiver, Sender, through_group
+from shardproof.loading.read_once.node_memory import Handle, NodeMemory, PeerMemory
 from shardproof.loading.read_once.node_plan import NodeOrders, plan_node
 from shardproof.loading.read_once.node_transfer import send_failed, through_memory
 from shardproof.loading.read_once.orders import ChunkRequest, Int64s, Loads, Orders
-from shardproof.loading.read_once.shared_memory import Handle, NodeMemory, PeerMemory
 from shardproof.planning import ReadPlan
 from shardproof.rendezvous import MeetingSequence, Rendezvous
 

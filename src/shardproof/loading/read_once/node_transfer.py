@@ -31,9 +31,8 @@ from shardproof.loading.block_reader import Files
 from shardproof.loading.chunk_reader import Chunks
 from shardproof.loading.destinations import DestinationWriter
 from shardproof.loading.read_once.group_transfer import PeerFailed
-from shardproof.loading.read_once.node_messages import Message, MessageKind
+from shardproof.loading.read_once.node_memory import Message, MessageKind, NodeMemory, PeerMemory
 from shardproof.loading.read_once.node_plan import NodeOrders
-from shardproof.loading.read_once.shared_memory import NodeMemory, PeerMemory
 from shardproof.loading.read_once.wanted_parts import WantedParts
 from shardproof.planning import ChunkTable
 

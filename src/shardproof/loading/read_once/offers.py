@@ -12,8 +12,8 @@ import msgspec
 
 from shardproof.loading.cold_reads import Sketch, reads_twice
 from shardproof.loading.matching import MatchReport, agree
+from shardproof.loading.read_once.node_memory import Handle
 from shardproof.loading.read_once.node_transfer import MOST_RANKS
-from shardproof.loading.read_once.shared_memory import Handle
 
 __all__ = ["Answer", "Offer", "answer", "post", "usable_handles"]
 

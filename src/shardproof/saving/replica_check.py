@@ -1,11 +1,14 @@
-"""Detects silent divergence: each rank hashes its replicas, and the coordinator compares the digests.
+"""Replica checks: each rank hashes its replicas of a box, and the coordinator compares the digests.
+
+A save calls this file twice. Each rank calls `hash_replicas` before its caller continues, and the coordinator
+calls `compare_replicas` before the commit.
 
     rank: SharedPieces --slices--> chosen --hash_replicas--> 16 bytes each, in the write report
     coordinator: Replicas --slices--> the same chosen slices; digests --compare_replicas--> Divergence
 
 The reports do not name the slice of a digest: both sides derive it from the plan (see "How successive samples
 cover all replicas" in `shardproof.planning.replicas`). Bytes are compared, so a NaN equals itself and 0.0
-differs from -0.0. Ranks hash before the caller continues, so the values are those of the save's step.
+differs from -0.0.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from shardproof._utils.memcpy import address
 from shardproof.errors import StructureError
 from shardproof.planning import Slices, WritePlan
 from shardproof.saving.device_copy import copies_of
-from shardproof.saving.result import Divergence, SaveResult
+from shardproof.saving.messages import Divergence, SaveResult
 from shardproof.saving.source import SliceSource
 from shardproof.saving.staging import StagingPool
 from shardproof.state import Piece
