@@ -78,14 +78,14 @@ def listed(names: Iterable[str], most: int = 5) -> str:
     return ", ".join(shown[:most]) + more
 
 
-def nearest(name: str, keys: Iterable[str], most: int = 3) -> list[str]:
-    """The keys, and the parts of the tree above them, that are spelled most like a name.
+def nearest(name: str, keys: Iterable[str]) -> list[str]:
+    """The keys, and the parts of the tree above them, that are spelled most like a name: at most three.
 
-    >>> nearest("optimiser", ["optimizer.0.weight.exp_avg", "model.0.weight"], most=1)
-    ['optimizer']
+    >>> nearest("optimiser", ["optimizer.0.weight.exp_avg", "model.0.weight"])
+    ['optimizer', 'optimizer.0']
     """
     words = {".".join(key.split(".")[:depth]) for key in keys for depth in range(1, key.count(".") + 2)}
-    return difflib.get_close_matches(name, words, n=most)
+    return difflib.get_close_matches(name, words)
 
 
 def age(seconds: float) -> str:

@@ -172,13 +172,13 @@ def _box_fault(table: ChunkTable, manifest: Manifest) -> str | None:
     itemsize_of = np.array([itemsize[record.dtype] for record in tensors], np.int64)
     nbytes_of = itemsize_of.copy()
     for dims in np.unique(ndim_of).tolist():
-        rows = np.flatnonzero(ndim == dims)
+        rows, alike = np.flatnonzero(ndim == dims), np.flatnonzero(ndim_of == dims)
         at = pointers[rows][:, None] + np.arange(dims)
         offsets, sizes = table.box_offsets[at], table.box_sizes[at]
-        of_tensors = _shapes(tensors, ndim_of, dims)
-        alike = np.flatnonzero(ndim_of == dims)
-        nbytes_of[alike] *= of_tensors[alike].prod(axis=1)
-        shapes = of_tensors[table.tensor[rows]]
+        extents = np.fromiter(chain.from_iterable([tensors[row].shape for row in alike.tolist()]), np.int64)
+        of_tensors = extents.reshape(len(alike), dims)
+        nbytes_of[alike] *= of_tensors.prod(axis=1)
+        shapes = of_tensors[np.searchsorted(alike, table.tensor[rows])]
         outside = ((offsets < 0) | (sizes < 0) | (offsets > shapes) | (sizes > shapes - offsets)).any(axis=1)
         if outside.any():
             row = int(outside.argmax())
@@ -212,13 +212,3 @@ def _sum_fault(
             f"{list(record.shape)} has {nbytes_of[row]}"
         )
     return None
-
-
-def _shapes(tensors: tuple[TensorRecord, ...], ndim: NDArray[np.int64], dims: int) -> NDArray[np.int64]:
-    """(tensors, dims) shapes of the tensors of `dims` dimensions; zeros in the rows of others."""
-    shapes = np.zeros((len(tensors), dims), np.int64)
-    rows = np.flatnonzero(ndim == dims)
-    if len(rows) and dims:
-        sizes = np.fromiter(chain.from_iterable([tensors[row].shape for row in rows.tolist()]), np.int64)
-        shapes[rows] = sizes.reshape(len(rows), dims)
-    return shapes

@@ -78,7 +78,7 @@ def tiling_faults(shapes: Int64s, tensor: Int64s, boxes: Boxes) -> list[TilingFa
     """
     _check_arguments(shapes, tensor, boxes)
     rows = np.flatnonzero(boxes.nonempty())
-    outside = rows[~_select_boxes(boxes, rows).inside(shapes[_select(tensor, rows)])]
+    outside = rows[~boxes.inside(shapes[tensor])[rows]]
     wrong, where = np.unique(tensor[outside], return_index=True)
     faults = [
         TilingFault(t, "out of bounds", *boxes.pair(row), (row,))
@@ -88,8 +88,8 @@ def tiling_faults(shapes: Int64s, tensor: Int64s, boxes: Boxes) -> list[TilingFa
     proved = np.all(shapes > 0, axis=1)
     proved[wrong] = False
     tensors = np.flatnonzero(proved)
-    if len(tensors) == len(shapes):
-        points = _left_over(shapes, _select(tensor, rows), _select_boxes(boxes, rows))
+    if len(rows) == len(boxes) and proved.all():
+        points = _left_over(shapes, tensor, boxes)
     else:
         number = np.cumsum(proved) - 1  # row of each tensor in `tensors`
         rows = rows[proved[tensor[rows]]]
@@ -101,16 +101,6 @@ def tiling_faults(shapes: Int64s, tensor: Int64s, boxes: Boxes) -> list[TilingFa
         for (t, point), begin, end in zip(points, begins, ends, strict=True):
             faults.append(_fault_at(point, int(tensors[t]), shapes[tensors[t]], order[begin:end], boxes))
     return sorted(faults, key=lambda fault: fault.tensor)
-
-
-def _select(column: Int64s, rows: Int64s) -> Int64s:
-    """Ascending rows of a column, without a copy if these are all rows."""
-    return column if len(rows) == len(column) else column[rows]
-
-
-def _select_boxes(boxes: Boxes, rows: Int64s) -> Boxes:
-    """Ascending rows of boxes, without a copy if these are all rows."""
-    return boxes if len(rows) == len(boxes) else boxes.take(rows)
 
 
 def _check_arguments(shapes: Int64s, tensor: Int64s, boxes: Boxes) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -37,13 +38,13 @@ def check_shared_memory(
     if not rows:
         return
     place = {row: at for at, row in enumerate(rows)}
-    part = plan.only(np.isin(plan.requested, rows))
+    part = plan.take(np.isin(plan.requested, rows))
     again = [
         Destination.of(there.key, there.dtype, torch.empty_like(there.view))
         for there in (destinations[row] for row in rows)
     ]
     wanted = np.array([place[row] for row in part.requested.tolist()], np.int64)
-    checkpoint.fill(part.with_requested(wanted), again)
+    checkpoint.fill(replace(part, requested=wanted), again)
     for row, copy in zip(rows, again, strict=True):
         if not _same_bits(destinations[row].view, copy.view):
             raise StructureError(

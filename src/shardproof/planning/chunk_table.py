@@ -56,13 +56,5 @@ def chunk_table(
     """Builds a `ChunkTable`. Sorts the rows by tensor; rows of one tensor keep their order."""
     order = stable_order(tensor)
     boxes = BoxTable(box_start, box_offsets, box_sizes).take(order)
-    return ChunkTable(
-        tensor[order],
-        file[order],
-        byte_start[order],
-        byte_count[order],
-        digest[order],
-        boxes.start,
-        boxes.offsets,
-        boxes.sizes,
-    )
+    box = boxes.start, boxes.offsets, boxes.sizes
+    return ChunkTable(tensor[order], file[order], byte_start[order], byte_count[order], digest[order], *box)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from itertools import chain
 from typing import Protocol
 
@@ -70,22 +70,9 @@ class ReadPlan:
     sizes: NDArray[np.int64]
     """(n, width) sizes of the part; 1 in dimensions that the tensor does not have."""
 
-    def with_requested(self, requested: NDArray[np.int64]) -> ReadPlan:
-        """The same parts with other rows of requested boxes."""
-        return replace(self, requested=requested)
-
-    def only(self, rows: NDArray[np.bool_]) -> ReadPlan:
-        """The plan of some rows, selected by a mask."""
-        return ReadPlan(
-            self.chunk[rows],
-            self.requested[rows],
-            self.requested_start[rows],
-            self.chunk_start[rows],
-            self.chunk_stop[rows],
-            self.in_chunk[rows],
-            self.in_requested[rows],
-            self.sizes[rows],
-        )
+    def take(self, rows: NDArray[np.int64] | NDArray[np.bool_]) -> ReadPlan:
+        """The plan of some rows: indices in any order, or a mask."""
+        return ReadPlan(*(getattr(self, column.name)[rows] for column in fields(self)))
 
 
 def prove_chunks(
@@ -95,7 +82,7 @@ def prove_chunks(
     *,
     advice: str = OWN_ADVICE,
 ) -> None:
-    """Proves that the stored chunks of the chosen tensors tile them.
+    """Proves that the stored chunks of some tensors tile them.
 
     Args:
         tensors: all tensors of the checkpoint.
@@ -162,7 +149,8 @@ def plan_reads(
     ndims = _ndims(tensors, wanted.tensor)
     want_table = BoxTable.of(ndims, wanted.box_offsets, wanted.box_sizes)
     width = int(ndims.max(initial=0))
-    parts = [_no_parts(width)]
+    none, wide = np.zeros(0, np.int64), np.zeros((0, width), np.int64)
+    parts = [ReadPlan(none, none, none, none, none, wide, wide, wide)]
     for dimensions in _distinct(ndims).tolist():
         wants = np.flatnonzero(ndims == dimensions)
         rows = _rows_of(table, _distinct(wanted.tensor[wants]))
@@ -171,18 +159,21 @@ def plan_reads(
         want, chunk = want_boxes.take(of_want), chunk_boxes.take(of_chunk)
         shared = intersect(want, chunk)
         _prove_covered(tensors, wanted, wants, want_boxes, of_want, shared)
+        start, stop = _extent(shared, want)
         parts.append(
             ReadPlan(
                 rows[of_chunk],
                 wants[of_want],
-                _requested_start(shared, want),
+                np.where(stop - start == shared.volumes(), start, -1),
                 *_extent(shared, chunk),
                 _widened(shared.offsets - chunk.offsets, width, 0),
                 _widened(shared.offsets - want.offsets, width, 0),
                 _widened(shared.sizes, width, 1),
             )
         )
-    return _sorted_by_chunk(parts)
+    columns = (np.concatenate([getattr(part, column.name) for part in parts]) for column in fields(ReadPlan))
+    plan = ReadPlan(*columns)
+    return plan.take(np.argsort(plan.chunk, kind="stable"))
 
 
 def _pairs(
@@ -207,26 +198,6 @@ def _pairs(
     of_chunk = consecutive(first, count)
     meet = intersect(wants.take(of_want), chunks.take(of_chunk)).nonempty()
     return of_want[meet], of_chunk[meet]
-
-
-def _no_parts(width: int) -> ReadPlan:
-    none, wide = np.zeros(0, np.int64), np.zeros((0, width), np.int64)
-    return ReadPlan(none, none, none, none, none, wide, wide, wide)
-
-
-def _sorted_by_chunk(parts: Sequence[ReadPlan]) -> ReadPlan:
-    chunk = np.concatenate([part.chunk for part in parts])
-    order = np.argsort(chunk, kind="stable")
-    return ReadPlan(
-        chunk[order],
-        np.concatenate([part.requested for part in parts])[order],
-        np.concatenate([part.requested_start for part in parts])[order],
-        np.concatenate([part.chunk_start for part in parts])[order],
-        np.concatenate([part.chunk_stop for part in parts])[order],
-        np.concatenate([part.in_chunk for part in parts])[order],
-        np.concatenate([part.in_requested for part in parts])[order],
-        np.concatenate([part.sizes for part in parts])[order],
-    )
 
 
 def _ndims(tensors: Sequence[TensorShape], rows: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -281,12 +252,6 @@ def _prove_covered(
             box=[offsets, sizes],
             holders={},
         )
-
-
-def _requested_start(part: Boxes, parent: Boxes) -> NDArray[np.int64]:
-    """First element of each part in its parent's row-major order; -1 if the part is not contiguous there."""
-    start, stop = _extent(part, parent)
-    return np.where(stop - start == part.volumes(), start, -1)
 
 
 def _extent(part: Boxes, parent: Boxes) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import msgspec
 import numpy as np
@@ -83,10 +84,18 @@ def plan_writes(
     del declared
     parts = [_cut(merged, distinct, chunk_bytes) for distinct in proved]
     node_of = np.arange(world_size) if nodes is None else np.asarray(nodes, np.int64)
-    group, rank, piece = _replica_columns(proved)
+    group = _numbered(proved, [distinct.group for distinct in proved])
+    rank = _concatenated([distinct.rank for distinct in proved])
+    piece = _concatenated([distinct.piece for distinct in proved])
     shared = find_shared(group, rank, world_size)
     chosen = choose_writers(
-        group, rank, shared, *_chunk_columns(proved, parts), node_of, cell_bytes=max(chunk_bytes // _CELLS, 1)
+        group,
+        rank,
+        shared,
+        _numbered(proved, [part.parent for part in parts]),
+        _concatenated([part.byte_count for part in parts]),
+        node_of,
+        cell_bytes=max(chunk_bytes // _CELLS, 1),
     )
     writers, pieces = rank[chosen], piece[chosen]
     replicas = find_replicas(merged, proved, shared, rank, piece, world_size, sample_bytes)
@@ -126,26 +135,10 @@ def _cut(merged: MergedStructures, distinct: DistinctBoxes, chunk_bytes: int) ->
     return _Chunks(chunks, tensor, rows[parent], start, volume * merged.itemsizes[tensor])
 
 
-def _replica_columns(proved: Sequence[DistinctBoxes]) -> tuple[_Ints, _Ints, _Ints]:
-    """The distinct box of each replica, its rank, and the row of the box among the rank's pieces.
-
-    Rows of distinct boxes count through all numbers of dimensions.
-    """
+def _numbered(proved: Sequence[DistinctBoxes], rows: Sequence[_Ints]) -> _Ints:
+    """Rows of distinct boxes, given by number of dimensions, as rows that count through all of them."""
     before = np.cumsum([0, *(len(distinct.tensor) for distinct in proved)])
-    return (
-        _concatenated([distinct.group + count for distinct, count in zip(proved, before, strict=False)]),
-        _concatenated([distinct.rank for distinct in proved]),
-        _concatenated([distinct.piece for distinct in proved]),
-    )
-
-
-def _chunk_columns(proved: Sequence[DistinctBoxes], parts: Sequence[_Chunks]) -> tuple[_Ints, _Ints]:
-    """The distinct box of each chunk, with rows as in `_replica_columns`, and the chunk's size in bytes."""
-    before = np.cumsum([0, *(len(distinct.tensor) for distinct in proved)])
-    return (
-        _concatenated([part.parent + count for part, count in zip(parts, before, strict=False)]),
-        _concatenated([part.byte_count for part in parts]),
-    )
+    return _concatenated([row + count for row, count in zip(rows, before, strict=False)])
 
 
 def _lay_out(
@@ -180,9 +173,7 @@ def _lay_out(
         _concatenated([part.start for part in parts])[order],
         before[:-1] - np.repeat(before[writer_start[:-1]], counts),
         byte_count,
-        boxes.start,
-        boxes.offsets,
-        boxes.sizes,
+        boxes,
         tuple(sorted({*np.flatnonzero(counts).tolist(), *merged.objects.values()})),
         replicas,
     )
@@ -288,19 +279,12 @@ class WritePlan:
     piece_start: NDArray[np.int64]
     byte_start: NDArray[np.int64]
     byte_count: NDArray[np.int64]
-    box_start: NDArray[np.int64]
-    """(n + 1,) row pointers into the next two columns, as in `BoxTable`."""
-    box_offsets: NDArray[np.int64]
-    box_sizes: NDArray[np.int64]
+    boxes: BoxTable
+    """(n,) box of each chunk."""
     writers: tuple[int, ...]
     """The ranks with a chunk or an object to write, ascending."""
     replicas: Replicas
     """The boxes that several ranks hold."""
-
-    @property
-    def boxes(self) -> BoxTable:
-        """The box of each chunk."""
-        return BoxTable(self.box_start, self.box_offsets, self.box_sizes)
 
     @property
     def is_stored(self) -> list[bool]:
@@ -309,8 +293,7 @@ class WritePlan:
 
     def bytes_by_rank(self) -> NDArray[np.int64]:
         """(world size,) bytes of the chunks that each rank writes."""
-        before = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.byte_count)])
-        return np.diff(before[self.writer_start])
+        return np.diff(row_pointers(self.byte_count)[self.writer_start])
 
     def rank_plans(self) -> list[RankPlan]:
         """The plan of each rank, in rank order."""
@@ -324,20 +307,18 @@ class WritePlan:
             )
             if 0 in shape and key not in self.merged.aliases
         }
-        box_starts = self.box_start[self.writer_start].tolist()
         shared = self.replicas.of_ranks(len(self.writer_start) - 1)
         plans = []
-        for rank, first in enumerate(self.writer_start[:-1].tolist()):
-            rows = slice(first, int(self.writer_start[rank + 1]))
-            boxes = slice(box_starts[rank], box_starts[rank + 1])
+        for rank, (first, stop) in enumerate(pairwise(self.writer_start.tolist())):
+            rows, boxes = slice(first, stop), self.boxes.between(first, stop)
             plans.append(
                 RankPlan(
                     self.piece[rows],
                     self.piece_start[rows],
                     self.byte_start[rows],
                     self.byte_count[rows],
-                    self.box_offsets[boxes],
-                    self.box_sizes[boxes],
+                    boxes.offsets,
+                    boxes.sizes,
                     tuple(owned.get(rank, ())),
                     len(self.writers),
                     self.merged.aliases,

@@ -33,7 +33,7 @@ class SaveRequest:
     """The caller's request, without the state. It must be the same on all ranks."""
 
     step: Any
-    metadata: dict[str, Any]
+    metadata: dict[str, Any] | None
     overwrite: bool
     base: FindBase | None = None
     """Finds the base of an incremental save, on the coordinator. None: all chunks are written."""

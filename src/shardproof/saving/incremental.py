@@ -34,7 +34,7 @@ from shardproof.format import (
     read_seal,
     size_fault,
 )
-from shardproof.geometry import BoxTable, consecutive, row_pointers
+from shardproof.geometry import BoxTable, consecutive, row_major_strides, row_pointers
 from shardproof.planning import ChunkTable, WritePlan
 from shardproof.saving.messages import pack_rows, unpack_rows
 from shardproof.storage import Storage
@@ -281,7 +281,7 @@ class _TensorBoxes:
 
     def first_elements(self, shapes: Sequence[tuple[int, ...]]) -> NDArray[np.int64]:
         """(n,) flat index of each box's first element in the row-major order of its tensor."""
-        strides = [np.array(_strides(shape), np.int64) for shape in shapes]
+        strides = [np.array(row_major_strides(shape), np.int64) for shape in shapes]
         first_stride = row_pointers([len(shape) for shape in shapes])
         flat = np.concatenate([*strides, np.zeros(0, np.int64)])
         known = self.tensor >= 0
@@ -297,13 +297,6 @@ def _sums(values: NDArray[np.int64], start: NDArray[np.int64]) -> NDArray[np.int
     ends = row_pointers(values)
     sums: NDArray[np.int64] = ends[start[1:]] - ends[start[:-1]]
     return sums
-
-
-def _strides(shape: tuple[int, ...]) -> list[int]:
-    strides = [1] * len(shape)
-    for dim in range(len(shape) - 1, 0, -1):
-        strides[dim - 1] = strides[dim] * shape[dim]
-    return strides
 
 
 def _find(old: _TensorBoxes, new: _TensorBoxes, shapes: Sequence[tuple[int, ...]]) -> NDArray[np.int64]:

@@ -42,7 +42,8 @@ class Placement:
         """The chunk table of the new index."""
         row_of = np.cumsum(plan.is_stored) - 1  # in the manifest, of each merged tensor that is stored
         columns = self.file, self.byte_start, plan.byte_count, self.digest
-        return chunk_table(row_of[plan.tensor], *columns, plan.box_start, plan.box_offsets, plan.box_sizes)
+        boxes = plan.boxes.start, plan.boxes.offsets, plan.boxes.sizes
+        return chunk_table(row_of[plan.tensor], *columns, *boxes)
 
 
 def place_chunks(plan: WritePlan, reports: Sequence[WriteReport], base: Base | None) -> Placement:

@@ -47,11 +47,6 @@ class PreparedShard:
         """True if the plan gives this rank a file."""
         return len(self.plan.piece) > 0 or len(self.plan.objects) > 0
 
-    @property
-    def padding(self) -> int:
-        """Zero bytes after the chunks, in a file with all of them."""
-        return self.entries.padding
-
     def entries_of(self, written: NDArray[np.bool_]) -> Entries:
         """The entries of a file with some of the chunks.
 
@@ -70,7 +65,7 @@ class PreparedShard:
         attempt: Attempt,
         rank: int,
         objects: dict[str, bytes],
-        entries: Entries | None = None,
+        entries: Entries,
         *,
         size: int = 0,
     ) -> bytes:
@@ -80,10 +75,9 @@ class PreparedShard:
             attempt: see `Attempt`.
             rank: the rank that writes the file.
             objects: objects of the file, as JSON.
-            entries: entries of the file; None: entries of all chunks.
+            entries: entries of the file.
             size: smallest size of the header in bytes.
         """
-        entries = self.entries if entries is None else entries
         declared = Declared(
             version=REFERENCES_VERSION if attempt.base else FORMAT_VERSION,
             attempt=attempt.id,

@@ -60,7 +60,7 @@ def report_rank(
         digest,
         cache.plan.id if cache.plan else "",
         _checked_step(request.step),
-        msgspec.json.encode(encode_plain(request.metadata, "metadata")),
+        msgspec.json.encode(encode_plain({} if request.metadata is None else request.metadata, "metadata")),
         request.overwrite,
         request.base is not None,
         cache.digests.attempt if cache.digests else "",

@@ -99,7 +99,7 @@ class Saver:
             StorageError: the storage failed.
         """
         refuse_inside("save")
-        request = SaveRequest(step, _given(metadata), overwrite, None, check_replicas)
+        request = SaveRequest(step, metadata, overwrite, None, check_replicas)
         with self._turn:  # serialises the threads of a rank; deadlines bound the wait
             return self._save(storage, state, request)
 
@@ -166,7 +166,7 @@ class Saver:
         begun = time.monotonic()
         request = SaveRequest(
             step,
-            _given(metadata),
+            metadata,
             overwrite,
             base,
             check_replicas,
@@ -312,7 +312,3 @@ class Saver:
     def _own_save(self) -> Save | None:
         """The last save of this process. In a forked child, a save of its parent never ends."""
         return self._under_way if self._process == os.getpid() else None
-
-
-def _given(metadata: dict[str, Any] | None) -> dict[str, Any]:
-    return {} if metadata is None else metadata

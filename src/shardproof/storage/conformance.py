@@ -16,18 +16,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from shardproof.errors import AlreadyCommittedError, StorageError
-from shardproof.storage.base import NameFlush, ReplacingStorage, Sink, Storage
+from shardproof.storage.base import NameFlush, ReplacingStorage, Sink, Storage, write_file
 from shardproof.storage.direct_io import ALIGNMENT, aligned_buffer
 
 __all__ = ["StorageConformance"]
 
 _BAD_NAMES = ["", "/a", "../a", "a/../../b", "a//b", "./a", "a/", "a\0b", "..", "a/.", "\ud800"]
-
-
-def _write(storage: Storage, name: str, data: bytes) -> None:
-    sink = storage.create(name)
-    sink.write_at(0, memoryview(data))
-    sink.finish(len(data))
 
 
 class StorageConformance:
@@ -38,7 +32,7 @@ class StorageConformance:
         assert isinstance(storage.location, str)
 
     def test_create_then_read(self, storage: Storage) -> None:
-        _write(storage, "shards/a/0", b"0123456789")
+        write_file(storage, "shards/a/0", b"0123456789")
         assert storage.size("shards/a/0") == 10
         assert storage.read("shards/a/0") == b"0123456789"
         assert storage.read("shards/a/0", 3) == b"3456789"
@@ -51,7 +45,7 @@ class StorageConformance:
         assert storage.read("empty") == b""
 
     def test_create_is_exclusive(self, storage: Storage) -> None:
-        _write(storage, "a", b"first")
+        write_file(storage, "a", b"first")
         with pytest.raises(StorageError, match="a"):
             storage.create("a")
         assert storage.read("a") == b"first"
@@ -89,7 +83,7 @@ class StorageConformance:
         sink.abort()
         sink.abort()
         assert storage.size("shards/a") is None
-        _write(storage, "shards/a", b"again")
+        write_file(storage, "shards/a", b"again")
         assert storage.read("shards/a") == b"again"
 
     def test_abort_after_finish_does_nothing(self, storage: Storage) -> None:
@@ -101,7 +95,7 @@ class StorageConformance:
     def test_a_file_takes_the_place_of_another_when_it_is_finished(self, storage: Storage) -> None:
         if not isinstance(storage, ReplacingStorage):
             pytest.skip("the storage does not replace large files")
-        _write(storage, "shards/a", b"old")
+        write_file(storage, "shards/a", b"old")
         for name, before in (("shards/a", 3), ("shards/b", None)):
             for is_finished in (False, True):
                 sink = storage.replace(name)
@@ -123,14 +117,14 @@ class StorageConformance:
             sink.finish(4)
 
     def test_read_into(self, storage: Storage) -> None:
-        _write(storage, "a", b"0123456789")
+        write_file(storage, "a", b"0123456789")
         buffer = bytearray(4)
         storage.read_into("a", 3, memoryview(buffer))
         assert buffer == b"3456"
         storage.read_into("a", 0, memoryview(bytearray()))
 
     def test_short_reads_are_errors(self, storage: Storage) -> None:
-        _write(storage, "a", b"0123456789")
+        write_file(storage, "a", b"0123456789")
         with pytest.raises(StorageError, match="short"):
             storage.read("a", 5, 11)
         with pytest.raises(StorageError, match="short"):
@@ -149,7 +143,7 @@ class StorageConformance:
         assert read.value.details["missing"] and into.value.details["missing"]
 
     def test_a_folder_is_no_file(self, storage: Storage) -> None:
-        _write(storage, "a/b", b"")
+        write_file(storage, "a/b", b"")
         assert storage.size("a") is None
         with pytest.raises(StorageError):
             storage.read("a")
@@ -221,32 +215,32 @@ class StorageConformance:
         assert storage.list() == []
         assert storage.list("shards") == []
         for name in ("b", "shards/1", "shards/0", "shards/deep/er/2", "shards-more/3"):
-            _write(storage, name, b"")
+            write_file(storage, name, b"")
         assert storage.list() == ["b", "shards-more/3", "shards/0", "shards/1", "shards/deep/er/2"]
         assert storage.list("shards") == ["shards/0", "shards/1", "shards/deep/er/2"]
 
     def test_folders(self, storage: Storage) -> None:
         assert storage.folders() == []
         for name in ("b", "shards/deep/er/2", "other/3"):
-            _write(storage, name, b"")
+            write_file(storage, name, b"")
         assert storage.folders() == ["other", "shards"]
         assert storage.within("shards").folders() == ["deep"]
         assert storage.within("none").folders() == []
 
     def test_delete(self, storage: Storage) -> None:
-        _write(storage, "a/b/c", b"1")
-        _write(storage, "a/d", b"2")
+        write_file(storage, "a/b/c", b"1")
+        write_file(storage, "a/d", b"2")
         storage.delete("a/b/c")
         storage.delete("a/b/c")
         assert storage.list() == ["a/d"]
         storage.delete("a/d")
         assert storage.list() == []
-        _write(storage, "a", b"a file where a folder was")
+        write_file(storage, "a", b"a file where a folder was")
 
     def test_within(self, storage: Storage) -> None:
         part = storage.within("steps/1")
         assert part.list() == []
-        _write(part, "shards/0", b"0")
+        write_file(part, "shards/0", b"0")
         part.publish("manifest.json", b"{}")
         assert storage.list() == ["steps/1/manifest.json", "steps/1/shards/0"]
         assert part.list() == ["manifest.json", "shards/0"]
@@ -255,10 +249,10 @@ class StorageConformance:
 
     def test_sibling(self, storage: Storage) -> None:
         part = storage.within("steps/1")
-        _write(part, "shards/0", b"0")
+        write_file(part, "shards/0", b"0")
         sibling = part.sibling("2")
         assert sibling.list() == [] and sibling.folder == "2" and part.folder == "1"
-        _write(sibling, "shards/0", b"22")
+        write_file(sibling, "shards/0", b"22")
         assert storage.list() == ["steps/1/shards/0", "steps/2/shards/0"]
         assert part.sibling("1").read("shards/0") == b"0" and sibling.sibling("1").size("shards/0") == 1
         assert part.siblings() == sibling.siblings() == ["1", "2"]
@@ -270,7 +264,7 @@ class StorageConformance:
             storage.within("steps/1").sibling(folder)
 
     def test_usable_after_close(self, storage: Storage) -> None:
-        _write(storage, "a", b"0123")
+        write_file(storage, "a", b"0123")
         buffer = bytearray(4)
         storage.read_into("a", 0, memoryview(buffer))
         storage.close()

@@ -23,7 +23,7 @@ import numpy as np
 from shardproof._utils import libc
 from shardproof._utils.memcpy import address
 
-__all__ = ["ALIGNMENT", "PageCache", "UncachedReader", "aligned_buffer", "memory_for"]
+__all__ = ["ALIGNMENT", "O_DIRECT", "PageCache", "UncachedReader", "aligned_buffer", "memory_for"]
 
 ALIGNMENT = max(4096, mmap.PAGESIZE)
 """Bytes. Offset, length and address of a direct read or write are multiples of it.
@@ -71,7 +71,7 @@ def _populate(memory: memoryview) -> None:
         np.frombuffer(memory, np.uint8)[:: mmap.PAGESIZE] = 0
 
 
-_O_DIRECT: int = getattr(os, "O_DIRECT", 0)
+O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 """0 where the system has no such flag."""
 _REFUSED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 _SAMPLES = 4
@@ -143,11 +143,9 @@ class UncachedReader:
 
     def __init__(self, path: Path) -> None:
         self._number = -1
-        if _O_DIRECT:
-            with contextlib.suppress(
-                OSError
-            ):  # refused, or removed: the read through the cache reports which
-                self._number = os.open(path, os.O_RDONLY | _O_DIRECT | os.O_CLOEXEC | os.O_NONBLOCK)
+        if O_DIRECT:
+            with contextlib.suppress(OSError):  # the read through the cache reports it, if the file is gone
+                self._number = os.open(path, os.O_RDONLY | O_DIRECT | os.O_CLOEXEC | os.O_NONBLOCK)
 
     def read(self, start: int, count: int, memory: memoryview) -> tuple[int, int]:
         """Read as much of a range as the file system reads past the cache.

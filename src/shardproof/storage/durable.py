@@ -165,12 +165,11 @@ def publish_path(source: Path, target: Path) -> None:
 
 
 def _rename_no_replace(source: Path, target: Path) -> None:
-    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if rename is None:
+    if not libc.has("renameat2"):
         raise OSError(errno.ENOTSUP, "the file system has neither links nor exclusive renames", str(target))
-    if rename(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), _RENAME_NOREPLACE) != 0:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code), str(target))
+    old, new = (ctypes.c_char_p(os.fsencode(path)) for path in (source, target))
+    here = ctypes.c_int(_AT_FDCWD)
+    libc.call("renameat2", here, old, here, new, ctypes.c_uint(_RENAME_NOREPLACE))
 
 
 def unlink_quietly(path: Path) -> None:

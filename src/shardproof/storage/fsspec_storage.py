@@ -12,6 +12,7 @@ import errno
 import logging
 import uuid
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from shardproof._utils.forks import lock
@@ -114,7 +115,8 @@ class FsspecStorage:
                 if isinstance(data, bytes):
                     self._fs.pipe_file(self._key(name), data)
                 else:
-                    pieces = data if isinstance(data, Iterator) else _pieces_of(data)
+                    is_file = not isinstance(data, Iterator)
+                    pieces = iter(partial(data.read, _COPY_BYTES), b"") if is_file else data
                     self._write_pieces(name, pieces, replace=replace)
             except Exception as error:
                 raise self._error(error, "write", name) from error
@@ -325,9 +327,3 @@ def _looks_before_it_writes(fs: AbstractFileSystem) -> bool:
     if isinstance(fs, AsyncFileSystem):
         return bool(kind._pipe_file is AsyncFileSystem._pipe_file)
     return bool(kind.pipe_file is AbstractFileSystem.pipe_file)
-
-
-def _pieces_of(file: Any) -> Iterator[bytes]:
-    """The bytes of a temporary file, from its position on."""
-    while piece := file.read(_COPY_BYTES):
-        yield piece

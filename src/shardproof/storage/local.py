@@ -57,6 +57,9 @@ class LocalStorage:
     (['manifest.json', 'shards/0'], b'yt')
     """
 
+    _drops_pages = False
+    """True if `read_uncached` drops the pages of a file that it has to read through the page cache."""
+
     def __init__(self, root: StrOrBytesPath, *, direct: bool | None = None) -> None:
         self._root = absolute(root)
         self._direct = direct
@@ -192,12 +195,6 @@ class LocalStorage:
 
     def read_uncached(self, name: str, start: int, count: int, memory: memoryview) -> memoryview:
         """Read a range past the page cache where that is possible; see `CachedStorage.read_uncached`."""
-        return self._read_past_cache(name, start, count, memory, drop=False)
-
-    def _read_past_cache(
-        self, name: str, start: int, count: int, memory: memoryview, *, drop: bool
-    ) -> memoryview:
-        """As `read_uncached`. With `drop`, a file that needs a cached read loses its pages first."""
         file = self._descriptor(name)
         try:
             begin, done = file.uncached().read(start, count, memory)
@@ -205,7 +202,7 @@ class LocalStorage:
             raise storage_error(error, "read", file.path) from error
         found = memory[begin : begin + count]
         if done < count:
-            if drop:
+            if self._drops_pages:
                 self.drop_cached(name)
             _fill(file, start, found, done)
         return found

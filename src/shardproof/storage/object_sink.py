@@ -14,9 +14,9 @@ from __future__ import annotations
 import os
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 from shardproof.errors import StorageError
 from shardproof.storage.durable import write_all
@@ -32,12 +32,6 @@ _MEMORY_BYTES = 64 << 20
 _ZEROS = bytes(1 << 20)
 
 
-class _Put(Protocol):
-    """Uploads an object: its bytes, or an iterator of pieces. Raises StorageError."""
-
-    def __call__(self, data: Any, **how: Any) -> None: ...
-
-
 class _Aborted(Exception):
     """The sink was aborted; ends the upload."""
 
@@ -46,12 +40,12 @@ class ObjectSink:
     """A new object that is being written; see `Sink`. Readers see it when `finish` returns.
 
     Args:
-        put: uploads the object.
+        put: uploads the object: its bytes, a file, or an iterator of pieces. Raises StorageError.
         file: URL of the object, for messages.
         size: bytes of the object, if they are known; they decide the bytes of a part.
     """
 
-    def __init__(self, put: _Put, file: str, size: int = 0) -> None:
+    def __init__(self, put: Callable[..., None], file: str, size: int = 0) -> None:
         self._put = put
         self._file = file
         self._expected = size
@@ -70,8 +64,6 @@ class ObjectSink:
         self._error: BaseException | None = None
         self._spool: Any = None
         """Temporary file for bytes that exceed the memory before an upload can begin."""
-        self._ends: dict[int, int] = {}
-        """First byte to end of each piece that is not reached by the frontier."""
 
     def write_at(self, start: int, buffer: memoryview) -> None:
         """Take the bytes of `buffer`. Waits while more than the memory limit is ready and not sent."""
@@ -83,10 +75,9 @@ class ObjectSink:
                 return
             if data:
                 self._pieces[start] = data
-                self._ends[start] = start + len(data)
                 self._buffered += len(data)
-                while self._frontier in self._ends:
-                    self._frontier = self._ends.pop(self._frontier)
+                while self._frontier in self._pieces:  # a piece there is not sent yet
+                    self._frontier += len(self._pieces[self._frontier])
             if self._upload is None and self._frontier >= _PART_BYTES:
                 if not self._begin_upload():
                     self._move_to_file()
@@ -209,7 +200,7 @@ class ObjectSink:
             raise self._file_error(error) from error
         for start, piece in self._pieces.items():
             self._write_to_file(piece, start)
-        self._pieces, self._ends, self._buffered = {}, {}, 0
+        self._pieces, self._buffered = {}, 0
 
     def _write_to_file(self, data: bytes, start: int) -> None:
         try:

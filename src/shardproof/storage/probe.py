@@ -26,7 +26,7 @@ from contextlib import contextmanager
 
 from shardproof._utils import forks
 
-__all__ = ["PROBES", "VARIABLE", "Probe", "Probes", "Trial", "users_choice"]
+__all__ = ["PROBES", "VARIABLE", "Probe", "Trial", "users_choice"]
 
 _log = logging.getLogger("shardproof")
 
@@ -103,21 +103,8 @@ class Probe:
             self.answer = False
 
 
-class Probes:
-    """One probe for each file system."""
-
-    def __init__(self) -> None:
-        self._lock = forks.lock()
-        self._probes: dict[int, Probe] = {}
-
-    def of(self, device: int) -> Probe:
-        """The probe of the file system on `device` (`st_dev`)."""
-        with self._lock:
-            return self._probes.setdefault(device, Probe(device))
-
-
-PROBES = Probes()
-"""The probes of this process. All storages use them, so a file system is measured once."""
+PROBES: dict[int, Probe] = {}
+"""The probes of this process, by device. All storages use them, so a file system is measured once."""
 
 
 class Trial:

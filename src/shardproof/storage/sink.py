@@ -10,15 +10,12 @@ from pathlib import Path
 
 from shardproof._utils.memcpy import address
 from shardproof.errors import StorageError
-from shardproof.storage.direct_io import ALIGNMENT
+from shardproof.storage.direct_io import ALIGNMENT, O_DIRECT
 from shardproof.storage.durable import WriteBack, flush_folders, open_new, unlink_quietly, write_all
 from shardproof.storage.paths import printable, storage_error
-from shardproof.storage.probe import Probe, Probes, Trial
+from shardproof.storage.probe import Probe, Trial
 
 __all__ = ["LocalSink"]
-
-_O_DIRECT: int = getattr(os, "O_DIRECT", 0)
-"""0 where the system has no such flag."""
 
 
 class LocalSink:
@@ -28,7 +25,7 @@ class LocalSink:
         path: path of the file.
         root: root of the storage.
         direct: whether aligned writes go direct. None: the probe decides.
-        probes: probes of the storage.
+        probes: the probe of each file system, by device number.
         replace: True to write a draft, which takes the name `path` when it is finished.
 
     Note: two descriptors
@@ -39,7 +36,7 @@ class LocalSink:
     """
 
     def __init__(
-        self, path: Path, root: Path, *, direct: bool | None, probes: Probes, replace: bool = False
+        self, path: Path, root: Path, *, direct: bool | None, probes: dict[int, Probe], replace: bool = False
     ) -> None:
         self._name = path
         self._path = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp") if replace else path
@@ -64,9 +61,9 @@ class LocalSink:
     def _open_direct(self) -> int | None:
         """A descriptor for direct writes; None if the file system has none and may do without."""
         try:
-            if not _O_DIRECT:
+            if not O_DIRECT:
                 raise OSError(errno.ENOTSUP, "this system has no direct writes (O_DIRECT)")
-            return os.open(self._path, os.O_WRONLY | _O_DIRECT | os.O_CLOEXEC)
+            return os.open(self._path, os.O_WRONLY | O_DIRECT | os.O_CLOEXEC)
         except OSError as error:
             if self._must_be_direct or error.errno not in (errno.EINVAL, errno.ENOTSUP):
                 raise
@@ -161,10 +158,8 @@ class LocalSink:
             os.close(self._buffered)
 
 
-def _probe(device: int, direct: bool | None, probes: Probes) -> Probe:
+def _probe(device: int, direct: bool | None, probes: dict[int, Probe]) -> Probe:
     """The probe that decides which way aligned writes go."""
-    if direct is None:
-        return probes.of(device)
-    chosen = Probe(device)
-    chosen.answer = direct
-    return chosen
+    new = Probe(device)
+    new.answer = direct
+    return new if direct is not None else probes.setdefault(device, new)

@@ -34,6 +34,8 @@ class UncachedStorage(LocalStorage):
     b'yt'
     """
 
+    _drops_pages = True
+
     def __init__(self, root: StrOrBytesPath, *, before_read: Callable[[int], None] | None = None) -> None:
         super().__init__(root)
         self._before_read = before_read
@@ -59,7 +61,7 @@ class UncachedStorage(LocalStorage):
         """Read a range from the device; see `CachedStorage.read_uncached`."""
         if self._before_read is not None:
             self._before_read(count)
-        return self._read_past_cache(name, start, count, memory, drop=True)
+        return super().read_uncached(name, start, count, memory)
 
     def within(self, prefix: str) -> UncachedStorage:
         """The storage in the folder `prefix` of this one."""

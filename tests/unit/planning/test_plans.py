@@ -112,9 +112,9 @@ def written(run: Run, plan: WritePlan) -> tuple[ChunkTable, list[np.ndarray]]:
             plan.byte_start,
             plan.byte_count,
             np.zeros((len(plan.tensor), 2), np.uint64),
-            plan.box_start,
-            plan.box_offsets,
-            plan.box_sizes,
+            plan.boxes.start,
+            plan.boxes.offsets,
+            plan.boxes.sizes,
         ),
         files,
     )

@@ -24,8 +24,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def box_of(table: ChunkTable | WritePlan, row: int) -> Box:
-    span = slice(int(table.box_start[row]), int(table.box_start[row + 1]))
-    return tuple(table.box_offsets[span].tolist()), tuple(table.box_sizes[span].tolist())
+    return table.boxes.pair(row)
 
 
 class Disk:
@@ -95,9 +94,9 @@ class Disk:
             placed.byte_start,
             plan.byte_count,
             placed.digest,
-            plan.box_start,
-            plan.box_offsets,
-            plan.box_sizes,
+            plan.boxes.start,
+            plan.boxes.offsets,
+            plan.boxes.sizes,
         )
         return plan, placed, manifest, table
 

@@ -11,7 +11,7 @@ import pytest
 
 from shardproof.errors import StorageError
 from shardproof.storage import ALIGNMENT, LocalStorage, aligned_buffer, local, probe, sink
-from shardproof.storage.probe import Probe, Probes, Trial, users_choice
+from shardproof.storage.probe import Probe, Trial, users_choice
 
 DEVICE = os.makedev(259, 7)
 
@@ -19,7 +19,7 @@ DEVICE = os.makedev(259, 7)
 @pytest.fixture(autouse=True)
 def unprobed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that has measured no file system, in an environment that makes no choice."""
-    monkeypatch.setattr(local, "PROBES", Probes())
+    monkeypatch.setattr(local, "PROBES", {})
     monkeypatch.delenv(probe.VARIABLE, raising=False)
 
 
@@ -71,11 +71,10 @@ def test_buffered_writes_are_chosen_only_if_clearly_faster(
 
 
 def test_files_share_a_probe_and_windows_of_several_files_add_up() -> None:
-    probes, disk = Probes(), Disk(1, 10)
+    found, disk = Probe(DEVICE), Disk(1, 10)
     for _ in range(5):
-        disk.run(Trial(probes.of(DEVICE), disk.wait, disk.clock), 16)
+        disk.run(Trial(found, disk.wait, disk.clock), 16)
     assert disk.ways == "".join(way * 8 for way in "dddbdbdd" + "bb")
-    assert probes.of(DEVICE + 1).answer is None
 
 
 def test_a_small_file_is_not_measured() -> None:
@@ -200,7 +199,7 @@ def test_an_invalid_choice_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_system_without_the_flag_writes_buffered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sink, "_O_DIRECT", 0)
+    monkeypatch.setattr(sink, "O_DIRECT", 0)
     file = LocalStorage(tmp_path).create("a")
     assert not file.direct
     file.abort()
