@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import shardproof as sp
-from shardproof.loading import checkpoint as loader
+from shardproof.loading.read_executor import ChunkReads
 from shardproof.storage import LocalStorage
 from tests import simulated
 from tests.accelerator import first_device
@@ -44,13 +44,13 @@ def test_a_load_is_ordered_with_the_work_of_its_callers_stream(
     sp.save(tmp_path / "c", {str(number): torch.full(shape, float(number)) for number in range(COUNT)})
     own = torch.Stream(first_device())
     reads = threading.Event()
-    read_chunks = loader.read_chunks
+    run = ChunkReads.run
 
     def read(*args: Any, **options: Any) -> int:
         reads.set()
-        return read_chunks(*args, **options)
+        return run(*args, **options)
 
-    monkeypatch.setattr(loader, "read_chunks", read)
+    monkeypatch.setattr(ChunkReads, "run", read)
 
     def load(state: dict[str, torch.Tensor]) -> None:
         with own:

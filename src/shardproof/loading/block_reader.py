@@ -62,13 +62,7 @@ class _Places:
 
 
 class BlockDigests:
-    """The block digests of chunks, read on demand.
-
-    Args:
-        files: files of the checkpoint.
-        manifest: manifest of the checkpoint.
-        table: all its chunks.
-    """
+    """The block digests of the chunks of a checkpoint, read on demand."""
 
     def __init__(self, files: Files, manifest: Manifest, table: ChunkTable) -> None:
         self._files = files
@@ -78,11 +72,7 @@ class BlockDigests:
         self._lock = threading.Lock()
 
     def of(self, row: int, digest: bytes) -> list[bytes] | None:
-        """Returns the digests of all blocks of a chunk, verified with the digest of the chunk.
-
-        Args:
-            row: row of the chunk table; a chunk of more than one block.
-            digest: digest of the chunk.
+        """Returns the digests of all blocks of a chunk of several, verified with the digest of the chunk.
 
         Returns:
             16 bytes each; None if they are damaged, unreadable or missing.

@@ -95,37 +95,34 @@ class BoxReads:
         return self._read
 
     def _read_batch(self, positions: range) -> None:
-        batch = self._located(positions)
+        places = {at: self._located(at) for at in positions}
+        extents: dict[Extent, list[int]] = {}
+        for at, place in places.items():
+            extents.setdefault(place.view.extent, []).append(at)
         read = 0
         ranges: list[_Range] = []
-        for extent, boxes in batch.extents.items():
-            read += self._read_extent(batch, extent, boxes, ranges)
+        for extent, boxes in extents.items():
+            read += self._read_extent(places, extent, boxes, ranges)
         for together in _neighbours(ranges):
-            read += self._read_ranges(batch, together)
+            read += self._read_ranges(places, together)
         with self._lock:
             self._read += read
         if self._on_bytes is not None:
             self._on_bytes(read)
 
-    def _located(self, positions: range) -> _Batch:
-        """Finds the elements of the boxes, and which bytes of their extents the parts need."""
-        batch = _Batch(positions.start)
-        for at in positions:
-            box = self._boxes[at]
-            view, itemsize = box.located(), DTYPES[self._dtypes[at]].itemsize
-            first = view.offset * itemsize
-            is_dense = view.stride == _row_major(box.sizes)
-            if is_dense:
-                begin, end = first + self._begin[at], first + self._end[at]
-            else:
-                steps = zip(box.sizes, view.stride, strict=True)
-                begin = first
-                end = first + (1 + sum((size - 1) * step for size, step in steps)) * itemsize
-            batch.places.append(_BoxBytes(view, first, begin, end, is_dense))
-            batch.extents.setdefault(view.extent, []).append(at)
-        return batch
+    def _located(self, at: int) -> _BoxBytes:
+        """Finds the elements of a box, and which bytes of its extent the parts need."""
+        box = self._boxes[at]
+        view, itemsize = box.located(), DTYPES[self._dtypes[at]].itemsize
+        first = view.offset * itemsize
+        if view.stride == _row_major(box.sizes):
+            return _BoxBytes(view, first, first + self._begin[at], first + self._end[at], True)
+        reach = 1 + sum((size - 1) * step for size, step in zip(box.sizes, view.stride, strict=True))
+        return _BoxBytes(view, first, first, first + reach * itemsize, False)
 
-    def _read_extent(self, batch: _Batch, extent: Extent, boxes: Sequence[int], ranges: list[_Range]) -> int:
+    def _read_extent(
+        self, places: _Places, extent: Extent, boxes: Sequence[int], ranges: list[_Range]
+    ) -> int:
         """Fills the boxes of an extent, or appends the ranges to read for them to `ranges`.
 
         Returns:
@@ -137,22 +134,22 @@ class BoxReads:
             return 0
         read = 0
         if is_pending or not extent.is_seekable:
-            if len(boxes) == 1 and self._read_straight(batch, extent, boxes[0]):
+            if len(boxes) == 1 and self._read_straight(places[boxes[0]], extent, boxes[0]):
                 self._note_proved(extent)
                 return extent.stored_bytes
-            wanted = sum(place.end - place.begin for place in map(batch.place, boxes))
+            wanted = sum(places[at].end - places[at].begin for at in boxes)
             if not extent.is_seekable or (extent.nbytes <= _WHOLE_BYTES and 2 * wanted > extent.nbytes):
                 scratch = self._scratch(extent.nbytes)
                 extent.read_into(scratch.bytes[: extent.nbytes])
                 self._note_proved(extent)
-                self._fill(batch, [(0, boxes)], scratch)
+                self._fill(places, [(0, boxes)], scratch)
                 return extent.stored_bytes
             extent.verify()
             self._note_proved(extent)
             read += extent.stored_bytes
         origin = extent.start if extent.is_raw else 0
         for at in boxes:
-            place = batch.place(at)
+            place = places[at]
             if self._is_contiguous(at, place) and self._direct.nbytes[at] >= LARGE_BYTES:
                 extent.read_range(place.first + self._direct.begin[at], self._destination(at))
                 read += self._direct.nbytes[at]
@@ -160,9 +157,8 @@ class BoxReads:
                 ranges.append(_Range(extent, origin + place.begin, origin + place.end, [at], False))
         return read
 
-    def _read_straight(self, batch: _Batch, extent: Extent, at: int) -> bool:
+    def _read_straight(self, place: _BoxBytes, extent: Extent, at: int) -> bool:
         """Reads an extent into its destination, if the box is all of it and the destination is dense."""
-        place = batch.place(at)
         if not self._is_contiguous(at, place) or self._direct.begin[at] or place.first:
             return False
         if self._direct.nbytes[at] != extent.nbytes:
@@ -170,7 +166,7 @@ class BoxReads:
         extent.read_into(self._destination(at))
         return True
 
-    def _read_ranges(self, batch: _Batch, ranges: Sequence[_Range]) -> int:
+    def _read_ranges(self, places: _Places, ranges: Sequence[_Range]) -> int:
         """Reads neighbouring ranges at once, verifies those that are whole extents, and fills their boxes."""
         extent, begin, end = ranges[0].extent, ranges[0].begin, max(one.end for one in ranges)
         scratch = self._scratch(end - begin)
@@ -185,14 +181,14 @@ class BoxReads:
                 one.extent.check(memory[one.begin - begin : one.end - begin])
                 self._note_proved(one.extent)
             filled.append(((one.extent.start if extent.is_raw else 0) - begin, one.boxes))
-        self._fill(batch, filled, scratch)
+        self._fill(places, filled, scratch)
         return end - begin
 
-    def _fill(self, batch: _Batch, filled: Sequence[tuple[int, Sequence[int]]], scratch: _Scratch) -> None:
+    def _fill(self, places: _Places, filled: Sequence[tuple[int, Sequence[int]]], scratch: _Scratch) -> None:
         """Fills the destinations of boxes.
 
         Args:
-            batch: has the boxes.
+            places: positions of the boxes in their extents.
             filled: first byte of an extent in the scratch memory (below 0 if only a later part of it is
                 there), and boxes of the extent.
             scratch: has the bytes that the boxes need.
@@ -202,7 +198,7 @@ class BoxReads:
         for origin, boxes in filled:
             base = scratch.address + origin
             for at in boxes:
-                place = batch.place(at)
+                place = places[at]
                 if place.is_dense and addresses[at]:
                     into.append(addresses[at])
                     out_of.append(base + place.first + begins[at])
@@ -269,18 +265,8 @@ class _BoxBytes(NamedTuple):
     """True if the elements are in row-major order, one after the other."""
 
 
-class _Batch:
-    """Boxes that one thread reads at once, by position."""
-
-    def __init__(self, start: int) -> None:
-        self.places: list[_BoxBytes] = []
-        self.extents: dict[Extent, list[int]] = {}
-        """Positions of the boxes of each extent."""
-        self._start = start
-
-    def place(self, at: int) -> _BoxBytes:
-        """The place of the box at a position."""
-        return self.places[at - self._start]
+_Places = dict[int, _BoxBytes]
+"""The boxes that one thread reads at once, by position."""
 
 
 class _Range(NamedTuple):

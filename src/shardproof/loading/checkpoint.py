@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from types import EllipsisType, TracebackType
 from typing import Any, Protocol, Self, SupportsIndex
@@ -29,7 +29,7 @@ from shardproof.loading.block_reader import BlockDigests
 from shardproof.loading.chunk_reader import Chunks
 from shardproof.loading.cold_reads import Cold
 from shardproof.loading.destinations import Destination, DestinationWriter
-from shardproof.loading.read_executor import read_chunks
+from shardproof.loading.read_executor import ChunkReads
 from shardproof.planning import OWN_ADVICE, ChunkTable, ReadPlan, RequestedBoxes, plan_reads
 from shardproof.state import Catalogue, decode_plain
 from shardproof.storage import Storage
@@ -305,9 +305,6 @@ class NativeCheckpoint(Checkpoint):
     def check_files(self, rows: NDArray[np.int64] | None = None) -> None:
         """Checks that shard files have their recorded sizes; see `Checkpoint.check_files`."""
         files = range(len(self.files)) if rows is None else self.table.file[rows].tolist()
-        self._check_sizes(files)
-
-    def _check_sizes(self, files: Iterable[int]) -> None:
         for file in set(files) - self._sized:
             record = self.manifest.files[file]
             storage, name = self.files[file]
@@ -322,30 +319,11 @@ class NativeCheckpoint(Checkpoint):
             check_size(storage, record, path=f"{storage.location}/{name}", advice=advice)
             self._sized.add(file)
 
-    def chunks(self, writer: DestinationWriter, rows: NDArray[np.int64]) -> Chunks:
-        """Some chunks, reduced to the blocks that the destinations need."""
+    def reads(self, writer: DestinationWriter, rows: NDArray[np.int64]) -> Reads:
+        """Plans to read some chunks, reduced to the blocks that the destinations need."""
         chunks = Chunks(self.files, self.manifest, self.table, rows)
         chunks.narrow(writer.wanted, self.blocks)
-        return chunks
-
-    def reads(self, writer: DestinationWriter, rows: NDArray[np.int64]) -> Reads:
-        """Plans to read some chunks; see `Checkpoint.reads`."""
-        return _ChunkReads(self.chunks(writer, rows), writer)
-
-
-class _ChunkReads:
-    """Reads of chunks in shard files; see `Reads`."""
-
-    def __init__(self, chunks: Chunks, writer: DestinationWriter) -> None:
-        self._chunks = chunks
-        self._writer = writer
-
-    @property
-    def nbytes(self) -> int:
-        return self._chunks.nbytes
-
-    def run(self, *, threads: int, on_bytes: Callable[[int], None] | None, cold: Cold) -> int:
-        return read_chunks(self._chunks, self._writer, threads=threads, on_bytes=on_bytes, cold=cold)
+        return ChunkReads(chunks, writer)
 
 
 class StoredTensor:

@@ -68,9 +68,7 @@ class Chunks:
     def narrow(self, wanted: Callable[[NDArray[np.int64]], Extents], blocks: BlockDigests) -> None:
         """Restricts the reads to the blocks from the first wanted byte of each chunk to the last.
 
-        Args:
-            wanted: gives the wanted ranges for rows of the chunk table.
-            blocks: block digests of the checkpoint.
+        `wanted` gives the wanted ranges for rows of the chunk table.
         """
         self._blocks = blocks
         large = np.array([at for at, count in enumerate(self.count) if count > BLOCK_BYTES], np.int64)
@@ -121,8 +119,7 @@ class Chunks:
     def place(self, batch: range) -> tuple[Storage, str, int, int]:
         """The range that a batch is read from: storage, file, first byte and count.
 
-        Args:
-            batch: positions in one file; a single one if the chunk is not read whole.
+        A chunk that is not read whole is a batch of its own.
         """
         at = batch.start
         begin, end = self.extents.get(at, (0, self.span(batch)))
@@ -161,7 +158,7 @@ class Chunks:
             self._verifier.check(at, digest_of_blocks(found))
 
     def read(self, batch: range, memory: memoryview, *, is_filled: bool = False) -> int:
-        """Reads whole neighbouring chunks into memory, and verifies them.
+        """Reads whole neighbouring chunks of one file into memory, and verifies them.
 
         Args:
             batch: positions in one file.

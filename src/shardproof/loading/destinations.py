@@ -147,9 +147,7 @@ class DestinationWriter:
     def device_ranges(self, rows: Sequence[int], least: int) -> dict[int, DeviceRange]:
         """The bytes to copy unchanged to contiguous memory of a device, by position in `rows`.
 
-        Args:
-            rows: rows of the chunk table.
-            least: bytes of such a range; smaller ones are left out.
+        Ranges of fewer than `least` bytes are left out.
         """
         if not self.devices:
             return {}
@@ -217,14 +215,7 @@ class DestinationWriter:
     def views(
         self, row: int, parts: range, stored: torch.Tensor, first: int = 0
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """For each part of a chunk the view of its destination and the view of its stored bytes.
-
-        Args:
-            row: row of the chunk table.
-            parts: parts of the chunk.
-            stored: see `put`; the bytes may be read later.
-            first: see `put`.
-        """
+        """For each part of a chunk its destination and its stored bytes, as views; arguments as for `put`."""
         table, plan, these = self._table, self._plan, slice(parts.start, parts.stop)
         sizes = table.box_sizes[table.box_start[row] : table.box_start[row + 1]].tolist()
         memory, ndim = stored.view(self._dtypes[self._want[parts.start]]), len(sizes)
@@ -244,12 +235,7 @@ class DestinationWriter:
         ]
 
     def put_part(self, part: int, stored: torch.Tensor) -> None:
-        """Copies one part to its destination.
-
-        Args:
-            part: part of the plan.
-            stored: (count,) uint8 host memory: the elements of the part in row-major order.
-        """
+        """Copies one part of the plan to its destination, from its elements in row-major order as uint8."""
         view, plan = self._destinations[self._want[part]].view.detach(), self._plan
         sizes, offsets = plan.sizes[part, : view.ndim].tolist(), plan.in_requested[part, : view.ndim].tolist()
         with torch.no_grad():
@@ -287,10 +273,6 @@ def _overlapping(elements: NDArray[np.int64], destinations: Sequence[Destination
     """Rows of destinations whose memory overlaps that of another.
 
     Equal addresses on two devices count as an overlap. That costs a second read and nothing else.
-
-    Args:
-        elements: number of elements of each destination, from the plan.
-        destinations: destinations of the load.
     """
     if not destinations:
         return []

@@ -55,7 +55,7 @@ from shardproof.rendezvous import MeetingSequence, Rendezvous
 from shardproof.state import open_all
 from shardproof.storage import RemoteStorage, Storage
 
-__all__ = ["UNREADABLE", "LoadReport", "load_from"]
+__all__ = ["LoadReport", "load_from"]
 
 _SHARED_METADATA_BYTES = 4 << 20
 """Bytes of manifest and index for all ranks, at most. The store serves larger ones faster."""

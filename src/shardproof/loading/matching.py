@@ -362,12 +362,7 @@ def _mismatch(
 ) -> KeyMismatchError:
     """One error that lists all mismatches.
 
-    Args:
-        location: location of the checkpoint.
-        missing: keys that only the target has.
-        unexpected: keys that only the checkpoint has, under the target's names.
-        mismatched: key, expected and found description of tensors.
-        renames: entries of `rename` whose key no target has. Keys that these entries explain are left out.
+    No target has the keys of `renames`. Keys that these entries explain are left out.
     """
     renames = {new: old for new, old in renames.items() if any(_is_within(key, new) for key in unexpected)}
     missing = [key for key in missing if not any(_is_within(key, old) for old in renames.values())]

@@ -65,19 +65,9 @@ def open_storage(
     trust_pickle: bool = False,
     warn: bool = True,
 ) -> Checkpoint:
-    """Opens a checkpoint in a storage; see `open_checkpoint`.
+    """Opens a checkpoint in a storage; see `open_checkpoint`, which lists the errors.
 
-    Args:
-        foreign: the folder of the checkpoint, or the location of one of another format.
-        format: name of the format; None to find it.
-        trust_pickle: True to unpickle values that are not plain data.
-        warn: True to log the notes of the reader: what the format cannot verify, and what is not read.
-
-    Returns:
-        The checkpoint.
-
-    Raises:
-        NotCommittedError, FormatError, StorageError: see `open_checkpoint`.
+    With `warn`, the notes of the reader are logged: what the format cannot verify, and what is not read.
     """
     place = foreign if isinstance(foreign, Foreign) else Foreign(foreign)
     name = format or format_of(place)

@@ -44,7 +44,7 @@ from shardproof.loading.uploads import (
 from shardproof.planning import LARGE_BYTES
 from shardproof.storage import Storage
 
-__all__ = ["read_chunks"]
+__all__ = ["ChunkReads"]
 
 _BATCH_BYTES = 1 << 20
 """Bytes of one read of neighbouring chunks, unless a single chunk is larger or the storage is remote."""
@@ -52,39 +52,29 @@ _REPORT_BYTES = 4 << 20
 """Bytes between two reports of progress."""
 
 
-def read_chunks(
-    chunks: Chunks,
-    writer: DestinationWriter,
-    *,
-    threads: int = 1,
-    on_bytes: Callable[[int], None] | None = None,
-    cold: Cold = Cold.AS_CACHED,
-) -> int:
-    """Reads and verifies chunks, and fills the destinations of their parts.
+class ChunkReads:
+    """Reads of chunks in shard files; see `Reads`."""
 
-    Args:
-        chunks: to read.
-        writer: writer of the destinations.
-        threads: reads in flight if the page cache has the bytes.
-        on_bytes: called with the bytes read since the previous call, from any thread.
-        cold: how to read bytes that are not in the page cache.
+    def __init__(self, chunks: Chunks, writer: DestinationWriter) -> None:
+        self._chunks = chunks
+        self._writer = writer
 
-    Returns:
-        Bytes read, including gaps between chunks.
+    @property
+    def nbytes(self) -> int:
+        """Bytes to read, without the gaps between chunks."""
+        return self._chunks.nbytes
 
-    Raises:
-        CorruptChunkError: bytes do not match their digest; destinations may be partly written.
-        StorageError: a file is missing, short or unreadable.
-    """
-    with no_garbage_collection():
-        job = _Job(chunks, writer, on_bytes, cold)
-    try:
-        with job.uploads.entered():
-            in_threads(job.run, job.batches, max(threads, job.fetching), job.uploads.entered)
-    finally:
-        job.uploads.finish()
-    job.report_rest()
-    return job.read
+    def run(self, *, threads: int, on_bytes: Callable[[int], None] | None, cold: Cold) -> int:
+        """Reads and verifies the chunks, and fills the destinations; see `Reads.run`."""
+        with no_garbage_collection():
+            job = _Job(self._chunks, self._writer, on_bytes, cold)
+        try:
+            with job.uploads.entered():
+                in_threads(job.run, job.batches, max(threads, job.fetching), job.uploads.entered)
+        finally:
+            job.uploads.finish()
+        job.report_rest()
+        return job.read
 
 
 class _Job:
@@ -189,12 +179,9 @@ class _Job:
         return len(span)
 
     def _upload(self, at: int, request: int, fetch: Fetch) -> int:
-        """Reads a chunk piece by piece, and copies the pieces to a device.
+        """Reads a chunk in pieces of `request` bytes, and copies the pieces to a device.
 
-        Args:
-            at: position of the chunk.
-            request: bytes of one piece.
-            fetch: reads a piece. `_read_to_buffer` reads the next pieces during the copy.
+        With `_read_to_buffer` as `fetch`, the next pieces are read during the copy.
         """
         target, begin = self._device_ranges[at]
         end, read = begin + target.numel(), 0
@@ -240,10 +227,7 @@ class _Job:
     def _place(self, batch: range, scratch: torch.Tensor, *, non_blocking: bool = False) -> None:
         """Fills the destinations of neighbouring chunks from memory that begins with the first of them.
 
-        Args:
-            batch: positions of the chunks.
-            scratch: (count,) uint8.
-            non_blocking: True if the memory is page-locked and not reused before its copies are done.
+        With `non_blocking`, the memory is page-locked, and not reused before its copies are done.
         """
         address, base = scratch.data_ptr(), self._chunks.start[batch.start]
         starts, counts = self._chunks.start, self._chunks.count
@@ -264,13 +248,9 @@ class _Job:
     def _upload_small(
         self, batch: range, wanted: list[int], memory: torch.Tensor, non_blocking: bool
     ) -> list[int]:
-        """Uploads together the chunks that go unchanged to contiguous memory of a device.
+        """Uploads together the wanted chunks that go unchanged to contiguous memory of a device.
 
-        Args:
-            batch: positions of neighbouring chunks.
-            wanted: the positions to consider.
-            memory: memory that begins with the first chunk of the batch.
-            non_blocking: as for `_place`.
+        The memory begins with the first chunk of the batch.
 
         Returns:
             The other positions.

@@ -88,13 +88,7 @@ def unused_patterns(patterns: Patterns, keys: Collection[str]) -> list[str]:
 
 
 def no_match(option: str, unused: Sequence[str], keys: Sequence[str]) -> StructureError:
-    """The error of patterns that match no key.
-
-    Args:
-        option: name of the option.
-        unused: the patterns.
-        keys: the keys, for the advice.
-    """
+    """The error of patterns of an option that match no key; the keys are for the advice."""
     return StructureError(f"{option}: no key matches {list(unused)}{_advice(unused, keys)}")
 
 

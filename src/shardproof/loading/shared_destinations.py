@@ -26,12 +26,6 @@ def check_shared_memory(
     stored values differ, the result depends on the order of the writes. Overlapping extents are rare, so a
     second read is cheaper than a comparison of strides.
 
-    Args:
-        checkpoint: the checkpoint that was loaded.
-        plan: the plan of the load.
-        destinations: the destinations of the plan.
-        rows: rows of the destinations that share memory.
-
     Raises:
         StructureError: the checkpoint has different values for the same memory.
     """

@@ -32,13 +32,10 @@ def in_threads(
     threads: int,
     within: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> None:
-    """Calls `work` for every item. Each thread takes the next item, until a call fails.
+    """Calls `work` for every item, in order. Each thread takes the next item, until a call fails.
 
-    Args:
-        work: called with one item, in any thread.
-        items: the items; the threads take them in this order.
-        threads: number of threads; with 1, the caller's thread does all work.
-        within: makes the context in which each other thread works.
+    With one thread, the caller's thread does all work. Otherwise each thread works in a context that `within`
+    makes.
 
     Raises:
         BaseException: `work` raised it. No call is running then, and none begins.

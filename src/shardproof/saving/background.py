@@ -54,12 +54,7 @@ class Workers:
         weakref.finalize(self, _stop, self._tasks, count)
 
     def submit(self, work: Callable[[], T], future: Future[T] | None = None) -> Future[T]:
-        """Runs `work` when a thread is free. Its error becomes the error of the future.
-
-        Args:
-            work: the task.
-            future: future for the result; None: a new one.
-        """
+        """Runs `work` when a thread is free. Its result or error becomes that of the future."""
         result: Future[T] = Future() if future is None else future
         self._tasks.put(lambda: _fulfil(result, work))
         return result
@@ -99,16 +94,12 @@ class Progress:
     def __init__(self) -> None:
         self.is_bounded = False
         """True if the current step has a deadline of its own, as a meeting has."""
-        self._count = 0
+        self.count = 0
+        """Number of steps so far."""
 
     def advance(self) -> None:
         """Counts one step."""
-        self._count += 1
-
-    @property
-    def count(self) -> int:
-        """Number of steps so far."""
-        return self._count
+        self.count += 1
 
     @contextmanager
     def bounded(self, is_bounded: bool = True) -> Iterator[None]:
@@ -123,16 +114,10 @@ class Progress:
 def wait_while_moving(
     future: Future[Any], progress: Progress, patience: float, tick: Callable[[], None] | None = None
 ) -> bool:
-    """Waits for a future while its work makes progress.
-
-    Args:
-        future: future of the work.
-        progress: progress of the work.
-        patience: seconds without progress after which the wait ends.
-        tick: called after each progress.
+    """Waits for a future while its work makes progress, and calls `tick` after each progress.
 
     Returns:
-        True if the future is done.
+        True if the future is done; False after `patience` seconds without progress.
     """
     seen, since = progress.count, time.monotonic()
     while not _is_done(future, _POLL_SECONDS):

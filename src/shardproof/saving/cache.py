@@ -137,11 +137,9 @@ class SaveCache:
     """Coordinator: number of the next sample of replicas."""
 
     def background_rendezvous(self, rendezvous: Rendezvous, name: str) -> Rendezvous:
-        """The rendezvous for meetings in the background, separate from `rendezvous`.
+        """The rendezvous for meetings in the background, separate from that of the saver.
 
-        Args:
-            rendezvous: rendezvous of the saver.
-            name: name of the first save, equal on all ranks.
+        `name` is that of the first save, equal on all ranks.
         """
         if self.background is None or self.background[0] != name:
             self.background = name, rendezvous.new_rendezvous(name)

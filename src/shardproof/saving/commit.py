@@ -59,13 +59,7 @@ def commit(
 ) -> tuple[Manifest, Base]:
     """Checks that the ranks wrote what was planned, then writes the index and, last, the manifest.
 
-    Args:
-        storage: storage of the step.
-        plan: plan of all ranks.
-        attempt: see `Attempt`.
-        reports: reports by rank.
-        overwrite: True to replace a committed checkpoint.
-        base: the base, which stores the chunks that were not written.
+    `base` stores the chunks that were not written.
 
     Returns:
         The manifest; and the new step as the base of the next save by the same plan.

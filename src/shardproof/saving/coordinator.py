@@ -47,14 +47,7 @@ _OUTCOMES = {
 
 
 class Coordinator:
-    """The coordinator's side of one save. Each method takes the posts of all ranks and returns the answer.
-
-    Args:
-        storage: storage of the step.
-        request: see `SaveRequest`.
-        cache: cache of earlier saves, which is updated.
-        limits: see `Limits`.
-    """
+    """The coordinator's side of one save. Each method takes the posts of all ranks and returns the answer."""
 
     def __init__(self, storage: Storage, request: SaveRequest, cache: SaveCache, limits: Limits) -> None:
         self._storage = storage
@@ -175,7 +168,7 @@ class Coordinator:
         slowest = max(range(len(reports)), key=lambda rank: reports[rank].seconds)
         self.facts = {"slowest_rank": slowest, "slowest_seconds": reports[slowest].seconds}
         try:
-            diverged, count = self._compare(reports)
+            diverged, count = self._compare(plan, reports)
             manifest, placed = commit(
                 self._storage, plan, attempt, reports, overwrite=self._replace, base=base
             )
@@ -202,12 +195,11 @@ class Coordinator:
             )
         )
 
-    def _compare(self, reports: Sequence[WriteReport]) -> tuple[tuple[Divergence, ...], int]:
+    def _compare(self, plan: WritePlan, reports: Sequence[WriteReport]) -> tuple[tuple[Divergence, ...], int]:
         if not self._request.check_replicas:
             return (), 0
-        assert self._cache.coordinator_plan is not None
         turn = self._turn() if self._request.check_replicas == "sample" else None
-        return compare_replicas(self._cache.coordinator_plan.plan, turn, [part.replicas for part in reports])
+        return compare_replicas(plan, turn, [part.replicas for part in reports])
 
     def _turn(self) -> int:
         """The number of this sample. The first is a hash of the step, so restarts compare other samples."""

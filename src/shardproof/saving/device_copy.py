@@ -40,9 +40,6 @@ class DeviceCopies:
 
     On a device without streams, copies run in the device's default order.
 
-    Args:
-        device: device of the tensors.
-
     >>> copies = DeviceCopies(torch.device("cpu"))
     >>> bytes_of = memoryview(bytearray(4))
     >>> copies.copy(torch.tensor([[1, 2], [3, 4]], dtype=torch.uint8).T, bytes_of)
@@ -118,11 +115,7 @@ class DeviceCopies:
         return done
 
     def gathered(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The concatenation of 1-D tensors of one dtype, in host memory.
-
-        Args:
-            parts: on the device; as for `copy`.
-        """
+        """The concatenation of 1-D tensors of one dtype on the device, in host memory."""
         if self._side is None:
             return torch.cat(list(parts)).cpu()
         with on_stream(self._side, self._device):

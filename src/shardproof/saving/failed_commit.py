@@ -48,9 +48,7 @@ class Unconfirmed:
 def is_in_place(storage: Storage, attempt: str) -> bool | None:
     """True if the manifest in `storage` is that of `attempt`; None if the manifest cannot be read."""
     try:
-        return read_manifest(storage).attempt == attempt
-    except NotCommittedError:
-        return False
+        return _committed_attempt(storage) == attempt
     except (FormatError, StorageError):
         return None
 
@@ -58,17 +56,14 @@ def is_in_place(storage: Storage, attempt: str) -> bool | None:
 def remove_own_files(storage: Storage, rank: int, attempt: str) -> None:
     """Removes this rank's files of a save that the coordinator refused; logs a file that it cannot remove.
 
+    Rank 0 also removes the index.
+
     Note "Whose files": a file may be removed only if no manifest can name it, now or later. After a refusal
     by the coordinator no manifest can, unless the error states that the manifest is or may be in place
     (`details["committed"]`). The folder alone is no evidence, because another node may see an older state of
     it. A rank only checks once more for a manifest that another node wrote. A silent coordinator
     may be slow, and commit later. An interrupt of this rank does not stop the coordinator. In these cases the
     files stay, and prune removes them.
-
-    Args:
-        storage: storage of the step.
-        rank: rank of this process. Rank 0 also removes the index.
-        attempt: attempt of the save.
     """
     names = [shard_name(rank, attempt)]
     if rank == 0:

@@ -97,8 +97,7 @@ class BaseChoice:
     def use_cached(self, attempts: Sequence[str]) -> bool:
         """Uses the cached base, if the step and the caches of all ranks still match it.
 
-        Args:
-            attempts: the attempt whose digests each rank has cached.
+        `attempts` are those whose digests the ranks have cached.
 
         Raises:
             StorageError: the storage failed.
@@ -222,11 +221,9 @@ class Base:
         return BaseDigests(known, np.where(known[:, None], self.digest[rows], np.uint64(0)))
 
     def without(self, lost: Sequence[int], folder: str) -> Base:
-        """This base without the chunks in `lost` files and in `folder`.
+        """This base without the chunks in `lost` rows of `files`, and in `folder`, that of the new step.
 
-        Args:
-            lost: rows of `files`.
-            folder: folder of the new step, because a step does not refer to itself.
+        A step does not refer to itself.
         """
         bad = np.zeros(len(self.files) + 1, bool)
         bad[list(lost)] = True
@@ -236,15 +233,7 @@ class Base:
 
 
 def match_base(plan: WritePlan, manifest: Manifest, table: ChunkTable, folder: str, seal: bytes) -> Base:
-    """Finds the chunks of a plan in an earlier step.
-
-    Args:
-        plan: plan of the new save, with n chunks.
-        manifest: manifest of the earlier step.
-        table: its chunks.
-        folder: its folder.
-        seal: its seal, from `shardproof.format.read_seal`.
-    """
+    """Finds the chunks of a plan in an earlier step, whose seal `shardproof.format.read_seal` returned."""
     merged = plan.merged
     row_of = {(record.key, record.dtype, record.shape): row for row, record in enumerate(manifest.tensors)}
     described = zip(merged.keys, merged.dtypes, map(tuple, merged.shapes), strict=True)

@@ -20,13 +20,8 @@ __all__ = ["PendingSave", "wait_for_end"]
 def wait_for_end(future: Future[SaveResult], step: int | None, timeout: float | None) -> None:
     """Waits until a save is over, with any outcome.
 
-    Args:
-        future: done when the save is over.
-        step: the step of the save, for the message.
-        timeout: seconds to wait at most; None: no bound.
-
     Raises:
-        TimeoutError: the save has not ended.
+        TimeoutError: the save has not ended after `timeout` seconds. None: no bound.
     """
     if not wait([future], timeout).done:
         which = "the save" if step is None else f"the save of step {step}"

@@ -48,11 +48,7 @@ class PreparedShard:
         return len(self.plan.piece) > 0 or len(self.plan.objects) > 0
 
     def entries_of(self, written: NDArray[np.bool_]) -> Entries:
-        """The entries of a file with some of the chunks.
-
-        Args:
-            written: (chunks,) True if the file stores the chunk.
-        """
+        """The entries of a file with some of the chunks: those where `written`, (chunks,), is True."""
         if written.all():
             return self.entries
         chosen = written.tolist()
@@ -69,14 +65,9 @@ class PreparedShard:
         *,
         size: int = 0,
     ) -> bytes:
-        """The whole header of the shard of one attempt.
+        """The whole header of the shard of one attempt, padded to at least `size` bytes.
 
-        Args:
-            attempt: see `Attempt`.
-            rank: the rank that writes the file.
-            objects: objects of the file, as JSON.
-            entries: entries of the file.
-            size: smallest size of the header in bytes.
+        `objects` are those of the file, as JSON.
         """
         declared = Declared(
             version=REFERENCES_VERSION if attempt.base else FORMAT_VERSION,

@@ -43,11 +43,7 @@ def report_rank(
 ) -> RankReport:
     """A rank's report, without the space that it sees.
 
-    Args:
-        request: request of this rank's caller.
-        cache: cache of earlier saves.
-        digest: digest of the state's structure.
-        failed: the error of the previous save, if this rank's caller has not received it.
+    `failed` is the error of the previous save, if this rank's caller has not received it.
 
     Raises:
         StructureError: the step or `check_replicas` is invalid.

@@ -98,12 +98,7 @@ def hash_replicas(
 def compare_replicas(
     plan: WritePlan, turn: int | None, digests: Sequence[bytes]
 ) -> tuple[tuple[Divergence, ...], int]:
-    """Compares the digests of the ranks.
-
-    Args:
-        plan: plan of all ranks.
-        turn: see `chosen_slices`.
-        digests: results of `hash_replicas` by rank.
+    """Compares the results of `hash_replicas` of all ranks; `turn` as for `chosen_slices`.
 
     Returns:
         The divergences, ordered by set of holders and tensor; and their total number.

@@ -64,15 +64,9 @@ _NOTHING = Capture((), (), {}, {}, None, is_complete=False)
 
 
 class Save:
-    """One save on one rank.
+    """One save on one rank, which updates the cache.
 
-    Args:
-        rendezvous: rendezvous of all ranks.
-        storage: storage of the step.
-        request: request of the caller.
-        cache: cache of earlier saves, which is updated.
-        limits: see `Limits`.
-        failed: the error of the previous save, if the caller has not received it.
+    `failed` is the error of the previous save, if the caller has not received it.
     """
 
     def __init__(
@@ -167,10 +161,7 @@ class Save:
     def _collect(self, state: Any, *, guarded: bool, stage_all: bool) -> None:
         """Collects the state, and reserves the place in the order of meetings for `_agree`.
 
-        Args:
-            state: the state tree.
-            guarded: True if memory may change before the save is over; staging and the fence protect it.
-            stage_all: True to copy all memory, without use of the fence.
+        With `guarded`, memory may change before the save is over; staging and the fence protect it.
         """
         succeeded, self._cache.succeeded = self._cache.succeeded, False
 
@@ -208,8 +199,7 @@ class Save:
     def _agree(self, *, exclusive: bool) -> bytes | None:
         """Agrees with the other ranks, at the reserved place in the order of meetings.
 
-        Args:
-            exclusive: True if no other meeting of this rank may come before the commit.
+        With `exclusive`, no other meeting of this rank may come before the commit.
 
         Returns:
             This rank's part of a new plan; None: the cached plan is reused.

@@ -55,13 +55,8 @@ benchmarks/results/2026-11-26-gpu.md."""
 class Snapshot:
     """The chunks that one rank writes in one save, in the order of its file.
 
-    Args:
-        capture: this rank's pieces, in the order of the plan.
-        plan: plan of the chunks.
-        pool: memory for copies.
-        allocator: the thread that allocates memory for the pool.
-        patience: seconds without progress of the writer after which the save fails.
-        progress: progress of the save.
+    The save fails if the writer makes no progress for `patience` seconds while training waits for it. The
+    thread of `allocator` allocates memory for the pool.
     """
 
     def __init__(
@@ -104,13 +99,7 @@ class Snapshot:
         return self._count
 
     def copy(self, row: int, start: int, count: int, to: int) -> None:
-        """Copies a part of a chunk. The writer copies the parts in order.
-
-        Args:
-            row: the chunk.
-            start: first byte of the part in the chunk.
-            count: number of bytes.
-            to: address of the destination.
+        """Copies `count` bytes of a chunk, from byte `start` on, to an address. The writer copies in order.
 
         Raises:
             StructureError: the memory of the tensor was freed.
@@ -133,11 +122,7 @@ class Snapshot:
         self._progress.advance()
 
     def copy_whole(self, rows: range, to: int) -> None:
-        """Copies whole chunks.
-
-        Args:
-            rows: the chunks.
-            to: address of the first chunk; the others follow without gaps.
+        """Copies whole chunks to an address, one after the other without gaps.
 
         Raises:
             StructureError, BaseException: as `copy`.
@@ -160,10 +145,9 @@ class Snapshot:
         self._progress.advance()
 
     def stage_live(self, *, fenced: bool) -> None:
-        """Stages all live chunks. On return, each is copied or staged, or the save has failed.
+        """Stages all live chunks, those of fenced tensors only if `fenced`.
 
-        Args:
-            fenced: True to include the chunks of fenced tensors.
+        On return, each is copied or staged, or the save has failed.
         """
         begun = time.monotonic()
         try:

@@ -81,11 +81,7 @@ class WriteWatch:
         return row in self._fenced
 
     def changed_piece(self, copies: Mapping[torch.device, DeviceCopies]) -> int | None:
-        """The row of a fenced piece that other code wrote to; None if there is none.
-
-        Args:
-            copies: copies for the devices of the pieces.
-        """
+        """The row of a fenced piece that other code wrote to; None if there is none."""
         with torch._C.DisableTorchFunctionSubclass():
             versions = list(map(_VERSION, self._counted))
         if versions != self._versions:
@@ -190,9 +186,6 @@ class MemorySample:
 
     def changed(self, copies: Mapping[torch.device, DeviceCopies]) -> list[int]:
         """Reads the samples again.
-
-        Args:
-            copies: copies for each device of the tensors.
 
         Returns:
             Rows of the pieces whose samples or addresses differ, ascending.

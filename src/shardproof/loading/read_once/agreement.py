@@ -76,14 +76,8 @@ class _SpeedReport(msgspec.Struct, frozen=True, array_like=True):
 class ReadOnceExchange:
     """The read-once exchange on one rank: first the agreement, then the transfers.
 
-    Args:
-        checkpoint: the checkpoint to load.
-        plan: the plan of this rank without an exchange.
-        writer: writes to the destinations of the plan.
-        rendezvous: the rendezvous of all ranks.
-        options: options of the load; the same on all ranks.
-        memory: shared memory of this rank, or None. The caller closes it.
-        handles: handles to the shared memory of all ranks; empty if it cannot serve them all.
+    `plan` is the plan of this rank without an exchange, and the caller closes `memory`. `handles`, to the
+    shared memory of all ranks, are empty if it cannot serve them all.
     """
 
     def __init__(
@@ -267,11 +261,9 @@ class ReadOnceExchange:
         for rank, report in enumerate(reports):
             if report.error is not None:
                 raise from_rank(rank, len(posts), report.error)
-        return _encoded(self._planned if self._pays(reports) else [_LoadAnswer("all")] * len(posts))
-
-    def _pays(self, reports: Sequence[_SpeedReport]) -> bool:
         found = [(report.sampled, report.speed) for report in reports if report.sampled is not None]
-        return pays(self._loads, found, through_memory=self._planned[0].choice == "node")
+        exchanges = pays(self._loads, found, through_memory=self._planned[0].choice == "node")
+        return _encoded(self._planned if exchanges else [_LoadAnswer("all")] * len(posts))
 
 
 def _encoded(answers: Sequence[_LoadAnswer]) -> list[bytes]:

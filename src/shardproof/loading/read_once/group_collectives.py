@@ -34,12 +34,7 @@ def can_exchange(group: ProcessGroup | None) -> bool:
 
 
 class Exchange:
-    """Sends bytes from all ranks to all ranks.
-
-    Args:
-        group: process group of the ranks that load; None for the default group.
-        rank: rank of this process at the rendezvous.
-        world_size: number of ranks of the rendezvous.
+    """Sends bytes from all ranks to all ranks. `rank` and `world_size` are those of the rendezvous.
 
     Raises:
         StructureError: the ranks of the group are not the ranks of the rendezvous.

@@ -39,12 +39,6 @@ def plan_once(
 ) -> tuple[list[Orders], Loads]:
     """Assigns each chunk that several ranks want to one reader, and its messages to rounds.
 
-    Args:
-        table: all chunks.
-        requests: requests of all ranks.
-        round_bytes: bytes that a rank sends and receives in a round.
-        unit_bytes: bytes of neighbouring chunks in one unit.
-
     Returns:
         The orders of each rank, and their loads.
     """

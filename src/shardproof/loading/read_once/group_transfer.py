@@ -30,17 +30,7 @@ __all__ = ["PeerFailed", "Receiver", "Sender", "through_group"]
 
 
 class Sender:
-    """Reads units, fills this rank's own destinations from them, and packs messages for other ranks.
-
-    Args:
-        files: files of the checkpoint.
-        manifest: manifest of the checkpoint.
-        table: its chunks.
-        writer: writer of this rank's read plan.
-        orders: orders of this rank.
-        world_size: number of ranks.
-        threads: reads in flight.
-    """
+    """Reads units, fills this rank's own destinations from them, and packs messages for other ranks."""
 
     def __init__(
         self,
@@ -175,14 +165,7 @@ class Sender:
 
 
 class Receiver:
-    """Unpacks received messages into their destinations, round by round.
-
-    Args:
-        table: the chunks of the checkpoint.
-        writer: writer of this rank's read plan.
-        orders: orders of this rank.
-        world_size: number of ranks.
-    """
+    """Unpacks received messages into their destinations, round by round."""
 
     def __init__(self, table: ChunkTable, writer: DestinationWriter, orders: Orders, world_size: int) -> None:
         self.received = 0

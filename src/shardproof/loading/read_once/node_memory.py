@@ -92,21 +92,13 @@ class Inbox:
         self._watched: dict[int, int] = {}
 
     def watch(self, processes: Iterable[tuple[int, int]]) -> None:
-        """Makes `take` report the end of these processes.
-
-        Args:
-            processes: rank and process descriptor (``os.pidfd_open``) of each.
-        """
+        """Makes `take` report the end of processes, given by rank and descriptor (``os.pidfd_open``)."""
         for rank, descriptor in processes:
             self._watched[descriptor] = rank
             self._poll.register(descriptor, select.POLLIN)
 
     def take(self, timeout: float) -> list[Message]:
-        """Messages since the last call. If there are none, waits for one.
-
-        Args:
-            timeout: seconds to wait at most. After that, the result is empty.
-        """
+        """Messages since the last call. If there are none, waits for one, at most `timeout` seconds."""
         found = [descriptor for descriptor, _ in self._poll.poll(timeout * 1000)]
         messages = []
         if self._read in found:
@@ -131,12 +123,7 @@ class Outbox:
 
     @staticmethod
     def opened(process: int, descriptor: int, number: int) -> Outbox:
-        """Opens the inbox of another process.
-
-        Args:
-            process: its id.
-            descriptor: descriptor of the pipe in that process.
-            number: `Inbox.number` of the pipe.
+        """Opens the inbox of another process; `number` is the `Inbox.number` of the pipe.
 
         Raises:
             OSError: the pipe cannot be opened, or is another one.

@@ -69,13 +69,6 @@ def plan_node(
 ) -> tuple[list[NodeOrders], Loads]:
     """Assigns each chunk that several ranks of one node want to one reader, and to a place in its ring.
 
-    Args:
-        table: all chunks.
-        requests: requests of all ranks, which are on one node.
-        round_bytes: bytes that a rank reads in a round.
-        ring_bytes: bytes of a rank's ring.
-        unit_bytes: bytes of neighbouring chunks in one unit.
-
     Returns:
         The orders of each rank, and their loads.
     """

@@ -53,12 +53,7 @@ def post(match: MatchReport, offer: Offer | None = None, sketch: Sketch | None =
 
 
 def answer(location: str, posts: Sequence[bytes], stored: Callable[[], Iterable[str]]) -> bytes:
-    """Coordinator: an `Answer`, as bytes.
-
-    Args:
-        location: location of the checkpoint.
-        posts: posts of the ranks.
-        stored: see `agree`.
+    """Coordinator: an `Answer`, as bytes; `stored` as for `agree`.
 
     Raises:
         ShardproofError: the ranks do not agree (see `agree`).

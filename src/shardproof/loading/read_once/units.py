@@ -60,13 +60,7 @@ class Units:
 
     @staticmethod
     def of(table: ChunkTable, requests: Sequence[ChunkRequest], unit_bytes: int) -> Units:
-        """Makes the units for the requests of the ranks.
-
-        Args:
-            table: all chunks.
-            requests: requests of all ranks.
-            unit_bytes: bytes of neighbouring chunks in one unit.
-        """
+        """Makes the units for the requests of all ranks, of at most `unit_bytes` neighbouring bytes."""
         world_size = len(requests)
         rank = np.repeat(np.arange(world_size), [len(request.chunk) for request in requests])
         chunk = joined([request.chunk for request in requests])

@@ -31,11 +31,7 @@ class _RoundParts:
 class WantedParts:
     """The parts of chunks that this rank wants, by their reader and its round.
 
-    Args:
-        table: all chunks.
-        writer: writer of this rank's read plan.
-        copies: (4 n,) or (n, 4) `NodeOrders.copies`.
-        ranks: number of ranks of the node.
+    `copies` are `NodeOrders.copies`, (4 n,) or (n, 4).
     """
 
     def __init__(self, table: ChunkTable, writer: DestinationWriter, copies: Int64s, ranks: int) -> None:
@@ -59,14 +55,10 @@ class WantedParts:
         return len(self._of[rank])
 
     def prepare(self, rank: int, memory: torch.Tensor) -> None:
-        """Makes the views of the parts in a rank's memory.
+        """Makes the views of the parts in all of a reader's shared memory.
 
         Views that are made between the copies would take longer, because the copies displace the interpreter
         from the processor's caches.
-
-        Args:
-            rank: the reader.
-            memory: (n,) uint8, all of the reader's shared memory.
         """
         for of_round in self._of[rank].values():
             rows, of_round.rows = of_round.rows, []
@@ -79,12 +71,7 @@ class WantedParts:
                     of_round.rows.append(at)
 
     def copy(self, rank: int, number: int, memory: torch.Tensor) -> int:
-        """Copies the parts of a round to their destinations. Called without gradients.
-
-        Args:
-            rank: the reader.
-            number: number of the round.
-            memory: as given to `prepare`.
+        """Copies the parts of a round from the memory given to `prepare`. Called without gradients.
 
         Returns:
             Bytes copied.
