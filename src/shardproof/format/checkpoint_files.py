@@ -86,10 +86,6 @@ def locate_files(storage: Storage, manifest: Manifest) -> list[tuple[Storage, st
 
     Files of one folder share one storage, unless the folder has copies (`CopiedStorage`). To close all files,
     close each storage once.
-
-    Args:
-        storage: storage of the checkpoint.
-        manifest: manifest of the checkpoint.
     """
     storages = {"": storage}
     for record in manifest.files:
@@ -142,11 +138,6 @@ def read_seal(storage: Storage) -> bytes | None:
 
 def size_fault(storage: Storage, name: str, size: int) -> tuple[str, bool] | None:
     """Compares the size of a file with the expected one, without reading the file.
-
-    Args:
-        storage: holds the file.
-        name: name of the file in `storage`.
-        size: expected bytes.
 
     Returns:
         None if the sizes are equal; else the fault in words, and whether the file is missing.

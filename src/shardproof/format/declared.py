@@ -55,10 +55,7 @@ _DECODER = msgspec.json.Decoder(Declared)
 def declared_header(declared: Declared, entries: Entries, *, size: int = 0) -> bytes:
     """All bytes of a shard file before its data.
 
-    Args:
-        declared: values may be `msgspec.Raw`, encoded before.
-        entries: entries of the file.
-        size: bytes to pad the header to, if it is shorter.
+    Values of `declared` may be `msgspec.Raw`, encoded before. A header shorter than `size` is padded to it.
 
     Raises:
         FormatError: the header is longer than safetensors readers accept.
@@ -114,12 +111,7 @@ def header_of_chunks(
 
 
 def declaration_of(metadata: dict[str, str], entries: bytes, file: str) -> Declared:
-    """Decodes the declaration of a shard file from its metadata.
-
-    Args:
-        metadata: texts of the file's ``__metadata__``.
-        entries: its entries, as `encode_entries` gives them.
-        file: name of the file in error messages.
+    """Decodes the declaration of a shard file from its ``__metadata__`` and its entries, which are encoded.
 
     Raises:
         FormatError: the file is no shard file, or its header is damaged.

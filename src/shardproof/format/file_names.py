@@ -33,11 +33,7 @@ _CHUNK = re.compile(r"(.*)\[((?:[0-9]+:[0-9]+)(?:,[0-9]+:[0-9]+)*)?\]", re.DOTAL
 
 
 def chain_attempt(name: str, length: int) -> str:
-    """The attempt name of an incremental save.
-
-    Args:
-        name: name of the attempt, without a dot.
-        length: number of saves since the last full one, this one included.
+    """The name of the attempt of an incremental save, the saves since the last full one included.
 
     >>> chain_attempt("5f0c", 3), chain_length("5f0c.3"), chain_length("5f0c")
     ('5f0c.3', 3, None)
@@ -55,9 +51,6 @@ def overwrite_attempt(name: str) -> str:
     """The attempt name of a save that may replace earlier saves of its step on other tiers.
 
     The name is committed with the manifest, so the permission outlives the process that saved.
-
-    Args:
-        name: name of the attempt, without a dot.
 
     >>> overwrite_attempt("5f0c"), is_overwrite("5f0c-overwrite"), is_overwrite("5f0c")
     ('5f0c-overwrite', True, False)

@@ -68,10 +68,6 @@ def read_shard_header(storage: Storage, name: str) -> ShardHeader:
 
     Reads and allocates no more than the size of the header, at most `MAX_HEADER`, whatever the file claims.
 
-    Args:
-        storage: holds the file.
-        name: name of the file.
-
     Raises:
         FormatError: the header breaks a rule of safetensors, or does not fit the size of the file.
         StorageError: the file is missing or unreadable.
@@ -88,15 +84,10 @@ def read_shard_header(storage: Storage, name: str) -> ShardHeader:
 
 
 def parse_header(data: bytes, size: int, file: str) -> ShardHeader:
-    """Checks the header at the beginning of `data`.
-
-    Args:
-        data: first bytes of the file, at least the whole header.
-        size: bytes of the whole file.
-        file: name of the file in error messages.
+    """Checks the header at the beginning of `data`, which has at least the whole header of such a file.
 
     Raises:
-        FormatError: the header breaks a rule of safetensors, or does not fit `size`.
+        FormatError: the header breaks a rule of safetensors, or does not fit the size of the file.
     """
     data_start = _LENGTH + _header_length(data[:_LENGTH], size, file)
     raw = data[:data_start]

@@ -136,12 +136,8 @@ def is_folder_name(name: str) -> bool:
 def check_manifest(manifest: Manifest, file: str) -> None:
     """Checks that the records of a manifest fit each other and that every number is in range.
 
-    Args:
-        manifest: the manifest.
-        file: name of the file in error messages.
-
     Raises:
-        FormatError: a rule is broken.
+        FormatError: a rule is broken. `file` is the name in its message.
     """
     fault = _head_fault(manifest) or _tensor_fault(manifest) or _key_fault(manifest) or _file_fault(manifest)
     if fault is not None:

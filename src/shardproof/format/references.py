@@ -76,11 +76,7 @@ class References:
 
 
 def unreadable_manifests_message(unknown: Sequence[str]) -> str:
-    """The reason why unreadable manifests make files stay, and what to do, for messages.
-
-    Args:
-        unknown: folders whose manifests cannot be read.
-    """
+    """Why unreadable manifests in some folders make files stay, and what to do, for messages."""
     return (
         f"the manifest in {', '.join(unknown)} cannot be read (no permission, or damaged) and may refer to "
         "them. Make it readable for this process, or move the folder elsewhere; then `shardproof prune` "
@@ -89,11 +85,7 @@ def unreadable_manifests_message(unknown: Sequence[str]) -> str:
 
 
 def referred(places: Iterable[tuple[str, Storage]]) -> References:
-    """The references of the checkpoints in some folders.
-
-    Args:
-        places: name and storage of each folder. A folder without a manifest has no references.
-    """
+    """The references of the checkpoints in some folders, given by name and storage. Others count as none."""
     found = References()
     places = [(name, storage) for name, storage in places if name != _LOST_AND_FOUND]
     if not places:
@@ -224,14 +216,10 @@ def named_files(storage: Storage) -> set[str] | None:
 def unreferenced_files(
     records: Iterable[FileRecord], references: References, folder: Callable[[str], Storage]
 ) -> list[FileRecord]:
-    """The files to which only a removed manifest referred, and which may now be removed.
+    """The records of a removed manifest whose files only it referred to, and which may now be removed.
 
     Files in linked folders stay (see `Storage.linked`), and all files stay if a manifest is unreadable.
-
-    Args:
-        records: file records of the removed manifest.
-        references: references of the manifests that are left.
-        folder: gives the storage of a folder by its name.
+    `references` are those of the manifests that are left, and `folder` gives the storage of a folder.
     """
     if references.unknown:
         return []

@@ -163,11 +163,6 @@ def _largest_part(entries: bytes, metadata: dict[str, str]) -> tuple[str, int]:
 def read_chunk_digests(storage: Storage, name: str, header: ShardHeader) -> NDArray[np.uint64]:
     """Reads the digests of its chunks from a shard file, which is not trusted.
 
-    Args:
-        storage: holds the file.
-        name: name of the file.
-        header: header of the file.
-
     Returns:
         (n, 2) uint64, the digests of the first n entries of `header`: all but `PADDING`, `BLOCKS`, `DIGESTS`.
 

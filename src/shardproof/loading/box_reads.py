@@ -12,7 +12,6 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from math import prod
@@ -29,7 +28,7 @@ from shardproof.geometry import row_major_strides
 from shardproof.interop import Extent, StoredBox, StoredView
 from shardproof.loading.cold_reads import Cold
 from shardproof.loading.destinations import DestinationWriter, can_view
-from shardproof.loading.threads import in_threads
+from shardproof.loading.threads import Scratch, in_threads
 from shardproof.planning import LARGE_BYTES, ChunkTable
 
 __all__ = ["BoxReads"]
@@ -84,7 +83,7 @@ class BoxReads:
         self._writer = writer
         self._proved = proved
         self._lock = threading.Lock()
-        self._local = threading.local()
+        self._scratch = Scratch()
         self._on_bytes: Callable[[int], None] | None = None
         self._read = 0
 
@@ -139,8 +138,8 @@ class BoxReads:
                 return extent.stored_bytes
             wanted = sum(places[at].end - places[at].begin for at in boxes)
             if not extent.is_seekable or (extent.nbytes <= _WHOLE_BYTES and 2 * wanted > extent.nbytes):
-                scratch = self._scratch(extent.nbytes)
-                extent.read_into(scratch.bytes[: extent.nbytes])
+                scratch, memory = self._scratch.take(extent.nbytes)
+                extent.read_into(memory[: extent.nbytes])
                 self._note_proved(extent)
                 self._fill(places, [(0, boxes)], scratch)
                 return extent.stored_bytes
@@ -169,8 +168,8 @@ class BoxReads:
     def _read_ranges(self, places: _Places, ranges: Sequence[_Range]) -> int:
         """Reads neighbouring ranges at once, verifies those that are whole extents, and fills their boxes."""
         extent, begin, end = ranges[0].extent, ranges[0].begin, max(one.end for one in ranges)
-        scratch = self._scratch(end - begin)
-        memory = scratch.bytes[: end - begin]
+        scratch, memory = self._scratch.take(end - begin)
+        memory = memory[: end - begin]
         if extent.is_raw:
             extent.storage.read_into(extent.file, begin, memory)
         else:
@@ -184,7 +183,9 @@ class BoxReads:
         self._fill(places, filled, scratch)
         return end - begin
 
-    def _fill(self, places: _Places, filled: Sequence[tuple[int, Sequence[int]]], scratch: _Scratch) -> None:
+    def _fill(
+        self, places: _Places, filled: Sequence[tuple[int, Sequence[int]]], scratch: torch.Tensor
+    ) -> None:
         """Fills the destinations of boxes.
 
         Args:
@@ -196,7 +197,7 @@ class BoxReads:
         into, out_of, counts = [], [], []
         addresses, begins, sizes = self._direct
         for origin, boxes in filled:
-            base = scratch.address + origin
+            base = scratch.data_ptr() + origin
             for at in boxes:
                 place = places[at]
                 if place.is_dense and addresses[at]:
@@ -204,7 +205,7 @@ class BoxReads:
                     out_of.append(base + place.first + begins[at])
                     counts.append(sizes[at])
                 else:
-                    self._put(at, place, scratch.tensor, -origin)
+                    self._put(at, place, scratch, -origin)
         copy_runs(into, out_of, counts)
 
     def _put(self, at: int, place: _BoxBytes, memory: torch.Tensor, begin: int) -> None:
@@ -239,17 +240,6 @@ class BoxReads:
         if extent.has_checksum:
             self._proved.add(extent)
 
-    def _scratch(self, count: int) -> _Scratch:
-        """This thread's scratch memory, at least `count` bytes."""
-        scratch: _Scratch | None = getattr(self._local, "scratch", None)
-        if scratch is None or len(scratch.bytes) < count:
-            self._local.scratch = scratch = None  # frees the memory before more is taken
-            memory = torch.empty(max(count, _BATCH_BYTES), dtype=torch.uint8, device="cpu")
-            scratch = self._local.scratch = _Scratch(
-                memory, memoryview(memory.numpy().data), memory.data_ptr()
-            )
-        return scratch
-
 
 class _BoxBytes(NamedTuple):
     """The position of a box in its extent."""
@@ -279,15 +269,6 @@ class _Range(NamedTuple):
     boxes: Sequence[int]
     is_pending: bool
     """True if the range is the whole extent, whose checksum was not compared yet."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Scratch:
-    """Scratch memory of a thread, as three types."""
-
-    tensor: torch.Tensor
-    bytes: memoryview
-    address: int
 
 
 def _batches(first: Sequence[int], file: Sequence[int], nbytes: Sequence[int], count: int) -> list[range]:

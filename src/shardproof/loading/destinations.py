@@ -135,8 +135,8 @@ class DestinationWriter:
         The address is 0 for a chunk with several parts, and for a chunk whose part is not contiguous or needs
         a conversion.
         """
-        first = np.searchsorted(self._plan.chunk, rows, "left")
-        alone = np.searchsorted(self._plan.chunk, rows, "right") - first == 1
+        first, last = self._bounds(rows)
+        alone = last - first == 1
         part = first[alone]
         address, begin, nbytes = np.zeros(len(first), np.uint64), *np.zeros((2, len(first)), np.int64)
         address[alone] = self._address[part]
@@ -151,8 +151,8 @@ class DestinationWriter:
         """
         if not self.devices:
             return {}
-        first = np.searchsorted(self._plan.chunk, rows, "left")
-        alone = np.flatnonzero(np.searchsorted(self._plan.chunk, rows, "right") - first == 1)
+        first, last = self._bounds(rows)
+        alone = np.flatnonzero(last - first == 1)
         part = first[alone]
         large = (self._uploaded[part] >= 0) & (self.part_bytes[part] >= least)
         ranges: dict[int, DeviceRange] = {}
@@ -166,20 +166,22 @@ class DestinationWriter:
 
     def parts_of(self, rows: Sequence[int]) -> list[range]:
         """The parts of each row of the chunk table."""
-        first = np.searchsorted(self._plan.chunk, rows, "left").tolist()
-        last = np.searchsorted(self._plan.chunk, rows, "right").tolist()
-        return [range(one, other) for one, other in zip(first, last, strict=True)]
+        return [range(*bounds) for bounds in np.column_stack(self._bounds(rows)).tolist()]
+
+    def _bounds(self, rows: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The first part of each row of the chunk table, and the part after the last."""
+        chunk = self._plan.chunk
+        return np.searchsorted(chunk, rows, "left"), np.searchsorted(chunk, rows, "right")
 
     def _is_uploaded(self) -> NDArray[np.bool_]:
-        """By destination: True for contiguous memory of a device, of the stored dtype."""
+        """By destination: True for contiguous memory of a device with streams, of the stored dtype."""
         found = np.zeros(len(self._destinations), bool)
-        devices = {device for device in self.devices if has_streams(device)}
-        if not devices:
-            return found
-        for row, (there, dtype) in enumerate(zip(self._destinations, self._dtypes, strict=True)):
+        devices = set(filter(has_streams, self.devices))
+        for row, there in enumerate(self._destinations if devices else ()):
             if not there.is_plain and (view := there.view).device in devices:
+                is_stored_dtype = view.dtype == self._dtypes[row]
                 found[row] = (
-                    view.dtype == dtype and view.is_contiguous() and not view.is_conj() and not view.is_neg()
+                    is_stored_dtype and view.is_contiguous() and not (view.is_conj() or view.is_neg())
                 )
         found[self.overlapping] = False
         return found

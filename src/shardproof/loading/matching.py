@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import msgspec
 import numpy as np
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DEFAULTS",
-    "Agreed",
     "LoadOptions",
     "MatchReport",
     "Matched",
@@ -53,6 +52,7 @@ __all__ = [
 _log = logging.getLogger("shardproof")
 
 ReadOnce: TypeAlias = bool | Literal["auto"]
+_Keys: TypeAlias = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,15 +106,6 @@ class MatchReport(msgspec.Struct, frozen=True, array_like=True):
     """Patterns of `exclude` that match no key of this rank's target or of the checkpoint."""
     unused_renames: dict[str, str] = {}
     """Entries of `rename` whose key this rank's target does not have."""
-
-
-class Agreed(NamedTuple):
-    """The keys of all targets, compared with those of the checkpoint."""
-
-    missing: tuple[str, ...]
-    unexpected: tuple[str, ...]
-    dropped: tuple[str, ...]
-    """All three fields are those of `LoadReport`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,13 +248,18 @@ def _planned(
     return destinations, plan
 
 
-def agree(location: str, posts: Sequence[bytes], stored: Callable[[], Iterable[str]]) -> Agreed:
+def agree(
+    location: str, posts: Sequence[bytes], stored: Callable[[], Iterable[str]]
+) -> tuple[_Keys, _Keys, _Keys]:
     """Coordinator: checks that all ranks see one checkpoint, and that its keys fit their targets.
 
     Args:
         location: location of the checkpoint.
         posts: a `MatchReport` of each rank, as bytes.
         stored: returns the selected keys of the checkpoint; called if a target has per-rank values.
+
+    Returns:
+        The keys `missing`, `unexpected` and `dropped` of the `LoadReport`.
 
     Raises:
         ShardproofError: the error of the first rank that reports one.
@@ -311,7 +307,7 @@ def agree(location: str, posts: Sequence[bytes], stored: Callable[[], Iterable[s
         raise _mismatch(
             location, missing if strict else [], unexpected if strict else [], mismatched, renames
         )
-    return Agreed(tuple(missing), tuple(sorted(unasked)), tuple(_dropped(reports, stored)))
+    return tuple(missing), tuple(sorted(unasked)), tuple(_dropped(reports, stored))
 
 
 def _dropped(reports: Sequence[MatchReport], stored: Callable[[], Iterable[str]]) -> list[str]:

@@ -33,7 +33,7 @@ from shardproof.loading.cold_reads import (
     is_cached,
 )
 from shardproof.loading.destinations import DestinationWriter
-from shardproof.loading.threads import in_threads
+from shardproof.loading.threads import Scratch, in_threads
 from shardproof.loading.uploads import (
     SMALL_BYTES,
     UPLOAD_BYTES,
@@ -117,6 +117,7 @@ class _Job:
         self._reported = 0
         self._lock = threading.Lock()
         self._local = threading.local()
+        self._scratch = Scratch()
 
     def run(self, batch: range) -> None:
         """Reads one batch and verifies every digest. Copies from scratch memory follow the verification."""
@@ -125,7 +126,7 @@ class _Job:
         elif self._direct[batch.start]:
             address, begin, nbytes = (column[batch.start] for column in self._straight)
             run = memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
-            read = self._chunks.read_run(batch.start, begin, run, self._scratch(BLOCK_BYTES)[1])
+            read = self._chunks.read_run(batch.start, begin, run, self._scratch.take(BLOCK_BYTES)[1])
         elif batch.start in self._device_ranges:
             read = self._upload(batch.start, UPLOAD_BYTES, self._read_to_buffer)
         elif batch.start in self._chunks.extents:
@@ -219,7 +220,7 @@ class _Job:
             self._place(batch, buffers.tensor[:span], non_blocking=True)
             buffers.enqueued()
             return read
-        scratch, memory = self._scratch(span)
+        scratch, memory = self._scratch.take(span)
         read = self._chunks.read(batch, memory[:span])
         self._place(batch, scratch[:span])
         return read
@@ -267,18 +268,10 @@ class _Job:
     def _read_part_through_scratch(self, at: int) -> int:
         first, end = self._chunks.extents[at]
         count = end - first
-        scratch, memory = self._scratch(count + BLOCK_BYTES)
+        scratch, memory = self._scratch.take(count + BLOCK_BYTES)
         read = self._chunks.read_run(at, first, memory[:count], memory[count:])
         self._writer.put(self._chunks.rows[at], self._parts[at], scratch[:count], first)
         return read
-
-    def _scratch(self, count: int) -> tuple[torch.Tensor, memoryview]:
-        """The scratch memory of this thread, at least `count` bytes, as a tensor and as bytes."""
-        scratch: tuple[torch.Tensor, memoryview] | None = getattr(self._local, "scratch", None)
-        if scratch is None or len(scratch[1]) < count:
-            memory = torch.empty(max(count, _BATCH_BYTES), dtype=torch.uint8, device="cpu")
-            scratch = self._local.scratch = (memory, memoryview(memory.numpy().data))
-        return scratch
 
 
 def _tensor_of(memory: memoryview) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Reading threads: their number, and how they share the work."""
+"""Reading threads: their number, how they share the work, and their scratch memory."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
+import torch
+
 from shardproof._utils.topology import processors
 
-__all__ = ["in_threads", "reading_threads"]
+__all__ = ["Scratch", "in_threads", "reading_threads"]
 
 _MOST = 8
+_LEAST_SCRATCH = 1 << 20
 
 _Item = TypeVar("_Item")
 
@@ -69,3 +72,19 @@ def in_threads(
                 running.result()
         finally:
             stopped = True
+
+
+class Scratch:
+    """Scratch memory, separate for each thread."""
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+
+    def take(self, count: int) -> tuple[torch.Tensor, memoryview]:
+        """This thread's memory, at least `count` bytes, as a tensor and as bytes; the same at every call."""
+        memory: tuple[torch.Tensor, memoryview] | None = getattr(self._local, "memory", None)
+        if memory is None or len(memory[1]) < count:
+            self._local.memory = memory = None  # frees the memory before more is taken
+            tensor = torch.empty(max(count, _LEAST_SCRATCH), dtype=torch.uint8, device="cpu")
+            memory = self._local.memory = tensor, memoryview(tensor.numpy().data)
+        return memory

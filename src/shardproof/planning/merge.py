@@ -52,10 +52,7 @@ class MergedStructures:
 
 
 def merge(structures: Sequence[Structure]) -> tuple[MergedStructures, dict[int, RankBoxes]]:
-    """Merges the structures of all ranks.
-
-    Args:
-        structures: the structure of each rank, in rank order.
+    """Merges the structures of all ranks, in rank order.
 
     Returns:
         The merged tables, and the boxes by number of dimensions.

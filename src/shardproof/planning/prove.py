@@ -32,14 +32,7 @@ class DistinctBoxes:
 
 
 def prove(merged: MergedStructures, declared: Mapping[int, RankBoxes]) -> list[DistinctBoxes]:
-    """Proves that the boxes of each tensor tile it, and returns the distinct boxes.
-
-    Args:
-        merged: tables of all tensors.
-        declared: boxes of all ranks by number of dimensions, from `merge`.
-
-    Returns:
-        The distinct boxes by ascending number of dimensions.
+    """Proves that the boxes of each tensor tile it, and returns the distinct boxes by number of dimensions.
 
     Raises:
         TilingError: the boxes of a tensor do not cover it exactly once.

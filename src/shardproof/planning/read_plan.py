@@ -182,13 +182,7 @@ def _pairs(
     """Pairs of a requested box and a chunk of its tensor that share an element, sorted by box, then chunk.
 
     If tensors have few chunks (`_PAIRS_EACH`), comparing each box with each chunk of its tensor is faster
-    than a search through all boxes.
-
-    Args:
-        wants: requested boxes.
-        want_tensor: (wants,) row of each box's tensor.
-        chunks: boxes of the chunks.
-        chunk_tensor: (chunks,) row of each chunk's tensor, ascending.
+    than a search through all boxes. `chunk_tensor`, the row of each chunk's tensor, is ascending.
     """
     first = np.searchsorted(chunk_tensor, want_tensor, "left")
     count = np.searchsorted(chunk_tensor, want_tensor, "right") - first

@@ -83,11 +83,7 @@ class SharedPieces:
         return SharedPieces(sample_bytes, turns, tuple([(start, unpack(packed)) for start, packed in sets]))
 
     def slices(self, structure: Structure) -> Slices:
-        """The slices of these pieces. `Slices.box` refers to rows of the rank's pieces.
-
-        Args:
-            structure: structure of the rank.
-        """
+        """The slices of these pieces. `Slices.box` refers to rows of the rank's pieces."""
         table = structure.tensors()
         ndims = np.array([len(shape) for shape in table.shapes], np.int64)
         itemsizes = np.array([DTYPES[name].itemsize for name in table.dtypes], np.int64)

@@ -67,15 +67,8 @@ class DeviceCopies:
         Raises:
             torch.OutOfMemoryError: the device has no room for a row-major copy of a strided `source`.
         """
-        if (done := self._enqueued(source, into)) is not None:
+        if (done := self.enqueue(source, into)) is not None:
             done.synchronize()
-
-    def enqueue(self, source: torch.Tensor, into: memoryview) -> None:
-        """As `copy`, but the elements are in host memory only when a later `wait` has returned.
-
-        So the host prepares the next copy during this one.
-        """
-        self._enqueued(source, into)
 
     def enqueue_together(
         self, sources: Sequence[torch.Tensor], starts: Sequence[int], into: memoryview
@@ -92,14 +85,19 @@ class DeviceCopies:
                 if _gather(sources, starts, into):
                     return
         for source, start in zip(sources, starts, strict=True):
-            self._enqueued(source, into[start : start + source.nbytes])
+            self.enqueue(source, into[start : start + source.nbytes])
 
     def wait(self) -> None:
         """Waits for all copies, including those whose `copy` ended with an error."""
         if self._side is not None:
             self._side.synchronize()
 
-    def _enqueued(self, source: torch.Tensor, into: memoryview) -> torch.Event | None:
+    def enqueue(self, source: torch.Tensor, into: memoryview) -> torch.Event | None:
+        """As `copy`, but the elements are in host memory only when a later `wait` has returned.
+
+        So the host prepares the next copy during this one. Returns an event after the copy, if it has to be
+        waited for.
+        """
         assert len(into) == source.numel() * source.element_size(), (len(into), source.shape, source.dtype)
         if len(into) == 0:
             return None

@@ -92,9 +92,6 @@ class PageCache:
 
     `mincore` answers without a read. Since Linux 5.2, only owners and writers of the file get the answer.
     For other users, all pages look cached.
-
-    Args:
-        descriptor: descriptor of the file, open for reading.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -107,11 +104,9 @@ class PageCache:
                 self._address = int(np.frombuffer(self._map, np.uint8).__array_interface__["data"][0])
 
     def has(self, start: int, count: int) -> bool:
-        """True if most of the checked pages are in memory. False where the system cannot tell.
+        """True if most of the checked pages of a range, of at least a byte, are in memory.
 
-        Args:
-            start: first byte of the range.
-            count: bytes of it, at least 1.
+        False where the system cannot tell.
         """
         stop = min(start + count, self._size)
         if self._map is None or start >= stop:
@@ -135,11 +130,7 @@ class PageCache:
 
 
 class UncachedReader:
-    """One file, open for reads past the page cache if its file system has them.
-
-    Args:
-        path: path of the file.
-    """
+    """One file, open for reads past the page cache if its file system has them."""
 
     def __init__(self, path: Path) -> None:
         self._number = -1

@@ -194,11 +194,7 @@ _NO_RANGES = (errno.ENOSYS, errno.EINVAL, errno.ESPIPE, errno.ENOTSUP, errno.EPE
 
 
 class WriteBack:
-    """Early write-back of one file. Threads may share it.
-
-    Args:
-        descriptor: descriptor of the file, open for writing for the lifetime of this object.
-    """
+    """Early write-back of a file, which is open for writing meanwhile. Threads may share it."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor

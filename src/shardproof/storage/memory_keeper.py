@@ -268,13 +268,7 @@ class Keeper:
     def _answer(
         self, client: object, request: dict[str, Any], new: _FinishedFile | None
     ) -> tuple[dict[str, Any], _FinishedFile | None]:
-        """The answer to a request, and the file to send with it.
-
-        Args:
-            client: connection of the request.
-            request: see `memory_link`.
-            new: the file that came with it.
-        """
+        """The answer to a request, and the file to send with it. `new` is the file that came with it."""
         do, name = request["do"], request.get("name", "")
         if request["protocol"] != PROTOCOL and do != "drop":
             raise _Refused("protocol", process=os.getpid())

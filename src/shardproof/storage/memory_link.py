@@ -42,12 +42,7 @@ _log = logging.getLogger("shardproof")
 
 
 class Connection:
-    """A connection to a keeper, closed in forked children.
-
-    Args:
-        to: the connected socket.
-        location: location of the run, for messages.
-    """
+    """A connection to a keeper, closed in forked children."""
 
     def __init__(self, to: socket.socket, location: str) -> None:
         self._to = to
@@ -152,10 +147,8 @@ class Connection:
 class MemoryLink:
     """The connections of this process to the keeper of a run.
 
-    Args:
-        name: name of the run.
-        budget: bytes that the keeper holds at most; None: half of what is available when it starts.
-        idle_timeout: seconds without a client after which it ends; None: `IDLE_SECONDS`.
+    A keeper that it starts gets the budget, or half of the available memory; and the idle timeout, or
+    `IDLE_SECONDS`.
     """
 
     def __init__(self, name: str, budget: int | None = None, idle_timeout: float | None = None) -> None:

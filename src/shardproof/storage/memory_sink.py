@@ -98,12 +98,9 @@ class MemorySink:
 
 
 class AnonymousFile:
-    """An anonymous file that this process has open. It closes with its last reference, and in children.
+    """An anonymous file that this process has open: a new one if it has no number yet.
 
-    Args:
-        place: its name in messages.
-        number: descriptor; None for a new file.
-        size: bytes of it.
+    It closes with its last reference, and in children.
     """
 
     def __init__(self, place: str, number: int | None = None, size: int = 0) -> None:

@@ -61,11 +61,8 @@ class Upload:
 class MultipartUploads:
     """The multipart uploads of a bucket.
 
-    Args:
-        store: the bucket.
-        location: its URL, for messages.
-        retry: seconds for which a request is repeated after a failure of the server or the connection.
-        page: uploads and parts of one answer, at most.
+    Requests are repeated for `retry` seconds after a failure of the server or the connection. An answer has
+    at most `page` uploads or parts.
     """
 
     def __init__(self, store: S3Store, location: str, retry: float, page: int = _PAGE) -> None:

@@ -59,11 +59,7 @@ def users_choice() -> bool | None:
 
 
 class Probe:
-    """The measurements of one file system. Threads and files share it.
-
-    Args:
-        device: `os.stat(...).st_dev` of a file on it.
-    """
+    """The measurements of the file system on a device (`st_dev`). Threads and files share it."""
 
     def __init__(self, device: int) -> None:
         self._device = device

@@ -12,7 +12,8 @@ import torch
 import shardproof as sp
 from shardproof.errors import CorruptChunkError, FormatError, StorageError
 from shardproof.format import MANIFEST_NAME, read_manifest, read_shard_header
-from shardproof.loading import LoadReport, read_executor
+from shardproof.loading import LoadReport
+from shardproof.loading.threads import Scratch
 from shardproof.maintenance import make_standalone, repair, verify
 from shardproof.rendezvous import LocalRendezvous
 from shardproof.saving import Saver
@@ -75,13 +76,13 @@ def test_a_read_of_several_parts_reads_all_blocks_from_the_first_to_the_last(sav
 
 def test_a_part_takes_memory_for_its_blocks_only(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
-    scratch = read_executor._Job._scratch
+    take = Scratch.take
 
-    def noted(job: read_executor._Job, count: int) -> Any:
+    def noted(scratch: Scratch, count: int) -> Any:
         taken.append(count)
-        return scratch(job, count)
+        return take(scratch, count)
 
-    monkeypatch.setattr(read_executor._Job, "_scratch", noted)
+    monkeypatch.setattr(Scratch, "take", noted)
     with sp.open(saved) as opened:
         assert torch.equal(opened["w"][11:14, 3:9], VALUE[11:14, 3:9])
     assert taken == [2 * BLOCK], "its block, and room for what the rest of a block passes through"

@@ -247,7 +247,7 @@ def test_small_tensors_are_copied_together(has_room: bool, monkeypatch: pytest.M
     if not has_room:
         monkeypatch.setattr(torch, "empty", raise_out_of_memory)
     enqueued = list[int]()
-    monkeypatch.setattr(DeviceCopies, "_enqueued", record_calls(DeviceCopies._enqueued, enqueued))
+    monkeypatch.setattr(DeviceCopies, "enqueue", record_calls(DeviceCopies.enqueue, enqueued))
     copies.enqueue_together(sources, starts, buffer)
     copies.wait()
     for source, start in zip(sources, starts, strict=True):
@@ -279,7 +279,7 @@ def record_calls(method: Callable[..., Any], calls: list[int]) -> Callable[..., 
 def test_a_save_copies_small_tensors_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = {str(at): torch.randn(at, device=first_device()) for at in range(40)}
     copied_alone = list[int]()
-    monkeypatch.setattr(DeviceCopies, "_enqueued", record_calls(DeviceCopies._enqueued, copied_alone))
+    monkeypatch.setattr(DeviceCopies, "enqueue", record_calls(DeviceCopies.enqueue, copied_alone))
     sp.save(tmp_path / "c", state)
     assert not copied_alone
     target = {key: torch.full_like(value, -1) for key, value in state.items()}
