@@ -88,14 +88,14 @@ def locate_files(storage: Storage, manifest: Manifest) -> list[tuple[Storage, st
     close each storage once.
     """
     storages = {"": storage}
+    located = []
     for record in manifest.files:
         if record.folder not in storages:
             storages[record.folder] = storage.sibling(record.folder)
-    return [(_holder(storages[record.folder], record), record.name) for record in manifest.files]
-
-
-def _holder(folder: Storage, record: FileRecord) -> Storage:
-    return folder.nearest(record.name) if isinstance(folder, CopiedStorage) else folder
+        folder = storages[record.folder]
+        holder = folder.nearest(record.name) if isinstance(folder, CopiedStorage) else folder
+        located.append((holder, record.name))
+    return located
 
 
 def lost_files(storage: Storage, manifest: Manifest) -> dict[str, str]:

@@ -75,9 +75,7 @@ def read_shard_header(storage: Storage, name: str) -> ShardHeader:
     size = storage.size(name)
     if size is None:
         raise StorageError(
-            f"{storage.location}/{name} is missing, so the checkpoint is incomplete.",
-            file=name,
-            missing=True,
+            f"{storage.location}/{name} is missing, so the checkpoint is incomplete.", file=name, missing=True
         )
     length = _header_length(storage.read(name, 0, min(size, _LENGTH)), size, name)
     return parse_header(storage.read(name, 0, _LENGTH + length), size, name)

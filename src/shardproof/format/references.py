@@ -99,9 +99,7 @@ def referred(places: Iterable[tuple[str, Storage]]) -> References:
     return found
 
 
-def _referring_manifest(
-    place: tuple[str, Storage],
-) -> Manifest | Literal["no references", "unknown"]:
+def _referring_manifest(place: tuple[str, Storage]) -> Manifest | Literal["no references", "unknown"]:
     """The manifest of a folder if it may have references; else why there is none."""
     name, storage = place
     try:

@@ -293,10 +293,7 @@ def _extents(elements: NDArray[np.int64], destinations: Sequence[Destination]) -
     extents = elements * np.array(itemsizes, np.int64)
     for row, destination in enumerate(destinations):
         if not destination.is_plain:
-            extents[row] = _extent(destination.view)
+            view = destination.view
+            reach = sum((size - 1) * step for size, step in zip(view.shape, view.stride(), strict=True))
+            extents[row] = (reach + 1) * view.element_size()
     return extents
-
-
-def _extent(view: torch.Tensor) -> int:
-    reach = sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True)) + 1
-    return reach * view.element_size()

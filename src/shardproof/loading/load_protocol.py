@@ -281,13 +281,7 @@ class _Loader:
         is_shared = self._options.read_once and self._rendezvous.world_size > 1
         if is_shared and isinstance(checkpoint, NativeCheckpoint):
             exchange = ReadOnceExchange(
-                checkpoint,
-                matched.plan,
-                self._writer,
-                self._rendezvous,
-                self._options,
-                self._memory,
-                handles,
+                checkpoint, matched.plan, self._writer, self._rendezvous, self._options, self._memory, handles
             )
             self._opened.callback(exchange.close)
             exchange.agree(meetings)

@@ -38,16 +38,7 @@ from shardproof.state import Binding, Catalogue, TensorEntry, bind, owner_of, pa
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = [
-    "DEFAULTS",
-    "LoadOptions",
-    "MatchReport",
-    "Matched",
-    "ReadOnce",
-    "agree",
-    "from_rank",
-    "match",
-]
+__all__ = ["DEFAULTS", "LoadOptions", "MatchReport", "Matched", "ReadOnce", "agree", "from_rank", "match"]
 
 _log = logging.getLogger("shardproof")
 
@@ -249,13 +240,13 @@ def _planned(
 
 
 def agree(
-    location: str, posts: Sequence[bytes], stored: Callable[[], Iterable[str]]
+    location: str, reports: Sequence[MatchReport], stored: Callable[[], Iterable[str]]
 ) -> tuple[_Keys, _Keys, _Keys]:
     """Coordinator: checks that all ranks see one checkpoint, and that its keys fit their targets.
 
     Args:
         location: location of the checkpoint.
-        posts: a `MatchReport` of each rank, as bytes.
+        reports: reports of the ranks.
         stored: returns the selected keys of the checkpoint; called if a target has per-rank values.
 
     Returns:
@@ -267,7 +258,6 @@ def agree(
         StorageError: the ranks see different checkpoints.
         KeyMismatchError: the state and the checkpoint do not fit.
     """
-    reports = [msgspec.msgpack.decode(post, type=MatchReport) for post in posts]
     for rank, report in enumerate(reports):
         if report.error is not None:
             raise from_rank(rank, len(reports), report.error)

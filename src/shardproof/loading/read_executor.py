@@ -34,13 +34,7 @@ from shardproof.loading.cold_reads import (
 )
 from shardproof.loading.destinations import DestinationWriter
 from shardproof.loading.threads import Scratch, in_threads
-from shardproof.loading.uploads import (
-    SMALL_BYTES,
-    UPLOAD_BYTES,
-    DeviceRange,
-    UploadBuffers,
-    Uploads,
-)
+from shardproof.loading.uploads import SMALL_BYTES, UPLOAD_BYTES, DeviceRange, UploadBuffers, Uploads
 from shardproof.planning import LARGE_BYTES
 from shardproof.storage import Storage
 

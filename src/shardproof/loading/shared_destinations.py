@@ -40,13 +40,9 @@ def check_shared_memory(
     wanted = np.array([place[row] for row in part.requested.tolist()], np.int64)
     checkpoint.fill(replace(part, requested=wanted), again)
     for row, copy in zip(rows, again, strict=True):
-        if not _same_bits(destinations[row].view, copy.view):
+        if not torch.equal(as_bytes(destinations[row].view), as_bytes(copy.view)):
             raise StructureError(
                 f"{copy.key!r} shares memory with another key of the target, and the checkpoint has "
                 "different values for the two: exclude one of them, or give each key its own memory",
                 key=copy.key,
             )
-
-
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.equal(as_bytes(one), as_bytes(other))

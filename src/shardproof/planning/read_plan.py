@@ -76,11 +76,7 @@ class ReadPlan:
 
 
 def prove_chunks(
-    tensors: Sequence[TensorShape],
-    table: ChunkTable,
-    chosen: NDArray[np.int64],
-    *,
-    advice: str = OWN_ADVICE,
+    tensors: Sequence[TensorShape], table: ChunkTable, chosen: NDArray[np.int64], *, advice: str = OWN_ADVICE
 ) -> None:
     """Proves that the stored chunks of some tensors tile them.
 
@@ -122,11 +118,7 @@ def prove_chunks(
 
 
 def plan_reads(
-    tensors: Sequence[TensorShape],
-    table: ChunkTable,
-    wanted: RequestedBoxes,
-    *,
-    advice: str = OWN_ADVICE,
+    tensors: Sequence[TensorShape], table: ChunkTable, wanted: RequestedBoxes, *, advice: str = OWN_ADVICE
 ) -> ReadPlan:
     """Plans which parts of which chunks fill the requested boxes.
 

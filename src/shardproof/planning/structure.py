@@ -32,16 +32,6 @@ class TensorTable(msgspec.Struct, frozen=True, array_like=True):
     """The key of the tensor that shares this tensor's memory; empty if there is none."""
 
 
-class _EncodedStructure(msgspec.Struct, frozen=True, array_like=True):
-    """The encoded form. The table is nested as bytes, so that the coordinator decodes equal tables once."""
-
-    table: bytes
-    objects: tuple[str, ...]
-    box_tensor: Packed
-    box_offsets: Packed
-    box_sizes: Packed
-
-
 _LEVEL = 3
 """Compression level. It reduces similar keys to a 20th of their size at 500 MB/s."""
 
@@ -102,27 +92,14 @@ class Structure:
 
     def encode(self) -> bytes:
         """The structure as bytes, for the rendezvous."""
-        return msgspec.msgpack.encode(
-            _EncodedStructure(
-                self.table,
-                self.objects,
-                pack(self.box_tensor),
-                pack(self.box_offsets),
-                pack(self.box_sizes),
-            )
-        )
+        columns = map(pack, (self.box_tensor, self.box_offsets, self.box_sizes))
+        return msgspec.msgpack.encode((self.table, self.objects, *columns))
 
     @staticmethod
     def decode(data: bytes) -> Structure:
         """The structure that `encode` wrote."""
-        wire = msgspec.msgpack.decode(data, type=_EncodedStructure)
-        return Structure(
-            wire.table,
-            wire.objects,
-            unpack(wire.box_tensor),
-            unpack(wire.box_offsets),
-            unpack(wire.box_sizes),
-        )
+        table, objects, *columns = msgspec.msgpack.decode(data, type=_Wire)
+        return Structure(table, objects, *map(unpack, columns))
 
     def digest(self) -> bytes:
         """16 bytes that differ if any key, dtype, shape, alias, box or object key does."""
@@ -144,6 +121,10 @@ class Packed(msgspec.Struct, frozen=True, array_like=True):
     width: int
     """Bytes per distance in `data`; 0 if the values are evenly spaced."""
     data: bytes
+
+
+_Wire = tuple[bytes, tuple[str, ...], Packed, Packed, Packed]
+"""The encoded form. The table is nested as bytes, so that the coordinator decodes equal tables once."""
 
 
 def pack(column: NDArray[np.int64]) -> Packed:

@@ -241,7 +241,5 @@ def _remove_replaced(storage: Storage, old: Manifest, new: Manifest) -> None:
             )
     except Exception as error:  # the new checkpoint is committed, so nothing may fail the save
         _log.warning(
-            "%s: files of the replaced checkpoint stay (%s); prune removes them",
-            storage.location,
-            error,
+            "%s: files of the replaced checkpoint stay (%s); prune removes them", storage.location, error
         )

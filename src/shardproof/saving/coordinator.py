@@ -25,7 +25,7 @@ from shardproof.saving.cache import CoordinatorPlan, Limits, SaveCache, SaveRequ
 from shardproof.saving.commit import commit
 from shardproof.saving.failed_commit import is_in_place
 from shardproof.saving.incremental import BaseChoice, CachedBase
-from shardproof.saving.messages import Agreement, Attempt, Divergence, RankReport, SaveResult, WriteReport
+from shardproof.saving.messages import Agreement, Attempt, RankReport, SaveResult, WriteReport
 from shardproof.saving.replica_check import compare_replicas
 from shardproof.saving.space_check import check_space, free_space
 from shardproof.storage import FreeSpace, Storage
@@ -168,7 +168,11 @@ class Coordinator:
         slowest = max(range(len(reports)), key=lambda rank: reports[rank].seconds)
         self.facts = {"slowest_rank": slowest, "slowest_seconds": reports[slowest].seconds}
         try:
-            diverged, count = self._compare(plan, reports)
+            diverged: tuple[Divergence, ...] = ()
+            count = 0
+            if self._request.check_replicas:
+                turn = self._turn() if self._request.check_replicas == "sample" else None
+                diverged, count = compare_replicas(plan, turn, [report.replicas for report in reports])
             manifest, placed = commit(
                 self._storage, plan, attempt, reports, overwrite=self._replace, base=base
             )
@@ -194,12 +198,6 @@ class Coordinator:
                 diverged_count=count,
             )
         )
-
-    def _compare(self, plan: WritePlan, reports: Sequence[WriteReport]) -> tuple[tuple[Divergence, ...], int]:
-        if not self._request.check_replicas:
-            return (), 0
-        turn = self._turn() if self._request.check_replicas == "sample" else None
-        return compare_replicas(plan, turn, [part.replicas for part in reports])
 
     def _turn(self) -> int:
         """The number of this sample. The first is a hash of the step, so restarts compare other samples."""

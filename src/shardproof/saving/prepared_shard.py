@@ -57,13 +57,7 @@ class PreparedShard:
         return encode_chunks(names, codes, shapes, self.plan.byte_count[written])  # type: ignore[arg-type]
 
     def header(
-        self,
-        attempt: Attempt,
-        rank: int,
-        objects: dict[str, bytes],
-        entries: Entries,
-        *,
-        size: int = 0,
+        self, attempt: Attempt, rank: int, objects: dict[str, bytes], entries: Entries, *, size: int = 0
     ) -> bytes:
         """The whole header of the shard of one attempt, padded to at least `size` bytes.
 

@@ -52,6 +52,8 @@ def report_rank(
     """
     check_mapping("metadata", request.metadata, "a dict of plain data, or None")
     check_boolean("overwrite", request.overwrite)
+    if request.check_replicas not in (None, *get_args(CheckReplicas)):
+        raise StructureError(f"check_replicas is 'sample', 'all' or None, not {request.check_replicas!r}")
     return RankReport(
         digest,
         cache.plan.id if cache.plan else "",
@@ -61,7 +63,7 @@ def report_rank(
         request.base is not None,
         cache.digests.attempt if cache.digests else "",
         zlib.crc32(socket.gethostname().encode()),
-        _checked_mode(request.check_replicas),
+        request.check_replicas or "",
         msgspec.json.encode(failed.to_wire()) if failed is not None else b"",
         request.full_every,
     )
@@ -74,9 +76,3 @@ def _checked_step(step: Any) -> int | None:
     if not is_index or not 0 <= operator.index(step) < _LATEST_STEP:
         raise StructureError(f"step is {step!r}, not an int from 0 to 10**18 - 1")
     return operator.index(step)
-
-
-def _checked_mode(check: Any) -> str:
-    if check not in (None, *get_args(CheckReplicas)):
-        raise StructureError(f"check_replicas is 'sample', 'all' or None, not {check!r}")
-    return check or ""

@@ -112,7 +112,10 @@ def compare_replicas(
     counts = np.array([len(part) // 16 for part in digests], np.int64)
     words = np.frombuffer(b"".join(digests), np.uint64).reshape(-1, 2)
     of_set = np.repeat(np.arange(len(replicas.counts)), replicas.counts)[slices.box[rows]]
-    expected = _expected(replicas.ranks, np.bincount(of_set, minlength=len(replicas.ranks)), len(digests))
+    expected = np.zeros(len(digests), np.int64)  # digests of each rank
+    of_sets = np.bincount(of_set, minlength=len(replicas.ranks)).tolist()
+    for holders, count in zip(replicas.ranks, of_sets, strict=True):
+        expected[holders] += count
     if (counts != expected).any():
         rank = int((counts != expected).argmax())
         raise StructureError(
@@ -141,16 +144,6 @@ def compare_replicas(
                 box = slices.boxes.pair(row)
                 found.append(Divergence(key, *box, at_fault, tuple(ranks.tolist()), by_majority))
     return tuple(found), total
-
-
-def _expected(
-    ranks: Sequence[NDArray[np.int64]], slices: NDArray[np.int64], world_size: int
-) -> NDArray[np.int64]:
-    """(world size,) digests of each rank, from the slices of each set."""
-    expected = np.zeros(world_size, np.int64)
-    for holders, count in zip(ranks, slices.tolist(), strict=True):
-        expected[holders] += count
-    return expected
 
 
 def _verdict(ranks: Sequence[int], digests: NDArray[np.uint64]) -> tuple[tuple[int, ...], bool]:

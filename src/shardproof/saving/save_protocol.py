@@ -144,7 +144,9 @@ class Save:
         with ExitStack() as order:
             order.enter_context(operation)
             part = self._agree(exclusive=not background)  # meetings: collect [plan] [base]
-            rendezvous = self._write_rendezvous(background)
+            rendezvous = self._rendezvous
+            if background:
+                rendezvous = self._cache.background_rendezvous(rendezvous, self._agreement.background)
             with self._local_steps():
                 self._prepare(part)
                 self._hash_replicas(rendezvous)
@@ -242,12 +244,6 @@ class Save:
             space = free_space(self._storage)
         seen = None if space is None else (space.file_system, space.free, space.most)
         return msgspec.msgpack.encode(msgspec.structs.replace(report, space=seen))
-
-    def _write_rendezvous(self, background: bool) -> Rendezvous:
-        """The rendezvous of the commit."""
-        if not background:
-            return self._rendezvous
-        return self._cache.background_rendezvous(self._rendezvous, self._agreement.background)
 
     @contextmanager
     def _local_steps(self) -> Iterator[None]:
@@ -431,11 +427,6 @@ class Save:
         """Fails if the caller continued after an error: bytes that were read since may be torn."""
         if self._given_up is not None:
             raise self._given_up
-
-    @property
-    def staged_bytes(self) -> int:
-        """Bytes staged so far."""
-        return self._snapshot.staged_bytes if self._snapshot is not None else 0
 
     @property
     def _attempt(self) -> Attempt:

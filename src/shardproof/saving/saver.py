@@ -165,14 +165,7 @@ class Saver:
         refuse_inside("save")
         begun = time.monotonic()
         request = SaveRequest(
-            step,
-            metadata,
-            overwrite,
-            base,
-            check_replicas,
-            full_every,
-            check_place,
-            record_overwrite,
+            step, metadata, overwrite, base, check_replicas, full_every, check_place, record_overwrite
         )
         with self._turn:
             pending = self._begin(
@@ -208,7 +201,10 @@ class Saver:
             if when_busy == "skip" and self._any_busy(storage):
                 _log.info("%s: skipped, because the previous save has not ended", storage.location)
                 return PendingSave(request.step, None)
-            save = self._next(storage, request)
+            cache = self._own_cache()
+            self.wait_for_end()
+            failed = self._take_failure()
+            save = Save(self._rendezvous, storage, request, cache, self._limits, failed)
             try:
                 submit = partial(self._submit, save)
                 save.start(state, operation, submit, background=background, stage_all=stage_all, after=after)
@@ -255,19 +251,20 @@ class Saver:
 
     def wait_for_end(self) -> None:
         """Waits for the current save; the next call reports its error."""
+        count = 0
+
+        def tick() -> None:
+            nonlocal count
+            count += 1
+            self._rendezvous.progress(count, 0)  # other ranks may wait for this rank at the next meeting
+
         if (under_way := self._own_save()) is not None:
-            self._wait_for(under_way)
+            under_way.pending.wait_for_end(tick)
 
     def is_saving(self) -> bool:
         """True while this rank saves. Any thread may call it."""
         under_way = self._own_save()
         return self._turn.locked() or (under_way is not None and not under_way.future.done())
-
-    def _next(self, storage: Storage, request: SaveRequest) -> Save:
-        """Makes the next save, after the end of the previous one."""
-        cache = self._own_cache()
-        self.wait_for_end()
-        return Save(self._rendezvous, storage, request, cache, self._limits, failed=self._take_failure())
 
     def _own_cache(self) -> SaveCache:
         if self._cache is None or self._process != os.getpid():  # a fork does not copy threads
@@ -294,16 +291,6 @@ class Saver:
 
         answer = meeting.meet("busy", lambda: msgspec.msgpack.encode(busy), decide)
         return msgspec.msgpack.decode(answer, type=bool)
-
-    def _wait_for(self, under_way: Save) -> None:
-        count = 0
-
-        def tick() -> None:
-            nonlocal count
-            count += 1
-            self._rendezvous.progress(count, 0)  # other ranks may wait for this rank at the next meeting
-
-        under_way.pending.wait_for_end(tick)
 
     def _take_failure(self) -> ShardproofError | None:
         under_way = self._own_save()

@@ -121,8 +121,11 @@ def write_shard(
         StructureError: memory was changed during the save (see `Snapshot.copy`).
     """
     counts = snapshot.byte_counts
-    in_base = [b""] * len(counts) if base is None else _in_base(base)
-    compared = [] if base is None else [count for count, old in zip(counts, in_base, strict=True) if old]
+    in_base = [b""] * len(counts)  # digest of each chunk that the base stores
+    if base is not None:
+        pairs = zip(digests_as_bytes(base.digest), base.known.tolist(), strict=True)
+        in_base = [digest if known else b"" for digest, known in pairs]
+    compared = [count for count, old in zip(counts, in_base, strict=True) if old]
     scratch = buffers.scratch(max(compared, default=0))
     head, spaces = header(shard.entries), b""
     # A header that lists only some of the chunks exceeds `head` by at most one entry of padding.
@@ -193,12 +196,6 @@ def write_shard(
             sink.abort()
         raise
     return WrittenShard(stream.position, len(head), file_digest(head, columns[written]), columns, written)
-
-
-def _in_base(base: BaseDigests) -> list[bytes]:
-    """The digest of each chunk in the base; empty if the base does not store the chunk."""
-    pairs = zip(digests_as_bytes(base.digest), base.known.tolist(), strict=True)
-    return [digest if known else b"" for digest, known in pairs]
 
 
 def _hash_into(scratch: memoryview, snapshot: Snapshot, row: int) -> ChunkHasher:

@@ -81,7 +81,8 @@ class Snapshot:
         columns = plan.piece, plan.piece_start, plan.byte_count, *boxes
         self._source = SliceSource(capture.pieces, *columns, capture.copies)
         self._gathers = 0 in self._source.addresses
-        self._count = self._source.byte_counts
+        self.byte_counts: Sequence[int] = self._source.byte_counts
+        """Sizes of the chunks, in the order of the file."""
         self._before = row_pointers(plan.byte_count)
         self._watch = capture.watch
         self._copies = capture.copies
@@ -92,11 +93,6 @@ class Snapshot:
         self._front = 0
         self._over = self._watch is None
         self._failure: BaseException | None = None
-
-    @property
-    def byte_counts(self) -> Sequence[int]:
-        """Sizes of the chunks, in the order of the file."""
-        return self._count
 
     def copy(self, row: int, start: int, count: int, to: int) -> None:
         """Copies `count` bytes of a chunk, from byte `start` on, to an address. The writer copies in order.
@@ -113,7 +109,7 @@ class Snapshot:
                 ctypes.memmove(to, staged.address + start, count)
             else:
                 ctypes.memmove(to, self._live(row) + start, count)
-            if start + count == self._count[row]:
+            if start + count == self.byte_counts[row]:
                 self._front = row + 1
                 if staged is not None:
                     del self._staged[row]
@@ -127,7 +123,7 @@ class Snapshot:
         Raises:
             StructureError, BaseException: as `copy`.
         """
-        counts, staged = self._count, self._staged
+        counts, staged = self.byte_counts, self._staged
         with self._changed:
             if self._failure is not None:
                 raise self._failure
@@ -199,13 +195,13 @@ class Snapshot:
         """The chunks to stage, from the last to the first; small ones in batches."""
         watch, rows, size = self._watch, list[int](), 0
         most = _DEVICE_BATCH_BYTES if self._copies else _BATCH_BYTES
-        for row in range(len(self._count) - 1, -1, -1):
+        for row in range(len(self.byte_counts) - 1, -1, -1):
             if fenced or watch is None or not watch.is_fenced(self._source.piece[row]):
-                if rows and size + self._count[row] > most:
+                if rows and size + self.byte_counts[row] > most:
                     yield rows
                     rows, size = [], 0
                 rows.append(row)
-                size += self._count[row]
+                size += self.byte_counts[row]
         if rows:
             yield rows
 
@@ -234,7 +230,7 @@ class Snapshot:
         """Stages a live chunk if there is memory for it. The caller holds `changed`."""
         if row in self._staged:
             return True
-        count = self._count[row]
+        count = self.byte_counts[row]
         staged = self._pool.take(count)
         if staged is None:
             return False
@@ -280,8 +276,8 @@ class Snapshot:
     def _ask_for_memory(self, row: int) -> None:
         """Lets the pool grow to the size of all live and staged chunks."""
         live = int(self._before[row + 1] - self._before[self._front])
-        staged = sum(self._count[other] for other in self._staged)
-        size, largest = live + staged, max(self._count)
+        staged = sum(self.byte_counts[other] for other in self._staged)
+        size, largest = live + staged, max(self.byte_counts)
         self._allocator.submit(lambda: self._grow(size, largest))
 
     def _grow(self, size: int, largest: int) -> None:
@@ -297,7 +293,7 @@ class Snapshot:
         if (there := self._source.addresses[row]) != 0:
             return there
         if self._gathered != row:
-            self._scratch = self._scratch or address(self._pool.scratch(max(self._count)))
+            self._scratch = self._scratch or address(self._pool.scratch(max(self.byte_counts)))
             self._source.read(row, self._scratch)
             self._gathered = row
         return self._scratch
@@ -308,7 +304,7 @@ class Snapshot:
         if not live:
             return {}
         self._scratch, self._gathered = 0, -1
-        slots = [-(-self._count[row] // SLOT_BYTES) * SLOT_BYTES for row in live]
+        slots = [-(-self.byte_counts[row] // SLOT_BYTES) * SLOT_BYTES for row in live]
         to = address(self._pool.scratch(max(1, sum(slots))))
         gathered: dict[int, int] = {}
         try:

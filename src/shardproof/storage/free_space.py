@@ -52,7 +52,8 @@ def _measured(there: Path) -> FreeSpace | None:
     if found.f_blocks == 0:  # the file system has no limit, or does not know it
         return None
     if kind in _EXACT:
-        identity = f"{_kernel()} {device}"
+        # The first part is equal for all processes of one running system, also in containers.
+        identity = f"{Path('/proc/sys/kernel/random/boot_id').read_text()} {device}"
     else:  # devices have other numbers on other machines
         identity = f"{kind} {found.f_fsid} {found.f_blocks * found.f_frsize}"
     most = None
@@ -68,11 +69,6 @@ def _type_of(path: Path) -> int | None:
     buffer = ctypes.create_string_buffer(512)  # `struct statfs` begins with the type
     libc.call("statfs", ctypes.c_char_p(os.fsencode(path)), buffer)
     return int.from_bytes(buffer.raw[: ctypes.sizeof(ctypes.c_long)], sys.byteorder)
-
-
-def _kernel() -> str:
-    """A text that is equal for all processes of one running system, also in containers."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text()
 
 
 def _may_use_reserve(device: int) -> bool:

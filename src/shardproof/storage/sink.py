@@ -79,18 +79,15 @@ class LocalSink:
         if not self._open:
             raise self._closed("write")
         data = buffer.cast("B") if buffer.format != "B" or buffer.ndim != 1 else buffer
+        is_aligned = start % ALIGNMENT == 0 and len(data) >= ALIGNMENT and address(data) % ALIGNMENT == 0
         try:
-            if self._may_go_direct(start, data):
+            if is_aligned and self._direct is not None:
                 with self._trial.write(len(data)) as direct:
                     self._write(start, data, direct=direct)
             else:
                 self._write(start, data, direct=False)
         except OSError as error:
             raise storage_error(error, "write", self._path) from error
-
-    def _may_go_direct(self, start: int, data: memoryview) -> bool:
-        aligned = start % ALIGNMENT == 0 and len(data) >= ALIGNMENT and address(data) % ALIGNMENT == 0
-        return aligned and self._direct is not None
 
     def _write(self, start: int, data: memoryview, *, direct: bool) -> None:
         done = self._write_direct(start, data) if direct else 0

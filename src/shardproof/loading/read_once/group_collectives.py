@@ -88,12 +88,7 @@ class Exchange:
             source = self._outgoing[: len(source)].copy_(source)
             arriving = self._arriving[: len(target)]
         work: Any = dist.all_to_all_single(
-            arriving,
-            source,
-            list(received_sizes),
-            list(sent_sizes),
-            group=self._group,
-            async_op=True,
+            arriving, source, list(received_sizes), list(sent_sizes), group=self._group, async_op=True
         )
         return PendingExchange(work, arriving, target)
 

@@ -186,7 +186,9 @@ class _NodeExchange:
             for message in messages:
                 self._handle(message)
             if messages:
-                self._send_copied()
+                for rank, copied in self._copied.items():  # in one write for each reader
+                    self._send(rank, *copied)
+                self._copied.clear()
                 on_wait()
                 quiet = 0
             elif free:
@@ -267,12 +269,6 @@ class _NodeExchange:
         """Reports the bytes copied from other ranks since the last report."""
         self._on_bytes(self._unreported)
         self._unreported = 0
-
-    def _send_copied(self) -> None:
-        """Sends each reader its COPIED messages in one write."""
-        for rank, messages in self._copied.items():
-            self._send(rank, *messages)
-        self._copied.clear()
 
     def _send(self, rank: int, *messages: Message) -> None:
         """Sends messages to a rank, or to this one."""

@@ -42,14 +42,14 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _OfferPost(msgspec.Struct, frozen=True, array_like=True):
-    match: bytes
+    match: MatchReport
     offer: Offer | None
     sketch: Sketch | None
 
 
 def post(match: MatchReport, offer: Offer | None = None, sketch: Sketch | None = None) -> bytes:
     """The report of a rank, as bytes."""
-    return msgspec.msgpack.encode(_OfferPost(msgspec.msgpack.encode(match), offer, sketch))
+    return msgspec.msgpack.encode(_OfferPost(match, offer, sketch))
 
 
 def answer(location: str, posts: Sequence[bytes], stored: Callable[[], Iterable[str]]) -> bytes:

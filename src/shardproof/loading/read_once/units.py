@@ -33,8 +33,6 @@ class Units:
     """(w,) rank of each request for a chunk; the requests of rank 0 first."""
     chunk: Int64s
     """(w,) row of the chunk table that is requested."""
-    nbytes: Int64s
-    """(w,) bytes of the chunk that the rank wants."""
     read: Int64s
     """(w,) bytes of the chunk that the rank would read without an exchange."""
     own: Int64s
@@ -87,7 +85,6 @@ class Units:
         return Units(
             rank,
             chunk,
-            nbytes,
             read,
             own,
             node,
