@@ -25,7 +25,7 @@ from shardproof.saving.cache import CoordinatorPlan, Limits, SaveCache, SaveRequ
 from shardproof.saving.commit import commit
 from shardproof.saving.failed_commit import is_in_place
 from shardproof.saving.incremental import BaseChoice, CachedBase
-from shardproof.saving.messages import Agreement, Attempt, RankReport, SaveResult, WriteReport
+from shardproof.saving.messages import Agreement, Attempt, Divergence, RankReport, SaveResult, WriteReport
 from shardproof.saving.replica_check import compare_replicas
 from shardproof.saving.space_check import check_space, free_space
 from shardproof.storage import FreeSpace, Storage
