@@ -63,14 +63,7 @@ class ChunkVerifier:
     def of_table(
         manifest: Manifest, table: ChunkTable, rows: NDArray[np.int64], *, advice: str = _ADVICE
     ) -> ChunkVerifier:
-        """The verifier of some rows of a checkpoint's chunk table; position ``i`` is ``rows[i]``.
-
-        Args:
-            manifest: manifest of the checkpoint.
-            table: all chunks of the checkpoint.
-            rows: (n,) rows of the table.
-            advice: as of the class.
-        """
+        """The verifier of some rows of a checkpoint's chunk table; position ``i`` is ``rows[i]``."""
         places = [record.place for record in manifest.files]
         return ChunkVerifier(
             [places[file] for file in table.file[rows].tolist()],
@@ -174,14 +167,7 @@ def block_digests(data: memoryview) -> list[bytes]:
 def read_pieces(
     storage: Storage, name: str, start: int, count: int, buffer: memoryview
 ) -> Iterator[memoryview]:
-    """Reads a range of a file through one buffer. Each piece replaces the one before it.
-
-    Args:
-        storage: holds the file.
-        name: name of the file.
-        start: first byte of the range.
-        count: bytes of the range.
-        buffer: at least one byte, unless the range is empty.
+    """Reads a range of a file through one buffer of at least a byte. Each piece replaces the one before it.
 
     Raises:
         StorageError: the file is missing, short or unreadable.

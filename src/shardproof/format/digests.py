@@ -39,10 +39,7 @@ hashed while it is in the processor's cache, and digests take 64 MiB for each Ti
 
 
 def block_counts(byte_count: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The number of block digests that a shard file holds for each chunk.
-
-    Args:
-        byte_count: (n,) bytes of each chunk.
+    """The number of block digests that a shard file holds for each chunk, from the (n,) bytes of the chunks.
 
     Returns:
         (n,) number of blocks of each chunk; 0 for a chunk of one block, whose digest is the chunk's.
@@ -150,10 +147,7 @@ def digests_from_bytes(digests: Sequence[bytes]) -> NDArray[np.uint64]:
 
 
 def digests_as_table(digests: NDArray[np.uint64]) -> bytes:
-    """Digests as a shard file holds them: high and low half of each, little-endian.
-
-    Args:
-        digests: (n, 2) uint64, high and low half of each.
+    """Digests, (n, 2), as a shard file holds them: high and low half of each, little-endian.
 
     >>> digests_as_table(np.array([[1, 2]], np.uint64)).hex()
     '01000000000000000200000000000000'

@@ -146,13 +146,9 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def decode_manifest(data: bytes, file: str) -> Manifest:
-    """Decodes and checks the text of a manifest.
+    """Decodes and checks the text of a manifest; `file` is its name in error messages.
 
     Memory and time are in proportion to the length of `data`, whatever it claims.
-
-    Args:
-        data: all bytes of the file.
-        file: name of the file in error messages.
 
     Raises:
         FormatError: the text is damaged, of another version, or breaks a rule of the format.

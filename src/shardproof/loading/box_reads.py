@@ -44,15 +44,9 @@ _WHOLE_BYTES = 64 << 20
 
 
 class BoxReads:
-    """Reads of stored boxes; see `Reads`.
+    """Reads of distinct stored boxes; see `Reads`. There is a box for each row of the table.
 
-    Args:
-        boxes: boxes of the checkpoint, a box for each row of the table.
-        tensors: tensors of the checkpoint.
-        table: all chunks of the checkpoint.
-        writer: where the parts of the boxes go.
-        rows: (n,) distinct rows of the table, to read.
-        proved: extents whose checksum was compared with all their bytes. Reads add to it.
+    `proved` are the extents whose checksum was compared with all their bytes. Reads add to it.
     """
 
     def __init__(

@@ -39,14 +39,7 @@ _SPAN_BLOCKS = 2
 
 
 class Chunks:
-    """Chunks of a checkpoint, numbered by position: sorted by file, then by byte.
-
-    Args:
-        files: files of the checkpoint.
-        manifest: manifest of the checkpoint.
-        table: all chunks of the checkpoint.
-        rows: distinct rows of the table.
-    """
+    """Distinct chunks of a checkpoint, numbered by position: sorted by file, then by byte."""
 
     def __init__(self, files: Files, manifest: Manifest, table: ChunkTable, rows: NDArray[np.int64]) -> None:
         order = np.lexsort((table.byte_count[rows], table.byte_start[rows], table.file[rows]))

@@ -52,15 +52,9 @@ class DirectRanges(NamedTuple):
 
 
 class DestinationWriter:
-    """Copies the parts of a read plan to their destinations.
+    """Copies the parts of a read plan to their destinations. `plan.requested` is an index into them.
 
     Any thread may call it after it has entered `streams`.
-
-    Args:
-        tensors: all tensors of the checkpoint.
-        table: all its chunks.
-        plan: its `requested` is an index into `destinations`.
-        destinations: where the wanted boxes go.
     """
 
     def __init__(

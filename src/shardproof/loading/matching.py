@@ -244,10 +244,7 @@ def agree(
 ) -> tuple[_Keys, _Keys, _Keys]:
     """Coordinator: checks that all ranks see one checkpoint, and that its keys fit their targets.
 
-    Args:
-        location: location of the checkpoint.
-        reports: reports of the ranks.
-        stored: returns the selected keys of the checkpoint; called if a target has per-rank values.
+    `stored` returns the selected keys of the checkpoint. It is called if a target has per-rank values.
 
     Returns:
         The keys `missing`, `unexpected` and `dropped` of the `LoadReport`.

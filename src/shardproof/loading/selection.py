@@ -63,12 +63,7 @@ def casts(cast: Cast) -> Callable[[str], bool]:
 
 
 def check_patterns(option: str, patterns: Patterns, keys: Sequence[str]) -> None:
-    """Refuses a pattern that matches no key: a typo would load nothing and report success.
-
-    Args:
-        option: name of the option, for the message.
-        patterns: the patterns.
-        keys: all keys.
+    """Refuses a pattern of an option that matches no key: a typo would load nothing and report success.
 
     Raises:
         StructureError: a pattern matches no key.
@@ -94,10 +89,6 @@ def no_match(option: str, unused: Sequence[str], keys: Sequence[str]) -> Structu
 
 def unused_renames(rename: Mapping[str, str] | None, keys: Collection[str]) -> dict[str, str]:
     """The entries of a rename with a target key that neither is nor is above a key of the target.
-
-    Args:
-        rename: key in the target to key in the checkpoint.
-        keys: keys of the target.
 
     >>> unused_renames({"model": "net", "typo": "w", "": "head"}, ["model.0.weight"])
     {'typo': 'w'}
@@ -183,9 +174,7 @@ def _no_key(
 def renamed(catalogue: Catalogue, rename: Mapping[str, str] | None) -> tuple[Catalogue, dict[str, str]]:
     """The catalogue under the target's names, and each of those names as the checkpoint has it.
 
-    Args:
-        catalogue: catalogue of the checkpoint.
-        rename: key in the target to key in the checkpoint; see `rename_keys`.
+    `rename` has the key in the checkpoint by the key in the target; see `rename_keys`.
 
     Raises:
         StructureError: a stored key is not in the checkpoint, or two keys get one name.

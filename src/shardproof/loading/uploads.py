@@ -129,11 +129,7 @@ class Uploads:
 
 
 class UploadBuffers:
-    """Two page-locked buffers of one thread. The owner keeps them until their copies are done.
-
-    Args:
-        devices: the devices that the thread copies to.
-    """
+    """Two page-locked buffers of one thread, for some devices. The owner keeps them until their copies end."""
 
     def __init__(self, devices: list[torch.device]) -> None:
         self._devices = devices

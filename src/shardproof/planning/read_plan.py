@@ -122,13 +122,8 @@ def plan_reads(
 ) -> ReadPlan:
     """Plans which parts of which chunks fill the requested boxes.
 
-    The function first proves that each element of the boxes is stored exactly once.
-
-    Args:
-        tensors: all tensors of the checkpoint.
-        table: all chunks of the checkpoint.
-        wanted: the requested boxes.
-        advice: as for `prove_chunks`.
+    The function first proves that each element of the boxes is stored exactly once. The arguments are those
+    of `prove_chunks`.
 
     Returns:
         The parts: one row for each intersection of a requested box and a chunk, sorted by chunk.

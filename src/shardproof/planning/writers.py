@@ -215,10 +215,7 @@ class SharedBoxes:
 def find_shared(group: _Ints, rank: _Ints, world_size: int) -> SharedBoxes:
     """Finds the boxes that several ranks hold, and groups them by their holders.
 
-    Args:
-        group: (n,) row of the distinct box of each replica.
-        rank: (n,) rank of each replica.
-        world_size: number of ranks.
+    `group` and `rank` are the distinct box and the rank of each replica.
 
     >>> shared = find_shared(np.array([0, 0, 1, 2, 2, 3, 3]), np.array([1, 0, 0, 0, 1, 1, 2]), 3)
     >>> shared.box.tolist(), shared.rows.tolist(), shared.starts.tolist(), shared.set.tolist()

@@ -35,11 +35,7 @@ _POLL_SECONDS = 0.2
 
 
 class Workers:
-    """Threads that run tasks from one queue, in the order in which they were submitted.
-
-    Args:
-        name: name of the threads.
-        count: number of threads.
+    """`count` threads that run tasks from one queue, in the order in which they were submitted.
 
     >>> workers = Workers("shardproof-doctest", 1)
     >>> workers.submit(lambda: 6 * 7).result()

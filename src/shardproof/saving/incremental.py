@@ -66,18 +66,13 @@ class CachedBase:
 
 
 class BaseChoice:
-    """The base of one save.
+    """The base of one save, which `find` finds. Without `find`, all chunks are written.
 
     Note "Chains end": a step that refers to its base shares bytes with it, and damage to these bytes damages
     both. So when a chain has the length that the caller allows, the next save is written in full and starts a
     new chain. The attempt of each save contains the length of its chain, so the bound holds across restarts
     and does not depend on what retention removes. A save that replaces a step without references is written
     in full, too: references must not replace an independent copy.
-
-    Args:
-        storage: storage of the new step.
-        find: finds the base; None: all chunks are written.
-        cached: the base from the previous save.
     """
 
     def __init__(self, storage: Storage, find: FindBase | None, cached: CachedBase | None) -> None:
@@ -117,8 +112,7 @@ class BaseChoice:
     def bound_chain(self, full_every: int | None) -> None:
         """Drops the base if the save has to be written in full (note "Chains end").
 
-        Args:
-            full_every: at least one of this many saves in a row is written in full; None: no bound.
+        At least one of `full_every` saves in a row is written in full; None: no bound.
 
         Raises:
             StorageError: the storage failed.

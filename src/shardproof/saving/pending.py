@@ -222,10 +222,7 @@ class _SaveFuture(Future[SaveResult]):
     """A future that asks a pending save for its outcome, so that an error counts as reported.
 
     The state of the base class is only used by `done` and the callbacks. It has neither result nor error.
-
-    Args:
-        pending: the save.
-        ended: done when the save is over; None if it was skipped.
+    `ended` is done when the save is over; None if it was skipped.
     """
 
     def __init__(self, pending: PendingSave, ended: Future[SaveResult] | None) -> None:

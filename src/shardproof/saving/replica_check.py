@@ -45,12 +45,9 @@ _log = logging.getLogger("shardproof")
 
 
 def chosen_slices(slices: Slices, turns: int, turn: int | None) -> NDArray[np.int64]:
-    """Rows of the slices that one save compares, in their order.
+    """Rows of the slices that one save compares, in their order: one of `turns` samples, or all.
 
-    Args:
-        slices: all slices.
-        turns: number of different samples.
-        turn: number of the sample; None: all slices are compared.
+    A `turn` of None chooses all.
     """
     if turn is None:
         return np.arange(len(slices.box))
@@ -147,11 +144,7 @@ def compare_replicas(
 
 
 def _verdict(ranks: Sequence[int], digests: NDArray[np.uint64]) -> tuple[tuple[int, ...], bool]:
-    """The ranks at fault, and whether a majority of the holders agrees.
-
-    Args:
-        ranks: the holders.
-        digests: (holders, 2).
+    """The ranks at fault, and whether a majority of the holders agrees. `ranks` are the holders.
 
     >>> _verdict([3, 5, 7], np.array([[1, 1], [1, 2], [1, 1]], np.uint64))
     ((5,), True)

@@ -26,13 +26,7 @@ _TOGETHER_BYTES = 1 << 20
 
 
 class _SmallCopies:
-    """Small slices of one device that are copied together to neighbouring memory.
-
-    Args:
-        copies: copies of the device.
-        to: address of the first slice.
-        segment: the allocation of the destinations.
-    """
+    """Small slices of one device that are copied together to neighbouring memory of one allocation."""
 
     def __init__(self, copies: DeviceCopies, to: int, segment: object) -> None:
         self.copies = copies

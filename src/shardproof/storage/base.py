@@ -287,11 +287,6 @@ class CopiedStorage(Protocol):
 def write_file(storage: Storage, name: str, data: bytes) -> None:
     """Writes a small file as a new file and flushes it. On an error it removes the file.
 
-    Args:
-        storage: where the file goes.
-        name: name of the file.
-        data: all of its bytes.
-
     Raises:
         StorageError: the storage failed, or there is a file of this name.
     """

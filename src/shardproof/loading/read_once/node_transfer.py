@@ -62,18 +62,9 @@ def through_memory(
 ) -> tuple[int, int]:
     """Reads the rounds of this rank, and copies the parts that it wants. Every rank of the node calls this.
 
-    Args:
-        files: files of the checkpoint.
-        manifest: manifest of the checkpoint.
-        table: its chunks.
-        writer: writer of this rank's read plan.
-        orders: orders of this rank.
-        memory: shared memory of this rank.
-        peers: shared memory of every rank, None for this one.
-        threads: reads in flight.
-        deadline: seconds without progress of any rank after which the exchange fails.
-        on_bytes: called with bytes read or copied since the previous call, from any thread.
-        on_wait: called from time to time while this rank waits and another makes progress.
+    `peers` are the shared memories of all ranks, None for this one. The exchange fails after `deadline`
+    seconds without progress of any rank. Any thread calls `on_bytes` with the bytes read or copied since the
+    previous call. This rank calls `on_wait` from time to time while it waits and another rank makes progress.
 
     Returns:
         Bytes read and bytes received.
