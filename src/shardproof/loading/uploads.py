@@ -129,7 +129,7 @@ class Uploads:
 
 
 class UploadBuffers:
-    """Two page-locked buffers of one thread, for some devices. The owner keeps them until their copies end."""
+    """Two page-locked buffers of one thread, for some devices. Their owner drops them after their copies."""
 
     def __init__(self, devices: list[torch.device]) -> None:
         self._devices = devices

@@ -61,14 +61,7 @@ def hash_replicas(
     pool: StagingPool,
     on_progress: Callable[[int], None],
 ) -> bytes:
-    """Hashes slices of a rank's pieces.
-
-    Args:
-        pieces: pieces of the rank.
-        slices: slices of these pieces; `box` is the row of the piece.
-        rows: rows of the slices to hash.
-        pool: pool of the scratch memory.
-        on_progress: called with the bytes hashed so far.
+    """Hashes some rows of the slices of a rank's pieces. `on_progress` takes the bytes hashed so far.
 
     Returns:
         The xxh3_128 digest of each slice, 16 bytes.
