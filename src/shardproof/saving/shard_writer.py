@@ -253,10 +253,9 @@ class _Stream:
         """Appends bytes."""
         done = 0
         while done < len(data):
-            room = self._room()
-            count = min(room, len(data) - done)
-            assert self._buffer is not None
-            self._buffer[self._filled : self._filled + count] = data[done : done + count]
+            room = self._room()[: len(data) - done]
+            count = len(room)
+            room[:] = data[done : done + count]
             self._advance(count)
             done += count
 
@@ -265,20 +264,19 @@ class _Stream:
         counts, digests = snapshot.byte_counts, list[bytes]()
         row, end = rows.start, rows.stop
         while row < end:
-            room = min(self._room(), BLOCK_BYTES)
+            room = self._room()[:BLOCK_BYTES]
             last, total = row, 0
-            while last < end and total + counts[last] <= room:
+            while last < end and total + counts[last] <= len(room):
                 total += counts[last]
                 last += 1
             if last == row:
                 digests.append(self._put_chunk(snapshot, row))
                 row += 1
                 continue
-            assert self._buffer is not None
-            at = self._filled
-            snapshot.copy_whole(range(row, last), self._address + at)
+            snapshot.copy_whole(range(row, last), self._address + self._filled)
+            at = 0
             for count in counts[row:last]:
-                digests.append(xxhash.xxh3_128_digest(self._buffer[at : at + count]))
+                digests.append(xxhash.xxh3_128_digest(room[at : at + count]))
                 at += count
             self._advance(total)
             row = last
@@ -290,10 +288,10 @@ class _Stream:
         hasher = ChunkHasher()
         done = 0
         while done < count:
-            size = min(self._room(), count - done, BLOCK_BYTES - done % BLOCK_BYTES)
-            assert self._buffer is not None
+            room = self._room()
+            size = min(len(room), count - done, BLOCK_BYTES - done % BLOCK_BYTES)
             snapshot.copy(row, done, size, self._address + self._filled)
-            hasher.update(self._buffer[self._filled : self._filled + size])
+            hasher.update(room[:size])
             self._advance(size)
             done += size
         self.blocks += hasher.blocks()
@@ -311,14 +309,14 @@ class _Stream:
         for write in self._pending:
             write.result()
 
-    def _room(self) -> int:
-        """Free bytes of the current buffer; takes a new buffer if there is none."""
+    def _room(self) -> memoryview:
+        """The free part of the current buffer; takes a new buffer if there is none."""
         if self._buffer is None:
             self._stop_if_failed()
             self._buffer = self._buffers.take()
             self._address = address(self._buffer)
             self._filled = 0
-        return self._buffers.nbytes - self._filled
+        return self._buffer[self._filled :]
 
     def _advance(self, count: int) -> None:
         self._filled += count
