@@ -51,8 +51,8 @@ def test_prune_removes_the_uploads_of_dead_saves_and_nothing_else(
     begin_upload(beside, shard(2, 0, "dead"))
     now = time.time()
 
-    young = plan_prune(storage, storage.modified, older_than=HOUR, now=now)
-    assert young.empty and [one.id for one in young.young_uploads] == [dead]
+    later = plan_prune(storage, storage.modified, older_than=HOUR, now=now)
+    assert later.empty and [one.id for one in later.recent_uploads] == [dead]
     code, report = answer(capsys, "doctor", url)
     assert (code, [(one["severity"], one["kind"]) for one in report["findings"]]) == (
         0,
@@ -71,7 +71,7 @@ def test_prune_removes_the_uploads_of_dead_saves_and_nothing_else(
 
     plan = plan_prune(storage, storage.modified, older_than=HOUR, now=now + 2 * HOUR)
     assert [(one.id, one.bytes) for one in plan.uploads] == [(dead, PART)] and plan.bytes == PART
-    assert not plan.leftovers and not plan.young_uploads
+    assert not plan.leftovers and not plan.recent_uploads
     assert prune(storage, plan) == []
     assert sorted(one.id for one in storage.uploads(0.0)) == sorted(foreign)
     assert len(beside.uploads(0.0)) == 1 and storage.list() == files
@@ -96,7 +96,7 @@ def test_files_and_uploads_of_one_attempt_have_one_age(
 
     plan = plan_prune(storage, modified, older_than=HOUR, now=time.time())
     assert [one.attempt for one in plan.leftovers] == ["other"]
-    assert [one.attempt for one in plan.young] == ["slow"] and len(plan.young_uploads) == 1
+    assert [one.attempt for one in plan.recent] == ["slow"] and len(plan.recent_uploads) == 1
 
 
 def test_an_upload_is_as_old_as_its_last_part(
@@ -114,7 +114,7 @@ def test_an_upload_is_as_old_as_its_last_part(
 
     monkeypatch.setattr(MultipartUploads, "_pages", pages)
     plan = plan_prune(storage, storage.modified, older_than=HOUR, now=time.time())
-    assert not plan.uploads and len(plan.young_uploads) == 1
+    assert not plan.uploads and len(plan.recent_uploads) == 1
 
 
 def test_a_policy_that_forbids_the_removal_of_uploads_is_named(

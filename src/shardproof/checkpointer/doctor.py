@@ -184,13 +184,13 @@ def _of_leftovers(storage: DatedStorage, run: str, older_than: float, now: float
         text = f"prune cannot look at the run: {error.message}"
         yield Finding("error", "unreadable", storage.location, text, _CHECK_RIGHTS)
         return
-    for leftover in (*plan.leftovers, *plan.young):
+    for leftover in (*plan.leftovers, *plan.recent):
         size = f"{gigabytes(leftover.bytes)} in {counted(len(leftover.files), 'file')} that no manifest names"
         written = now if leftover.modified is None else leftover.modified
         if written > now + _CLOCK_SECONDS:
             text = f"{size}, last written {age(written - now)} in the future, so prune takes them for new"
             yield Finding("warning", "clock", leftover.folder, text, _SYNCHRONIZE)
-        elif leftover in plan.young:
+        elif leftover in plan.recent:
             text = f"{size}, last written {_ago(now, written)}: a save may be in progress"
             yield Finding("note", "in progress", leftover.folder, text, f"shardproof watch {run}")
         else:
@@ -213,7 +213,7 @@ def _of_space(location: str, needed: int, space: FreeSpace | None, run: str) -> 
         return
     fix = f"shardproof prune {run} --keep N, or a smaller keep= of the Checkpointer"
     have = f"the next full save writes {gigabytes(needed)}, and {gigabytes(space.free)} is free"
-    if space.most is not None and needed > space.most:
+    if space.upper_bound is not None and needed > space.upper_bound:
         yield Finding("error", "space", location, f"{have}: it will be refused", fix)
     else:
         yield Finding("warning", "space", location, f"{have}: it may fail", fix)
@@ -252,20 +252,20 @@ def _of_permissions(storage: DatedStorage, infos: Sequence[StepInfo]) -> Iterato
 
 def _of_uploads(plan: PrunePlan, location: str, run: str, now: float) -> Iterator[Finding]:
     """Multipart uploads that did not complete. The store charges for their parts, which no list shows."""
-    folders = sorted({upload.name.partition("/")[0] for upload in (*plan.uploads, *plan.young_uploads)})
+    folders = sorted({upload.name.partition("/")[0] for upload in (*plan.uploads, *plan.recent_uploads)})
     for folder in folders:
-        dead, young = (
+        dead, recent = (
             [upload for upload in uploads if upload.name.startswith(f"{folder}/")]
-            for uploads in (plan.uploads, plan.young_uploads)
+            for uploads in (plan.uploads, plan.recent_uploads)
         )
         if dead:
             size = gigabytes(sum(upload.bytes or 0 for upload in dead))
             last = _ago(now, max(upload.modified for upload in dead))
             text = f"{size} in {counted(len(dead), 'upload')} that did not complete, last written {last}"
             yield Finding("warning", "uploads", folder, f"{text}: their save died", f"shardproof prune {run}")
-        if young:
-            last = _ago(now, max(upload.modified for upload in young))
-            text = f"{counted(len(young), 'upload')} that did not complete, last written {last}"
+        if recent:
+            last = _ago(now, max(upload.modified for upload in recent))
+            text = f"{counted(len(recent), 'upload')} that did not complete, last written {last}"
             fix = f"shardproof watch {run}"
             yield Finding("note", "in progress", folder, f"{text}: a save may be in progress", fix)
     if plan.uploads_fault:

@@ -40,7 +40,7 @@ class PrunePlan:
     """To remove: folders of settled suspects older than a step that stays."""
     unsettled: tuple[str, ...]
     """These stay: folders of unsettled suspects."""
-    young: tuple[Leftover, ...]
+    recent: tuple[Leftover, ...]
     """These stay: files that no manifest names, of a save that may not have ended."""
     damaged: tuple[str, ...]
     """These stay, for `repair`: folders with a damaged manifest or index."""
@@ -55,7 +55,7 @@ class PrunePlan:
     """Folders with unreadable manifests. They may refer to any file of other steps, so such files stay."""
     uploads: tuple[Upload, ...] = ()
     """To remove: multipart uploads of dead saves. Their parts are in no file."""
-    young_uploads: tuple[Upload, ...] = ()
+    recent_uploads: tuple[Upload, ...] = ()
     """These stay: multipart uploads of a save that may not have ended."""
     uploads_fault: str = ""
     """Why the uploads of the run cannot be listed; empty if they can, or if the storage has none."""
@@ -108,7 +108,7 @@ def plan_prune(
     infos = scan_run(storage, sizes=True)
     last = max((info.step for info in infos if info.committed and info.step is not None), default=-1)
     old = [leftover for leftover in found if leftover.older_than(older_than, now)]
-    young = tuple(leftover for leftover in found if leftover not in old)
+    recent = tuple(leftover for leftover in found if leftover not in old)
     repairable = tuple(leftover for leftover in old if _is_repairable(storage, leftover, last))
     old = [leftover for leftover in old if leftover not in repairable]
     scanned = {step: info for info in infos if (step := parse_step(info.name)) is not None}
@@ -117,9 +117,9 @@ def plan_prune(
     if keep is not None:
         selected = {*KeepLatest(keep).select(committed), *pinned_steps(storage)}
     dead = tuple(upload for upload in uploads if now - upload.modified >= older_than)
-    young_uploads = tuple(upload for upload in uploads if upload not in dead)
+    recent_uploads = tuple(upload for upload in uploads if upload not in dead)
     # A running save may be replacing a step in one of these folders.
-    busy = {leftover.folder for leftover in young} | {_folder_of(upload) for upload in young_uploads}
+    busy = {leftover.folder for leftover in recent} | {_folder_of(upload) for upload in recent_uploads}
 
     def is_removable(info: StepInfo) -> bool:
         return info.name not in busy and not info.linked
@@ -152,7 +152,7 @@ def plan_prune(
         steps_bytes=sizes[False],
         settled=tuple(settled),
         unsettled=tuple(info.name for info in suspects if info.verdict is None),
-        young=young,
+        recent=recent,
         damaged=tuple(
             info.name for info in scanned.values() if info.status == "damaged" and not info.beyond_repair
         ),
@@ -166,7 +166,7 @@ def plan_prune(
         },
         unknown=tuple(references.unknown),
         uploads=dead,
-        young_uploads=young_uploads,
+        recent_uploads=recent_uploads,
         uploads_fault=uploads_fault,
         repairable=repairable,
     )

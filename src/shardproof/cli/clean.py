@@ -136,17 +136,17 @@ def _show_plan(plan: PrunePlan, now: float, older_than: float, damaged: bool) ->
         out.print(f"{gigabytes(plan.bytes)} in all")
     else:
         out.print("nothing to remove")
-    young = f"written to in the last {age(older_than)}"
-    busy = f"{young}: a save may be in progress (--older-than)"
-    without_repair = f", but {young} (--older-than)" if damaged else _REMOVE
+    recent = f"written to in the last {age(older_than)}"
+    busy = f"{recent}: a save may be in progress (--older-than)"
+    without_repair = f", but {recent} (--older-than)" if damaged else _REMOVE
     stays = [
-        *(f"{one.folder}: {gigabytes(one.bytes)} that no manifest names, {busy}" for one in plan.young),
+        *(f"{one.folder}: {gigabytes(one.bytes)} that no manifest names, {busy}" for one in plan.recent),
         *(
             f"{one.folder}: all files of a step without a manifest (run `shardproof repair`; if the step is "
             "not needed, remove the folder)"
             for one in plan.repairable
         ),
-        *(f"{one.name}: an upload that did not complete, {busy}" for one in plan.young_uploads),
+        *(f"{one.name}: an upload that did not complete, {busy}" for one in plan.recent_uploads),
         *(
             f"parts of uploads that did not complete, if any: {fault}"
             for fault in (plan.uploads_fault,)

@@ -58,10 +58,10 @@ def check_space(
         total = int(needed[ranks].sum())
         seen = [space for rank in ranks if (space := spaces[rank]) is not None]
         free = max(space.free for space in seen)
-        most = max((space.most for space in seen if space.most is not None), default=None)
-        if most is not None and total > most:
+        bound = max((space.upper_bound for space in seen if space.upper_bound is not None), default=None)
+        if bound is not None and total > bound:
             if spaces[0] is None or spaces[0].file_system != system or not _grows(total, measure):
-                raise _no_space(location, ranks, total, most)
+                raise _no_space(location, ranks, total, bound)
         elif total > free:
             _log.warning(
                 "%s: the save writes %s to a file system with %s free, and may fail. If it does, %s",
@@ -83,7 +83,7 @@ def _grows(total: int, measure: Callable[[], FreeSpace | None]) -> bool:
     while time.monotonic() < ends:
         time.sleep(_POLL_SECONDS)
         now = measure()
-        if now is None or now.most is None or total <= now.most:
+        if now is None or now.upper_bound is None or total <= now.upper_bound:
             return True
     return False
 

@@ -224,16 +224,16 @@ class FreeSpace:
     """The bytes that new files of a storage may take.
 
     Example:
-        >>> FreeSpace(file_system=1, free=3_000_000, most=3_100_000).most
+        >>> FreeSpace(file_system=1, free=3_000_000, upper_bound=3_100_000).upper_bound
         3100000
     """
 
     file_system: int
-    """A number of 64 bits that is equal for all storages that share these bytes. With `most`, storages of
-    different file systems must have different numbers, also on different machines."""
+    """A number of 64 bits that is equal for all storages that share these bytes. With `upper_bound`, storages
+    of different file systems must have different numbers, also on different machines."""
     free: int
     """Bytes that this process may expect to write."""
-    most: int | None
+    upper_bound: int | None
     """Bytes above which a write certainly fails. None: not known, for example because the file system may
     compress."""
 

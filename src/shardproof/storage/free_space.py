@@ -1,10 +1,10 @@
 """Finds the free space of a local file system.
 
-Note "What is certain": a save is refused only if its bytes cannot fit. `FreeSpace.most` is a number on ext2,
-ext3, ext4, XFS and tmpfs, where a file of n bytes takes at least n bytes. Other file systems, or their
+Note "What is certain": a save is refused only if its bytes cannot fit. `FreeSpace.upper_bound` is a number on
+ext2, ext3, ext4, XFS and tmpfs, where a file of n bytes takes at least n bytes. Other file systems, or their
 servers, may compress or share equal blocks. In a folder with a project quota, the system counts the soft
-limit, which a user may exceed for a time. In `most`, the reserved blocks of ext4 count as free for the
-superuser. They count as free for everyone if the mount gives them to another user or group.
+limit, which a user may exceed for a time. The reserved blocks of ext4 count towards the bound for the
+superuser. They count for everyone if the mount gives them to another user or group.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ def _measured(there: Path) -> FreeSpace | None:
         identity = f"{Path('/proc/sys/kernel/random/boot_id').read_text()} {device}"
     else:  # devices have other numbers on other machines
         identity = f"{kind} {found.f_fsid} {found.f_blocks * found.f_frsize}"
-    most = None
+    bound = None
     if kind in _EXACT and not _has_project_quota(there):
-        most = found.f_frsize * (found.f_bfree if _may_use_reserve(device) else found.f_bavail)
-    return FreeSpace(xxhash.xxh64_intdigest(identity.encode()), found.f_bavail * found.f_frsize, most)
+        bound = found.f_frsize * (found.f_bfree if _may_use_reserve(device) else found.f_bavail)
+    return FreeSpace(xxhash.xxh64_intdigest(identity.encode()), found.f_bavail * found.f_frsize, bound)
 
 
 def _type_of(path: Path) -> int | None:

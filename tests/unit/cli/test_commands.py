@@ -626,8 +626,8 @@ def test_prune(call: Any, ckpt: Path) -> None:
     assert code == 0
     assert set(report) == {
         "location", "dry_run", "removed", "committed_meanwhile", "bytes", "leftovers", "steps", "steps_bytes",
-        "young", "damaged", "beyond_repair", "lost", "lost_bytes", "referenced", "unknown", "settled",
-        "unsettled", "uploads", "young_uploads", "uploads_fault", "repairable",
+        "recent", "damaged", "beyond_repair", "lost", "lost_bytes", "referenced", "unknown", "settled",
+        "unsettled", "uploads", "recent_uploads", "uploads_fault", "repairable",
     }  # fmt: skip
     assert (report["dry_run"], report["removed"]) == (True, False)
     assert [left["folder"] for left in report["leftovers"]] == ["step-00000007", "step-00000008"]

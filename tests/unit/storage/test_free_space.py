@@ -35,18 +35,18 @@ def test_only_file_systems_that_store_every_byte_give_a_bound(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     as_type(monkeypatch, free_space._XFS)
-    assert measured(tmp_path).most is not None
+    assert measured(tmp_path).upper_bound is not None
     btrfs, other_system = 0x9123683E, None
     for kind in (btrfs, other_system):
         as_type(monkeypatch, kind)
-        assert measured(tmp_path).most is None
+        assert measured(tmp_path).upper_bound is None
 
 
 def test_a_project_quota_gives_no_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     as_type(monkeypatch, free_space._EXT)
     answer = free_space._ATTRIBUTES.pack(free_space._IN_PROJECT, 0, 0, 0, 0)
     monkeypatch.setattr(fcntl, "ioctl", lambda *arguments: answer)
-    assert measured(tmp_path).most is None
+    assert measured(tmp_path).upper_bound is None
 
 
 def test_reserved_blocks_count_only_for_users_that_may_use_them(
@@ -59,7 +59,7 @@ def test_reserved_blocks_count_only_for_users_that_may_use_them(
     monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result(values))
     as_type(monkeypatch, free_space._EXT)
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    assert measured(tmp_path).most == free * system.f_frsize
+    assert measured(tmp_path).upper_bound == free * system.f_frsize
     assert measured(tmp_path).free == available * system.f_frsize
 
     monkeypatch.setattr(os, "geteuid", lambda: 1234)
@@ -67,7 +67,7 @@ def test_reserved_blocks_count_only_for_users_that_may_use_them(
     line = f"25 1 {os.major(device)}:{os.minor(device)} / / rw - ext4 /dev/sda1 rw"
     for mounts, most in ((line, available), (f"{line},resuid=1234", free), ("", free)):
         monkeypatch.setattr(free_space, "_mounts", lambda mounts=mounts: mounts.splitlines())
-        assert measured(tmp_path).most == most * system.f_frsize
+        assert measured(tmp_path).upper_bound == most * system.f_frsize
 
 
 def test_a_mount_point_may_have_any_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +80,7 @@ def test_a_mount_point_may_have_any_bytes(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(free_space, "_MOUNTS", mounts)
     monkeypatch.setattr(os, "geteuid", lambda: 1234)
     as_type(monkeypatch, free_space._EXT)
-    assert measured(tmp_path).most is not None
+    assert measured(tmp_path).upper_bound is not None
 
 
 def test_free_space_is_unknown_without_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
