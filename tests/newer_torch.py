@@ -1,4 +1,4 @@
-"""With an older torch, skips the tests that use what only a newer one has.
+"""With an older torch, skips the tests that use what only a newer one has (`-p tests.newer_torch`).
 
 A test is skipped if a call that the test itself made raised an error of `_MISSING`. The same error from a
 call of shardproof is a failure.
@@ -12,6 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+
+OLDER = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
+"""True if torch is older than the version that the tests are written with."""
 
 _TESTS = str(Path(__file__).resolve().parent)
 _SOURCE = str(Path(__file__).resolve().parent.parent / "src")

@@ -46,7 +46,7 @@ class ShardproofReader(StorageReader):
         >>> path = tempfile.mkdtemp() + "/step-1"
         >>> result = sp.save(path, {"model": {"w": torch.ones(2)}})
         >>> state = {"model": {"w": torch.zeros(2)}}
-        >>> dcp.load(state, storage_reader=ShardproofReader(path), no_dist=True)
+        >>> dcp.load(state, storage_reader=ShardproofReader(path))
         >>> state["model"]["w"]
         tensor([1., 1.])
     """

@@ -83,7 +83,7 @@ class ShardproofWriter(StorageWriter):
         >>> import torch.distributed.checkpoint as dcp
         >>> path = tempfile.mkdtemp() + "/step-1"
         >>> state = {"model": {"w": torch.ones(2)}}
-        >>> metadata = dcp.save(state, storage_writer=ShardproofWriter(path), no_dist=True)
+        >>> metadata = dcp.save(state, storage_writer=ShardproofWriter(path))
         >>> sp.open(path)["model.w"].read()
         tensor([1., 1.])
     """

@@ -38,7 +38,7 @@ class ByteCheckpointReader(DcpReader):
         >>> import tempfile, torch, torch.distributed.checkpoint as dcp
         >>> from shardproof.storage import LocalStorage
         >>> path = tempfile.mkdtemp()
-        >>> _ = dcp.save({"weight": torch.zeros(2, 3)}, checkpoint_id=f"{path}/model", no_dist=True)
+        >>> _ = dcp.save({"weight": torch.zeros(2, 3)}, checkpoint_id=f"{path}/model")
         >>> reader = ByteCheckpointReader(Foreign(LocalStorage(path)))
         >>> list(reader.tensors)
         ['model.weight']

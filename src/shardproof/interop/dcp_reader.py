@@ -72,7 +72,7 @@ class DcpReader(FormatReader):
         >>> from shardproof.storage import LocalStorage
         >>> path = tempfile.mkdtemp()
         >>> state = {"weight": torch.arange(6.0).reshape(3, 2), "step": 3}
-        >>> _ = dcp.save(state, checkpoint_id=path, no_dist=True)
+        >>> _ = dcp.save(state, checkpoint_id=path)
         >>> reader = DcpReader(Foreign(LocalStorage(path)))
         >>> reader.tensors["weight"].shape, list(reader.object_keys()), reader.object("step")
         ((3, 2), ['step'], 3)

@@ -46,7 +46,7 @@ class DcpSafetensorsReader(FormatReader):
         >>> from shardproof.storage import LocalStorage
         >>> path = tempfile.mkdtemp()
         >>> writer = dcp.HuggingFaceStorageWriter(path, save_distributed=True)
-        >>> _ = dcp.save({"weight": torch.arange(6.0).reshape(3, 2)}, storage_writer=writer, no_dist=True)
+        >>> _ = dcp.save({"weight": torch.arange(6.0).reshape(3, 2)}, storage_writer=writer)
         >>> reader = DcpSafetensorsReader(Foreign(LocalStorage(path)))
         >>> reader.tensors["weight"].shape
         (3, 2)

@@ -23,8 +23,11 @@ from shardproof.interop.torch_archive import ArchiveTensor, TorchArchive
 from shardproof.interop.torch_file import TorchFile
 from shardproof.interop.writer import new_file
 from shardproof.storage import LocalSink, LocalStorage
+from tests.newer_torch import OLDER
 from tests.unit.interop.peers import bits
 from tests.unit.interop.writers import TensorSource, random_bits, torch_loaded
+
+bytes_of_torch = pytest.mark.skipif(OLDER, reason="an older torch pads the records of an archive differently")
 
 
 def without_identifier(data: bytes) -> bytes:
@@ -41,6 +44,7 @@ def saved(value: Any) -> bytes:
     return memory.getvalue()
 
 
+@bytes_of_torch
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize("name", DTYPES)
 @pytest.mark.parametrize("shape", [(), (5,), (2, 3), (0, 3), (2, 0), (1, 70000)], ids=str)
@@ -55,6 +59,7 @@ def test_a_tensor_has_the_bytes_that_torch_writes(name: str, shape: Sequence[int
     assert bits(file.read(file.value)) == bits(tensor)
 
 
+@bytes_of_torch
 def test_a_state_with_ties_has_the_bytes_that_torch_writes() -> None:
     tied = torch.arange(6.0).reshape(2, 3)
     state = {"a": tied, "b": tied, "c": [1, (2, 3.5), {"x": None}], "d": torch.ones(3, dtype=torch.bfloat16)}
@@ -136,6 +141,7 @@ def test_other_objects_are_refused(value: Any) -> None:
         TorchArchive({"a": [value]})
 
 
+@bytes_of_torch
 @pytest.mark.parametrize("piece_bytes", [1, 100, 1 << 20])
 def test_a_box_is_streamed_in_pieces(piece_bytes: int, tmp_path: Path) -> None:
     tensor = torch.arange(7 * 5 * 11.0).reshape(7, 5, 11)

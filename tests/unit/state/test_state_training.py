@@ -18,6 +18,7 @@ from shardproof.errors import StructureError
 from shardproof.state import OptimizerState, bind, collect
 from shardproof.state.optimizer.slot_sources import _new_slot
 from shardproof.state.optimizer.slots import StoredSlot
+from tests.newer_torch import OLDER
 from tests.unit.state.fake_checkpoint import FakeCheckpoint, saved
 
 DDP = nn.parallel.DistributedDataParallel
@@ -514,6 +515,9 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 @pytest.mark.parametrize("kind", sorted(SCHEDULERS))
 @pytest.mark.parametrize("lr", [0.1, "tensor"])
 def test_schedulers(kind: str, lr: Any) -> None:
+    if OLDER and (kind, lr) == ("sequential", "tensor"):
+        pytest.skip("the schedulers of an older torch share the tensor of the rate")
+
     def made() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
         model = network(1)
         rate = torch.tensor(0.1) if lr == "tensor" else lr
