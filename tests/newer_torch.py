@@ -35,7 +35,8 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     """Skips a test that fails because torch is older."""
     report = yield
     if call.excinfo is not None and report.failed:
-        _skip(report, item.path, _missing(call.excinfo.value))
+        printed = report.capstdout if "<doctest" in report.capstdout else ""  # an example that fails
+        _skip(report, item.path, _missing(call.excinfo.value, printed))
     return report
 
 
@@ -54,9 +55,9 @@ def _skip(report: pytest.TestReport | pytest.CollectReport, path: Path, missing:
         report.longrepr = (str(path), 0, f"Skipped: needs a newer torch: {missing}")
 
 
-def _missing(error: BaseException) -> str | None:
-    """What torch lacks, if a call of a test raised this error; else None."""
-    text = "".join(traceback.format_exception(error)) + str(error)
+def _missing(error: BaseException, printed: str = "") -> str | None:
+    """What torch lacks, if a call of a test or an example raised this error; else None."""
+    text = "".join(traceback.format_exception(error)) + str(error) + printed
     found = _MISSING.search(text)
     frames = [name for name in _FRAME.findall(text) if name.startswith((_TESTS, _SOURCE, "<doctest"))]
     is_of_test = bool(frames) and not frames[-1].startswith(_SOURCE)
