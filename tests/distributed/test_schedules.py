@@ -106,7 +106,7 @@ def test_a_signal_to_one_rank_ends_all_ranks_after_one_save(point: str, tmp_path
     )
     step, reason = preempted(outcomes, tmp_path)
     assert reason == "SIGUSR1 on rank 1"
-    assert step > 250 or point != "later"
+    assert step >= 250 or point != "later"  # rank 1 has not made this call yet when it gets the signal
 
 
 def test_signals_to_all_ranks_at_different_steps(tmp_path: Path) -> None:
