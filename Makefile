@@ -116,5 +116,5 @@ format: $(STAMP)  ## format the code, and fix what ruff can fix
 	$(BIN)/ruff format .
 
 clean:  ## remove what the other targets made, .venv too
-	rm -rf $(VENV) $(PEERS) $(INTEROP) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-torch-* $(PEERS) $(INTEROP) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
