@@ -200,10 +200,18 @@ def test_false_digests_are_refused(saved: Path, change: Callable[[Any], None], m
         checkpoint.reader.verify_extra()
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, "[1]", '{"algorithm"'])
-def test_a_damaged_list_of_digests_is_named(saved: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[" * 100_000, "it is not valid JSON (maximum recursion depth"),
+        ("[1]", "it is a JSON list, not an object"),
+        ('{"algorithm"', "it is not valid JSON (Expecting ':' delimiter"),
+    ],
+    ids=["deep", "list", "cut"],
+)
+def test_a_damaged_list_of_digests_is_named(saved: Path, text: str, message: str) -> None:
     (saved / "integrity.json").write_text(text)
-    assert any("integrity.json: it is " in fault.message for fault in verified(saved).faults)
+    assert any(f"integrity.json: {message}" in fault.message for fault in verified(saved).faults)
 
 
 def fragmented(folder: Path, shape: tuple[int, ...]) -> None:

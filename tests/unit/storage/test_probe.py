@@ -157,6 +157,8 @@ def test_a_file_written_both_ways_is_whole(tmp_path: Path, monkeypatch: pytest.M
     again = LocalStorage(tmp_path / "another").create("c")
     assert not again.direct, "and in every storage of the process"
     again.abort()
+    answers = {device: found.answer for device, found in local.PROBES.items()}
+    assert answers == {tmp_path.stat().st_dev: False}, "but not for other devices"
 
 
 def test_the_choice_of_the_user_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
