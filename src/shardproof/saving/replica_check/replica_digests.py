@@ -1,7 +1,4 @@
-"""Replica checks: each rank hashes its replicas of a box, and the coordinator compares the digests.
-
-A save calls this file twice. Each rank calls `hash_replicas` before its caller continues, and the coordinator
-calls `compare_replicas` before the commit.
+"""Hashes the replicas of a rank, and compares the digests of all ranks.
 
     rank: SharedPieces --slices--> chosen --hash_replicas--> 16 bytes each, in the write report
     coordinator: Replicas --slices--> the same chosen slices; digests --compare_replicas--> Divergence
