@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from shardproof.format.checkpoint_files import (
     check_size,
+    check_sizes,
     locate_files,
     lost_files,
     metadata_files,
@@ -114,6 +115,7 @@ __all__ = [
     "chain_attempt",
     "chain_length",
     "check_size",
+    "check_sizes",
     "chunk_entries",
     "chunk_name",
     "declaration_of",

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from shardproof.errors import FormatError, NotCommittedError, StorageError
 from shardproof.format.file_names import MANIFEST_NAME
 from shardproof.format.index import decode_index
 from shardproof.format.manifest import FileRecord, Manifest
 from shardproof.format.manifest_text import MAX_MANIFEST, SEAL_LENGTH, decode_manifest
 from shardproof.planning import ChunkTable
-from shardproof.storage import CopiedStorage, Storage
+from shardproof.storage import CopiedStorage, Storage, file_sizes
 
 __all__ = [
     "check_size",
+    "check_sizes",
     "locate_files",
     "lost_files",
     "metadata_files",
@@ -145,7 +148,10 @@ def size_fault(storage: Storage, name: str, size: int) -> tuple[str, bool] | Non
     Raises:
         StorageError: the storage cannot tell the size.
     """
-    found = storage.size(name)
+    return _fault(storage.size(name), size)
+
+
+def _fault(found: int | None, size: int) -> tuple[str, bool] | None:
     if found == size:
         return None
     return f"expected {size} bytes, {'it is missing' if found is None else f'it has {found}'}", found is None
@@ -165,12 +171,16 @@ def size_error(
     Raises:
         StorageError: the storage cannot tell the size.
     """
-    fault = size_fault(storage, record.name, record.size)
+    return _size_error(storage.size(record.name), record, path or record.place, advice)
+
+
+def _size_error(found: int | None, record: FileRecord, path: str, advice: str) -> StorageError | None:
+    fault = _fault(found, record.size)
     if fault is None:
         return None
     text, missing = fault
     end = f". {advice}" if advice else ""
-    return StorageError(f"{path or record.place}: {text}{end}", file=record.place, missing=missing)
+    return StorageError(f"{path}: {text}{end}", file=record.place, missing=missing)
 
 
 def check_size(storage: Storage, record: FileRecord, *, path: str | None = None, advice: str = "") -> None:
@@ -183,3 +193,23 @@ def check_size(storage: Storage, record: FileRecord, *, path: str | None = None,
     error = size_error(storage, record, path=path, advice=advice)
     if error is not None:
         raise error
+
+
+def check_sizes(
+    files: Sequence[tuple[Storage, FileRecord]], advice: Callable[[FileRecord], str] | None = None
+) -> None:
+    """Checks that shard files have their recorded sizes. Asks for many sizes at a time.
+
+    Args:
+        files: the folder that holds each file, and the file's record.
+        advice: returns the sentences that end the message for a record.
+
+    Raises:
+        StorageError: as of `check_size`, for the first file with a fault.
+    """
+    sizes = file_sizes([(storage, record.name) for storage, record in files])
+    for (storage, record), found in zip(files, sizes, strict=True):
+        end = "" if advice is None else advice(record)
+        error = _size_error(found, record, f"{storage.location}/{record.name}", end)
+        if error is not None:
+            raise error

@@ -31,7 +31,7 @@ from shardproof.format import (
     Manifest,
     TensorRecord,
     bytes_digest,
-    check_size,
+    check_sizes,
     encode_index,
     index_name,
 )
@@ -164,9 +164,10 @@ class ShardproofWriter(StorageWriter):
         storage = LocalStorage(self.path)
         files = [rank_results[0].storage_data for rank_results in results if rank_results]
         manifest, index = _merged(self._attempt, self._time, len(results), metadata, files)
-        for record in manifest.files:
-            advice = f"Rank {record.rank} wrote this file: check that all nodes share this storage"
-            check_size(storage, record, path=f"{storage.location}/{record.name}", advice=advice)
+        check_sizes(
+            [(storage, record) for record in manifest.files],
+            lambda record: f"Rank {record.rank} wrote this file: check that all nodes share this storage",
+        )
         publish(storage, manifest, index, overwrite=self.overwrite)
         mark_as_committed(storage)
 

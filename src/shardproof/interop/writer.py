@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from shardproof.errors import StructureError
-from shardproof.format import FileRecord, check_size
+from shardproof.format import FileRecord, check_sizes
 from shardproof.storage import FileWriter, Storage
 
 if TYPE_CHECKING:
@@ -196,14 +196,15 @@ def check_units(
         StructureError: a unit was not written.
         StorageError: a file is missing or has another size, or the storage failed.
     """
+    written: list[tuple[Storage, FileRecord]] = []
     for unit in units:
         if unit.name not in records:
             raise StructureError(f"the unit {unit.name} was not written, so nothing is committed")
-        for name, size in files(unit.name, records[unit.name]):
-            check_size(
-                target,
-                FileRecord(name, size, ""),
-                path=f"{target.location}/{name}",
-                advice="It was changed after it was written, or the place is not shared by all nodes. Remove "
-                "the new checkpoint and write it again",
-            )
+        written += [
+            (target, FileRecord(name, size, "")) for name, size in files(unit.name, records[unit.name])
+        ]
+    advice = (
+        "It was changed after it was written, or the place is not shared by all nodes. Remove the new "
+        "checkpoint and write it again"
+    )
+    check_sizes(written, lambda _: advice)

@@ -18,9 +18,10 @@ from shardproof.dtypes import DTYPES
 from shardproof.errors import FormatError
 from shardproof.format import (
     MANIFEST_NAME,
+    FileRecord,
     Manifest,
     TensorRecord,
-    check_size,
+    check_sizes,
     locate_files,
     read_index,
     read_manifest,
@@ -304,20 +305,22 @@ class NativeCheckpoint(Checkpoint):
 
     def check_files(self, rows: NDArray[np.int64] | None = None) -> None:
         """Checks that shard files have their recorded sizes; see `Checkpoint.check_files`."""
-        files = range(len(self.files)) if rows is None else self.table.file[rows].tolist()
-        for file in set(files) - self._sized:
-            record = self.manifest.files[file]
-            storage, name = self.files[file]
-            advice = (
+
+        def advice(record: FileRecord) -> str:
+            restore = (
                 f"Rank {record.rank} wrote it. Restore an older step; `shardproof verify` lists all damage"
             )
-            if record.folder:
-                advice = (
-                    f"{self.location} was saved incrementally and has chunks in it, so it must stay "
-                    f"beside it. {advice}"
-                )
-            check_size(storage, record, path=f"{storage.location}/{name}", advice=advice)
-            self._sized.add(file)
+            if not record.folder:
+                return restore
+            return (
+                f"{self.location} was saved incrementally and has chunks in it, so it must stay beside it. "
+                f"{restore}"
+            )
+
+        files = range(len(self.files)) if rows is None else self.table.file[rows].tolist()
+        unchecked = sorted(set(files) - self._sized)
+        check_sizes([(self.files[file][0], self.manifest.files[file]) for file in unchecked], advice)
+        self._sized.update(unchecked)
 
     def reads(self, writer: DestinationWriter, rows: NDArray[np.int64]) -> Reads:
         """Plans to read some chunks, reduced to the blocks that the destinations need."""

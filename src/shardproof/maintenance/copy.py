@@ -19,7 +19,7 @@ from shardproof.format import (
     FileRecord,
     Manifest,
     bytes_digest,
-    check_size,
+    check_sizes,
     encode_index,
     file_digest,
     header_of_chunks,
@@ -172,8 +172,8 @@ class _CheckpointCopy:
     def plan(self) -> StandalonePlan:
         """Checks the sizes of the source's files, and describes the copy."""
         manifest = self._manifest
-        for (folder, _), record in zip(self._files, manifest.files, strict=True):
-            check_size(folder, record)
+        folders = (folder for folder, _ in self._files)
+        check_sizes(list(zip(folders, manifest.files, strict=True)))
         return StandalonePlan(manifest.step, len(manifest.tensors), len(self._ranks()), self._total)
 
     def run(self) -> Manifest:

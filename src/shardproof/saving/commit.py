@@ -23,7 +23,7 @@ from shardproof.format import (
     Manifest,
     TensorRecord,
     bytes_digest,
-    check_size,
+    check_sizes,
     encode_index,
     encode_manifest,
     flush_manifests_of_siblings,
@@ -170,18 +170,20 @@ def _check_planned(plan: WritePlan, reports: Sequence[WriteReport]) -> None:
 
 def _check_visible(storage: Storage, manifest: Manifest) -> None:
     """Checks that the coordinator, and so any reader, finds each shard file with its size."""
-    for record, (folder, name) in zip(manifest.files, locate_files(storage, manifest), strict=True):
+
+    def advice(record: FileRecord) -> str:
         if record.folder:
-            advice = (
+            return (
                 "The new step refers to unchanged chunks of this file. Save again: the next save writes "
                 "missing chunks"
             )
-        else:
-            advice = (
-                f"Rank {record.rank} wrote this file, but rank 0 does not see it: check that all nodes share "
-                "this storage"
-            )
-        check_size(folder, record, path=f"{folder.location}/{name}", advice=advice)
+        return (
+            f"Rank {record.rank} wrote this file, but rank 0 does not see it: check that all nodes share "
+            "this storage"
+        )
+
+    folders = (folder for folder, _ in locate_files(storage, manifest))
+    check_sizes(list(zip(folders, manifest.files, strict=True)), advice)
 
 
 def _check_objects_agree(reports: Sequence[WriteReport]) -> None:

@@ -33,6 +33,7 @@ from shardproof.storage.multipart_uploads import Upload
 from shardproof.storage.object_store import ObjectStorage
 from shardproof.storage.paths import StrOrBytesPath
 from shardproof.storage.paths import storage_error as storage_error  # not listed in __all__: internal
+from shardproof.storage.remote_requests import file_sizes as file_sizes  # not listed in __all__: internal
 from shardproof.storage.remote_requests import map_requests as map_requests  # not listed in __all__: internal
 from shardproof.storage.sink import LocalSink
 from shardproof.storage.uncached import UncachedStorage

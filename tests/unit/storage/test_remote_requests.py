@@ -8,8 +8,12 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 
-from shardproof.storage import LocalStorage, map_requests
+import shardproof as sp
+from shardproof.errors import StorageError
+from shardproof.format import FileRecord, check_sizes
+from shardproof.storage import LocalStorage, file_sizes, map_requests
 from tests.gate import LIMIT
 from tests.thread_limit import limit_threads
 
@@ -76,3 +80,74 @@ def test_requests_without_enough_threads_are_all_made(
     assert list(map_requests(Remote(tmp_path), lambda number: -number, range(20))) == [
         -number for number in range(20)
     ]
+
+
+def meeting_threads(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first `count` threads that ask for the size of a shard file wait for each other."""
+    together = threading.Barrier(count)
+    size = LocalStorage.size
+    threads: set[int] = set()
+
+    def asked(folder: LocalStorage, name: str) -> int | None:
+        if name.startswith("shards/") and threading.get_ident() not in threads and len(threads) < count:
+            threads.add(threading.get_ident())
+            together.wait(LIMIT)
+        return size(folder, name)
+
+    monkeypatch.setattr(LocalStorage, "size", asked)
+
+
+def test_sizes_of_many_files_are_asked_for_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = LocalStorage(str(tmp_path))
+    (tmp_path / "shards").mkdir()
+    for number in range(0, 512, 3):
+        (tmp_path / f"shards/{number}").write_bytes(b"x" * number)
+    meeting_threads(32, monkeypatch)
+    sizes = file_sizes([(folder, f"shards/{number}") for number in range(512)])
+    assert sizes == [None if number % 3 else number for number in range(512)]
+
+
+def test_sizes_in_a_remote_storage_are_asked_for_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meeting_threads(5, monkeypatch)
+    assert file_sizes([(Remote(str(tmp_path)), f"shards/{number}") for number in range(5)]) == [None] * 5
+
+
+def test_commit_and_restore_ask_for_all_sizes_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = LocalStorage.size
+    alone: list[str] = []
+
+    def asked(folder: LocalStorage, name: str) -> int | None:
+        if name.startswith("shards/") and not threading.current_thread().name.startswith(
+            "shardproof-requests"
+        ):
+            alone.append(name)
+        return size(folder, name)
+
+    tensors = {f"layer.{number}": torch.full((1 << 17,), -1.0) for number in range(24)}
+    checkpointer = sp.Checkpointer(tmp_path, incremental=True, full_every=100, cache="none")
+    for step, tensor in enumerate(tensors.values()):
+        tensor.fill_(step)
+        if step == 23:  # the last manifest names a file of each step
+            monkeypatch.setattr(LocalStorage, "size", asked)
+        checkpointer.save(step, tensors).result()
+    assert checkpointer.restore(tensors) == 23
+    assert [tensor[0].item() for tensor in tensors.values()] == list(range(24))
+    assert not alone
+
+
+def test_the_error_names_the_file_without_its_size(tmp_path: Path) -> None:
+    folder = LocalStorage(str(tmp_path))
+    records = [FileRecord(f"shards/{number}", 4, "", 0, number) for number in range(64)]
+    (tmp_path / "shards").mkdir()
+    for record in records:
+        (tmp_path / record.name).write_bytes(b"four")
+    files = [(folder, record) for record in records]
+    check_sizes(files)
+    (tmp_path / "shards/41").write_bytes(b"six...")
+    (tmp_path / "shards/50").unlink()
+    with pytest.raises(StorageError, match=r"shards/41: expected 4 bytes, it has 6. Ask rank 41"):
+        check_sizes(files, lambda record: f"Ask rank {record.rank}")

@@ -81,7 +81,7 @@ from shardproof.format import (
     FileRecord,
     Manifest,
     References,
-    check_size,
+    check_sizes,
     decode_manifest,
     is_overwrite,
     named_files,
@@ -532,15 +532,11 @@ class UploadCoordinator:
         """The commit on the second tier (note "The manifest goes last")."""
         name, manifest = step_name(upload.step), upload.manifest
         target = self._second.within(name)
-        for record in manifest.files:
-            folder = self._second.within(record.folder or name)
-            check_size(
-                folder,
-                record,
-                path=f"{folder.location}/{record.name}",
-                advice="The ranks copied this file, but rank 0 does not see it: check that all ranks see one "
-                "second tier",
-            )
+        advice = (
+            "The ranks copied this file, but rank 0 does not see it: check that all ranks see one second tier"
+        )
+        files = [(self._second.within(record.folder or name), record) for record in manifest.files]
+        check_sizes(files, lambda _: advice)
         target.publish(manifest.index.name, upload.index, replace=True)
         was_pinned = self._copy_pin(upload.step)
         try:

@@ -18,11 +18,10 @@ from shardproof.format import (
     read_index,
     read_manifest,
     read_seal,
-    size_fault,
 )
 from shardproof.planning import WritePlan
 from shardproof.saving.incremental.base_chunks import Base, match_base, no_base
-from shardproof.storage import Storage
+from shardproof.storage import Storage, file_sizes
 
 __all__ = ["BaseChoice", "CachedBase", "FindBase"]
 
@@ -131,8 +130,9 @@ class BaseChoice:
 
     def _lost(self, base: Base) -> list[int]:
         """Rows of the base's files whose size differs from the recorded one."""
+        files = [(self._storage.sibling(record.folder), record.name) for record in base.files]
         return [
             row
-            for row, record in enumerate(base.files)
-            if size_fault(self._storage.sibling(record.folder), record.name, record.size) is not None
+            for row, (record, found) in enumerate(zip(base.files, file_sizes(files), strict=True))
+            if found != record.size
         ]
