@@ -59,6 +59,7 @@ from shardproof.format.manifest import (
     tensor_bytes,
 )
 from shardproof.format.manifest_text import SEAL_LENGTH, decode_manifest, encode_manifest
+from shardproof.format.publication import publish
 from shardproof.format.references import (
     References,
     flush_manifests_in,
@@ -148,6 +149,7 @@ __all__ = [
     "parse_chunk_name",
     "parse_header",
     "parse_shard_name",
+    "publish",
     "read_chunk_digests",
     "read_index",
     "read_manifest",

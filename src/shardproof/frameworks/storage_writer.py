@@ -34,11 +34,11 @@ from shardproof.format import (
     check_sizes,
     encode_index,
     index_name,
+    publish,
 )
 from shardproof.frameworks.rank_file import Assignment, RankFile, ShardFile
 from shardproof.geometry import BoxTable
 from shardproof.planning import chunk_table, prove_chunks
-from shardproof.saving import publish
 from shardproof.storage import LocalStorage, Storage
 from shardproof.version import __version__
 

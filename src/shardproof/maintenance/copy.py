@@ -25,13 +25,13 @@ from shardproof.format import (
     header_of_chunks,
     index_name,
     locate_files,
+    publish,
     read_index,
     read_manifest,
     shard_name,
     shard_tail,
 )
 from shardproof.planning import ChunkTable, prove_chunks, tensor_order
-from shardproof.saving import publish
 from shardproof.storage import FileWriter, Storage
 from shardproof.version import __version__
 

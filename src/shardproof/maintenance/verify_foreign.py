@@ -6,16 +6,19 @@ import operator
 import time
 from collections.abc import Callable
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardproof.errors import CorruptChunkError, FormatError, ShardproofError, StorageError, TilingError
 from shardproof.interop import NATIVE, Foreign, format_of
-from shardproof.loading import ForeignCheckpoint, open_storage
 from shardproof.maintenance.verify import VerifyReport, verify
 from shardproof.planning import prove_chunks
 from shardproof.storage import LocalStorage, UncachedStorage
+
+if TYPE_CHECKING:
+    from shardproof.loading import ForeignCheckpoint
 
 __all__ = ["verify_any", "verify_foreign"]
 
@@ -45,6 +48,8 @@ def verify_any(
             storage = foreign.storage
             uncached = UncachedStorage(storage.path) if isinstance(storage, LocalStorage) else storage
             return verify(uncached, on_progress)
+        from shardproof.loading import ForeignCheckpoint, open_storage  # imports torch
+
         checkpoint = open_storage(foreign, format=name, warn=False)
     except (FormatError, StorageError) as error:
         return VerifyReport(foreign.location, None, 0, 0, 0, time.monotonic() - begun, [error])

@@ -1,8 +1,7 @@
-"""The commit, on the coordinator: check the reports of the ranks, write the index, publish the manifest."""
+"""The commit, on the coordinator: check the reports of the ranks, then publish index and manifest."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from itertools import compress
 from typing import Any
@@ -11,41 +10,31 @@ import msgspec
 
 from shardproof.errors import (
     AlreadyCommittedError,
-    FormatError,
-    NotCommittedError,
     StorageError,
     StructureError,
 )
 from shardproof.format import (
     MANIFEST_NAME,
-    SEAL_LENGTH,
     FileRecord,
     Manifest,
     TensorRecord,
     bytes_digest,
     check_sizes,
     encode_index,
-    encode_manifest,
-    flush_manifests_of_siblings,
     index_name,
     locate_files,
     manifest_version,
-    read_manifest,
-    references_of_siblings,
+    publish,
     shard_name,
-    unreadable_manifests_message,
-    unreferenced_files,
 )
 from shardproof.planning import WritePlan
 from shardproof.saving.incremental import Base
 from shardproof.saving.messages import Attempt, WriteReport
 from shardproof.saving.placement import place_chunks
-from shardproof.storage import Storage, write_file
+from shardproof.storage import Storage
 from shardproof.version import __version__
 
-__all__ = ["commit", "publish"]
-
-_log = logging.getLogger("shardproof")
+__all__ = ["commit"]
 
 
 def commit(
@@ -120,40 +109,6 @@ def commit(
     return manifest, placed.as_base(manifest, storage.folder, seal)
 
 
-def publish(
-    storage: Storage, manifest: Manifest, index: bytes | None, *, overwrite: bool, text: bytes | None = None
-) -> bytes:
-    """Writes the index, then the manifest, and then removes the files of the replaced checkpoint.
-
-    Args:
-        storage: storage of the step.
-        manifest: the manifest.
-        index: the encoded index; None if the storage already has it.
-        overwrite: True to replace a committed checkpoint.
-        text: the encoded manifest, for a manifest whose bytes must not change; None to encode `manifest`.
-
-    Returns:
-        The seal of the checkpoint, as `shardproof.format.read_seal` returns it.
-
-    Raises:
-        AlreadyCommittedError: a checkpoint is committed here and `overwrite` is False.
-        StorageError: the storage failed. The detail ``committed`` is None if the manifest may appear later.
-    """
-    text = encode_manifest(manifest) if text is None else text
-    if index is not None:
-        write_file(storage, manifest.index.name, index)
-    replaced = _committed(storage) if overwrite else None
-    try:
-        storage.publish(MANIFEST_NAME, text, replace=overwrite)
-    except StorageError as error:
-        if error.details.get("unanswered"):  # the manifest may appear later, so the files have to stay
-            error.details["committed"] = None
-        raise
-    if replaced is not None:
-        _remove_replaced(storage, replaced, manifest)
-    return text[-SEAL_LENGTH:]
-
-
 def _check_planned(plan: WritePlan, reports: Sequence[WriteReport]) -> None:
     """Checks the objects that each rank wrote; `place_chunks` checks the chunks."""
     owned: list[set[str]] = [set() for _ in reports]
@@ -205,43 +160,3 @@ def _check_objects_agree(reports: Sequence[WriteReport]) -> None:
                     key=key,
                     ranks=[other_rank, rank],
                 )
-
-
-def _committed(storage: Storage) -> Manifest | None:
-    """The checkpoint that this commit replaces; None if there is none, or it cannot be read."""
-    try:
-        return read_manifest(storage)
-    except NotCommittedError:
-        return None
-    except FormatError as error:
-        _log.warning(
-            "%s: replacing a manifest that cannot be read (%s); its files stay for prune",
-            storage.location,
-            error,
-        )
-        return None
-
-
-def _remove_replaced(storage: Storage, old: Manifest, new: Manifest) -> None:
-    """Removes files that only the replaced manifest names. A failure only wastes space, so it is logged."""
-    try:
-        references = references_of_siblings(storage)
-        flush_manifests_of_siblings(storage)
-        referenced = references.files(storage.folder)
-        current = {new.index.name, *(record.name for record in new.own_files)}
-        shards = [record.name for record in old.own_files if record.name not in referenced]
-        for name in (old.index.name, *(() if references.unknown else shards)):
-            if name not in current:
-                storage.delete(name)
-        for record in unreferenced_files(old.referenced_files, references, storage.sibling):
-            storage.sibling(record.folder).delete(record.name)
-        if references.unknown:
-            _log.warning(
-                "%s: shard files of the replaced checkpoint stay: %s",
-                storage.location,
-                unreadable_manifests_message(references.unknown),
-            )
-    except Exception as error:  # the new checkpoint is committed, so nothing may fail the save
-        _log.warning(
-            "%s: files of the replaced checkpoint stay (%s); prune removes them", storage.location, error
-        )

@@ -89,11 +89,18 @@ def test_commands_that_only_read_need_no_torch(tmp_path: Path) -> None:
         ["ls", tmp_path],
         ["inspect", step],
         ["inspect", step, "w"],
+        ["verify", step],
         ["diff", step, step],
+        ["doctor", tmp_path],
+        ["doctor", tmp_path, "--scrub"],
         ["prune", tmp_path],
     ):
         assert imported("torch", *arguments) == []
-        assert imported("torch,rich", *arguments, "--json") == [] or arguments[0] == "diff"
+        assert imported("torch,rich", *arguments, "--json") == [] or arguments[0] in (
+            "diff",
+            "doctor",
+            "verify",
+        )
 
 
 def test_the_exit_code_is_that_of_the_process(tmp_path: Path) -> None:

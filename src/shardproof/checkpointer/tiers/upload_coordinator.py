@@ -85,13 +85,13 @@ from shardproof.format import (
     decode_manifest,
     is_overwrite,
     named_files,
+    publish,
     read_manifest,
     read_seal,
     references_in,
 )
 from shardproof.loading import from_rank
 from shardproof.maintenance import read_whole_index
-from shardproof.saving import publish
 from shardproof.storage import Storage, map_requests
 
 __all__ = ["UploadCoordinator"]
