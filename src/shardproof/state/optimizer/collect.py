@@ -9,7 +9,7 @@ positions, so a load may group or order parameters differently. A slot has the l
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +19,7 @@ from shardproof.state.binder import Binder
 from shardproof.state.collector import Collector, Hoister
 from shardproof.state.dtensor import local_tensor
 from shardproof.state.flat_parameters import is_in_flat
-from shardproof.state.handlers.modules import named
-from shardproof.state.module_names import NamedModule
+from shardproof.state.handlers.modules import flat_parts_of, named
 from shardproof.state.optimizer.bind import EXTRA, SHARED, OptimizerBinding
 from shardproof.state.optimizer.flat_slots import FlatSlots
 from shardproof.state.optimizer.group_options import GroupOptions
@@ -32,7 +31,7 @@ from shardproof.state.optimizer.zero_redundancy import is_zero_redundancy
 from shardproof.state.plain.encode import encode
 from shardproof.state.records import Stepped
 from shardproof.state.subclasses import inner_tensors
-from shardproof.state.visitor import Place, Visitor, check_name, join
+from shardproof.state.visitor import Place, VisitedModule, Visitor, check_name, join
 
 __all__ = ["OPTIMIZER", "OptimizerState"]
 
@@ -72,10 +71,11 @@ class _Optimizer:
         optimizer = _optimizer_of(value, place)
 
         def collect() -> None:
-            flat = _flat_slots(optimizer, place, collector)
+            given = _given_modules(value, place, collector)
+            flat = _flat_slots(value, optimizer, given, place, collector)
             source = optimizer if flat is None else flat
-            names = _names(value, source, place, collector)
-            _collect(place, optimizer, source, names, _modules(value, collector), collector)
+            names = _names(value, source, given, place, collector)
+            _collect(place, optimizer, source, names, [*given, *collector.modules], collector)
 
         collector.later.append(collect)
 
@@ -84,10 +84,12 @@ class _Optimizer:
         optimizer = _optimizer_of(value, place)
 
         def bind() -> None:
-            layouts = SlotLayouts.of(_modules(value, binder), binder.modules)
-            flat = _flat_slots(optimizer, place, binder)
+            given = _given_modules(value, place, binder)
+            layouts = SlotLayouts.of([*given, *binder.modules], binder.modules)
+            flat = _flat_slots(value, optimizer, given, place, binder)
             source: Any = optimizer if flat is None else flat
-            OptimizerBinding(place, source, _names(value, source, place, binder), layouts, binder).bind()
+            names = _names(value, source, given, place, binder)
+            OptimizerBinding(place, source, names, layouts, binder).bind()
             if flat is not None:
                 binder.on_finish(flat.apply)
 
@@ -102,7 +104,7 @@ def _collect(
     optimizer: torch.optim.Optimizer,
     source: torch.optim.Optimizer | FlatSlots,
     names: Names,
-    modules: Iterable[NamedModule],
+    modules: Iterable[VisitedModule],
     collector: Collector,
 ) -> None:
     layouts = SlotLayouts.of(modules, ())
@@ -136,11 +138,37 @@ def _collect(
         _collect_shared(place, optimizer, collector)
 
 
-def _flat_slots(optimizer: torch.optim.Optimizer, place: Place, visitor: Visitor[Any]) -> FlatSlots | None:
+def _given_modules(value: Any, place: Place, visitor: Visitor[Any]) -> list[VisitedModule]:
+    """The modules that the program names for this optimizer. The position of each of several is its key."""
+    given = value.modules if isinstance(value, OptimizerState) else ()
+    return [
+        VisitedModule(
+            str(index) if len(given) > 1 else "",
+            module := named(item, visitor),
+            {},
+            flat_parts_of(module, place.path, visitor),
+        )
+        for index, item in enumerate(given)
+    ]
+
+
+def _flat_slots(
+    value: Any,
+    optimizer: torch.optim.Optimizer,
+    given: Sequence[VisitedModule],
+    place: Place,
+    visitor: Visitor[Any],
+) -> FlatSlots | None:
     """The slots of an optimizer of FSDP1's parameters; None for other optimizers."""
     if not any(is_in_flat(item) for group in optimizer.param_groups for item in group["params"]):
         return None
-    parts = [part for of_module in visitor.flat.values() for part in of_module]
+    if isinstance(value, OptimizerState) and value.names is not None:
+        raise StructureError(
+            f"{place.path} names the parameters of FullyShardedDataParallel (FSDP1), but a name does not say "
+            "which part of a parameter this rank has. Use shardproof.OptimizerState(optimizer, module)",
+            key=place.key,
+        )
+    parts = [part for owner in given or visitor.modules for part in owner.flat]
     return FlatSlots(optimizer, parts, place)
 
 
@@ -182,22 +210,12 @@ def _optimizer_of(value: Any, place: Place) -> torch.optim.Optimizer:
     return value
 
 
-def _names(value: Any, source: Any, place: Place, visitor: Visitor[Any]) -> Names:
-    if isinstance(value, OptimizerState):
-        if value.names is not None:
-            return Names.given(value.names, place)
-        if value.modules:
-            return Names.of_modules([named(module, visitor) for module in value.modules], place)
-    return Names.of_tree(source, visitor.modules, place)
-
-
-def _modules(value: Any, visitor: Visitor[Any]) -> list[NamedModule]:
-    """The modules that may declare layouts of this optimizer's parameters."""
-    given = value.modules if isinstance(value, OptimizerState) else ()
-    return [
-        *(named(module, visitor) for module in given),
-        *(owner.module for owner in visitor.modules),
-    ]
+def _names(
+    value: Any, source: Any, given: Sequence[VisitedModule], place: Place, visitor: Visitor[Any]
+) -> Names:
+    if isinstance(value, OptimizerState) and value.names is not None:
+        return Names.given(value.names, place)
+    return Names.of_modules(given, place) if given else Names.of_tree(source, visitor.modules, place)
 
 
 def _key_of(key: str, slot: Any) -> str:
