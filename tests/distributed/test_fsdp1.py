@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import (
     FullyShardedDataParallel,
+    MixedPrecision,
     ShardedStateDictConfig,
     ShardingStrategy,
     StateDictType,
@@ -70,20 +71,27 @@ def fsdp2(seed: int, n: int, meshes: Meshes) -> nn.Module:
 
 
 def fsdp1(use_orig_params: bool, **options: Any) -> Callable[[int, int, Meshes], nn.Module]:
+    is_hybrid = options.get("sharding_strategy") in HYBRID
+
     def build(seed: int, n: int, meshes: Meshes) -> nn.Module:
+        ranks: dict[str, Any] = {"process_group": meshes.flat[n].get_group()}
         return FullyShardedDataParallel(
             _model(seed),
-            process_group=meshes.flat[n].get_group(),
             device_id=torch.device("cpu"),
             use_orig_params=use_orig_params,
+            **({"device_mesh": meshes.grid[n]} if is_hybrid else ranks),
             **options,
         )
 
     return build
 
 
+HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 BLOCKS = ModuleWrapPolicy({Block})
-SOURCES = {
+BFLOAT16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+Layout: TypeAlias = "tuple[Callable[[int, int, Meshes], nn.Module], int]"
+"""How to build a model, and on how many ranks."""
+SOURCES: dict[str, Layout] = {
     "orig": (fsdp1(True), 3),
     "flat": (fsdp1(False), 3),
     "orig, wrapped": (fsdp1(True, auto_wrap_policy=BLOCKS), 2),
@@ -91,11 +99,28 @@ SOURCES = {
     "not sharded": (fsdp1(True, sharding_strategy=ShardingStrategy.NO_SHARD), 2),
     "FSDP2": (fsdp2, 4),
 }
-TARGETS = {
+TARGETS: dict[str, Layout] = {
     "orig": (fsdp1(True), 2),
     "flat": (fsdp1(False, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP), 4),
     "flat, wrapped": (fsdp1(False, auto_wrap_policy=BLOCKS), 3),
     "orig, wrapped": (fsdp1(True, auto_wrap_policy=BLOCKS), 4),
+    "plain": (plain, 1),
+    "FSDP2": (fsdp2, 3),
+}
+STRATEGIES: dict[str, Layout] = {
+    f"{strategy.name}, {'orig' if orig else 'flat'}": (fsdp1(orig, sharding_strategy=strategy), 4)
+    for strategy in ShardingStrategy
+    for orig in (True, False)
+} | {
+    f"mixed precision, {'orig' if orig else 'flat'}": (
+        fsdp1(orig, mixed_precision=BFLOAT16, auto_wrap_policy=BLOCKS),
+        3,
+    )
+    for orig in (True, False)
+}
+STRATEGY_TARGETS: dict[str, Layout] = {
+    "hybrid, flat": (fsdp1(False, sharding_strategy=ShardingStrategy.HYBRID_SHARD), 4),
+    "mixed precision, orig": (fsdp1(True, mixed_precision=BFLOAT16, auto_wrap_policy=BLOCKS), 2),
     "plain": (plain, 1),
     "FSDP2": (fsdp2, 3),
 }
@@ -149,10 +174,11 @@ def _shards(state: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-def _everything(state: Any, group: Any) -> dict[str, torch.Tensor]:
+def _everything(state: Any) -> dict[str, torch.Tensor]:
     """All parameters and slots, 1-D, gathered without shardproof."""
     found: dict[str, torch.Tensor] = {}
     if isinstance(state["model"], FullyShardedDataParallel):
+        group = state["model"].process_group  # with replicas, the ranks that have one copy
         every: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(every, _shards(state), group=group)
         if state["model"]._handle.uses_sharded_strategy:
@@ -172,30 +198,55 @@ def _everything(state: Any, group: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-def save_and_load_every_pair(folder: str) -> list[str]:
+def together(state: Any) -> list[Any]:
+    """One tree, in which the optimizer finds its module."""
+    return [state]
+
+
+def apart(state: Any) -> list[Any]:
+    """Two trees. That of the optimizer does not have its module."""
+    model, optimizer = state["model"], state["optimizer"]
+    return [{"model": model}, {"optimizer": sp.OptimizerState(optimizer, model)}]
+
+
+def beside(state: Any) -> list[Any]:
+    """One tree, and the optimizer names its module too."""
+    return [state | {"optimizer": sp.OptimizerState(state["optimizer"], state["model"])}]
+
+
+CASES = {
+    "together": (SOURCES, TARGETS, together),
+    "apart": (SOURCES, TARGETS, apart),
+    "strategies": (STRATEGIES, STRATEGY_TARGETS, beside),
+}
+
+
+def save_and_load_every_pair(case: str, folder: str) -> list[str]:
+    sources, targets, trees = CASES[case]
     problems = []
     with process_group(), meetings_of_first_ranks() as meetings:
         meshes = Meshes(world_size())
         reference = _state(plain, 0, 1, meshes)
         _step(reference, 2)
-        saved = _everything(reference, None)
+        saved = _everything(reference)
         _step(reference, 1)
-        later = _everything(reference, None)
-        for name, (build, n) in SOURCES.items():
+        later = _everything(reference)
+        for name, (build, n) in sources.items():
             if rank() < n:
                 state = _state(build, 0, n, meshes)
                 _step(state, 2)
-                sp.save(f"{folder}/{name}", state, rendezvous=meetings[n])
+                for number, tree in enumerate(trees(state)):
+                    sp.save(f"{folder}/{name}-{number}", tree, rendezvous=meetings[n])
         dist.barrier()
-        for target, (build, n) in TARGETS.items():
-            for name in SOURCES:
+        for target, (build, n) in targets.items():
+            for name in sources:
                 if rank() >= n:
                     continue
                 state = _state(build, 1, n, meshes)
-                sp.load(f"{folder}/{name}", state, rendezvous=meetings[n])
-                group = meshes.flat[n].get_group()
+                for number, tree in enumerate(trees(state)):
+                    sp.load(f"{folder}/{name}-{number}", tree, rendezvous=meetings[n])
                 for when, expected in (("loaded", saved), ("a step later", later)):
-                    found = _everything(state, group)
+                    found = _everything(state)
                     assert found.keys() == expected.keys()
                     problems += [
                         f"{name} to {target}, {when}: {key}"
@@ -208,8 +259,9 @@ def save_and_load_every_pair(folder: str) -> list[str]:
 
 
 @pytest.mark.timeout(200)
-def test_flat_parameters_between_all_layouts(tmp_path: Path) -> None:
-    outcomes = run_ranks(4, save_and_load_every_pair, str(tmp_path), timeout=190)
+@pytest.mark.parametrize("case", CASES)
+def test_flat_parameters_between_all_layouts(case: str, tmp_path: Path) -> None:
+    outcomes = run_ranks(4, save_and_load_every_pair, case, str(tmp_path), timeout=190)
     assert [outcome.value for outcome in outcomes] == [[]] * 4
 
 
@@ -268,4 +320,60 @@ def save_state_dict(folder: str) -> None:
 
 def test_sharded_state_dicts_are_plain_trees(tmp_path: Path) -> None:
     for outcome in run_ranks(2, save_state_dict, str(tmp_path), timeout=60):
+        assert outcome.value is None
+
+
+def _train(state: Any, steps: range) -> None:
+    """Steps of real training. Each rank has its own data."""
+    state["model"].eval()  # BatchNorm would have other buffers on each rank
+    for step in steps:
+        torch.manual_seed(100 * step + rank())
+        state["model"](torch.rand(4, 5)).square().sum().backward()
+        state["optimizer"].step()
+        state["optimizer"].zero_grad()
+
+
+def train_through_a_save(folder: str) -> list[str]:
+    problems = []
+    with process_group(), meetings_of_first_ranks() as meetings:
+        meshes = Meshes(world_size())
+        for name, (build, n) in STRATEGIES.items():
+            if rank() >= n:
+                continue
+            state, other = _state(build, 0, n, meshes), _state(build, 1, n, meshes)
+            _train(state, range(2))
+            (tree,) = beside(state)
+            sp.save(f"{folder}/{name}", tree, rendezvous=meetings[n])
+            (tree,) = beside(other)
+            sp.load(f"{folder}/{name}", tree, rendezvous=meetings[n])
+            _train(state, range(2, 4))
+            _train(other, range(2, 4))
+            expected, found = _everything(state), _everything(other)
+            assert expected.keys() == found.keys() and len(expected) > 3
+            problems += [f"{name}: {key}" for key in expected if not torch.equal(expected[key], found[key])]
+    return problems
+
+
+@pytest.mark.timeout(120)
+def test_training_continues_as_without_a_save(tmp_path: Path) -> None:
+    outcomes = run_ranks(4, train_through_a_save, str(tmp_path), timeout=110)
+    assert [outcome.value for outcome in outcomes] == [[]] * 4
+
+
+def name_no_module(folder: str) -> None:
+    with process_group():
+        meshes = Meshes(world_size())
+        for original in (True, False):
+            state = _state(fsdp1(original), 0, world_size(), meshes)
+            model, optimizer = state["model"], state["optimizer"]
+            with pytest.raises(ShardproofError, match=r"use shardproof\.OptimizerState\(optimizer, module\)"):
+                sp.save(f"{folder}/alone", {"optimizer": optimizer})
+            named = sp.OptimizerState(optimizer, names=dict(model.named_parameters()))
+            with pytest.raises(ShardproofError, match=r"Use shardproof\.OptimizerState\(optimizer, module\)"):
+                sp.save(f"{folder}/named", {"optimizer": named})
+            sp.save(f"{folder}/{original}", {"optimizer": sp.OptimizerState(optimizer, model)})
+
+
+def test_errors_of_an_optimizer_alone_recommend_what_works(tmp_path: Path) -> None:
+    for outcome in run_ranks(2, name_no_module, str(tmp_path), timeout=60):
         assert outcome.value is None

@@ -139,13 +139,6 @@ class NamedModule:
                 if parameter is not None:
                     yield _under(path, name), parameter
 
-    def layouts_by_parameter(self) -> dict[int, Layout]:
-        """The declared layouts of the parameters, by id."""
-        if not self.layouts:
-            return {}
-        layouts = ((parameter, self.layout(name)) for name, parameter in self.parameters())
-        return {id(parameter): layout for parameter, layout in layouts if layout is not None}
-
     def _layouts(self) -> Mapping[str, Layout]:
         named = declared(self.parts)
         if not named:

@@ -6,7 +6,7 @@ Each kind of value has one handler for both walks, so that they stay consistent 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -89,7 +89,25 @@ class VisitedModule:
     key: str
     module: NamedModule
     state: Mapping[str, Any]
-    """Name to value, as collected."""
+    """Name to value, as collected; empty for a module that is not in the tree."""
+    flat: Sequence[FlatPart] = ()
+    """The parameters of FSDP1 in the module. Their parameters without memory stand for the flat ones."""
+
+    def stored(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """The parameters whose values are collected, under each of their names."""
+        for name, item in self.state.items():
+            if isinstance(item, torch.nn.Parameter):
+                yield name, item
+        if self.state:
+            yield from self._of_flat()
+
+    def parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """All parameters of the module, under each of their names."""
+        yield from self.module.parameters()
+        yield from self._of_flat()
+
+    def _of_flat(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        return ((part.name, part.meta) for part in self.flat)
 
 
 @dataclass
@@ -102,8 +120,8 @@ class Visitor(Generic[H]):
     world_size: int
     modules: list[VisitedModule] = field(default_factory=list)
     """Modules visited so far."""
-    flat: dict[str, list[FlatPart]] = field(default_factory=dict)
-    """The parameters of FSDP1 in each module that has some, by the module's key."""
+    flat: dict[int, list[FlatPart]] = field(default_factory=dict)
+    """The parameters of FSDP1 in each module, by identity; see `flat_parts_of` in `handlers/modules.py`."""
     later: list[Callable[[], None]] = field(default_factory=list)
     """Calls for the end of the walk, when all modules are known."""
     named: dict[int, NamedModule] = field(default_factory=dict)

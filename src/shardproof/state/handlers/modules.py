@@ -14,7 +14,7 @@ from shardproof.errors import StructureError
 from shardproof.state.binder import MISSING, Binder
 from shardproof.state.collector import Collector
 from shardproof.state.dtensor import local_tensor
-from shardproof.state.flat_parameters import flat_parts, flat_state, is_flat
+from shardproof.state.flat_parameters import FlatPart, flat_parts, flat_state, is_flat
 from shardproof.state.layout import Layout, local_layout
 from shardproof.state.local_shards import FlatShard, LocalShards
 from shardproof.state.module_names import EXTRA_STATE, PARALLEL, NamedModule, inside
@@ -22,7 +22,7 @@ from shardproof.state.storage_owner import declare_fsdp2_owners
 from shardproof.state.tensors import check_memory, empty_like_layout, local_of, storage_of
 from shardproof.state.visitor import Place, VisitedModule, Visitor, check_name
 
-__all__ = ["MODULE", "named"]
+__all__ = ["MODULE", "flat_parts_of", "named"]
 
 
 class _Module:
@@ -48,7 +48,7 @@ class _Module:
             else:
                 collector.tensor(key, item, (place.path, name))
         declare_fsdp2_owners(part for _, part in module.parts)
-        collector.modules.append(_owned(place, module, state, collector))
+        collector.modules.append(_visited(place, module, state, collector))
 
     def bind(self, place: Place, value: torch.nn.Module, binder: Binder) -> None:
         """Fills tensors in place. Values that the state dict computes go through `load_state_dict`."""
@@ -82,7 +82,7 @@ class _Module:
         loaded = getattr(type(module.module), "state_loaded", None)
         if callable(loaded):
             binder.on_finish(partial(loaded, module.module))
-        binder.modules.append(_owned(place, module, state, binder))
+        binder.modules.append(_visited(place, module, state, binder))
 
     @staticmethod
     def _bind_extra(module: torch.nn.Module, name: str, key: str, current: Any, binder: Binder) -> None:
@@ -131,14 +131,26 @@ def named(module: torch.nn.Module, visitor: Visitor[Any]) -> NamedModule:
     return visitor.named[id(inner)]
 
 
+def flat_parts_of(
+    module: NamedModule, path: str, visitor: Visitor[Any], *, load: bool = False
+) -> list[FlatPart]:
+    """The parameters of FSDP1 in a module, none for other modules. Each walk computes them once.
+
+    Raises:
+        StructureError: see `flat_parts`.
+    """
+    known = id(module.module)
+    if known not in visitor.flat:
+        visitor.flat[known] = flat_parts(module, path, load=load) if is_flat(module) else []
+    return visitor.flat[known]
+
+
 def _state_of(
     value: torch.nn.Module, place: Place, visitor: Visitor[Any], *, load: bool = False
 ) -> tuple[NamedModule, Mapping[str, Any]]:
     module = named(value, visitor)
     _refuse_collective(module, place)
-    if is_flat(module):
-        parts = flat_parts(module, place.path, load=load)
-        visitor.flat[place.key] = parts
+    if parts := flat_parts_of(module, place.path, visitor, load=load):
         return module, flat_state(module, parts)
     if type(module.module).state_dict is torch.nn.Module.state_dict:
         return module, module.module.state_dict(keep_vars=True)
@@ -156,14 +168,11 @@ def _refuse_collective(module: NamedModule, place: Place) -> None:
         )
 
 
-def _owned(
+def _visited(
     place: Place, module: NamedModule, state: Mapping[str, Any], visitor: Visitor[Any]
 ) -> VisitedModule:
-    """The module for optimizers. For FSDP1, parameters without memory stand for the flat ones' parts."""
-    parts = visitor.flat.get(place.key, ())
-    return VisitedModule(
-        place.key, module, {**state, **{part.name: part.meta for part in parts}} if parts else state
-    )
+    """The module for optimizers."""
+    return VisitedModule(place.key, module, state, flat_parts_of(module, place.path, visitor))
 
 
 def _live_memory_of(module: torch.nn.Module) -> Callable[[torch.Tensor], bool]:

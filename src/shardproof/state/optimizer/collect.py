@@ -9,7 +9,7 @@ positions, so a load may group or order parameters differently. A slot has the l
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +19,7 @@ from shardproof.state.binder import Binder
 from shardproof.state.collector import Collector, Hoister
 from shardproof.state.dtensor import local_tensor
 from shardproof.state.flat_parameters import is_in_flat
-from shardproof.state.handlers.modules import named
-from shardproof.state.module_names import NamedModule
+from shardproof.state.handlers.modules import flat_parts_of, named
 from shardproof.state.optimizer.bind import EXTRA, SHARED, OptimizerBinding
 from shardproof.state.optimizer.flat_slots import FlatSlots
 from shardproof.state.optimizer.group_options import GroupOptions
@@ -33,7 +32,7 @@ from shardproof.state.optimizer.zero_redundancy import is_zero_redundancy
 from shardproof.state.plain.encode import encode
 from shardproof.state.records import Stepped
 from shardproof.state.subclasses import inner_tensors
-from shardproof.state.visitor import Place, Visitor, check_name, join
+from shardproof.state.visitor import Place, VisitedModule, Visitor, check_name, join
 
 __all__ = ["OPTIMIZER", "OptimizerState"]
 
@@ -73,9 +72,10 @@ class _Optimizer:
         optimizer = _optimizer_of(value, place)
 
         def collect() -> None:
-            source = _source(optimizer, place, collector)
-            names = _names(value, source, place, collector)
-            _collect(place, optimizer, source, names, _modules(value, collector), collector)
+            given = _given_modules(value, place, collector)
+            source = _source(value, optimizer, given, place, collector)
+            names = _names(value, source, given, place, collector)
+            _collect(place, optimizer, source, names, [*given, *collector.modules], collector)
 
         collector.later.append(collect)
 
@@ -84,9 +84,11 @@ class _Optimizer:
         optimizer = _optimizer_of(value, place)
 
         def bind() -> None:
-            layouts = SlotLayouts.of(_modules(value, binder), binder.modules)
-            source: Any = _source(optimizer, place, binder)
-            OptimizerBinding(place, source, _names(value, source, place, binder), layouts, binder).bind()
+            given = _given_modules(value, place, binder)
+            layouts = SlotLayouts.of([*given, *binder.modules], binder.modules)
+            source: Any = _source(value, optimizer, given, place, binder)
+            names = _names(value, source, given, place, binder)
+            OptimizerBinding(place, source, names, layouts, binder).bind()
             if source is not optimizer:
                 binder.on_finish(source.apply)
 
@@ -101,7 +103,7 @@ def _collect(
     optimizer: torch.optim.Optimizer,
     source: torch.optim.Optimizer | FlatSlots | HybridDeviceSlots,
     names: Names,
-    modules: Iterable[NamedModule],
+    modules: Iterable[VisitedModule],
     collector: Collector,
 ) -> None:
     layouts = SlotLayouts.of(modules, ())
@@ -135,21 +137,45 @@ def _collect(
         _collect_shared(place, optimizer, collector)
 
 
+def _given_modules(value: Any, place: Place, visitor: Visitor[Any]) -> list[VisitedModule]:
+    """The modules that the program names for this optimizer. The position of each of several is its key."""
+    given = value.modules if isinstance(value, OptimizerState) else ()
+    return [
+        VisitedModule(
+            str(index) if len(given) > 1 else "",
+            module := named(item, visitor),
+            {},
+            flat_parts_of(module, place.path, visitor),
+        )
+        for index, item in enumerate(given)
+    ]
+
+
 def _source(
-    optimizer: torch.optim.Optimizer, place: Place, visitor: Visitor[Any]
+    value: Any,
+    optimizer: torch.optim.Optimizer,
+    given: Sequence[VisitedModule],
+    place: Place,
+    visitor: Visitor[Any],
 ) -> torch.optim.Optimizer | FlatSlots | HybridDeviceSlots:
     """Where the slots are described: the optimizer itself, or a description of its state by parameter."""
     is_hybrid = is_hybrid_device(optimizer)
-    if any(is_in_flat(item) for group in optimizer.param_groups for item in group["params"]):
-        if is_hybrid:
-            raise StructureError(
-                f"{place.path}: Megatron-Core's HybridDeviceOptimizer trains flat parameters of FSDP1, whose "
-                "parts it cannot step. Use fully_shard (FSDP2) and shardproof.optim.HybridDeviceOptimizer",
-                key=place.key,
-            )
-        parts = [part for of_module in visitor.flat.values() for part in of_module]
-        return FlatSlots(optimizer, parts, place)
-    return HybridDeviceSlots(optimizer, receiver) if is_hybrid else optimizer
+    if not any(is_in_flat(item) for group in optimizer.param_groups for item in group["params"]):
+        return HybridDeviceSlots(optimizer, receiver) if is_hybrid else optimizer
+    if is_hybrid:
+        raise StructureError(
+            f"{place.path}: Megatron-Core's HybridDeviceOptimizer trains flat parameters of FSDP1, whose "
+            "parts it cannot step. Use fully_shard (FSDP2) and shardproof.optim.HybridDeviceOptimizer",
+            key=place.key,
+        )
+    if isinstance(value, OptimizerState) and value.names is not None:
+        raise StructureError(
+            f"{place.path} names the parameters of FullyShardedDataParallel (FSDP1), but a name does not say "
+            "which part of a parameter this rank has. Use shardproof.OptimizerState(optimizer, module)",
+            key=place.key,
+        )
+    parts = [part for owner in given or visitor.modules for part in owner.flat]
+    return FlatSlots(optimizer, parts, place)
 
 
 def _collect_shared(place: Place, optimizer: torch.optim.Optimizer, collector: Collector) -> None:
@@ -190,22 +216,12 @@ def _optimizer_of(value: Any, place: Place) -> torch.optim.Optimizer:
     return value
 
 
-def _names(value: Any, source: Any, place: Place, visitor: Visitor[Any]) -> Names:
-    if isinstance(value, OptimizerState):
-        if value.names is not None:
-            return Names.given(value.names, place)
-        if value.modules:
-            return Names.of_modules([named(module, visitor) for module in value.modules], place)
-    return Names.of_tree(source, visitor.modules, place)
-
-
-def _modules(value: Any, visitor: Visitor[Any]) -> list[NamedModule]:
-    """The modules that may declare layouts of this optimizer's parameters."""
-    given = value.modules if isinstance(value, OptimizerState) else ()
-    return [
-        *(named(module, visitor) for module in given),
-        *(owner.module for owner in visitor.modules),
-    ]
+def _names(
+    value: Any, source: Any, given: Sequence[VisitedModule], place: Place, visitor: Visitor[Any]
+) -> Names:
+    if isinstance(value, OptimizerState) and value.names is not None:
+        return Names.given(value.names, place)
+    return Names.of_modules(given, place) if given else Names.of_tree(source, visitor.modules, place)
 
 
 def _key_of(key: str, slot: Any) -> str:

@@ -34,7 +34,7 @@ class FlatSlots:
 
     Args:
         optimizer: the optimizer.
-        parts: the parameters of all modules of the tree that FSDP1 wraps.
+        parts: the parameters of all modules that FSDP1 wraps.
         place: place of the optimizer in the tree, for messages.
 
     Raises:
@@ -60,8 +60,9 @@ class FlatSlots:
             if not all(id(trained) in of_trained for trained in group["params"]):
                 raise StructureError(
                     f"{place.path} trains parameters of FullyShardedDataParallel (FSDP1) whose module is not "
-                    "in the state tree, or others in the same group. Put the module into the tree, and give "
-                    "parameters that FSDP1 ignores a group in an optimizer of their own",
+                    "in the state tree, or others beside them. Put the module into the tree, or use "
+                    "shardproof.OptimizerState(optimizer, module). Give parameters that FSDP1 ignores an "
+                    "optimizer of their own",
                     key=place.key,
                 )
             members = [part.meta for trained in group["params"] for part in of_trained[id(trained)]]

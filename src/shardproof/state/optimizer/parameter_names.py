@@ -10,7 +10,7 @@ from operator import itemgetter
 import torch
 
 from shardproof.errors import StructureError
-from shardproof.state.module_names import NamedModule, clean_name
+from shardproof.state.module_names import clean_name
 from shardproof.state.visitor import Place, VisitedModule, check_name, join
 
 __all__ = ["Names"]
@@ -59,8 +59,8 @@ class Names:
         """The names of each tied parameter of the owner, in the order of the module."""
         if self._owner is None:
             return {}
-        items = self._owner.state.items() or self._owner.module.parameters()
-        pairs = [(id(item), name) for name, item in items if isinstance(item, torch.nn.Parameter)]
+        items = self._owner.stored() if self._owner.state else self._owner.parameters()
+        pairs = [(id(item), name) for name, item in items]
         if len({parameter for parameter, _ in pairs}) == len(pairs):
             return {}
         names: defaultdict[int, list[str]] = defaultdict(list)
@@ -74,17 +74,13 @@ class Names:
         return Names(_by_identity(sorted(names.items())), place)
 
     @staticmethod
-    def of_modules(modules: Sequence[NamedModule], place: Place) -> Names:
-        """Names in modules that are not in the tree. With several, the position prefixes each name."""
-        owned = [
-            VisitedModule(str(index) if len(modules) > 1 else "", module, {})
-            for index, module in enumerate(modules)
-        ]
+    def of_modules(modules: Sequence[VisitedModule], place: Place) -> Names:
+        """Names in the modules that the program gives. The key of each prefixes its names."""
         names: dict[int, str] = {}
-        for owner in owned:
+        for owner in modules:
             for parameter, name in _of_module(owner).items():
                 names.setdefault(parameter, join(owner.key, name))
-        return Names(names, place, owned[0] if len(owned) == 1 else None)
+        return Names(names, place, modules[0] if len(modules) == 1 else None)
 
     @staticmethod
     def of_tree(optimizer: torch.optim.Optimizer, modules: Sequence[VisitedModule], place: Place) -> Names:
@@ -112,20 +108,9 @@ class Names:
 def _of_module(owner: VisitedModule) -> dict[int, str]:
     """Parameter to name. A tied parameter gets the first of its keys in order, which is the stored one."""
     clean = owner.module.clean
-    named = _by_identity(
-        sorted(
-            [
-                (clean(name), item)
-                for name, item in owner.state.items()
-                if isinstance(item, torch.nn.Parameter)
-            ],
-            key=_NAME,
-        )
-    )
+    named = _by_identity(sorted([(clean(name), item) for name, item in owner.stored()], key=_NAME))
     listed = [
-        (clean(name), parameter)
-        for name, parameter in owner.module.parameters()
-        if id(parameter) not in named
+        (clean(name), parameter) for name, parameter in owner.parameters() if id(parameter) not in named
     ]
     return named | _by_identity(sorted(listed, key=_NAME))
 

@@ -11,7 +11,6 @@ from shardproof.errors import StructureError
 from shardproof.state.dtensor import LOCAL, is_dtensor, is_sharded, local_tensor
 from shardproof.state.layout import Layout, local_layout
 from shardproof.state.local_shards import LocalShards
-from shardproof.state.module_names import NamedModule
 from shardproof.state.optimizer.slots import LocalRange, StoredSlot
 from shardproof.state.tensors import check_memory, local_of
 from shardproof.state.visitor import VisitedModule, join
@@ -29,14 +28,14 @@ class SlotLayouts:
     """Id of a parameter to its key in the checkpoint."""
 
     @staticmethod
-    def of(modules: Iterable[NamedModule], owners: Iterable[VisitedModule]) -> SlotLayouts:
+    def of(modules: Iterable[VisitedModule], owners: Iterable[VisitedModule]) -> SlotLayouts:
         """The layouts of all parameters of `modules`, and the keys of the parameters of `owners`."""
         layouts: dict[int, Layout] = {}
         for module in modules:
-            layouts = module.layouts_by_parameter() | layouts
+            layouts = _declared_in(module) | layouts
         weights: dict[int, str] = {}
         for owner in owners:
-            for name, parameter in owner.module.parameters():
+            for name, parameter in owner.parameters():
                 weights.setdefault(id(parameter), join(owner.key, owner.module.clean(name)))
         return SlotLayouts(layouts, weights)
 
@@ -45,6 +44,14 @@ class SlotLayouts:
         declared = self.declared.get(id(parameter)) if self.declared else None
         is_own = declared is None and not hasattr(parameter, LOCAL)
         return SlotLayout(parameter, declared, is_own, is_dtensor(parameter))
+
+
+def _declared_in(module: VisitedModule) -> dict[int, Layout]:
+    """The declared layouts of a module's parameters, by id."""
+    if not module.module.layouts:
+        return {}
+    layouts = ((parameter, module.module.layout(name)) for name, parameter in module.parameters())
+    return {id(parameter): layout for parameter, layout in layouts if layout is not None}
 
 
 @dataclass(slots=True)
