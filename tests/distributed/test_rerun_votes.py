@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import signal
 from typing import Any
 
 import pytest
+from torch.utils.data import DataLoader, DistributedSampler
 
 import shardproof as sp
 from shardproof import rerun
@@ -103,6 +105,50 @@ def test_a_rank_that_raises_fails_the_next_vote_of_all_ranks(raising: int, where
     for outcome in outcomes:
         cause = f"{{{raising}: 'ZeroDivisionError: the loader broke'}}"
         assert outcome.value == ("own: the loader broke" if outcome.rank == raising else cause)
+
+
+def end_early() -> list[str]:
+    with process_group():
+        machine = rerun.RerunMachine(rendezvous=rendezvous(deadline=30.0))
+        data = rerun.ReplayableIterator(range(2 if rank() == 1 else 3))
+        try:
+            with machine:
+                while True:
+                    while machine.should_run(data):
+                        next(data)
+                    machine.decide()
+        except sp.RankFailure as failure:
+            return [failure.causes[1]]
+        except StopIteration as own:
+            return own.__notes__
+
+
+def test_a_rank_whose_data_ends_earlier_names_the_remedy_on_all_ranks() -> None:
+    for outcome in run_ranks(2, end_early, timeout=60):
+        (text,) = outcome.value
+        assert "the data of this rank ended within a step" in text
+        assert "drop_last=True" in text
+
+
+def even_ends() -> int:
+    """The remedy: the sampler drops the last samples, or an endless iterator and a number of steps."""
+    with process_group():
+        samples = range(7)
+        sampler = DistributedSampler(samples, drop_last=True)
+        loaders = [DataLoader(samples, sampler=sampler, batch_size=1), itertools.cycle(range(2 + rank()))]
+        for loader in loaders:
+            machine = rerun.RerunMachine(rendezvous=rendezvous(deadline=30.0))
+            data = rerun.ReplayableIterator(loader)
+            with machine:
+                for _ in range(3):
+                    while machine.should_run(data):
+                        next(data)
+                    machine.decide()
+        return machine.step
+
+
+def test_ranks_with_as_many_microbatches_end_together() -> None:
+    assert [outcome.value for outcome in run_ranks(2, even_ends, timeout=60)] == [3, 3]
 
 
 def save_while_another_raises(folder: str) -> str:

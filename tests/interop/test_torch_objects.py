@@ -101,3 +101,17 @@ def test_example_of_torchao_resumes_on_other_numbers_of_ranks(tmp_path: Path) ->
 
     train("torchao", example, tmp_path / "narrow", nproc=1, **quick)
     assert sp.Checkpointer(tmp_path / "narrow").steps() == [11, 12]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_suspicious_step_goes_on_with_the_loader_and_the_batches_of_its_collator(
+    workers: int, tmp_path: Path
+) -> None:
+    whole = run_peer("torchao", "rerun_batches.py", "whole", tmp_path / "whole", workers)
+    first = run_peer("torchao", "rerun_batches.py", "first", tmp_path / "cut", workers)
+    second = run_peer("torchao", "rerun_batches.py", "second", tmp_path / "cut", workers)
+    assert first.facts["code"] == 16
+    assert len(first.objects["seen"]) == 3
+    assert first.objects["seen"] + second.objects["seen"] == whole.objects["seen"]
+    assert {classes for *_, classes in whole.objects["seen"]} == {"BatchEncoding"}
+    assert torch.equal(second.tensors["weight"], whole.tensors["weight"])

@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import logging
 import math
+import multiprocessing
 import os
 import signal
+import subprocess
 import threading
 import time
 import traceback
@@ -244,18 +246,38 @@ def test_handlers_are_removed_with_their_owner(received: list[int]) -> None:
     assert signal.getsignal(signal.SIGUSR1) is not ours
 
 
-def test_a_forked_child_has_the_previous_handlers() -> None:
-    notices = SignalNotices((signal.SIGUSR2,), lambda: None)
+def forked(report: Any, received: list[int]) -> None:
+    """A child that reports after signals of another process, and what it received; then waits for the end."""
+    for name in ("-USR1", "-USR2"):
+        subprocess.run(["kill", name, str(os.getpid())], timeout=60, check=True)
+    # a program that the child starts has no blocked signals
+    program = subprocess.run(["sh", "-c", "kill -USR2 $$; exit 3"], timeout=60, check=False)
+    report.send((program.returncode, list(received)))
+    while not received:
+        signal.pause()
+    report.send((0, list(received)))
+    signal.pause()
+
+
+def test_a_forked_child_obeys_the_signals_of_its_parent_and_of_no_other_process() -> None:
+    received: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: received.append(number))
+    notices = SignalNotices((signal.SIGUSR1, signal.SIGUSR2), lambda: None)
+    context = multiprocessing.get_context("fork")
+    reader, writer = context.Pipe(duplex=False)
+    child = context.Process(target=forked, args=(writer, received), daemon=True)
     try:
-        child = os.fork()
-        if child == 0:
-            try:
-                signal.raise_signal(signal.SIGUSR2)
-            finally:
-                os._exit(3)
-        assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGUSR2
+        child.start()
+        assert reader.poll(60) and reader.recv() == (-signal.SIGUSR2, [])
+        os.kill(child.pid, signal.SIGUSR1)  # the handler from before the notices
+        assert reader.poll(60) and reader.recv() == (0, [signal.SIGUSR1])
+        os.kill(child.pid, signal.SIGUSR2)
+        child.join(60)
+        assert child.exitcode == -signal.SIGUSR2
         assert notices.first is None
     finally:
+        child.kill()
+        signal.signal(signal.SIGUSR1, before)
         signal.signal(signal.SIGUSR2, signal.SIG_DFL)
 
 

@@ -8,12 +8,14 @@ import os
 import signal
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
 from shardproof._utils.arguments import check_number, check_whole
+from shardproof.checkpointer.child_signals import blocked, outlast
 
 __all__ = ["Preempted", "Preemption", "SignalNotices", "lead_seconds", "limit_of"]
 
@@ -41,6 +43,10 @@ class Preemption:
     A signal handler notes the signal and calls the handler that was installed before it. If the same signal
     comes again more than 5 seconds later, the handler that was installed before it, or the default action,
     gets the signal.
+
+    Processes that are forked while the `Checkpointer` exists, such as the workers of a DataLoader, ignore
+    the signals of all processes but their parent. So a notice to all processes of a job does not end a loader
+    before the save. For workers that are spawned, see `starting_workers`.
 
     Args:
         signals: the signals. Empty to install no handlers.
@@ -77,6 +83,33 @@ class Preemption:
             raise ValueError(f"reserve is a number of seconds, at least 0, not {self.reserve!r}")
         if not 0 <= self.exit_code <= 255:
             raise ValueError(f"exit_code is a whole number from 0 to 255, not {self.exit_code!r}")
+
+    @contextmanager
+    def starting_workers(self) -> Iterator[None]:
+        """Blocks the signals in processes that start by spawn or forkserver within the block.
+
+        A signal to this process arrives at the end of the block. Workers need `worker_init_fn` too::
+
+            loader = DataLoader(
+                ..., multiprocessing_context="spawn", worker_init_fn=preemption.worker_init_fn
+            )
+            with preemption.starting_workers():
+                batches = iter(loader)
+
+        The fork server must not run before the block.
+        """
+        with blocked(self.signals):
+            yield
+
+    def worker_init_fn(self, worker: int) -> None:
+        """Makes a worker of a DataLoader ignore the signals of all processes but its parent.
+
+        Only for workers that start within `starting_workers`. Forked workers do so without it.
+
+        Args:
+            worker: number of the worker, which is not used.
+        """
+        outlast(self.signals)
 
 
 class Preempted(SystemExit):
@@ -165,8 +198,22 @@ class SignalNotices:
         self._clock = clock
         self._times: dict[int, float] = {}
         self._process = os.getpid()
-        for number in signals:
-            _install(number, weakref.ref(self))
+        reference, numbers = weakref.ref(self), tuple(signals)
+        self._previous = {number: _install(number, reference) for number in numbers}
+
+        def after_fork() -> None:
+            notices = reference()
+            if notices is not None:
+                notices.leave_to_parent()
+
+        os.register_at_fork(after_in_child=after_fork)
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: restore the previous handlers, and ignore the signals of other processes."""
+        for number, (ours, previous) in self._previous.items():
+            if signal.getsignal(number) is ours:
+                signal.signal(number, previous)
+        outlast(self._previous)
 
     def notes(self, number: int) -> bool:
         """Note a signal. False for the previous handler: a repeated signal, or one to a forked child."""
@@ -181,8 +228,12 @@ class SignalNotices:
         return True
 
 
-def _install(number: int, reference: weakref.ref[SignalNotices]) -> None:
-    """Install the handler of one signal. It holds no reference to its notices."""
+def _install(number: int, reference: weakref.ref[SignalNotices]) -> tuple[Any, Any]:
+    """Install the handler of one signal, which holds no reference to its notices.
+
+    Returns:
+        The handler, and the previous one.
+    """
 
     def handle(signum: int, frame: FrameType | None) -> None:
         notices = reference()
@@ -208,3 +259,4 @@ def _install(number: int, reference: weakref.ref[SignalNotices]) -> None:
             "Checkpointer(preemption=...) installs signal handlers, which Python allows in the main thread "
             "only. Make the Checkpointer there, or pass Preemption(signals=()) to watch the time limit alone"
         ) from error
+    return handle, previous

@@ -90,13 +90,16 @@ class Factory:
         """
         return _kind_and_slots(self.trial())[0]
 
-    def schema(self, dtype: torch.dtype) -> dict[str, Spec]:
+    def schema(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> dict[str, Spec]:
         """The `slot_schema` of the optimizer that this makes."""
-        return slot_schema(self.make, self.options, dtype)
+        return slot_schema(self.make, self.options, dtype, device)
 
 
 def slot_schema(
-    optimizer_class: Callable[..., torch.optim.Optimizer], options: Mapping[str, Any], dtype: torch.dtype
+    optimizer_class: Callable[..., torch.optim.Optimizer],
+    options: Mapping[str, Any],
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
 ) -> dict[str, Spec]:
     """The slots that an elementwise optimizer has for a parameter after a step.
 
@@ -108,6 +111,7 @@ def slot_schema(
         options: keyword arguments, or a whole parameter group. Options that select an implementation
             (``fused``, ``capturable``, ...) are ignored.
         dtype: dtype of the parameter.
+        device: device of the temporary tensor, for a class that steps only on an accelerator.
 
     Returns:
         The specification of each slot, by name.
@@ -132,11 +136,12 @@ def slot_schema(
     factory = Factory(optimizer_class, {}).accepting(chosen)
     with _on_the_side():
         try:
-            whole, optimizer = _stepped(factory, chosen, _WEIGHT[:2], (2,), dtype)
+            like = torch.empty(0, dtype=dtype, device=device)
+            whole, optimizer = _stepped(factory, chosen, _WEIGHT[:2], (2,), like)
             alone = [
-                _stepped(factory, chosen, (weight,), (1,), dtype, at)[0] for at, weight in enumerate(_WEIGHT)
+                _stepped(factory, chosen, (weight,), (1,), like, at)[0] for at, weight in enumerate(_WEIGHT)
             ]
-            matrix, _ = _stepped(factory, chosen, _WEIGHT, (2, 2), dtype)
+            matrix, _ = _stepped(factory, chosen, _WEIGHT, (2, 2), like)
         except Exception as error:
             raise ValueError(
                 f"{name} is not elementwise: it cannot step a 1-D tensor from its gradient alone "
@@ -170,16 +175,16 @@ def _stepped(
     options: Mapping[str, Any],
     weights: tuple[float, ...],
     shape: tuple[int, ...],
-    dtype: torch.dtype,
+    like: torch.Tensor,
     at: int = 0,
 ) -> tuple[torch.Tensor, torch.optim.Optimizer]:
-    """A tensor after two steps (1-D, fp32), and its optimizer."""
-    tensor = torch.tensor(weights, dtype=dtype, device="cpu").reshape(shape)
+    """A tensor made like `like` after two steps (1-D, fp32, on the CPU), and its optimizer."""
+    tensor = like.new_tensor(weights).reshape(shape)
     optimizer = factory([{**options, "params": [tensor]}])
     for gradient in _GRADIENTS:
-        tensor.grad = torch.tensor(gradient[at : at + len(weights)], dtype=dtype, device="cpu").reshape(shape)
+        tensor.grad = like.new_tensor(gradient[at : at + len(weights)]).reshape(shape)
         optimizer.step()
-    return tensor.flatten().float(), optimizer
+    return tensor.flatten().float().cpu(), optimizer
 
 
 def _kind_and_slots(optimizer: torch.optim.Optimizer) -> tuple[str, dict[str, Any]]:

@@ -1,7 +1,8 @@
 """Packs nested plain data and tensors into one tensor of bytes, and unpacks it, without pickle.
 
 The bytes are a valid safetensors file. Its metadata has one entry, ``plain``: the JSON of
-`shardproof.state.encode_plain` for the plain data, and the dtype, shape and device type of each tensor.
+`shardproof.state.encode_plain` for the plain data, the classes of microbatches, and the dtype, shape and
+device type of each tensor.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 
 from shardproof.dtypes import DTYPES
 from shardproof.errors import PlainDataError
+from shardproof.rerun.batch_classes import described, restored
 from shardproof.state import as_bytes, decode_plain, encode_plain, hoisted_tensor
 
 __all__ = ["pack", "unpack"]
@@ -24,7 +26,7 @@ def pack(value: Any, path: str) -> torch.Tensor:
     """Pack a value into bytes.
 
     Args:
-        value: plain data, and tensors on any device.
+        value: plain data, microbatches (see `ReplayableIterator`), and tensors on any device.
         path: the name of the value, for error messages.
 
     Returns:
@@ -37,11 +39,12 @@ def pack(value: Any, path: str) -> torch.Tensor:
     >>> packed.dtype, unpack(packed)
     (torch.uint8, {'rows': (1, None), 'tokens': tensor([0, 1, 2])})
     """
+    value, classes = described(value, path)
     tensors: dict[str, torch.Tensor] = {}
-    described: dict[str, list[Any]] = {}
+    specs: dict[str, list[Any]] = {}
 
     def take(where: str, kind: str, value: Any) -> str:
-        name = str(len(described))
+        name = str(len(specs))
         tensor = hoisted_tensor(kind, value)
         dtype, device = str(tensor.dtype).removeprefix("torch."), tensor.device.type
         is_plain = tensor.layout is torch.strided and not tensor.is_meta and not hasattr(tensor, "to_local")
@@ -52,16 +55,22 @@ def pack(value: Any, path: str) -> torch.Tensor:
                 path=f"{path}.{where}",
             )
         tensors[name] = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-        described[name] = [dtype, list(tensor.shape), device]
+        specs[name] = [dtype, list(tensor.shape), device]
         return name
 
-    plain = json.dumps({"value": encode_plain(value, path, take), "tensors": described})
+    plain = json.dumps(
+        {
+            "value": encode_plain(value, path, take),
+            "tensors": specs,
+            "classes": encode_plain(classes, path),
+        }
+    )
     header: dict[str, Any] = {"__metadata__": {"plain": plain}}
     end = 0
     # Gaps between tensors are not allowed, so the order by alignment aligns every tensor.
-    names = sorted(tensors, key=lambda name: -DTYPES[described[name][0]].alignment)
+    names = sorted(tensors, key=lambda name: -DTYPES[specs[name][0]].alignment)
     for name in names:
-        dtype, start = DTYPES[described[name][0]], end
+        dtype, start = DTYPES[specs[name][0]], end
         end += tensors[name].nbytes
         shape = [*tensors[name].shape, *([dtype.parts] if dtype.parts > 1 else [])]
         header[name] = {"dtype": dtype.code, "shape": shape, "data_offsets": [start, end]}
@@ -91,4 +100,6 @@ def unpack(packed: torch.Tensor) -> Any:
         as_bytes(tensor).copy_(packed[begin + start : begin + end])
         return tensor.to(device)
 
-    return decode_plain(content["value"], give, "the suspicious step")
+    what = "the suspicious step"
+    classes = decode_plain(content.get("classes", []), give, what)  # absent in version 0.1.0
+    return restored(decode_plain(content["value"], give, what), classes)

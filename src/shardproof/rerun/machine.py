@@ -32,6 +32,12 @@ from shardproof.rerun.votes import BallotExchange
 
 __all__ = ["RerunMachine"]
 
+_DATA_ENDED = (
+    "the data of this rank ended within a step. Every rank needs the same number of microbatches: let the "
+    "sampler drop or pad the last ones (DistributedSampler, drop_last=True), or pass an endless iterator and "
+    "end the loop after a number of steps"
+)
+
 Data: TypeAlias = "ReplayableIterator[Any] | Sequence[ReplayableIterator[Any] | None] | None"
 
 
@@ -319,8 +325,11 @@ class RerunMachine:
         known_to_all = isinstance(error, RankFailure | RankSilent) or (
             isinstance(error, SystemExit) and self._exiting
         )
+        if isinstance(error, StopIteration):
+            error.add_note(_DATA_ENDED)
         if error is None or known_to_all or self._steps.mode is Mode.DISABLED:
             return
         between = self._steps.run is None and not self._persistent.job.pending
         over = self._steps.decision is not None and not self._persistent.job.pending
-        self._exchange.fail(self.step + over, State.INITIAL_RUN if between else self.state, error)
+        told = StopIteration(_DATA_ENDED) if isinstance(error, StopIteration) else error
+        self._exchange.fail(self.step + over, State.INITIAL_RUN if between else self.state, told)

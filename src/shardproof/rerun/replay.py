@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from shardproof.rerun.batch_classes import content_of, of_content
 from shardproof.state import RandomState
 
 __all__ = ["ReplayableIterator", "copy_of"]
@@ -18,8 +19,12 @@ Batch = TypeVar("Batch")
 class ReplayableIterator(Generic[Batch]):
     """An iterator that stores the microbatches of the current step and can replay them.
 
+    The first `next` calls `iter`, so that a restore between the construction and the first step reaches a
+    loader whose state applies to the next `iter` (such as torchdata's `StatefulDataLoader`).
+
     Args:
-        iterator: yields microbatches: tensors, plain data, and dicts, lists and tuples of these.
+        iterator: yields microbatches: tensors, plain data, and dicts, lists and tuples, namedtuples,
+            dataclasses and `collections.UserDict`s of these.
         copy: True to store copies. False is safe only if a step does not write into its microbatches.
         draws: True if the iterator may draw from the random generators of this process. For steps that may
             run again, their state is then stored with each microbatch (about 0.1 ms).
@@ -37,7 +42,8 @@ class ReplayableIterator(Generic[Batch]):
     """
 
     def __init__(self, iterator: Iterable[Batch], *, copy: bool = True, draws: bool = True) -> None:
-        self._iterator = iter(iterator)
+        self._data = iterator
+        self._iterator: Iterator[Batch] | None = None
         self._copy = copy
         self._draws = draws
         self._batches: list[Batch] = []
@@ -56,6 +62,8 @@ class ReplayableIterator(Generic[Batch]):
 
     def __next__(self) -> Batch:
         if self._position == len(self._batches):
+            if self._iterator is None:
+                self._iterator = iter(self._data)
             batch = next(self._iterator)
             reusable = self._reusable.pop(0) if self._reusable else None
             self._batches.append(copy_of(batch, reusable) if self._copy else batch)
@@ -117,7 +125,7 @@ def copy_of(value: Any, into: Any = None) -> Any:
     """A copy that shares no memory with the value: tensors are detached and cloned on their device.
 
     Args:
-        value: tensors, plain data, and dicts, lists and tuples of these.
+        value: a microbatch (see `ReplayableIterator`).
         into: an earlier copy whose values are not needed any more. Similar tensors are overwritten.
 
     >>> batch = {"tokens": torch.arange(3), "lengths": [3]}
@@ -138,6 +146,9 @@ def copy_of(value: Any, into: Any = None) -> Any:
         reusable = list(into) if type(into) is kind else []
         reusable += [None] * (len(value) - len(reusable))
         return kind(copy_of(item, old) for item, old in zip(value, reusable, strict=False))
+    content = content_of(value)
+    if content is not None:
+        return of_content(kind, copy_of(content, content_of(into) if type(into) is kind else None))
     return copying.deepcopy(value)
 
 

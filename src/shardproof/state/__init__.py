@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardproof.state.collector import hoisted_key as hoisted_key  # not listed in __all__: internal
 from shardproof.state.collector import hoisted_tensor
-from shardproof.state.dtensor import LOCAL, dtensor_index_map, is_dtensor, local_tensor
+from shardproof.state.dtensor import LOCAL, dtensor_index_map, is_dtensor, is_sharded, local_tensor
 from shardproof.state.fence import Fence, open_all
 from shardproof.state.handlers.generators import RandomState
 from shardproof.state.handlers.per_rank import PerRank, owner_of
@@ -89,6 +89,7 @@ __all__ = [
     "inside",
     "is_dtensor",
     "is_plain_memory",
+    "is_sharded",
     "local_layout",
     "local_tensor",
     "memory_of",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -168,18 +169,74 @@ class Normed(torch.optim.Optimizer):
                     weight.sub_(group["lr"] * momentum / (momentum.norm() + 1e-6))
 
 
-def normed(path: Path) -> bool:
+def refusals(kind: str) -> list[str]:
+    """The errors of optimizers that are not elementwise, over shards. Rows of 1-D and 2-D parameters."""
     with process_group():
-        model = sharded()
-        optimizer = HybridDeviceOptimizer(model.parameters(), Normed)
-        run(model, optimizer, 0, 1)
-        sp.save(path, {"model": model, "optimizer": optimizer})
-        again = sharded()
-        other = HybridDeviceOptimizer(again.parameters(), Normed)
-        sp.load(path, {"model": again, "optimizer": other})
-        return run(again, other, 1, 3) == run(model, optimizer, 1, 3)
+        if kind == "fsdp2":
+            model = sharded()
+        else:
+            model = sp.fsdp.fully_shard(network(), mesh=init_device_mesh("cpu", (2,)))
+        matrices = [weight for weight in model.parameters() if weight.ndim == 2]
+        found = []
+        for make in (torch.optim.Muon, torch.optim.Adafactor, Normed):
+            for fraction in (0.0, 1.0):
+                with pytest.raises(ValueError, match="is sharded") as caught:
+                    HybridDeviceOptimizer(matrices, make, cpu_fraction=fraction)
+                found.append(str(caught.value))
+        # of one side alone, and of a group that is added later
+        optimizer = HybridDeviceOptimizer(
+            matrices[:1], torch.optim.AdamW, cpu_optimizer_class=Normed, cpu_fraction=0.2
+        )
+        with pytest.raises(ValueError, match="Normed is not elementwise"):
+            optimizer.add_param_group({"params": matrices[1:]})
+        assert len(optimizer.param_groups) == 1
+        whole = torch.nn.Parameter(torch.zeros(2))
+        optimizer.add_param_group({"params": whole})
+        assert optimizer.is_on_cpu(whole)
+        return found
+
+
+@pytest.mark.parametrize("kind", ["fsdp2", "flat"])
+def test_an_optimizer_that_is_not_elementwise_is_refused_for_shards_on_all_ranks(kind: str) -> None:
+    first, second = (outcome.value for outcome in run_ranks(2, refusals, kind, timeout=90))
+    assert first == second
+    for name, errors in zip(("Muon", "Adafactor", "Normed"), (first[:2], first[2:4], first[4:]), strict=True):
+        assert all(f"{name} is not elementwise" in error for error in errors)
+
+
+def test_an_optimizer_that_is_not_elementwise_steps_a_dtensor_that_is_whole_on_each_rank() -> None:
+    for outcome in run_ranks(2, replicated, timeout=60):
+        assert outcome.value
+
+
+def replicated() -> bool:
+    with process_group():
+        mesh = init_device_mesh("cpu", (2,))
+        weight = torch.nn.Parameter(distribute_tensor(torch.ones(3, 2), mesh, [Replicate()]))
+        plain = torch.nn.Parameter(torch.ones(3, 2))
+        for one, optimizer in (
+            (weight, HybridDeviceOptimizer([weight], torch.optim.Muon, cpu_fraction=1.0)),
+            (plain, torch.optim.Muon([plain])),
+        ):
+            one.square().sum().backward()
+            optimizer.step()
+        return torch.equal(weight.to_local(), plain)  # type: ignore[attr-defined]
 
 
 def test_slots_of_an_optimizer_that_is_not_elementwise_are_saved_and_loaded(tmp_path: Path) -> None:
-    outcomes = run_ranks(2, normed, tmp_path / "step", timeout=60)
-    assert [outcome.value for outcome in outcomes] == [True, True]
+    model, again = network(), network()
+    optimizer = HybridDeviceOptimizer(model.parameters(), Normed)
+    run_alone(model, optimizer, 0, 1)
+    sp.save(tmp_path / "step", {"model": model, "optimizer": optimizer})
+    other = HybridDeviceOptimizer(again.parameters(), Normed)
+    sp.load(tmp_path / "step", {"model": again, "optimizer": other})
+    run_alone(model, optimizer, 1, 3)
+    run_alone(again, other, 1, 3)
+    assert all(map(torch.equal, model.parameters(), again.parameters()))
+
+
+def run_alone(model: torch.nn.Module, optimizer: torch.optim.Optimizer, start: int, stop: int) -> None:
+    for step in range(start, stop):
+        model(torch.full((4, 5), 0.1 * (step + 1))).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()

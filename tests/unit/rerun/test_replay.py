@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import enum
-from collections import OrderedDict
+from collections import OrderedDict, UserDict, namedtuple
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load
 
-from shardproof.errors import PlainDataError
+from shardproof.errors import PlainDataError, StructureError
 from shardproof.rerun import ReplayableIterator
 from shardproof.rerun.byte_tensor import pack, unpack
 
@@ -191,3 +194,97 @@ def test_packed_data_is_a_safetensors_file() -> None:
     found = load(pack(values, "batch").numpy().tobytes())
     assert found["0"].tolist() == [0, 1, 2] and found["1"].tolist() == [0.0, 1.0, 2.0, 3.0]
     assert found["2"].tolist() == [[1.0, 0.0], [1.0, 0.0]]
+
+
+class Named(NamedTuple):
+    tokens: torch.Tensor
+    inner: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Slotted:
+    tokens: torch.Tensor
+    inner: Any
+
+
+@dataclass
+class Fields:
+    tokens: torch.Tensor
+    inner: Any
+    size: int = field(init=False, default=-1)
+
+    def __post_init__(self) -> None:
+        self.size = len(self.tokens)
+
+
+class Encoding(UserDict):
+    """As `transformers.BatchEncoding`, whose constructor takes the content."""
+
+    def __init__(self, tokens: torch.Tensor, inner: Any) -> None:
+        super().__init__({"tokens": tokens, "inner": inner})
+        self.kind = "padded"
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self.__dict__.get("data", {}):
+            raise AttributeError(name)
+        return self.data[name]
+
+
+@pytest.mark.parametrize("kind", [Named, Slotted, Fields, Encoding])
+def test_batches_of_collators_are_copied_and_packed(kind: Any) -> None:
+    data = ReplayableIterator(kind(torch.full((3,), 1.0 * k), [kind(torch.ones(1), (k,))]) for k in range(4))
+    for number in range(2):
+        data.advance()
+        for _ in range(2):
+            data.rewind()
+            batch = next(data)
+            assert type(batch) is kind and batch.tokens.tolist() == [1.0 * number] * 3
+            batch.tokens.zero_()
+    found = unpack(pack({"batches": list(data.microbatches), 3: "three"}, "step"))
+    assert found[3] == "three"
+    (batch,) = found["batches"]
+    assert type(batch) is kind and type(batch.inner[0]) is kind
+    assert batch.tokens.tolist() == [1.0] * 3 and batch.inner[0].inner == (1,)
+    if kind is Fields:
+        assert batch.size == 3
+    if kind is Encoding:
+        assert batch.kind == "padded"
+
+
+def test_a_class_without_a_place_in_a_module_is_refused_when_packed() -> None:
+    local = namedtuple("local", "tokens")
+    with pytest.raises(PlainDataError, match=r"batch\.0: a local cannot be saved .* at the top of a module"):
+        pack([local(torch.ones(1))], "batch")
+
+
+def test_a_class_that_the_program_has_not_imported_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = pack(Named(torch.ones(1), 0), "batch")
+    monkeypatch.delattr(f"{__name__}.Named")
+    with pytest.raises(StructureError, match=rf"import {__name__} before"):
+        unpack(packed)
+    monkeypatch.setattr(f"{__name__}.Named", Suit, raising=False)  # a class of another kind
+    with pytest.raises(StructureError, match="not imported as it was"):
+        unpack(packed)
+
+
+class Suit(dict):  # type: ignore[type-arg]
+    pass
+
+
+class Positioned:
+    """A loader whose state applies to the next `iter`, as that of torchdata's `StatefulDataLoader`."""
+
+    def __init__(self) -> None:
+        self.start = 0
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.start, 10))
+
+
+def test_a_restore_before_the_first_microbatch_reaches_the_loader() -> None:
+    loader = Positioned()
+    data = ReplayableIterator(loader)
+    loader.start = 4
+    assert [next(data), next(data)] == [4, 5]
+    loader.start = 8
+    assert next(data) == 6

@@ -68,8 +68,9 @@ def make_stepper(
             f"{type(stepper.inner).__name__} describes its own slots: pass state_dtypes to it (with "
             "functools.partial). A narrow master_dtype requires an optimizer of torch"
         )
+    device = weights[0].fragment.device
     schemas = {
-        (row, dtype): slot_schema(factory.make, stepper.inner.param_groups[row], dtype)
+        (row, dtype): slot_schema(factory.make, stepper.inner.param_groups[row], dtype, device)
         for row, dtype in {(weight.group, weight.stepped_dtype): None for weight in weights}
     }
     check_slots(state_dtypes, schemas.values())

@@ -16,6 +16,7 @@ from shardproof.optim.hybrid.sides import DeviceSplit, Rules
 from shardproof.optim.hybrid.stepped_copy import SteppedCopy, master_dtype_of
 from shardproof.optim.hybrid.sub_optimizers import SubOptimizers
 from shardproof.optim.hybrid.transfers import Transfers, transfers_for
+from shardproof.optim.parameter_values import gradient_of
 from shardproof.optim.schema import Spec, check_slots
 from shardproof.state import ParameterSlots, Receipt, StoredSlot, options_of
 
@@ -30,7 +31,9 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
     parameters to the device, and the step of the device's part.
 
     `DeviceSplit` selects the parameters of the CPU's part from the order and the global shapes of the
-    parameters. Without an accelerator, the CPU's part still uses copies, so that the code path is the same.
+    parameters. A parameter that does not require a gradient has no copy, no master and no slots, and does not
+    count in `cpu_fraction`. The first step after it is unfrozen assigns it to a side. Without an accelerator,
+    the CPU's part still uses copies, so that the code path is the same.
 
     Parameters may be DTensors (FSDP2, tensor parallel). Each rank steps its local tensors, which may be
     empty. A parameter without a gradient is not stepped. ``parameter.decoupled_grad``, if set, replaces
@@ -60,7 +63,8 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
 
     Raises:
         ValueError: a fraction outside [0, 1], a parameter on another device or without values, a class
-            that calls its closure more than once (L-BFGS), or `state_dtypes` for an unknown slot.
+            that calls its closure more than once (L-BFGS), `state_dtypes` for an unknown slot, or a sharded
+            parameter with a class that is not elementwise (see `slot_schema`).
 
     >>> model = torch.nn.Linear(4, 4)
     >>> optimizer = HybridDeviceOptimizer(model.parameters(), torch.optim.AdamW, cpu_fraction=0.5, lr=0.1)
@@ -92,16 +96,16 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         self._master_dtype = master_dtype
         self._device = None if device is None else torch.device(device)
         self._copies: dict[torch.Tensor, SteppedCopy] = {}
+        self._frozen: dict[torch.Tensor, dict[str, Any]] = {}
+        """Parameters without a copy, with their groups."""
         self._transfers: dict[torch.device, Transfers] = {}
         self._rules = Rules(optimizer_class, cpu_optimizer_class or optimizer_class, options)
         self._state_dtypes = dict(state_dtypes or {})
         self._subs = SubOptimizers(self._rules, self._state_dtypes)
         super().__init__(params, self._rules.defaults)
         if self._state_dtypes:
-            check_slots(
-                self._state_dtypes,
-                [self._schema(stepped, options_of(stepped.group)) for stepped in self._copies.values()],
-            )
+            schemas = [self._schema(stepped, options_of(stepped.group)) for stepped in self._copies.values()]
+            check_slots(self._state_dtypes, schemas or self._rules.default_schemas())
 
     @property
     def cpu_fraction(self) -> float:
@@ -109,7 +113,9 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         return self._split.fraction
 
     def is_on_cpu(self, parameter: torch.Tensor) -> bool:
-        """Return True if a parameter is updated on the CPU."""
+        """Return True if a parameter is updated on the CPU. False for a parameter that was always frozen."""
+        if parameter in self._frozen:
+            return False
         return self._copy_of(parameter).on_cpu
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -119,15 +125,16 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             param_group: ``params`` and options, as for any torch optimizer.
         """
         super().add_param_group(param_group)
-        saved_split, group = replace(self._split), self.param_groups[-1]
+        group = self.param_groups[-1]
+        frozen = {parameter: group for parameter in group["params"] if _is_frozen(parameter)}
         try:
-            copies = [self._new_copy(parameter) for parameter in group["params"]]
-            self._subs.add_group(group, copies)
-            self._copies.update((stepped.parameter, stepped) for stepped in copies)
+            for parameter in group["params"]:
+                self._check_device(parameter)
+            self._add_copies(group, [item for item in group["params"] if item not in frozen])
         except BaseException:
-            self._split = saved_split
             self.param_groups.pop()
             raise
+        self._frozen.update(frozen)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -150,6 +157,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._add_unfrozen()
         self._subs.push_options()
         self.refresh()
         gradients = self._gradients()
@@ -180,7 +188,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients, including ``decoupled_grad``."""
         super().zero_grad(set_to_none)
-        for parameter in self._copies:
+        for parameter in (*self._copies, *self._frozen):
             gradient = getattr(parameter, "decoupled_grad", None)
             if gradient is None:
                 continue
@@ -202,16 +210,26 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             stepped.refresh()
 
     def describe_slots(self) -> Iterable[ParameterSlots]:
-        """See `SlotProvider`. Masters always exist, other slots after a parameter's first step."""
+        """See `SlotProvider`. Trained parameters always have masters, and other slots after a step."""
         for group in self.param_groups:
             options = options_of(group)
             for parameter in group["params"]:
+                if parameter in self._frozen:
+                    yield ParameterSlots(parameter, self._rules.kind(False), options, {}, {})
+                    continue
                 stepped = self._copy_of(parameter)
                 state = self.state.get(parameter) or {}
                 yield parameter_slots.describe(stepped, state, self._rules.kind(stepped.on_cpu), options)
 
     def receive_slots(self, parameter: torch.Tensor, stored: Mapping[str, StoredSlot]) -> Receipt:
-        """See `SlotProvider`. Loads state of any fraction, and of a plain optimizer."""
+        """See `SlotProvider`. Loads state of any fraction, and of a plain optimizer.
+
+        A frozen parameter gets a copy if the checkpoint has slots of it: an earlier run trained it.
+        """
+        if parameter in self._frozen:
+            if not stored:
+                return Receipt(self._rules.kind(False), {}, lambda values, filled: None)
+            self._add_copies(self._frozen[parameter], [parameter])
         stepped = self._copy_of(parameter)
         options = options_of(stepped.group)
         schema = partial(self._schema, stepped, options)
@@ -237,7 +255,8 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         It loads at any fraction, but only in the same layout. To load on another number of ranks, pass the
         optimizer to `shardproof.save` and `shardproof.load`.
         """
-        return parameter_slots.with_masters(super().state_dict(), list(self._copies.values()))
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        return parameter_slots.with_masters(super().state_dict(), list(map(self._copies.get, parameters)))
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -263,22 +282,53 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             "HybridDeviceOptimizer cannot be copied or pickled: use state_dict(), or shardproof.save"
         )
 
-    def _new_copy(self, parameter: torch.Tensor) -> SteppedCopy:
-        device = parameter.device
-        if self._device is not None and device.type != self._device.type:
+    def _check_device(self, parameter: torch.Tensor) -> None:
+        if self._device is not None and parameter.device.type != self._device.type:
             raise ValueError(
-                f"a parameter of shape {list(parameter.shape)} is on {device}, not on {self._device}: move "
-                "the model first, or omit device="
+                f"a parameter of shape {list(parameter.shape)} is on {parameter.device}, not on "
+                f"{self._device}: move the model first, or omit device="
             )
+
+    def _add_unfrozen(self) -> None:
+        """Adds copies of the parameters that were frozen and have to be stepped."""
+        for group in self.param_groups if self._frozen else ():
+            found = [
+                parameter
+                for parameter in group["params"]
+                if parameter in self._frozen
+                and (not _is_frozen(parameter) or gradient_of(parameter) is not None)
+            ]
+            if found:
+                self._add_copies(group, found)
+
+    @torch.no_grad()
+    def _add_copies(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
+        """Assigns parameters of a group to sides. After an error, nothing has changed."""
+        saved_split = replace(self._split)
+        try:
+            copies = [self._new_copy(parameter, group) for parameter in parameters]
+            self._subs.add(group, copies)
+        except BaseException:
+            self._split = saved_split
+            raise
+        self._copies.update((stepped.parameter, stepped) for stepped in copies)
+        for parameter in parameters:
+            self._frozen.pop(parameter, None)
+
+    def _new_copy(self, parameter: torch.Tensor, group: dict[str, Any]) -> SteppedCopy:
+        device = parameter.device
         if device not in self._transfers:
             self._transfers[device] = transfers_for(device, self._overlap)
-        return SteppedCopy(
+        stepped = SteppedCopy(
             parameter,
+            group,
             on_cpu=self._split.on_cpu(parameter),
             master_dtype=master_dtype_of(parameter.dtype, self._master_dtype),
             transfers=self._transfers[device],
             pin=self._pin,
         )
+        self._rules.check_shard(stepped.on_cpu, options_of(group), parameter, stepped.tensor)
+        return stepped
 
     def _schema(self, stepped: SteppedCopy, options: dict[str, Any]) -> dict[str, Spec]:
         """The slots of a parameter, in the dtypes in which they are stored."""
@@ -286,7 +336,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             slot: replace(spec, dtype=self._state_dtypes.get(slot, spec.dtype))
             if spec.kind == "elements"
             else spec
-            for slot, spec in self._rules.schema(stepped.on_cpu, options, stepped.tensor.dtype).items()
+            for slot, spec in self._rules.schema(stepped.on_cpu, options, stepped.tensor).items()
         }
 
     def _copy_of(self, parameter: torch.Tensor) -> SteppedCopy:
@@ -317,3 +367,8 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         for stepped in by_side[False]:
             stepped.cast_gradient(gradients.pop(stepped))
         return by_side
+
+
+def _is_frozen(parameter: torch.Tensor) -> bool:
+    """True if the program excludes the parameter from training. A plain tensor may get gradients by hand."""
+    return isinstance(parameter, torch.nn.Parameter) and not parameter.requires_grad

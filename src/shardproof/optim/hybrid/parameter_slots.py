@@ -137,16 +137,16 @@ def _destination(
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
-def with_masters(state_dict: dict[str, Any], copies: Sequence[SteppedCopy]) -> dict[str, Any]:
+def with_masters(state_dict: dict[str, Any], copies: Sequence[SteppedCopy | None]) -> dict[str, Any]:
     """Add the masters to a state dict of torch.
 
     Args:
         state_dict: the value of `torch.optim.Optimizer.state_dict`.
-        copies: copies of all parameters, by position.
+        copies: copies of the parameters, by position; None for a frozen parameter.
     """
     state = dict(state_dict["state"])
     for index, stepped in enumerate(copies):
-        if stepped.has_master:
+        if stepped is not None and stepped.has_master:
             state[index] = {**state.get(index, {}), MASTER: stepped.current()}
     return {**state_dict, "state": state}
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from shardproof.optim.schema import Factory, Spec
+from shardproof.state import is_sharded
 
 __all__ = ["DeviceSplit", "Rules"]
 
@@ -81,7 +82,7 @@ class Rules:
         self.on_device = Factory(device, options)
         self.defaults = _checked_defaults(self.on_device)
         on_both = {name: item for name, item in options.items() if name not in _DEVICE_ONLY}
-        self._schemas: dict[Any, Mapping[str, Spec]] = {}
+        self._schemas: dict[Any, Mapping[str, Spec] | ValueError] = {}
         self.not_of_cpu = _DEVICE_ONLY
         """Options of a group that the CPU's side does not accept."""
         if cpu is device:
@@ -91,7 +92,7 @@ class Rules:
             self.not_of_cpu |= self.defaults.keys() - _checked_defaults(self.on_cpu).keys()
         self._kinds = {False: self.on_device.kind, True: self.on_cpu.kind}
         if self._kinds[False] != self._kinds[True]:
-            here, there = (self.schema(on_cpu, {}, torch.float32).keys() for on_cpu in (False, True))
+            here, there = (schema.keys() for schema in self.default_schemas())
             if here and here == there:
                 self._kinds[True] = self._kinds[False]
 
@@ -102,19 +103,56 @@ class Rules:
         """
         return self._kinds[on_cpu]
 
-    def schema(self, on_cpu: bool, options: Mapping[str, Any], dtype: torch.dtype) -> Mapping[str, Spec]:
-        """The slots that a side creates; empty if its class is not elementwise."""
+    def schema(self, on_cpu: bool, options: Mapping[str, Any], like: torch.Tensor) -> Mapping[str, Spec]:
+        """The slots that a side creates for a tensor; empty if its class is not elementwise."""
+        found = self._schema_or_error(on_cpu, options, like)
+        return {} if isinstance(found, ValueError) else found
+
+    def default_schemas(self) -> tuple[Mapping[str, Spec], Mapping[str, Spec]]:
+        """The slots of the device's and of the CPU's class, with their default options."""
+        like = torch.empty(0, dtype=torch.float32, device="cpu")
+        return self.schema(False, {}, like), self.schema(True, {}, like)
+
+    def check_shard(
+        self, on_cpu: bool, options: Mapping[str, Any], parameter: torch.Tensor, like: torch.Tensor
+    ) -> None:
+        """Checks that a side may step a rank's part of a parameter without the other parts.
+
+        Args:
+            on_cpu: the side.
+            options: options of the parameter's group.
+            parameter: the program's parameter.
+            like: the tensor that the side steps for it.
+
+        Raises:
+            ValueError: the class is not elementwise (see `slot_schema`), and ranks have different parts.
+        """
+        if not is_sharded(parameter):
+            return
+        found = self._schema_or_error(on_cpu, options, like)
+        if isinstance(found, ValueError):
+            raise ValueError(
+                f"a parameter of shape {list(parameter.shape)} is sharded ({parameter.placements}), and a "  # type: ignore[attr-defined]
+                f"rank cannot step its part alone: {found}"
+            ) from found
+
+    def _schema_or_error(
+        self, on_cpu: bool, options: Mapping[str, Any], like: torch.Tensor
+    ) -> Mapping[str, Spec] | ValueError:
         # The value of a tensor does not matter for the slots.
         texts = {
             name: "tensor" if isinstance(item, torch.Tensor) else repr(item) for name, item in options.items()
         }
-        key = (on_cpu, dtype, tuple(sorted(texts.items())))
+        device = torch.device("cpu") if like.is_meta else like.device
+        key = (on_cpu, like.dtype, device, tuple(sorted(texts.items())))
         if key not in self._schemas:
             factory = self.on_cpu if on_cpu else self.on_device
             try:
-                self._schemas[key] = Factory(factory.make, {**factory.options, **options}).schema(dtype)
-            except ValueError:
-                self._schemas[key] = {}
+                self._schemas[key] = Factory(factory.make, {**factory.options, **options}).schema(
+                    like.dtype, device
+                )
+            except ValueError as error:
+                self._schemas[key] = error
         return self._schemas[key]
 
 

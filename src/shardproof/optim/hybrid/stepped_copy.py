@@ -22,6 +22,7 @@ class SteppedCopy:
 
     Args:
         parameter: the program's parameter.
+        group: the program's group of the parameter.
         on_cpu: True for the CPU's side.
         master_dtype: dtype of the master, or None for no master.
         transfers: copies between the parameter's device and the host.
@@ -31,6 +32,7 @@ class SteppedCopy:
     def __init__(
         self,
         parameter: torch.Tensor,
+        group: dict[str, Any],
         *,
         on_cpu: bool,
         master_dtype: torch.dtype | None,
@@ -44,8 +46,7 @@ class SteppedCopy:
         self.transfers = transfers
         self.optimizer: Any = None
         """The sub-optimizer that steps `tensor`."""
-        self.group: dict[str, Any] = {}
-        """The program's group of the parameter."""
+        self.group = group
         self._pin = pin and on_cpu
         self._gradient: torch.Tensor | None = None
         self._outgoing: torch.Tensor | None = None

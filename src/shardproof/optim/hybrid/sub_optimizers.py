@@ -68,8 +68,8 @@ def _same(one: Any, other: Any) -> bool:
 class SubOptimizers:
     """One optimizer for all device parameters, and one for each CPU parameter.
 
-    The device optimizer has one group per group of the program. Each CPU parameter is stepped as soon as its
-    gradient arrives.
+    The device optimizer has a group for each `add`. Each CPU parameter is stepped as soon as its gradient
+    arrives.
 
     Args:
         rules: factories of the optimizers.
@@ -80,15 +80,15 @@ class SubOptimizers:
     def __init__(self, rules: Rules, dtypes: Mapping[str, torch.dtype]) -> None:
         self._dtypes = dtypes
         self.on_device: torch.optim.Optimizer | None = None
-        """None until there is a group."""
+        """None until the device steps a parameter."""
         self._rules = rules
-        self._links: list[list[GroupLink]] = []
-        """By group of the program. Options flow back from the first link of each group."""
+        self._links: dict[int, list[GroupLink]] = {}
+        """By id of the program's group. Options flow back from the first link of each group."""
 
-    def add_group(self, group: dict[str, Any], copies: Sequence[SteppedCopy]) -> None:
-        """Makes the optimizers for the copies of one group of the program.
+    def add(self, group: dict[str, Any], copies: Sequence[SteppedCopy]) -> None:
+        """Makes the optimizers for copies of parameters of one group of the program.
 
-        The device optimizer takes the group last: it outlives the call, and a CPU optimizer may raise.
+        The device optimizer takes the copies last: it outlives the call, and a CPU optimizer may raise.
         """
         links: list[GroupLink] = []
         for stepped in copies:
@@ -99,21 +99,17 @@ class SubOptimizers:
                 )
                 (cpu_group,) = stepped.optimizer.param_groups
                 links.append(GroupLink(group, cpu_group, on_cpu=True, without=without))
-        inner = {**options_of(group), "params": [stepped.tensor for stepped in copies if not stepped.on_cpu]}
-        if self.on_device is None:
-            self.on_device = self._rules.on_device([inner])
-        else:
-            self.on_device.add_param_group(inner)
-        link = GroupLink(group, self.on_device.param_groups[-1], on_cpu=False, without=())
-        if all(stepped.on_cpu for stepped in copies):
-            links.append(link)  # the device steps no parameter of this group
-        else:
-            links.insert(0, link)
-        for stepped in copies:
-            stepped.group = group
-            if not stepped.on_cpu:
-                stepped.optimizer = self.on_device
-        self._links.append(links)
+        on_device = [stepped for stepped in copies if not stepped.on_cpu]
+        if on_device:
+            inner = {**options_of(group), "params": [stepped.tensor for stepped in on_device]}
+            if self.on_device is None:
+                self.on_device = self._rules.on_device([inner])
+            else:
+                self.on_device.add_param_group(inner)
+            links.insert(0, GroupLink(group, self.on_device.param_groups[-1], on_cpu=False, without=()))
+        for stepped in on_device:
+            stepped.optimizer = self.on_device
+        self._links.setdefault(id(group), []).extend(links)
 
     def step(self, copies: Sequence[SteppedCopy], state: dict[torch.Tensor, Any]) -> None:
         """Steps copies of one optimizer, all that have a gradient, with the program's `state`."""
@@ -142,14 +138,15 @@ class SubOptimizers:
 
     def push_options(self) -> None:
         """Copies the options that the program changed to all sub-optimizers."""
-        for links in self._links:
+        for links in self._links.values():
             for link in links:
                 link.push_options()
 
     def pull_options(self) -> None:
         """Copies the options that the steps changed to the program's groups."""
-        for links in self._links:
-            links[0].pull_options()
+        for links in self._links.values():
+            for link in links[:1]:
+                link.pull_options()
 
 
 def _cast(state: dict[str, Any], dtypes: Mapping[str, torch.dtype]) -> dict[str, Any]:
