@@ -8,6 +8,7 @@ from shardproof.interop.extents import Extent, FileRange
 from shardproof.interop.formats import NATIVE, READERS, WRITERS, format_of, open_reader, writer_of
 from shardproof.interop.json_files import read_json
 from shardproof.interop.pickle_data import Opaque, opaque_names
+from shardproof.interop.pickle_writer import Named, PickledCall, write_pickle
 from shardproof.interop.reader import (
     Foreign,
     FormatReader,
@@ -30,7 +31,9 @@ __all__ = [
     "Foreign",
     "FormatReader",
     "FormatWriter",
+    "Named",
     "Opaque",
+    "PickledCall",
     "StoredBox",
     "StoredView",
     "TensorDescription",
@@ -42,5 +45,6 @@ __all__ = [
     "open_reader",
     "read_json",
     "state_paths",
+    "write_pickle",
     "writer_of",
 ]

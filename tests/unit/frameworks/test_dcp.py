@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
 import shardproof as sp
-from shardproof.errors import KeyMismatchError, PlainDataError, StructureError
+from shardproof.errors import AlreadyCommittedError, KeyMismatchError, PlainDataError, StructureError
 from shardproof.format import read_manifest
 from shardproof.frameworks import dcp
 from shardproof.frameworks.flat_state import FlatTree
@@ -128,10 +128,19 @@ def test_state_goes_from_each_writer_to_each_reader(tmp_path: Path) -> None:
     assert isinstance(described["pair"], BytesStorageMetadata)
 
 
-def test_the_error_of_torch_names_shardproof_as_the_writer(tmp_path: Path) -> None:
+def test_the_error_of_torch_names_shardproof_and_two_functions_that_load(tmp_path: Path) -> None:
     dcp.save({"step": 1}, checkpoint_id=tmp_path)
-    with pytest.raises(BaseException, match="a checkpoint of shardproof, which torch cannot load"):
+    with pytest.raises(
+        BaseException, match="global metadata read failed: 'This is a checkpoint of shardproof, which"
+    ):
         torch_dcp.load({"step": 0}, checkpoint_id=tmp_path)
+    with pytest.raises(
+        KeyError, match=r"shardproof\.frameworks\.dcp\.load, or pass storage_reader=shardproof\."
+    ):
+        torch_dcp.FileSystemReader(tmp_path).read_metadata()
+    state = {"step": 0}
+    torch_dcp.load(state, checkpoint_id=tmp_path, storage_reader=dcp.ShardproofReader(tmp_path))
+    assert state == {"step": 1}
 
 
 class Counter:
@@ -227,17 +236,81 @@ class Renaming(torch_dcp.DefaultSavePlanner):
         super().set_up_planner(renamed, storage_meta, is_coordinator)
 
 
+class Careful(dcp.ShardproofWriter):
+    """A writer of a user, whose methods only torch's functions call."""
+
+
+@pytest.mark.parametrize("save", [dcp.save, dcp.async_save, torch_dcp.save])
+def test_a_writer_without_overwrite_keeps_the_checkpoint(save: Any, tmp_path: Path) -> None:
+    writer = dcp.ShardproofWriter(tmp_path, overwrite=False)
+    save({"w": torch.ones(2)}, storage_writer=writer)
+    dcp.save({}, checkpoint_id=tmp_path / "other")  # waits for the first save
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    with pytest.raises(BaseException, match="has a committed checkpoint") as caught:
+        save({"w": torch.zeros(2)}, storage_writer=writer)
+    assert isinstance(caught.value, AlreadyCommittedError) or "AlreadyCommittedError" in str(caught.value)
+    assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
+    save({"w": torch.zeros(2)}, storage_writer=dcp.ShardproofWriter(tmp_path, overwrite=True))
+    dcp.save({}, checkpoint_id=tmp_path / "other")
+    assert not sp.open(tmp_path)["w"].read().any()
+
+
+@pytest.mark.parametrize("save", [dcp.save, dcp.async_save, torch_dcp.save])
+def test_a_writer_without_overwrite_keeps_a_checkpoint_of_torch(save: Any, tmp_path: Path) -> None:
+    torch_dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path)
+    with pytest.raises(BaseException, match=r"has a checkpoint of torch\.distributed\.checkpoint"):
+        save({"w": torch.zeros(2)}, storage_writer=dcp.ShardproofWriter(tmp_path, overwrite=False))
+    state = {"w": torch.zeros(2)}
+    torch_dcp.load(state, checkpoint_id=tmp_path)
+    assert state["w"].all()
+
+
+def test_a_storage_is_the_second_argument_or_gets_the_path(tmp_path: Path) -> None:
+    writer, reader = dcp.ShardproofWriter(tmp_path / "a"), dcp.ShardproofReader(tmp_path / "a")
+    dcp.save({"n": 1}, writer)
+    dcp.save({"n": 2}, checkpoint_id=tmp_path / "b", storage_writer=writer)
+    assert writer.path == tmp_path / "b"
+    for options, expected in (({}, 1), ({"checkpoint_id": tmp_path / "b"}, 2)):
+        state = {"n": 0}
+        dcp.load(state, reader, **options)
+        assert state == {"n": expected}
+    with pytest.raises(TypeError, match="positional"):
+        dcp.load(state, reader, storage_reader=reader)
+
+
+def test_hints_without_an_effect_give_warnings(tmp_path: Path) -> None:
+    planner = torch_dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True)
+    with pytest.warns(
+        UserWarning, match="dedup_save_to_lowest_rank=True of DefaultSavePlanner has no effect"
+    ):
+        dcp.save({"n": 1}, checkpoint_id=tmp_path, planner=planner)
+    kind = AsyncCheckpointerType.PROCESS
+    with pytest.warns(UserWarning, match="async_checkpointer_type=PROCESS has no effect"):
+        dcp.async_save({"n": 1}, checkpoint_id=tmp_path, async_checkpointer_type=kind).result()
+
+
 def test_errors_of_refused_calls_say_what_to_do(tmp_path: Path) -> None:
     state = {"w": torch.ones(2)}
     layer = torch.nn.Linear(1, 1)
     for arguments, words in (
         ({}, "give checkpoint_id"),
         ({"checkpoint_id": "s3://bucket/step"}, "a path of a file system"),
-        ({"storage_writer": torch_dcp.FileSystemWriter(tmp_path)}, "FileSystemWriter: leave it out and give"),
+        (
+            {"storage_writer": torch_dcp.FileSystemWriter(tmp_path, overwrite=False)},
+            r"neither FileSystemWriter nor its options: give ShardproofWriter\(path, overwrite=False\)",
+        ),
+        ({"storage_writer": Careful(tmp_path)}, "neither Careful nor its options"),
         ({"checkpoint_id": tmp_path, "planner": Renaming()}, "storage_writer=ShardproofWriter"),
         (
             {"checkpoint_id": tmp_path, "planner": torch_dcp.DefaultSavePlanner(flatten_state_dict=False)},
             "flatten_state_dict=False",
+        ),
+        (
+            {
+                "checkpoint_id": tmp_path,
+                "planner": torch_dcp.DefaultSavePlanner(flatten_sharded_tensors=False),
+            },
+            "flatten_sharded_tensors=False",
         ),
     ):
         for save in (dcp.save, dcp.async_save):
@@ -245,8 +318,13 @@ def test_errors_of_refused_calls_say_what_to_do(tmp_path: Path) -> None:
                 save(state, **arguments)
     with pytest.raises(StructureError, match="cannot use Counter: leave async_stager out"):
         dcp.async_save(state, checkpoint_id=tmp_path, async_stager=Counter())
-    with pytest.raises(StructureError, match="FileSystemReader: leave it out"):
+    with pytest.raises(
+        StructureError, match=r"FileSystemReader nor its options: give ShardproofReader\(path\)"
+    ):
         dcp.load(state, storage_reader=torch_dcp.FileSystemReader(tmp_path))
+    planner = torch_dcp.DefaultLoadPlanner(flatten_sharded_tensors=False)
+    with pytest.raises(StructureError, match="flatten_sharded_tensors=False"):
+        dcp.load(state, checkpoint_id=tmp_path, planner=planner)
     with pytest.raises(StructureError, match="Put it at the top level of the state dict"):
         dcp.save({"inside": {"layer": layer}}, checkpoint_id=tmp_path)
     with pytest.raises(PlainDataError, match="value: a value of builtins.object"):
