@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 import shardproof as sp
 from shardproof.errors import KeyMismatchError, StructureError
+from shardproof.frameworks.byte_streams import with_bytes, with_streams
 from shardproof.loading import Checkpoint
 
 __all__ = ["FlatTree", "WholeValue", "is_stateful"]
@@ -55,12 +56,12 @@ class WholeValue:
         self._name = name
 
     def state_dict(self) -> Any:
-        """The current value."""
-        return self._container[self._name]
+        """The current value, with the bytes of streams."""
+        return with_bytes(self._container[self._name])
 
     def load_state_dict(self, value: Any) -> None:
         """Replaces the value in its container."""
-        self._container[self._name] = value
+        self._container[self._name] = with_streams(value)
 
 
 class FlatTree:

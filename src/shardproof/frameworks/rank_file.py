@@ -29,6 +29,7 @@ from shardproof.format import (
     shard_name,
     shard_tail,
 )
+from shardproof.frameworks.byte_streams import with_bytes
 from shardproof.geometry import BoxTable
 from shardproof.planning import CHUNK_BYTES, tensor_order
 from shardproof.state import as_bytes, encode_plain, hoisted_key, hoisted_tensor
@@ -182,7 +183,7 @@ class ShardFile:
                 self._parts.append(_BoxPart(key, (0,) * tensor.dim(), tuple(tensor.shape), lambda: tensor))
             return key
 
-        value = self._planner.lookup_object(index)
+        value = with_bytes(self._planner.lookup_object(index))
         self._objects[index.fqn] = encode_plain(value, index.fqn, hoist)
 
     def _declare(self, key: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from shardproof.frameworks.byte_streams import with_streams
 from shardproof.interop import foreign_of, state_paths
 from shardproof.loading import Checkpoint, open_storage
 from shardproof.state import references
@@ -118,7 +119,7 @@ class ShardproofReader(StorageReader):
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
                 data = io.BytesIO()
-                torch.save(checkpoint[item.storage_index.fqn], data)
+                torch.save(with_streams(checkpoint[item.storage_index.fqn]), data)
                 data.seek(0)
                 planner.load_bytes(item, data)
         checkpoint.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import io
 import logging
 from collections import OrderedDict
 from concurrent.futures import Future
@@ -141,6 +142,51 @@ def test_the_error_of_torch_names_shardproof_and_two_functions_that_load(tmp_pat
     state = {"step": 0}
     torch_dcp.load(state, checkpoint_id=tmp_path, storage_reader=dcp.ShardproofReader(tmp_path))
     assert state == {"step": 1}
+
+
+class Keeping:
+    """An object of the state dict that keeps a stream, at the position after its first byte."""
+
+    def __init__(self, content: bytes) -> None:
+        self.stream = io.BytesIO(content)
+        self.stream.seek(1)
+
+    def state_dict(self) -> dict[str, Any]:
+        pair = (io.BytesIO(b""), [self.stream])
+        return {"stream": self.stream, "pair": pair, "bytes": self.stream.getvalue()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        (empty, (again,)) = state["pair"]
+        assert empty.getvalue() == b"" and type(again) is type(state["stream"]) is io.BytesIO
+        assert type(state["bytes"]) is bytes and state["bytes"] == again.getvalue()
+        assert state["stream"].tell() == 1 and state["stream"].seek(0) == 0
+        self.stream = state["stream"]
+
+
+def to_dcp_and_back(path: Path) -> dcp.ShardproofReader:
+    sp.convert(path, f"{path}-dcp", to="dcp")
+    sp.convert(f"{path}-dcp", f"{path}-again", to="shardproof")
+    return dcp.ShardproofReader(f"{path}-again")
+
+
+@pytest.mark.parametrize("size", [5, 3000])
+def test_streams_are_loaded_as_streams_from_each_writer(size: int, tmp_path: Path) -> None:
+    content = bytes(range(7)) * size
+    ours, torchs, written = (tmp_path / name for name in ("ours", "torchs", "written"))
+    dcp.save({"data": Keeping(content)}, checkpoint_id=ours)
+    torch_dcp.save({"data": Keeping(content)}, checkpoint_id=torchs)
+    torch_dcp.save({"data": Keeping(content)}, storage_writer=dcp.ShardproofWriter(written))
+    for path in (ours, torchs, written):
+        for load, reader in (
+            (dcp.load, dcp.ShardproofReader(path)),
+            (torch_dcp.load, dcp.ShardproofReader(path)),
+            (dcp.load, to_dcp_and_back(path)),
+            (torch_dcp.load, torch_dcp.FileSystemReader(f"{path}-dcp")),
+        ):
+            state = {"data": Keeping(b"..")}
+            load(state, storage_reader=reader)
+            assert state["data"].stream.getvalue() == content
+        assert sp.open(path)["data.stream"] == content
 
 
 class Counter:
