@@ -289,7 +289,7 @@ def _tree_to_save(
     """The state tree of a state dict. An error of one rank ends the save on all ranks."""
     with rendezvous.operation(f"save {storage.location}"):
         check_planner(planner, DefaultSavePlanner, "save")
-        return FlatTree({key: _state_of(value) for key, value in state_dict.items()}).tree
+        return FlatTree({key: _state_of(value) for key, value in state_dict.items()}).with_paths()
 
 
 def _fit(

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 import shardproof as sp
 from shardproof.errors import KeyMismatchError, StructureError
 from shardproof.frameworks.byte_streams import with_bytes, with_streams
+from shardproof.interop import paths_object
 from shardproof.loading import Checkpoint
 
 __all__ = ["FlatTree", "WholeValue", "is_stateful"]
@@ -64,6 +65,17 @@ class WholeValue:
         self._container[self._name] = with_streams(value)
 
 
+class _Part:
+    """A value with a state tree, which is an optional part of a checkpoint."""
+
+    def __init__(self, tree: dict[str, Any]) -> None:
+        self._tree = tree
+
+    def state_tree(self) -> dict[str, Any]:
+        """The entries of the part."""
+        return self._tree
+
+
 class FlatTree:
     """The values of a state dict by their DCP keys: the steps of each path, joined by dots.
 
@@ -93,6 +105,18 @@ class FlatTree:
                 )
             self.tree[key] = _stored_as(*places[-1])
             self._places[key] = places
+
+    def with_paths(self) -> dict[str, Any]:
+        """The tree for a save, which records the paths of the keys where the keys do not determine them."""
+        steps = {
+            key: tuple(name if isinstance(container, list) else str(name) for _, container, name in places)
+            for key, places in self._places.items()
+        }
+        recorded = paths_object(steps)
+        if recorded is None:
+            return self.tree
+        head, _, name = recorded[0].split(".")  # "@part" is the second segment
+        return {**self.tree, head: _Part({name: WholeValue({name: recorded[1]}, name)})}
 
     def fit(self, checkpoint: Checkpoint, *, partial: bool) -> None:
         """Adapts the tree to the keys of a checkpoint.

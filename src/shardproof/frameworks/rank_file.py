@@ -31,6 +31,7 @@ from shardproof.format import (
 )
 from shardproof.frameworks.byte_streams import with_bytes
 from shardproof.geometry import BoxTable
+from shardproof.interop import paths_object
 from shardproof.planning import CHUNK_BYTES, tensor_order
 from shardproof.state import as_bytes, encode_plain, hoisted_key, hoisted_tensor
 from shardproof.storage import FileWriter, Storage
@@ -105,6 +106,8 @@ class ShardFile:
                 self._add_value(item.index)
             else:
                 self._add_box(item)
+        if isinstance(plan.planner_data, dict) and (recorded := paths_object(plan.planner_data)) is not None:
+            self._objects[recorded[0]] = encode_plain(recorded[1])
 
     def write(self, storage: Storage) -> RankFile:
         """Writes the file into the folder of the checkpoint, and flushes it.

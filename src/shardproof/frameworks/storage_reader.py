@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from shardproof.frameworks.byte_streams import with_streams
-from shardproof.interop import foreign_of, state_paths
+from shardproof.interop import foreign_of, is_paths_key, state_paths
 from shardproof.loading import Checkpoint, open_storage
 from shardproof.state import references
 
@@ -73,6 +73,8 @@ class ShardproofReader(StorageReader):
         inner = {name for data in checkpoint.objects.values() for name, _ in references(data)}
         described: dict[str, Any] = {}
         for key in checkpoint:
+            if is_paths_key(key):
+                continue
             if key in checkpoint.objects:
                 described[key] = BytesStorageMetadata()
             elif key not in inner:
@@ -81,7 +83,8 @@ class ShardproofReader(StorageReader):
                 whole = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
                 described[key] = TensorStorageMetadata(properties, size, [whole])
         tensors = [key for key, kind in described.items() if isinstance(kind, TensorStorageMetadata)]
-        return Metadata(described, planner_data=dict(state_paths(tensors, checkpoint.objects)))
+        objects = [key for key in described if key in checkpoint.objects]
+        return Metadata(described, planner_data=dict(state_paths(tensors, objects, checkpoint.paths)))
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any

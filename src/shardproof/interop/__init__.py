@@ -17,7 +17,8 @@ from shardproof.interop.reader import (
     TensorDescription,
     foreign_of,
 )
-from shardproof.interop.state_paths import state_paths
+from shardproof.interop.state_paths import Path as Path  # not listed in __all__: internal
+from shardproof.interop.state_paths import is_paths_key, paths_in, paths_object, renamed_path, state_paths
 from shardproof.interop.writer import BoxSource, Contents, FormatWriter, Unit, WriteOptions
 
 __all__ = [
@@ -41,9 +42,13 @@ __all__ = [
     "WriteOptions",
     "foreign_of",
     "format_of",
+    "is_paths_key",
     "opaque_names",
     "open_reader",
+    "paths_in",
+    "paths_object",
     "read_json",
+    "renamed_path",
     "state_paths",
     "write_pickle",
     "writer_of",

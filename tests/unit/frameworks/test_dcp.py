@@ -19,6 +19,7 @@ import torch.distributed.checkpoint as torch_dcp
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
@@ -144,6 +145,66 @@ def test_the_error_of_torch_names_shardproof_and_two_functions_that_load(tmp_pat
     assert state == {"step": 1}
 
 
+def weights_only() -> dict[str, Any]:
+    """A state without an optimizer, whose keys do not determine its paths."""
+    return {
+        "model": {"layer.weight": torch.ones(2), "layer.0": {"bias": torch.ones(1)}},
+        "dcp": {"history": [{"loss": 0.5}, torch.ones(1)]},
+        "step": 3,
+    }
+
+
+PATHS = {
+    "model.layer.weight": ("model", "layer.weight"),
+    "model.layer.0.bias": ("model", "layer.0", "bias"),
+    "dcp.history.0.loss": ("dcp", "history", 0, "loss"),
+    "dcp.history.1": ("dcp", "history", 1),
+    "step": ("step",),
+}
+
+
+def test_the_nesting_survives_without_an_optimizer(tmp_path: Path) -> None:
+    ours, torchs, written = (tmp_path / name for name in ("ours", "torchs", "written"))
+    dcp.save(weights_only(), checkpoint_id=ours)
+    torch_dcp.save(weights_only(), checkpoint_id=torchs)
+    torch_dcp.save(weights_only(), storage_writer=dcp.ShardproofWriter(written))
+    for path in (ours, torchs, written):
+        back = to_dcp_and_back(path)
+        for reader in (
+            dcp.ShardproofReader(path),
+            torch_dcp.FileSystemReader(f"{path}-dcp"),
+            back,
+        ):
+            metadata = reader.read_metadata()
+            assert metadata.planner_data == PATHS and metadata.state_dict_metadata.keys() == PATHS.keys()
+        dcp_to_torch_save(f"{path}-dcp", f"{path}.pt")
+        found = torch.load(f"{path}.pt", weights_only=True)  # noqa: TID251
+        assert found["model"]["layer.weight"].all() and found["dcp"]["history"][0] == {"loss": 0.5}
+        sp.convert(path, f"{path}-part", to="dcp", include="model", rename={"model": "net"})
+        part = torch_dcp.FileSystemReader(f"{path}-part").read_metadata()
+        assert part.planner_data == {
+            "net.layer.weight": ("net", "layer.weight"),
+            "net.layer.0.bias": ("net", "layer.0", "bias"),
+        }
+
+
+def test_recorded_paths_are_no_part_of_the_state(tmp_path: Path) -> None:
+    dcp.save(weights_only(), checkpoint_id=tmp_path)
+    state = weights_only()
+    state["model"]["layer.weight"].zero_()
+    dcp.load(state, checkpoint_id=tmp_path)
+    assert state["model"]["layer.weight"].all()
+    whole = {key: torch.zeros(2 if "weight" in key else 1) for key in sp.open(tmp_path) if "model" in key}
+    sp.load(
+        tmp_path, {**whole, "dcp.history.0.loss": 0.0, "dcp.history.1": torch.ones(1), "step": 0}
+    )  # strict
+    assert all(value.all() for value in whole.values())
+    dcp.save({"model": {"w": torch.ones(1)}, "step": 3}, checkpoint_id=tmp_path)
+    assert len([key for key in sp.open(tmp_path) if key.startswith("dcp.@part.state_paths-")]) == 1
+    dcp.save({"w": torch.ones(1)}, checkpoint_id=tmp_path)
+    assert list(sp.open(tmp_path)) == ["w"]
+
+
 class Keeping:
     """An object of the state dict that keeps a stream, at the position after its first byte."""
 
@@ -206,7 +267,8 @@ def test_objects_at_the_top_are_saved_and_loaded_by_their_state_dict(tmp_path: P
     counter, model = Counter(), torch.nn.Linear(2, 2)
     counter.count, counter.window = 5, torch.ones(2)
     dcp.save({"counter": counter, "model": model}, checkpoint_id=tmp_path)
-    assert list(sp.open(tmp_path)) == ["counter.count", "counter.window", "model.bias", "model.weight"]
+    keys = [key for key in sp.open(tmp_path) if "@part" not in key]
+    assert keys == ["counter.count", "counter.window", "model.bias", "model.weight"]
     fresh, other = Counter(), torch.nn.Linear(2, 2)
     state = {"counter": fresh, "model": other}
     dcp.load(state, checkpoint_id=tmp_path)
