@@ -334,6 +334,38 @@ def test_two_dimensional_meshes(kind: str, tmp_path: Path) -> None:
     assert verify(LocalStorage(tmp_path / "torchs")).ok
 
 
+def load_into_the_meta_device(path: str) -> list[str]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    with process_group():
+        loaded: list[str] = []
+        for load in (torch_dcp.load, dcp.load):
+            with torch.device("meta"):
+                model = torch.nn.Linear(3, 5)
+            fully_shard(model, mesh=init_device_mesh("cpu", (world_size(),)))
+            state = {"model": model.state_dict()}
+            if load is torch_dcp.load:
+                whole = torch.nn.Linear(3, 5).state_dict()
+                dcp.save({"model": whole}, checkpoint_id=path) if rank() == 0 else dcp.save(
+                    {}, checkpoint_id=path
+                )
+                load(state, storage_reader=dcp.ShardproofReader(path))
+            else:
+                load(state, checkpoint_id=path)
+            model.load_state_dict(state["model"], assign=True)
+            weight: Any = model.weight
+            loaded.append(f"{weight.device} {tuple(weight.to_local().shape)} {weight.full_tensor().tolist()}")
+        return loaded
+
+
+def test_sharded_tensors_on_the_meta_device_get_memory_as_in_torch(tmp_path: Path) -> None:
+    """The last rank has fewer rows."""
+    for outcome in run_ranks(2, load_into_the_meta_device, str(tmp_path), timeout=SECONDS):
+        by_torch, by_us = outcome.value
+        assert by_torch == by_us and by_us.startswith(f"cpu ({3 - outcome.rank}, 3) ")
+
+
 def save_sharded_tensor(path: str) -> None:
     """Rows 0 and 1 are on rank 0, and the others on rank 1. FSDP1 gives such tensors."""
     from torch.distributed._shard.sharded_tensor import Shard, init_from_local_shards

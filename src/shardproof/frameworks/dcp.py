@@ -208,8 +208,9 @@ def load(
 
     It has the parameters and the meaning of `torch.distributed.checkpoint.load`: tensors are filled in place
     and converted to the dtype that they have, other values are replaced, and objects at the top level get
-    their state by `load_state_dict`. A key that the checkpoint lacks is an error. Other keys of the
-    checkpoint are ignored. Every byte is verified, and no pickle is run.
+    their state by `load_state_dict`. A tensor on the meta device is replaced by one with memory. A key that
+    the checkpoint lacks is an error. Other keys of the checkpoint are ignored. Every byte is verified, and no
+    pickle is run.
 
     Args:
         state_dict: the state dict to fill.
@@ -246,6 +247,7 @@ def load(
         _fit(
             flat, source, is_partial, [key for key in parts if parts[key] is not state_dict[key]], rendezvous
         )
+        flat.materialise(_device_type())
     report = sp.load(path, flat.tree, strict=False, cast=True, rendezvous=rendezvous)
     if report.missing and not is_partial:
         raise KeyMismatchError(
@@ -255,6 +257,7 @@ def load(
             unexpected=[],
             mismatched=[],
         )
+    flat.place_new()
     for key in parts:
         if is_stateful(state_dict[key]):
             state_dict[key].load_state_dict(parts[key])
@@ -267,6 +270,13 @@ def _rendezvous_of(process_group: dist.ProcessGroup | None, no_dist: bool) -> Re
     if no_dist or not dist.is_available() or not dist.is_initialized():
         return LocalRendezvous()
     return connect(group=process_group)
+
+
+def _device_type() -> str:
+    """The type of the device on which a load makes tensors: that of the process group, as in torch."""
+    if dist.is_available() and dist.is_initialized():
+        return str(dist.distributed_c10d._get_pg_default_device().type)
+    return "cpu"
 
 
 def _at(storage: LocalStorage, writer: ShardproofWriter | None) -> dict[str, Any]:

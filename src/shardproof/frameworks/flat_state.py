@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
 
 import shardproof as sp
 from shardproof.errors import KeyMismatchError, StructureError
@@ -98,6 +99,8 @@ class FlatTree:
         """The state tree, for `shardproof.save` and `shardproof.load`."""
         self._places: dict[str, list[_Place]] = {}
         """Key of each value to the positions on the path to it, its own position last."""
+        self._new: dict[str, torch.Tensor] = {}
+        """Tensors that `materialise` made, by key."""
         for key, places in _leaves((), [], state_dict):
             if key in self.tree:
                 raise StructureError(
@@ -152,6 +155,22 @@ class FlatTree:
                 mismatched=[],
             )
 
+    def materialise(self, device: str) -> None:
+        """Makes tensors with memory for those on the meta device. `place_new` puts them into the state dict.
+
+        Args:
+            device: type of the new tensors' device.
+        """
+        for key, value in self.tree.items():
+            if isinstance(value, torch.Tensor) and value.device.type == "meta":
+                self.tree[key] = self._new[key] = _with_memory(value, device)
+
+    def place_new(self) -> None:
+        """Puts the tensors that `materialise` made into the state dict."""
+        for key, tensor in self._new.items():
+            _, container, name = self._places[key][-1]
+            container[name] = tensor
+
     def takes(self, key: str) -> bool:
         """True if a load uses the value of a stored key, by itself or as a part of another value."""
         while key and key not in self.tree:
@@ -167,6 +186,16 @@ class FlatTree:
             and key not in checkpoint.objects
             and checkpoint.dtype(key) != str(value.dtype).removeprefix("torch.")
         ]
+
+
+def _with_memory(value: torch.Tensor, device: str) -> torch.Tensor:
+    """An uninitialised tensor like one on the meta device."""
+    if not isinstance(value, DTensor):
+        return torch.empty_like(value, device=device)
+    local = torch.empty_like(value.to_local(), device=device)
+    return DTensor.from_local(
+        local, value.device_mesh, value.placements, shape=value.size(), stride=value.stride()
+    )
 
 
 def _has_below(checkpoint: Checkpoint, key: str) -> bool:

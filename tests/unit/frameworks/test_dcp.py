@@ -313,6 +313,22 @@ def test_dicts_of_torch_2_2_are_loaded(tmp_path: Path) -> None:
     assert state == stored
 
 
+def test_tensors_on_the_meta_device_get_memory(tmp_path: Path) -> None:
+    dcp.save({"model": torch.nn.Linear(2, 3).state_dict(), "list": [torch.ones(2)]}, checkpoint_id=tmp_path)
+    with torch.device("meta"):
+        model = torch.nn.Linear(2, 3)
+        state = {"model": model.state_dict(), "list": [torch.ones(2)], "absent": torch.ones(1)}
+    with pytest.raises(KeyMismatchError, match="absent"):
+        dcp.load(state, checkpoint_id=tmp_path)
+    assert state["model"]["weight"].is_meta  # nothing was changed
+    dcp.load(state, checkpoint_id=tmp_path, planner=torch_dcp.DefaultLoadPlanner(allow_partial_load=True))
+    model.load_state_dict(state["model"], assign=True)
+    with sp.open(tmp_path) as checkpoint:
+        assert torch.equal(model.weight, checkpoint["model.weight"].read())
+        assert torch.equal(model.bias, checkpoint["model.bias"].read())
+    assert state["list"][0].tolist() == [1, 1] and state["absent"].is_meta
+
+
 def test_dtypes_are_converted_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     dcp.save({"w": torch.full((2,), 1.5), "n": torch.ones(2)}, checkpoint_id=tmp_path)
     state = {"w": torch.zeros(2, dtype=torch.bfloat16), "n": torch.zeros(2)}
