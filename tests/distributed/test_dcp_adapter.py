@@ -23,7 +23,7 @@ from shardproof.maintenance import verify
 from shardproof.storage import LocalStorage
 from tests.distributed.fully_sharded import Model
 from tests.distributed.test_state_fsdp import parallel, train
-from tests.harness import process_group, rank, reach, run_ranks, world_size
+from tests.harness import Job, process_group, rank, reach, run_ranks, world_size
 
 SECONDS = 120
 BOUND = 20.0
@@ -100,6 +100,49 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
     assert torch.equal(found["rng"], expected["rng"])
     for name in ("groups", "scheduler", "scaler"):
         assert found[name] == expected[name], name
+
+
+def save_with_a_late_mark(path: str, asynchronous: bool) -> bool:
+    """Rank 0 pauses before it writes ``.metadata``. Returns whether the file exists when the save returns."""
+    publish = LocalStorage.publish
+
+    def late(storage: LocalStorage, name: str, *args: Any, **kwargs: Any) -> None:
+        if name == ".metadata":
+            reach("marking")
+        publish(storage, name, *args, **kwargs)
+
+    LocalStorage.publish = late  # type: ignore[method-assign]
+    with process_group():
+        state = {"w": torch.ones(4), f"of-{rank()}": torch.ones(2)}
+        if asynchronous:
+            dcp.async_save(state, checkpoint_id=path).result()
+        else:
+            dcp.save(state, checkpoint_id=path)
+        is_marked = (Path(path) / ".metadata").exists()
+        reach("returned")
+        return is_marked
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_no_rank_returns_from_a_save_before_the_mark_exists(asynchronous: bool, tmp_path: Path) -> None:
+    def script(job: Job) -> None:
+        job.until_held(0, "marking")
+        for _ in range(20):  # a rank that does not wait for rank 0 returns meanwhile
+            if any("returned" in outcome.reached for outcome in job.outcomes):
+                break
+            job.pump(0.1)
+        job.go(0)
+
+    outcomes = run_ranks(
+        2,
+        save_with_a_late_mark,
+        str(tmp_path / "step"),
+        asynchronous,
+        hold={0: "marking"},
+        script=script,
+        timeout=SECONDS,
+    )
+    assert [outcome.value for outcome in outcomes] == [True, True]
 
 
 def train_and_be_killed(path: str) -> None:
@@ -289,6 +332,38 @@ def test_two_dimensional_meshes(kind: str, tmp_path: Path) -> None:
         for key, value in weights.items():
             assert (ours[key].read().numpy() == value).all()
     assert verify(LocalStorage(tmp_path / "torchs")).ok
+
+
+def load_into_the_meta_device(path: str) -> list[str]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    with process_group():
+        loaded: list[str] = []
+        for load in (torch_dcp.load, dcp.load):
+            with torch.device("meta"):
+                model = torch.nn.Linear(3, 5)
+            fully_shard(model, mesh=init_device_mesh("cpu", (world_size(),)))
+            state = {"model": model.state_dict()}
+            if load is torch_dcp.load:
+                whole = torch.nn.Linear(3, 5).state_dict()
+                dcp.save({"model": whole}, checkpoint_id=path) if rank() == 0 else dcp.save(
+                    {}, checkpoint_id=path
+                )
+                load(state, storage_reader=dcp.ShardproofReader(path))
+            else:
+                load(state, checkpoint_id=path)
+            model.load_state_dict(state["model"], assign=True)
+            weight: Any = model.weight
+            loaded.append(f"{weight.device} {tuple(weight.to_local().shape)} {weight.full_tensor().tolist()}")
+        return loaded
+
+
+def test_sharded_tensors_on_the_meta_device_get_memory_as_in_torch(tmp_path: Path) -> None:
+    """The last rank has fewer rows."""
+    for outcome in run_ranks(2, load_into_the_meta_device, str(tmp_path), timeout=SECONDS):
+        by_torch, by_us = outcome.value
+        assert by_torch == by_us and by_us.startswith(f"cpu ({3 - outcome.rank}, 3) ")
 
 
 def save_sharded_tensor(path: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -14,7 +14,16 @@ from shardproof.conversion.key_maps import CONFIG, apply_key_map, key_map_label
 from shardproof.conversion.request import ConversionRequest, MappedTensor, Move
 from shardproof.dtypes import DTYPES
 from shardproof.errors import PlainDataError, StructureError
-from shardproof.interop import Contents, FormatWriter, WriteOptions, foreign_of, read_json, writer_of
+from shardproof.interop import (
+    Contents,
+    FormatWriter,
+    WriteOptions,
+    foreign_of,
+    is_paths_key,
+    read_json,
+    renamed_path,
+    writer_of,
+)
 from shardproof.loading import Checkpoint, NativeCheckpoint, check_patterns, rename_keys, selects
 from shardproof.state import optimizer_state_dicts, references, with_new_key
 from shardproof.storage import is_url
@@ -81,13 +90,14 @@ def plan_conversion(checkpoint: Checkpoint, request: ConversionRequest) -> Conve
     unmapped: list[str] = []
     new_writer = writer_of(request.to)
     if request.key_map is None:
-        objects = _plain_values(checkpoint, selected)
+        objects = _plain_values(checkpoint, lambda key: selected(key) and not is_paths_key(key))
         if new_writer.stores_state_dicts:
             tensors, aliases, objects = _with_state_dicts(tensors, aliases, objects)
     else:
         tensors, aliases, unmapped = _mapped(checkpoint, request, tensors, aliases)
         objects = {}
     new_name = rename_keys([*tensors, *aliases, *objects], request.rename, stored_first=True).__getitem__
+    paths = _paths(checkpoint, [*tensors, *aliases, *objects], new_name)
     cast = _caster(request.dtype)
     tensors = {new_name(key): MappedTensor(cast(t.dtype), t.shape, t.moves) for key, t in tensors.items()}
     contents = Contents(
@@ -97,6 +107,7 @@ def plan_conversion(checkpoint: Checkpoint, request: ConversionRequest) -> Conve
         checkpoint.step,
         checkpoint.metadata,
         _time(checkpoint, request.source),
+        paths,
     )
     options = WriteOptions(request.max_file_bytes, piece_bytes(request))
     writer = new_writer(contents, options)
@@ -108,8 +119,18 @@ def plan_conversion(checkpoint: Checkpoint, request: ConversionRequest) -> Conve
     if request.key_map is not None:
         described.append([(key, t.shape, list(map(repr, t.moves))) for key, t in tensors.items()])
     digest = hashlib.sha256(json.dumps(described, default=list).encode()).hexdigest()[:32]
-    left_out = (*(key for key in checkpoint if not selected(key)), *unmapped)
+    left_out = (*(key for key in checkpoint if not selected(key) and not is_paths_key(key)), *unmapped)
     return ConversionPlan(tensors, writer, len(objects), digest, left_out)
+
+
+def _paths(
+    checkpoint: Checkpoint, keys: Iterable[str], new_name: Callable[[str], str]
+) -> dict[str, tuple[str | int, ...]]:
+    """The recorded paths of the keys to write, under their new names."""
+    recorded = checkpoint.paths
+    named = {new_name(key): recorded[key] for key in keys if key in recorded}
+    found = {key: renamed_path(path, key) for key, path in named.items()}
+    return {key: path for key, path in found.items() if path is not None}
 
 
 def _with_state_dicts(

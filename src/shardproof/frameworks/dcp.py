@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import os
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -25,19 +26,24 @@ from shardproof._utils.humanize import listed
 from shardproof.errors import KeyMismatchError
 from shardproof.frameworks.dcp_arguments import (
     HUGGING_FACE,
+    check_executor,
     check_planner,
     given_arguments,
     path_of,
     stages_in_background,
+    storage_by_position,
 )
 from shardproof.frameworks.flat_state import FlatTree, is_stateful
 from shardproof.frameworks.last_saver import LastSaver
 from shardproof.frameworks.storage_reader import ShardproofReader
-from shardproof.frameworks.storage_writer import ShardproofWriter, mark_as_committed
+from shardproof.frameworks.storage_writer import (
+    ShardproofWriter,
+    mark_as_committed,
+    refuse_checkpoint_of_torch,
+)
 from shardproof.interop import Foreign, foreign_of
 from shardproof.loading import UNREADABLE, Checkpoint, open_storage
 from shardproof.rendezvous import LocalRendezvous, Rendezvous, connect
-from shardproof.saving import SaveResult
 from shardproof.storage import LocalStorage
 
 __all__ = ["ShardproofReader", "ShardproofWriter", "async_save", "load", "save"]
@@ -57,6 +63,7 @@ def __getattr__(name: str) -> Any:
     return getattr(torch_dcp, name)
 
 
+@storage_by_position("storage_writer")
 def save(
     state_dict: dict[str, Any],
     *,
@@ -69,19 +76,20 @@ def save(
 ) -> Any:
     """Saves a state dict and returns once it is committed. All ranks of the process group call it.
 
-    It has the parameters of `torch.distributed.checkpoint.save`. A checkpoint at the same path is replaced.
-    Keys are those of DCP. Ranks meet over the store of the process group, so no collective runs.
+    It has the parameters of `torch.distributed.checkpoint.save`. A checkpoint at the same path is replaced,
+    unless the storage writer has ``overwrite=False``. Keys are those of DCP. Ranks meet over the store of the
+    process group, so no collective runs.
 
     Args:
         state_dict: tensors, plain values, and at the top level objects with `state_dict` and
             `load_state_dict`. Wrap values that differ between ranks in `shardproof.PerRank`.
         checkpoint_id: the folder of the checkpoint.
-        storage_writer: a `ShardproofWriter` instead of `checkpoint_id`. torch handles a call with
-            ``HuggingFaceStorageWriter``. Others are refused.
+        storage_writer: a `ShardproofWriter`, also as the second argument by position. torch handles a call
+            with ``HuggingFaceStorageWriter``. Others are refused.
         planner: None or a `DefaultSavePlanner`.
         process_group: the ranks that save. None: all ranks.
         no_dist: True to save only the state of this process.
-        use_collectives: ignored, because shardproof uses none.
+        use_collectives: either value, because shardproof runs no collective.
 
     Returns:
         The `SaveResult` of the committed checkpoint. torch returns metadata, which
@@ -89,6 +97,7 @@ def save(
 
     Raises:
         StructureError: an argument is not supported, or the state dict cannot be stored.
+        AlreadyCommittedError: the folder has a checkpoint, and the storage writer has ``overwrite=False``.
         ShardproofError: see `shardproof.save`. Every rank gets an error if one rank fails.
 
     Example:
@@ -111,10 +120,7 @@ def save(
     storage = LocalStorage(path_of("save", checkpoint_id, storage_writer, ShardproofWriter))
     rendezvous = _rendezvous_of(process_group, no_dist)
     tree = _tree_to_save(rendezvous, storage, state_dict, planner)
-    result = _last.at(rendezvous, storage.location).save(storage, tree, overwrite=True)
-    if rendezvous.rank == 0:
-        mark_as_committed(storage)
-    return result
+    return _last.at(rendezvous, storage.location).save(storage, tree, **_at(storage, storage_writer))
 
 
 def async_save(
@@ -139,8 +145,8 @@ def async_save(
         storage_writer: see `save`.
         planner: see `save`.
         process_group: see `save`.
-        async_checkpointer_type: ignored, because shardproof writes in threads that do not need the
-            interpreter lock for their work.
+        async_checkpointer_type: has no effect, because shardproof writes in threads that do not need the
+            interpreter lock for their work. A process gives a warning.
         async_stager: None or a stager of torch. It is not used, because shardproof copies the tensors itself.
         no_dist: see `save`.
         use_collectives: see `save`.
@@ -172,17 +178,13 @@ def async_save(
         return state_dict_saver.async_save(
             state_dict, storage_writer=storage_writer, no_dist=no_dist, **given
         )
+    check_executor(async_checkpointer_type)
     responds = stages_in_background(async_stager)
     storage = LocalStorage(path_of("save", checkpoint_id, storage_writer, ShardproofWriter))
     rendezvous = _rendezvous_of(process_group, no_dist)
     tree = _tree_to_save(rendezvous, storage, state_dict, planner)
-
-    def committed(_result: SaveResult, _progress: Any) -> None:
-        if rendezvous.rank == 0:
-            mark_as_committed(storage)
-
     pending = _last.at(rendezvous, storage.location).begin(
-        storage, tree, overwrite=True, stage_all=True, after=committed
+        storage, tree, stage_all=True, **_at(storage, storage_writer)
     )
     future: Future[Any] = pending.future()
     if not responds:
@@ -192,6 +194,7 @@ def async_save(
     return state_dict_saver.AsyncSaveResponse(staging_completion=staged, upload_completion=future)
 
 
+@storage_by_position("storage_reader")
 def load(
     state_dict: dict[str, Any],
     *,
@@ -205,14 +208,15 @@ def load(
 
     It has the parameters and the meaning of `torch.distributed.checkpoint.load`: tensors are filled in place
     and converted to the dtype that they have, other values are replaced, and objects at the top level get
-    their state by `load_state_dict`. A key that the checkpoint lacks is an error. Other keys of the
-    checkpoint are ignored. Every byte is verified, and no pickle is run.
+    their state by `load_state_dict`. A tensor on the meta device is replaced by one with memory. A key that
+    the checkpoint lacks is an error. Other keys of the checkpoint are ignored. Every byte is verified, and no
+    pickle is run.
 
     Args:
         state_dict: the state dict to fill.
         checkpoint_id: the folder or file of the checkpoint.
-        storage_reader: a `ShardproofReader` instead of `checkpoint_id`. torch handles a call with
-            ``HuggingFaceStorageReader``. Others are refused.
+        storage_reader: a `ShardproofReader`, also as the second argument by position. torch handles a call
+            with ``HuggingFaceStorageReader``. Others are refused.
         planner: None or a `DefaultLoadPlanner`. With ``allow_partial_load=True``, keys that the checkpoint
             lacks stay unchanged.
         process_group: the ranks that load. None: all ranks.
@@ -243,6 +247,7 @@ def load(
         _fit(
             flat, source, is_partial, [key for key in parts if parts[key] is not state_dict[key]], rendezvous
         )
+        flat.materialise(_device_type())
     report = sp.load(path, flat.tree, strict=False, cast=True, rendezvous=rendezvous)
     if report.missing and not is_partial:
         raise KeyMismatchError(
@@ -252,6 +257,7 @@ def load(
             unexpected=[],
             mismatched=[],
         )
+    flat.place_new()
     for key in parts:
         if is_stateful(state_dict[key]):
             state_dict[key].load_state_dict(parts[key])
@@ -266,13 +272,34 @@ def _rendezvous_of(process_group: dist.ProcessGroup | None, no_dist: bool) -> Re
     return connect(group=process_group)
 
 
+def _device_type() -> str:
+    """The type of the device on which a load makes tensors: that of the process group, as in torch."""
+    if dist.is_available() and dist.is_initialized():
+        return str(dist.distributed_c10d._get_pg_default_device().type)
+    return "cpu"
+
+
+def _at(storage: LocalStorage, writer: ShardproofWriter | None) -> dict[str, Any]:
+    """Options of a save at this place.
+
+    The coordinator writes the file ``.metadata`` before any rank returns, as torch does: another rank may use
+    or remove the folder at once.
+    """
+    overwrite = writer is None or writer.overwrite
+    return {
+        "overwrite": overwrite,
+        "check_place": None if overwrite else partial(refuse_checkpoint_of_torch, storage),
+        "on_commit": partial(mark_as_committed, storage),
+    }
+
+
 def _tree_to_save(
     rendezvous: Rendezvous, storage: LocalStorage, state_dict: dict[str, Any], planner: Any
 ) -> dict[str, Any]:
     """The state tree of a state dict. An error of one rank ends the save on all ranks."""
     with rendezvous.operation(f"save {storage.location}"):
         check_planner(planner, DefaultSavePlanner, "save")
-        return FlatTree({key: _state_of(value) for key, value in state_dict.items()}).tree
+        return FlatTree({key: _state_of(value) for key, value in state_dict.items()}).with_paths()
 
 
 def _fit(

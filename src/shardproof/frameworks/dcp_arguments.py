@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from typing import Any
+import warnings
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch.distributed.checkpoint as torch_dcp
-from torch.distributed.checkpoint import staging
+from torch.distributed.checkpoint import staging, state_dict_saver
 
 from shardproof.errors import StructureError
 
-__all__ = ["HUGGING_FACE", "check_planner", "given_arguments", "path_of", "stages_in_background"]
+__all__ = [
+    "HUGGING_FACE",
+    "check_executor",
+    "check_planner",
+    "given_arguments",
+    "path_of",
+    "stages_in_background",
+    "storage_by_position",
+]
+
+R = TypeVar("R")
 
 
 def _classes(module: Any, *names: str) -> tuple[type[Any], ...]:
@@ -24,6 +37,8 @@ HUGGING_FACE = _classes(
 """Storages for model files of Hugging Face. These are not checkpoints, so torch handles them."""
 _STAGERS = _classes(staging, "BlockingAsyncStager", "DefaultStager")
 """Stagers that only copy tensors."""
+_CALLER = 3
+"""Frames from a warning to the function that has the argument."""
 
 
 def given_arguments(**arguments: Any) -> dict[str, Any]:
@@ -39,20 +54,56 @@ def given_arguments(**arguments: Any) -> dict[str, Any]:
     }
 
 
+def storage_by_position(name: str) -> Callable[[Callable[..., R]], Callable[..., R]]:
+    """Decorates a function that also takes the storage as its second argument, as torch's functions do.
+
+    Args:
+        name: the keyword of the storage.
+
+    Example:
+        >>> @storage_by_position("storage_reader")
+        ... def load(state_dict, *, storage_reader=None):
+        ...     return storage_reader
+        >>> load({}, "reader")
+        'reader'
+    """
+
+    def decorate(function: Callable[..., R]) -> Callable[..., R]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> R:
+            if len(args) == 2 and name not in kwargs:
+                return function(args[0], **kwargs, **{name: args[1]})
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorate
+
+
 def path_of(
     verb: str, checkpoint_id: str | os.PathLike[str] | None, storage: Any, own: type[Any]
 ) -> str | os.PathLike[str]:
     """The path of the checkpoint: `checkpoint_id`, or that of `storage`, which is None or of the class `own`.
 
+    A storage gets the path, as torch gives it.
+
     Raises:
         StructureError: there is no path, or one that is not supported.
     """
-    if storage is not None and not isinstance(storage, own):
-        raise StructureError(
-            f"dcp.{verb} of shardproof does not use {type(storage).__name__}: leave it out and give "
-            f"checkpoint_id, the folder of the checkpoint. torch.distributed.checkpoint.{verb} uses it"
+    if storage is not None and type(storage) is not own:
+        instead = (
+            "ShardproofWriter(path, overwrite=False), which refuses to replace a checkpoint, or "
+            "ShardproofWriter(path), which replaces it"
+            if verb == "save"
+            else "ShardproofReader(path)"
         )
-    path = storage.path if storage is not None and checkpoint_id is None else checkpoint_id
+        raise StructureError(
+            f"dcp.{verb} of shardproof uses neither {type(storage).__name__} nor its options: give "
+            f"{instead}. torch.distributed.checkpoint.{verb} uses {type(storage).__name__}"
+        )
+    if storage is not None and checkpoint_id is not None:
+        storage.reset(checkpoint_id)
+    path = checkpoint_id if storage is None else storage.path
     if path is None:
         raise StructureError(f"dcp.{verb} needs a folder: give checkpoint_id")
     if "://" in os.fsdecode(path):
@@ -80,11 +131,29 @@ def check_planner(planner: Any, default: type[Any], verb: str) -> bool:
             f"dcp.{verb} of shardproof plans by itself and cannot use {name}: leave planner out, or call "
             f"torch.distributed.checkpoint.{verb} with this planner and {helper}, which runs it"
         )
-    if not planner.flatten_state_dict:
-        raise StructureError(
-            f"dcp.{verb} of shardproof flattens the state dict: leave flatten_state_dict=False of {name} out"
+    for option in ("flatten_state_dict", "flatten_sharded_tensors"):
+        if not getattr(planner, option):
+            raise StructureError(
+                f"dcp.{verb} of shardproof flattens the state dict: leave {option}=False of {name} out"
+            )
+    if getattr(planner, "dedup_save_to_lowest_rank", False):
+        warnings.warn(
+            f"dcp.{verb} of shardproof spreads replicas over the ranks: dedup_save_to_lowest_rank=True of "
+            f"{name} has no effect",
+            stacklevel=_CALLER,
         )
     return bool(getattr(planner, "allow_partial_load", False))
+
+
+def check_executor(kind: Any) -> None:
+    """Warns if the caller asks for a process that writes."""
+    process = getattr(getattr(state_dict_saver, "AsyncCheckpointerType", None), "PROCESS", None)
+    if process is not None and kind == process:
+        warnings.warn(
+            "dcp.async_save of shardproof writes in threads that do not need the interpreter lock for their "
+            "work: async_checkpointer_type=PROCESS has no effect",
+            stacklevel=_CALLER,
+        )
 
 
 def stages_in_background(stager: Any) -> bool:

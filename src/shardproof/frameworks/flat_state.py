@@ -10,9 +10,12 @@ import numpy as np
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
 
 import shardproof as sp
 from shardproof.errors import KeyMismatchError, StructureError
+from shardproof.frameworks.byte_streams import with_bytes, with_streams
+from shardproof.interop import paths_object
 from shardproof.loading import Checkpoint
 
 __all__ = ["FlatTree", "WholeValue", "is_stateful"]
@@ -55,12 +58,23 @@ class WholeValue:
         self._name = name
 
     def state_dict(self) -> Any:
-        """The current value."""
-        return self._container[self._name]
+        """The current value, with the bytes of streams."""
+        return with_bytes(self._container[self._name])
 
     def load_state_dict(self, value: Any) -> None:
         """Replaces the value in its container."""
-        self._container[self._name] = value
+        self._container[self._name] = with_streams(value)
+
+
+class _Part:
+    """A value with a state tree, which is an optional part of a checkpoint."""
+
+    def __init__(self, tree: dict[str, Any]) -> None:
+        self._tree = tree
+
+    def state_tree(self) -> dict[str, Any]:
+        """The entries of the part."""
+        return self._tree
 
 
 class FlatTree:
@@ -85,6 +99,8 @@ class FlatTree:
         """The state tree, for `shardproof.save` and `shardproof.load`."""
         self._places: dict[str, list[_Place]] = {}
         """Key of each value to the positions on the path to it, its own position last."""
+        self._new: dict[str, torch.Tensor] = {}
+        """Tensors that `materialise` made, by key."""
         for key, places in _leaves((), [], state_dict):
             if key in self.tree:
                 raise StructureError(
@@ -92,6 +108,18 @@ class FlatTree:
                 )
             self.tree[key] = _stored_as(*places[-1])
             self._places[key] = places
+
+    def with_paths(self) -> dict[str, Any]:
+        """The tree for a save, which records the paths of the keys where the keys do not determine them."""
+        steps = {
+            key: tuple(name if isinstance(container, list) else str(name) for _, container, name in places)
+            for key, places in self._places.items()
+        }
+        recorded = paths_object(steps)
+        if recorded is None:
+            return self.tree
+        head, _, name = recorded[0].split(".")  # "@part" is the second segment
+        return {**self.tree, head: _Part({name: WholeValue({name: recorded[1]}, name)})}
 
     def fit(self, checkpoint: Checkpoint, *, partial: bool) -> None:
         """Adapts the tree to the keys of a checkpoint.
@@ -127,6 +155,22 @@ class FlatTree:
                 mismatched=[],
             )
 
+    def materialise(self, device: str) -> None:
+        """Makes tensors with memory for those on the meta device. `place_new` puts them into the state dict.
+
+        Args:
+            device: type of the new tensors' device.
+        """
+        for key, value in self.tree.items():
+            if isinstance(value, torch.Tensor) and value.device.type == "meta":
+                self.tree[key] = self._new[key] = _with_memory(value, device)
+
+    def place_new(self) -> None:
+        """Puts the tensors that `materialise` made into the state dict."""
+        for key, tensor in self._new.items():
+            _, container, name = self._places[key][-1]
+            container[name] = tensor
+
     def takes(self, key: str) -> bool:
         """True if a load uses the value of a stored key, by itself or as a part of another value."""
         while key and key not in self.tree:
@@ -142,6 +186,16 @@ class FlatTree:
             and key not in checkpoint.objects
             and checkpoint.dtype(key) != str(value.dtype).removeprefix("torch.")
         ]
+
+
+def _with_memory(value: torch.Tensor, device: str) -> torch.Tensor:
+    """An uninitialised tensor like one on the meta device."""
+    if not isinstance(value, DTensor):
+        return torch.empty_like(value, device=device)
+    local = torch.empty_like(value.to_local(), device=device)
+    return DTensor.from_local(
+        local, value.device_mesh, value.placements, shape=value.size(), stride=value.stride()
+    )
 
 
 def _has_below(checkpoint: Checkpoint, key: str) -> bool:

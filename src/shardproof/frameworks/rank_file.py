@@ -29,7 +29,9 @@ from shardproof.format import (
     shard_name,
     shard_tail,
 )
+from shardproof.frameworks.byte_streams import with_bytes
 from shardproof.geometry import BoxTable
+from shardproof.interop import paths_object
 from shardproof.planning import CHUNK_BYTES, tensor_order
 from shardproof.state import as_bytes, encode_plain, hoisted_key, hoisted_tensor
 from shardproof.storage import FileWriter, Storage
@@ -104,6 +106,8 @@ class ShardFile:
                 self._add_value(item.index)
             else:
                 self._add_box(item)
+        if isinstance(plan.planner_data, dict) and (recorded := paths_object(plan.planner_data)) is not None:
+            self._objects[recorded[0]] = encode_plain(recorded[1])
 
     def write(self, storage: Storage) -> RankFile:
         """Writes the file into the folder of the checkpoint, and flushes it.
@@ -182,7 +186,7 @@ class ShardFile:
                 self._parts.append(_BoxPart(key, (0,) * tensor.dim(), tuple(tensor.shape), lambda: tensor))
             return key
 
-        value = self._planner.lookup_object(index)
+        value = with_bytes(self._planner.lookup_object(index))
         self._objects[index.fqn] = encode_plain(value, index.fqn, hoist)
 
     def _declare(self, key: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:

@@ -20,7 +20,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from shardproof.interop import foreign_of, state_paths
+from shardproof.frameworks.byte_streams import with_streams
+from shardproof.interop import foreign_of, is_paths_key, state_paths
 from shardproof.loading import Checkpoint, open_storage
 from shardproof.state import references
 
@@ -72,6 +73,8 @@ class ShardproofReader(StorageReader):
         inner = {name for data in checkpoint.objects.values() for name, _ in references(data)}
         described: dict[str, Any] = {}
         for key in checkpoint:
+            if is_paths_key(key):
+                continue
             if key in checkpoint.objects:
                 described[key] = BytesStorageMetadata()
             elif key not in inner:
@@ -80,7 +83,8 @@ class ShardproofReader(StorageReader):
                 whole = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
                 described[key] = TensorStorageMetadata(properties, size, [whole])
         tensors = [key for key, kind in described.items() if isinstance(kind, TensorStorageMetadata)]
-        return Metadata(described, planner_data=dict(state_paths(tensors, checkpoint.objects)))
+        objects = [key for key in described if key in checkpoint.objects]
+        return Metadata(described, planner_data=dict(state_paths(tensors, objects, checkpoint.paths)))
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
@@ -118,7 +122,7 @@ class ShardproofReader(StorageReader):
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
                 data = io.BytesIO()
-                torch.save(checkpoint[item.storage_index.fqn], data)
+                torch.save(with_streams(checkpoint[item.storage_index.fqn]), data)
                 data.seek(0)
                 planner.load_bytes(item, data)
         checkpoint.close()

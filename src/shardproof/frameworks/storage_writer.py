@@ -25,8 +25,9 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from shardproof.errors import StorageError, StructureError
+from shardproof.errors import AlreadyCommittedError, StorageError, StructureError
 from shardproof.format import (
+    MANIFEST_NAME,
     FileRecord,
     Manifest,
     TensorRecord,
@@ -38,18 +39,22 @@ from shardproof.format import (
 )
 from shardproof.frameworks.rank_file import Assignment, RankFile, ShardFile
 from shardproof.geometry import BoxTable
+from shardproof.interop import Named, PickledCall, write_pickle
 from shardproof.planning import chunk_table, prove_chunks
 from shardproof.storage import LocalStorage, Storage
 from shardproof.version import __version__
 
-__all__ = ["ShardproofWriter", "mark_as_committed"]
+__all__ = ["ShardproofWriter", "mark_as_committed", "refuse_checkpoint_of_torch"]
 
 _log = logging.getLogger("shardproof")
 _MARK = ".metadata"
-_MARK_TEXT = (
-    b"ca checkpoint of shardproof, which torch cannot load: import dcp from shardproof's frameworks\nload\n."
+_SENTENCE = (
+    "This is a checkpoint of shardproof, which torch.distributed.checkpoint cannot read by itself. Load it "
+    "with shardproof.frameworks.dcp.load, or pass "
+    "storage_reader=shardproof.frameworks.dcp.ShardproofReader(checkpoint_id)"
 )
-"""A pickle that names no module. torch's loader fails at it, with this text in its message."""
+_MARK_TEXT = write_pickle(PickledCall(Named("torch.serialization", "_get_layout"), (_SENTENCE,)), 2)
+"""A pickle of a layout with this name. torch has none, so its loader raises a `KeyError` of the sentence."""
 
 
 def mark_as_committed(storage: Storage) -> None:
@@ -68,6 +73,20 @@ def mark_as_committed(storage: Storage) -> None:
         )
 
 
+def refuse_checkpoint_of_torch(storage: Storage) -> None:
+    """Fails if the folder has the ``.metadata`` of a checkpoint that torch wrote.
+
+    Raises:
+        AlreadyCommittedError: it has.
+    """
+    if storage.size(_MARK) is not None and b"shardproof" not in storage.read(_MARK)[:1024]:
+        raise AlreadyCommittedError(
+            f"{storage.location} has a checkpoint of torch.distributed.checkpoint, and overwrite is False. "
+            "Save to another folder, or pass ShardproofWriter(path, overwrite=True) to replace it",
+            path=storage.location,
+        )
+
+
 class ShardproofWriter(StorageWriter):
     """Writes a checkpoint of shardproof for `torch.distributed.checkpoint.save`.
 
@@ -77,6 +96,7 @@ class ShardproofWriter(StorageWriter):
     Args:
         path: the folder of the checkpoint.
         overwrite: True to replace a committed checkpoint. It stays valid until the new one is committed.
+            False to refuse the save if the folder has a checkpoint, also one that torch wrote.
 
     Example:
         >>> import tempfile, torch, shardproof as sp
@@ -126,7 +146,13 @@ class ShardproofWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Names the attempt, and tells each rank its number."""
+        """Names the attempt, and tells each rank its number.
+
+        Raises:
+            AlreadyCommittedError: a checkpoint is committed here, and `overwrite` is False.
+        """
+        if not self.overwrite:
+            self._check_unused(LocalStorage(self.path))
         self._attempt, self._time = uuid4().hex, time.time()
         files = sum(bool(plan.items) for plan in plans)
         return [
@@ -170,6 +196,17 @@ class ShardproofWriter(StorageWriter):
         )
         publish(storage, manifest, index, overwrite=self.overwrite)
         mark_as_committed(storage)
+
+    @staticmethod
+    def _check_unused(storage: Storage) -> None:
+        """Fails if the folder has a checkpoint."""
+        if storage.size(MANIFEST_NAME) is not None:
+            raise AlreadyCommittedError(
+                f"{storage.location} has a committed checkpoint, and overwrite is False. Save to another "
+                "folder, or pass ShardproofWriter(path, overwrite=True) to replace it",
+                path=storage.location,
+            )
+        refuse_checkpoint_of_torch(storage)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

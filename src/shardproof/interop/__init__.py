@@ -8,6 +8,7 @@ from shardproof.interop.extents import Extent, FileRange
 from shardproof.interop.formats import NATIVE, READERS, WRITERS, format_of, open_reader, writer_of
 from shardproof.interop.json_files import read_json
 from shardproof.interop.pickle_data import Opaque, opaque_names
+from shardproof.interop.pickle_writer import Named, PickledCall, write_pickle
 from shardproof.interop.reader import (
     Foreign,
     FormatReader,
@@ -16,7 +17,8 @@ from shardproof.interop.reader import (
     TensorDescription,
     foreign_of,
 )
-from shardproof.interop.state_paths import state_paths
+from shardproof.interop.state_paths import Path as Path  # not listed in __all__: internal
+from shardproof.interop.state_paths import is_paths_key, paths_in, paths_object, renamed_path, state_paths
 from shardproof.interop.writer import BoxSource, Contents, FormatWriter, Unit, WriteOptions
 
 __all__ = [
@@ -30,7 +32,9 @@ __all__ = [
     "Foreign",
     "FormatReader",
     "FormatWriter",
+    "Named",
     "Opaque",
+    "PickledCall",
     "StoredBox",
     "StoredView",
     "TensorDescription",
@@ -38,9 +42,14 @@ __all__ = [
     "WriteOptions",
     "foreign_of",
     "format_of",
+    "is_paths_key",
     "opaque_names",
     "open_reader",
+    "paths_in",
+    "paths_object",
     "read_json",
+    "renamed_path",
     "state_paths",
+    "write_pickle",
     "writer_of",
 ]

@@ -180,6 +180,8 @@ class DcpReader(FormatReader):
         entries = {}
         for index, info in metadata["storage_data"].items():
             entries[index.state["fqn"], index.state.get("offset")] = self._entry(info.state, folder)
+        if not prefix and isinstance(paths := metadata.get("planner_data"), dict):
+            self.paths = {key: path for key, path in paths.items() if _spells(path, key)}
         first_at: dict[tuple[str, int], str] = {}
         """Key of the tensor whose first box lies at a byte of a file."""
         for key, described in metadata["state_dict_metadata"].items():
@@ -324,6 +326,16 @@ class DcpRawReader(DcpReader):
     def recognizes(cls, foreign: Foreign) -> bool:
         """Never true."""
         return False
+
+
+def _spells(path: Any, key: Any) -> bool:
+    """True if a path of ``planner_data`` is one of `key`."""
+    return (
+        type(path) is tuple
+        and len(path) > 0
+        and all(type(step) in (str, int) for step in path)
+        and key == ".".join(map(str, path))
+    )
 
 
 def inner_name(name: str) -> str | None:

@@ -128,7 +128,8 @@ class DcpWriter(FormatWriter):
 
     def _paths(self) -> Mapping[str, tuple[str | int, ...]] | None:
         """The paths of the keys in the nested state dict; None if the format stores none."""
-        return state_paths([*self._contents.tensors, *self._contents.aliases], self._objects)
+        tensors = [*self._contents.tensors, *self._contents.aliases]
+        return state_paths(tensors, self._objects, self._contents.paths)
 
     def _unit(self, name: str, chunks: Iterable[_Chunk]) -> Unit:
         boxes = [chunk for chunk in chunks if 0 not in chunk[2]]

@@ -88,7 +88,7 @@ def _common_state(contents: Contents) -> dict[str, Any]:
     for whole in (values.pop(_COMMON, None), entry[0] if isinstance(entry, list) and entry else entry):
         for name, value in whole.items() if isinstance(whole, dict) else ():
             _put(common, f"{_COMMON}.{name}", (name,), value)
-    paths = state_paths(contents.tensors, values)
+    paths = state_paths(contents.tensors, values, contents.paths)
     for key, value in values.items():
         path = tuple(key.split(".")[1:]) if key.startswith(f"{_COMMON}.") else paths[key]
         _put(common, key, path, value)

@@ -20,6 +20,7 @@ import torch
 from shardproof.dtypes import DTYPES
 from shardproof.interop.pickle_data import Opaque, Unfinished, check_keys
 from shardproof.interop.reader import shape_of
+from shardproof.state import StreamBytes
 
 __all__ = ["CONSTANTS", "plain_builders"]
 
@@ -40,7 +41,10 @@ _SIMPLE_DTYPE = re.compile(r"[<>|=]?[biufcSUa?][0-9]*")
 
 @cache
 def plain_builders() -> Mapping[str, Callable[..., Any]]:
-    """Builders by name. A Namespace is a dict, a BytesIO is bytes, a path is a string, a deque is a list.
+    """Builders by name.
+
+    A Namespace is a dict, a path is a string, and a deque is a list. A BytesIO is `StreamBytes`, which are
+    bytes.
 
     Example:
         >>> import argparse, pickle
@@ -121,7 +125,7 @@ def _namespace(**attributes: Any) -> Unfinished:
 
 
 def _bytes_io(data: Any = b"") -> Unfinished:
-    return Unfinished(_bytes(data), lambda state: _bytes(state[0]))
+    return Unfinished(StreamBytes(_bytes(data)), lambda state: StreamBytes(_bytes(state[0]), state[1]))
 
 
 def _bytes(data: Any = b"", encoding: str = "latin-1") -> bytes:

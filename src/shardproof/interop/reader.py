@@ -214,6 +214,8 @@ class FormatReader(ABC):
         """Number of ranks that saved; 1 if the format does not store it."""
         self.step: int | None = None
         """Training step; None if the format does not store it."""
+        self.paths: dict[str, tuple[str | int, ...]] = {}
+        """Paths of keys in the nested state dict, where the format stores them."""
         self.user_metadata: dict[str, Any] = {}
         """The user's metadata, as plain data, if the format has a place for it."""
         self.notes: list[str] = []

@@ -36,6 +36,7 @@ from shardproof.format import (
 )
 from shardproof.geometry import BoxTable, row_pointers
 from shardproof.interop.box_bytes import box_bytes
+from shardproof.interop.state_paths import paths_object
 from shardproof.interop.writer import (
     BoxSource,
     Contents,
@@ -81,7 +82,9 @@ class NativeWriter(FormatWriter):
     def __init__(self, contents: Contents, options: WriteOptions) -> None:
         self._piece_bytes = options.piece_bytes
         self._hoisted = hoisted = _Hoisted(contents)
-        objects = {key: hoisted.encoded(key, value) for key, value in sorted(contents.objects.items())}
+        recorded = paths_object(contents.paths)
+        values = dict(contents.objects) | ({} if recorded is None else dict([recorded]))
+        objects = {key: hoisted.encoded(key, value) for key, value in sorted(values.items())}
         kinds = {**contents.tensors, **hoisted.kinds()}
         for key, (dtype, _) in kinds.items():
             if dtype not in DTYPES:

@@ -3,23 +3,96 @@
 A key of ``torch.distributed.checkpoint`` is a path in a nested state dict, joined by dots. The names of
 parameters have dots themselves, so a key alone does not determine its path. The keys of the optimizer do: a
 name of a parameter occurs both as ``model.<name>`` and as ``optimizer.state.<name>.<slot>``.
+
+Where the keys do not determine the paths, a save records them in an object. Its key has a digest of its
+value. So ranks with equal paths share one object, and ranks with other paths add theirs. The key is below
+``@part``, because a load into a state without this part ignores it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
-__all__ = ["state_paths"]
+import msgspec
+import xxhash
+
+from shardproof.state import encode_plain
+
+__all__ = ["Path", "is_paths_key", "paths_in", "paths_object", "renamed_path", "state_paths"]
 
 Path = tuple[str | int, ...]
+"""The steps from a state dict to a value: keys of dicts as texts, positions in lists."""
 
 _GROUPS = re.compile(r"(?:(.*?)\.)?param_groups(?:\.(\d+)(?:\.(.+))?)?")
 """The head, the number of the group, and the name of its option."""
+_PATHS_KEY = re.compile(r".+\.@part\.state_paths-[0-9a-f]{32}")
 
 
-def state_paths(tensors: Iterable[str], objects: Iterable[str]) -> Mapping[str, Path]:
-    """The path of each key in the nested state dict.
+def is_paths_key(key: str) -> bool:
+    """True for the key of an object that records paths."""
+    return _PATHS_KEY.fullmatch(key) is not None
+
+
+def paths_object(paths: Mapping[str, Path]) -> tuple[str, dict[Any, Any]] | None:
+    """Key and value of the object that records the paths of some keys; None if the keys determine them.
+
+    Example:
+        >>> paths_object({"model.a.w": ("model", "a.w")})
+        ('dcp.@part.state_paths-2c9ed48b0eefa9f57256994722c5fa58', {'model': {'a.w': None}})
+        >>> paths_object({"step": ("step",)})
+    """
+    if state_paths(paths, ()) == paths:
+        return None
+    nested: dict[Any, Any] = {}
+    for path in paths.values():
+        inside = nested
+        for step in path[:-1]:
+            inside = inside.setdefault(step, {})
+        inside[path[-1]] = None
+    head = "dcp"
+    while head in nested:
+        head += "_"
+    digest = xxhash.xxh3_128_hexdigest(msgspec.json.encode(encode_plain(nested)))
+    return f"{head}.@part.state_paths-{digest}", nested
+
+
+def paths_in(nested: Mapping[Any, Any], outer: Path = ()) -> Iterator[tuple[str, Path]]:
+    """The keys and paths in the value of a `paths_object`.
+
+    Example:
+        >>> dict(paths_in({"model": {"a.w": None}}))
+        {'model.a.w': ('model', 'a.w')}
+    """
+    for step, inside in nested.items():
+        path = (*outer, step)
+        if isinstance(inside, dict):
+            yield from paths_in(inside, path)
+        else:
+            yield ".".join(map(str, path)), path
+
+
+def renamed_path(path: Path, key: str) -> Path | None:
+    """The path of a value that got another key: the first step changes. None if other steps do.
+
+    Example:
+        >>> renamed_path(("model", "a.w"), "net.a.w"), renamed_path(("model", "a.w"), "a.w")
+        (('net', 'a.w'), ('a.w',))
+    """
+    if key == ".".join(map(str, path)):
+        return path
+    rest = ".".join(map(str, path[1:]))
+    if rest and (key == rest or key.endswith(f".{rest}")):
+        head = key[: len(key) - len(rest)].removesuffix(".")
+        return (head, *path[1:]) if head else path[1:]
+    return None
+
+
+def state_paths(
+    tensors: Iterable[str], objects: Iterable[str], recorded: Mapping[str, Path] | None = None
+) -> Mapping[str, Path]:
+    """The path of each key in the nested state dict: the recorded one, or else by these rules.
 
     - The names of parameters that the optimizer determines are one step of the path. Other entries of the
       model are entries of the same dict.
@@ -29,6 +102,7 @@ def state_paths(tensors: Iterable[str], objects: Iterable[str]) -> Mapping[str, 
     Args:
         tensors: keys of the tensors.
         objects: keys of the other values.
+        recorded: recorded paths by key.
 
     Example:
         >>> keys = ["model.l.w", "model.l.mean", "optim.state.l.w.exp_avg"]
@@ -51,7 +125,10 @@ def state_paths(tensors: Iterable[str], objects: Iterable[str]) -> Mapping[str, 
             for key, name in names.items():
                 paths[key] = (*_steps(head), "state", name, key.rpartition(".")[2])
     paths |= _group_paths(keys)
-    return paths if _fit_together(paths.values()) else {key: (key,) for key in keys}
+    if not _fit_together(paths.values()):
+        paths = {key: (key,) for key in keys}
+    whole = paths | {key: path for key, path in (recorded or {}).items() if key in paths}
+    return whole if _fit_together(whole.values()) else paths
 
 
 def _optimizer_slots(keys: Iterable[str]) -> dict[str, dict[str, str]]:

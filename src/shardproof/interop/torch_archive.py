@@ -38,7 +38,7 @@ from shardproof.interop.extents import crc32
 from shardproof.interop.pickle_writer import Named, Persistent, PickledCall, write_pickle
 from shardproof.interop.torch_tensors import STORAGE_DTYPES
 from shardproof.interop.writer import BoxSource
-from shardproof.state import as_bytes
+from shardproof.state import StreamBytes, as_bytes
 from shardproof.storage import FileWriter
 
 __all__ = ["ArchiveTensor", "TorchArchive", "archive_of"]
@@ -234,6 +234,9 @@ class TorchArchive:
         if isinstance(value, torch.device):
             index = () if value.index is None else (value.index,)
             return PickledCall(Named("torch", "device"), (value.type, *index))
+        if isinstance(value, StreamBytes):
+            content = bytes(value), value.position, None
+            return PickledCall(Named("_io", "BytesIO"), state=content, is_new=True)
         if type(value) is complex:
             return PickledCall(Named("builtins", "complex"), (value.real, value.imag))
         is_record = dataclasses.is_dataclass(value) and not isinstance(value, type)

@@ -48,6 +48,8 @@ class Contents:
     """The user's metadata, as plain data."""
     time: float = 0.0
     """Date of the checkpoint in seconds since 1970, for formats that store it. Equal in all processes."""
+    paths: Mapping[str, tuple[str | int, ...]] = field(default_factory=dict)
+    """Recorded paths in the nested state dict by key; see `state_paths`."""
 
 
 class BoxSource(Protocol):

@@ -26,6 +26,7 @@ from shardproof.format import (
     read_index,
     read_manifest,
 )
+from shardproof.interop import is_paths_key, paths_in
 from shardproof.loading.block_reader import BlockDigests
 from shardproof.loading.chunk_reader import Chunks
 from shardproof.loading.cold_reads import Cold
@@ -109,6 +110,12 @@ class Checkpoint(ABC):
     def metadata(self) -> dict[str, Any]:
         """The metadata that was given at save."""
         return {}
+
+    @property
+    def paths(self) -> Mapping[str, tuple[str | int, ...]]:
+        """Recorded paths of keys in the nested state dict that was saved. Other keys have no entry."""
+        recorded = [self[key] for key in self.objects if is_paths_key(key)]
+        return {key: path for nested in recorded for key, path in paths_in(nested)}
 
     @abstractmethod
     def close(self) -> None:

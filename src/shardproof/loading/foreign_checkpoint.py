@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from math import prod
 from typing import Any
@@ -71,6 +71,11 @@ class ForeignCheckpoint(Checkpoint):
     def metadata(self) -> dict[str, Any]:
         """The metadata of the writer; empty if the format has none."""
         return self.reader.user_metadata
+
+    @property
+    def paths(self) -> Mapping[str, tuple[str | int, ...]]:
+        """Recorded paths of keys in the nested state dict; see `Checkpoint.paths`."""
+        return self.reader.paths
 
     def close(self) -> None:
         """Closes the files that reading opened."""

@@ -34,6 +34,7 @@ from shardproof.state.plain.decode import decode as decode_plain
 from shardproof.state.plain.decode import references
 from shardproof.state.plain.encode import encode as encode_plain
 from shardproof.state.plain.registry import register_by_name, register_dataclass, register_enum
+from shardproof.state.plain.stream_bytes import StreamBytes as StreamBytes  # not listed in __all__: internal
 from shardproof.state.records import (
     Binding,
     Catalogue,

@@ -270,6 +270,8 @@ def hoisted_tensor(kind: str, value: Any) -> torch.Tensor:
         return value
     if isinstance(value, np.ndarray):
         return tensor_of_array(value)[0]
+    if not value:  # torch.frombuffer rejects an empty buffer
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.frombuffer(bytearray(value), dtype=torch.uint8)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import io
 import logging
 from collections import OrderedDict
 from concurrent.futures import Future
@@ -18,12 +19,13 @@ import torch.distributed.checkpoint as torch_dcp
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
 import shardproof as sp
-from shardproof.errors import KeyMismatchError, PlainDataError, StructureError
+from shardproof.errors import AlreadyCommittedError, KeyMismatchError, PlainDataError, StructureError
 from shardproof.format import read_manifest
 from shardproof.frameworks import dcp
 from shardproof.frameworks.flat_state import FlatTree
@@ -128,10 +130,124 @@ def test_state_goes_from_each_writer_to_each_reader(tmp_path: Path) -> None:
     assert isinstance(described["pair"], BytesStorageMetadata)
 
 
-def test_the_error_of_torch_names_shardproof_as_the_writer(tmp_path: Path) -> None:
+def test_the_error_of_torch_names_shardproof_and_two_functions_that_load(tmp_path: Path) -> None:
     dcp.save({"step": 1}, checkpoint_id=tmp_path)
-    with pytest.raises(BaseException, match="a checkpoint of shardproof, which torch cannot load"):
+    with pytest.raises(
+        BaseException, match="global metadata read failed: 'This is a checkpoint of shardproof, which"
+    ):
         torch_dcp.load({"step": 0}, checkpoint_id=tmp_path)
+    with pytest.raises(
+        KeyError, match=r"shardproof\.frameworks\.dcp\.load, or pass storage_reader=shardproof\."
+    ):
+        torch_dcp.FileSystemReader(tmp_path).read_metadata()
+    state = {"step": 0}
+    torch_dcp.load(state, checkpoint_id=tmp_path, storage_reader=dcp.ShardproofReader(tmp_path))
+    assert state == {"step": 1}
+
+
+def weights_only() -> dict[str, Any]:
+    """A state without an optimizer, whose keys do not determine its paths."""
+    return {
+        "model": {"layer.weight": torch.ones(2), "layer.0": {"bias": torch.ones(1)}},
+        "dcp": {"history": [{"loss": 0.5}, torch.ones(1)]},
+        "step": 3,
+    }
+
+
+PATHS = {
+    "model.layer.weight": ("model", "layer.weight"),
+    "model.layer.0.bias": ("model", "layer.0", "bias"),
+    "dcp.history.0.loss": ("dcp", "history", 0, "loss"),
+    "dcp.history.1": ("dcp", "history", 1),
+    "step": ("step",),
+}
+
+
+def test_the_nesting_survives_without_an_optimizer(tmp_path: Path) -> None:
+    ours, torchs, written = (tmp_path / name for name in ("ours", "torchs", "written"))
+    dcp.save(weights_only(), checkpoint_id=ours)
+    torch_dcp.save(weights_only(), checkpoint_id=torchs)
+    torch_dcp.save(weights_only(), storage_writer=dcp.ShardproofWriter(written))
+    for path in (ours, torchs, written):
+        back = to_dcp_and_back(path)
+        for reader in (
+            dcp.ShardproofReader(path),
+            torch_dcp.FileSystemReader(f"{path}-dcp"),
+            back,
+        ):
+            metadata = reader.read_metadata()
+            assert metadata.planner_data == PATHS and metadata.state_dict_metadata.keys() == PATHS.keys()
+        dcp_to_torch_save(f"{path}-dcp", f"{path}.pt")
+        found = torch.load(f"{path}.pt", weights_only=True)  # noqa: TID251
+        assert found["model"]["layer.weight"].all() and found["dcp"]["history"][0] == {"loss": 0.5}
+        sp.convert(path, f"{path}-part", to="dcp", include="model", rename={"model": "net"})
+        part = torch_dcp.FileSystemReader(f"{path}-part").read_metadata()
+        assert part.planner_data == {
+            "net.layer.weight": ("net", "layer.weight"),
+            "net.layer.0.bias": ("net", "layer.0", "bias"),
+        }
+
+
+def test_recorded_paths_are_no_part_of_the_state(tmp_path: Path) -> None:
+    dcp.save(weights_only(), checkpoint_id=tmp_path)
+    state = weights_only()
+    state["model"]["layer.weight"].zero_()
+    dcp.load(state, checkpoint_id=tmp_path)
+    assert state["model"]["layer.weight"].all()
+    whole = {key: torch.zeros(2 if "weight" in key else 1) for key in sp.open(tmp_path) if "model" in key}
+    sp.load(
+        tmp_path, {**whole, "dcp.history.0.loss": 0.0, "dcp.history.1": torch.ones(1), "step": 0}
+    )  # strict
+    assert all(value.all() for value in whole.values())
+    dcp.save({"model": {"w": torch.ones(1)}, "step": 3}, checkpoint_id=tmp_path)
+    assert len([key for key in sp.open(tmp_path) if key.startswith("dcp.@part.state_paths-")]) == 1
+    dcp.save({"w": torch.ones(1)}, checkpoint_id=tmp_path)
+    assert list(sp.open(tmp_path)) == ["w"]
+
+
+class Keeping:
+    """An object of the state dict that keeps a stream, at the position after its first byte."""
+
+    def __init__(self, content: bytes) -> None:
+        self.stream = io.BytesIO(content)
+        self.stream.seek(1)
+
+    def state_dict(self) -> dict[str, Any]:
+        pair = (io.BytesIO(b""), [self.stream])
+        return {"stream": self.stream, "pair": pair, "bytes": self.stream.getvalue()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        (empty, (again,)) = state["pair"]
+        assert empty.getvalue() == b"" and type(again) is type(state["stream"]) is io.BytesIO
+        assert type(state["bytes"]) is bytes and state["bytes"] == again.getvalue()
+        assert state["stream"].tell() == 1 and state["stream"].seek(0) == 0
+        self.stream = state["stream"]
+
+
+def to_dcp_and_back(path: Path) -> dcp.ShardproofReader:
+    sp.convert(path, f"{path}-dcp", to="dcp")
+    sp.convert(f"{path}-dcp", f"{path}-again", to="shardproof")
+    return dcp.ShardproofReader(f"{path}-again")
+
+
+@pytest.mark.parametrize("size", [5, 3000])
+def test_streams_are_loaded_as_streams_from_each_writer(size: int, tmp_path: Path) -> None:
+    content = bytes(range(7)) * size
+    ours, torchs, written = (tmp_path / name for name in ("ours", "torchs", "written"))
+    dcp.save({"data": Keeping(content)}, checkpoint_id=ours)
+    torch_dcp.save({"data": Keeping(content)}, checkpoint_id=torchs)
+    torch_dcp.save({"data": Keeping(content)}, storage_writer=dcp.ShardproofWriter(written))
+    for path in (ours, torchs, written):
+        for load, reader in (
+            (dcp.load, dcp.ShardproofReader(path)),
+            (torch_dcp.load, dcp.ShardproofReader(path)),
+            (dcp.load, to_dcp_and_back(path)),
+            (torch_dcp.load, torch_dcp.FileSystemReader(f"{path}-dcp")),
+        ):
+            state = {"data": Keeping(b"..")}
+            load(state, storage_reader=reader)
+            assert state["data"].stream.getvalue() == content
+        assert sp.open(path)["data.stream"] == content
 
 
 class Counter:
@@ -151,7 +267,8 @@ def test_objects_at_the_top_are_saved_and_loaded_by_their_state_dict(tmp_path: P
     counter, model = Counter(), torch.nn.Linear(2, 2)
     counter.count, counter.window = 5, torch.ones(2)
     dcp.save({"counter": counter, "model": model}, checkpoint_id=tmp_path)
-    assert list(sp.open(tmp_path)) == ["counter.count", "counter.window", "model.bias", "model.weight"]
+    keys = [key for key in sp.open(tmp_path) if "@part" not in key]
+    assert keys == ["counter.count", "counter.window", "model.bias", "model.weight"]
     fresh, other = Counter(), torch.nn.Linear(2, 2)
     state = {"counter": fresh, "model": other}
     dcp.load(state, checkpoint_id=tmp_path)
@@ -196,6 +313,22 @@ def test_dicts_of_torch_2_2_are_loaded(tmp_path: Path) -> None:
     assert state == stored
 
 
+def test_tensors_on_the_meta_device_get_memory(tmp_path: Path) -> None:
+    dcp.save({"model": torch.nn.Linear(2, 3).state_dict(), "list": [torch.ones(2)]}, checkpoint_id=tmp_path)
+    with torch.device("meta"):
+        model = torch.nn.Linear(2, 3)
+        state = {"model": model.state_dict(), "list": [torch.ones(2)], "absent": torch.ones(1)}
+    with pytest.raises(KeyMismatchError, match="absent"):
+        dcp.load(state, checkpoint_id=tmp_path)
+    assert state["model"]["weight"].is_meta  # nothing was changed
+    dcp.load(state, checkpoint_id=tmp_path, planner=torch_dcp.DefaultLoadPlanner(allow_partial_load=True))
+    model.load_state_dict(state["model"], assign=True)
+    with sp.open(tmp_path) as checkpoint:
+        assert torch.equal(model.weight, checkpoint["model.weight"].read())
+        assert torch.equal(model.bias, checkpoint["model.bias"].read())
+    assert state["list"][0].tolist() == [1, 1] and state["absent"].is_meta
+
+
 def test_dtypes_are_converted_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     dcp.save({"w": torch.full((2,), 1.5), "n": torch.ones(2)}, checkpoint_id=tmp_path)
     state = {"w": torch.zeros(2, dtype=torch.bfloat16), "n": torch.zeros(2)}
@@ -227,17 +360,81 @@ class Renaming(torch_dcp.DefaultSavePlanner):
         super().set_up_planner(renamed, storage_meta, is_coordinator)
 
 
+class Careful(dcp.ShardproofWriter):
+    """A writer of a user, whose methods only torch's functions call."""
+
+
+@pytest.mark.parametrize("save", [dcp.save, dcp.async_save, torch_dcp.save])
+def test_a_writer_without_overwrite_keeps_the_checkpoint(save: Any, tmp_path: Path) -> None:
+    writer = dcp.ShardproofWriter(tmp_path, overwrite=False)
+    save({"w": torch.ones(2)}, storage_writer=writer)
+    dcp.save({}, checkpoint_id=tmp_path / "other")  # waits for the first save
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    with pytest.raises(BaseException, match="has a committed checkpoint") as caught:
+        save({"w": torch.zeros(2)}, storage_writer=writer)
+    assert isinstance(caught.value, AlreadyCommittedError) or "AlreadyCommittedError" in str(caught.value)
+    assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
+    save({"w": torch.zeros(2)}, storage_writer=dcp.ShardproofWriter(tmp_path, overwrite=True))
+    dcp.save({}, checkpoint_id=tmp_path / "other")
+    assert not sp.open(tmp_path)["w"].read().any()
+
+
+@pytest.mark.parametrize("save", [dcp.save, dcp.async_save, torch_dcp.save])
+def test_a_writer_without_overwrite_keeps_a_checkpoint_of_torch(save: Any, tmp_path: Path) -> None:
+    torch_dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path)
+    with pytest.raises(BaseException, match=r"has a checkpoint of torch\.distributed\.checkpoint"):
+        save({"w": torch.zeros(2)}, storage_writer=dcp.ShardproofWriter(tmp_path, overwrite=False))
+    state = {"w": torch.zeros(2)}
+    torch_dcp.load(state, checkpoint_id=tmp_path)
+    assert state["w"].all()
+
+
+def test_a_storage_is_the_second_argument_or_gets_the_path(tmp_path: Path) -> None:
+    writer, reader = dcp.ShardproofWriter(tmp_path / "a"), dcp.ShardproofReader(tmp_path / "a")
+    dcp.save({"n": 1}, writer)
+    dcp.save({"n": 2}, checkpoint_id=tmp_path / "b", storage_writer=writer)
+    assert writer.path == tmp_path / "b"
+    for options, expected in (({}, 1), ({"checkpoint_id": tmp_path / "b"}, 2)):
+        state = {"n": 0}
+        dcp.load(state, reader, **options)
+        assert state == {"n": expected}
+    with pytest.raises(TypeError, match="positional"):
+        dcp.load(state, reader, storage_reader=reader)
+
+
+def test_hints_without_an_effect_give_warnings(tmp_path: Path) -> None:
+    planner = torch_dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True)
+    with pytest.warns(
+        UserWarning, match="dedup_save_to_lowest_rank=True of DefaultSavePlanner has no effect"
+    ):
+        dcp.save({"n": 1}, checkpoint_id=tmp_path, planner=planner)
+    kind = AsyncCheckpointerType.PROCESS
+    with pytest.warns(UserWarning, match="async_checkpointer_type=PROCESS has no effect"):
+        dcp.async_save({"n": 1}, checkpoint_id=tmp_path, async_checkpointer_type=kind).result()
+
+
 def test_errors_of_refused_calls_say_what_to_do(tmp_path: Path) -> None:
     state = {"w": torch.ones(2)}
     layer = torch.nn.Linear(1, 1)
     for arguments, words in (
         ({}, "give checkpoint_id"),
         ({"checkpoint_id": "s3://bucket/step"}, "a path of a file system"),
-        ({"storage_writer": torch_dcp.FileSystemWriter(tmp_path)}, "FileSystemWriter: leave it out and give"),
+        (
+            {"storage_writer": torch_dcp.FileSystemWriter(tmp_path, overwrite=False)},
+            r"neither FileSystemWriter nor its options: give ShardproofWriter\(path, overwrite=False\)",
+        ),
+        ({"storage_writer": Careful(tmp_path)}, "neither Careful nor its options"),
         ({"checkpoint_id": tmp_path, "planner": Renaming()}, "storage_writer=ShardproofWriter"),
         (
             {"checkpoint_id": tmp_path, "planner": torch_dcp.DefaultSavePlanner(flatten_state_dict=False)},
             "flatten_state_dict=False",
+        ),
+        (
+            {
+                "checkpoint_id": tmp_path,
+                "planner": torch_dcp.DefaultSavePlanner(flatten_sharded_tensors=False),
+            },
+            "flatten_sharded_tensors=False",
         ),
     ):
         for save in (dcp.save, dcp.async_save):
@@ -245,8 +442,13 @@ def test_errors_of_refused_calls_say_what_to_do(tmp_path: Path) -> None:
                 save(state, **arguments)
     with pytest.raises(StructureError, match="cannot use Counter: leave async_stager out"):
         dcp.async_save(state, checkpoint_id=tmp_path, async_stager=Counter())
-    with pytest.raises(StructureError, match="FileSystemReader: leave it out"):
+    with pytest.raises(
+        StructureError, match=r"FileSystemReader nor its options: give ShardproofReader\(path\)"
+    ):
         dcp.load(state, storage_reader=torch_dcp.FileSystemReader(tmp_path))
+    planner = torch_dcp.DefaultLoadPlanner(flatten_sharded_tensors=False)
+    with pytest.raises(StructureError, match="flatten_sharded_tensors=False"):
+        dcp.load(state, checkpoint_id=tmp_path, planner=planner)
     with pytest.raises(StructureError, match="Put it at the top level of the state dict"):
         dcp.save({"inside": {"layer": layer}}, checkpoint_id=tmp_path)
     with pytest.raises(PlainDataError, match="value: a value of builtins.object"):

@@ -19,6 +19,7 @@ from shardproof.errors import FormatError
 from shardproof.interop import Opaque
 from shardproof.interop.pickle_builders import CONSTANTS, plain_builders
 from shardproof.interop.pickle_data import read_pickle
+from shardproof.state import StreamBytes
 
 
 def read(data: bytes) -> Any:
@@ -32,7 +33,7 @@ VALUES = [
     (deque([1, 2], maxlen=3), [1, 2]),
     (argparse.Namespace(lr=0.1, more=argparse.Namespace()), {"lr": 0.1, "more": {}}),
     (SimpleNamespace(a=(1, 2)), {"a": (1, 2)}),
-    (io.BytesIO(b"\0\xff"), b"\0\xff"),
+    (io.BytesIO(b"\0\xff"), StreamBytes(b"\0\xff")),
     (PosixPath("/a/b"), "/a/b"),
     (torch.Size([2, 3]), torch.Size([2, 3])),
     (torch.device("cuda", 1), torch.device("cuda", 1)),

@@ -19,6 +19,7 @@ from shardproof.errors import PlainDataError
 from shardproof.state.plain.by_name import ByName
 from shardproof.state.plain.encode import DEPTH, FACTORIES
 from shardproof.state.plain.registry import registered
+from shardproof.state.plain.stream_bytes import StreamBytes
 from shardproof.state.tensors import array_dtype, torch_dtype
 
 __all__ = ["decode", "references"]
@@ -163,7 +164,8 @@ class _Decoder:
         if kind == "tensor":
             return tensor
         try:
-            return _KINDS[kind](tensor.detach().cpu().numpy())
+            value = _KINDS[kind](tensor.detach().cpu().numpy())
+            return StreamBytes(value, data["position"]) if "position" in data else value
         except (ValueError, TypeError) as error:
             raise PlainDataError(f"{self.path}: {key} is not stored as {kind}: {error}", path=key) from error
 
@@ -205,6 +207,7 @@ _DECODERS: dict[str, Callable[[_Decoder, Any, int], Any]] = {
     "$complex": lambda d, data, depth: complex(d.decode(data[0], depth), d.decode(data[1], depth)),
     "$bytes": lambda d, data, depth: base64.b64decode(data, validate=True),
     "$bytearray": lambda d, data, depth: bytearray(base64.b64decode(data, validate=True)),
+    "$stream": lambda d, data, depth: StreamBytes(base64.b64decode(data[0], validate=True), data[1]),
     "$set": lambda d, data, depth: {d.decode(item, depth) for item in data},
     "$frozenset": lambda d, data, depth: frozenset([d.decode(item, depth) for item in data]),
     "$dict": lambda d, data, depth: dict(d.pairs(data, depth)),

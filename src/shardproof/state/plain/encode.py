@@ -9,6 +9,7 @@ themselves. Every other value is an object with one member whose name starts wit
 ``{"$int": "-0x1f..."}``                       integer beyond 64 bits
 ``{"$complex": [re, im]}``                     complex
 ``{"$bytes": base64}``, ``{"$bytearray": ..}`` bytes
+``{"$stream": [base64, position]}``            `StreamBytes`, if it is stored inline
 ``{"$set": [...]}``, ``{"$frozenset": [...]}`` sets, in the order of their elements' text
 ``{"$dict": [[k, v], ...]}``                   dict with other keys, in the order of the keys' text
 ``{"$ordered": [[k, v], ...]}``                OrderedDict, in its own order
@@ -26,6 +27,8 @@ themselves. Every other value is an object with one member whose name starts wit
                                                plain one in host memory
 ``{"$tensor": key, "kind": kind,               array, bytes, bytearray, long text, or long list of only ints
 "digest": xxh3_64}``                           or only floats, stored as a tensor
+``{"$tensor": key, "kind": "bytes",            `StreamBytes`
+"digest": xxh3_64, "position": n}``
 =============================================  =====================================================
 
 Plain dicts are written in sorted key order, so that insertion order does not make ranks differ. A value
@@ -52,6 +55,7 @@ import xxhash
 from shardproof.errors import PlainDataError
 from shardproof.state.plain.by_name import ByName, by_name
 from shardproof.state.plain.registry import name_of
+from shardproof.state.plain.stream_bytes import StreamBytes
 from shardproof.state.tensors import array_dtype, as_bytes, check_memory, is_in_host_memory
 
 __all__ = ["DEPTH", "FACTORIES", "INLINE_BYTES", "Hoist", "encode"]
@@ -183,6 +187,12 @@ class _Encoder:
             return self.outside(kind, at, value)
         return {f"${kind}": base64.b64encode(value).decode()}
 
+    def stream(self, value: StreamBytes, at: str, depth: int) -> Any:
+        """Bytes of any size outside the JSON, if possible: a reader that knows no streams takes the bytes."""
+        if self.hoists:
+            return {**self.outside("bytes", at, value), "position": value.position}
+        return {"$stream": [base64.b64encode(value).decode(), value.position]}
+
     def array(self, value: np.ndarray[Any, Any], at: str, depth: int) -> Any:
         name = array_dtype(value)
         if name is None:
@@ -254,6 +264,7 @@ _ENCODERS: dict[type, Callable[[_Encoder, Any, str, int], Any]] = {
     defaultdict: _Encoder.default,
     bytes: _Encoder.blob,
     bytearray: _Encoder.blob,
+    StreamBytes: _Encoder.stream,
     complex: lambda e, value, at, depth: {"$complex": e.items((value.real, value.imag), at, depth)},
     np.ndarray: _Encoder.array,
     torch.dtype: lambda e, value, at, depth: {"$dtype": str(value).removeprefix("torch.")},
