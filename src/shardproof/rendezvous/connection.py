@@ -180,7 +180,7 @@ def _from_environment(deadline: float) -> StoreRendezvous:
         raise ValueError(
             f"WORLD_SIZE is {environment['WORLD_SIZE']}, but {missing.args[0]} is not set: start with "
             "torchrun, call init_process_group first, set all of RANK, WORLD_SIZE, MASTER_ADDR and "
-            "MASTER_PORT, or pass a rendezvous (shardproof.rendezvous.LocalRendezvous() for this process alone)"
+            "MASTER_PORT, or pass a rendezvous: shardproof.rendezvous.LocalRendezvous() is this process alone"
         ) from None
     served_by_agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
