@@ -134,3 +134,16 @@ def test_fewer_ranks_can_be_refused(tmp_path: Path) -> None:
 def test_an_unknown_option_is_refused() -> None:
     with pytest.raises(ValueError, match="gather"):
         sp.PerRank(1, fewer="merge")  # type: ignore[arg-type]
+
+
+def _save_own_learning_rates(root: str) -> None:
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 + rank())
+    sp.save(root, {"optimizer": sp.OptimizerState(optimizer, model)}, rendezvous=rendezvous(deadline=10))
+
+
+def test_an_option_of_an_optimizer_is_not_for_per_rank(tmp_path: Path) -> None:
+    for outcome in run_ranks(2, _save_own_learning_rates, str(tmp_path)):
+        assert "optimizer.bias.@options" in str(outcome.error)
+        assert "Make them equal before the save" in str(outcome.error)
+        assert "PerRank" not in str(outcome.error)

@@ -135,8 +135,8 @@ class Preempted(SystemExit):
 def limit_of(preemption: Preemption, environment: Mapping[str, str], now: float) -> float:
     """The time at which the scheduler ends the job, Unix seconds; infinity if it is unknown.
 
-    Raises:
-        ValueError: the environment variable is no number.
+    Only rank 0 reads the environment variable, and the other ranks would wait for its error. So a value that
+    is no time is a warning.
 
     >>> limit_of(Preemption(), {"SLURM_JOB_END_TIME": "1700000000"}, 1_600_000_000.0)
     1700000000.0
@@ -149,10 +149,15 @@ def limit_of(preemption: Preemption, environment: Mapping[str, str], now: float)
     try:
         limit = float(text)
     except ValueError:
-        raise ValueError(
-            f"{_END_TIME} is {text!r}, expected Unix seconds. Correct or unset it, or pass "
-            "Preemption(end_time=...)"
-        ) from None
+        limit = math.nan
+    if math.isnan(limit):
+        _log.warning(
+            "%s is %r, expected Unix seconds: it is ignored. Pass Preemption(end_time=...) for a save before "
+            "the limit of the job",
+            _END_TIME,
+            text,
+        )
+        return math.inf
     if limit <= now:
         _log.warning(
             "%s is %.0f s ago, so the limit of the job was extended or the variable is of another job: it is "

@@ -129,7 +129,7 @@ def _connect(deadline: float | None, *, lasting: bool, group: ProcessGroup | Non
                 new_client(store), rank, world_size, deadline=seconds, server=weakref.ref(store)
             ),
         )
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "MASTER_ADDR" in os.environ:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         return _shared.get(None, deadline, lasting, _from_environment)
     return LocalRendezvous(deadline=deadline or _DEADLINE)
 
@@ -178,8 +178,9 @@ def _from_environment(deadline: float) -> StoreRendezvous:
         host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
     except KeyError as missing:
         raise ValueError(
-            f"WORLD_SIZE and MASTER_ADDR are set but {missing.args[0]} is not: start with torchrun, set "
-            "all of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or pass a rendezvous"
+            f"WORLD_SIZE is {environment['WORLD_SIZE']}, but {missing.args[0]} is not set: start with "
+            "torchrun, call init_process_group first, set all of RANK, WORLD_SIZE, MASTER_ADDR and "
+            "MASTER_PORT, or pass a rendezvous: shardproof.rendezvous.LocalRendezvous() is this process alone"
         ) from None
     served_by_agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:

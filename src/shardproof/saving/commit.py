@@ -153,10 +153,16 @@ def _check_objects_agree(reports: Sequence[WriteReport]) -> None:
             digest = report.object_digests[16 * at : 16 * at + 16]
             other, other_rank = first.setdefault(key, (digest, rank))
             if other != digest:
+                remedy = (
+                    "An optimizer has one value of each option, and of each slot that is no tensor, for all "
+                    "ranks. Make them equal before the save"
+                    if key.endswith(".@options")
+                    else "Wrap it in sp.PerRank if each rank has its own; otherwise make it equal before the "
+                    "save"
+                )
                 raise StructureError(
                     f"the value of {key!r} differs between rank {other_rank} and rank {rank}, but a "
-                    "checkpoint stores one value. Wrap it in sp.PerRank if each rank has its own; otherwise "
-                    "make it equal before the save",
+                    f"checkpoint stores one value. {remedy}",
                     key=key,
                     ranks=[other_rank, rank],
                 )

@@ -456,3 +456,23 @@ def test_garbage_collection_is_enabled_while_objects_load_their_state(tmp_path: 
     keeper = Keeper()
     sp.load(tmp_path, {"keeper": keeper, "w": torch.zeros(3)})
     assert keeper.enabled is True
+
+
+class RefusingSampler:
+    """Raises an error that says nothing about its place in the state."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"seed": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        raise KeyError("position")
+
+
+def test_an_error_of_load_state_dict_names_the_object(tmp_path: Path) -> None:
+    state = {"data": {"sampler": RefusingSampler()}}
+    sp.save(tmp_path / "saved", state)
+    with pytest.raises(KeyError, match="position") as caught:
+        sp.load(tmp_path / "saved", state)
+    assert "raised by the RefusingSampler at state['data']['sampler'], key 'data.sampler'" in [
+        note for note in caught.value.__notes__ if "sampler" in note
+    ]

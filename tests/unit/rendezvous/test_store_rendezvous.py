@@ -389,6 +389,10 @@ def test_connect_names_a_missing_variable_or_an_unreachable_store(monkeypatch: p
     with pytest.raises(ValueError, match="RANK is not"):
         connect()
     monkeypatch.setenv("RANK", "1")
+    with monkeypatch.context() as without:
+        without.delenv("MASTER_ADDR")
+        with pytest.raises(ValueError, match="WORLD_SIZE is 2, but MASTER_ADDR is not set"):
+            connect()  # two ranks that save alone would each commit
     with pytest.raises(RankSilent, match=r"127\.0\.0\.1:1"):
         connect(deadline=0.5)
 

@@ -136,7 +136,14 @@ class Stateful:
         data = binder.object(place.key)
         if data is not MISSING:
             rebuilt = binder.rebuild(place.key, data, lambda: self.read(value))
-            binder.on_finish(lambda: self.write(value, rebuilt()))
+            binder.on_finish(lambda: self._restore(place, value, rebuilt()))
+
+    def _restore(self, place: Place, value: Any, state: Any) -> None:
+        try:
+            self.write(value, state)
+        except Exception as error:  # of the program's class: its type stays, and the note names the object
+            error.add_note(f"raised by the {type(value).__qualname__} at {place.path}, key {place.key!r}")
+            raise
 
 
 STATEFUL = Stateful(lambda value: value.state_dict(), lambda value, state: value.load_state_dict(state))
