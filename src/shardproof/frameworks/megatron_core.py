@@ -30,7 +30,11 @@ from shardproof.frameworks.megatron_load import (
     load_sharded_metadata,
     load_tensors_metadata,
 )
-from shardproof.frameworks.megatron_optimizer import load_optimizer_state, optimizer_state
+from shardproof.frameworks.megatron_optimizer import (
+    load_optimizer_state,
+    moments_before_the_first_step,
+    optimizer_state,
+)
 from shardproof.frameworks.megatron_save import begin_save, get_default_save_sharded_strategy, save
 from shardproof.frameworks.megatron_strategies import LoadStrategy, SaveStrategy
 
@@ -69,6 +73,7 @@ def _register() -> None:
 
 
 _register()
+moments_before_the_first_step()
 
 
 def live_state(

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import megatron_stubs
+import offload_stubs
 import torch
 
 megatron_stubs.install()
@@ -87,7 +88,8 @@ class Run:
         layout: names of `parallel_state.initialize_model_parallel`, such as `tensor_model_parallel_size`.
         seed: of the weights.
         options: of `TransformerConfig`, in the place of the default ones. `engine` is for layers of
-            Transformer Engine, and `optimizer` has options of `OptimizerConfig`.
+            Transformer Engine, and `optimizer` has options of `OptimizerConfig`. `adam` is "torch" for
+            torch's AdamW. `offload` is a fraction, for a HybridDeviceOptimizer, with or without `overlap`.
     """
 
     layout: dict[str, int]
@@ -100,6 +102,19 @@ class Run:
         torch.manual_seed(self.seed)
         tensor_parallel.model_parallel_cuda_manual_seed(self.seed, force_reset_rng=True)
         engine, of_optimizer = self.options.pop("engine", False), self.options.pop("optimizer", {})
+        adam, offload = self.options.pop("adam", "fused"), self.options.pop("offload", None)
+        overlap = self.options.pop("overlap", False)
+        is_half = self.options.pop("bf16", True)
+        megatron_stubs.choose_adam(fused=adam == "fused")
+        if offload is not None:
+            offload_stubs.install()
+            of_optimizer = {
+                "optimizer_cpu_offload": True,
+                "optimizer_offload_fraction": offload,
+                "overlap_cpu_optimizer_d2h_h2d": overlap,
+                "use_precision_aware_optimizer": True,
+                **of_optimizer,
+            }
         if self.layout.get("tensor_model_parallel_size", 1) == 1:
             self.options.pop("sequence_parallel", None)  # which Megatron-Core refuses there
         config = TransformerConfig(
@@ -113,9 +128,9 @@ class Run:
                 "activation_func": torch.nn.functional.silu,
                 "add_bias_linear": False,
                 "use_cpu_initialization": True,
-                "bf16": True,
-                "params_dtype": torch.bfloat16,
-                "pipeline_dtype": torch.bfloat16,
+                "bf16": is_half,
+                "params_dtype": torch.bfloat16 if is_half else torch.float32,
+                "pipeline_dtype": torch.bfloat16 if is_half else torch.float32,
                 "hidden_dropout": 0.0,
                 "attention_dropout": 0.0,
                 "gradient_accumulation_fusion": False,
@@ -144,8 +159,8 @@ class Run:
                 optimizer="adam",
                 lr=1e-2,
                 min_lr=1e-4,
-                bf16=True,
-                params_dtype=torch.bfloat16,
+                bf16=is_half,
+                params_dtype=torch.bfloat16 if is_half else torch.float32,
                 use_distributed_optimizer=True,
                 clip_grad=0.0,
                 **of_optimizer,
@@ -224,7 +239,7 @@ def _model(config: TransformerConfig, stage: int | None, *, engine: bool) -> GPT
         mtp_block_spec=predictions,
         vp_stage=stage,
     )
-    return model.bfloat16().cuda()
+    return (model.bfloat16() if config.bf16 else model).cuda()
 
 
 def _on_context_rank(sequence: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
