@@ -30,9 +30,9 @@ def train(
     return run_peer(environment, "megatron_train.py", *arguments, nproc=nproc, timeout=SECONDS)
 
 
-def unit(case: str, folder: Path, environment: str = "megatron") -> PeerResult:
-    """Runs a case of `megatron_units.py` on two ranks."""
-    return run_peer(environment, "megatron_units.py", case, folder, nproc=2, timeout=SECONDS)
+def unit(case: str, folder: Path, environment: str = "megatron", nproc: int = 2) -> PeerResult:
+    """Runs a case of `megatron_units.py`."""
+    return run_peer(environment, "megatron_units.py", case, folder, nproc=nproc, timeout=SECONDS)
 
 
 def tensors(path: Path) -> dict[str, torch.Tensor]:
@@ -93,6 +93,14 @@ def test_own_functions_of_megatron_take_the_strategies(environment: str, tmp_pat
     """Also in Megatron's wrappers, and its own checkpoints stay loadable."""
     assert "error" not in unit("own_functions", tmp_path / "own", environment).facts
     assert "error" not in unit("wrapped", tmp_path / "wrapped", environment).facts
+
+
+@pytest.mark.parametrize("environment", ENVIRONMENTS)
+def test_an_empty_box_conflicts_with_nothing(environment: str, tmp_path: Path) -> None:
+    """Two of three ranks have no element of a weight, or all ranks have none. Other splits load."""
+    assert unit("empty", tmp_path / "step", environment, nproc=3).facts == {}
+    for name in ("step-0", "step-1", "step-2", "step-own"):
+        assert tensors(tmp_path / name)["bias"].tolist() == [0, 3, 6, 9, 12]
 
 
 def test_saves_without_a_strategy_share_one(tmp_path: Path) -> None:

@@ -185,6 +185,34 @@ def wrapped(folder: str) -> dict[str, Any]:
     return {}
 
 
+def uneven(split: list[int], first: int = 0) -> dict[str, Any]:
+    """Rows of a weight, counted from `first`, and a bias: on each rank as many as `split` has for it."""
+    here, count = sum(split[: rank()]), split[rank()]
+    rows = (torch.arange(3.0 * count) + 3 * here + first).reshape(count, 3)
+    weight = ShardedTensor("weight", rows, rows.dtype, (count, 3), (sum(split), 3), (here, 0), None)
+    bias = ShardedTensor("bias", rows[:, 0], rows.dtype, (count,), (sum(split),), (here,), None)
+    return {"weight": weight, "bias": bias}
+
+
+def empty(folder: str) -> dict[str, Any]:
+    """Several ranks have no element of a tensor. Other ranks have none where it is loaded."""
+
+    def nothing() -> dict[str, Any]:
+        return {"nothing": ShardedTensor.from_rank_offsets("nothing", torch.ones(0, 2))}
+
+    splits = [[5, 0, 0], [0, 2, 3], [0, 0, 5]]
+    for at, split in enumerate(splits):
+        ours.save(uneven(split) | nothing(), f"{folder}-{at}", ours.SaveStrategy(replicas=at == 1))
+    mcore.save(uneven(splits[0]), made(f"{folder}-own"))  # with the other splits and `nothing`, it fails
+    for name in ("0", "1", "2", "own"):
+        for split in splits:
+            more = {} if name == "own" else nothing()
+            loaded, expected = ours.load(uneven(split, 100) | more, f"{folder}-{name}"), uneven(split)
+            assert all(loaded[key].equal(expected[key].data) for key in expected), (name, split, loaded)
+            assert not more or loaded["nothing"].shape == (0, 2)
+    return {}
+
+
 def default(folder: str) -> dict[str, Any]:
     """Saves without a strategy reuse the plan, and report the failure of a background save before them."""
     plans: list[str] = []
