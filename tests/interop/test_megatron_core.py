@@ -116,6 +116,15 @@ def test_rank_0_finds_the_format_for_all_ranks(environment: str, tmp_path: Path)
     assert "rank 1" in failure and "NoneType" in failure
 
 
+@pytest.mark.parametrize("environment", ENVIRONMENTS)
+def test_a_save_returns_on_no_rank_before_the_files_for_megatron_exist(
+    environment: str, tmp_path: Path
+) -> None:
+    """The failure to write them is therefore the answer to all ranks."""
+    for failure in unit("unpublished", tmp_path / "step", environment).facts["failures"]:
+        assert "committed, but rank 0 failed" in failure and "no room for common.pt" in failure
+
+
 def test_the_registry_of_016_finds_the_backend(tmp_path: Path) -> None:
     assert "manifest.json" in unit("named", tmp_path / "step", "megatron16").facts["files"]
 

@@ -45,6 +45,8 @@ class SaveRequest:
     record_overwrite: bool = False
     """True if the name of the attempt records that the save may replace earlier saves of its step on other
     tiers."""
+    on_commit: Callable[[], None] | None = None
+    """Called on the coordinator after the commit and before any rank gets the result. None: nothing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -181,6 +181,7 @@ class Coordinator:
         except Exception as error:
             raise self._commit_failure(error) from error
         self._cache.unconfirmed.confirm(self._storage)
+        self._complete()
         self._cache.base = CachedBase(attempt.id, placed) if self._request.base is not None else None
         if self._request.check_replicas == "sample":
             self._cache.turn = self._turn() + 1
@@ -198,6 +199,21 @@ class Coordinator:
                 diverged_count=count,
             )
         )
+
+    def _complete(self) -> None:
+        """Calls `on_commit` of the request. Its error reaches all ranks; the checkpoint stays committed."""
+        try:
+            if self._request.on_commit is not None:
+                self._request.on_commit()
+        except Exception as error:
+            cause = f"{type(error).__name__}: {error}"
+            raise RankFailure(
+                f"{self._storage.location}: committed, but rank 0 failed in the work that follows the "
+                f"commit: {cause}",
+                phase="commit",
+                causes={"0": cause},
+                committed=True,
+            ) from error
 
     def _turn(self) -> int:
         """The number of this sample. The first is a hash of the step, so restarts compare other samples."""

@@ -86,6 +86,8 @@ class Saver:
         metadata: dict[str, Any] | None = None,
         overwrite: bool = False,
         check_replicas: CheckReplicas | None = None,
+        check_place: Callable[[], None] | None = None,
+        on_commit: Callable[[], None] | None = None,
     ) -> SaveResult:
         """Saves a state tree and returns once it is committed. All ranks call it.
 
@@ -99,7 +101,14 @@ class Saver:
             StorageError: the storage failed.
         """
         refuse_inside("save")
-        request = SaveRequest(step, metadata, overwrite, None, check_replicas)
+        request = SaveRequest(
+            step,
+            metadata,
+            overwrite,
+            check_replicas=check_replicas,
+            check_place=check_place,
+            on_commit=on_commit,
+        )
         with self._turn:  # serialises the threads of a rank; deadlines bound the wait
             return self._save(storage, state, request)
 
@@ -129,6 +138,7 @@ class Saver:
         check_replicas: CheckReplicas | None = None,
         check_place: Callable[[], None] | None = None,
         record_overwrite: bool = False,
+        on_commit: Callable[[], None] | None = None,
         after: After | None = None,
     ) -> PendingSave:
         """Begins to save a state tree, and returns once the caller may change it. All ranks call it.
@@ -154,8 +164,11 @@ class Saver:
                 coordinator.
             record_overwrite: True if the save may replace earlier saves of its step on other tiers. The name
                 of its attempt records this (see `shardproof.format.overwrite_attempt`).
-            after: called in the background after the commit and before `PendingSave.done`, with the result
-                and a function that takes the numbers of done and total steps.
+            on_commit: called on the coordinator after the commit and before any rank gets the result. So when
+                `PendingSave.done` is true on any rank, this function has returned. If it fails, all ranks get
+                the error, and the checkpoint stays committed.
+            after: called on each rank in the background after the commit and before its `PendingSave.done`,
+                with the result and a function that takes the numbers of done and total steps.
 
         Raises:
             ReentrantCallError: a signal handler that interrupted a save or a load called it.
@@ -165,7 +178,15 @@ class Saver:
         refuse_inside("save")
         begun = time.monotonic()
         request = SaveRequest(
-            step, metadata, overwrite, base, check_replicas, full_every, check_place, record_overwrite
+            step,
+            metadata,
+            overwrite,
+            base,
+            check_replicas,
+            full_every,
+            check_place,
+            record_overwrite,
+            on_commit,
         )
         with self._turn:
             pending = self._begin(

@@ -232,6 +232,33 @@ def default(folder: str) -> dict[str, Any]:
     raise AssertionError(f"rank {rank()} does not know of the failed save")
 
 
+def unpublished(folder: str) -> dict[str, Any]:
+    """Rank 0 cannot write `common.pt`. Then no rank has returned from its save before that file is there."""
+    publish = sp.storage.LocalStorage.publish
+
+    def refuse(storage: Any, name: str, data: bytes, **options: Any) -> None:
+        if name == "common.pt":
+            raise sp.StorageError("no room for common.pt")
+        publish(storage, name, data, **options)
+
+    sp.storage.LocalStorage.publish = refuse
+    strategy, failures = ours.SaveStrategy(), []
+    for save in (ours.save, lambda *given: ours.begin_save(*given).result()):
+        outcome = ""
+        try:
+            save(state(3), folder, strategy)
+        except sp.ShardproofError as error:
+            outcome = str(error)
+        outcomes: list[Any] = [None] * world_size()
+        torch.distributed.all_gather_object(outcomes, outcome)
+        assert len(set(outcomes)) == 1, outcomes
+        failures.append(outcome)
+    sp.storage.LocalStorage.publish = publish
+    ours.save(state(4), folder)
+    assert {"common.pt", "metadata.json"} <= set(os.listdir(folder)), os.listdir(folder)
+    return {"failures": failures}
+
+
 def other_format(folder: str) -> dict[str, Any]:
     """Rank 0 alone finds the format. Rank 1 would find another one, and enter Megatron's own load."""
     ours.save(plain(3), folder)
