@@ -30,9 +30,9 @@ def train(
     return run_peer(environment, "megatron_train.py", *arguments, nproc=nproc, timeout=SECONDS)
 
 
-def unit(case: str, folder: Path, environment: str = "megatron") -> PeerResult:
-    """Runs a case of `megatron_units.py` on two ranks."""
-    return run_peer(environment, "megatron_units.py", case, folder, nproc=2, timeout=SECONDS)
+def unit(case: str, folder: Path, environment: str = "megatron", nproc: int = 2) -> PeerResult:
+    """Runs a case of `megatron_units.py`."""
+    return run_peer(environment, "megatron_units.py", case, folder, nproc=nproc, timeout=SECONDS)
 
 
 def tensors(path: Path) -> dict[str, torch.Tensor]:
@@ -95,6 +95,14 @@ def test_own_functions_of_megatron_take_the_strategies(environment: str, tmp_pat
     assert "error" not in unit("wrapped", tmp_path / "wrapped", environment).facts
 
 
+@pytest.mark.parametrize("environment", ENVIRONMENTS)
+def test_an_empty_box_conflicts_with_nothing(environment: str, tmp_path: Path) -> None:
+    """Two of three ranks have no element of a weight, or all ranks have none. Other splits load."""
+    assert unit("empty", tmp_path / "step", environment, nproc=3).facts == {}
+    for name in ("step-0", "step-1", "step-2", "step-own"):
+        assert tensors(tmp_path / name)["bias"].tolist() == [0, 3, 6, 9, 12]
+
+
 def test_saves_without_a_strategy_share_one(tmp_path: Path) -> None:
     facts = unit("default", tmp_path).facts
     assert facts["plans"] == [f"save {tmp_path}/a"]
@@ -106,6 +114,15 @@ def test_rank_0_finds_the_format_for_all_ranks(environment: str, tmp_path: Path)
     """All ranks raise the error of a rank that cannot read the common state."""
     failure = unit("other_format", tmp_path / "step", environment).facts["failure"]
     assert "rank 1" in failure and "NoneType" in failure
+
+
+@pytest.mark.parametrize("environment", ENVIRONMENTS)
+def test_a_save_returns_on_no_rank_before_the_files_for_megatron_exist(
+    environment: str, tmp_path: Path
+) -> None:
+    """The failure to write them is therefore the answer to all ranks."""
+    for failure in unit("unpublished", tmp_path / "step", environment).facts["failures"]:
+        assert "committed, but rank 0 failed" in failure and "no room for common.pt" in failure
 
 
 def test_the_registry_of_016_finds_the_backend(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,18 +59,11 @@ def common_of(sharded_state_dict: Mapping[Any, Any]) -> list[Common]:
     return [Common(item.data) for item in found if item.replica_id == 0]
 
 
-def publish_for_megatron(folder: Path, common: list[Common]) -> Callable[..., None]:
-    """Returns a function that writes the files which Megatron's own functions read.
-
-    It writes them on the rank with the common state, and does nothing on other ranks.
-    """
-
-    def publish(*_: object) -> None:
-        for state in common:
-            sp.storage.LocalStorage(folder).publish(_COMMON_FILE, state.file, replace=True)
-            save_config(CheckpointingConfig(BACKEND, VERSION), str(folder))
-
-    return publish
+def publish_for_megatron(folder: Path, common: list[Common]) -> None:
+    """Writes the files which Megatron's own functions read, if this rank has the common state."""
+    for state in common:
+        sp.storage.LocalStorage(folder).publish(_COMMON_FILE, state.file, replace=True)
+        save_config(CheckpointingConfig(BACKEND, VERSION), str(folder))
 
 
 def check_common_file(folder: Path, checkpoint: sp.Checkpoint) -> None:

@@ -7,6 +7,7 @@ import inspect
 import os
 import re
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,7 @@ class SaveStrategy(torch_strategies.TorchDistSaveShardedStrategy):
         return True
 
     def save(self, sharded_state_dict: Mapping[Any, Any], checkpoint_dir: str | os.PathLike[str]) -> None:
-        """Saves, and returns once the checkpoint is committed. All ranks call it.
+        """Saves, and returns once all files are written, `common.pt` too. All ranks call it.
 
         Raises:
             StructureError: a box has no main replica, or two.
@@ -163,7 +164,7 @@ class SaveStrategy(torch_strategies.TorchDistSaveShardedStrategy):
             step=int(number[1]) if number else None,
             overwrite=True,
             stage_all=background,
-            after=publish_for_megatron(Path(location), common),
+            on_commit=partial(publish_for_megatron, Path(location), common),
         )
 
 

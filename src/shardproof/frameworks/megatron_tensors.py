@@ -53,9 +53,13 @@ def sharded_key(item: ShardedBase) -> str:
 
 
 def boxes_of(sharded_state_dict: Mapping[Any, Any]) -> list[Box]:
-    """The boxes and objects of this rank, replicas included."""
+    """The boxes with elements and the objects of this rank, replicas included.
+
+    An empty box has no bytes to write, so any number of ranks may have it.
+    """
     items = nested_values(sharded_state_dict)
-    return [_box(item) for item in items if not isinstance(item, FlatRange)]
+    boxes = [_box(item) for item in items if not isinstance(item, FlatRange)]
+    return [box for box in boxes if 0 not in box.sizes]
 
 
 def save_tree(sharded_state_dict: Mapping[Any, Any], *, replicas: bool) -> dict[str, Any]:

@@ -185,6 +185,34 @@ def wrapped(folder: str) -> dict[str, Any]:
     return {}
 
 
+def uneven(split: list[int], first: int = 0) -> dict[str, Any]:
+    """Rows of a weight, counted from `first`, and a bias: on each rank as many as `split` has for it."""
+    here, count = sum(split[: rank()]), split[rank()]
+    rows = (torch.arange(3.0 * count) + 3 * here + first).reshape(count, 3)
+    weight = ShardedTensor("weight", rows, rows.dtype, (count, 3), (sum(split), 3), (here, 0), None)
+    bias = ShardedTensor("bias", rows[:, 0], rows.dtype, (count,), (sum(split),), (here,), None)
+    return {"weight": weight, "bias": bias}
+
+
+def empty(folder: str) -> dict[str, Any]:
+    """Several ranks have no element of a tensor. Other ranks have none where it is loaded."""
+
+    def nothing() -> dict[str, Any]:
+        return {"nothing": ShardedTensor.from_rank_offsets("nothing", torch.ones(0, 2))}
+
+    splits = [[5, 0, 0], [0, 2, 3], [0, 0, 5]]
+    for at, split in enumerate(splits):
+        ours.save(uneven(split) | nothing(), f"{folder}-{at}", ours.SaveStrategy(replicas=at == 1))
+    mcore.save(uneven(splits[0]), made(f"{folder}-own"))  # with the other splits and `nothing`, it fails
+    for name in ("0", "1", "2", "own"):
+        for split in splits:
+            more = {} if name == "own" else nothing()
+            loaded, expected = ours.load(uneven(split, 100) | more, f"{folder}-{name}"), uneven(split)
+            assert all(loaded[key].equal(expected[key].data) for key in expected), (name, split, loaded)
+            assert not more or loaded["nothing"].shape == (0, 2)
+    return {}
+
+
 def default(folder: str) -> dict[str, Any]:
     """Saves without a strategy reuse the plan, and report the failure of a background save before them."""
     plans: list[str] = []
@@ -202,6 +230,33 @@ def default(folder: str) -> dict[str, Any]:
         assert flat(ours.load(state(7), f"{folder}/d")) == expected(6)
         return {"plans": sorted(set(plans)), "failure": str(error)}
     raise AssertionError(f"rank {rank()} does not know of the failed save")
+
+
+def unpublished(folder: str) -> dict[str, Any]:
+    """Rank 0 cannot write `common.pt`. Then no rank has returned from its save before that file is there."""
+    publish = sp.storage.LocalStorage.publish
+
+    def refuse(storage: Any, name: str, data: bytes, **options: Any) -> None:
+        if name == "common.pt":
+            raise sp.StorageError("no room for common.pt")
+        publish(storage, name, data, **options)
+
+    sp.storage.LocalStorage.publish = refuse
+    strategy, failures = ours.SaveStrategy(), []
+    for save in (ours.save, lambda *given: ours.begin_save(*given).result()):
+        outcome = ""
+        try:
+            save(state(3), folder, strategy)
+        except sp.ShardproofError as error:
+            outcome = str(error)
+        outcomes: list[Any] = [None] * world_size()
+        torch.distributed.all_gather_object(outcomes, outcome)
+        assert len(set(outcomes)) == 1, outcomes
+        failures.append(outcome)
+    sp.storage.LocalStorage.publish = publish
+    ours.save(state(4), folder)
+    assert {"common.pt", "metadata.json"} <= set(os.listdir(folder)), os.listdir(folder)
+    return {"failures": failures}
 
 
 def other_format(folder: str) -> dict[str, Any]:
