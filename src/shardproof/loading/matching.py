@@ -169,7 +169,7 @@ def match(checkpoint: Checkpoint, state: Any, options: LoadOptions, rank: int, w
                 mismatched.append((entry.key, f"one tensor with {other!r}", found))
         fitting = [entry for entry in fitting if entry.alias_of not in row_of]
         rows = [row_of[entry.key] for entry in fitting]
-    used, parts = binding.used, binding.parts
+    used, parts = binding.used if options.strict else binding.used - binding.adapted, binding.parts
     unasked = (catalogue.tensors.keys() - used) | (catalogue.objects.keys() - used)
     unexpected = sorted(filter(selected, unasked))
     spare = {key for key in unexpected if not parts.issuperset(parts_of(key))}

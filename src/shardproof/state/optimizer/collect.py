@@ -24,6 +24,7 @@ from shardproof.state.module_names import NamedModule
 from shardproof.state.optimizer.bind import EXTRA, SHARED, OptimizerBinding
 from shardproof.state.optimizer.flat_slots import FlatSlots
 from shardproof.state.optimizer.group_options import GroupOptions
+from shardproof.state.optimizer.optimizer_hooks import after_load, before_save
 from shardproof.state.optimizer.parameter_names import Names
 from shardproof.state.optimizer.slot_layouts import SlotLayouts
 from shardproof.state.optimizer.slot_sources import slots_of
@@ -70,6 +71,7 @@ class _Optimizer:
 
     def collect(self, place: Place, value: Any, collector: Collector) -> None:
         optimizer = _optimizer_of(value, place)
+        before_save(optimizer, place, only_slots=isinstance(value, OptimizerState))
 
         def collect() -> None:
             flat = _flat_slots(optimizer, place, collector)
@@ -90,6 +92,16 @@ class _Optimizer:
             OptimizerBinding(place, source, _names(value, source, place, binder), layouts, binder).bind()
             if flat is not None:
                 binder.on_finish(flat.apply)
+            finish = after_load(
+                optimizer,
+                place,
+                only_slots=isinstance(value, OptimizerState),
+                has_slots=not (
+                    flat is not None or isinstance(optimizer, SlotProvider) or is_zero_redundancy(optimizer)
+                ),
+            )
+            if finish is not None and any(map(binder.selected, binder.keys_below(join(place.key, "")))):
+                binder.on_finish(finish)
 
         binder.later.append(bind)
 
