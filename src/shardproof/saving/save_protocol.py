@@ -348,6 +348,7 @@ class Save:
             phase.note(staged=self._snapshot.staged_bytes, waited=self._snapshot.waited)
         if self._request.base is not None:
             self._chunk_digests = file.digests
+        digests, orders = self._capture.object_digests()
         report = WriteReport(
             file.size,
             file.data_start,
@@ -355,10 +356,11 @@ class Save:
             file.digests.tobytes(),
             owned,
             tuple(objects),
-            self._capture.object_digests(),
+            digests,
             b"" if file.written.all() else pack_rows(file.written),
             self._replica_digests,
             time.monotonic() - begun,
+            orders,
         )
         return msgspec.msgpack.encode(report)
 

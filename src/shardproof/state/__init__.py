@@ -30,6 +30,7 @@ from shardproof.state.optimizer.state_dict_keys import optimizer_state_dicts, wi
 from shardproof.state.placements import index_map_of as index_map_of  # not listed in __all__: internal
 from shardproof.state.placements import local_segments as local_segments  # not listed in __all__: internal
 from shardproof.state.placements import sizes_of as sizes_of  # not listed in __all__: internal
+from shardproof.state.plain.canonical import canonical_json
 from shardproof.state.plain.decode import decode as decode_plain
 from shardproof.state.plain.decode import references
 from shardproof.state.plain.encode import encode as encode_plain
@@ -79,6 +80,7 @@ __all__ = [
     "TensorEntry",
     "as_bytes",
     "bind",
+    "canonical_json",
     "collect",
     "declare",
     "declare_storage_owner",
