@@ -469,12 +469,14 @@ class Save:
         if self._is_refused and isinstance(error, ShardproofError):
             # A copy, because the frames of the caller's error have references to the state.
             return ShardproofError.from_wire(error.to_wire())
-        location = self._storage.location
+        location, cause = self._storage.location, f"{type(error).__name__}: {error}"
         if logged:
-            _log.error("%s: the save failed: %s", location, error)
+            _log.error(
+                "%s: the save failed: %s", location, error if isinstance(error, ShardproofError) else cause
+            )
         if isinstance(error, ShardproofError):
             return error
-        rank, cause = self._rendezvous.rank, f"{type(error).__name__}: {error}"
+        rank = self._rendezvous.rank
         text = f"{location}: rank {rank} failed: {cause}"
         failure = RankFailure(text, phase="background", causes={str(rank): cause})
         failure.__cause__ = None if self._is_refused else error
