@@ -19,7 +19,7 @@ from shardproof.frameworks.megatron_common import BACKEND, VERSION
 from shardproof.frameworks.megatron_plain import to_plain
 from shardproof.frameworks.megatron_strategies import SaveStrategy, takes
 from shardproof.frameworks.megatron_tensors import COMMON_KEY
-from shardproof.state import encode_plain
+from shardproof.state import canonical_json, encode_plain
 
 __all__ = ["begin_save", "get_default_save_sharded_strategy", "save"]
 
@@ -143,7 +143,7 @@ def _compare_common(common: dict[str, Any], location: str, rendezvous: sp.rendez
 
     def digests() -> bytes:
         items = {key: to_plain(value) for key, value in common.items()}
-        texts = {str(key): msgspec.json.encode(encode_plain(item, str(key))) for key, item in items.items()}
+        texts = {str(key): canonical_json(encode_plain(item, str(key))) for key, item in items.items()}
         return msgspec.msgpack.encode({key: xxhash.xxh3_64_digest(text) for key, text in texts.items()})
 
     def compare(posts: list[bytes]) -> bytes:

@@ -41,6 +41,9 @@ if TYPE_CHECKING:
 __all__ = ["DEFAULTS", "LoadOptions", "MatchReport", "Matched", "ReadOnce", "agree", "from_rank", "match"]
 
 _log = logging.getLogger("shardproof")
+_FEW = 4
+"""A load without `strict` warns if it fills less than this part of the target's keys, and as little of the
+checkpoint's."""
 
 ReadOnce: TypeAlias = bool | Literal["auto"]
 _Keys: TypeAlias = tuple[str, ...]
@@ -97,6 +100,8 @@ class MatchReport(msgspec.Struct, frozen=True, array_like=True):
     """Patterns of `exclude` that match no key of this rank's target or of the checkpoint."""
     unused_renames: dict[str, str] = {}
     """Entries of `rename` whose key this rank's target does not have."""
+    found: int = 0
+    """Number of keys of this rank's target that the checkpoint has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +174,7 @@ def match(checkpoint: Checkpoint, state: Any, options: LoadOptions, rank: int, w
                 mismatched.append((entry.key, f"one tensor with {other!r}", found))
         fitting = [entry for entry in fitting if entry.alias_of not in row_of]
         rows = [row_of[entry.key] for entry in fitting]
-    used, parts = binding.used, binding.parts
+    used, parts = binding.used if options.strict else binding.used - binding.adapted, binding.parts
     unasked = (catalogue.tensors.keys() - used) | (catalogue.objects.keys() - used)
     unexpected = sorted(filter(selected, unasked))
     spare = {key for key in unexpected if not parts.issuperset(parts_of(key))}
@@ -187,6 +192,7 @@ def match(checkpoint: Checkpoint, state: Any, options: LoadOptions, rank: int, w
         next((error.to_wire() for error in binding.refused), None),
         tuple(unused_patterns(options.exclude, (*catalogue.tensors, *catalogue.objects, *(asked or ())))),
         unused_renames(options.rename, asked | used) if asked is not None else {},
+        sum(key in catalogue.tensors or key in catalogue.objects for key in used),
     )
     if binding.refused or mismatched or (options.strict and binding.missing):
         return Matched(report, binding, catalogue, [], None)
@@ -294,7 +300,45 @@ def agree(
         raise _mismatch(
             location, missing if strict else [], unexpected if strict else [], mismatched, renames
         )
+    if missing:
+        _check_overlap(location, reports, missing, sorted(unasked), stored)
     return tuple(missing), tuple(sorted(unasked)), tuple(_dropped(reports, stored))
+
+
+def _check_overlap(
+    location: str,
+    reports: Sequence[MatchReport],
+    missing: Sequence[str],
+    unasked: Sequence[str],
+    stored: Callable[[], Iterable[str]],
+) -> None:
+    """Without `strict`: checks that the target and the checkpoint have keys in common.
+
+    A wrong prefix leaves almost all keys of both sides. A part of a model leaves those of one side.
+
+    Raises:
+        KeyMismatchError: the checkpoint has no key of the target.
+    """
+    found = sum(report.found for report in reports)
+    wanted = found + sum(len(report.missing) for report in reports)
+    count = len(list(stored()))
+    used = count - len(unasked)
+    if found and (_FEW * found >= wanted or _FEW * used >= count):
+        return
+    text = (
+        f"{location}: the load fills {found} of {wanted} keys of the target, from {used} of {count} keys of "
+        f"the checkpoint. The target has {_first(missing)}; the checkpoint has {_first(unasked)}. If the "
+        "names differ only by a prefix, rename= maps them"
+    )
+    if not found:
+        raise KeyMismatchError(
+            f"{text}. Nothing was changed", missing=list(missing), unexpected=list(unasked), mismatched=[]
+        )
+    _log.warning("%s", text)
+
+
+def _first(keys: Sequence[str]) -> str:
+    return ", ".join(map(repr, keys[:3])) + (", ..." if len(keys) > 3 else "") if keys else "no other keys"
 
 
 def _dropped(reports: Sequence[MatchReport], stored: Callable[[], Iterable[str]]) -> list[str]:

@@ -37,7 +37,7 @@ def pack(value: Any, path: str) -> torch.Tensor:
 
     >>> packed = pack({"tokens": torch.arange(3), "rows": (1, None)}, "batch")
     >>> packed.dtype, unpack(packed)
-    (torch.uint8, {'rows': (1, None), 'tokens': tensor([0, 1, 2])})
+    (torch.uint8, {'tokens': tensor([0, 1, 2]), 'rows': (1, None)})
     """
     value, classes = described(value, path)
     tensors: dict[str, torch.Tensor] = {}

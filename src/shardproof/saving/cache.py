@@ -137,6 +137,8 @@ class SaveCache:
     """That rendezvous and its name."""
     turn: int | None = None
     """Coordinator: number of the next sample of replicas."""
+    reordered: set[str] = field(default_factory=set)
+    """Coordinator: keys of objects for which it has warned that the ranks' dicts differ in their order."""
 
     def background_rendezvous(self, rendezvous: Rendezvous, name: str) -> Rendezvous:
         """The rendezvous for meetings in the background, separate from that of the saver.

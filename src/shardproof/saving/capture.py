@@ -11,7 +11,7 @@ import xxhash
 
 from shardproof.saving.device_copy import DeviceCopies, copies_of
 from shardproof.saving.write_watch import WriteWatch
-from shardproof.state import Collected, ObjectEntry, Piece, Stepped
+from shardproof.state import Collected, ObjectEntry, Piece, Stepped, canonical_json
 
 __all__ = ["Capture"]
 
@@ -58,9 +58,17 @@ class Capture:
             is_complete,
         )
 
-    def object_digests(self) -> bytes:
-        """16 bytes for each of `objects`."""
-        return b"".join([xxhash.xxh3_128_digest(value) for value in self.objects.values()])
+    def object_digests(self) -> tuple[bytes, dict[str, bytes]]:
+        """The fields `object_digests` and `orders` of `WriteReport`."""
+        known: dict[int, tuple[bytes, bytes]] = {}
+        for text in self.objects.values():
+            if id(text) not in known:
+                canonical = canonical_json(msgspec.json.decode(text))
+                order = b"" if text == canonical else xxhash.xxh3_64_digest(text)
+                known[id(text)] = xxhash.xxh3_128_digest(canonical), order
+        found = {key: known[id(text)] for key, text in self.objects.items()}
+        digests = b"".join([digest for digest, _ in found.values()])
+        return digests, {key: order for key, (_, order) in found.items() if order}
 
 
 def _copy_unfenced(pieces: list[Piece], watch: WriteWatch | None) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from itertools import compress
 from typing import Any
@@ -34,7 +35,9 @@ from shardproof.saving.placement import place_chunks
 from shardproof.storage import Storage
 from shardproof.version import __version__
 
-__all__ = ["commit"]
+__all__ = ["commit", "warn_of_orders"]
+
+_log = logging.getLogger("shardproof")
 
 
 def commit(
@@ -166,3 +169,42 @@ def _check_objects_agree(reports: Sequence[WriteReport]) -> None:
                     key=key,
                     ranks=[other_rank, rank],
                 )
+
+
+def warn_of_orders(location: str, reports: Sequence[WriteReport], warned: set[str]) -> None:
+    """Warns once of objects whose dicts have another insertion order on another rank.
+
+    Args:
+        location: the committed checkpoint.
+        reports: the reports of all ranks.
+        warned: keys of earlier warnings. It is updated.
+    """
+    candidates = {key for report in reports for key in report.orders} - warned
+    first: dict[str, tuple[bytes, int]] = {}
+    differing: dict[str, tuple[int, int]] = {}
+    seen: set[tuple[tuple[str, ...], frozenset[tuple[str, bytes]]]] = set()
+    for rank, report in enumerate(reports) if candidates else ():
+        signature = report.object_keys, frozenset(report.orders.items())
+        if signature in seen:
+            continue
+        seen.add(signature)
+        for key in candidates.intersection(report.object_keys):
+            order = report.orders.get(key, b"")
+            other, other_rank = first.setdefault(key, (order, rank))
+            if other != order:
+                differing.setdefault(key, (other_rank, rank))
+    warned.update(differing)
+    if differing:
+        keys = sorted(differing)
+        one, other_rank = differing[keys[0]]
+        _log.warning(
+            "%s: %d values have dicts in another insertion order on another rank. The checkpoint has the "
+            "order of the lowest rank with the key. Insert the items in the same order on all ranks, or use "
+            "sp.PerRank: %s (rank %d and rank %d)%s",
+            location,
+            len(keys),
+            ", ".join(keys[:3]),
+            one,
+            other_rank,
+            ", ..." if len(keys) > 3 else "",
+        )

@@ -22,7 +22,7 @@ from shardproof.errors import (
 from shardproof.format import MANIFEST_NAME, chain_attempt, overwrite_attempt, read_manifest
 from shardproof.planning import Structure, WritePlan, plan_writes
 from shardproof.saving.cache import CoordinatorPlan, Limits, SaveCache, SaveRequest
-from shardproof.saving.commit import commit
+from shardproof.saving.commit import commit, warn_of_orders
 from shardproof.saving.failed_commit import is_in_place
 from shardproof.saving.incremental import BaseChoice, CachedBase
 from shardproof.saving.messages import Agreement, Attempt, Divergence, RankReport, SaveResult, WriteReport
@@ -182,6 +182,7 @@ class Coordinator:
             raise self._commit_failure(error) from error
         self._cache.unconfirmed.confirm(self._storage)
         self._complete()
+        warn_of_orders(self._storage.location, reports, self._cache.reordered)
         self._cache.base = CachedBase(attempt.id, placed) if self._request.base is not None else None
         if self._request.check_replicas == "sample":
             self._cache.turn = self._turn() + 1

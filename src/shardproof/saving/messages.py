@@ -97,13 +97,15 @@ class WriteReport(msgspec.Struct, frozen=True, array_like=True):
     object_keys: tuple[str, ...]
     """Keys of all objects in this rank's state."""
     object_digests: bytes
-    """16 bytes for each of `object_keys`."""
+    """16 bytes for each of `object_keys`. They do not depend on the insertion order of dicts."""
     rows: bytes = b""
     """`pack_rows` of the planned chunks that the file holds; empty: all of them."""
     replicas: bytes = b""
     """Digests of the replicas that this rank compares."""
     seconds: float = 0.0
     """Time that the rank took to write."""
+    orders: dict[str, bytes] = {}
+    """Key to a digest of the order of its dicts, for objects with dicts that are not in sorted order."""
 
 
 def pack_rows(chosen: NDArray[np.bool_]) -> bytes:

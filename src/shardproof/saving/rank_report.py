@@ -15,7 +15,7 @@ from shardproof.planning import Structure
 from shardproof.saving.cache import CachedStructure, SaveCache, SaveRequest
 from shardproof.saving.messages import RankReport
 from shardproof.saving.replica_check import CheckReplicas
-from shardproof.state import Collected, encode_plain
+from shardproof.state import Collected, canonical_json, encode_plain
 
 __all__ = ["fits_cached_plan", "report_rank", "structure_of"]
 
@@ -58,7 +58,7 @@ def report_rank(
         digest,
         cache.plan.id if cache.plan else "",
         _checked_step(request.step),
-        msgspec.json.encode(encode_plain({} if request.metadata is None else request.metadata, "metadata")),
+        canonical_json(encode_plain({} if request.metadata is None else request.metadata, "metadata")),
         request.overwrite,
         request.base is not None,
         cache.digests.attempt if cache.digests else "",

@@ -348,6 +348,7 @@ class Save:
             phase.note(staged=self._snapshot.staged_bytes, waited=self._snapshot.waited)
         if self._request.base is not None:
             self._chunk_digests = file.digests
+        digests, orders = self._capture.object_digests()
         report = WriteReport(
             file.size,
             file.data_start,
@@ -355,10 +356,11 @@ class Save:
             file.digests.tobytes(),
             owned,
             tuple(objects),
-            self._capture.object_digests(),
+            digests,
             b"" if file.written.all() else pack_rows(file.written),
             self._replica_digests,
             time.monotonic() - begun,
+            orders,
         )
         return msgspec.msgpack.encode(report)
 
@@ -467,12 +469,14 @@ class Save:
         if self._is_refused and isinstance(error, ShardproofError):
             # A copy, because the frames of the caller's error have references to the state.
             return ShardproofError.from_wire(error.to_wire())
-        location = self._storage.location
+        location, cause = self._storage.location, f"{type(error).__name__}: {error}"
         if logged:
-            _log.error("%s: the save failed: %s", location, error)
+            _log.error(
+                "%s: the save failed: %s", location, error if isinstance(error, ShardproofError) else cause
+            )
         if isinstance(error, ShardproofError):
             return error
-        rank, cause = self._rendezvous.rank, f"{type(error).__name__}: {error}"
+        rank = self._rendezvous.rank
         text = f"{location}: rank {rank} failed: {cause}"
         failure = RankFailure(text, phase="background", causes={str(rank): cause})
         failure.__cause__ = None if self._is_refused else error

@@ -143,7 +143,8 @@ class Snapshot:
     def stage_live(self, *, fenced: bool) -> None:
         """Stages all live chunks, those of fenced tensors only if `fenced`.
 
-        On return, each is copied or staged, or the save has failed.
+        On return, each is copied or staged, or the save has failed. The save thread reports the failure. So
+        only an interrupt that comes during this call is raised here, and not one that ended the save before.
         """
         begun = time.monotonic()
         try:
@@ -151,7 +152,7 @@ class Snapshot:
                 if not self._stage(rows):
                     break
             if fenced:
-                self.check_unchanged()
+                self._check_watch()
         except BaseException as error:
             self.give_up(error)
             if not isinstance(error, Exception):
@@ -168,6 +169,11 @@ class Snapshot:
         with self._changed:
             if self._failure is not None:
                 raise self._failure
+        self._check_watch()
+
+    def _check_watch(self) -> None:
+        """Raises StructureError if code that no fence delays wrote to the memory."""
+        with self._changed:
             watch, self._watch = self._watch, None
             piece = watch.changed_piece(self._copies) if watch else None
         if piece is not None:

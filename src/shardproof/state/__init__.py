@@ -37,6 +37,7 @@ from shardproof.state.placements import sizes_of as sizes_of  # not listed in __
 from shardproof.state.plain.by_name import by_name as by_name  # not listed in __all__: internal
 from shardproof.state.plain.by_name import has_names as has_names  # not listed in __all__: internal
 from shardproof.state.plain.by_name import with_targets as with_targets  # not listed in __all__: internal
+from shardproof.state.plain.canonical import canonical_json
 from shardproof.state.plain.decode import decode as decode_plain
 from shardproof.state.plain.decode import references
 from shardproof.state.plain.encode import encode as encode_plain
@@ -87,6 +88,7 @@ __all__ = [
     "TensorEntry",
     "as_bytes",
     "bind",
+    "canonical_json",
     "collect",
     "declare",
     "declare_storage_owner",

@@ -139,12 +139,16 @@ class NamedModule:
                 if parameter is not None:
                     yield _under(path, name), parameter
 
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All parameters and buffers, each under all its names."""
+        yield from self.parameters()
+        yield from self.module.named_buffers(remove_duplicate=False)
+
     def _layouts(self) -> Mapping[str, Layout]:
         named = declared(self.parts)
         if not named:
             return {}
-        buffers = self.module.named_buffers(remove_duplicate=False)
-        tensors: list[tuple[str, torch.Tensor]] = [*self.parameters(), *buffers]
+        tensors = list(self.tensors())
         layouts = {clean_name(name): layout for name, layout in named.items()}
         tied = {
             id(tensor): layouts[clean_name(name)] for name, tensor in tensors if clean_name(name) in layouts

@@ -225,6 +225,8 @@ class Binding:
     """Key that the tree requests to the key of the tensor in the checkpoint, where they differ."""
     used: set[str] = field(default_factory=set)
     """Keys of the catalogue that the tree requests."""
+    adapted: set[str] = field(default_factory=set)
+    """The keys in `used` that only load hooks of a module get."""
     missing: list[str] = field(default_factory=list)
     """Keys that the tree requests and the catalogue lacks."""
     mismatched: list[Mismatch] = field(default_factory=list)

@@ -191,6 +191,47 @@ def test_a_load_that_is_not_strict_fills_common_keys_and_reports_the_others(fold
     assert report.missing == ("b.new", "lr") and report.unexpected == ("b.x", "b.y", "tags")
 
 
+def _layers(prefix: str, value: float) -> dict[str, Any]:
+    layers = {f"{prefix}{number}": torch.full((2,), value) for number in range(9)}
+    return {"model": layers, "epoch": int(value)}
+
+
+def test_a_load_that_is_not_strict_refuses_a_target_without_a_stored_key(tmp_path: Path) -> None:
+    run = sp.Checkpointer(tmp_path / "run")
+    run.save(1, {"model": _layers("h.", 3.0)["model"]}).result()
+    target = {"model": _layers("module.h.", 0.0)["model"]}
+    with pytest.raises(KeyMismatchError, match="fills 0 of 9 keys of the target") as caught:
+        run.restore(target, strict=False)
+    for name in ("'model.module.h.0'", "'model.h.0'", "rename= maps them"):
+        assert name in caught.value.message
+    with pytest.raises(KeyMismatchError, match="fills 0 of 9 keys"):
+        sp.load(tmp_path / "run/step-00000001", target, strict=False)
+    report = sp.load(tmp_path / "run/step-00000001", target, rename={"model.module": "model"}, strict=False)
+    assert report.missing == () and target["model"]["module.h.8"].tolist() == [3.0, 3.0]
+
+
+def test_a_load_that_is_not_strict_warns_if_few_keys_are_found(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sp.save(tmp_path / "a", _layers("h.", 3.0))
+    target = _layers("module.h.", 0.0)
+    sp.load(tmp_path / "a", target, strict=False)
+    (warning,) = (record.getMessage() for record in caplog.records)
+    assert "fills 1 of 10 keys of the target, from 1 of 10 keys of the checkpoint" in warning
+    assert "'model.module.h.0', 'model.module.h.1', 'model.module.h.2', ..." in warning
+    assert target["epoch"] == 3
+
+
+def test_a_load_of_a_part_warns_of_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A few keys of a large checkpoint into a small target, and of a small one into a large target."""
+    sp.save(tmp_path / "large", _layers("h.", 3.0))
+    sp.save(tmp_path / "small", {"epoch": 5})
+    sp.load(tmp_path / "large", {"epoch": 0}, strict=False)
+    sp.load(tmp_path / "small", _layers("h.", 0.0), strict=False)
+    sp.load(tmp_path / "small", {}, strict=False)
+    assert not caplog.records
+
+
 def test_a_load_that_is_not_strict_refuses_mismatched_keys(folder: Path) -> None:
     state = _unfitting()
     with pytest.raises(KeyMismatchError) as caught:

@@ -27,6 +27,7 @@ from shardproof.rendezvous import LocalRendezvous
 from shardproof.saving import background
 from shardproof.saving.background import unfinished
 from shardproof.saving.shard_writer import BufferPool
+from shardproof.saving.staging import StagingPool
 from shardproof.state import collect
 from shardproof.storage.sink import LocalSink
 from tests.accelerator import first_device
@@ -576,6 +577,41 @@ def test_an_interrupt_before_all_is_copied_commits_nothing(
     state["weight"].zero_()
     gate.open()
     checkpointer.wait()  # raises nothing: the interrupt was the error
+    assert checkpointer.steps() == []
+    checkpointer.save(2, state).result(LIMIT)
+    assert checkpointer.steps() == [2]
+
+
+@pytest.mark.parametrize("call", ["save", "fence", "step"])
+def test_an_interrupt_is_raised_once_and_what_it_ended_names_it(
+    call: str, gate: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net, optimizer = trained("plain")
+    state = {"net": net, "optimizer": optimizer, "unfenced": torch.ones(10_000)}
+    checkpointer = sp.Checkpointer(tmp_path)
+    small_buffers(checkpointer)
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt("first")
+
+    pending = None
+    calls: dict[str, Callable[[], Any]] = {
+        "save": lambda: checkpointer.save(1, state),
+        "fence": checkpointer.fence,
+        "step": lambda: train_step(net, optimizer),
+    }
+    if call != "save":
+        pending = checkpointer.save(1, state)
+    with monkeypatch.context() as patch:
+        patch.setattr(StagingPool, "take", interrupted)
+        with pytest.raises(KeyboardInterrupt, match="first"):
+            calls[call]()
+    checkpointer.fence()
+    train_step(net, optimizer)
+    gate.open()
+    if pending is not None:
+        with pytest.raises(sp.ShardproofError, match="KeyboardInterrupt: first"):
+            pending.result(LIMIT)
     assert checkpointer.steps() == []
     checkpointer.save(2, state).result(LIMIT)
     assert checkpointer.steps() == [2]

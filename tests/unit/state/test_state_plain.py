@@ -6,6 +6,7 @@ import json
 import math
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardproof.errors import PlainDataError
-from shardproof.state import collect, decode_plain, encode_plain, register_dataclass, register_enum
+from shardproof.state import (
+    canonical_json,
+    collect,
+    decode_plain,
+    encode_plain,
+    register_dataclass,
+    register_enum,
+)
 from shardproof.state.plain.decode import references
 from tests.unit.state.fake_checkpoint import saved
 
@@ -168,10 +176,16 @@ def test_any_plain_value_is_restored(value: Any) -> None:
 
 
 @given(st.dictionaries(hashable, st.integers(), max_size=6), st.randoms())
-def test_equal_values_are_encoded_alike_in_any_order(value: dict[Any, int], random: Any) -> None:
+def test_equal_values_have_one_canonical_form_in_any_order(value: dict[Any, int], random: Any) -> None:
     items = list(value.items())
     random.shuffle(items)
-    assert json.dumps(encode_plain(dict(items))) == json.dumps(encode_plain(value))
+    for kind in (dict, Counter, partial(defaultdict, int)):
+        one, other = ({"deep": [kind(dict(pairs))]} for pairs in (items, value))
+        assert canonical_json(encode_plain(one)) == canonical_json(encode_plain(other))
+        assert list(decode_plain(encode_plain(one))["deep"][0].items()) == items
+    if items != list(value.items()):
+        one, other = (canonical_json(encode_plain(OrderedDict(pairs))) for pairs in (items, value))
+        assert one != other
     keys = list(value)
     random.shuffle(keys)
     assert json.dumps(encode_plain(set(keys))) == json.dumps(encode_plain(set(value)))

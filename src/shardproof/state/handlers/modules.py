@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import sys
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-from shardproof.errors import StructureError
+from shardproof.errors import KeyMismatchError, StructureError
 from shardproof.state.binder import MISSING, Binder
 from shardproof.state.collector import Collector
 from shardproof.state.dtensor import local_tensor
 from shardproof.state.flat_parameters import FlatPart, flat_parts, flat_state, is_flat
+from shardproof.state.handlers.module_hooks import LoadHooks, is_uninitialized, refuse_hooks
 from shardproof.state.layout import Layout, local_layout
 from shardproof.state.local_shards import FlatShard, LocalShards
 from shardproof.state.module_names import EXTRA_STATE, PARALLEL, NamedModule, inside
+from shardproof.state.plain.decode import references
 from shardproof.state.storage_owner import declare_fsdp2_owners
-from shardproof.state.tensors import check_memory, empty_like_layout, local_of, storage_of
-from shardproof.state.visitor import Place, VisitedModule, Visitor, check_name
+from shardproof.state.subclasses import is_wrapper
+from shardproof.state.tensors import check_memory, empty_like_layout, local_of, storage_of, torch_dtype
+from shardproof.state.visitor import Place, VisitedModule, Visitor, check_name, join
 
 __all__ = ["MODULE", "flat_parts_of", "named"]
 
@@ -45,66 +47,224 @@ class _Module:
             elif (layout := module.layout(name)) is not None:
                 sharded, local = _local_shards_of(item, layout, key)
                 collector.local_shards(key, sharded, (place.path, name), local)
+            elif is_uninitialized(item):
+                raise StructureError(
+                    f"{key} is not initialized, so it has no shape. Run a forward pass of the module first",
+                    key=key,
+                )
             else:
                 collector.tensor(key, item, (place.path, name))
         declare_fsdp2_owners(part for _, part in module.parts)
         collector.modules.append(_visited(place, module, state, collector))
 
     def bind(self, place: Place, value: torch.nn.Module, binder: Binder) -> None:
-        """Fills tensors in place. Values that the state dict computes go through `load_state_dict`."""
+        """Fills tensors in place. Load hooks, and values that the state dict computes, follow at the end."""
         module, state = _state_of(value, place, binder, load=True)
-        is_live = _live_memory_of(module.module)
-        computed: dict[str, Callable[[], Any]] = {}
-        for name, item in state.items():
-            key = _key_of_tensor(module, name, place)
-            if _is_extra(name):
-                self._bind_extra(module.module, name, key, item, binder)
-            elif isinstance(item, (LocalShards, FlatShard)):
-                binder.local_shards(key, *_own_shards_of(item, module.layout(name), key))
-            elif not isinstance(item, torch.Tensor):
-                data = binder.object(key)
-                if data is not MISSING:
-                    computed[name] = binder.rebuild(key, data, partial(_same, item))
-            elif (layout := module.layout(name)) is not None:
-                local_of(item, key)
-                # The checkpoint does not store padding, so a copy preserves it.
-                target = item if is_live(item) else item.detach().clone()
-                if binder.local_shards(key, *_local_shards_of(target, layout, key)) and target is not item:
-                    computed[name] = partial(_same, target)
-            elif is_live(item) or item.is_meta:
-                binder.tensor(key, item)  # raises for a meta tensor, which has no memory
-            else:
-                fresh = empty_like_layout(item, item.dtype)
-                if binder.tensor(key, fresh):
-                    computed[name] = partial(_same, fresh)
-        if computed:
-            binder.on_finish(lambda: _load(module.module, state, computed))
+        hooks = None if is_flat(module) else _hooks_of(module, place, state)
+        _Filling(module, place, state, binder, hooks).bind()
         loaded = getattr(type(module.module), "state_loaded", None)
         if callable(loaded):
             binder.on_finish(partial(loaded, module.module))
         binder.modules.append(_visited(place, module, state, binder))
 
-    @staticmethod
-    def _bind_extra(module: torch.nn.Module, name: str, key: str, current: Any, binder: Binder) -> None:
-        data = binder.object(key)
-        if data is not MISSING:
-            owner = inside(module.get_submodule(name.rpartition(".")[0]))
-            rebuilt = binder.rebuild(key, data, lambda: current)
-            binder.on_finish(lambda: owner.set_extra_state(rebuilt()))
+
+class _Filling:
+    """The destinations of one module, and its state dict at the end of the load.
+
+    Args:
+        module: the module.
+        place: its place.
+        state: its state dict.
+        binder: the load.
+        hooks: its load hooks; None for FSDP1, whose state dict is a collective.
+    """
+
+    def __init__(
+        self,
+        module: NamedModule,
+        place: Place,
+        state: Mapping[str, Any],
+        binder: Binder,
+        hooks: LoadHooks | None,
+    ) -> None:
+        self.module = module
+        self.place = place
+        self.state = state
+        self.binder = binder
+        self.hooks = hooks
+        self.is_live = _live_memory_of(module.module)
+        self.computed: dict[str, Callable[[], Any]] = {}
+        """Name to the value at the end, for values that are not memory of the module."""
+        self.is_selected = False
+        """True if the load selects a value of the module."""
+        self.keys: dict[str, str] = {}
+        """Key by name, of the values of the state dict."""
+        self.filled: set[int] = set()
+        """Ids of the tensors of the module that the load fills."""
+        self.absent: set[str] = set()
+        """Names of the values that the checkpoint lacks, and that hooks may supply."""
+
+    def bind(self) -> None:
+        """Binds the values of the state dict."""
+        for name, item in self.state.items():
+            key = self.keys[name] = _key_of_tensor(self.module, name, self.place)
+            if self.binder.selected(key):
+                self.is_selected = True
+                if not self._leave_to_hooks(name, key, item):
+                    self._bind(name, key, item)
+        if self.hooks is not None and self.hooks.adapting:
+            self._read_stored_only()
+            # A tied tensor needs one of its keys only.
+            self.absent = {name for name in self.absent if id(self.state[name]) not in self.filled}
+            if not self.binder.strict:
+                self.binder.binding.missing += [self.keys[name] for name in self.absent]
+        if self.computed or (self.hooks is not None and self.hooks.exist and self.is_selected):
+            self.binder.on_finish(self._finish)
+
+    def _bind(self, name: str, key: str, item: Any) -> None:
+        module, binder = self.module, self.binder
+        if isinstance(item, (LocalShards, FlatShard)):
+            binder.local_shards(key, *_own_shards_of(item, module.layout(name), key))
+        elif not isinstance(item, torch.Tensor) or _is_extra(name):
+            data = binder.object(key)
+            if data is not MISSING:
+                self.computed[name] = binder.rebuild(key, data, partial(_same, item))
+        elif (layout := module.layout(name)) is not None:
+            local_of(item, key)
+            # The checkpoint does not store padding, so a copy preserves it.
+            target = item if self.is_live(item) else item.detach().clone()
+            if binder.local_shards(key, *_local_shards_of(target, layout, key)) and target is not item:
+                self.computed[name] = partial(_same, target)
+        elif self.is_live(item) or item.is_meta:
+            binder.tensor(key, item)  # raises for a meta tensor, which has no memory
+            self.filled.add(id(item))
+        else:
+            fresh = empty_like_layout(item, item.dtype)
+            if binder.tensor(key, fresh):
+                self.computed[name] = partial(_same, fresh)
+
+    def _leave_to_hooks(self, name: str, key: str, item: Any) -> bool:
+        """True if a load hook gets the stored value, or supplies one that is not stored."""
+        found = self.binder.catalogue.tensors.get(key)
+        if is_uninitialized(item):
+            if found is None:
+                raise StructureError(
+                    f"{key} is not initialized, so it has no shape, and the checkpoint does not have it. Run "
+                    "a forward pass of the module before the load, or exclude the key",
+                    key=key,
+                )
+        elif self.hooks is None or not self.hooks.adapt(name):
+            return False
+        elif found is None:
+            is_absent = key not in self.binder.catalogue.objects
+            if is_absent:
+                self.absent.add(name)
+            return is_absent
+        elif not isinstance(item, torch.Tensor) or is_wrapper(item) or tuple(found[1]) == tuple(item.shape):
+            return False
+        self.computed[name] = partial(_same, self.binder.fresh(key, item.dtype, tuple(found[1]), None))
+        return True
+
+    def _read_stored_only(self) -> None:
+        """Reads the stored values that the module lacks, below modules whose hooks may adapt them."""
+        assert self.hooks is not None
+        binder, known = self.binder, set(self.keys.values())
+        tensors, objects = binder.catalogue.tensors, binder.catalogue.objects
+        for prefix in self.hooks.adapting:
+            above = _key_of_tensor(self.module, f"{prefix}_", self.place).removesuffix("_")
+            keys = binder.keys_below(above)
+            known |= {one for key in keys if key in objects for one, _ in references(objects[key])}
+            for key in keys:
+                if key in known or "@" in key or not binder.selected(key):
+                    continue
+                known.add(key)
+                binder.binding.adapted.add(key)
+                name = prefix + key.removeprefix(above)
+                if key in tensors:
+                    dtype, shape = tensors[key]
+                    fresh = binder.fresh(key, torch_dtype(dtype), tuple(shape), None)
+                    self.computed[name] = partial(_same, fresh)
+                else:
+                    self.computed[name] = binder.rebuild(key, binder.object(key))
+
+    def _finish(self) -> None:
+        """Gives the module the values that are not in its memory yet, and calls its load hooks."""
+        computed = {name: value() for name, value in self.computed.items()}
+        if self.hooks is None:
+            for name, value in computed.items():
+                inside(self.module.module.get_submodule(name.rpartition(".")[0])).set_extra_state(value)
+            return
+        absent = set(self.binder.binding.missing)
+        state = {
+            name: item
+            for name, item in self.state.items()
+            if name not in self.absent
+            and self.keys[name] not in absent
+            and (isinstance(item, torch.Tensor) or self.binder.selected(self.keys[name]))
+        }
+        unknown = {} if self.binder.strict else self._unexpected()
+        missing, unexpected = self.hooks.run(
+            {**unknown, **state, **computed}, getattr(self.state, "_metadata", {})
+        )
+        if self.binder.strict:
+            self._check_loaded(missing, [name for name in unexpected if name in computed])
+
+    def _unexpected(self) -> dict[str, Any]:
+        """Stored tensors that the load does not read, without memory, for hooks that list unexpected keys."""
+        above, binder = join(self.place.key, ""), self.binder
+        return {
+            key.removeprefix(above): torch.empty(shape, dtype=torch_dtype(dtype), device="meta")
+            for key in binder.keys_below(above)
+            if key not in binder.binding.used and "@" not in key and binder.selected(key)
+            for dtype, shape in [binder.catalogue.tensors.get(key, ("uint8", ()))]
+        }
+
+    def _check_loaded(self, missing: Sequence[str], unexpected: Sequence[str]) -> None:
+        """Raises if values are neither stored nor supplied by hooks, or stored and not used."""
+        tensors = dict(self.module.tensors()) if missing else {}
+        missing = [
+            name
+            for name in missing
+            if name in self.absent or (name in tensors and id(tensors[name]) not in self.filled)
+        ]
+        if missing or unexpected:
+            lines = [f"{self.place.path}: the state dict does not fit the module after its load hooks."]
+            for title, names in (("missing", missing), ("unexpected", unexpected)):
+                if names:
+                    lines.append(f"  {title} ({len(names)}): {', '.join(names[:20])}")
+            lines.append("strict=False ignores these keys.")
+            raise KeyMismatchError(
+                "\n".join(lines), missing=list(missing), unexpected=list(unexpected), mismatched=[]
+            )
+
+
+def _hooks_of(module: NamedModule, place: Place, state: Mapping[str, Any]) -> LoadHooks:
+    """The load hooks of a module. A module that describes its shards itself has ``state_loaded`` instead."""
+    if any(isinstance(item, (LocalShards, FlatShard)) for item in state.values()):
+        refuse_hooks(
+            module.parts,
+            place,
+            load=True,
+            why="Its state_dict returns shards, which hooks cannot load. Define state_loaded() on its class",
+        )
+        return LoadHooks.none(module.module, place.path)
+    return LoadHooks.of(module, place.path)
 
 
 MODULE = _Module()
 
 
-def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
-    """The module inside wrappers of data parallelism and compilation, in any order."""
+def _unwrapped(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """The wrappers of data parallelism and compilation, in any order, and the module inside."""
+    modules = [module]
     while True:
         if isinstance(module, PARALLEL):
             module = module.module
         elif "_orig_mod" in module._modules:
             module = module.get_submodule("_orig_mod")
         else:
-            return module
+            return modules
+        modules.append(module)
 
 
 def _same(value: Any) -> Any:
@@ -125,7 +285,7 @@ def _is_extra(name: str) -> bool:
 
 def named(module: torch.nn.Module, visitor: Visitor[Any]) -> NamedModule:
     """The module inside wrappers, with its names. Each walk computes the names once."""
-    inner = _unwrapped(module)
+    inner = _unwrapped(module)[-1]
     if id(inner) not in visitor.named:
         visitor.named[id(inner)] = NamedModule(inner)
     return visitor.named[id(inner)]
@@ -150,6 +310,20 @@ def _state_of(
 ) -> tuple[NamedModule, Mapping[str, Any]]:
     module = named(value, visitor)
     _refuse_collective(module, place)
+    refuse_hooks(
+        [("", wrapper) for wrapper in _unwrapped(value)[:-1]],
+        place,
+        load=load,
+        why="Keys have no wrappers, and their hooks are not called. Register them on the module inside",
+    )
+    if is_flat(module):
+        refuse_hooks(
+            module.parts,
+            place,
+            load=load,
+            why="FSDP1 gathers the parameters for them, and a save or load gathers nothing. Shard the model "
+            "with fully_shard; or remove the hooks, and call them yourself",
+        )
     if parts := flat_parts_of(module, place.path, visitor, load=load):
         return module, flat_state(module, parts)
     if type(module.module).state_dict is torch.nn.Module.state_dict:
@@ -177,7 +351,7 @@ def _visited(
 
 def _live_memory_of(module: torch.nn.Module) -> Callable[[torch.Tensor], bool]:
     """Returns a predicate: True if a tensor of the state dict is memory of the module."""
-    live = [*module.parameters(), *module.buffers()]
+    live = [item for item in (*module.parameters(), *module.buffers()) if not is_uninitialized(item)]
     objects = set(map(id, live))
     storages: set[int] = set()
 
@@ -207,14 +381,3 @@ def _own_shards_of(
     if layout is None:
         return shards.sharded(), shards.buffer
     return layout.range(shards.buffer, shards.start, shards.stop), shards.buffer
-
-
-def _load(
-    module: torch.nn.Module, state: Mapping[str, Any], computed: Mapping[str, Callable[[], Any]]
-) -> None:
-    filled = OrderedDict(state)
-    filled.update({name: value() for name, value in computed.items()})
-    metadata = getattr(state, "_metadata", None)
-    if metadata is not None:
-        filled._metadata = metadata  # type: ignore[attr-defined]
-    module.load_state_dict(filled)

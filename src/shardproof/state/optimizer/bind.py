@@ -28,6 +28,7 @@ from shardproof.state.optimizer.parameter_names import Names
 from shardproof.state.optimizer.slot_layouts import SlotLayout, SlotLayouts
 from shardproof.state.optimizer.slot_sources import receiver
 from shardproof.state.optimizer.slots import (
+    EMPTY_GROUP,
     MASTER,
     OPTIONS,
     LocalRange,
@@ -77,8 +78,9 @@ class OptimizerBinding:
     def bind(self) -> None:
         """Binds all parameters, then the state that belongs to none. New tensors are no inference tensors."""
         self._translate()
-        for group in self.optimizer.param_groups:
-            stored: dict[str, Any] = {}
+        self.binder.binding.used.update(self.binder.keys_below(join(self.place.key, EMPTY_GROUP)))
+        for number, group in enumerate(self.optimizer.param_groups):
+            stored: dict[str, Any] = {} if group["params"] else self._of_empty_group(number)
             for parameter in group["params"]:
                 name = self.names[parameter]
                 key = join(self.place.key, name)
@@ -94,6 +96,13 @@ class OptimizerBinding:
         self._bind_shared()
         for act in self.attach:
             self.binder.on_finish(act)
+
+    def _of_empty_group(self, number: int) -> dict[str, Any]:
+        """The stored options of a group without parameters, by a name for messages."""
+        name = f"{EMPTY_GROUP}{number}"
+        options = self.binder.catalogue.objects.get(join(self.place.key, name), MISSING)
+        is_stored = options is not MISSING and self.binder.selected(join(self.place.key, name))
+        return {name: options} if is_stored else {}
 
     def _translate(self) -> None:
         """Gives a stored state dict of a torch optimizer the keys of a live optimizer."""

@@ -3,7 +3,8 @@
 For each parameter there are the tensors ``<key>.<parameter>.<slot>`` and one object
 ``<key>.<parameter>.@options``. The object has the optimizer's class, the options of the parameter's group,
 the names of its slots, the slots that are not tensors, and the key of the optimizer. It has no groups or
-positions, so a load may group or order parameters differently. A slot has the layout of its parameter.
+positions, so a load may group or order parameters differently. Only a group without parameters has its
+options under its number: ``<key>.@group-<number>``. A slot has the layout of its parameter.
 `optimizer.state` does not change: a parameter without state has none after a save.
 """
 
@@ -24,10 +25,11 @@ from shardproof.state.optimizer.bind import EXTRA, SHARED, OptimizerBinding
 from shardproof.state.optimizer.flat_slots import FlatSlots
 from shardproof.state.optimizer.group_options import GroupOptions
 from shardproof.state.optimizer.hybrid_device import HybridDeviceSlots, is_hybrid_device
+from shardproof.state.optimizer.optimizer_hooks import after_load, before_save
 from shardproof.state.optimizer.parameter_names import Names
 from shardproof.state.optimizer.slot_layouts import SlotLayouts
 from shardproof.state.optimizer.slot_sources import receiver, slots_of
-from shardproof.state.optimizer.slots import OPTIONS, LocalRange, ParameterSlots, SlotProvider
+from shardproof.state.optimizer.slots import EMPTY_GROUP, OPTIONS, LocalRange, ParameterSlots, SlotProvider
 from shardproof.state.optimizer.zero_redundancy import is_zero_redundancy
 from shardproof.state.plain.encode import encode
 from shardproof.state.records import Stepped
@@ -70,6 +72,7 @@ class _Optimizer:
 
     def collect(self, place: Place, value: Any, collector: Collector) -> None:
         optimizer = _optimizer_of(value, place)
+        before_save(optimizer, place, only_slots=isinstance(value, OptimizerState))
 
         def collect() -> None:
             given = _given_modules(value, place, collector)
@@ -91,6 +94,15 @@ class _Optimizer:
             OptimizerBinding(place, source, names, layouts, binder).bind()
             if source is not optimizer:
                 binder.on_finish(source.apply)
+            finish = after_load(
+                optimizer,
+                place,
+                only_slots=isinstance(value, OptimizerState),
+                has_slots=source is optimizer
+                and not (isinstance(optimizer, SlotProvider) or is_zero_redundancy(optimizer)),
+            )
+            if finish is not None and any(map(binder.selected, binder.keys_below(join(place.key, "")))):
+                binder.on_finish(finish)
 
         binder.later.append(bind)
 
@@ -131,6 +143,11 @@ def _collect(
         collector.common_object(
             f"{key}.{OPTIONS}", options.of(slots, values, names.torch_name(parameter), name), origin
         )
+    for number, group in enumerate(source.param_groups):
+        if not group["params"]:
+            collector.encoded(
+                join(place.key, f"{EMPTY_GROUP}{number}"), GroupOptions.encode(group, place.key), place.path
+            )
     stepper = getattr(optimizer, "stepper", optimizer) if isinstance(optimizer, SlotProvider) else optimizer
     collector.stepped.append(Stepped(stepper, tuple(stepped), tuple(map(local_tensor, stepped))))
     if source is optimizer:

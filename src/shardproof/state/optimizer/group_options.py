@@ -37,7 +37,7 @@ class GroupOptions:
     @staticmethod
     def encode(group: Mapping[str, Any], key: str) -> Any:
         """The encoded options of a group. A learning rate in a tensor is stored as its value."""
-        return encode(with_names(options_of(group)), f"{key}.{OPTIONS}")
+        return encode(with_names(dict(sorted(options_of(group).items()))), f"{key}.{OPTIONS}")
 
     def bind(self, group: dict[str, Any], binder: Binder) -> Callable[[], None]:
         """Returns a function that sets the group's options. Different options in one group are a mismatch."""

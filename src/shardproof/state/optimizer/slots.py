@@ -17,6 +17,7 @@ import torch
 from shardproof.state.subclass_binding import StoredWrapper
 
 __all__ = [
+    "EMPTY_GROUP",
     "EXECUTION_OPTIONS",
     "MASTER",
     "OPTIONS",
@@ -37,6 +38,9 @@ MASTER = "master"
 
 OPTIONS = "@options"
 """Segment of the object with the options of a parameter."""
+EMPTY_GROUP = "@group-"
+"""Beginning of the segment of the object with the options of a group without parameters. The number of the
+group follows."""
 _NOT_OPTIONS = ("params", "param_names")
 _OF_TORCH = ("fused", "foreach", "capturable", "differentiable")
 _OF_MEGATRON_OFFLOAD = (

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardproof.errors import StructureError
-from shardproof.state.optimizer.slots import OPTIONS, options_of
+from shardproof.state.optimizer.slots import EMPTY_GROUP, OPTIONS, options_of
 from shardproof.state.records import Catalogue
 from shardproof.state.visitor import join
 
@@ -110,6 +110,10 @@ def translate_state_dict(
             "slots": sorted(tensors),
             "values": {slot: catalogue.objects[name] for slot, name in others.items()},
         }
+    if len(stored_groups) == len(groups):
+        for number, (group, stored) in enumerate(zip(groups, stored_groups, strict=True)):
+            if not group:
+                added[join(key, f"{EMPTY_GROUP}{number}")] = stored.options
     return catalogue.with_keys(stored_keys, added, replaced), stored_keys, missing
 
 
@@ -231,6 +235,11 @@ def optimizer_state_dicts(
             of_optimizer.append((data["options"], [name]))
     for key, found in groups.items():
         values[key] = [{**options, "params": members} for options, members in found]
+        prefix = join(key.removesuffix("param_groups").removesuffix("."), EMPTY_GROUP)
+        numbers = (one.removeprefix(prefix) for one in objects if one.startswith(prefix))
+        for number in sorted(map(int, filter(str.isdecimal, numbers))):
+            values[key].insert(number, {**objects[f"{prefix}{number}"], "params": []})
+            replaced.add(f"{prefix}{number}")
     return keys, values, replaced
 
 

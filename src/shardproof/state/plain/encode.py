@@ -11,8 +11,8 @@ themselves. Every other value is an object with one member whose name starts wit
 ``{"$bytes": base64}``, ``{"$bytearray": ..}`` bytes
 ``{"$stream": [base64, position]}``            `StreamBytes`, if it is stored inline
 ``{"$set": [...]}``, ``{"$frozenset": [...]}`` sets, in the order of their elements' text
-``{"$dict": [[k, v], ...]}``                   dict with other keys, in the order of the keys' text
-``{"$ordered": [[k, v], ...]}``                OrderedDict, in its own order
+``{"$dict": [[k, v], ...]}``                   dict with other keys
+``{"$ordered": [[k, v], ...]}``                OrderedDict
 ``{"$counter": [[k, v], ...]}``                Counter
 ``{"$defaultdict": [factory, [[k, v], ...]]}`` defaultdict of a builtin type, or of nothing
 ``{"$scalar": [dtype, base64]}``               numpy scalar
@@ -31,10 +31,10 @@ themselves. Every other value is an object with one member whose name starts wit
 "digest": xxh3_64, "position": n}``
 =============================================  =====================================================
 
-Plain dicts are written in sorted key order, so that insertion order does not make ranks differ. A value
-outside the JSON leaves its digest in the JSON, so that a comparison of ranks still finds different values. A
-DTensor has no digest, because ranks have parts of it. A tensor on a device has none, because computing it
-would make the program wait.
+Dicts are written in insertion order. Ranks compare them in sorted order (`canonical_json`), except for an
+OrderedDict, whose order is a part of its value. A value outside the JSON leaves its digest in the JSON, so
+that a comparison of ranks still finds different values. A DTensor has no digest, because ranks have parts of
+it. A tensor on a device has none, because computing it would make the program wait.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def encode(value: Any, path: str = "value", hoist: Hoist | None = None) -> Any:
         PlainDataError: the value contains something that is not plain data. The message says where.
 
     >>> encode((1, float("inf"), {"b": 2, "a": {3}}))
-    {'$tuple': [1, {'$float': 'inf'}, {'a': {'$set': [3]}, 'b': 2}]}
+    {'$tuple': [1, {'$float': 'inf'}, {'b': 2, 'a': {'$set': [3]}}]}
     """
     return _Encoder(path, hoist).encode(value, "", 0)
 
@@ -148,12 +148,15 @@ class _Encoder:
         """The items of a JSON array. `depth` counts the arrays and objects around them."""
         return [self.encode(item, _join(at, index), depth) for index, item in enumerate(value)]
 
-    def pairs(self, value: Any, at: str, depth: int, *, ordered: bool = False) -> list[Any]:
+    def pairs(self, value: Any, at: str, depth: int) -> list[Any]:
         """Pairs of key and value as JSON arrays. `depth` counts the arrays and objects around their items."""
-        keyed = [(self.whole(key, at, depth), key, item) for key, item in value.items()]
-        if not ordered:
-            keyed.sort(key=lambda entry: _text(entry[0]))
-        return [[stored, self.encode(item, _join(at, key), depth)] for stored, key, item in keyed]
+        keys = [self.whole(key, at, depth) for key in value]
+        entries = list(zip(value.items(), keys, strict=True))
+        encoded: dict[Any, Any] = {}
+        # The order of the keys' text, so that tensors have the same names on all ranks.
+        for (key, item), _ in sorted(entries, key=lambda entry: _text(entry[1])):
+            encoded[key] = self.encode(item, _join(at, key), depth)
+        return [[stored, encoded[key]] for (key, _), stored in entries]
 
     def whole(self, value: Any, at: str, depth: int) -> Any:
         """Encodes a key, or an element of a set. It may not contain tensors."""
@@ -163,10 +166,8 @@ class _Encoder:
 
     def mapping(self, value: dict[Any, Any], at: str, depth: int) -> Any:
         if all(type(key) is str and not key.startswith("$") for key in value):
-            return {
-                self.text(key, at): self.encode(value[key], _join(at, key), depth + 1)
-                for key in sorted(value)
-            }
+            items = {key: self.encode(value[key], _join(at, key), depth + 1) for key in sorted(value)}
+            return {self.text(key, at): items[key] for key in value}
         return {"$dict": self.pairs(value, at, depth + 3)}
 
     def default(self, value: defaultdict[Any, Any], at: str, depth: int) -> Any:
@@ -259,7 +260,7 @@ _ENCODERS: dict[type, Callable[[_Encoder, Any, str, int], Any]] = {
     tuple: lambda e, value, at, depth: {"$tuple": e.items(value, at, depth + 2)},
     set: lambda e, value, at, depth: {"$set": e.unordered(value, at, depth)},
     frozenset: lambda e, value, at, depth: {"$frozenset": e.unordered(value, at, depth)},
-    OrderedDict: lambda e, value, at, depth: {"$ordered": e.pairs(value, at, depth + 3, ordered=True)},
+    OrderedDict: lambda e, value, at, depth: {"$ordered": e.pairs(value, at, depth + 3)},
     Counter: lambda e, value, at, depth: {"$counter": e.pairs(value, at, depth + 3)},
     defaultdict: _Encoder.default,
     bytes: _Encoder.blob,
