@@ -27,7 +27,6 @@ UNAWARE: dict[str, Any] = {"optimizer": {"use_precision_aware_optimizer": False}
     ("environment", "options"),
     [
         pytest.param("megatron", SMALL, id="masters"),
-        pytest.param("megatron", {**SMALL, "bf16": False}, id="float32"),
         pytest.param("megatron", {**SMALL, **UNAWARE, "overlap": True}, id="main_weights_and_overlap"),
         pytest.param("megatron16", {**SMALL, **UNAWARE}, id="main_weights_0.16"),
     ],
@@ -93,3 +92,31 @@ def test_dense_and_expert_weights(tmp_path: Path) -> None:
     assert any("experts" in key for key in tensors(at["first"]))
     for name, expected in (("again", "first"), ("loaded", "first"), ("loaded_on", "on")):
         assert_same_tensors(tensors(at[name]), tensors(at[expected]))
+
+
+@pytest.mark.parametrize("kind", ["fully_reshardable", "dp_reshardable"])
+def test_sharding_types_of_megatron_with_the_drop_in(kind: str, tmp_path: Path) -> None:
+    """`sharded_state_dict`, `save`, `load`, `load_state_dict`: also here, each parameter has its own count.
+
+    The saved state is that of `live_state`, and so is the loaded one.
+    """
+    at = {name: tmp_path / name for name in ("first", "live", "on", "loaded", "loaded_on")}
+    layout = {**DP4, "kind": kind}
+    steps = [("train", 2), ("save", at["first"]), ("save_live", at["live"])]
+    train("megatron", [*steps, ("train", 2), ("save_live", at["on"])], layout, nproc=2, offload=0.5, **SMALL)
+    steps = [("load", at["first"]), ("save_live", at["loaded"]), ("train", 2), ("save_live", at["loaded_on"])]
+    train("megatron", steps, {**DP4, "kind": kind}, nproc=2, offload=0.5, seed=1, **SMALL)
+    assert_same_tensors(tensors(at["loaded"]), tensors(at["live"]))
+    assert_same_tensors(tensors(at["loaded_on"]), tensors(at["on"]))
+
+
+def test_an_error_names_what_loads_instead(tmp_path: Path) -> None:
+    """Megatron's own load fails for masters of the DistributedOptimizer. What the error advises loads them."""
+    at = {name: tmp_path / name for name in ("first", "live", "loaded")}
+    options = {**SMALL, **UNAWARE, "offload": 0.5}
+    steps = [("train", 1), ("save", at["first"]), ("save_live", at["live"])]
+    train("megatron", steps, dict(DP4), nproc=1, **options)
+    steps = [("refused", at["first"]), ("load_live", at["first"]), ("save_live", at["loaded"])]
+    errors = train("megatron", steps, dict(DP4), nproc=1, seed=1, **options).facts["errors"]
+    assert "`live_state` and `load_live_state`" in errors["refused"]
+    assert_same_tensors(tensors(at["loaded"]), tensors(at["live"]))

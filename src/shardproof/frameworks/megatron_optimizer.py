@@ -40,7 +40,7 @@ __all__ = [
     "FlatRange",
     "box_of",
     "load_optimizer_state",
-    "moments_before_the_first_step",
+    "mend_distributed_optimizer",
     "optimizer_state",
     "sharded",
 ]
@@ -154,25 +154,31 @@ def load_optimizer_state(optimizer: Any, state: Mapping[Any, Any]) -> None:
             inner.grad_scaler.load_state_dict(options["grad_scaler"])
 
 
-def moments_before_the_first_step() -> None:
-    """Makes ``sharded_state_dict`` of a DistributedOptimizer describe moments that do not exist yet as zeros.
+def mend_distributed_optimizer() -> None:
+    """Replaces two methods of Megatron's DistributedOptimizer by ones that call them and mend what they miss.
 
-    Megatron's own raises KeyError before the first step, on the ranks with a part of a weight, and the others
-    wait for them in a gather. Moments of zeros with a count of zero steps give the same first step as none.
-    During a save, they exist in the optimizer until the call returns. For a load, they stay.
+    - ``sharded_state_dict`` raises KeyError before the first step, on the ranks with a part of a weight, and
+      the others wait for them in a gather. Here, it describes moments that do not exist yet as zeros. With a
+      count of zero steps, they give the same first step as none. During a save, they exist in the optimizer
+      until the call returns. For a load, they stay.
+    - ``load_state_dict`` gives all parameters one tensor with the count of steps, which each of them
+      increments, and leaves an old count in the groups of a HybridDeviceOptimizer, which each step copies to
+      its sub-optimizers. Here, each parameter has its own count.
     """
-    own = DistributedOptimizer.sharded_state_dict
-    if hasattr(own, "__wrapped__"):
-        return
+    if not hasattr(DistributedOptimizer.sharded_state_dict, "__wrapped__"):
+        DistributedOptimizer.sharded_state_dict = _mended_description(DistributedOptimizer.sharded_state_dict)
+        DistributedOptimizer.load_state_dict = _mended_load(DistributedOptimizer.load_state_dict)
+
+
+def _mended_description(own: Any) -> Any:
     arguments = inspect.signature(own)
 
     @functools.wraps(own)
     def sharded_state_dict(self: Any, *args: Any, **options: Any) -> Any:
         base = self.optimizer
-        if not getattr(self, "gbuf_ranges", None) or not _has_adam(self):
+        if not _has_adam(self):
             return own(self, *args, **options)
-        without = [main for _, main, tensors in _slots(base) if not set(_SLOTS) <= tensors.keys()]
-        absent = {id(main) for main in without}
+        absent = {id(main) for _, main, tensors in _slots(base) if not set(_SLOTS) <= tensors.keys()}
         if absent:
             _allocate(base, lambda slot, main: True)
         try:
@@ -181,12 +187,55 @@ def moments_before_the_first_step() -> None:
             if absent and not arguments.bind(self, *args, **options).arguments.get("is_loading"):
                 _allocate(base, lambda slot, main: id(main) not in absent)
 
-    DistributedOptimizer.sharded_state_dict = sharded_state_dict
+    return sharded_state_dict
+
+
+def _mended_load(own: Any) -> Any:
+    @functools.wraps(own)
+    def load_state_dict(self: Any, state_dict: Any) -> Any:
+        if not _has_adam(self):
+            return own(self, state_dict)
+        base = self.optimizer
+        counts = [group[_STEP] for group in state_dict["optimizer"]["param_groups"] if _STEP in group]
+        is_hybrid = is_hybrid_device(base)
+        if (
+            is_hybrid
+            and base.param_update_in_fp32
+            and any(main not in base.param_to_fp32_param for _, main, _ in _slots(base))
+        ):
+            raise sp.StructureError(
+                "load_state_dict of Megatron's HybridDeviceOptimizer fails with KeyError for float32 weights, "
+                "which have no masters. Load the checkpoint, also one of fully_reshardable, with "
+                "`live_state` and `load_live_state` of shardproof.frameworks.megatron_core"
+            )
+        own(self, state_dict)
+        if is_hybrid and state_dict.get("param_state_sharding_type") == "dp_reshardable":
+            base._sync_hdo_state_to_sub_optimizers()  # as own does for its other sharding types
+        if _counts_in_state(base) and counts:
+            _separate_counts(base, int(counts[0]))
+        return None
+
+    return load_state_dict
+
+
+def _separate_counts(optimizer: Any, count: int) -> None:
+    """Gives each main weight a count of its own. Their other slots stay."""
+    receive = receiver(optimizer)
+    for group, main, tensors in _slots(optimizer):
+        kept = {slot: StoredSlot(item.dtype, tuple(item.shape)) for slot, item in tensors.items()}
+        kept.pop(_STEP, None)
+        receive(main, group, kept).attach({}, frozenset(kept))
+        receipt: Any = receive(main, group, {**kept, _STEP: StoredSlot(torch.float32, ())})
+        receipt.tensors[_STEP].fill_(count)
+        receipt.attach({}, frozenset(receipt.tensors))
+        group.pop(_STEP, None)
 
 
 def _has_adam(optimizer: Any) -> bool:
-    """True if the inner optimizer has the moments of `_SLOTS` as they are, without a scale."""
+    """True if a DistributedOptimizer shards an Adam whose moments are stored as they are, without a scale."""
     base, config = optimizer.optimizer, optimizer.config
+    if not getattr(optimizer, "gbuf_ranges", None):
+        return False
     is_hybrid = is_hybrid_device(base)
     rule = (base.cpu_optimizer_cls or base.gpu_optimizer_cls) if is_hybrid else type(base)
     is_plain = is_hybrid or not getattr(config, "use_precision_aware_optimizer", False)

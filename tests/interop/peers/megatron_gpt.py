@@ -104,7 +104,6 @@ class Run:
         engine, of_optimizer = self.options.pop("engine", False), self.options.pop("optimizer", {})
         adam, offload = self.options.pop("adam", "fused"), self.options.pop("offload", None)
         overlap = self.options.pop("overlap", False)
-        is_half = self.options.pop("bf16", True)
         megatron_stubs.choose_adam(fused=adam == "fused")
         if offload is not None:
             offload_stubs.install()
@@ -128,9 +127,9 @@ class Run:
                 "activation_func": torch.nn.functional.silu,
                 "add_bias_linear": False,
                 "use_cpu_initialization": True,
-                "bf16": is_half,
-                "params_dtype": torch.bfloat16 if is_half else torch.float32,
-                "pipeline_dtype": torch.bfloat16 if is_half else torch.float32,
+                "bf16": True,
+                "params_dtype": torch.bfloat16,
+                "pipeline_dtype": torch.bfloat16,
                 "hidden_dropout": 0.0,
                 "attention_dropout": 0.0,
                 "gradient_accumulation_fusion": False,
@@ -159,8 +158,8 @@ class Run:
                 optimizer="adam",
                 lr=1e-2,
                 min_lr=1e-4,
-                bf16=is_half,
-                params_dtype=torch.bfloat16 if is_half else torch.float32,
+                bf16=True,
+                params_dtype=torch.bfloat16,
                 use_distributed_optimizer=True,
                 clip_grad=0.0,
                 **of_optimizer,
@@ -239,7 +238,7 @@ def _model(config: TransformerConfig, stage: int | None, *, engine: bool) -> GPT
         mtp_block_spec=predictions,
         vp_stage=stage,
     )
-    return (model.bfloat16() if config.bf16 else model).cuda()
+    return model.bfloat16().cuda()
 
 
 def _on_context_rank(sequence: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
