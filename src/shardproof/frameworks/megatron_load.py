@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from megatron.core.dist_checkpointing.validation import (
 
 import shardproof as sp
 from shardproof.frameworks.megatron_common import COMMON, TYPES
+from shardproof.frameworks.megatron_options import fit_options
 from shardproof.frameworks.megatron_plain import from_plain
 from shardproof.frameworks.megatron_strategies import LoadStrategy, agree_if_ours, is_ours, takes
 from shardproof.frameworks.rank_work import on_every_rank, on_rank_0
@@ -49,6 +51,9 @@ def load(
 ) -> Any:
     """Loads a checkpoint into a sharded state dict. All ranks call it.
 
+    If the checkpoint has the options of another number of optimizers, because experts have an optimizer of
+    their own only from expert parallel size 2 on, each optimizer of `sharded_state_dict` gets its options.
+
     Args:
         sharded_state_dict: see Megatron's ``load``.
         checkpoint_dir: a checkpoint of shardproof, or any other that Megatron loads.
@@ -66,11 +71,13 @@ def load(
     Raises:
         CheckpointingException: only one side has a key, with ``strict="raise_all"`` or
             ``"raise_unexpected"``.
+        StructureError: the checkpoint has the options of another number of optimizers, and these options
+            differ.
         ShardproofError: see `shardproof.load`.
     """
     if not agree_if_ours(checkpoint_dir):
         options = {"verify_integrity": verify_integrity, "process_group": process_group}
-        return mcore.load(
+        loaded = mcore.load(
             sharded_state_dict,
             str(checkpoint_dir),
             None if isinstance(sharded_strategy, LoadStrategy) else sharded_strategy,
@@ -78,12 +85,14 @@ def load(
             strict=strict,
             **(options if takes(mcore.load, options) else {}),
         )
+        fit_options(loaded[0] if isinstance(loaded, tuple) else loaded, sharded_state_dict)
+        return loaded
     strategy = _load_strategy(sharded_strategy)
     if verify_integrity:
         _verify(checkpoint_dir)
     force_all_tensors_to_non_fp8(sharded_state_dict)
     sharded, local, factories = state_dict_utils.load_preprocess(sharded_state_dict)
-    state = _common_state(checkpoint_dir)
+    state = _common_state(checkpoint_dir, sharded_state_dict)
     dict_utils.merge(state, local)
     sharded, _ = extract_sharded_base(sharded)
     strict = parse_strict_flag(strict)
@@ -156,15 +165,15 @@ def _load_strategy(strategy: Any) -> Any:
     return strategy if isinstance(inner, LoadStrategy) else LoadStrategy()
 
 
-def _common_state(checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any]:
-    """Reads the common state on each rank. An error reaches all ranks."""
+def _common_state(checkpoint_dir: str | os.PathLike[str], asked: Mapping[str, Any]) -> dict[str, Any]:
+    """The common state on each rank, for the optimizers of a state dict. An error reaches all ranks."""
     state: dict[str, Any] = {}
-    on_every_rank(
-        sp.rendezvous.connect(),
-        f"load {checkpoint_dir}",
-        "common",
-        lambda: state.update(load_common_state_dict(checkpoint_dir)),
-    )
+
+    def read() -> None:
+        state.update(load_common_state_dict(checkpoint_dir))
+        fit_options(state, asked)
+
+    on_every_rank(sp.rendezvous.connect(), f"load {checkpoint_dir}", "common", read)
     return state
 
 

@@ -8,7 +8,6 @@ loads the other's checkpoints.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,6 +18,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 
 import shardproof as sp
+from shardproof.frameworks.megatron_options import optimizers_in, options_for
 
 __all__ = ["FlatRange", "box_of", "load_optimizer_state", "optimizer_state", "sharded"]
 
@@ -148,38 +148,12 @@ def _state_of(inner: Any, parts: Mapping[int, Any], keys: set[str] | None) -> di
 
 
 def _options(state: Mapping[Any, Any], optimizers: Sequence[Any]) -> list[dict[str, Any]]:
-    """The options of each optimizer, from those of the optimizers that saved.
-
-    Experts have an optimizer of their own from expert parallel size 2 on.
-
-    Raises:
-        StructureError: the numbers of optimizers differ, and the options differ.
-    """
-    stored: list[Any] = [state[number] for number in sorted(key for key in state if isinstance(key, int))]
-    stored = [options for options in stored if "optimizer" in options] or [state]
-    if len(stored) != len(optimizers):
-        groups = [_shared(options) for options in stored]
-        if any(group not in groups[0] for others in groups[1:] for group in others):
-            raise sp.StructureError(
-                f"the checkpoint has the options of {len(stored)} optimizers, which differ, and this run has "
-                f"{len(optimizers)}. Load with as many expert parallel ranks as it was saved with. {_INSTEAD}"
-            )
-        stored = [copy.deepcopy(stored[0]) for _ in optimizers]
-        for inner, options in zip(optimizers, stored, strict=True):
-            is_expert = any(group.get("is_expert_parallel") for group in inner.optimizer.param_groups)
-            for group in options["optimizer"]["param_groups"]:
-                group["is_expert_parallel"] = is_expert
+    """The options of each optimizer, from those of the optimizers that saved; see `options_for`."""
+    targets = [{"optimizer": {"param_groups": inner.optimizer.param_groups}} for inner in optimizers]
     return [
         {key: value for key, value in options.items() if not str(key).startswith("param_state")}
-        for options in stored
+        for options in options_for(optimizers_in(state), targets)
     ]
-
-
-def _shared(options: Mapping[Any, Any]) -> list[dict[str, Any]]:
-    """The groups of an optimizer without the options that always differ between dense and expert weights."""
-    own = ("params", "is_expert_parallel")
-    groups = options["optimizer"]["param_groups"]
-    return [{key: value for key, value in group.items() if key not in own} for group in groups]
 
 
 def _optimizers(optimizer: Any) -> list[Any]:
