@@ -23,6 +23,7 @@ from megatron.core.dist_checkpointing.validation import (
 
 import shardproof as sp
 from shardproof.frameworks.megatron_common import COMMON, TYPES
+from shardproof.frameworks.megatron_options import fit_options
 from shardproof.frameworks.megatron_plain import from_plain
 from shardproof.frameworks.megatron_strategies import LoadStrategy, agree_if_ours, is_ours, takes
 from shardproof.frameworks.rank_work import on_every_rank, on_rank_0
@@ -54,6 +55,9 @@ def load(
 ) -> Any:
     """Loads a checkpoint into a sharded state dict. All ranks call it.
 
+    If the checkpoint has the options of another number of optimizers, because experts have an optimizer of
+    their own only from expert parallel size 2 on, each optimizer of `sharded_state_dict` gets its options.
+
     Args:
         sharded_state_dict: see Megatron's ``load``.
         checkpoint_dir: a checkpoint of shardproof, or any other that Megatron loads.
@@ -73,11 +77,13 @@ def load(
             ``"raise_unexpected"``.
         KeyMismatchError: the sharded state dict has another class or function in an optimizer's options than
             the checkpoint, with these values of `strict`. Otherwise a warning names it, and it stays.
+        StructureError: the checkpoint has the options of another number of optimizers, and these options
+            differ.
         ShardproofError: see `shardproof.load`.
     """
     if not agree_if_ours(checkpoint_dir):
         options = {"verify_integrity": verify_integrity, "process_group": process_group}
-        return mcore.load(
+        loaded = mcore.load(
             sharded_state_dict,
             str(checkpoint_dir),
             None if isinstance(sharded_strategy, LoadStrategy) else sharded_strategy,
@@ -85,13 +91,15 @@ def load(
             strict=strict,
             **(options if takes(mcore.load, options) else {}),
         )
+        fit_options(loaded[0] if isinstance(loaded, tuple) else loaded, sharded_state_dict)
+        return loaded
     strategy = _load_strategy(sharded_strategy)
     if verify_integrity:
         _verify(checkpoint_dir)
     force_all_tensors_to_non_fp8(sharded_state_dict)
     sharded, local, factories = state_dict_utils.load_preprocess(sharded_state_dict)
     strict = parse_strict_flag(strict)
-    state = _common_state(checkpoint_dir)
+    state = _common_state(checkpoint_dir, sharded_state_dict)
     dict_utils.merge(state, local)
     sharded, _ = extract_sharded_base(sharded)
     missing: set[str] = set()
@@ -163,15 +171,15 @@ def _load_strategy(strategy: Any) -> Any:
     return strategy if isinstance(inner, LoadStrategy) else LoadStrategy()
 
 
-def _common_state(checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any]:
-    """Reads the common state on each rank. An error reaches all ranks."""
+def _common_state(checkpoint_dir: str | os.PathLike[str], asked: Mapping[str, Any]) -> dict[str, Any]:
+    """The common state on each rank, for the optimizers of a state dict. An error reaches all ranks."""
     state: dict[str, Any] = {}
-    on_every_rank(
-        sp.rendezvous.connect(),
-        f"load {checkpoint_dir}",
-        "common",
-        lambda: state.update(load_common_state_dict(checkpoint_dir)),
-    )
+
+    def read() -> None:
+        state.update(load_common_state_dict(checkpoint_dir))
+        fit_options(state, asked)
+
+    on_every_rank(sp.rendezvous.connect(), f"load {checkpoint_dir}", "common", read)
     return state
 
 

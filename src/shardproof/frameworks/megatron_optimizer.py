@@ -24,6 +24,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
 import shardproof as sp
+from shardproof.frameworks.megatron_options import optimizers_in, options_for
 from shardproof.state import (
     EXECUTION_OPTIONS,
     MASTER,
@@ -204,8 +205,8 @@ def _mended_load(own: Any) -> Any:
             and any(main not in base.param_to_fp32_param for _, main, _ in _slots(base))
         ):
             raise sp.StructureError(
-                "load_state_dict of Megatron's HybridDeviceOptimizer fails with KeyError for float32 weights, "
-                "which have no masters. Load the checkpoint, also one of fully_reshardable, with "
+                "load_state_dict of Megatron's HybridDeviceOptimizer fails with KeyError for float32 "
+                "weights, which have no masters. Load the checkpoint, also one of fully_reshardable, with "
                 "`live_state` and `load_live_state` of shardproof.frameworks.megatron_core"
             )
         own(self, state_dict)
@@ -359,38 +360,12 @@ def _counts_in_state(optimizer: Any) -> bool:
 
 
 def _options(state: Mapping[Any, Any], optimizers: Sequence[Any]) -> list[dict[str, Any]]:
-    """The options of each optimizer, from those of the optimizers that saved.
-
-    Experts have an optimizer of their own from expert parallel size 2 on.
-
-    Raises:
-        StructureError: the numbers of optimizers differ, and the options differ.
-    """
-    stored: list[Any] = [state[number] for number in sorted(key for key in state if isinstance(key, int))]
-    stored = [options for options in stored if "optimizer" in options] or [state]
-    if len(stored) != len(optimizers):
-        groups = [_shared(options) for options in stored]
-        if any(group not in groups[0] for others in groups[1:] for group in others):
-            raise sp.StructureError(
-                f"the checkpoint has the options of {len(stored)} optimizers, which differ, and this run has "
-                f"{len(optimizers)}. Load with as many expert parallel ranks as it was saved with. {_INSTEAD}"
-            )
-        stored = [copy.deepcopy(stored[0]) for _ in optimizers]
-        for inner, options in zip(optimizers, stored, strict=True):
-            is_expert = any(group.get("is_expert_parallel") for group in inner.optimizer.param_groups)
-            for group in options["optimizer"]["param_groups"]:
-                group["is_expert_parallel"] = is_expert
+    """The options of each optimizer, from those of the optimizers that saved; see `options_for`."""
+    targets = [{"optimizer": {"param_groups": inner.optimizer.param_groups}} for inner in optimizers]
     return [
         {key: value for key, value in options.items() if not str(key).startswith("param_state")}
-        for options in stored
+        for options in options_for(optimizers_in(state), targets)
     ]
-
-
-def _shared(options: Mapping[Any, Any]) -> list[dict[str, Any]]:
-    """The groups of an optimizer without the options that always differ between dense and expert weights."""
-    own = ("params", "is_expert_parallel")
-    groups = options["optimizer"]["param_groups"]
-    return [{key: value for key, value in group.items() if key not in own} for group in groups]
 
 
 def _optimizers(optimizer: Any) -> list[Any]:

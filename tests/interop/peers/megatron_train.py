@@ -24,7 +24,6 @@ is one of `TransformerConfig`. Its `whole` adds what Megatron-LM saves beside mo
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 import os
@@ -168,8 +167,7 @@ class Steps:
         state = load(state, path)
         for at, chunk in enumerate(self.run.chunks):
             chunk.module.load_state_dict(state["model" if len(self.run.chunks) == 1 else f"model{at}"])
-        chained = len(getattr(self.run.optimizer, "chained_optimizers", [None]))
-        self.run.optimizer.load_state_dict(_for_optimizers(state["optimizer"], chained))
+        self.run.optimizer.load_state_dict(state["optimizer"])
         self.done = state["step"]
         if self.loop_state is not None:
             self.loop_state.set(state)
@@ -289,24 +287,6 @@ def layout_here() -> list[int]:
         parallel_state.get_pipeline_model_parallel_world_size(),
         world_size(),
     ]
-
-
-def _for_optimizers(state: dict[Any, Any], count: int) -> dict[Any, Any]:
-    """Gives each optimizer its options.
-
-    On two expert parallel ranks and more, experts have an optimizer of their own. Megatron-Core 0.19.2 stores
-    the tensors of both under the same keys as those of one, and fails to load the options of another number.
-    """
-    stored = {number: state[number] for number in (0, 1) if "optimizer" in state.get(number, {})}
-    if len(stored) == 2 and count == 1:
-        return {**stored[0], **{key: value for key, value in state.items() if key not in stored}}
-    if not stored and count == 2:
-        for number in (0, 1):
-            state[number] |= copy.deepcopy({key: state[key] for key in state if not isinstance(key, int)})
-        for group in state[1]["optimizer"]["param_groups"]:
-            group["is_expert_parallel"] = True
-        return {number: state[number] for number in (0, 1)}
-    return state
 
 
 def _random_state() -> dict[str, Any]:
