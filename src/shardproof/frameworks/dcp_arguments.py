@@ -37,8 +37,6 @@ HUGGING_FACE = _classes(
 """Storages for model files of Hugging Face. These are not checkpoints, so torch handles them."""
 _STAGERS = _classes(staging, "BlockingAsyncStager", "DefaultStager")
 """Stagers that only copy tensors."""
-_CALLER = 3
-"""Frames from a warning to the function that has the argument."""
 
 
 def given_arguments(**arguments: Any) -> dict[str, Any]:
@@ -140,7 +138,7 @@ def check_planner(planner: Any, default: type[Any], verb: str) -> bool:
         warnings.warn(
             f"dcp.{verb} of shardproof spreads replicas over the ranks: dedup_save_to_lowest_rank=True of "
             f"{name} has no effect",
-            stacklevel=_CALLER,
+            stacklevel=3,
         )
     return bool(getattr(planner, "allow_partial_load", False))
 
@@ -152,7 +150,7 @@ def check_executor(kind: Any) -> None:
         warnings.warn(
             "dcp.async_save of shardproof writes in threads that do not need the interpreter lock for their "
             "work: async_checkpointer_type=PROCESS has no effect",
-            stacklevel=_CALLER,
+            stacklevel=2,
         )
 
 
