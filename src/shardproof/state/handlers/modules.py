@@ -14,6 +14,7 @@ from shardproof.errors import StructureError
 from shardproof.state.binder import MISSING, Binder
 from shardproof.state.collector import Collector
 from shardproof.state.dtensor import local_tensor
+from shardproof.state.fabric_wrappers import without_fabric
 from shardproof.state.flat_parameters import FlatPart, flat_parts, flat_state, is_flat
 from shardproof.state.layout import Layout, local_layout
 from shardproof.state.local_shards import FlatShard, LocalShards
@@ -97,8 +98,9 @@ MODULE = _Module()
 
 
 def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
-    """The module inside wrappers of data parallelism and compilation, in any order."""
+    """The module inside wrappers of data parallelism, compilation and Fabric, in any order."""
     while True:
+        module = without_fabric(module)
         if isinstance(module, PARALLEL):
             module = module.module
         elif "_orig_mod" in module._modules:
