@@ -1,11 +1,13 @@
 """verl's checkpoint manager of FSDP, with checkpoints that load on any number of ranks."""
 
 import os
+import shutil
 from typing import Any
 
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 
 import shardproof as sp
+from shardproof.frameworks.huggingface import save_pretrained
 
 
 class ShardproofCheckpointManager(FSDPCheckpointManager):
@@ -14,23 +16,23 @@ class ShardproofCheckpointManager(FSDPCheckpointManager):
             "model": lambda: {"model": self.model},
             "optimizer": lambda: {"optimizer": sp.OptimizerState(self.optimizer, self.model)},
             "extra": lambda: {"lr_scheduler": self.lr_scheduler, "rng": sp.RandomState()},
+            "hf_model": dict,
         }
-        return {name: value for part in parts if part in contents for name, value in parts[part]().items()}
+        return {name: value for part in contents for name, value in parts[part]().items()}
 
-    def save_checkpoint(
-        self,
-        local_path: str,
-        hdfs_path: str | None = None,
-        global_step: int = 0,
-        max_ckpt_to_keep: int | None = None,
-    ) -> None:
+    def save_checkpoint(self, local_path, hdfs_path=None, global_step=0, max_ckpt_to_keep=None) -> None:
+        weights = f"{local_path}/huggingface"
+        if self.rank == 0:
+            shutil.rmtree(weights, ignore_errors=True)  # of an earlier save to this path
         sp.save(local_path, self.state(self.checkpoint_save_contents), step=global_step, overwrite=True)
+        if self.should_save_hf_model:
+            save_pretrained(self.model, weights)
         if self.rank == 0:  # after the commit
+            if self.should_save_hf_model and self.processing_class is not None:
+                self.processing_class.save_pretrained(weights)
             self.register_checkpoint(local_path, max_ckpt_to_keep)
 
-    def load_checkpoint(
-        self, local_path: str | None, hdfs_path: str | None = None, del_local_after_load: bool = False
-    ) -> None:
+    def load_checkpoint(self, local_path, hdfs_path=None, del_local_after_load=False) -> None:
         if local_path is None:
             return
         state, rename = self.state(self.checkpoint_load_contents), {}

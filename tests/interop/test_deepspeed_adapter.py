@@ -142,3 +142,25 @@ def test_the_added_lines_of_a_page_are_those_of_its_example(page: str) -> None:
     (diff,) = re.findall(r"```diff\n(.*?)```", text, re.DOTALL)
     added = [line[1:].strip() for line in diff.splitlines() if line.startswith("+") and line[1:].strip()]
     assert added and [line for line in added if line not in example] == []
+
+
+def test_after_a_load_state_is_linked_by_the_first_step_or_by_the_call_that_the_page_names(
+    tmp_path: Path,
+) -> None:
+    """DeepSpeed's own load leaves the same gap before the first step."""
+    cases = ["one:1:float32", "two:2:bfloat16"]
+    facts = train("before_a_step", tmp_path, cases, nproc=2).facts
+    not_linked = "argument of type 'NoneType' is not iterable"
+    for name in ("one", "two"):
+        assert facts[f"{name}.ours"] == facts[f"{name}.theirs"] == not_linked
+        assert facts[f"{name}.ours.linked"] == facts[f"{name}.theirs.linked"] > 0
+    page = (EXAMPLE.parents[1] / "docs" / "frameworks" / "deepspeed.md").read_text()
+    assert "`engine.optimizer._lazy_init_hp_params_optimizer_state()`" in page
+
+
+def test_another_folder_of_extensions_has_no_lock_of_a_killed_rank(tmp_path: Path) -> None:
+    """The remedy that the page names. The wait and the compilation are replaced."""
+    facts = run_peer("deepspeed", "deepspeed_lock.py", tmp_path).facts
+    assert facts == {"first": "compile", "killed": True, "elsewhere": True}
+    page = (EXAMPLE.parents[1] / "docs" / "frameworks" / "deepspeed.md").read_text()
+    assert "`TORCH_EXTENSIONS_DIR`" in page

@@ -25,6 +25,17 @@ def test_a_save_is_restored_on_another_number_of_ranks(strategy: str, tmp_path: 
     assert_same_checkpoints(tmp_path / "restored", tmp_path / "saved", ranks=2)
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_wrapped_objects_are_saved_as_unwrapped_ones(strategy: str, tmp_path: Path) -> None:
+    """Fabric's module and optimizer as they are, and with the names that an error recommends."""
+    train("torch", SCRIPT, strategy, "save", tmp_path / "saved", nproc=2)
+    train("torch", SCRIPT, strategy, "save-wrapped", tmp_path / "wrapped", nproc=2)
+    assert_same_checkpoints(tmp_path / "wrapped", tmp_path / "saved")
+    assert_same_checkpoints(tmp_path / "wrapped-named", tmp_path / "saved")
+    train("torch", SCRIPT, strategy, "restore-wrapped", tmp_path / "saved", tmp_path / "restored", nproc=2)
+    assert_same_checkpoints(tmp_path / "restored", tmp_path / "saved")
+
+
 def test_checkpoint_of_fabric_loads(tmp_path: Path) -> None:
     theirs, ours = tmp_path / "theirs.ckpt", tmp_path / "ours"
     train("torch", SCRIPT, "ddp", "save-theirs", theirs, nproc=2)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 import shardproof as sp
 from tests.interop.checkpoints import assert_same_checkpoints
+from tests.interop.peer import assert_same_tensors
 from tests.interop.training import EXAMPLES, SCRIPTS, train
 
 pytestmark = [pytest.mark.interop, pytest.mark.processes]
@@ -15,30 +17,41 @@ pytestmark = [pytest.mark.interop, pytest.mark.processes]
 SCRIPT = SCRIPTS / "train_verl.py"
 
 
-def test_a_save_is_restored_on_another_number_of_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("saved", "restored"), [("fsdp2", "fsdp2"), ("fsdp", "fsdp"), ("fsdp", "fsdp2")])
+def test_a_save_is_restored_on_another_number_of_ranks(saved: str, restored: str, tmp_path: Path) -> None:
     """verl's own manager has a file for each rank, and finds none on another number of ranks."""
-    train("verl", SCRIPT, "save", tmp_path / "saved", nproc=2)
+    train("verl", SCRIPT, saved, "save", tmp_path / "saved", nproc=2)
     with sp.open(tmp_path / "saved") as checkpoint:
         assert checkpoint.step == 3 and checkpoint["lr_scheduler"]["last_epoch"] == 3
         assert checkpoint["optimizer.lm_head.weight.step"].read() == 3
-    text = train("verl", SCRIPT, "restore", tmp_path / "saved", tmp_path / "restored", nproc=3)
+        weights = {
+            record.key: checkpoint[record.key].read()
+            for record in checkpoint.tensors
+            if record.key.startswith("model.")
+        }
+    exported = load_file(tmp_path / "saved" / "huggingface" / "model.safetensors")
+    assert_same_tensors({f"model.{name}": tensor for name, tensor in exported.items()}, weights)
+    if saved == "fsdp2":
+        assert_same_tensors(exported, load_file(tmp_path / "saved-own" / "huggingface" / "model.safetensors"))
+    text = train("verl", SCRIPT, restored, "restore", tmp_path / "saved", tmp_path / "restored", nproc=3)
     assert_same_checkpoints(tmp_path / "restored", tmp_path / "saved", ranks=2)
     assert "model_world_size_3_rank_2.pt" in text
 
 
 def test_checkpoints_of_verl_load_on_another_number_of_ranks(tmp_path: Path) -> None:
     """Checkpoints of verl's own manager, with the values that ours saves at the same step."""
-    train("verl", SCRIPT, "save", tmp_path / "saved", nproc=2)
+    train("verl", SCRIPT, "fsdp2", "save", tmp_path / "saved", nproc=2)
     with sp.open(tmp_path / "saved-own") as checkpoint:
         assert checkpoint.world_size == 2 and checkpoint["optimizer.state.0.step"].read() == 3
-    train("verl", SCRIPT, "restore_own", tmp_path / "saved", tmp_path / "restored", nproc=3)
+    train("verl", SCRIPT, "fsdp2", "restore_own", tmp_path / "saved", tmp_path / "restored", nproc=3)
     assert_same_checkpoints(tmp_path / "restored", tmp_path / "saved", but=["rng"])
 
 
 def test_a_killed_save_leaves_the_checkpoint_before_it(tmp_path: Path) -> None:
-    train("verl", SCRIPT, "save", tmp_path / "saved", nproc=2, kill_in_save=2)
+    """The export of the first checkpoint also saves, so the third save is that of the second one."""
+    train("verl", SCRIPT, "fsdp", "save", tmp_path / "saved", nproc=2, kill_in_save=3)
     assert not (tmp_path / "saved-next" / "manifest.json").exists()
-    train("verl", SCRIPT, "restore", tmp_path / "saved", tmp_path / "restored", nproc=2)
+    train("verl", SCRIPT, "fsdp", "restore", tmp_path / "saved", tmp_path / "restored", nproc=2)
     assert_same_checkpoints(tmp_path / "restored", tmp_path / "saved")
 
 
@@ -46,7 +59,7 @@ def test_the_page_shows_the_example() -> None:
     """The class that its diff imports is that of the example, which is short."""
     example = (EXAMPLES / "verl_manager.py").read_text()
     page = (EXAMPLES.parent / "docs" / "frameworks" / "verl.md").read_text()
-    assert len(example.splitlines()) <= 40
+    assert len(example.splitlines()) <= 45
     (added,) = [line for line in page.splitlines() if line.startswith("+")]
     name = added.removeprefix("+from verl_manager import ").removesuffix(" as FSDPCheckpointManager")
     assert f"class {name}(FSDPCheckpointManager):" in example and "](../../examples/verl_manager.py)" in page

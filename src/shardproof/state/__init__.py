@@ -6,6 +6,7 @@ from shardproof.state.collector import hoisted_key as hoisted_key  # not listed 
 from shardproof.state.collector import hoisted_tensor
 from shardproof.state.dtensor import LOCAL, dtensor_index_map, is_dtensor, is_sharded, local_tensor
 from shardproof.state.fence import Fence, open_all
+from shardproof.state.flat_parameters import flat_tensors as flat_tensors  # not listed in __all__: internal
 from shardproof.state.handlers.generators import RandomState
 from shardproof.state.handlers.per_rank import PerRank, owner_of
 from shardproof.state.handlers.stateful_objects import parts_of

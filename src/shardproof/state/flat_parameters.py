@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from shardproof.errors import StructureError
-from shardproof.state.local_shards import FlatShard
+from shardproof.state.local_shards import FlatShard, LocalShards
 from shardproof.state.module_names import EXTRA_STATE, NamedModule, clean_name
 
-__all__ = ["FlatPart", "flat_parts", "flat_state", "is_flat", "is_in_flat"]
+__all__ = ["FlatPart", "flat_parts", "flat_state", "flat_tensors", "is_flat", "is_in_flat"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -145,3 +145,33 @@ def flat_state(module: NamedModule, parts: Iterable[FlatPart]) -> dict[str, Any]
         if type(part).get_extra_state is not torch.nn.Module.get_extra_state:
             state[prefix + EXTRA_STATE] = part.get_extra_state()
     return state
+
+
+def flat_tensors(module: torch.nn.Module) -> dict[str, tuple[torch.Tensor, LocalShards | None]]:
+    """The parameters and persistent buffers of a module of which FSDP1 wraps a part, by name in the model.
+
+    Args:
+        module: any module.
+
+    Returns:
+        For a parameter of FSDP1: a parameter without memory, which tied parameters share, with the global
+        shape and dtype; and the elements on this rank. For other tensors: the tensor and None. An empty dict
+        if FSDP1 wraps no part of the module.
+
+    Raises:
+        StructureError: see `flat_parts` and `flat_state`.
+
+    >>> flat_tensors(torch.nn.Linear(2, 2))
+    {}
+    """
+    named = NamedModule(module)
+    if not is_flat(named):
+        return {}
+    parts = flat_parts(named, type(module).__name__)
+    tensors: dict[str, tuple[torch.Tensor, LocalShards | None]] = {
+        named.clean(part.name): (part.meta, part.described().sharded()) for part in parts
+    }
+    for name, item in flat_state(named, parts).items():
+        if isinstance(item, torch.Tensor):
+            tensors[named.clean(name)] = item, None
+    return tensors

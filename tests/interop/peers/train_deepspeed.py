@@ -260,6 +260,31 @@ def unfit(path: str, name: str, stage: int, dtype: str, result: Result) -> None:
     adapter.load_checkpoint(engine, path)
 
 
+def before_a_step(path: str, name: str, stage: int, dtype: str, result: Result) -> None:
+    """What DeepSpeed's function for optimizer state does after a load, before the first step."""
+    engine = built(stage, dtype, seed=0)
+    train(engine, 1)
+    adapter.save_checkpoint(engine, path)
+    engine.save_checkpoint(f"{path}/own")
+    for loaded, load in (
+        ("theirs", lambda other: other.load_checkpoint(f"{path}/own")),
+        ("ours", lambda other: adapter.load_checkpoint(other, path)),
+    ):
+        other = built(stage, dtype, seed=1)
+        load(other)
+        # The part of that function before its collective, which a rank without this error would wait in.
+        fragments = [getattr(item, "_hp_mapping", None) for item in other.module.parameters()]
+        try:
+            found = [item.get_hp_fragment("exp_avg") for item in fragments if item is not None]
+            result.facts[f"{name}.{loaded}"] = len(found)
+        except TypeError as error:
+            result.facts[f"{name}.{loaded}"] = str(error)
+        if stage < 3:
+            other.optimizer._lazy_init_hp_params_optimizer_state()
+            found = [item.get_hp_fragment("exp_avg") for item in fragments if item is not None]
+            result.facts[f"{name}.{loaded}.linked"] = len(found)
+
+
 def error_of(call: Callable[[], Any], cause: str) -> str:
     """The message of the error that this rank raises."""
     try:
@@ -285,6 +310,7 @@ MODES = {
     "other_format": other_format,
     "unreadable": unreadable,
     "unfit": unfit,
+    "before_a_step": before_a_step,
 }
 
 

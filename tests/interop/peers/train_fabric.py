@@ -1,7 +1,8 @@
 """Trains with Fabric: `train_fabric.py STRATEGY ACTION FOLDER [LAST]`.
 
-STRATEGY is `ddp` or `fsdp2`. ACTION is `save`, `save-theirs` for `fabric.save`, or `restore`, which saves the
-restored state to LAST.
+STRATEGY is `ddp` or `fsdp2`. ACTION is `save`, `save-theirs` for `fabric.save`, `save-wrapped`, which saves
+Fabric's objects with `shardproof.save`, or `restore`, which saves the restored state to LAST.
+`restore-wrapped` loads into Fabric's objects with `shardproof.load`.
 """
 
 from __future__ import annotations
@@ -44,7 +45,10 @@ def main() -> None:
         state["rng"] = sp.RandomState()
     if fabric.global_rank != 0:
         adapter._is_theirs = None  # rank 0 alone finds the format
-    if ACTION == "restore":
+    if ACTION == "restore-wrapped":
+        sp.load(FOLDER, state | {"optimizer": sp.OptimizerState(optimizer, model)})
+        sp.save(LAST[0], state | {"step": 3})
+    elif ACTION == "restore":
         old = {name: item for name, item in state.items() if name != "rng"}
         load(fabric, FOLDER, old if os.path.isfile(FOLDER) else state)
         state |= old if os.path.isfile(FOLDER) else {}
@@ -59,6 +63,9 @@ def main() -> None:
             state["step"] = step + 1
         if ACTION == "save":
             save(fabric, FOLDER, state)
+        elif ACTION == "save-wrapped":
+            sp.save(FOLDER, state)
+            sp.save(f"{FOLDER}-named", state | {"optimizer": sp.OptimizerState(optimizer, model)})
         else:
             fabric.save(FOLDER, state)
     fabric.barrier()

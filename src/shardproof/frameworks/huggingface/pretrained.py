@@ -15,10 +15,17 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 import shardproof as sp
 from shardproof.frameworks.huggingface.meta_tensors import compute_buffers, materialize
-from shardproof.frameworks.huggingface.weight_plan import FileTensors, plan_load, plan_save, state_of
+from shardproof.frameworks.huggingface.weight_plan import (
+    FileTensors,
+    plan_load,
+    plan_save,
+    state_of,
+    tensors_of,
+)
 from shardproof.interop import foreign_of
 from shardproof.loading import Patterns, from_rank, open_storage, selects
 from shardproof.rendezvous import MeetingSequence, Rendezvous, connected
+from shardproof.state import inside
 from shardproof.storage import LocalStorage, StrOrBytesPath, publish_path
 
 __all__ = ["load_pretrained", "save_pretrained"]
@@ -94,7 +101,7 @@ def load_pretrained(
 
 
 def save_pretrained(
-    model: PreTrainedModel,
+    model: torch.nn.Module,
     folder: StrOrBytesPath,
     *,
     config: PreTrainedConfig | None = None,
@@ -112,7 +119,7 @@ def save_pretrained(
     The tensors are stored as transformers stores them: experts one by one, tied tensors once.
 
     Args:
-        model: a model of transformers, sharded or not.
+        model: a model of transformers, sharded or not. FSDP1 may wrap it (`FullyShardedDataParallel`).
         folder: path of the new folder. The disk needs room for the model twice.
         config: configuration to write as ``config.json``; None for the model's own.
         dtype: dtype of the floating point tensors in the files; None to leave it unchanged.
@@ -132,10 +139,11 @@ def save_pretrained(
     Example:
         >>> save_pretrained(model, "trained", dtype=torch.bfloat16)  # doctest: +SKIP
     """
-    model = _checked(model)
+    model = getattr(model, "_orig_mod", model)
+    inner = _checked(inside(model))
     target = Path(os.path.abspath(os.fsdecode(folder)))
     work = target.with_name(f"{target.name}.exporting")
-    operation = f"export {type(model).__name__} to {target}"
+    operation = f"export {type(inner).__name__} to {target}"
     plan: FileTensors = {}
 
     def begin() -> None:
@@ -147,12 +155,14 @@ def save_pretrained(
             shutil.rmtree(work)
 
     def publish() -> None:
-        _write_configs(model, config, dtype, work)
+        _write_configs(inner, config, dtype, work)
         publish_path(work / "model", target)
         shutil.rmtree(work)
 
     with connected(rendezvous, deadline) as ranks:
-        _together(ranks, operation, "prepare", lambda: plan.update(plan_save(model)), begin)
+        _together(
+            ranks, operation, "prepare", lambda: plan.update(plan_save(inner, tensors_of(model))), begin
+        )
         sp.save(work / "state", dict(state_of(model, plan)), rendezvous=ranks)
         report = sp.convert(
             work / "state",
@@ -163,7 +173,7 @@ def save_pretrained(
             rendezvous=ranks,
         )
         _together(ranks, operation, "publish", lambda: None, publish)
-    return msgspec.structs.replace(report, source=type(model).__name__, location=str(target))
+    return msgspec.structs.replace(report, source=type(inner).__name__, location=str(target))
 
 
 def _checked(model: Any) -> PreTrainedModel:
@@ -172,7 +182,8 @@ def _checked(model: Any) -> PreTrainedModel:
     if not isinstance(inner, PreTrainedModel):
         raise TypeError(
             f"expected a PreTrainedModel of transformers, found {type(model).__name__}. Give the model "
-            "inside wrappers such as DistributedDataParallel or PeftModel"
+            "inside wrappers such as DistributedDataParallel or PeftModel, and fill a model before "
+            "FullyShardedDataParallel (FSDP1) wraps it"
         )
     if getattr(inner, "hf_quantizer", None) is not None:
         raise TypeError("a quantized model is not supported: load it with from_pretrained")

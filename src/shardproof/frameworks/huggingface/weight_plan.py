@@ -21,7 +21,7 @@ from transformers.core_model_loading import (
 import shardproof as sp
 from shardproof._utils.humanize import listed
 from shardproof.frameworks.traced_tensor import TracedBox, TracedTensor, inverse, local_parts
-from shardproof.state import local_layout, local_tensor
+from shardproof.state import flat_tensors, local_layout, local_tensor
 
 __all__ = ["FileTensors", "plan_load", "plan_save", "state_of", "tensors_of"]
 
@@ -31,17 +31,27 @@ FileTensors: TypeAlias = "dict[str, tuple[_Shape, list[tuple[str, TracedBox]]]]"
 The source of the box is the tensor of the files."""
 
 
-def tensors_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The parameters and persistent buffers by name, tied ones under each of their names."""
+def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters and persistent buffers by name, tied ones under each of their names.
+
+    A parameter of FSDP1 is on the meta device.
+    """
+    return {name: tensor for name, (tensor, _) in _tensors(model).items()}
+
+
+def _tensors(model: torch.nn.Module) -> dict[str, tuple[torch.Tensor, sp.LocalShards | None]]:
+    """The tensors of `tensors_of`, each with its part on this rank if it does not have the memory itself."""
+    if flat := flat_tensors(model):
+        return flat
     state = model.state_dict(keep_vars=True)
-    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    return {name: (value, None) for name, value in state.items() if isinstance(value, torch.Tensor)}
 
 
-def state_of(model: PreTrainedModel, plan: FileTensors) -> dict[str, sp.LocalShards]:
+def state_of(model: torch.nn.Module, plan: FileTensors) -> dict[str, sp.LocalShards]:
     """This rank's memory of a model under the keys of the files."""
     local = {
-        name: local_layout(tensor, None, name).pieces(local_tensor(tensor))
-        for name, tensor in tensors_of(model).items()
+        name: local_layout(tensor, None, name).pieces(local_tensor(tensor)) if part is None else part
+        for name, (tensor, part) in _tensors(model).items()
     }
     return {
         key: sp.LocalShards(
@@ -87,13 +97,16 @@ def plan_load(model: PreTrainedModel, shapes: Mapping[str, _Shape], location: st
     return plan
 
 
-def plan_save(model: PreTrainedModel) -> FileTensors:
+def plan_save(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> FileTensors:
     """Finds the tensors that `save_pretrained` of transformers stores, and the boxes that they consist of.
+
+    Args:
+        model: the model, without wrappers.
+        tensors: the result of `tensors_of` for the model with its wrapper of FSDP1.
 
     Raises:
         StructureError: a conversion is not supported, or a tie of the model is broken.
     """
-    tensors = tensors_of(model)
     _check_ties(model, tensors)
     left_out = {*(model._keys_to_ignore_on_save or ()), *(model.all_tied_weights_keys or ())}
     traced = {

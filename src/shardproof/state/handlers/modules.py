@@ -13,6 +13,7 @@ from shardproof.errors import KeyMismatchError, StructureError
 from shardproof.state.binder import MISSING, Binder
 from shardproof.state.collector import Collector
 from shardproof.state.dtensor import local_tensor
+from shardproof.state.fabric_wrappers import without_fabric
 from shardproof.state.flat_parameters import FlatPart, flat_parts, flat_state, is_flat
 from shardproof.state.handlers.module_hooks import LoadHooks, is_uninitialized, refuse_hooks
 from shardproof.state.layout import Layout, local_layout
@@ -255,16 +256,17 @@ MODULE = _Module()
 
 
 def _unwrapped(module: torch.nn.Module) -> list[torch.nn.Module]:
-    """The wrappers of data parallelism and compilation, in any order, and the module inside."""
-    modules = [module]
+    """The wrappers of data parallelism, compilation and Fabric, in any order, and the module inside."""
+    modules = [without_fabric(module)]
     while True:
+        module = modules[-1]
         if isinstance(module, PARALLEL):
-            module = module.module
+            inner = module.module
         elif "_orig_mod" in module._modules:
-            module = module.get_submodule("_orig_mod")
+            inner = module.get_submodule("_orig_mod")
         else:
             return modules
-        modules.append(module)
+        modules.append(without_fabric(inner))
 
 
 def _same(value: Any) -> Any:

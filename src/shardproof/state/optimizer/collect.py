@@ -19,6 +19,7 @@ from shardproof.errors import StructureError
 from shardproof.state.binder import Binder
 from shardproof.state.collector import Collector, Hoister
 from shardproof.state.dtensor import local_tensor
+from shardproof.state.fabric_wrappers import without_fabric
 from shardproof.state.flat_parameters import is_in_flat
 from shardproof.state.handlers.modules import flat_parts_of, named
 from shardproof.state.optimizer.bind import EXTRA, SHARED, OptimizerBinding
@@ -216,10 +217,11 @@ def _collect_shared(place: Place, optimizer: torch.optim.Optimizer, collector: C
         collector.object(join(place.key, SHARED), shared, place.path)
 
 
-def _optimizer_of(value: Any, place: Place) -> torch.optim.Optimizer:
+def _optimizer_of(value: Any, place: Place) -> Any:
     """The optimizer. Raises if it may have state besides slots, which a save would lose."""
     if isinstance(value, OptimizerState):
-        return value.optimizer
+        return without_fabric(value.optimizer)
+    value = without_fabric(value)
     assert isinstance(value, torch.optim.Optimizer)
     kind = type(value)
     if isinstance(value, SlotProvider) or is_zero_redundancy(value):
