@@ -63,6 +63,10 @@ def _flat(folder: str) -> None:
             sp.load(f"{folder}/c", {"model": target})
         assert "remove the hooks, and call them yourself" in str(caught.value)
         handle.remove()
+        saving = inner.scale.register_state_dict_post_hook(lambda *_: None)
+        with pytest.raises(sp.ShardproofError, match="Inverse has hooks of state_dict"):
+            sp.save(f"{folder}/d", {"model": target})
+        saving.remove()
         sp.load(f"{folder}/c", {"model": target})
         with FullyShardedDataParallel.summon_full_params(target):
             assert inner.scale.w.tolist() == [4.0] * 4

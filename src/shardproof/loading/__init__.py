@@ -63,7 +63,8 @@ def load(
     """Fills a state tree from a committed checkpoint of any layout. All ranks call it.
 
     The load fills tensors in place and replaces other leaves in their container. A tuple is rebuilt in its
-    parent. Objects get their state through ``load_state_dict``. If the target has not created its optimizer
+    parent. Objects get their state through ``load_state_dict``. The load hooks of modules and optimizers run
+    at the end (docs/concepts.md). If the target has not created its optimizer
     state yet, the load creates it without a step. Every byte is verified.
 
     By default each rank reads the blocks that it needs, and no collective runs. A digest covers a whole block
@@ -80,8 +81,9 @@ def load(
         path: the folder of the checkpoint, or a checkpoint of another project: its folder or file. Or a URL,
             such as ``s3://bucket/run/step``.
         state: the tree to fill.
-        strict: True if a key that only the target or only the checkpoint has is an error. A different shape
-            or dtype is always an error. An object with ``state_tree`` is optional on both sides.
+        strict: True if a key that only the target or only the checkpoint has is an error. False: an error
+            only if the checkpoint has no key of the target. A different shape or dtype is always an error.
+            An object with ``state_tree`` is optional on both sides.
         include: patterns (`fnmatch`, over the whole key or the keys above it) of the keys to load; None for
             all.
         exclude: patterns of the keys that the load leaves unchanged. The log names a pattern that matches no
@@ -116,7 +118,8 @@ def load(
         NotCommittedError: `path` has no committed checkpoint.
         StructureError: a pattern of `include` or `cast`, or a stored key of `rename`, matches no key; or
             `include` is empty.
-        KeyMismatchError: the state and the checkpoint do not fit; nothing was changed.
+        KeyMismatchError: the state and the checkpoint do not fit; nothing was changed, unless the load hooks
+            of a module left keys (the message says so).
         CorruptChunkError, FormatError, StorageError, TilingError: the checkpoint is damaged. The message says
             so if tensors were partly overwritten before the load failed.
         RankFailure, RankSilent: a rank failed or fell silent.

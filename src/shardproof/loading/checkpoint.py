@@ -34,9 +34,9 @@ from shardproof.loading.destinations import Destination, DestinationWriter
 from shardproof.loading.read_executor import ChunkReads
 from shardproof.planning import OWN_ADVICE, ChunkTable, ReadPlan, RequestedBoxes, plan_reads
 from shardproof.state import Catalogue, decode_plain
-from shardproof.storage import Storage
+from shardproof.storage import RemoteStorage, Storage
 
-__all__ = ["Checkpoint", "NativeCheckpoint", "Reads", "StoredTensor"]
+__all__ = ["Checkpoint", "NativeCheckpoint", "Reads", "StoredTensor", "open_once"]
 
 Index = SupportsIndex | slice | EllipsisType
 
@@ -133,6 +133,16 @@ class Checkpoint(ABC):
 
         Raises:
             StorageError: a file is missing or has another size.
+        """
+
+    @abstractmethod
+    def open_files(self, rows: NDArray[np.int64]) -> None:
+        """Opens the files of some rows of the chunk table. A load calls it before it overwrites anything.
+
+        The storage bounds how many of them stay open. Files of a remote storage are not opened.
+
+        Raises:
+            StorageError: a file cannot be opened.
         """
 
     @abstractmethod
@@ -329,11 +339,22 @@ class NativeCheckpoint(Checkpoint):
         check_sizes([(self.files[file][0], self.manifest.files[file]) for file in unchecked], advice)
         self._sized.update(unchecked)
 
+    def open_files(self, rows: NDArray[np.int64]) -> None:
+        """Opens the shard files of some chunks; see `Checkpoint.open_files`."""
+        for file in np.unique(self.table.file[rows]).tolist():
+            open_once(*self.files[file])
+
     def reads(self, writer: DestinationWriter, rows: NDArray[np.int64]) -> Reads:
         """Plans to read some chunks, reduced to the blocks that the destinations need."""
         chunks = Chunks(self.files, self.manifest, self.table, rows)
         chunks.narrow(writer.wanted, self.blocks)
         return ChunkReads(chunks, writer)
+
+
+def open_once(storage: Storage, name: str) -> None:
+    """Opens a file of a storage that is not remote, and reads none of its bytes."""
+    if not isinstance(storage, RemoteStorage):
+        storage.read_into(name, 0, memoryview(bytearray()))
 
 
 class StoredTensor:

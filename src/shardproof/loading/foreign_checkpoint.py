@@ -17,7 +17,7 @@ from shardproof.format import TensorRecord
 from shardproof.geometry import row_pointers
 from shardproof.interop import Extent, FormatReader, StoredBox, opaque_names
 from shardproof.loading.box_reads import BoxReads
-from shardproof.loading.checkpoint import Checkpoint, Reads
+from shardproof.loading.checkpoint import Checkpoint, Reads, open_once
 from shardproof.loading.destinations import DestinationWriter
 from shardproof.planning import ChunkTable
 from shardproof.state import encode_plain
@@ -98,6 +98,11 @@ class ForeignCheckpoint(Checkpoint):
                     missing=False,
                 )
             self._sized.add(name)
+
+    def open_files(self, rows: NDArray[np.int64]) -> None:
+        """Opens the files of some boxes; see `Checkpoint.open_files`."""
+        for name in sorted(self._files.keys() & {self.boxes[row].file for row in rows.tolist()}):
+            open_once(self.reader.storage, name)
 
     def reads(self, writer: DestinationWriter, rows: NDArray[np.int64]) -> Reads:
         """Plans to read some boxes; see `Checkpoint.reads`."""

@@ -233,6 +233,7 @@ class _Loader:
                     checkpoint, state, options, self._rendezvous.rank, self._rendezvous.world_size
                 )
                 if matched.plan is not None:
+                    checkpoint.open_files(np.unique(matched.plan.chunk))
                     self._writer = DestinationWriter(
                         checkpoint.tensors, checkpoint.table, matched.plan, matched.destinations
                     )

@@ -192,7 +192,7 @@ def match(checkpoint: Checkpoint, state: Any, options: LoadOptions, rank: int, w
         next((error.to_wire() for error in binding.refused), None),
         tuple(unused_patterns(options.exclude, (*catalogue.tensors, *catalogue.objects, *(asked or ())))),
         unused_renames(options.rename, asked | used) if asked is not None else {},
-        sum(key in catalogue.tensors or key in catalogue.objects for key in used),
+        sum(key in catalogue.tensors or key in catalogue.objects for key in binding.used),
     )
     if binding.refused or mismatched or (options.strict and binding.missing):
         return Matched(report, binding, catalogue, [], None)

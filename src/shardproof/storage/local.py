@@ -7,7 +7,6 @@ import secrets
 import stat
 from pathlib import Path
 
-from shardproof._utils import forks
 from shardproof.errors import AlreadyCommittedError, StorageError
 from shardproof.storage.base import FreeSpace, check_folder, check_name
 from shardproof.storage.direct_io import PageCache, UncachedReader
@@ -20,6 +19,7 @@ from shardproof.storage.durable import (
     write_all,
 )
 from shardproof.storage.free_space import local_free_space
+from shardproof.storage.open_files import OpenFiles
 from shardproof.storage.paths import (
     StrOrBytesPath,
     absolute,
@@ -33,8 +33,6 @@ from shardproof.storage.probe import PROBES, users_choice
 from shardproof.storage.sink import LocalSink
 
 __all__ = ["LocalStorage"]
-
-_MAX_OPEN = 64
 
 
 class LocalStorage:
@@ -64,8 +62,8 @@ class LocalStorage:
         self._root = absolute(root)
         self._direct = direct
         self._probes = PROBES
-        self._open_files: dict[str, _Descriptor] = {}
-        self._lock = forks.lock()
+        self._folder_key = os.fspath(self._root)
+        self._open_files = OpenFiles[_Descriptor]()
 
     def __repr__(self) -> str:
         return f"LocalStorage({self.location!r})"
@@ -301,14 +299,15 @@ class LocalStorage:
 
     def sibling(self, folder: str) -> LocalStorage:
         """The storage in the sibling folder of this name; see `Storage.sibling`."""
-        return LocalStorage(
+        found = LocalStorage(
             self._root.parent / check_folder(folder, printable(self._root.parent)), direct=self._direct
         )
+        found._open_files = self._open_files
+        return found
 
     def close(self) -> None:
-        """Close the descriptors that reads keep open."""
-        with self._lock:
-            self._open_files.clear()
+        """Close the descriptors that reads keep open, also those of the siblings of this storage."""
+        self._open_files.close()
 
     def _path(self, name: str) -> Path:
         return self._root / check_name(name, self.location)
@@ -323,19 +322,10 @@ class LocalStorage:
 
     def _descriptor(self, name: str) -> _Descriptor:
         """The open file of this name, from the cache of checked names or newly opened."""
-        cached = self._open_files.get(name)
-        if cached is not None:
-            return cached
-        opened = _Descriptor(self._path(name))
-        with self._lock:
-            self._open_files[name] = opened
-            while len(self._open_files) > _MAX_OPEN:
-                del self._open_files[next(iter(self._open_files))]  # the oldest
-        return opened
+        return self._open_files.get((self._folder_key, name), lambda: _Descriptor(self._path(name)))
 
     def _forget(self, name: str) -> None:
-        with self._lock:
-            self._open_files.pop(name, None)
+        self._open_files.forget((self._folder_key, name))
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:

@@ -15,18 +15,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardproof._utils import forks
 from shardproof._utils.arguments import check_number, check_whole
 from shardproof.errors import AlreadyCommittedError, StorageError
 from shardproof.storage.base import check_folder, check_name
 from shardproof.storage.memory_link import RUN_NAME, MemoryLink, keepers_here
 from shardproof.storage.memory_sink import AnonymousFile, MemorySink, check_room, short_read
+from shardproof.storage.open_files import OpenFiles
 from shardproof.storage.paths import printable
 
 __all__ = ["MEMORY_SCHEME", "MemoryStorage", "MemoryUsage"]
 
 MEMORY_SCHEME = "memory"
-_MOST_OPEN = 64
 
 _log = logging.getLogger("shardproof")
 
@@ -103,8 +102,7 @@ class MemoryStorage:
 
     def _start(self, link: MemoryLink, prefix: str) -> None:
         self._link, self._prefix = link, prefix
-        self._lock = forks.lock()
-        self._open_files: dict[str, AnonymousFile] = {}
+        self._open_files = OpenFiles[AnonymousFile]()
         self._seen: set[str] = set()
         """Unpublished files that this storage wrote or saw. They disappear with their writer process."""
 
@@ -258,12 +256,13 @@ class MemoryStorage:
         if not self._prefix:
             return MemoryStorage(f"{MEMORY_SCHEME}://{folder}")
         above = self._prefix.rpartition("/")[0]
-        return MemoryStorage._of(self._link, f"{above}/{folder}" if above else folder)
+        found = MemoryStorage._of(self._link, f"{above}/{folder}" if above else folder)
+        found._open_files = self._open_files
+        return found
 
     def close(self) -> None:
-        """Close the descriptors that reads keep open."""
-        with self._lock:
-            self._open_files.clear()
+        """Close the descriptors that reads keep open, also those of the siblings of this storage."""
+        self._open_files.close()
 
     def usage(self) -> MemoryUsage | None:
         """The memory that the keeper of the run uses; None if there is no keeper.
@@ -302,15 +301,11 @@ class MemoryStorage:
 
     def _file(self, name: str) -> AnonymousFile:
         """The open file of this name, from the cache or newly opened."""
-        cached = self._open_files.get(name)
-        if cached is not None and cached.number >= 0:
-            return cached
-        opened = self._opened(name)
-        with self._lock:
-            self._open_files[name] = opened
-            while len(self._open_files) > _MOST_OPEN:
-                del self._open_files[next(iter(self._open_files))]  # the oldest
-        return opened
+        found = self._open_files.get((self._prefix, name), lambda: self._opened(name))
+        if found.number < 0:  # closed in a forked child
+            self._forget(name)
+            found = self._open_files.get((self._prefix, name), lambda: self._opened(name))
+        return found
 
     def _opened(self, name: str) -> AnonymousFile:
         got = self._link.read("open", name=self._key(name))
@@ -319,8 +314,7 @@ class MemoryStorage:
         return AnonymousFile(self._place(name), got[1], int(got[0]["size"]))
 
     def _forget(self, name: str) -> None:
-        with self._lock:
-            self._open_files.pop(name, None)
+        self._open_files.forget((self._prefix, name))
 
     def _gone(self, doing: str, keys: Sequence[str]) -> StorageError:
         return StorageError(

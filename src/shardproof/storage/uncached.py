@@ -70,4 +70,6 @@ class UncachedStorage(LocalStorage):
     def sibling(self, folder: str) -> UncachedStorage:
         """The storage in the sibling folder of this name; see `Storage.sibling`."""
         above = self.path.parent
-        return UncachedStorage(above / check_folder(folder, printable(above)), before_read=self._before_read)
+        found = UncachedStorage(above / check_folder(folder, printable(above)), before_read=self._before_read)
+        found._open_files = self._open_files
+        return found

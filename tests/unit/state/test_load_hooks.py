@@ -139,6 +139,40 @@ def test_overridden_load_state_dict_of_the_outermost_module_runs(tmp_path: Path)
     assert all(torch.equal(value, target.seen[name]) for name, value in source.state_dict().items())
 
 
+def test_overridden_load_state_dict_of_an_inner_module_does_not_run(tmp_path: Path) -> None:
+    class Own(nn.Linear):
+        def load_state_dict(self, *_: Any, **__: Any) -> Any:
+            raise AssertionError("torch does not call it")
+
+    source, target = nn.Sequential(Own(2, 2), Inverse(4.0)), nn.Sequential(Own(2, 2), Inverse(1.0))
+    sp.save(tmp_path / "c", {"model": source})
+    sp.load(tmp_path / "c", {"model": target})
+    assert torch.equal(target[0].weight, source[0].weight) and target[1].inv.tolist() == [0.25] * 4
+
+
+def test_hooks_of_a_module_that_describes_its_shards_are_refused(tmp_path: Path) -> None:
+    class Flat(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.flat = nn.Parameter(torch.ones(4))
+            self.loaded = 0
+
+        def state_dict(self, *_: Any, **__: Any) -> Any:
+            return {"w": sp.FlatShard(self.flat.detach(), (2, 2), 0, 4)}
+
+        def state_loaded(self) -> None:
+            self.loaded += 1
+
+    model = Flat()
+    sp.save(tmp_path / "c", {"model": model})
+    handle = model.register_load_state_dict_post_hook(lambda module, keys: None)
+    with pytest.raises(sp.StructureError, match=r"Flat has hooks.*Define state_loaded\(\)"):
+        sp.load(tmp_path / "c", {"model": model})
+    handle.remove()
+    sp.load(tmp_path / "c", {"model": model})
+    assert model.loaded == 1
+
+
 def test_hooks_do_not_run_if_nothing_of_the_module_is_selected(tmp_path: Path) -> None:
     state = {"model": Inverse(4.0), "other": torch.ones(1)}
     sp.save(tmp_path / "c", state)
