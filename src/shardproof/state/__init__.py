@@ -11,6 +11,7 @@ from shardproof.state.handlers.per_rank import PerRank, owner_of
 from shardproof.state.handlers.stateful_objects import parts_of
 from shardproof.state.last_walk import LastWalk
 from shardproof.state.layout import LAYOUTS, Layout, declare, local_layout
+from shardproof.state.layout import declared as declared  # not listed in __all__: internal
 from shardproof.state.local_shards import FlatShard, LocalShards
 from shardproof.state.module_names import inside, number_expert, rename, share
 from shardproof.state.optimizer.collect import OptimizerState
