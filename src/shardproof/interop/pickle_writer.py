@@ -92,6 +92,8 @@ class _Writer:
         return b"".join(self._parts)
 
     def _save(self, value: Any, depth: int) -> None:
+        if isinstance(value, str):
+            value = str(value)  # a name of a class or function
         kind = type(value)
         if value is None or kind is bool:
             self._parts.append({None: b"N", True: b"\x88", False: b"\x89"}[value])

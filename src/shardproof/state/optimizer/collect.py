@@ -24,9 +24,10 @@ from shardproof.state.module_names import NamedModule
 from shardproof.state.optimizer.bind import EXTRA, SHARED, OptimizerBinding
 from shardproof.state.optimizer.flat_slots import FlatSlots
 from shardproof.state.optimizer.group_options import GroupOptions
+from shardproof.state.optimizer.hybrid_device import HybridDeviceSlots, is_hybrid_device
 from shardproof.state.optimizer.parameter_names import Names
 from shardproof.state.optimizer.slot_layouts import SlotLayouts
-from shardproof.state.optimizer.slot_sources import slots_of
+from shardproof.state.optimizer.slot_sources import receiver, slots_of
 from shardproof.state.optimizer.slots import OPTIONS, LocalRange, ParameterSlots, SlotProvider
 from shardproof.state.optimizer.zero_redundancy import is_zero_redundancy
 from shardproof.state.plain.encode import encode
@@ -72,8 +73,7 @@ class _Optimizer:
         optimizer = _optimizer_of(value, place)
 
         def collect() -> None:
-            flat = _flat_slots(optimizer, place, collector)
-            source = optimizer if flat is None else flat
+            source = _source(optimizer, place, collector)
             names = _names(value, source, place, collector)
             _collect(place, optimizer, source, names, _modules(value, collector), collector)
 
@@ -85,11 +85,10 @@ class _Optimizer:
 
         def bind() -> None:
             layouts = SlotLayouts.of(_modules(value, binder), binder.modules)
-            flat = _flat_slots(optimizer, place, binder)
-            source: Any = optimizer if flat is None else flat
+            source: Any = _source(optimizer, place, binder)
             OptimizerBinding(place, source, _names(value, source, place, binder), layouts, binder).bind()
-            if flat is not None:
-                binder.on_finish(flat.apply)
+            if source is not optimizer:
+                binder.on_finish(source.apply)
 
         binder.later.append(bind)
 
@@ -100,7 +99,7 @@ OPTIMIZER = _Optimizer()
 def _collect(
     place: Place,
     optimizer: torch.optim.Optimizer,
-    source: torch.optim.Optimizer | FlatSlots,
+    source: torch.optim.Optimizer | FlatSlots | HybridDeviceSlots,
     names: Names,
     modules: Iterable[NamedModule],
     collector: Collector,
@@ -136,12 +135,21 @@ def _collect(
         _collect_shared(place, optimizer, collector)
 
 
-def _flat_slots(optimizer: torch.optim.Optimizer, place: Place, visitor: Visitor[Any]) -> FlatSlots | None:
-    """The slots of an optimizer of FSDP1's parameters; None for other optimizers."""
-    if not any(is_in_flat(item) for group in optimizer.param_groups for item in group["params"]):
-        return None
-    parts = [part for of_module in visitor.flat.values() for part in of_module]
-    return FlatSlots(optimizer, parts, place)
+def _source(
+    optimizer: torch.optim.Optimizer, place: Place, visitor: Visitor[Any]
+) -> torch.optim.Optimizer | FlatSlots | HybridDeviceSlots:
+    """Where the slots are described: the optimizer itself, or a description of its state by parameter."""
+    is_hybrid = is_hybrid_device(optimizer)
+    if any(is_in_flat(item) for group in optimizer.param_groups for item in group["params"]):
+        if is_hybrid:
+            raise StructureError(
+                f"{place.path}: Megatron-Core's HybridDeviceOptimizer trains flat parameters of FSDP1, whose "
+                "parts it cannot step. Use fully_shard (FSDP2) and shardproof.optim.HybridDeviceOptimizer",
+                key=place.key,
+            )
+        parts = [part for of_module in visitor.flat.values() for part in of_module]
+        return FlatSlots(optimizer, parts, place)
+    return HybridDeviceSlots(optimizer, receiver) if is_hybrid else optimizer
 
 
 def _collect_shared(place: Place, optimizer: torch.optim.Optimizer, collector: Collector) -> None:

@@ -1,9 +1,14 @@
-"""The options of an optimizer's groups (learning rate, betas, ...), stored by parameter."""
+"""The options of an optimizer's groups (learning rate, betas, ...), stored by parameter.
+
+Classes and functions among them are no data. They are stored by name, for people, and a load leaves those of
+the target. It reports a target that has another class or function.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,14 +16,24 @@ import torch
 from shardproof.errors import StructureError
 from shardproof.state.binder import Binder
 from shardproof.state.optimizer.slots import OPTIONS, options_of
+from shardproof.state.plain.by_name import by_name, has_names, with_names, with_targets
+from shardproof.state.plain.decode import decode
 from shardproof.state.plain.encode import encode
 from shardproof.state.tensors import local_of
 from shardproof.state.visitor import join
 
 __all__ = ["GroupOptions"]
 
-_EXECUTION_OPTIONS = frozenset(("fused", "foreach", "capturable", "differentiable"))
-"""Options that change how a step is computed, but not its result. A load does not change the target's."""
+_OF_TORCH = ("fused", "foreach", "capturable", "differentiable")
+_OF_MEGATRON_OFFLOAD = (
+    "offload_fraction",
+    "overlap_cpu_optimizer_d2h_h2d",
+    "param_update_in_fp32",
+    "pin_cpu_grads",
+    "pin_cpu_params",
+)
+_EXECUTION_OPTIONS = frozenset((*_OF_TORCH, *_OF_MEGATRON_OFFLOAD))
+"""Options that say how or where a step is computed. A load does not change the target's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +48,7 @@ class GroupOptions:
     @staticmethod
     def encode(group: Mapping[str, Any], key: str) -> Any:
         """The encoded options of a group. A learning rate in a tensor is stored as its value."""
-        return encode(options_of(group), f"{key}.{OPTIONS}")
+        return encode(with_names(options_of(group)), f"{key}.{OPTIONS}")
 
     def bind(self, group: dict[str, Any], binder: Binder) -> Callable[[], None]:
         """Returns a function that sets the group's options. Different options in one group are a mismatch."""
@@ -65,6 +80,10 @@ class GroupOptions:
         }
         for name in values:
             _check_present(group.get(name), f"{self.key}.{OPTIONS}.{name}")
+            if has_names(agreed[name]) and binder.strict:
+                with_targets(
+                    {name: decode(agreed[name][0])}, group, partial(self._report, source[name], binder)
+                )
 
         def apply() -> None:
             for name, stored in values.items():
@@ -75,9 +94,26 @@ class GroupOptions:
                         "in one group of the target. Give each value a group of its own",
                         key=self.key,
                     )
-                group[name] = _in_target_form(group.get(name), value)
+                value = with_targets(value, group.get(name), _ignore)
+                if not has_names(value):  # the target has them all
+                    group[name] = _in_target_form(group.get(name), value)
 
         return apply
+
+    def _report(
+        self, parameter: str, binder: Binder, path: tuple[Any, ...], target: str, stored: str
+    ) -> None:
+        """Records that the target has another class or function in an option."""
+        option = ".".join(map(str, path))
+        binder.mismatch(
+            join(self.key, f"{parameter}.{OPTIONS}"),
+            f"{option}={target}",
+            f"{option}={stored}; strict=False keeps that of the target",
+        )
+
+
+def _ignore(path: tuple[Any, ...], target: str, stored: str) -> None:
+    """Reports nothing: `GroupOptions.bind` has reported the difference."""
 
 
 def _is_tensor(encoded: Any) -> bool:
@@ -102,6 +138,8 @@ def _in_target_form(present: Any, stored: Any) -> Any:
                 present.copy_(stored)
             else:
                 present.fill_(stored)
+        return present
+    if by_name(present) is not None:
         return present
     if isinstance(stored, torch.Tensor) and isinstance(present, (int, float)):
         return stored.item()

@@ -1,6 +1,7 @@
 """Reads and restores the slots of any optimizer.
 
-The optimizer is a `SlotProvider`, torch's ZeroRedundancyOptimizer, or any other optimizer of torch.
+The optimizer is a `SlotProvider`, Megatron-Core's HybridDeviceOptimizer, torch's ZeroRedundancyOptimizer, or
+any other optimizer of torch.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 from shardproof.state.dtensor import local_tensor
+from shardproof.state.optimizer.hybrid_device import HybridDeviceSlots, is_hybrid_device
 from shardproof.state.optimizer.slots import (
     MASTER,
     ParameterSlots,
@@ -39,6 +41,8 @@ def slots_of(optimizer: torch.optim.Optimizer | SlotProvider) -> list[ParameterS
     >>> slots_of(torch.optim.SGD([weight], lr=0.1))[0].tensors
     {}
     """
+    if is_hybrid_device(optimizer):
+        optimizer = HybridDeviceSlots(optimizer, receiver)
     if isinstance(optimizer, SlotProvider):
         return list(optimizer.describe_slots())
     if is_zero_redundancy(optimizer):
@@ -66,6 +70,8 @@ def receiver(optimizer: torch.optim.Optimizer | SlotProvider) -> Receiver:
     >>> list(adam.state[weight])
     ['exp_avg']
     """
+    if is_hybrid_device(optimizer):
+        optimizer = HybridDeviceSlots(optimizer, receiver)
     if isinstance(optimizer, SlotProvider):
         provider = optimizer
         return lambda parameter, _, stored: provider.receive_slots(parameter, stored)

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from shardproof.errors import PlainDataError
+from shardproof.state.plain.by_name import ByName
 from shardproof.state.plain.encode import DEPTH, FACTORIES
 from shardproof.state.plain.registry import registered
 from shardproof.state.tensors import array_dtype, torch_dtype
@@ -187,6 +188,12 @@ def _shape(shape: Any) -> tuple[int, ...]:
     return tuple(shape)
 
 
+def _name(text: Any) -> ByName:
+    if type(text) is not str:
+        raise ValueError(f"{text!r} is not a name")
+    return ByName(text)
+
+
 def _float(text: str) -> float:
     return {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[text]
 
@@ -210,6 +217,7 @@ _DECODERS: dict[str, Callable[[_Decoder, Any, int], Any]] = {
     "$dtype": lambda d, data, depth: torch_dtype(data),
     "$size": lambda d, data, depth: torch.Size(_shape(data)),
     "$device": lambda d, data, depth: torch.device(data),
+    "$named": lambda d, data, depth: _name(data),
     "$enum": _Decoder.member,
     "$dataclass": _Decoder.record,
 }

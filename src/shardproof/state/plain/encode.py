@@ -19,6 +19,7 @@ themselves. Every other value is an object with one member whose name starts wit
 ``{"$value": [dtype, shape, base64]}``         small tensor, stored inline
 ``{"$dtype": name}``, ``{"$size": [...]}``     torch dtype, torch size
 ``{"$device": text}``                          torch device
+``{"$named": name}``                           a class or function of an option (`ByName`)
 ``{"$enum": [name, member]}``                  member of a registered enum
 ``{"$dataclass": [name, {field: value}]}``     registered dataclass
 ``{"$tensor": key, "digest": xxh3_64}``        tensor, stored as one under this key; the digest only of a
@@ -49,6 +50,7 @@ import torch
 import xxhash
 
 from shardproof.errors import PlainDataError
+from shardproof.state.plain.by_name import ByName, by_name
 from shardproof.state.plain.registry import name_of
 from shardproof.state.tensors import array_dtype, as_bytes, check_memory, is_in_host_memory
 
@@ -230,12 +232,7 @@ class _Encoder:
             names = sorted(field.name for field in dataclasses.fields(value))
             fields = {one: self.encode(getattr(value, one), _join(at, one), depth + 3) for one in names}
             return {"$dataclass": [name, fields]}
-        is_stateful = hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
-        raise self.refuse(
-            at,
-            f"{_what(value)} cannot be stored: it is not plain data"
-            + (". Store its state_dict()" if is_stateful else " and has no state_dict and load_state_dict"),
-        )
+        raise self.refuse(at, f"{_what(value)} cannot be stored: it is not plain data{_advice(value)}")
 
 
 def _digest(array: np.ndarray[Any, Any]) -> str:
@@ -262,6 +259,7 @@ _ENCODERS: dict[type, Callable[[_Encoder, Any, str, int], Any]] = {
     torch.dtype: lambda e, value, at, depth: {"$dtype": str(value).removeprefix("torch.")},
     torch.Size: lambda e, value, at, depth: {"$size": list(value)},
     torch.device: lambda e, value, at, depth: {"$device": str(value)},
+    ByName: lambda e, value, at, depth: {"$named": e.text(str(value), at)},
 }
 
 
@@ -288,9 +286,16 @@ def _full_name(cls: type) -> str:
 
 
 def _what(value: Any) -> str:
-    name = _full_name(value if isinstance(value, type) else type(value))
-    if isinstance(value, type):
-        return f"the class {name}"
-    if callable(value) and hasattr(value, "__qualname__"):
-        return f"the function {value.__module__}.{value.__qualname__}"
-    return f"a value of {name}"
+    name = by_name(value)
+    if name is None:
+        return f"a value of {_full_name(type(value))}"
+    return f"the {'class' if isinstance(value, type) else 'function'} {name}"
+
+
+def _advice(value: Any) -> str:
+    """What to do about a value that is not plain data."""
+    if by_name(value) is not None:
+        return ", but code. Store its name. Of an optimizer, store the optimizer itself, not its state_dict()"
+    if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
+        return ". Store its state_dict()"
+    return " and has no state_dict and load_state_dict"
