@@ -22,7 +22,7 @@ from shardproof.frameworks.uneven_dtensors import (
 )
 from shardproof.state import is_dtensor, local_tensor
 
-__all__ = ["attach_chunk_metadata"]
+__all__ = ["attach_chunk", "attach_chunk_metadata"]
 
 
 def attach_chunk_metadata(
@@ -109,7 +109,7 @@ class _StateDict:
                     "Megatron-Core's names of experts",
                     key=key,
                 )
-            _attach(value, owner.chunk_of(value, key))
+            attach_chunk(value, owner.chunk_of(value, key))
             return value
         if isinstance(value, list):
             items = [self.described(item, f"{key}.{at}", owner) for at, item in enumerate(value)]
@@ -145,14 +145,16 @@ def _part(value: Any, key: str, owner: UnevenDTensor, suffix: str, rows: Mapping
     """One part of every DTensor in `value`. Other values belong to each part."""
     if is_dtensor(value):
         part, chunk = owner.parts_of(value, key, rows)[suffix]
-        _attach(part, chunk)
+        attach_chunk(part, chunk)
         return part
     if isinstance(value, Mapping):
         return {name: _part(item, f"{key}.{name}", owner, suffix, rows) for name, item in value.items()}
     return value
 
 
-def _attach(tensor: Any, chunk: ChunkStorageMetadata) -> None:
+def attach_chunk(tensor: Any, chunk: ChunkStorageMetadata) -> None:
+    """Describes one DTensor: its local tensor has the elements of `chunk`."""
+
     def write_items(key: str, written: Any) -> list[WriteItem]:
         local = local_tensor(written)
         if not local.numel():

@@ -18,7 +18,8 @@ weights of another dtype. The main weights are the slot ``master`` of the optimi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,9 +34,22 @@ from shardproof.frameworks.uneven_dtensors import (
     uneven_dtensors,
 )
 from shardproof.geometry import IndexMap
-from shardproof.state import LOCAL, Layout, declared, dtensor_index_map, is_dtensor, local_tensor
+from shardproof.state import (
+    LOCAL,
+    MASTER,
+    Layout,
+    LocalRange,
+    ParameterSlots,
+    Receipt,
+    SlotProvider,
+    StoredSlot,
+    declared,
+    dtensor_index_map,
+    is_dtensor,
+    local_tensor,
+)
 
-__all__ = ["attach_chunk_metadata", "module_state", "optimizer_state"]
+__all__ = ["attach_chunk_metadata", "hybrid_device_optimizer", "module_state", "optimizer_state"]
 
 _PARTITIONS = "_shardproof_partitions"
 """Attribute of a model: its partitions. All states of the model share them."""
@@ -63,11 +77,12 @@ def module_state(model: torch.nn.Module) -> torch.nn.Module:
     return PartitionedModule(inner.module, names, inner.synchronize_param_gather)
 
 
-def optimizer_state(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> sp.OptimizerState:
+def optimizer_state(optimizer: Any, model: torch.nn.Module) -> sp.OptimizerState:
     """The state of an optimizer of a model, as a value of a state tree.
 
     Args:
-        optimizer: the result of `fully_shard` or `fully_shard_optimizer`.
+        optimizer: the result of `fully_shard` or `fully_shard_optimizer`, or an optimizer that Megatron-Core
+            made for the model (`DistributedOptimizer`).
         model: the model that it trains.
 
     Returns:
@@ -77,8 +92,39 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: torch.nn.Module) ->
         StructureError: the optimizer trains a parameter that is not one of the model's distributed
             parameters.
     """
-    partitioned = _FsdpOptimizer(optimizer, model)
-    return sp.OptimizerState(partitioned, names=partitioned.names)  # type: ignore[arg-type]
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = getattr(optimizer, "optimizer", optimizer)  # inside of Megatron-Core's
+    kind = _DescribedOptimizer if isinstance(optimizer, SlotProvider) else _FsdpOptimizer
+    return sp.OptimizerState(kind(optimizer, model), module_state(model))  # type: ignore[arg-type]
+
+
+def hybrid_device_optimizer(params: Any, **options: Any) -> torch.optim.Optimizer:
+    """Make Megatron-Core's `HybridDeviceOptimizer` for the parameters of a model. Needs megatron-core.
+
+    The released class cannot step the DTensors of Megatron-FSDP. This one steps their local tensors, on the
+    CPU and on the device as the options say. Pass it to `fully_shard_optimizer`, as any other optimizer:
+
+        model = fully_shard_model(module, ...)
+        optimizer = megatron_fsdp.hybrid_device_optimizer(
+            model.parameters(),
+            offload_fraction=1.0,
+            cpu_optimizer_cls=torch.optim.AdamW,
+            gpu_optimizer_cls=torch.optim.AdamW,
+            lr=1e-4,
+        )
+        optimizer = fully_shard_optimizer(optimizer)
+
+    Args:
+        params: parameters of the model, or groups of them.
+        options: arguments of Megatron-Core's class.
+
+    Returns:
+        An instance of a subclass of Megatron-Core's class. Its `state_dict` has DTensors with their positions
+        for `torch.distributed.checkpoint`, and gathers nothing.
+    """
+    from shardproof.frameworks.megatron_offload import HybridDeviceOptimizer  # needs megatron-core
+
+    return HybridDeviceOptimizer(params, **options)
 
 
 class _FsdpOptimizer(PartitionedOptimizer):
@@ -124,6 +170,50 @@ class _FsdpOptimizer(PartitionedOptimizer):
             else _like(parameter, item)
             for slot, item in state.items()
         }
+
+
+class _DescribedOptimizer(_FsdpOptimizer):
+    """An optimizer that describes its slots, as the hybrid ones do: their sub-optimizers have the state."""
+
+    def __init__(self, optimizer: Any, model: torch.nn.Module) -> None:
+        super().__init__(optimizer, model)
+        self._provider: SlotProvider = optimizer
+        self._part_of = {id(self._distributed[id(part)]): part for part in self._by_parameter.values()}
+
+    def describe_slots(self) -> Iterator[ParameterSlots]:
+        """The optimizer's slots. A master is that of Megatron-FSDP, or else of the optimizer."""
+        for slots in self._provider.describe_slots():
+            part = self._part_of[id(slots.parameter)]
+            if part.is_elsewhere:
+                continue
+            tensors = _ranges(part, slots.tensors)
+            if part.master is not None:
+                tensors[MASTER] = part.range_of(part.master)
+            yield replace(slots, parameter=part.parameter, tensors=tensors, weights=part.stepped)
+
+    def receive_slots(self, parameter: torch.Tensor, stored: Mapping[str, StoredSlot]) -> Receipt:
+        """The optimizer's destinations. Its copies follow the loaded parameter."""
+        part = self._by_parameter[id(parameter)]
+        trained = self._distributed[id(part)]
+        shape = tuple(local_tensor(trained).shape)
+        masters, finish = part.receive_master(stored)
+        local = {
+            slot: replace(like, shape=shape if like.shape else ())
+            for slot, like in stored.items()
+            if slot not in masters
+        }
+        receipt = self._provider.receive_slots(trained, local)
+
+        def attach(values: Mapping[str, Any], filled: frozenset[str]) -> None:
+            finish(filled)
+            receipt.attach(values, filled - masters.keys())
+
+        return Receipt(receipt.kind, _ranges(part, receipt.tensors) | masters, attach)
+
+
+def _ranges(part: Partition, tensors: Mapping[str, Any]) -> dict[str, torch.Tensor | LocalRange]:
+    """The local tensors of slots as ranges of a partition."""
+    return {slot: part.range_of(local_tensor(item).detach()) for slot, item in tensors.items()}
 
 
 def _partitions_of(model: Any) -> dict[str, Partition]:

@@ -15,6 +15,7 @@ from shardproof.state.layout import declared as declared  # not listed in __all_
 from shardproof.state.local_shards import FlatShard, LocalShards
 from shardproof.state.module_names import inside, number_expert, rename, share
 from shardproof.state.optimizer.collect import OptimizerState
+from shardproof.state.optimizer.hybrid_device import HybridDeviceSlots as HybridDeviceSlots  # internal
 from shardproof.state.optimizer.slot_sources import receiver, slots_of
 from shardproof.state.optimizer.slots import (
     MASTER,

@@ -33,7 +33,8 @@ def sharded_model(words: set[str], seed: int, **options: Any) -> Any:
 
     Args:
         words: `stage0` to `stage3`; `bfloat16` or `float32`; `gated` for a model with SwiGLU and with
-            experts, which have a mesh of their own; `ep` for two groups of ranks with different experts;
+            experts, which have a mesh of their own; `ep` for two groups of ranks with different experts,
+            and `four` for as many experts on each rank;
             `hybrid` for two groups of ranks that replicate each shard; `tp` for tensor parallelism of two
             ranks by DTensor, and `core` for that by Megatron-Core's attributes.
         seed: of the weights.
@@ -46,8 +47,8 @@ def sharded_model(words: set[str], seed: int, **options: Any) -> Any:
     if "gated" in words:
         options["expt_device_mesh"] = experts = _mesh(words | {"experts"}, options)
         first = 2 * experts.get_coordinate()[0] if "ep" in words else 0
-        module = GatedModel(range(first, first + 2))
-        for layer in module.layers if "ep" in words else ():
+        module = GatedModel(range(4) if "four" in words else range(first, first + 2))
+        for layer in module.layers if {"ep", "four"} & words else ():
             expert_layouts.sequential(layer.mlp.experts.local_experts, first=first, total=4)
         with torch.no_grad():  # experts with other numbers have other weights
             for name, parameter in module.named_parameters():
