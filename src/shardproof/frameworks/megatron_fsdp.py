@@ -49,7 +49,13 @@ from shardproof.state import (
     local_tensor,
 )
 
-__all__ = ["attach_chunk_metadata", "hybrid_device_optimizer", "module_state", "optimizer_state"]
+__all__ = [
+    "attach_chunk_metadata",
+    "enable_optimizer_offload",
+    "hybrid_device_optimizer",
+    "module_state",
+    "optimizer_state",
+]
 
 _PARTITIONS = "_shardproof_partitions"
 """Attribute of a model: its partitions. All states of the model share them."""
@@ -125,6 +131,24 @@ def hybrid_device_optimizer(params: Any, **options: Any) -> torch.optim.Optimize
     from shardproof.frameworks.megatron_offload import HybridDeviceOptimizer  # needs megatron-core
 
     return HybridDeviceOptimizer(params, **options)
+
+
+def enable_optimizer_offload() -> None:
+    """Make Megatron-Core's ``optimizer_cpu_offload`` work with Megatron-FSDP.
+
+    Call it before `get_megatron_optimizer`, which then makes a `HybridDeviceOptimizer` as
+    `hybrid_device_optimizer` does. The released class fails in its first step:
+
+        megatron_fsdp.enable_optimizer_offload()
+        optimizer = get_megatron_optimizer(OptimizerConfig(optimizer_cpu_offload=True, ...), [model])
+
+    It replaces the name ``HybridDeviceOptimizer`` in the module ``megatron.core.optimizer`` of this process.
+    """
+    from megatron.core import optimizer as factory
+
+    from shardproof.frameworks.megatron_offload import HybridDeviceOptimizer
+
+    factory.HybridDeviceOptimizer = HybridDeviceOptimizer
 
 
 class _FsdpOptimizer(PartitionedOptimizer):

@@ -266,8 +266,9 @@ class HybridDeviceOptimizer(Released):
         elif not getattr(self.gpu_optimizer, "use_decoupled_grad", False):
             inner.grad = gradient.to(local.dtype)
 
-    def _current_versions(self) -> list[int]:
-        return [local_tensor(parameter)._version for parameter in self._local]
+    def _current_versions(self) -> list[tuple[int, int]]:
+        """The counts of writes to each parameter, through the DTensor and to its local tensor."""
+        return [(parameter._version, local_tensor(parameter)._version) for parameter in self._local]
 
     def _present(self) -> None:
         """Shows the state of the sub-optimizers, keyed by the parameters of the model."""

@@ -209,6 +209,10 @@ class PartitionedModule(torch.nn.Module):
         """The buffers of the framework's module."""
         return self._inner[0].named_buffers(*args, **options)
 
+    def get_submodule(self, target: str) -> torch.nn.Module:
+        """A module inside, which loads its own extra state."""
+        return self._inner[0].get_submodule(target)
+
     def named_modules(self, *args: Any, **options: Any) -> Iterator[tuple[str, torch.nn.Module]]:
         """The modules inside, whose declared layouts and names apply."""
         yield from self._inner[0].named_modules(*args, **options)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 import shardproof as sp
 from shardproof.state import dtensor_index_map, is_dtensor, local_tensor
@@ -172,16 +173,18 @@ def gated_weights(module: torch.nn.Module) -> dict[str, dict[str, int]]:
 def distributed_like(local: torch.Tensor, like: Any, shape: torch.Size | None = None) -> DTensor:
     """A DTensor with the mesh and the placements of another, whose local tensor is `local`.
 
+    `DTensor.from_local` would copy `local` to the device of the mesh. The state of an offloaded optimizer
+    stays on the CPU.
+
     Args:
         local: the local tensor.
         like: a DTensor.
         shape: the global shape, if it is not that of `like`.
     """
     shape = like.shape if shape is None else shape
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(
-        local, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride
-    )
+    described = TensorMeta(shape, torch.empty(shape, device="meta").stride(), local.dtype)
+    spec = DTensorSpec(like.device_mesh, tuple(like.placements), tensor_meta=described)
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def _range_in(index: Any, number: int) -> tuple[int, int]:

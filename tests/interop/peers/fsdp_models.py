@@ -32,11 +32,11 @@ def sharded_model(words: set[str], seed: int, **options: Any) -> Any:
     """A model with random weights.
 
     Args:
-        words: `stage0` to `stage3`; `bfloat16` or `float32`; `gated` for a model with SwiGLU and with
-            experts, which have a mesh of their own; `ep` for two groups of ranks with different experts,
-            and `four` for as many experts on each rank;
-            `hybrid` for two groups of ranks that replicate each shard; `tp` for tensor parallelism of two
-            ranks by DTensor, and `core` for that by Megatron-Core's attributes.
+        words: `stage0` to `stage3`; `bfloat16` or `float32`; `dense` for a layer with SwiGLU, and `gated`
+            for layers with experts too, which have a mesh of their own; `ep` for two groups of ranks with
+            different experts, and `four` for as many experts on each rank; `hybrid` for two groups of ranks
+            that replicate each shard; `tp` for tensor parallelism of two ranks by DTensor, and `core` for
+            that by Megatron-Core's attributes.
         seed: of the weights.
         options: for `fully_shard_model`.
     """
@@ -44,7 +44,9 @@ def sharded_model(words: set[str], seed: int, **options: Any) -> Any:
     dtype = torch.bfloat16 if "bfloat16" in words else torch.float32
     mesh = _mesh(words, options)
     module: nn.Module = UnevenModel()
-    if "gated" in words:
+    if "dense" in words:
+        module = GatedModel((), layers=1, bias=False)
+    elif "gated" in words:
         options["expt_device_mesh"] = experts = _mesh(words | {"experts"}, options)
         first = 2 * experts.get_coordinate()[0] if "ep" in words else 0
         module = GatedModel(range(4) if "four" in words else range(first, first + 2))
@@ -68,7 +70,7 @@ def sharded_model(words: set[str], seed: int, **options: Any) -> Any:
         device_mesh=mesh,
         dp_shard_dim="dp",
         tp_dim="tp",
-        fsdp_unit_modules=[GatedLayer] if "gated" in words else [nn.Linear],
+        fsdp_unit_modules=[GatedLayer] if {"gated", "dense"} & words else [nn.Linear],
         zero_dp_strategy=stage,
         device=torch.device("cpu"),
         calculate_per_token_loss=True,  # gloo has no product with a scale
@@ -145,7 +147,8 @@ def whole_state(
             key = f"optimizer.{_global(model, name)}{slot}" if slot else f"model.{_global(model, name)}"
             whole = list(parameter.shape) if item.dim() else []
             own[key] = (whole, list(offsets) if item.dim() else [], item.detach().clone())
-    own["model.seen"] = ([], [], model.module.seen.clone())
+    for name, item in model.module.named_buffers():
+        own[f"model.{name}"] = (list(item.shape), [0] * item.dim(), item.clone())
     everyone: list[Any] = [None] * world_size()
     dist.all_gather_object(everyone, own)
     found: dict[str, torch.Tensor] = {}

@@ -39,15 +39,17 @@ class GatedModel(nn.Module):
 
     Args:
         experts: the numbers of the experts of this rank.
+        layers: number of layers.
+        bias: whether the fused weights have a bias.
     """
 
     config = SimpleNamespace(num_moe_experts=None)
 
-    def __init__(self, experts: Sequence[int] = (0, 1)) -> None:
+    def __init__(self, experts: Sequence[int] = (0, 1), *, layers: int = 2, bias: bool = True) -> None:
         super().__init__()
-        self.first_expert = experts[0]
+        self.first_expert = experts[0] if experts else 0
         self.emb = nn.Embedding(11, 6)
-        self.layers = nn.ModuleList(GatedLayer(experts) for _ in range(2))
+        self.layers = nn.ModuleList(GatedLayer(experts, bias) for _ in range(layers))
         self.small = nn.Linear(6, 1)
         self.head = nn.Linear(6, 11, bias=False)
         self.head.weight = self.emb.weight
@@ -61,12 +63,12 @@ class GatedModel(nn.Module):
 
 
 class GatedLayer(nn.Module):
-    def __init__(self, experts: Sequence[int]) -> None:
+    def __init__(self, experts: Sequence[int], bias: bool) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(6)
-        self.mlp = GatedMlp(6, 5)
+        self.mlp = GatedMlp(6, 5, bias)
         self.mlp.experts = nn.Module()
-        self.mlp.experts.local_experts = nn.ModuleList(GatedMlp(6, 4) for _ in experts)
+        self.mlp.experts.local_experts = nn.ModuleList(GatedMlp(6, 4, bias) for _ in experts)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         normed = self.norm(hidden)
@@ -76,9 +78,9 @@ class GatedLayer(nn.Module):
 class GatedMlp(nn.Module):
     config = SimpleNamespace(gated_linear_unit=True)
 
-    def __init__(self, size: int, inner: int) -> None:
+    def __init__(self, size: int, inner: int, bias: bool) -> None:
         super().__init__()
-        self.linear_fc1 = nn.Linear(size, 2 * inner)
+        self.linear_fc1 = nn.Linear(size, 2 * inner, bias=bias)
         self.linear_fc2 = nn.Linear(inner, size, bias=False)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
