@@ -54,7 +54,7 @@ class HybridDeviceOptimizer(Released):
     _local: dict[torch.Tensor, torch.nn.Parameter]
     """The local tensor of each parameter that has elements on this rank, as the released optimizer has it."""
 
-    _released: Released | None = None
+    _released: Released | None
     """The optimizer of the local tensors; None if this rank has no element of any parameter."""
 
     def _init_sub_optimizers(self) -> None:
@@ -75,6 +75,7 @@ class HybridDeviceOptimizer(Released):
         self.cpu_optimizers: list[torch.optim.Optimizer] = []
         self.gpu_optimizer: torch.optim.Optimizer | None = None
         self._groups: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._released = None
         if groups:
             self._released = Released([local for _, local in groups], **self.defaults)
             self.cpu_optimizers = self._released.cpu_optimizers
@@ -89,17 +90,20 @@ class HybridDeviceOptimizer(Released):
         """Registers nothing: `load_state_dict` keeps the sub-optimizers."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group. Only the constructor can.
+        """Adds the parameters to an optimizer that has none, as the constructor and `fully_shard` do.
 
         Raises:
-            StructureError: the optimizer exists. The released class would never train the group.
+            StructureError: the optimizer has parameters. The released class would never train the group.
         """
-        if hasattr(self, "_groups"):
+        is_made = hasattr(self, "_groups")
+        if is_made and self.param_groups:
             raise sp.StructureError(
                 "HybridDeviceOptimizer divides its parameters once, and would not train a group that is "
                 "added later. Pass all parameters to the constructor"
             )
         super().add_param_group(param_group)
+        if is_made:
+            self._init_sub_optimizers()
 
     @property
     def _kind(self) -> str:

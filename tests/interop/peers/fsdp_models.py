@@ -86,11 +86,12 @@ def _mesh(words: set[str], options: dict[str, Any]) -> DeviceMesh:
     tp = 2 if {"tp", "core"} & words else 1
     if is_expert and "ep" in words:
         return init_device_mesh("cpu", (2, world_size() // 2, 1), mesh_dim_names=("ep", "dp", "tp"))
-    if "hybrid" not in words:
+    if not {"hybrid", "outer"} & words:
         return init_device_mesh("cpu", (world_size() // tp, tp), mesh_dim_names=("dp", "tp"))
     mesh = init_device_mesh("cpu", (2, world_size() // 2, 1), mesh_dim_names=("outer", "dp", "tp"))
     both = mesh["outer", "dp"]._flatten("both").get_group()
     options["dp_outer_dim"] = "outer"
+    options["outer_dp_sharding_strategy"] = int("outer" in words)
     options["hybrid_fsdp_expt_group" if is_expert else "hybrid_fsdp_group"] = both
     return mesh
 
