@@ -128,9 +128,9 @@ def hybrid_device_optimizer(params: Any, **options: Any) -> torch.optim.Optimize
         An instance of a subclass of Megatron-Core's class. Its `state_dict` has DTensors with their positions
         for `torch.distributed.checkpoint`, and gathers nothing.
     """
-    from shardproof.frameworks.megatron_offload import HybridDeviceOptimizer  # needs megatron-core
+    from shardproof.frameworks.megatron_offload import MegatronHybridOptimizer  # needs megatron-core
 
-    return HybridDeviceOptimizer(params, **options)
+    return MegatronHybridOptimizer(params, **options)
 
 
 def enable_optimizer_offload() -> None:
@@ -146,9 +146,9 @@ def enable_optimizer_offload() -> None:
     """
     from megatron.core import optimizer as factory
 
-    from shardproof.frameworks.megatron_offload import HybridDeviceOptimizer
+    from shardproof.frameworks.megatron_offload import MegatronHybridOptimizer
 
-    factory.HybridDeviceOptimizer = HybridDeviceOptimizer
+    factory.HybridDeviceOptimizer = MegatronHybridOptimizer
 
 
 class _FsdpOptimizer(PartitionedOptimizer):

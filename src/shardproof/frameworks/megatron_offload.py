@@ -36,14 +36,14 @@ from shardproof.state import (
     receiver,
 )
 
-__all__ = ["HybridDeviceOptimizer"]
+__all__ = ["MegatronHybridOptimizer"]
 
 _MASTER_OF_MEGATRON = "master_param"
 _CLASSES = frozenset(("params", "cpu_optimizer_cls", "gpu_optimizer_cls"))
 """Entries of a group that a load leaves."""
 
 
-class HybridDeviceOptimizer(Released):
+class MegatronHybridOptimizer(Released):
     """Megatron-Core's `HybridDeviceOptimizer`, for the parameters of a Megatron-FSDP model.
 
     It has the arguments and the attributes of the released class. `state` has DTensors with their positions
