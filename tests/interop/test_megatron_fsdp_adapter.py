@@ -102,5 +102,13 @@ def test_the_example_is_killed_and_resumes_on_other_ranks(tmp_path: Path) -> Non
     )
 
 
+def test_the_example_offloads_and_continues_without(tmp_path: Path) -> None:
+    """`fully_shard` gives the optimizer the sharded parameters after it was made."""
+    first = run_peer("megatron", "run_sharded_example.py", EXAMPLE, 0, tmp_path, 3, "offload", nproc=2)
+    rest = run_peer("megatron", "run_sharded_example.py", EXAMPLE, 0, tmp_path, 5, nproc=3)
+    steps = [int(line.split()[1]) for facts in (first.facts, rest.facts) for line in facts["lines"]]
+    assert steps == [1, 2, 3, 4, 5]
+
+
 def test_the_example_is_short() -> None:
     assert len(EXAMPLE.read_text().splitlines()) <= 40

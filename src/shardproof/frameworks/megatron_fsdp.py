@@ -18,26 +18,50 @@ weights of another dtype. The main weights are the slot ``master`` of the optimi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from math import prod
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
-from megatron_fsdp import MegatronFSDP
-from torch.distributed.tensor import DTensor
 
 import shardproof as sp
+from shardproof.frameworks.chunk_metadata import attach_chunk_metadata
 from shardproof.frameworks.partitions import Partition, PartitionedModule, PartitionedOptimizer
+from shardproof.frameworks.uneven_dtensors import (
+    UnevenDTensor,
+    distributed_like,
+    megatron_fsdp_of,
+    uneven_dtensors,
+)
 from shardproof.geometry import IndexMap
-from shardproof.state import LOCAL, dtensor_index_map, is_dtensor, local_tensor
+from shardproof.state import (
+    LOCAL,
+    MASTER,
+    Layout,
+    LocalRange,
+    ParameterSlots,
+    Receipt,
+    SlotProvider,
+    StoredSlot,
+    declared,
+    dtensor_index_map,
+    is_dtensor,
+    local_tensor,
+)
 
-__all__ = ["module_state", "optimizer_state"]
+__all__ = [
+    "attach_chunk_metadata",
+    "enable_optimizer_offload",
+    "hybrid_device_optimizer",
+    "module_state",
+    "optimizer_state",
+]
 
 _PARTITIONS = "_shardproof_partitions"
 """Attribute of a model: its partitions. All states of the model share them."""
 
 
-def module_state(model: MegatronFSDP) -> torch.nn.Module:
+def module_state(model: torch.nn.Module) -> torch.nn.Module:
     """The parameters and buffers of a model, as a value of a state tree.
 
     Create it once, after `fully_shard` or `fully_shard_model`. A load fills the model's own memory, on any
@@ -53,24 +77,18 @@ def module_state(model: MegatronFSDP) -> torch.nn.Module:
         StructureError: a parameter has a layout that is not supported: fp8, Megatron-Core's tensor
             parallelism, expert parallelism.
     """
-    partitions = _partitions_of(model)
-    by_parameter = {id(model.raw_param[name]): part for name, part in partitions.items()}
-    by_parameter |= {
-        id(parameter): partitions[name]
-        for name, parameter in model.param_and_grad_buffer.optimizer_named_parameters
-    }
-    names = {
-        name: by_parameter[id(parameter)]
-        for name, parameter in model.module.named_parameters(remove_duplicate=False)
-    }
-    return PartitionedModule(model.module, names, model.synchronize_param_gather)
+    inner = megatron_fsdp_of(model)
+    partitions = _partitions_of(inner)
+    names = {name: partitions[item.name] for name, item in uneven_dtensors(inner).items()}
+    return PartitionedModule(inner.module, names, inner.synchronize_param_gather)
 
 
-def optimizer_state(optimizer: torch.optim.Optimizer, model: MegatronFSDP) -> sp.OptimizerState:
+def optimizer_state(optimizer: Any, model: torch.nn.Module) -> sp.OptimizerState:
     """The state of an optimizer of a model, as a value of a state tree.
 
     Args:
-        optimizer: the result of `fully_shard` or `fully_shard_optimizer`.
+        optimizer: the result of `fully_shard` or `fully_shard_optimizer`, or an optimizer that Megatron-Core
+            made for the model (`DistributedOptimizer`).
         model: the model that it trains.
 
     Returns:
@@ -80,16 +98,66 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: MegatronFSDP) -> sp
         StructureError: the optimizer trains a parameter that is not one of the model's distributed
             parameters.
     """
-    partitioned = _FsdpOptimizer(optimizer, model)
-    return sp.OptimizerState(partitioned, names=partitioned.names)  # type: ignore[arg-type]
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = getattr(optimizer, "optimizer", optimizer)  # inside of Megatron-Core's
+    kind = _DescribedOptimizer if isinstance(optimizer, SlotProvider) else _FsdpOptimizer
+    return sp.OptimizerState(kind(optimizer, model), module_state(model))  # type: ignore[arg-type]
+
+
+def hybrid_device_optimizer(params: Any, **options: Any) -> torch.optim.Optimizer:
+    """Make Megatron-Core's `HybridDeviceOptimizer` for the parameters of a model. Needs megatron-core.
+
+    The released class cannot step the DTensors of Megatron-FSDP. This one steps their local tensors, on the
+    CPU and on the device as the options say. Pass it to `fully_shard_optimizer`, as any other optimizer:
+
+        model = fully_shard_model(module, ...)
+        optimizer = megatron_fsdp.hybrid_device_optimizer(
+            model.parameters(),
+            offload_fraction=1.0,
+            cpu_optimizer_cls=torch.optim.AdamW,
+            gpu_optimizer_cls=torch.optim.AdamW,
+            lr=1e-4,
+        )
+        optimizer = fully_shard_optimizer(optimizer)
+
+    Args:
+        params: parameters of the model, or groups of them.
+        options: arguments of Megatron-Core's class.
+
+    Returns:
+        An instance of a subclass of Megatron-Core's class. Its `state_dict` has DTensors with their positions
+        for `torch.distributed.checkpoint`, and gathers nothing.
+    """
+    from shardproof.frameworks.megatron_offload import MegatronHybridOptimizer  # needs megatron-core
+
+    return MegatronHybridOptimizer(params, **options)
+
+
+def enable_optimizer_offload() -> None:
+    """Make Megatron-Core's ``optimizer_cpu_offload`` work with Megatron-FSDP.
+
+    Call it before `get_megatron_optimizer`, which then makes a `HybridDeviceOptimizer` as
+    `hybrid_device_optimizer` does. The released class fails in its first step:
+
+        megatron_fsdp.enable_optimizer_offload()
+        optimizer = get_megatron_optimizer(OptimizerConfig(optimizer_cpu_offload=True, ...), [model])
+
+    It replaces the name ``HybridDeviceOptimizer`` in the module ``megatron.core.optimizer`` of this process.
+    """
+    from megatron.core import optimizer as factory
+
+    from shardproof.frameworks.megatron_offload import MegatronHybridOptimizer
+
+    factory.HybridDeviceOptimizer = MegatronHybridOptimizer
 
 
 class _FsdpOptimizer(PartitionedOptimizer):
     """An optimizer whose parameters are the DTensors of Megatron-FSDP."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, model: MegatronFSDP) -> None:
-        partitions = _partitions_of(model)
-        named = model.param_and_grad_buffer.optimizer_named_parameters
+    def __init__(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
+        inner = megatron_fsdp_of(model)
+        partitions = _partitions_of(inner)
+        named = inner.param_and_grad_buffer.optimizer_named_parameters
         found = {id(parameter): partitions[name] for name, parameter in named}
         self._state = optimizer.state
         self._distributed = {id(partitions[name]): parameter for name, parameter in named}
@@ -128,37 +196,70 @@ class _FsdpOptimizer(PartitionedOptimizer):
         }
 
 
-def _partitions_of(model: MegatronFSDP) -> dict[str, Partition]:
+class _DescribedOptimizer(_FsdpOptimizer):
+    """An optimizer that describes its slots, as the hybrid ones do: their sub-optimizers have the state."""
+
+    def __init__(self, optimizer: Any, model: torch.nn.Module) -> None:
+        super().__init__(optimizer, model)
+        self._provider: SlotProvider = optimizer
+        self._part_of = {id(self._distributed[id(part)]): part for part in self._by_parameter.values()}
+
+    def describe_slots(self) -> Iterator[ParameterSlots]:
+        """The optimizer's slots. A master is that of Megatron-FSDP, or else of the optimizer."""
+        for slots in self._provider.describe_slots():
+            part = self._part_of[id(slots.parameter)]
+            if part.is_elsewhere:
+                continue
+            tensors = _ranges(part, slots.tensors)
+            if part.master is not None:
+                tensors[MASTER] = part.range_of(part.master)
+            yield replace(slots, parameter=part.parameter, tensors=tensors, weights=part.stepped)
+
+    def receive_slots(self, parameter: torch.Tensor, stored: Mapping[str, StoredSlot]) -> Receipt:
+        """The optimizer's destinations. Its copies follow the loaded parameter."""
+        part = self._by_parameter[id(parameter)]
+        trained = self._distributed[id(part)]
+        shape = tuple(local_tensor(trained).shape)
+        masters, finish = part.receive_master(stored)
+        local = {
+            slot: replace(like, shape=shape if like.shape else ())
+            for slot, like in stored.items()
+            if slot not in masters
+        }
+        receipt = self._provider.receive_slots(trained, local)
+
+        def attach(values: Mapping[str, Any], filled: frozenset[str]) -> None:
+            finish(filled)
+            receipt.attach(values, filled - masters.keys())
+
+        return Receipt(receipt.kind, _ranges(part, receipt.tensors) | masters, attach)
+
+
+def _ranges(part: Partition, tensors: Mapping[str, Any]) -> dict[str, torch.Tensor | LocalRange]:
+    """The local tensors of slots as ranges of a partition."""
+    return {slot: part.range_of(local_tensor(item).detach()) for slot, item in tensors.items()}
+
+
+def _partitions_of(model: Any) -> dict[str, Partition]:
     """The partition of each parameter by name; tied parameters have one."""
-    if not isinstance(model, MegatronFSDP):
-        raise sp.StructureError(
-            f"expected a model of Megatron-FSDP, found {type(model).__name__}. Pass the result of "
-            "megatron_fsdp.fully_shard, not the module inside"
-        )
     partitions: dict[str, Partition] | None = model.__dict__.get(_PARTITIONS)
     if partitions is None:
         buffer = model.param_and_grad_buffer
-        distributed = dict(buffer.optimizer_named_parameters)
+        described, layouts = uneven_dtensors(model), declared(model.module.named_modules())
         partitions = {}
         for group in buffer.parameter_groups:
             for number, raw in enumerate(group.params):
                 name = buffer.param_to_name[raw]
-                _check_supported(name, raw, distributed[name], group, model)
-                partitions[name] = _partition(name, raw, distributed[name], group, number)
+                _check_supported(name, raw, described[name].parameter, group, model, layouts)
+                partitions[name] = _partition(described[name], raw, group, number)
         model.__dict__[_PARTITIONS] = partitions
     return partitions
 
 
-def _partition(name: str, raw: torch.Tensor, parameter: torch.Tensor, group: Any, number: int) -> Partition:
-    """The partition of parameter `number` of a group that shares buffers.
-
-    `raw` is the module's parameter, and `parameter` the optimizer's.
-    """
-    shape = tuple(local_tensor(raw).shape)
-    local: slice = getattr(parameter, "megatron_fsdp_slice", slice(0, prod(shape)))
+def _partition(described: UnevenDTensor, raw: torch.Tensor, group: Any, number: int) -> Partition:
+    """The partition of parameter `number` of a group that shares buffers. `raw` is the module's parameter."""
     main, weights = group.main_weight_buffer, group.model_weight_buffer
-    stepped = _flat(parameter)
-    start, stop = (local.start, local.stop) if stepped.numel() else (0, 0)
+    stepped = _flat(described.parameter)
     owners = [buffer.data for buffer in (main, weights) if buffer is not None]
     weight, master, copies = stepped, None, []
     if main is not None:
@@ -167,12 +268,12 @@ def _partition(name: str, raw: torch.Tensor, parameter: torch.Tensor, group: Any
             copies = [own]
         else:
             weight, master = own, stepped
-    index_map = dtensor_index_map(raw, name) if is_dtensor(raw) else None
+    index_map = dtensor_index_map(raw, described.name) if is_dtensor(raw) else None
     return Partition(
-        name,
-        shape,
-        start,
-        stop,
+        described.name,
+        described.shape,
+        described.start,
+        described.stop,
         weight,
         master,
         copies=copies,
@@ -189,13 +290,18 @@ def _description(raw: Any, dtype: torch.dtype, index_map: IndexMap | None) -> to
     """The parameter without memory, if it is a tensor parallel DTensor."""
     if index_map is None:
         return None
-    described = _distributed(torch.empty(local_tensor(raw).shape, dtype=dtype, device="meta"), raw)
+    described = distributed_like(torch.empty(local_tensor(raw).shape, dtype=dtype, device="meta"), raw)
     setattr(described, LOCAL, index_map)
     return described
 
 
 def _check_supported(
-    name: str, raw: torch.Tensor, parameter: torch.Tensor, group: Any, model: MegatronFSDP
+    name: str,
+    raw: torch.Tensor,
+    parameter: torch.Tensor,
+    group: Any,
+    model: Any,
+    layouts: Mapping[str, Layout],
 ) -> None:
     if group.dtype == "float8":
         raise sp.StructureError(
@@ -208,11 +314,23 @@ def _check_supported(
             "parallel ranks of Megatron-Core, whose fused weights (gate and up, query, key and value) cannot "
             "be distinguished from others. Use tensor parallelism by DTensor, or tensor parallel size 1"
         )
-    if group.is_expert_param and model.dist_index.expt_device_mesh is not None:
+    if group.is_expert_param and name not in layouts and _is_expert_parallel(model.dist_index):
         raise sp.StructureError(
-            f"{name} is an expert under expert parallelism, which is not supported: ranks number their own "
-            "experts from 0, so different experts have one key"
+            f"{name} is an expert under expert parallelism. Ranks number their own experts from 0, so "
+            "different experts have one key. Before fully_shard, declare the numbers of this rank's experts: "
+            "shardproof.layouts.experts.sequential(EXPERTS, first=FIRST, total=TOTAL)"
         )
+
+
+def _is_expert_parallel(index: Any) -> bool:
+    """True if the ranks of a `FSDPDistributedIndex` have different experts."""
+    if index.expt_device_mesh is None:
+        return False
+    experts, dense = (
+        index.get_dp_group(is_expert).size() * index.get_submesh(index.tp_dim, is_expert).size()
+        for is_expert in (True, False)
+    )
+    return bool(experts != dense)
 
 
 @torch.no_grad()
@@ -225,11 +343,4 @@ def _like(parameter: Any, item: Any) -> Any:
     """A new slot as a DTensor with the rows of the parameter; scalars and plain values as they are."""
     if not (isinstance(item, torch.Tensor) and item.dim()):
         return item
-    return _distributed(item.view(local_tensor(parameter).shape), parameter)
-
-
-def _distributed(local: torch.Tensor, like: Any) -> DTensor:
-    """A DTensor with the layout of another, whose local tensor is `local`."""
-    return DTensor.from_local(
-        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
+    return distributed_like(item.view(local_tensor(parameter).shape), parameter)

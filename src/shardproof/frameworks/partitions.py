@@ -88,6 +88,44 @@ class Partition:
         """True if the parameter has elements, and this rank has none of them."""
         return self.start == self.stop and prod(self.shape) > 0
 
+    @property
+    def stepped(self) -> tuple[torch.Tensor, ...]:
+        """The memory of the weight that a save may read until the next step of the optimizer."""
+        return () if self.is_gathered_in_place else (self.memory,)
+
+    def range_of(self, item: torch.Tensor) -> torch.Tensor | LocalRange:
+        """The range of an elementwise slot, whose shape is that of the range; a scalar as it is."""
+        return LocalRange(item.view(-1), self.start, self.stop) if item.dim() else item
+
+    def receive_master(
+        self, stored: Mapping[str, StoredSlot]
+    ) -> tuple[dict[str, torch.Tensor | LocalRange], Callable[[frozenset[str]], None]]:
+        """The destination of the stored master, and a function to call with the names of the filled slots.
+
+        A weight without a master takes the exact values of a master with its dtype, which the checkpoint
+        stores besides the rounded weight. A master that is not stored is made from the weight.
+        """
+        if self.master is not None:
+            return {MASTER: self.range_of(self.master)}, self._finish_master
+        weight = self.memory
+        if MASTER not in stored or stored[MASTER].dtype != weight.dtype:
+            return {}, lambda filled: None
+        exact = torch.empty_like(weight)
+        first = self.start if self.whole is None else 0
+
+        @torch.no_grad()
+        def finish(filled: frozenset[str]) -> None:
+            if MASTER in filled:
+                weight.copy_(exact)
+                self.update_copies()
+
+        return {MASTER: LocalRange(exact, first, first + exact.numel())}, finish
+
+    @torch.no_grad()
+    def _finish_master(self, filled: frozenset[str]) -> None:
+        if self.master is not None and MASTER not in filled:
+            self.master.copy_(self.weight)
+
     def shard(self) -> sp.FlatShard:
         """The weight as a checkpoint stores it."""
         shape = self.shape if self.index_map is None else self.index_map.global_shape
@@ -171,6 +209,10 @@ class PartitionedModule(torch.nn.Module):
         """The buffers of the framework's module."""
         return self._inner[0].named_buffers(*args, **options)
 
+    def get_submodule(self, target: str) -> torch.nn.Module:
+        """A module inside, which loads its own extra state."""
+        return self._inner[0].get_submodule(target)
+
     def named_modules(self, *args: Any, **options: Any) -> Iterator[tuple[str, torch.nn.Module]]:
         """The modules inside, whose declared layouts and names apply."""
         yield from self._inner[0].named_modules(*args, **options)
@@ -229,14 +271,12 @@ class PartitionedOptimizer:
                 values: dict[str, Any] = {}
                 for slot, item in self.state_of(part).items():
                     if isinstance(item, torch.Tensor):
-                        tensors[slot] = _range_of(part, item)
+                        tensors[slot] = part.range_of(item)
                     else:
                         values[slot] = item
-                weight = part.memory
-                weights = () if part.is_gathered_in_place else (weight,)
                 if part.master is not None:
-                    tensors[MASTER] = _range_of(part, part.master)
-                yield ParameterSlots(part.parameter, self._kind, options, tensors, values, weights)
+                    tensors[MASTER] = part.range_of(part.master)
+                yield ParameterSlots(part.parameter, self._kind, options, tensors, values, part.stepped)
 
     def receive_slots(self, parameter: torch.Tensor, stored: Mapping[str, StoredSlot]) -> Receipt:
         """See `SlotProvider`. Existing memory is filled in place."""
@@ -249,27 +289,15 @@ class PartitionedOptimizer:
             for slot, found in stored.items()
             if slot != MASTER
         }
-        tensors = {slot: _range_of(part, item) for slot, item in slots.items()}
-        weight = part.memory
-        exact: torch.Tensor | None = None  # the exact values of a weight that the checkpoint stores rounded
-        if part.master is not None:
-            tensors[MASTER] = _range_of(part, part.master)
-        elif MASTER in stored and stored[MASTER].dtype == weight.dtype:
-            exact = torch.empty_like(weight)
-            first = part.start if part.whole is None else 0
-            tensors[MASTER] = LocalRange(exact, first, first + exact.numel())
+        tensors = {slot: part.range_of(item) for slot, item in slots.items()}
+        masters, finish = part.receive_master(stored)
 
-        @torch.no_grad()
         def attach(values: Mapping[str, Any], filled: frozenset[str]) -> None:
             state = {slot: item for slot, item in slots.items() if slot in filled}
             self.set_state(part, state | dict(values))
-            if exact is not None and MASTER in filled:
-                weight.copy_(exact)
-                part.update_copies()
-            elif part.master is not None and MASTER not in filled:
-                part.master.copy_(part.weight)
+            finish(filled)
 
-        return Receipt(self._kind, tensors, attach)
+        return Receipt(self._kind, tensors | masters, attach)
 
     def describe_shared(self) -> dict[str, Any]:
         """See `SlotProvider`. There is no shared state."""
@@ -294,8 +322,3 @@ class _PartGroup(dict[str, Any]):
     def __setitem__(self, name: str, value: Any) -> None:
         super().__setitem__(name, value)
         self._live[name] = value
-
-
-def _range_of(partition: Partition, item: torch.Tensor) -> torch.Tensor | LocalRange:
-    """The range of an elementwise slot; a scalar as it is."""
-    return LocalRange(item, partition.start, partition.stop) if item.dim() else item

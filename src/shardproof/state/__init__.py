@@ -12,12 +12,12 @@ from shardproof.state.handlers.per_rank import PerRank, owner_of
 from shardproof.state.handlers.stateful_objects import parts_of
 from shardproof.state.last_walk import LastWalk
 from shardproof.state.layout import LAYOUTS, Layout, declare, local_layout
+from shardproof.state.layout import declared as declared  # not listed in __all__: internal
 from shardproof.state.local_shards import FlatShard, LocalShards
 from shardproof.state.module_names import inside, number_expert, rename, share
 from shardproof.state.optimizer.collect import OptimizerState
-from shardproof.state.optimizer.hybrid_device import (
-    is_hybrid_device as is_hybrid_device,  # not listed in __all__: internal
-)
+from shardproof.state.optimizer.hybrid_device import HybridDeviceSlots as HybridDeviceSlots  # internal
+from shardproof.state.optimizer.hybrid_device import is_hybrid_device as is_hybrid_device  # internal
 from shardproof.state.optimizer.slot_sources import receiver, slots_of
 from shardproof.state.optimizer.slots import EXECUTION_OPTIONS as EXECUTION_OPTIONS  # not listed: internal
 from shardproof.state.optimizer.slots import (

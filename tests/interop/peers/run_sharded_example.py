@@ -16,6 +16,7 @@ import sys
 from typing import Any
 
 import cpu_stubs
+import offload_stubs
 import torch
 import torch.distributed as dist
 from peer_result import Result, join_ranks, leave_ranks
@@ -24,6 +25,8 @@ from peer_result import Result, join_ranks, leave_ranks
 def on_cpu(example: str) -> None:
     """Lets the framework of an example run without CUDA."""
     if example == "megatron_fsdp.py":
+        if "offload" in sys.argv:
+            offload_stubs.install(fused=False)
         cpu_stubs.install(current_device=0)
         torch.cuda.is_available = lambda: False
     elif example == "deepspeed_zero.py":

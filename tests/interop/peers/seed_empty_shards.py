@@ -1,7 +1,12 @@
-"""An offloaded optimizer whose ranks have empty shards: `seed_empty_shards.py WITH FOLDER`.
+"""A Megatron-FSDP model with SwiGLU and an offloaded optimizer: `seed_empty_shards.py HOW FOLDER`.
 
-WITH is `own` for the function of megatron-fsdp that describes uneven shards before a save, or `ours`. The
-last layer has one row, so rank 1 has empty shards of it, and its optimizer has no state of them.
+HOW is `upstream` for the functions of Megatron-Core and Megatron-FSDP that describe a state dict, `ours`
+for a save by shardproof, `described` for a save by torch of a state dict that shardproof described, and
+`load` for a load of what `ours` saved. A rank has no element of some parameters, and no optimizer state
+of them.
+
+Megatron-Core's HybridDeviceOptimizer steps through shardproof's adapter, because it fails with DTensors.
+`cpu_stubs` and `offload_stubs` say what stands for CUDA and for the device.
 """
 
 from __future__ import annotations
@@ -10,64 +15,86 @@ import sys
 from importlib.metadata import version
 from typing import Any
 
-import megatron_stubs
+import cpu_stubs
+import offload_stubs
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from peer_result import Result, join_ranks, leave_ranks, rank, world_size
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
-megatron_stubs.install()
+offload_stubs.install(fused=False)
+torch.cuda.get_device_capability = lambda device=None: (8, 0)  # torch asks it for tensors on a device
 
+from fsdp_models import sharded_model, train, whole_state  # noqa: E402
+
+cpu_stubs.install(current_device=0)
+
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.transformer.fsdp_dtensor_checkpoint import handle_swiglu_in_state_dict  # noqa: E402
+from megatron_fsdp import fully_shard_optimizer  # noqa: E402
 from megatron_fsdp.uneven_dtensor import preprocess_state_dict_for_uneven_dtensor  # noqa: E402
 
 import shardproof as sp  # noqa: E402
+from shardproof.frameworks import megatron_fsdp as adapter  # noqa: E402
+
+WORDS = {"stage3", "bfloat16", "dense"}
+PLAIN = {"preproc_state_dict_for_dcp_ckpt": False}
 
 
-def trained() -> tuple[torch.nn.Module, dict[str, Any]]:
-    """A module after one step, and the state of its optimizer by name."""
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 1))
-    mesh = init_device_mesh("cpu", (world_size(),))
-    fully_shard(model, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
-    nonempty = {name: one for name, one in model.named_parameters() if one.to_local().numel()}
-    optimizer = torch.optim.AdamW(nonempty.values(), lr=0.1)
-    model(torch.ones(2, 3)).sum().backward()
-    optimizer.step()
-    state = {
-        name: {slot: value for slot, value in optimizer.state[one].items() if slot != "step"}
-        for name, one in nonempty.items()
-    }
-    return model, {"model": model.state_dict(), "optim": state}
+def built(seed: int) -> tuple[Any, Any]:
+    model = sharded_model(WORDS, seed, **PLAIN)
+    optimizer = adapter.hybrid_device_optimizer(
+        model.parameters(),
+        offload_fraction=1.0,
+        cpu_optimizer_cls=torch.optim.AdamW,
+        gpu_optimizer_cls=torch.optim.AdamW,
+        overlap_cpu_optimizer_d2h_h2d=True,
+        param_update_in_fp32=True,
+        lr=1e-2,
+    )
+    return model, fully_shard_optimizer(optimizer, **PLAIN)
 
 
-def whole(value: Any, name: str) -> torch.Tensor:
-    """A moment, whole. Rank 0 has all elements of those that are empty on rank 1."""
-    if name.startswith("0"):
-        return value.full_tensor()
-    part = torch.empty((1, 4) if name == "1.weight" else (1,)) if value is None else value.to_local()
-    dist.broadcast(part, 0)
-    return part
+def state_of(model: Any, optimizer: Any) -> dict[str, Any]:
+    return {"model": adapter.module_state(model), "optimizer": adapter.optimizer_state(optimizer, model)}
+
+
+def described_upstream(model: Any, optimizer: Any) -> None:
+    """What Megatron-Core does before a save: split the fused weights, then gather the positions."""
+    names = {id(one): name for name, one in model.module.named_parameters()}
+    moments = {f"module.module.{names[id(one)]}": state for one, state in optimizer.state.items()}
+    weights = {key.removeprefix("module."): one for key, one in model.state_dict().items()}
+    print(f"rank {rank()} describes {len(moments)} parameters", flush=True)
+    weights, rest = handle_swiglu_in_state_dict(model, weights, {"state": moments})
+    preprocess_state_dict_for_uneven_dtensor({"model": weights, "optimizer": rest})
+    print(f"rank {rank()} is back", flush=True)
 
 
 def main() -> None:
-    who, folder = sys.argv[1:]
+    how, folder = sys.argv[1:]
     join_ranks()
-    _, state = trained()
+    parallel_state.initialize_model_parallel()  # which names of experts need
     result = Result()
-    result.facts["version"] = version("megatron-fsdp")
-    if who == "ours":
-        sp.save(folder, state, deadline=60)
-        for name in ("0.weight", "0.bias", "1.weight", "1.bias"):
-            for slot in ("exp_avg", "exp_avg_sq"):
-                result.add_tensor(f"optim.{name}.{slot}", whole(state["optim"].get(name, {}).get(slot), name))
-        leave_ranks(result)
-    store = dist.distributed_c10d._get_default_store()
-    print(f"rank {rank()} describes {len(state['optim'])} parameters", flush=True)
-    preprocess_state_dict_for_uneven_dtensor(state)
-    print(f"rank {rank()} is back", flush=True)
-    store.set(f"back-{rank()}", "")
-    store.wait([f"back-{other}" for other in range(world_size())])
+    result.facts["versions"] = [version(name) for name in ("megatron-core", "megatron-fsdp")]
+    model, optimizer = built(seed=1 if how == "load" else 0)
+    if how == "load":
+        sp.load(folder, state_of(model, optimizer), deadline=60)
+        optimizer.state_dict()  # shows what the load has changed
+    else:
+        train(model, optimizer, 2)
+    for key, tensor in whole_state(model, optimizer).items():
+        result.add_tensor(key, tensor)
+    if how == "ours":
+        sp.save(folder, state_of(model, optimizer), deadline=60)
+    elif how == "described":
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        dcp.save(adapter.attach_chunk_metadata(state, model, optimizer), checkpoint_id=folder)
+    elif how == "upstream":
+        store = dist.distributed_c10d._get_default_store()
+        described_upstream(model, optimizer)
+        store.set(f"back-{rank()}", "")
+        store.wait([f"back-{other}" for other in range(world_size())])
+    result.facts["losses"] = train(model, optimizer, 2, first=2)
     leave_ranks(result)
 
 

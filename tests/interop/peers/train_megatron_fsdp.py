@@ -13,94 +13,23 @@ import sys
 from functools import partial
 from typing import Any
 
-import cpu_stubs
 import torch
-import torch.distributed as dist
+from fsdp_models import sharded_model, sharded_optimizer, train, whole_state
 from peer_result import Result, join_ranks, leave_ranks, rank, world_size
-from torch import nn
 from torch.distributed import fsdp as fsdp2
 from torch.distributed.device_mesh import init_device_mesh
 from uneven_model import UnevenModel
 
-cpu_stubs.install(current_device=0)
-
-from megatron_fsdp import fully_shard  # noqa: E402
-from megatron_fsdp.uneven_dtensor import gather_and_compute_chunk_metadata  # noqa: E402
-
-import shardproof as sp  # noqa: E402
-from shardproof.frameworks import megatron_fsdp as adapter  # noqa: E402
-from shardproof.state import collect  # noqa: E402
+import shardproof as sp
+from shardproof.frameworks import megatron_fsdp as adapter
+from shardproof.state import collect
 
 
 def built(stage: int, dtype: torch.dtype, seed: int, hybrid: bool = False) -> tuple[Any, Any]:
     """A sharded model with random weights, and its AdamW. With `hybrid`, two ranks replicate each shard."""
-    torch.manual_seed(seed)
-    model = UnevenModel().to(dtype)
-    if hybrid:
-        mesh = init_device_mesh("cpu", (2, world_size() // 2, 1), mesh_dim_names=("outer", "dp", "tp"))
-        both = mesh["outer", "dp"]._flatten("both").get_group()
-        options = {"dp_outer_dim": "outer", "hybrid_fsdp_group": both}
-    else:
-        mesh, options = init_device_mesh("cpu", (world_size(), 1), mesh_dim_names=("dp", "tp")), {}
-    return fully_shard(
-        model,
-        torch.optim.AdamW(model.parameters(), lr=1e-2 * (1 + seed)),
-        device_mesh=mesh,
-        dp_shard_dim="dp",
-        tp_dim="tp",
-        fsdp_unit_modules=[nn.Linear],
-        zero_dp_strategy=stage,
-        device=torch.device("cpu"),
-        calculate_per_token_loss=True,  # gloo has no product with a scale
-        **options,
-    )
-
-
-def train(model: Any, optimizer: torch.optim.Optimizer, steps: int) -> None:
-    for step in range(steps):
-        tokens = (torch.arange(12).reshape(2, 6) * (step + 3) + rank()) % 11
-        loss = nn.functional.cross_entropy(model(tokens).float().flatten(0, 1), tokens.flatten())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        model.module.seen += 1
-
-
-def whole_state(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """The state of all ranks, whole, from the positions that Megatron-FSDP's collectives found."""
-    buffer = model.param_and_grad_buffer
-    own: dict[str, Any] = {}
-    for name, parameter in buffer.optimizer_named_parameters:
-        group = buffer.parameter_groups[buffer.param_to_param_group[parameter.orig_param]]
-        main, weights = group.main_weight_buffer, group.model_weight_buffer
-        local = parameter._local_tensor
-        offsets = gather_and_compute_chunk_metadata(parameter).offsets
-        stored = {"": local}
-        if main is not None:
-            raw = parameter.orig_param
-            if weights is None:
-                stored[""] = raw.data
-            else:
-                stored[""] = weights.get_item(main.param_idx[raw], only_shard=True).view(local.shape)
-            if main.dtype != raw.dtype:
-                stored[".master"] = local
-        for slot, item in optimizer.state.get(parameter, {}).items():
-            stored[f".{slot}"] = getattr(item, "_local_tensor", item)
-        for slot, item in stored.items():
-            key = f"optimizer.{name}{slot}" if slot else f"model.{name}"
-            whole = list(parameter.shape) if item.dim() else []
-            own[key] = (whole, list(offsets) if item.dim() else [], item.detach().clone())
-    own["model.seen"] = ([], [], model.module.seen.clone())
-    everyone: list[Any] = [None] * world_size()
-    dist.all_gather_object(everyone, own)
-    found: dict[str, torch.Tensor] = {}
-    for of_rank in everyone:
-        for key, (shape, offsets, local) in of_rank.items():
-            if key not in found:
-                found[key] = torch.zeros(shape, dtype=local.dtype) - 77
-            box = tuple(slice(at, at + size) for at, size in zip(offsets, local.shape, strict=True))
-            found[key][box] = local
-    return found
+    words = {f"stage{stage}", str(dtype).removeprefix("torch."), "hybrid" if hybrid else ""}
+    model = sharded_model(words, seed)
+    return model, sharded_optimizer(model, 1e-2 * (1 + seed))
 
 
 def described(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

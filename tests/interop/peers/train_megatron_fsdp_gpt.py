@@ -1,0 +1,192 @@
+"""A GPT of Megatron-Core in its wrapper of Megatron-FSDP: `train_megatron_fsdp_gpt.py MODE FOLDER CASE...`.
+
+The optimizer is offloaded to the CPU as in the first report of a save that hung: `optimizer_cpu_offload` with
+`optimizer_offload_fraction=1`, `overlap_cpu_optimizer_d2h_h2d`, `use_precision_aware_optimizer`,
+`megatron_fsdp_use_decoupled_grad`, and gradients and parameters communicated in the background. A case is
+`name` or `name:words`, with words joined by `-`: `pin` for `pin_cpu_params`, and `stage1` to `stage3`.
+
+`megatron_stubs`, `offload_stubs` and this script stand for CUDA: meshes of `cuda` are of `cpu`, so that gloo
+serves them, and the wrapper is told that the current device has the number 0.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import cpu_stubs
+import offload_stubs
+import torch
+import torch.distributed.checkpoint as dcp
+from peer_result import Result, join_ranks, leave_ranks
+from torch.distributed.device_mesh import DeviceMesh
+
+offload_stubs.install(fused=False)
+torch.cuda.get_device_capability = lambda device=None: (8, 0)  # torch asks it for tensors on a device
+_from_group = DeviceMesh.from_group
+
+
+def on_cpu(group: Any, device_type: str, *args: Any, **options: Any) -> DeviceMesh:
+    return _from_group(group, "cpu", *args, **options)
+
+
+DeviceMesh.from_group = staticmethod(on_cpu)
+
+import megatron_gpt  # noqa: E402
+from fsdp_models import whole_state  # noqa: E402
+from megatron.core import parallel_state, tensor_parallel  # noqa: E402
+from megatron.core.distributed import DistributedDataParallelConfig  # noqa: E402
+from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel  # noqa: E402
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+
+import shardproof as sp  # noqa: E402
+from shardproof.frameworks import megatron_fsdp as adapter  # noqa: E402
+
+STAGES = {"stage1": "optim", "stage2": "optim_grads", "stage3": "optim_grads_params"}
+METADATA = {"distrib_optim_sharding_type": "fsdp_dtensor"}
+
+
+def built(words: set[str], seed: int) -> tuple[Any, Any]:
+    """The wrapped model and its optimizer."""
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=16,
+        num_attention_heads=4,
+        num_query_groups=2,
+        ffn_hidden_size=24,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        use_cpu_initialization=True,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_dropout_fusion=False,
+        calculate_per_token_loss=True,  # gloo has no product with a scale
+    )
+    (stage,) = (STAGES[word] for word in words if word in STAGES)
+    sharding = DistributedDataParallelConfig(
+        use_distributed_optimizer=True,
+        use_megatron_fsdp=True,
+        data_parallel_sharding_strategy=stage,
+        overlap_grad_reduce=True,
+        overlap_param_gather=True,
+        megatron_fsdp_use_decoupled_grad=True,
+    )
+    cpu_stubs.install(current_device=0)
+    module = megatron_gpt._model(config, None, engine=False)
+    model = FullyShardedDataParallel(config, sharding, module, device=torch.device("cpu"))
+    cpu_stubs.install(current_device="cpu")
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=1e-2,
+            bf16=True,
+            params_dtype=torch.bfloat16,
+            use_distributed_optimizer=True,
+            clip_grad=0.0,
+            optimizer_cpu_offload=True,
+            optimizer_offload_fraction=1.0,
+            overlap_cpu_optimizer_d2h_h2d=True,
+            use_precision_aware_optimizer=True,
+            pin_cpu_params="pin" in words,
+        ),
+        [model],
+    )
+    return model, optimizer
+
+
+def train(model: Any, optimizer: Any, steps: int, first: int = 0) -> list[float]:
+    """Trains, with the same tokens on any number of ranks, and returns the losses."""
+    losses = []
+    for step in range(first, first + steps):
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+        output, loss_of = megatron_gpt._forward(iter([megatron_gpt._batch(step, 0)]), model)
+        loss, _ = loss_of(output)
+        (loss / parallel_state.get_data_parallel_world_size()).backward()
+        model.finish_grad_sync()
+        assert optimizer.step()[0]
+        losses.append(loss.item())
+    return losses
+
+
+def state_of(model: Any, optimizer: Any) -> dict[str, Any]:
+    return {"model": adapter.module_state(model), "optimizer": adapter.optimizer_state(optimizer, model)}
+
+
+def raw_state(model: Any, optimizer: Any, is_loading: bool = False) -> dict[str, Any]:
+    """The state dict that Megatron-Core makes for `fsdp_dtensor`."""
+    weights = model.state_dict_for_save_checkpoint()
+    return {
+        "model": {key: item for key, item in weights.items() if not key.endswith("_extra_state")},
+        "optimizer": optimizer.sharded_state_dict({}, is_loading, metadata=METADATA),
+    }
+
+
+def add(result: Result, name: str, model: Any, optimizer: Any) -> None:
+    optimizer.optimizer.state_dict()  # shows what a load has changed
+    for key, tensor in whole_state(model.module, optimizer.optimizer).items():
+        result.add_tensor(f"{name}.{key}", tensor)
+
+
+def save(path: str, name: str, words: set[str], result: Result) -> None:
+    model, optimizer = built(words, seed=0)
+    train(model, optimizer, 2)
+    add(result, name, model, optimizer)
+    pending = sp.Checkpointer(path).save(2, state_of(model, optimizer))
+    state = adapter.attach_chunk_metadata(raw_state(model, optimizer), model, optimizer)
+    dcp.save(state, checkpoint_id=f"{path}-dcp")
+    result.facts[f"{name}.losses"] = train(model, optimizer, 2, first=2)
+    pending.result()
+
+
+def load(path: str, name: str, words: set[str], result: Result) -> None:
+    model, optimizer = built(words, seed=1)
+    assert sp.Checkpointer(path).restore(state_of(model, optimizer)) == 2
+    add(result, name, model, optimizer)
+    result.facts[f"{name}.losses"] = train(model, optimizer, 2, first=2)
+
+
+def load_dcp(path: str, name: str, words: set[str], result: Result) -> None:
+    model, optimizer = built(words, seed=1)
+    state = raw_state(model, optimizer, is_loading=True)
+    dcp.load(adapter.attach_chunk_metadata(state, model, optimizer), checkpoint_id=f"{path}-dcp")
+    model.module.load_state_dict(state["model"], strict=False)
+    optimizer.load_state_dict(state["optimizer"])
+    add(result, name, model, optimizer)
+    result.facts[f"{name}.losses"] = train(model, optimizer, 2, first=2)
+
+
+def released(path: str, name: str, words: set[str], result: Result) -> None:
+    """The released class fails in its first step."""
+    model, optimizer = built(words, seed=0)
+    try:
+        train(model, optimizer, 1)
+    except RuntimeError as error:
+        result.facts["released"] = str(error)
+
+
+def main() -> None:
+    mode, folder, *cases = sys.argv[1:]
+    join_ranks()
+    parallel_state.initialize_model_parallel()
+    if mode != "released":
+        adapter.enable_optimizer_offload()
+    result = Result()
+    for case in cases:
+        name, _, words = case.partition(":")
+        globals()[mode](os.path.join(folder, name), name, set((words or name).split("-")), result)
+    leave_ranks(result)
+
+
+if __name__ == "__main__":
+    main()
