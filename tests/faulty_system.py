@@ -5,14 +5,14 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 from unittest import mock
 
-__all__ = ["Fault", "faulty_system"]
+__all__ = ["Fault", "faulty_system", "path_of"]
 
 _CHANGES = (
     "pwrite",
@@ -62,6 +62,18 @@ def faulty_system(folder: Path, fault: Fault) -> Iterator[list[tuple[str, str]]]
         yield calls.seen
 
 
+def path_of(target: Any, options: Mapping[str, Any]) -> str:
+    """The absolute path of the first path of a call, with the folder that its options name."""
+    folder = options.get("dir_fd", options.get("src_dir_fd"))
+    above = os.getcwd() if folder is None else os.readlink(f"/proc/self/fd/{folder}")
+    return os.path.normpath(os.path.join(above, os.fspath(target)))
+
+
+def _changes_files(flags: int) -> bool:
+    """True if a file is opened for writing, or a folder for a flush."""
+    return not flags & os.O_PATH and bool(flags & (_WRITES | os.O_DIRECTORY))
+
+
 class _Calls:
     def __init__(self, folder: str, fault: Fault) -> None:
         self.seen: list[tuple[str, str]] = []
@@ -78,8 +90,8 @@ class _Calls:
             if isinstance(target, int):
                 path, changes = self._paths.get(target, ("", False))
             else:
-                path = os.path.abspath(os.fspath(target))
-                changes = name == "open" and bool(arguments[1] & (_WRITES | os.O_DIRECTORY))
+                path = path_of(target, options)
+                changes = name == "open" and _changes_files(arguments[1])
             if name in _CHANGES and name != "close":
                 changes = True
             ends_a_read = name == "close" and not changes

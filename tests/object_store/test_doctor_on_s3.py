@@ -38,10 +38,19 @@ def test_doctor_and_watch_on_a_bucket(url: str, capsys: pytest.CaptureFixture[st
     code, report = answer(capsys, "doctor", url, "--older-than", "0s")
     assert code == 1
     found = {(one["where"], one["kind"]): one["fix"] for one in report["findings"]}
-    assert found["step-00000002", "lost"] == f"shardproof prune {url} --damaged"
+    assert found["step-00000002", "damaged"] == f"shardproof verify {url}/step-00000002", "no step is whole"
     assert found["step-00000001", "no manifest"] == f"shardproof repair {url}/step-00000001"
 
     code, report = answer(capsys, "watch", url, "--once")
     assert [save["state"] for save in report["saves"]] == ["writing", "damaged"]
     code, report = answer(capsys, "watch", url, "--once", "--older-than", "0s")
     assert (code, [save["state"] for save in report["saves"]]) == (0, ["leftover", "damaged"])
+
+
+def test_a_run_is_not_verified_as_a_checkpoint(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Bad usage, as for a folder: exit code 1 would call the run damaged."""
+    sp.Checkpointer(url).save(1, {"w": torch.ones(4)}).result()
+    for name in ("verify", "repair", "inspect"):
+        assert run([name, url]) == 2
+        assert f"this is a run: give a step, e.g. {url}/step-00000001" in capsys.readouterr().err
+    assert run(["verify", f"{url}/step-00000001"]) == 0

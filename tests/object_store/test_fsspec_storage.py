@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,11 @@ def test_a_run_is_saved_and_restored() -> None:
     assert checkpointer.steps() == [2, 3]
     with pytest.raises(sp.AlreadyCommittedError):
         sp.save(run.within("step-00000003"), {"w": torch.zeros(1)})
+
+
+def test_the_time_of_the_file_system() -> None:
+    storage = FsspecStorage(fsspec.filesystem("memory"), f"/{uuid.uuid4().hex}")
+    assert abs(storage.now() - time.time()) < 60 and storage.list() == []
 
 
 def test_a_failed_write_leaves_no_file() -> None:

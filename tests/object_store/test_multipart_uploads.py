@@ -117,6 +117,31 @@ def test_an_upload_is_as_old_as_its_last_part(
     assert not plan.uploads and len(plan.recent_uploads) == 1
 
 
+@pytest.mark.parametrize("signs", [True, False])
+def test_the_clock_of_the_store_decides_the_age_of_a_save(
+    url: str,
+    begin_upload: Callable[[ObjectStorage, str], str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    signs: bool,
+) -> None:
+    """The clock of this machine is three hours ahead. Without signed requests, a test object has the time."""
+    storage = ObjectStorage(url)
+    upload = begin_upload(storage, shard(3, 0, "running"))
+    storage.create(shard(3, 1, "running")).finish(0)
+    real, files = time.time, storage.list()
+    monkeypatch.setattr(time, "time", lambda: real() + 3 * HOUR)
+    if not signs:
+        monkeypatch.setattr(MultipartUploads, "time_of_store", lambda self, key: None)
+    assert abs(storage.now() - real()) < 60
+    assert answer(capsys, "prune", url, "--yes")[1]["removed"] is False
+    _, report = answer(capsys, "doctor", url)
+    assert {one["kind"] for one in report["findings"]} == {"in progress", "no steps"}
+    _, report = answer(capsys, "watch", url, "--once")
+    assert [one["state"] for one in report["saves"]] == ["writing"]
+    assert [one.id for one in storage.uploads(0.0)] == [upload] and storage.list() == files
+
+
 def test_a_policy_that_forbids_the_removal_of_uploads_is_named(
     s3: S3Server,
     url: str,

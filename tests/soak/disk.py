@@ -23,6 +23,8 @@ from random import Random
 from typing import Any, Literal
 from unittest import mock
 
+from tests.faulty_system import path_of
+
 __all__ = ["Disk", "Failure", "Rot"]
 
 Failure = Literal["power", "kill", "full", "error"]
@@ -232,7 +234,7 @@ class Disk:
                     return None if name == "fsync" else real(*arguments, **options)
                 path = ""
             else:
-                path = os.path.abspath(os.fspath(target))
+                path = path_of(target, _of_target(name, options))
                 if path != self._top and not path.startswith(self._top + "/"):
                     return real(*arguments, **options)
             with self._lock:
@@ -258,10 +260,10 @@ class Disk:
         if name in ("unlink", "replace", "rename"):
             self._forget(path)
         if name in ("replace", "rename"):
-            source = os.path.abspath(os.fspath(arguments[0]))
+            source = path_of(arguments[0], options)
             node = self._at(source)
         elif name == "link":
-            node = self._at(os.path.abspath(os.fspath(arguments[0])))
+            node = self._at(path_of(arguments[0], options))
         result = real(*arguments, **options)
         if name in ("pwrite", "ftruncate"):
             return result
@@ -319,6 +321,11 @@ class Disk:
         node = self._at(path)
         assert isinstance(node, _Folder), path
         return node
+
+
+def _of_target(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """The options of a call that concern the path that it changes."""
+    return {"dir_fd": options.get("dst_dir_fd")} if name in _TARGET_LAST else options
 
 
 def _move(folder: _Folder, source: str, path: str) -> None:

@@ -317,7 +317,9 @@ class RunMachine(RuleBasedStateMachine):
         def run(one: sp.Checkpointer, rank: int) -> None:
             if rank == 0:
                 storage = model.storage()
-                plan = plan_prune(storage, lambda name: 0.0, older_than=0.0, now=time.time(), keep=keep)
+                plan = plan_prune(
+                    storage, lambda name: 0.0, older_than=0.0, now=time.time(), keep=keep, complete=True
+                )
                 prune(storage, plan)
 
         ended = self._run(run)

@@ -51,7 +51,8 @@ def go_on(root: Path) -> None:
 def clean_up(root: Path) -> None:
     """Removes the files of the dead save."""
     storage = LocalStorage(root)
-    prune(storage, plan_prune(storage, lambda name: 0.0, older_than=0.0, now=time.time(), keep=None))
+    plan = plan_prune(storage, lambda name: 0.0, older_than=0.0, now=time.time(), keep=None, complete=True)
+    prune(storage, plan)
 
 
 @pytest.mark.parametrize(

@@ -192,8 +192,8 @@ def test_a_linked_suspect_is_restored_and_never_removed(tmp_path: Path) -> None:
     checkpointer = sp.Checkpointer(run, keep=sp.KeepLatest(1))
     assert checkpointer.suspects() == [5]
     assert checkpointer.restore(state, suspect=True) == 5
-    checkpointer.settle_suspect(5, "transient")
-    assert checkpointer.suspects() == []
+    with pytest.raises(sp.StorageError, match="suspect-00000005 is a symbolic link"):
+        checkpointer.settle_suspect(5, "transient")
     checkpointer.save(6, state).result()
     assert (tmp_path / "kept" / "manifest.json").exists()
 
@@ -205,6 +205,26 @@ def test_a_linked_folder_of_shards_is_read(run: Path, capsys: pytest.CaptureFixt
     assert restored(run) == 2
     assert [info["status"] for info in call(capsys, "ls", run)["checkpoints"]] == ["committed"] * 2
     assert call(capsys, "prune", run, "--damaged", "--yes")["lost"] == []
+
+
+@pytest.mark.parametrize("how", ["retention", "prune"])
+def test_no_file_behind_a_link_is_removed(
+    run: Path, how: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The shards of a step are those of another run. A later step refers to a file in them."""
+    other = tmp_path / "other"
+    shutil.copytree(run, other)
+    before = files(other)
+    shutil.rmtree(run / "step-00000001")
+    (run / "step-00000001").mkdir()
+    (run / "step-00000001" / "shards").symlink_to(other / "step-00000001" / "shards")
+    assert restored(run) == 2, "which refers to a file there"
+    checkpointer = sp.Checkpointer(run, keep=sp.KeepLatest(1) if how == "retention" else None)
+    checkpointer.save(3, {"step": torch.full((1000,), 3.0), "frozen": torch.ones(1000)}).result()
+    if how == "prune":
+        call(capsys, "prune", run, "--keep", 1, "--yes", "--older-than", "0s")
+    assert sp.Checkpointer(run).steps() == [3] and restored(run) == 3
+    assert files(other) == before and restored(other) == 2
 
 
 def test_a_folder_that_another_process_removes_is_no_lost_link(

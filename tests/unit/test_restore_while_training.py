@@ -178,7 +178,7 @@ def test_a_save_at_any_operation_of_the_choice_does_not_fail_it(tmp_path: Path, 
 
 @pytest.mark.parametrize("incremental", [False, True])
 def test_a_save_at_any_operation_of_a_listing_does_not_fail_it(tmp_path: Path, incremental: bool) -> None:
-    for infos in runs_with_a_save(tmp_path, incremental, lambda run: scan_run(run, sizes=True)):
+    for infos in runs_with_a_save(tmp_path, incremental, lambda run: scan_run(run)):
         assert {info.status for info in infos} <= {"committed", "leftover", "referenced"}, infos
 
 

@@ -64,6 +64,7 @@ class AfterCommit:
         if run.rendezvous.rank:
             return
         run.facts.forget(committed.step)
+        run.restorable.trust(committed.step)
         if self.keep is not None:
             with run.phase(committed.step, name, "retain"):
                 retain(
@@ -76,5 +77,6 @@ class AfterCommit:
                     on_progress=on_progress,
                     unconfirmed=run.is_unconfirmed,
                     protect=None if self.uploader is None else self.uploader.protect,
+                    is_restorable=run.restorable,
                 )
         run.scrub.begin(name)

@@ -16,9 +16,12 @@ from typing import Any, Literal
 
 from shardproof._utils.humanize import age, counted, gigabytes, listed
 from shardproof.checkpointer.damage import Damage, is_damage
+from shardproof.checkpointer.judge import Judgement, Verdict, judge, repair_refusal
 from shardproof.checkpointer.marks import read_node_mark
 from shardproof.checkpointer.prune import PrunePlan, plan_prune
+from shardproof.checkpointer.retention import Leftover
 from shardproof.checkpointer.scan import StepInfo, scan_run
+from shardproof.checkpointer.step_folders import StepFolder
 from shardproof.errors import NotCommittedError, ShardproofError, StorageError
 from shardproof.format import MANIFEST_NAME
 from shardproof.storage import (
@@ -134,7 +137,7 @@ def examine_run(storage: DatedStorage, run: str, *, older_than: float, now: floa
         >>> found.steps, found.is_healthy
         ((1,), True)
     """
-    infos = scan_run(storage, sizes=True)
+    infos = scan_run(storage, depth="metadata")
     committed = [info for info in infos if info.committed and info.step is not None]
     next_save = committed[-1].bytes if committed else 0
     space = storage.free_space() if isinstance(storage, LimitedStorage) else None
@@ -142,7 +145,7 @@ def examine_run(storage: DatedStorage, run: str, *, older_than: float, now: floa
     quoted = shlex.quote(run)
     findings = [
         *_of_steps(infos, run),
-        *_of_leftovers(storage, quoted, older_than, now),
+        *_of_leftovers(storage, infos, quoted, older_than, now),
         *_of_space(storage.location, next_save, space, quoted),
         *_of_clocks(storage, infos, now),
         *_of_permissions(storage, infos),
@@ -152,23 +155,27 @@ def examine_run(storage: DatedStorage, run: str, *, older_than: float, now: floa
 
 def _of_steps(infos: Sequence[StepInfo], run: str) -> Iterator[Finding]:
     quoted = shlex.quote(run)
-    if not any(info.committed or info.status == "partial" for info in infos):
+    has_steps = any(info.committed or info.status == Verdict.PARTIAL for info in infos)
+    if not has_steps:
         severity: Severity = "error" if infos else "note"
-        yield Finding(severity, "no steps", ".", "no step of the run is committed, so none can be restored")
+        yield Finding(severity, "no steps", ".", "no step of the run can be restored")
     for info in infos:
         reason = info.reason or ""
-        if info.status == "damaged" and info.beyond_repair:
-            yield Finding("error", "lost", info.name, reason, f"shardproof prune {quoted} --damaged")
-        elif info.status == "damaged":
-            yield Finding("error", "damaged", info.name, reason, f"shardproof repair {quoted}/{info.name}")
-        elif info.status == "unreadable":
+        if info.status == Verdict.DAMAGED:
+            yield _damaged_step(info.name, reason, quoted, has_others=has_steps)
+        elif info.status == Verdict.REPAIRABLE:
+            fix = f"shardproof repair {quoted}/{info.name}"
+            yield Finding("error", "repairable", info.name, reason, fix)
+        elif info.status == Verdict.MISPLACED:
+            yield _misplaced_step(info, infos, run)
+        elif info.status == Verdict.UNREADABLE:
             yield Finding("error", "unreadable", info.name, reason, _CHECK_RIGHTS)
-        elif info.status == "suspect":
+        elif info.status == Verdict.SUSPECT:
             settle = f'sp.Checkpointer({run!r}).settle_suspect({info.step}, "...")'
             yield Finding("warning", "suspect", info.name, reason, settle)
-        elif info.status == "settled":
+        elif info.status == Verdict.SETTLED:
             yield Finding("note", "settled", info.name, f"a settled suspect: {info.verdict}")
-        elif info.status in ("partial", "referenced"):
+        elif info.status in (Verdict.PARTIAL, Verdict.REFERENCED):
             yield Finding("note", info.status, info.name, reason)
         if info.pinned is not None:
             yield Finding("note", "pinned", info.name, f"pinned, so that retention keeps it: {info.pinned}")
@@ -177,7 +184,47 @@ def _of_steps(infos: Sequence[StepInfo], run: str) -> Iterator[Finding]:
             yield Finding("note", "linked", info.name, text)
 
 
-def _of_leftovers(storage: DatedStorage, run: str, older_than: float, now: float) -> Iterator[Finding]:
+def _damaged_step(folder: str, reason: str, run: str, *, has_others: bool) -> Finding:
+    """The finding of a step that no command can repair.
+
+    Args:
+        folder: its folder.
+        reason: what is damaged.
+        run: the run, quoted.
+        has_others: True if another step of the run can be restored. Without one, no removal is advised.
+    """
+    if has_others:
+        return Finding("error", "damaged", folder, reason, f"shardproof prune {run} --damaged --yes")
+    text = (
+        f"{reason}. Keep the folder: if there is a copy of the damaged file elsewhere, put it back; "
+        f"sp.load(..., exclude=) loads the undamaged tensors"
+    )
+    return Finding("error", "damaged", folder, text, f"shardproof verify {run}/{folder}")
+
+
+def _misplaced_step(info: StepInfo, infos: Sequence[StepInfo], run: str) -> Finding:
+    """The finding of a folder that was renamed or copied. The fix depends on the folder of the step."""
+    reason = info.reason or ""
+    name = StepFolder(info.stored_step or 0, info.suspect).name
+    there = next((one for one in infos if one.name == name), None)
+    here, own = (shlex.quote(f"{run}/{folder}") for folder in (info.name, name))
+    if "://" in run:
+        fix = f"shardproof convert {here} {own} --standalone" if there is None else ""
+    elif there is None:
+        fix = f"mv {here} {own}"
+    elif there.whole and there.attempt == info.attempt and not info.referenced_by and not info.linked:
+        fix = f"rm -r {here}"
+        reason = f"{reason}. {name} has the same checkpoint"
+    else:
+        fix = ""
+        place = repr(f"{run}/{info.name}")
+        reason = f"{reason}. {name} has another checkpoint. restore(state, step={place}) loads this one"
+    return Finding("error", "misplaced", info.name, reason, fix)
+
+
+def _of_leftovers(
+    storage: DatedStorage, infos: Sequence[StepInfo], run: str, older_than: float, now: float
+) -> Iterator[Finding]:
     try:
         plan = plan_prune(storage, storage.modified, older_than=older_than, now=now)
     except StorageError as error:
@@ -196,12 +243,26 @@ def _of_leftovers(storage: DatedStorage, run: str, older_than: float, now: float
         else:
             text = f"{size}, last written {_ago(now, written)}: their save died"
             yield Finding("warning", "leftover", leftover.folder, text, f"shardproof prune {run}")
+    committed = {info.name for info in infos if info.whole}
     for leftover in plan.repairable:
-        text = f"all files of a step are there ({gigabytes(leftover.bytes)}), and its manifest is missing"
-        yield Finding(
-            "warning", "no manifest", leftover.folder, text, f"shardproof repair {run}/{leftover.folder}"
-        )
+        yield from _of_complete_save(storage, leftover, run, is_replaced=leftover.folder in committed)
     yield from _of_uploads(plan, storage.location, run, now)
+
+
+def _of_complete_save(
+    storage: Storage, leftover: Leftover, run: str, *, is_replaced: bool
+) -> Iterator[Finding]:
+    """The finding of a save whose shard files are all there, and that no manifest names."""
+    text = f"all shard files of the save {leftover.attempt} are there ({gigabytes(leftover.bytes)})"
+    if is_replaced:
+        text = f"{text}, and another save of this step is committed"
+        fix = f"shardproof prune {run} --complete --yes"
+        yield Finding("warning", "leftover", leftover.folder, text, fix)
+    elif not leftover.committed:
+        refusal = repair_refusal(storage, leftover.folder)
+        text = f"{text}, and its manifest is missing{f'. {refusal}' if refusal else ''}"
+        fix = "" if refusal else f"shardproof repair {run}/{leftover.folder}"
+        yield Finding("warning", "no manifest", leftover.folder, text, fix)
 
 
 def _ago(now: float, then: float) -> str:
@@ -221,7 +282,7 @@ def _of_space(location: str, needed: int, space: FreeSpace | None, run: str) -> 
 
 def _of_clocks(storage: DatedStorage, infos: Sequence[StepInfo], now: float) -> Iterator[Finding]:
     for info in infos:
-        if info.status == "unreadable":
+        if info.status == Verdict.UNREADABLE:
             continue
         written = storage.modified(MANIFEST_NAME if info.name == "." else f"{info.name}/{MANIFEST_NAME}")
         if info.time is not None and info.time > now + _CLOCK_SECONDS:
@@ -329,31 +390,75 @@ def scrub_run(
     Returns:
         An error for each damaged step, and a warning for each step that could not be read.
     """
-    from shardproof.maintenance import verify, verify_files_here  # imports torch
+    from shardproof.maintenance import verify_files_here  # imports torch
 
     findings = []
     mark = read_node_mark(storage)
-    for info in scan_run(storage):
-        if info.whole or info.status == "partial":
-            place = storage if info.name == "." else storage.within(info.name)
-            if isinstance(place, LocalStorage):
-                place = UncachedStorage(place.path)  # reads from the device, not from the page cache
-            begun = time.monotonic()
+    uncached = UncachedStorage(storage.path) if isinstance(storage, LocalStorage) else storage
+    infos = [info for info in scan_run(storage) if info.whole or info.status == Verdict.PARTIAL]
+    damaged: dict[str, Judgement] = {}
+    for info in infos:
+        begun = time.monotonic()
 
-            def read(done: int, total: int, begun: float = begun) -> None:
-                on_progress(done, total)
-                if bandwidth is not None:
-                    time.sleep(max(0.0, begun + done / bandwidth - time.monotonic()))
+        def read(done: int, total: int, begun: float = begun) -> None:
+            on_progress(done, total)
+            if bandwidth is not None:
+                time.sleep(max(0.0, begun + done / bandwidth - time.monotonic()))
 
+        faults: Sequence[ShardproofError] = ()
+        found = None
+        if info.whole:  # reads from the device, not from the page cache
+            found = judge(uncached, info.name, depth="bytes", plan_repairs=False, on_progress=read)
+            faults = _faults_of(found)
+        else:
+            place = uncached if info.name == "." else uncached.within(info.name)
             try:
-                faults = verify(place, read).faults if info.whole else verify_files_here(place, read)
+                faults = verify_files_here(place, read)
             except NotCommittedError:
                 continue  # retention removed it meanwhile
-            if faults and mark is not None and mark.replicas:
-                findings.append(_of_node_faults(storage.location, info.name, faults))
-            elif faults:
-                findings.append(_of_faults(info.name, faults, f"{shlex.quote(run)}/{info.name}"))
+        if faults and mark is not None and mark.replicas:
+            findings.append(_of_node_faults(storage.location, info.name, faults))
+        elif found is not None and found.verdict is Verdict.DAMAGED:
+            damaged[info.name] = found
+        elif faults:
+            findings.append(_of_faults(info.name, faults, f"{shlex.quote(run)}/{info.name}"))
+    good = [info for info in infos if info.committed and info.step is not None and info.name not in damaged]
+    findings += [
+        _of_damaged_bytes(name, found, run, restored=good[-1].name if good else None)
+        for name, found in damaged.items()
+    ]
+    if damaged and not good:
+        text = "no step of the run can be restored: every step has damaged bytes"
+        findings.append(Finding("error", "no steps", ".", text))
     return findings
+
+
+def _faults_of(found: Judgement | None) -> tuple[ShardproofError, ...]:
+    """The faults that a verdict names."""
+    if found is None or found.error is None:
+        return ()
+    return found.faults or (found.error,)
+
+
+def _of_damaged_bytes(folder: str, found: Judgement, run: str, *, restored: str | None) -> Finding:
+    """The finding of a step with damaged bytes.
+
+    Args:
+        folder: its folder.
+        found: the verdict on it.
+        run: the run, as commands name it.
+        restored: the newest step without damage, which a restore takes; None if there is none.
+    """
+    path = shlex.quote(f"{run}/{folder}")
+    disk = "do not trust this disk (see `dmesg`)"
+    if restored is None:
+        text = (
+            f"damaged: {found.reason}. Keep the folder, and {disk}: sp.load(..., exclude=) loads the tensors "
+            "without damage"
+        )
+    else:
+        text = f"damaged, and restore passes over it: {found.reason}. {restored} is whole; {disk}"
+    return Finding("error", "damaged", folder, text, f"shardproof verify {path}")
 
 
 def _of_node_faults(run: str, folder: str, faults: Sequence[ShardproofError]) -> Finding:
@@ -395,7 +500,7 @@ def compare_tiers(
     Raises:
         StorageError: a storage cannot list its run.
     """
-    there = {info.name: info for info in scan_run(second, sizes=True) if info.committed}
+    there = {info.name: info for info in scan_run(second) if info.committed}
     found = [info for info in scan_run(first) if info.committed and info.step is not None]
     findings = []
     for info in found:

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from shardproof import events
+from shardproof.checkpointer.judge import RestorableSteps
 from shardproof.checkpointer.marks import Pin, pinned_steps
 from shardproof.checkpointer.nodes import MissingCopies, NodeStorage, NodesView
 from shardproof.checkpointer.policies import BestStep, KeepBest, Retention
@@ -43,6 +44,8 @@ class OpenRun:
         self._runs: set[str] = set()
         """Locations of the tiers that are checked to be runs."""
         self.facts = StepFacts(storage)
+        self.restorable = RestorableSteps(storage)
+        """Whether a step of the first tier can be restored."""
         self.damaged: set[int] = set()
         """Steps with a damaged copy that a restore passed over. A save replaces them in the first tier."""
         self.damaged_everywhere: set[int] = set()
@@ -182,7 +185,9 @@ class OpenRun:
             folder = self.storage.within(step_name(earlier))
             try:
                 distrusted = self.is_damaged(earlier) or self.is_unconfirmed(earlier)
-                if not distrusted and folder.size(MANIFEST_NAME) is not None and self._has_copies(folder):
+                if distrusted or folder.size(MANIFEST_NAME) is None:
+                    continue
+                if self.restorable(earlier) and self._has_copies(folder):
                     return folder
             except StorageError as error:
                 _log.warning("%s: step %s does not build on step %s: %s", self.location, step, earlier, error)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from shardproof.checkpointer.judge import Verdict, judge, judge_save
 from shardproof.checkpointer.marks import pinned_steps, read_pin, read_settled
 from shardproof.checkpointer.policies import KeepLatest
 from shardproof.checkpointer.retention import (
@@ -19,11 +20,15 @@ from shardproof.checkpointer.retention import (
 )
 from shardproof.checkpointer.scan import StepInfo, scan_run
 from shardproof.checkpointer.step_folders import attempt_of, is_ours, parse_folder, parse_step
-from shardproof.errors import FormatError, NotCommittedError, StorageError
-from shardproof.format import flush_manifests_in, lost_files, read_manifest, references_in
+from shardproof.errors import StorageError
+from shardproof.format import flush_manifests_in, references_in
 from shardproof.storage import ObjectStorage, Storage, Upload
 
 __all__ = ["PrunePlan", "plan_prune", "prune"]
+
+_SPARED = (Verdict.REPAIRABLE, Verdict.DAMAGED, Verdict.MISPLACED, Verdict.UNREADABLE)
+"""The verdicts on folders with a manifest in which no file counts as that of a dead save: the manifest may be
+wrong, and the files may be those of the step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +48,11 @@ class PrunePlan:
     recent: tuple[Leftover, ...]
     """These stay: files that no manifest names, of a save that may not have ended."""
     damaged: tuple[str, ...]
-    """These stay, for `repair`: folders with a damaged manifest or index."""
+    """These stay, for `repair`: folders whose verdict is `Verdict.REPAIRABLE`."""
     beyond_repair: tuple[str, ...]
-    """These stay: folders of committed steps with missing or cut shard files."""
+    """These stay: folders whose verdict is `Verdict.DAMAGED`."""
     lost: tuple[str, ...]
-    """To remove: folders of committed steps with missing or cut shard files."""
+    """To remove: folders whose verdict is `Verdict.DAMAGED`."""
     lost_bytes: int
     referenced: dict[str, list[str]]
     """Files that stay: folder of the removed step to the folders of the steps that refer to its files."""
@@ -60,7 +65,9 @@ class PrunePlan:
     uploads_fault: str = ""
     """Why the uploads of the run cannot be listed; empty if they can, or if the storage has none."""
     repairable: tuple[Leftover, ...] = ()
-    """These stay, for `repair`: all shard files of a step that is newer than the last committed step."""
+    """These stay: saves whose shard files are all there, and that no manifest names."""
+    misplaced: tuple[str, ...] = ()
+    """These stay: folders with the checkpoint of another step."""
 
     @property
     def bytes(self) -> int:
@@ -86,17 +93,23 @@ def plan_prune(
     now: float,
     keep: int | None = None,
     damaged: bool = False,
+    complete: bool = False,
 ) -> PrunePlan:
     """Plans the removals of `prune`. Removes nothing.
+
+    Only steps whose verdict is `Verdict.COMMITTED` count (note "Only a restorable step counts" in `judge`).
+    Nothing is removed from the folder of a step that is damaged or misplaced, unless `damaged` removes it.
 
     Args:
         storage: the run's folder.
         modified: the time of the last write to a file, Unix seconds; None if it does not exist.
         older_than: least seconds since the last write to a leftover, or to a damaged step, for its removal.
-        now: Unix seconds.
+        now: Unix seconds, by the clock that `modified` uses.
         keep: number of the newest committed steps to keep, in addition to pinned ones. Damaged steps do not
             count. None: all steps and all suspects.
-        damaged: True to remove steps past repair.
+        damaged: True to remove damaged steps, if another step of the run can be restored.
+        complete: True to remove also saves whose shard files are all there, and that no manifest names. Those
+            of a step that is newer than the last restorable one stay.
 
     Raises:
         StorageError: the storage failed.
@@ -105,13 +118,25 @@ def plan_prune(
     found, uploads, uploads_fault = _with_uploads(
         storage, leftovers(storage, modified, references), now - older_than
     )
-    infos = scan_run(storage, sizes=True)
-    last = max((info.step for info in infos if info.committed and info.step is not None), default=-1)
-    old = [leftover for leftover in found if leftover.older_than(older_than, now)]
-    recent = tuple(leftover for leftover in found if leftover not in old)
-    repairable = tuple(leftover for leftover in old if _is_repairable(storage, leftover, last))
-    old = [leftover for leftover in old if leftover not in repairable]
+    infos = scan_run(storage, depth="metadata")
     scanned = {step: info for info in infos if (step := parse_step(info.name)) is not None}
+    last = max((step for step, info in scanned.items() if info.committed), default=-1)
+    spared = {info.name for info in infos if info.status in _SPARED}
+    verdicts = {
+        leftover: judge_save(
+            storage, leftover.folder, leftover.attempt, is_recent=not leftover.older_than(older_than, now)
+        )
+        for leftover in found
+    }
+    recent = tuple(one for one, verdict in verdicts.items() if verdict is Verdict.WRITING)
+    repairable = [one for one, verdict in verdicts.items() if verdict is Verdict.REPAIRABLE]
+    old = [
+        one for one, verdict in verdicts.items() if verdict is Verdict.LEFTOVER and one.folder not in spared
+    ]
+    if complete:
+        superseded = [one for one in repairable if one.folder not in spared and _step_of(one) <= last]
+        old += superseded
+        repairable = [one for one in repairable if one not in superseded]
     committed = [step for step, info in scanned.items() if info.committed]
     selected = set(committed)
     if keep is not None:
@@ -126,15 +151,15 @@ def plan_prune(
 
     steps = [scanned[step].name for step in committed if step not in selected and is_removable(scanned[step])]
     newest = -1 if keep is None else max(committed, default=-1)
-    suspects = [info for info in infos if info.suspect and info.status != "leftover"]
+    suspects = [info for info in infos if info.suspect and info.status != Verdict.LEFTOVER]
     settled = [
         info.name
         for info in suspects
         if info.verdict is not None and (info.step or 0) < newest and is_removable(info)
     ]
-    hopeless = [info.name for info in scanned.values() if info.beyond_repair and not info.linked]
+    hopeless = [info.name for info in scanned.values() if info.status == Verdict.DAMAGED and not info.linked]
     lost = []
-    for name in hopeless if damaged else ():
+    for name in hopeless if damaged and committed else ():
         ours = [file for file in storage.list(name) if is_ours(file.removeprefix(f"{name}/"), name)]
         times = times_of(modified, ours)  # an unfinished copy looks like a damaged step
         if name not in busy and times and now - max(times) >= older_than:
@@ -144,7 +169,7 @@ def plan_prune(
     sizes: Counter[bool] = Counter()
     for file in {*removal.manifests, *removal.files} - counted:
         sizes[file.partition("/")[0] in lost] += storage.size(file) or 0
-    removed_before = [info.name for info in infos if info.status == "referenced"]
+    removed_before = [info.name for info in infos if info.status == Verdict.REFERENCED]
     left = references_in(storage, without=[*steps, *settled, *lost])
     return PrunePlan(
         leftovers=tuple(old),
@@ -153,9 +178,7 @@ def plan_prune(
         settled=tuple(settled),
         unsettled=tuple(info.name for info in suspects if info.verdict is None),
         recent=recent,
-        damaged=tuple(
-            info.name for info in scanned.values() if info.status == "damaged" and not info.beyond_repair
-        ),
+        damaged=tuple(info.name for info in scanned.values() if info.status == Verdict.REPAIRABLE),
         beyond_repair=tuple(name for name in hopeless if name not in lost),
         lost=tuple(lost),
         lost_bytes=sizes[True],
@@ -168,21 +191,16 @@ def plan_prune(
         uploads=dead,
         recent_uploads=recent_uploads,
         uploads_fault=uploads_fault,
-        repairable=repairable,
+        repairable=tuple(repairable),
+        misplaced=tuple(info.name for info in scanned.values() if info.status == Verdict.MISPLACED),
     )
 
 
-def _is_repairable(storage: Storage, leftover: Leftover, last: int) -> bool:
-    """True if `repair` can make a step of the files, which is newer than the last committed step."""
+def _step_of(leftover: Leftover) -> int:
+    """The step of the folder of a leftover."""
     folder = parse_folder(leftover.folder)
-    if folder is None or folder.suspect or leftover.committed or folder.step <= last:
-        return False
-    from shardproof.maintenance import whole_attempts  # loads torch, which prune rarely needs
-
-    try:
-        return leftover.attempt in whole_attempts(storage.within(leftover.folder))
-    except StorageError:
-        return True  # not known, so the files stay
+    assert folder is not None
+    return folder.step
 
 
 def _with_uploads(
@@ -236,7 +254,7 @@ def prune(storage: Storage, plan: PrunePlan) -> list[str]:
     """
     flush_manifests_in(storage)
     spared = [leftover.folder for leftover in plan.leftovers if not remove_leftover(storage, leftover)]
-    lost = [name for name in plan.lost if _is_lost(storage.within(name))]
+    lost = [name for name in plan.lost if _is_damaged(storage, name)]
     settled = [name for name in plan.settled if read_settled(storage.within(name)) is not None]
     steps = [name for name in plan.steps if read_pin(storage.within(name)) is None]
     delete_steps(storage, [*steps, *settled, *lost])
@@ -261,8 +279,6 @@ def _abort_uploads(storage: Storage, uploads: Sequence[Upload]) -> None:
             ) from error
 
 
-def _is_lost(step: Storage) -> bool:
-    try:
-        return bool(lost_files(step, read_manifest(step)))
-    except (FormatError, NotCommittedError):
-        return False
+def _is_damaged(run: Storage, folder: str) -> bool:
+    found = judge(run, folder)
+    return found is not None and found.verdict is Verdict.DAMAGED

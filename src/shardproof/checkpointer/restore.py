@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from shardproof.checkpointer.judge import misplaced
 from shardproof.checkpointer.step_folders import StepFolder
 from shardproof.checkpointer.step_selection import (
     KEEP_MORE,
@@ -22,7 +23,6 @@ from shardproof.checkpointer.step_selection import (
     Chosen,
     Failed,
     PassedOver,
-    check_folder,
     choose_after,
     named,
     newest_committed,
@@ -160,7 +160,9 @@ class Restore:
     def _check(self, chosen: Chosen, first: bool, manifest: Manifest) -> None:
         """Raises if the step on this rank differs from the choice of rank 0."""
         assert chosen.folder is not None
-        check_folder(self._run, chosen.folder, manifest)
+        misfit = misplaced(self._run, chosen.folder.name, manifest)
+        if misfit is not None:
+            raise misfit
         if first and 0 < self._rendezvous.rank == self._rendezvous.world_size - 1:
             check_damage(self._run, chosen)
 

@@ -239,12 +239,17 @@ def retain(
     on_progress: Callable[[int, int], None] | None = None,
     unconfirmed: Callable[[int], bool] = lambda step: False,
     protect: Callable[[Sequence[int]], Collection[int]] | None = None,
+    is_restorable: Callable[[int], bool],
 ) -> list[str]:
     """Removes the steps that a policy does not keep. A failure costs space, not safety, so it is only logged.
 
     Note "One line of steps": only steps up to the one just saved count. After a rollback the run has newer
     ones, which must not displace the steps of the run that continues. Damaged steps do not count, either. A
     step with an unconfirmed commit displaces no other step, and is removed if the policy does not select it.
+
+    Note "What stays is restorable": a step that the policy selects displaces others only if it is restorable
+    (note "Only a restorable step counts" in `judge`). Another step stays, and the policy selects among the
+    restorable ones. Steps are judged only if a step is to be removed.
 
     Note "A suspect stays until it is settled": the policy does not see suspects. A settled suspect is removed
     after the commit of a newer step, so that people can read the verdict until then.
@@ -262,6 +267,7 @@ def retain(
         unconfirmed: True for steps whose commit is not known to be durable.
         protect: takes the steps to remove, and returns those that stay because they wait for their upload. No
             upload of the others begins. None: no step waits.
+        is_restorable: see `RestorableSteps`.
 
     Returns:
         Folders of the steps that were removed.
@@ -282,13 +288,17 @@ def retain(
             )
         counted = sorted(step for step in steps if step <= newest)
         certain = [step for step in counted if step == newest or not unconfirmed(step)]
-        selected, unreadable = facts.select(keep, certain)
-        kept = {newest, *selected, *unreadable}.intersection(counted)
-        for step in set(counted) - set(certain):
-            selected, unreadable = facts.select(keep, sorted((*certain, step)))
-            kept |= {step}.intersection(selected | unreadable)
-        kept |= {step for step in set(counted) - kept if read_pin(run.within(step_name(step))) is not None}
-        dropped = sorted(set(counted) - kept)
+        while True:
+            kept = _kept(keep, facts, newest, counted, certain)
+            kept |= {
+                step for step in set(counted) - kept if read_pin(run.within(step_name(step))) is not None
+            }
+            dropped = sorted(set(counted) - kept)
+            others = {step for step in counted if dropped and step != newest and not is_restorable(step)}
+            if not others:
+                break
+            counted = [step for step in counted if step not in others]
+            certain = [step for step in certain if step not in others]
         if dropped and not any(is_proved(step) for step in kept.intersection(certain)):
             last_proved = next((step for step in reversed(dropped) if is_proved(step)), None)
             dropped = [step for step in dropped if step != last_proved]
@@ -306,6 +316,18 @@ def retain(
     except Exception as error:
         _log.warning("%s: old steps could not be removed: %s", run.location, error)
     return removed
+
+
+def _kept(
+    keep: Retention, facts: StepFacts, newest: int, counted: Sequence[int], certain: Sequence[int]
+) -> set[int]:
+    """The steps that a policy selects of `counted`, of which only `certain` displace others."""
+    selected, unreadable = facts.select(keep, certain)
+    kept = {newest, *selected, *unreadable}.intersection(counted)
+    for step in set(counted) - set(certain):
+        selected, unreadable = facts.select(keep, sorted((*certain, step)))
+        kept |= {step}.intersection(selected | unreadable)
+    return kept
 
 
 def _manifest_size(run: Storage, folder: str) -> int | None:

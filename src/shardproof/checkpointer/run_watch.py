@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from shardproof._utils.humanize import listed
+from shardproof.checkpointer.judge import Verdict
 from shardproof.checkpointer.retention import Leftover, leftovers
 from shardproof.checkpointer.scan import StepInfo, scan_run
 from shardproof.storage import DatedStorage
@@ -22,7 +23,7 @@ class WatchedSave:
     step: int | None
     attempt: str | None
     state: str
-    """A status of `StepInfo`, or "writing" for files without a manifest that were written to lately."""
+    """The word of its `Verdict`."""
     time: float | None
     """Time of the save; without a manifest, of the last write. Unix seconds."""
     bytes: int
@@ -49,6 +50,7 @@ class RunWatch:
         storage: the run's folder.
         older_than: seconds. Files without a manifest count as a save under way if their last write is
             younger.
+        clock_offset: seconds by which the clock that dates the files is ahead of the clock of `now`.
 
     Example:
         >>> import shardproof as sp, tempfile, torch
@@ -60,8 +62,9 @@ class RunWatch:
         [(1, 'committed', 16)]
     """
 
-    def __init__(self, storage: DatedStorage, *, older_than: float) -> None:
+    def __init__(self, storage: DatedStorage, *, older_than: float, clock_offset: float = 0.0) -> None:
         self._storage = storage
+        self._clock_offset = clock_offset
         self._older_than = older_than
         self._before: dict[tuple[str, str | None], tuple[float, int]] = {}
         """Time and bytes of each save under way, at the last scan."""
@@ -81,14 +84,14 @@ class RunWatch:
             unnamed.setdefault(leftover.folder, []).append(leftover)
         newest = next((info for info in reversed(infos) if info.committed and info.step is not None), None)
         saves = [save for info in infos for save in self._of_folder(info, unnamed, newest, now)]
-        self._before = {save.key: (now, save.bytes) for save in saves if save.state == "writing"}
+        self._before = {save.key: (now, save.bytes) for save in saves if save.state == Verdict.WRITING}
         return saves
 
     def _of_folder(
         self, info: StepInfo, unnamed: dict[str, list[Leftover]], newest: StepInfo | None, now: float
     ) -> Iterator[WatchedSave]:
         found = unnamed.get(info.name, [])
-        if info.status != "leftover" or not found:
+        if info.status != Verdict.LEFTOVER or not found:
             stored = info.name, info.step, info.attempt, info.status, info.time, info.bytes
             yield WatchedSave(*stored, speed=None, share=None, note=_note(info))
         for leftover in found:
@@ -100,14 +103,23 @@ class RunWatch:
         key = (leftover.folder, leftover.attempt)
         size, speed, share = leftover.bytes, None, None
         note = "in the folder of a committed checkpoint" if leftover.committed else "no manifest"
-        state = "leftover" if leftover.older_than(self._older_than, now) else "writing"
-        if state == "writing":
+        is_old = leftover.older_than(self._older_than, now + self._clock_offset)
+        state = Verdict.LEFTOVER if is_old else Verdict.WRITING
+        if state is Verdict.WRITING:
             if key in self._before and now > self._before[key][0]:
                 since, before = self._before[key]
                 speed = max(0, size - before) / (now - since)
             share = size / newest.bytes if newest is not None and newest.bytes else None
         return WatchedSave(
-            leftover.folder, info.step, leftover.attempt, state, leftover.modified, size, speed, share, note
+            leftover.folder,
+            info.step,
+            leftover.attempt,
+            state.value,
+            leftover.modified,
+            size,
+            speed,
+            share,
+            note,
         )
 
 

@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-import msgspec
-
-from shardproof._utils.humanize import listed
-from shardproof.checkpointer.marks import NodeMark, read_node_mark, read_pin, read_settled
+from shardproof.checkpointer.judge import Depth, Judgement, Verdict, judge
+from shardproof.checkpointer.marks import NodeMark, read_node_mark, read_pin
 from shardproof.checkpointer.save_interval import IntervalAdvice, advice_of
 from shardproof.checkpointer.step_folders import PINNED_NAME, SETTLED_NAME, is_ours, parse_folder
-from shardproof.errors import FormatError, NotCommittedError, StorageError
-from shardproof.format import (
-    MANIFEST_NAME,
-    References,
-    locate_files,
-    lost_files,
-    read_manifest,
-    references_in,
-    size_error,
-    tensor_bytes,
-)
+from shardproof.errors import StorageError
+from shardproof.format import MANIFEST_NAME, FileRecord, References, references_in, tensor_bytes
 from shardproof.storage import Storage, map_requests
 
 __all__ = ["StepInfo", "interval_advice", "scan_run"]
@@ -41,17 +30,7 @@ class StepInfo:
     """The folder in the run; "." for the run's folder itself."""
     step: int | None
     status: str
-    """One of:
-
-    - "committed";
-    - "suspect": committed, and its validation failed and is not settled;
-    - "settled": a suspect with a `verdict`;
-    - "leftover": without a manifest;
-    - "referenced": removed, except for files that other steps refer to;
-    - "damaged": its manifest is damaged, or a file is missing or cut;
-    - "partial": some of its files are on other nodes (``node_local=True``);
-    - "unreadable": the storage failed, and the state of the checkpoint is unknown.
-    """
+    """The word of its `Verdict`."""
     reason: str | None
     """The reason why it is not committed."""
     time: float | None
@@ -65,8 +44,6 @@ class StepInfo:
     repaired: bool
     unnamed: int
     """Number of files of dead attempts in the folder of a committed checkpoint, which `prune` removes."""
-    beyond_repair: bool
-    """Shard files are missing or cut, so that `repair` cannot help."""
     references: tuple[str, ...] = ()
     """Folders of earlier steps whose files it refers to."""
     referenced_by: tuple[str, ...] = ()
@@ -79,30 +56,30 @@ class StepInfo:
     """The folder is a symbolic link, so that retention and `prune` remove nothing in it."""
     pinned: str | None = None
     """The label of its pin; None if it has none."""
+    stored_step: int | None = None
+    """The step that its manifest names. It differs from `step` if the folder was renamed or copied."""
 
     @property
     def committed(self) -> bool:
         """True if it can be restored as a step of the run."""
-        return self.status == "committed"
+        return self.status == Verdict.COMMITTED
 
     @property
     def whole(self) -> bool:
         """True if it is a readable checkpoint, of a step or of a suspect."""
-        return self.status in ("committed", "suspect", "settled")
+        return self.status in (Verdict.COMMITTED, Verdict.SUSPECT, Verdict.SETTLED)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
         return {**asdict(self), "committed": self.committed}
 
 
-def scan_run(storage: Storage, *, sizes: bool = False) -> list[StepInfo]:
+def scan_run(storage: Storage, *, depth: Depth = "sizes") -> list[StepInfo]:
     """Every checkpoint and every leftover in a run's folder, oldest step first.
-
-    The scan reads only manifests; `shardproof.maintenance.verify` checks the bytes.
 
     Args:
         storage: the run's folder.
-        sizes: True to check also the size of every shard file and index. A truncated file is damage.
+        depth: what the verdicts are based on: "sizes" reads manifests, "metadata" also indexes.
 
     Returns:
         One entry for each folder named ``step-...`` or ``suspect-...`` that has a file of shardproof, or that
@@ -113,18 +90,18 @@ def scan_run(storage: Storage, *, sizes: bool = False) -> list[StepInfo]:
     """
     references = references_in(storage)
     mark = read_node_mark(storage)
-    look = partial(_folder_info, storage, sizes, references, mark)
+    look = partial(_folder_info, storage, depth, references, mark)
     found = filter(None, map_requests(storage, look, [".", *storage.folders()]))
     return sorted(found, key=lambda info: (info.step is None, info.step or 0, info.name))
 
 
 def _folder_info(
-    storage: Storage, sizes: bool, references: References, mark: NodeMark | None, folder: str
+    storage: Storage, depth: Depth, references: References, mark: NodeMark | None, folder: str
 ) -> StepInfo | None:
     """The entry of a folder of the run, or of the run's folder; None if it has none."""
     place = storage if folder == "." else storage.within(folder)
     parsed = parse_folder(folder)
-    step, suspect = (None, False) if parsed is None else parsed
+    step, is_suspect = (None, False) if parsed is None else parsed
     try:
         if parsed is None and place.size(MANIFEST_NAME) is None:
             return None
@@ -134,20 +111,62 @@ def _folder_info(
             raise
         if parsed is None:
             return None
-        info = _without_manifest(place, folder, step, (), "unreadable", str(error))
-        return replace(info, suspect=suspect, linked=place.linked)
-    ours = {name for name in names if is_ours(name, folder)}
-    if MANIFEST_NAME not in ours and (parsed is None or not ours):
+        found: Judgement | None = Judgement(Verdict.UNREADABLE, error.message, error)
+        names = []
+    else:
+        found = judge(storage, folder, depth=depth, references=references, mark=mark)
+        if found is not None and found.verdict is Verdict.LEFTOVER and MANIFEST_NAME in names:
+            references = references_in(storage)  # removed meanwhile
+            found = judge(storage, folder, depth=depth, references=references, mark=mark)
+    if found is None:
         return None
-    files = ours - {SETTLED_NAME, PINNED_NAME}
-    info = _step_info(place, folder, step, files, sizes, references)
-    if mark is not None and info.status == "damaged" and _only_lacks_files(place):
-        info = replace(info, status="partial", reason=mark.sentence, beyond_repair=False)
-    if info.status == "damaged" and place.size(MANIFEST_NAME) is None:  # removed meanwhile
-        info = _step_info(place, folder, step, files, sizes, references_in(storage))
+    ours = {name for name in names if is_ours(name, folder)}
+    files, referenced = ours - {SETTLED_NAME, PINNED_NAME}, set(references.files(folder))
     pin = read_pin(place) if PINNED_NAME in ours else None
-    info = replace(info, linked=folder != "." and place.linked, pinned=None if pin is None else pin.label)
-    return _suspect(place, info) if suspect else info
+    manifest = found.manifest
+    named = set() if manifest is None else {MANIFEST_NAME, manifest.index.name, *_names(manifest.own_files)}
+    has_leftovers = manifest is not None or found.verdict is Verdict.REFERENCED
+    return StepInfo(
+        name=folder,
+        step=step if manifest is None or step is not None else manifest.step,
+        status=found.verdict.value,
+        reason=found.reason or None,
+        time=None if manifest is None else manifest.time,
+        bytes=_bytes(place, found, files, referenced),
+        tensors=0 if manifest is None else len(manifest.tensors),
+        objects=0 if manifest is None else len(manifest.objects),
+        world_size=None if manifest is None else manifest.world_size,
+        attempt=None if manifest is None else manifest.attempt,
+        repaired=manifest is not None and manifest.repaired,
+        unnamed=len(files - named - referenced) if has_leftovers else 0,
+        references=()
+        if manifest is None
+        else tuple(sorted({record.folder for record in manifest.referenced_files})),
+        referenced_by=tuple(references.users(folder)),
+        suspect=is_suspect,
+        verdict=found.settled,
+        linked=folder != "." and place.linked,
+        pinned=None if pin is None else pin.label,
+        stored_step=None if manifest is None else manifest.step,
+    )
+
+
+def _names(records: Iterable[FileRecord]) -> set[str]:
+    return {record.name for record in records}
+
+
+def _bytes(place: Storage, found: Judgement, files: set[str], referenced: set[str]) -> int:
+    """Bytes of the tensors of a checkpoint; without a manifest, of its files."""
+    if found.manifest is not None:
+        return sum(map(tensor_bytes, found.manifest.tensors))
+    if found.verdict is Verdict.REFERENCED:
+        files = files & referenced
+    elif found.verdict is not Verdict.LEFTOVER:
+        return 0
+    try:
+        return sum(place.size(file) or 0 for file in files)
+    except StorageError:
+        return 0
 
 
 def interval_advice(
@@ -171,97 +190,3 @@ def interval_advice(
             if written is not None and not info.repaired and 0 < written - info.time < _LONGEST_SAVE:
                 costs.append(written - info.time)
     return advice_of(times, costs, mtbf)
-
-
-def _step_info(
-    place: Storage, name: str, step: int | None, files: set[str], sizes: bool, references: References
-) -> StepInfo:
-    referenced, users = set(references.files(name)), tuple(references.users(name))
-    try:
-        manifest = read_manifest(place)
-        checked = manifest if sizes else msgspec.structs.replace(manifest, files=manifest.referenced_files)
-        cut = lost_files(place, checked)
-        index = size_error(place, manifest.index) if sizes else None
-    except NotCommittedError:
-        if referenced:
-            return _only_referenced(place, name, step, files, referenced, users)
-        reason = "no manifest: the save died, or is still in progress"
-        return _without_manifest(place, name, step, files, "leftover", reason)
-    except FormatError as error:
-        return _without_manifest(place, name, step, files, "damaged", str(error))
-    except StorageError as error:
-        return _without_manifest(place, name, step, files, "unreadable", str(error))
-    shards = {record.name for record in manifest.own_files}
-    # A linked folder hides its files from `list` but not from `size`.
-    missing = [file for file in sorted(({manifest.index.name} | shards) - files) if place.size(file) is None]
-    lost = sorted(shards.intersection(missing) | cut.keys())
-    fault = index.message if index else None
-    if missing:
-        fault = f"files that the manifest names are missing: {listed(missing, 1)}"
-    elif cut:
-        fault = next(iter(cut.values())) + (f", and {len(cut) - 1} more such files" if len(cut) > 1 else "")
-    return StepInfo(
-        name=name,
-        step=step if step is not None else manifest.step,
-        status="committed" if fault is None else "damaged",
-        reason=f"{fault}; it cannot be repaired" if lost else fault,
-        time=manifest.time,
-        bytes=sum(tensor_bytes(record) for record in manifest.tensors),
-        tensors=len(manifest.tensors),
-        objects=len(manifest.objects),
-        world_size=manifest.world_size,
-        attempt=manifest.attempt,
-        repaired=manifest.repaired,
-        unnamed=len(files - referenced - shards - {MANIFEST_NAME, manifest.index.name}),
-        beyond_repair=bool(lost),
-        references=tuple(sorted({record.folder for record in manifest.referenced_files})),
-        referenced_by=users,
-    )
-
-
-def _suspect(place: Storage, info: StepInfo) -> StepInfo:
-    """`info` with the status and verdict of a suspect."""
-    try:
-        settled = read_settled(place)
-    except StorageError as error:
-        return replace(info, suspect=True, status="unreadable", reason=str(error))
-    verdict = None if settled is None else settled.verdict
-    info = replace(info, suspect=True, verdict=verdict)
-    if not info.committed:
-        return info
-    if verdict is None:
-        reason = "validation failed and is not settled: only restore(suspect=True) takes it"
-        return replace(info, status="suspect", reason=reason)
-    return replace(info, status="settled", reason=verdict)
-
-
-def _only_referenced(
-    place: Storage, name: str, step: int | None, files: set[str], referenced: set[str], users: tuple[str, ...]
-) -> StepInfo:
-    size = sum(place.size(file) or 0 for file in files & referenced)
-    count = len(files & referenced)
-    reason = f"removed; {count} file{'s' if count > 1 else ''} stay for {listed(users, 3)}"
-    info = _without_manifest(place, name, step, (), "referenced", reason)
-    return replace(info, bytes=size, unnamed=len(files - referenced), referenced_by=users)
-
-
-def _without_manifest(
-    place: Storage, name: str, step: int | None, files: Iterable[str], status: str, reason: str
-) -> StepInfo:
-    try:
-        size = sum(place.size(file) or 0 for file in files)
-    except StorageError:
-        size = 0
-    return StepInfo(name, step, status, reason, None, size, 0, 0, None, None, False, 0, False)
-
-
-def _only_lacks_files(place: Storage) -> bool:
-    """True if the files of a step that are here have the sizes that the manifest records."""
-    try:
-        manifest = read_manifest(place)
-        files = [(place, manifest.index)]
-        for (folder, _), record in zip(locate_files(place, manifest), manifest.files, strict=True):
-            files.append((folder, record))
-        return all(folder.size(record.name) in (None, record.size) for folder, record in files)
-    except (FormatError, NotCommittedError, StorageError):
-        return False

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from shardproof.checkpointer.damage import Damage, is_damage
+from shardproof.checkpointer.judge import Verdict, judge
 from shardproof.checkpointer.marks import read_settled, suspects_in
 from shardproof.checkpointer.step_folders import StepFolder, folders_in, is_ours, parse_folder
 from shardproof.checkpointer.tiers import copies_in
-from shardproof.errors import CorruptChunkError, FormatError, NotCommittedError, ShardproofError, StorageError
-from shardproof.format import MANIFEST_NAME, Manifest, References, read_seal, references_in
-from shardproof.loading import UNREADABLE, NativeCheckpoint
+from shardproof.errors import CorruptChunkError, NotCommittedError, ShardproofError, StorageError
+from shardproof.format import MANIFEST_NAME, References, read_index, read_seal, references_in
 from shardproof.storage import Storage
 
 __all__ = [
@@ -22,7 +22,6 @@ __all__ = [
     "Chosen",
     "Failed",
     "PassedOver",
-    "check_folder",
     "choose",
     "choose_after",
     "named",
@@ -250,51 +249,37 @@ def seal_now(run: Storage, folder: StepFolder) -> bytes | None:
         raise
 
 
-def check_folder(run: Storage, folder: StepFolder, manifest: Manifest) -> None:
-    """Refuses a folder that was renamed or copied, because it would restore one step as another.
-
-    Raises:
-        FormatError: the manifest belongs to another step.
-    """
-    if manifest.step not in (None, folder.step):
-        raise FormatError(
-            f"{run.location}/{folder.name} contains step {manifest.step}: it was renamed or copied. Restore "
-            "its name, or load it with shardproof.load",
-            file=f"{folder.name}/{MANIFEST_NAME}",
-        )
-
-
 def why_unreadable(run: Storage, folder: StepFolder, known: Sequence[PassedOver] = ()) -> PassedOver | None:
-    """The fault of a step according to manifest, index, file sizes and known damage; None if it has none.
+    """The fault of a step by its verdict, and by known damage; None if it has none.
 
     Damage that the load of a newer step found counts if this step has chunks in the same bytes. With several
     copies of a file it does not count, because another copy may have these bytes.
+
+    Raises:
+        StorageError: the storage cannot read the step at the moment.
     """
     copies = copies_in(run)
-    if copies.has_several:
-        known = ()
     while True:
-        try:
-            with NativeCheckpoint(run.within(folder.name)) as checkpoint:
-                checkpoint.check_files()
-                manifest = checkpoint.manifest
-                copies.note_lost_files(folder.name, manifest)
-                for item in known:
-                    if item.damage is not None and item.damage.is_in(folder.name, manifest, checkpoint.table):
-                        reason = (
-                            f"it has chunks in {item.damage}, which the load of {item.folder} found damaged"
-                        )
-                        return PassedOver(folder.step, reason, damaged=True, suspect=folder.suspect)
+        found = judge(run, folder.name, plan_repairs=False)
+        if found is None or found.verdict in (Verdict.LEFTOVER, Verdict.REFERENCED):
+            return PassedOver(folder.step, _NEVER_COMMITTED, False, folder.suspect, committed=False)
+        if found.manifest is not None:
+            copies.note_lost_files(folder.name, found.manifest)
+        if found.verdict is Verdict.MISPLACED:
+            return PassedOver(folder.step, found.reason, damaged=False, suspect=folder.suspect)
+        if found.error is None:
             break
-        except UNREADABLE as error:
-            if not is_damage(error):
-                raise
-            if not _has_next_copy(run, folder, error):
-                return PassedOver(folder.step, error.message, damaged=True, suspect=folder.suspect)
-    try:
-        check_folder(run, folder, manifest)
-    except FormatError as error:
-        return PassedOver(folder.step, error.message, damaged=False, suspect=folder.suspect)
+        if not is_damage(found.error):
+            raise found.error
+        if not _has_next_copy(run, folder, found.error):
+            return PassedOver(folder.step, found.reason, damaged=True, suspect=folder.suspect)
+    assert found.manifest is not None
+    if not copies.has_several and any(item.damage is not None for item in known):
+        table = read_index(run.within(folder.name), found.manifest)
+        for item in known:
+            if item.damage is not None and item.damage.is_in(folder.name, found.manifest, table):
+                reason = f"it has chunks in {item.damage}, which the load of {item.folder} found damaged"
+                return PassedOver(folder.step, reason, damaged=True, suspect=folder.suspect)
     return None
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -33,30 +32,57 @@ _REMOVE = "; remove the folder, or all such steps with --damaged"
 @click.option(
     "--damaged", is_flag=True, help="Also remove committed steps whose shard files are lost beyond repair."
 )
+@click.option(
+    "--complete",
+    is_flag=True,
+    help="Also remove saves whose shard files are all there and that no manifest names, but none that is "
+    "newer than the last restorable step.",
+)
 @click.option("--dry-run", is_flag=True, help="Show what would be removed, and remove nothing.")
-@click.option("--yes", is_flag=True, help="Do not ask. Without a terminal, --keep and --damaged require it.")
+@click.option(
+    "--yes",
+    is_flag=True,
+    help="Do not ask. Without a terminal, --keep, --damaged and --complete require it.",
+)
 @json_option
 def prune_command(
-    run: str, keep: int | None, older_than: float, damaged: bool, dry_run: bool, yes: bool, as_json: bool
+    run: str,
+    keep: int | None,
+    older_than: float,
+    damaged: bool,
+    complete: bool,
+    dry_run: bool,
+    yes: bool,
+    as_json: bool,
 ) -> int:
     """Remove the files of dead saves from RUN: files in step folders that no manifest names.
 
     In S3, also remove the parts of incomplete uploads. Only files that shardproof wrote are removed, and no
-    file that a remaining step refers to. A suspect (a step whose validation failed) stays until it is
-    settled. On a terminal, the command asks first.
+    file that a remaining step refers to. A save whose shard files are all there stays, because `repair` can
+    make a step of it. A suspect (a step whose validation failed) stays until it is settled. On a terminal,
+    the command asks first.
     """
     from shardproof.checkpointer import plan_prune, prune
-    from shardproof.storage import LocalStorage, storage_at
+    from shardproof.storage import LocalStorage, storage_at, time_at
 
-    if (keep is not None or damaged) and not (yes or dry_run or sys.stdin.isatty()):
-        option = "--keep" if keep is not None else "--damaged"
+    given = {"--keep": keep is not None, "--damaged": damaged, "--complete": complete}
+    if any(given.values()) and not (yes or dry_run or sys.stdin.isatty()):
+        option = next(name for name, is_given in given.items() if is_given)
         raise click.UsageError(
-            f"{option} removes committed steps, and standard input is not a terminal: add --yes "
-            "to remove them, or --dry-run to list them"
+            f"{option} removes steps, and standard input is not a terminal: add --yes to remove them, or "
+            "--dry-run to list them"
         )
     storage = storage_at(run)
-    now = time.time()
-    plan = plan_prune(storage, storage.modified, older_than=older_than, now=now, keep=keep, damaged=damaged)
+    now = time_at(storage)
+    plan = plan_prune(
+        storage,
+        storage.modified,
+        older_than=older_than,
+        now=now,
+        keep=keep,
+        damaged=damaged,
+        complete=complete,
+    )
     if not as_json:
         _show_plan(plan, now, older_than, damaged)
     carried_out = not dry_run and not plan.empty and (yes or _agreed(plan))
@@ -138,12 +164,15 @@ def _show_plan(plan: PrunePlan, now: float, older_than: float, damaged: bool) ->
         out.print("nothing to remove")
     recent = f"written to in the last {age(older_than)}"
     busy = f"{recent}: a save may be in progress (--older-than)"
-    without_repair = f", but {recent} (--older-than)" if damaged else _REMOVE
+    without_repair = _REMOVE
+    if damaged:
+        without_repair = f", but {recent} (--older-than), or no step of the run can be restored"
     stays = [
         *(f"{one.folder}: {gigabytes(one.bytes)} that no manifest names, {busy}" for one in plan.recent),
         *(
-            f"{one.folder}: all files of a step without a manifest (run `shardproof repair`; if the step is "
-            "not needed, remove the folder)"
+            f"{one.folder}: all shard files of the save {one.attempt}, which no manifest names (if the step "
+            "is not committed, `shardproof repair` makes it; --complete removes them, unless they are newer "
+            "than the last restorable step)"
             for one in plan.repairable
         ),
         *(f"{one.name}: an upload that did not complete, {busy}" for one in plan.recent_uploads),
@@ -153,7 +182,7 @@ def _show_plan(plan: PrunePlan, now: float, older_than: float, damaged: bool) ->
             if fault
         ),
         *(
-            f"{name}: files that {', '.join(users)} {'refers' if len(users) == 1 else 'refer'} to (saved "
+            f"files of {name} that {', '.join(users)} {'refers' if len(users) == 1 else 'refer'} to (saved "
             "incrementally; `shardproof convert --standalone` makes a step that needs no other)"
             for name, users in plan.referenced.items()
         ),
@@ -162,9 +191,11 @@ def _show_plan(plan: PrunePlan, now: float, older_than: float, damaged: bool) ->
             for name in plan.unknown
         ),
         *(f"{name}: validation failed there and is not settled" for name in plan.unsettled),
+        *(f"{name}: `shardproof repair` makes it restorable" for name in plan.damaged),
         *(
-            f"{name}: damaged (run `shardproof repair`; if that fails, remove the folder)"
-            for name in plan.damaged
+            f"{name}: the checkpoint of another step: the folder was renamed or copied (see `shardproof "
+            "doctor`)"
+            for name in plan.misplaced
         ),
         *(f"{name}: damaged, cannot be repaired{without_repair}" for name in plan.beyond_repair),
     ]

@@ -82,7 +82,7 @@ def doctor_command(
         scrub_run,
     )
     from shardproof.cli.terminal import bytes_progress
-    from shardproof.storage import is_same_place, storage_at
+    from shardproof.storage import is_same_place, storage_at, time_at
 
     if bandwidth is not None and not scrub:
         raise click.UsageError("--bandwidth limits the reads of --scrub: add --scrub")
@@ -96,7 +96,7 @@ def doctor_command(
     second = None if then is None else storage_at(then)
     if second is not None and is_same_place(storage, second):
         raise click.UsageError(f"--then: {then} is RUN itself: name the second tier of the run")
-    now = time.time()
+    now = time_at(storage)
     found = examine_run(storage, run, older_than=older_than, now=now)
     found = found.with_findings(find_missing_copies(storage, others))
     if then is not None and second is not None:
@@ -149,12 +149,12 @@ def watch_command(run: str, every: float, once: bool, older_than: float, as_json
     is one line.
     """
     from shardproof.checkpointer import RunWatch
-    from shardproof.storage import storage_at
+    from shardproof.storage import storage_at, time_at
 
     if every <= 0:
         raise click.UsageError("--every is more than 0")
     storage = storage_at(run)
-    watch = RunWatch(storage, older_than=older_than)
+    watch = RunWatch(storage, older_than=older_than, clock_offset=time_at(storage) - time.time())
     if once:
         _show_once(watch, storage.location, as_json)
     else:

@@ -190,22 +190,23 @@ def _shown(path: str) -> str:
 
 
 def _checkpoint(_context: click.Context, parameter: click.Parameter, path: str) -> str:
-    if _is_url(parameter, path):
-        return path
-    _check_folder(parameter, path)
+    if not _is_url(parameter, path):
+        _check_folder(parameter, path)
+    from shardproof.errors import StorageError
+    from shardproof.storage import storage_at
+
+    storage = storage_at(path)
     try:
-        names = os.listdir(path)
-    except OSError:  # the storage reports it with its cause
+        steps = [name for name in storage.folders() if re.fullmatch(r"step-[0-9]{8,18}", name)]
+        if not steps or storage.size(MANIFEST) is not None or storage.list("shards"):
+            return path
+        whole = [step for step in steps if storage.size(f"{step}/{MANIFEST}") is not None]
+    except StorageError:  # the command reports it with its cause
         return path
-    steps = [name for name in names if re.fullmatch(r"step-[0-9]{8,18}", name)]
-    if steps and MANIFEST not in names and "shards" not in names:
-        whole = [step for step in steps if os.path.exists(os.path.join(path, step, MANIFEST))]
-        step = os.path.join(path, max(whole or steps, key=lambda name: int(name[5:])))
-        raise BadPath(
-            f"{parameter.human_readable_name}: this is a run: give a step, e.g. {step} "
-            f"(`shardproof ls {path}`)"
-        )
-    return path
+    step = f"{path.rstrip('/')}/{max(whole or steps, key=lambda name: int(name[5:]))}"
+    raise BadPath(
+        f"{parameter.human_readable_name}: this is a run: give a step, e.g. {step} (`shardproof ls {path}`)"
+    )
 
 
 def _known_format(_context: click.Context, _parameter: click.Parameter, name: str | None) -> str | None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from shardproof.errors import FormatError, NotCommittedError, StorageError
 from shardproof.format.file_names import MANIFEST_NAME
-from shardproof.format.index import decode_index
+from shardproof.format.index import decode_index, index_remedy
 from shardproof.format.manifest import FileRecord, Manifest
 from shardproof.format.manifest_text import MAX_MANIFEST, SEAL_LENGTH, decode_manifest
 from shardproof.planning import ChunkTable
@@ -66,7 +66,7 @@ def read_index(storage: Storage, manifest: Manifest) -> ChunkTable:
     fault = size_fault(storage, name, manifest.index.size)
     if fault is not None:
         raise FormatError(
-            f"{file}: {fault[0]}. `shardproof repair` can write it again from the shard files.",
+            f"{file}: {fault[0]}. {index_remedy(manifest)}",
             file=name,
             missing=fault[1],
         )

@@ -18,7 +18,7 @@ from shardproof.format.shards import encode_entries, shard_header
 from shardproof.geometry import row_pointers
 from shardproof.planning import ChunkTable
 
-__all__ = ["decode_index", "encode_index"]
+__all__ = ["decode_index", "encode_index", "index_remedy"]
 
 _COLUMNS = {
     "tensor": "I64",
@@ -51,6 +51,16 @@ def encode_index(table: ChunkTable) -> bytes:
     return b"".join([head, *(column.data for column in data)])
 
 
+def index_remedy(manifest: Manifest) -> str:
+    """What to do about a lost or damaged index, as a sentence."""
+    if manifest.referenced_files:
+        return (
+            "It cannot be written again, because only it records the chunks in files of other steps: put a "
+            "copy back, or restore another step."
+        )
+    return "`shardproof repair` can write it again from the shard files."
+
+
 def decode_index(data: bytes, manifest: Manifest, file: str) -> ChunkTable:
     """Decodes the chunk table and checks it against the manifest.
 
@@ -75,15 +85,14 @@ def decode_index(data: bytes, manifest: Manifest, file: str) -> ChunkTable:
     if len(data) != manifest.index.size:
         raise FormatError(
             f"{file}: expected {manifest.index.size} bytes, it has {len(data)}. It was cut short or "
-            "belongs to another checkpoint; `shardproof repair` can write it again from the shard files.",
+            f"belongs to another checkpoint. {index_remedy(manifest)}",
             file=file,
         )
     found = bytes_digest(data)
     if found != manifest.index.digest:
         raise FormatError(
             f"{file}: its bytes hash to {found}, expected {manifest.index.digest}. It is "
-            "damaged or belongs to another checkpoint; `shardproof repair` can write it again from the shard "
-            "files.",
+            f"damaged or belongs to another checkpoint. {index_remedy(manifest)}",
             file=file,
         )
     columns = _columns(data, file)

@@ -216,7 +216,8 @@ def unreferenced_files(
 ) -> list[FileRecord]:
     """The records of a removed manifest whose files only it referred to, and which may now be removed.
 
-    Files in linked folders stay (see `Storage.linked`), and all files stay if a manifest is unreadable.
+    Files in linked folders stay (see `Storage.linked`), also those of a linked folder ``shards``. All files
+    stay if a manifest is unreadable.
     `references` are those of the manifests that are left, and `folder` gives the storage of a folder.
     """
     if references.unknown:
@@ -226,7 +227,8 @@ def unreferenced_files(
     for record in records:
         if record.folder not in needed:
             place = folder(record.folder)
-            own = None if place.linked else named_files(place)
+            is_linked = place.linked or place.within("shards").linked
+            own = None if is_linked else named_files(place)
             needed[record.folder] = None if own is None else own | set(references.files(record.folder))
         of_folder = needed[record.folder]
         if of_folder is not None and record.name not in of_folder:

@@ -6,6 +6,7 @@ from shardproof.maintenance.copy import StandalonePlan, make_standalone, plan_st
 from shardproof.maintenance.copy_file import copy_shard_file as copy_shard_file
 from shardproof.maintenance.copy_file import read_whole_index as read_whole_index
 from shardproof.maintenance.copy_file import verify_files_here as verify_files_here
+from shardproof.maintenance.repair import plan_repair as plan_repair
 from shardproof.maintenance.repair import repair, whole_attempts
 from shardproof.maintenance.verify import VerifyReport, verify
 from shardproof.maintenance.verify_foreign import verify_any, verify_foreign

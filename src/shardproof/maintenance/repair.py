@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy as np
 from shardproof.errors import AlreadyCommittedError, FormatError, NotCommittedError, StorageError, TilingError
 from shardproof.format import (
     MANIFEST_NAME,
+    STEP_FOLDER,
     FileRecord,
     Manifest,
     TensorRecord,
@@ -27,7 +29,7 @@ from shardproof.planning import ChunkTable, chunk_table, prove_chunks
 from shardproof.storage import Storage
 from shardproof.version import __version__
 
-__all__ = ["repair", "whole_attempts"]
+__all__ = ["RepairPlan", "plan_repair", "repair", "whole_attempts"]
 
 
 def repair(storage: Storage) -> Manifest:
@@ -36,10 +38,12 @@ def repair(storage: Storage) -> Manifest:
     Repair compares every chunk with the digest in its file, and proves the tiling of every tensor. It changes
     nothing before all checks have passed.
 
-    If the manifest is readable and only the index is damaged, the manifest names the files. Otherwise the
-    candidates are the attempts that wrote an index, or else those with all shard files; repair takes the
-    newest candidate. A step that refers to other steps cannot be repaired, because only its manifest and its
-    index record the positions of the chunks in other steps.
+    `plan_repair` chooses the save. If the manifest is readable and only the index is damaged, the manifest
+    names the files. Otherwise the candidates are the attempts that wrote an index, or else those with all
+    shard files; repair takes the newest candidate. A manifest is replaced if none of its shard files are
+    there, and all shard files of another save are: it was copied from another run or from a backup. A step
+    that refers to other steps cannot be repaired, because only its manifest and its index record the
+    positions of the chunks in other steps.
 
     Args:
         storage: storage of the checkpoint. Repair closes its files.
@@ -55,18 +59,57 @@ def repair(storage: Storage) -> Manifest:
         StorageError: the storage failed.
     """
     try:
-        intact = _intact_manifest(storage)
-        shards = [verify_shard(storage, shard) for shard in _shards(storage, intact)]
+        plan = plan_repair(storage)
+        shards = [verify_shard(storage, shard) for shard in plan.shards]
         _check_alike(shards)
-        if intact is not None:
-            _check_named(shards, intact)
-        return _commit(storage, shards, intact)
+        if plan.intact is not None:
+            _check_named(shards, plan.intact)
+        return _commit(storage, shards, plan.intact)
     finally:
         storage.close()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class RepairPlan:
+    """The save that a repair commits, as far as manifest, index and headers of shard files show."""
+
+    attempt: str
+    shards: tuple[FoundShard, ...]
+    """All shard files of the save, by rank."""
+    intact: Manifest | None
+    """The manifest, if only the index is damaged; None if the manifest is."""
+
+
+def plan_repair(storage: Storage) -> RepairPlan:
+    """Chooses the save that `repair` commits. Reads no chunks, and changes nothing.
+
+    Raises:
+        AlreadyCommittedError: manifest and index are readable; there is nothing to repair.
+        FormatError: shard files are missing or cut, or belong to the step of another folder.
+        StorageError: the storage failed.
+    """
+    attempts, unreadable = _found_shards(storage)
+    try:
+        manifest = read_manifest(storage)
+    except (NotCommittedError, FormatError):
+        intact, copied = None, ""
+    else:
+        copied = manifest.attempt if _is_of_another_save(storage, manifest, attempts) else ""
+        intact = None if copied else _intact_manifest(storage, manifest)
+    candidates = _candidates(storage, attempts, intact, copied, unreadable)
+    shards = _shards(storage, intact, attempts, candidates, unreadable)
+    declared, step = shards[0].declared, _step_of_folder(storage)
+    if step is not None and declared.step not in (None, step):
+        raise FormatError(
+            f"{storage.location}: the shard files are of step {declared.step}: the folder was renamed or "
+            "copied. Give it the name of its step, and repair it there",
+            file="shards",
+        )
+    return RepairPlan(declared.attempt, tuple(shards), intact)
+
+
 def whole_attempts(storage: Storage) -> set[str]:
-    """The attempts in a folder without a manifest that `repair` can commit, as far as headers show.
+    """The saves in a folder whose shard files are all there, and that need no other step.
 
     Args:
         storage: storage of the checkpoint.
@@ -75,15 +118,11 @@ def whole_attempts(storage: Storage) -> set[str]:
         StorageError: the storage failed.
     """
     attempts, _ = _found_shards(storage)
-    return {name for name, files in attempts.items() if _is_complete(files) and not files[0].declared.base}
+    return {name for name, files in attempts.items() if _is_whole(files)}
 
 
-def _intact_manifest(storage: Storage) -> Manifest | None:
-    """The manifest, if only the index is damaged; None if the manifest is. Raises if both are readable."""
-    try:
-        manifest = read_manifest(storage)
-    except (NotCommittedError, FormatError):
-        return None
+def _intact_manifest(storage: Storage, manifest: Manifest) -> Manifest:
+    """The manifest, if only the index is damaged. Raises if both are readable."""
     try:
         read_index(storage, manifest)
     except FormatError as error:
@@ -106,10 +145,30 @@ def _intact_manifest(storage: Storage) -> Manifest | None:
     )
 
 
-def _shards(storage: Storage, intact: Manifest | None) -> list[FoundShard]:
-    """All shard files of the attempt to rebuild, by rank."""
-    attempts, unreadable = _found_shards(storage)
-    candidates = _candidates(storage, attempts, intact, unreadable)
+def _is_of_another_save(storage: Storage, manifest: Manifest, attempts: dict[str, list[FoundShard]]) -> bool:
+    """True if the manifest has no file here, and the files of a whole save of this step are here."""
+    own = [record.name for record in manifest.own_files] or [manifest.index.name]
+    if any(storage.size(name) is not None for name in own):
+        return False
+    step = _step_of_folder(storage)
+    whole = [files[0].declared for files in attempts.values() if _is_whole(files)]
+    return any(step is None or declared.step in (None, step) for declared in whole)
+
+
+def _step_of_folder(storage: Storage) -> int | None:
+    """The step that the folder is named after; None for any other name."""
+    match = STEP_FOLDER.fullmatch(storage.folder)
+    return None if match is None else int(match[2])
+
+
+def _shards(
+    storage: Storage,
+    intact: Manifest | None,
+    attempts: dict[str, list[FoundShard]],
+    candidates: list[str],
+    unreadable: list[str],
+) -> list[FoundShard]:
+    """All shard files of the newest candidate, by rank."""
     chosen = max(candidates, key=lambda attempt: attempts[attempt][0].declared.time, default=None)
     if chosen is None or not _is_complete(attempts[chosen]):
         bases = {files[0].declared.base for name, files in attempts.items() if chosen in (None, name)}
@@ -148,9 +207,13 @@ def _found_shards(storage: Storage) -> tuple[dict[str, list[FoundShard]], list[s
 
 
 def _candidates(
-    storage: Storage, attempts: dict[str, list[FoundShard]], intact: Manifest | None, unreadable: list[str]
+    storage: Storage,
+    attempts: dict[str, list[FoundShard]],
+    intact: Manifest | None,
+    copied: str,
+    unreadable: list[str],
 ) -> list[str]:
-    """Attempts that may have been committed here.
+    """Attempts that may have been committed here, without the attempt `copied` of a copied manifest.
 
     A save writes its index when every shard file is on stable storage. So if any attempt has an index, an
     attempt without one is a dead save. An attempt with an index is a candidate even if it lacks a shard.
@@ -160,6 +223,7 @@ def _candidates(
     before, after = index_name("\n").split("\n")
     names = [name for name in storage.list() if name.startswith(before) and name.endswith(after)]
     indexed = [name.removeprefix(before).removesuffix(after) for name in names]
+    indexed = [name for name in indexed if name != copied]
     for attempt in indexed:
         if attempt not in attempts:
             raise FormatError(
@@ -179,6 +243,11 @@ def _not_here(storage: Storage, folders: str) -> FormatError:
         "restore another step",
         file="shards",
     )
+
+
+def _is_whole(shards: list[FoundShard]) -> bool:
+    """True if the files of a save are all there, and it needs no other step."""
+    return _is_complete(shards) and not shards[0].declared.base
 
 
 def _is_complete(shards: list[FoundShard]) -> bool:

@@ -9,6 +9,7 @@ seconds for space before it refuses.
 from __future__ import annotations
 
 import logging
+import shlex
 import time
 from collections.abc import Callable, Sequence
 
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 
 from shardproof._utils.humanize import gigabytes, listed
 from shardproof.errors import NoSpaceError
+from shardproof.format import STEP_FOLDER
 from shardproof.storage import FreeSpace, LimitedStorage, Storage
 
 __all__ = ["check_space", "free_space"]
@@ -68,13 +70,23 @@ def check_space(
                 location,
                 gigabytes(total),
                 gigabytes(free),
-                _ADVICE,
+                _advice(location),
             )
 
 
-_ADVICE = (
-    "remove steps with `shardproof prune RUN --keep N`, or keep fewer steps with keep= of the Checkpointer"
-)
+def _advice(location: str) -> str:
+    """The way to more space, for a save at `location`.
+
+    A smaller ``keep=`` is none: retention removes steps only after a commit.
+    """
+    run, _, folder = location.rpartition("/")
+    if STEP_FOLDER.fullmatch(folder) is None:
+        return "remove other files of this file system, or save to another one"
+    return (
+        f"remove all steps but the newest with `shardproof prune {shlex.quote(run)} --keep 1 --yes` (keep= "
+        "of the Checkpointer removes steps only after a commit, so a smaller one does not help now), or save "
+        "to another file system"
+    )
 
 
 def _grows(total: int, measure: Callable[[], FreeSpace | None]) -> bool:
@@ -93,7 +105,7 @@ def _no_space(location: str, ranks: Sequence[int], needed: int, free: int) -> No
     return NoSpaceError(
         f"{location}: the save needs {gigabytes(needed)} on the file system of {who}, and {gigabytes(free)} "
         f"is free there: {gigabytes(needed - free)} is missing. Nothing was written. To save again, "
-        f"{_ADVICE}",
+        f"{_advice(location)}",
         file=location,
         errno="ENOSPC",
         needed=needed,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from shardproof.storage.base import (
     CachedStorage,
+    ClockedStorage,
     CopiedStorage,
     DatedStorage,
     FreeSpace,
@@ -36,11 +37,13 @@ from shardproof.storage.paths import storage_error as storage_error  # not liste
 from shardproof.storage.remote_requests import file_sizes as file_sizes  # not listed in __all__: internal
 from shardproof.storage.remote_requests import map_requests as map_requests  # not listed in __all__: internal
 from shardproof.storage.sink import LocalSink
+from shardproof.storage.store_time import time_at as time_at  # not listed in __all__: internal
 from shardproof.storage.uncached import UncachedStorage
 
 __all__ = [
     "ALIGNMENT",
     "CachedStorage",
+    "ClockedStorage",
     "CopiedStorage",
     "DatedStorage",
     "FreeSpace",

@@ -10,6 +10,7 @@ from shardproof.errors import StorageError
 
 __all__ = [
     "CachedStorage",
+    "ClockedStorage",
     "CopiedStorage",
     "DatedStorage",
     "FreeSpace",
@@ -184,6 +185,22 @@ class DatedStorage(Storage, Protocol):
 
     def modified(self, name: str) -> float | None:
         """Time of the last write to a file, Unix seconds; None if there is none of this name."""
+        ...
+
+
+@runtime_checkable
+class ClockedStorage(Protocol):
+    """A storage whose files are dated by the clock of another machine. This method is optional.
+
+    Without it, the clock of this machine dates the files.
+    """
+
+    def now(self) -> float:
+        """The time by that clock, Unix seconds.
+
+        Raises:
+            StorageError: the storage does not tell its time.
+        """
         ...
 
 

@@ -28,12 +28,12 @@ from pathlib import Path
 from shardproof._utils import libc
 from shardproof.errors import AlreadyCommittedError
 from shardproof.storage.paths import storage_error
+from shardproof.storage.real_folders import RealFolder
 
 __all__ = [
     "WriteBack",
     "flush_file",
     "flush_folders",
-    "make_folders",
     "open_new",
     "publish_path",
     "rename_exclusively",
@@ -47,36 +47,31 @@ _RENAME_NOREPLACE = 1
 _TRIES = 100
 
 
-def make_folders(folder: Path) -> list[Path]:
-    """Make `folder` and the missing folders above it; return those that were missing."""
-    missing: list[Path] = []
-    above = folder
-    while not above.exists():
-        missing.append(above)
-        above = above.parent
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except FileExistsError as error:  # callers take FileExistsError to mean the file
-        raise NotADirectoryError(errno.ENOTDIR, "Not a directory", str(folder)) from error
-    return missing
-
-
-def open_new(path: Path, flags: int) -> tuple[int, list[Path]]:
-    """Create a file; return its descriptor and the folders made for it.
+def open_new(root: Path, path: Path, flags: int) -> tuple[int, RealFolder]:
+    """Create a file below a root (note "No links below the root"); return its descriptor and its folder.
 
     A peer that removes empty folders may remove the one just made. Then this call makes it again.
 
     Raises:
         FileExistsError: there is a file at `path`.
-        OSError: the system refused.
+        OSError: the system refused, or a folder below the root is a link.
     """
+    made: list[Path] = []
     for attempt in range(_TRIES):
-        made = make_folders(path.parent)
+        folder = None
         try:
-            return os.open(path, flags | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), made
-        except FileNotFoundError:
-            if attempt == _TRIES - 1:
+            folder = RealFolder(root, path.parent, make=True)
+            flags |= os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            descriptor = os.open(path.name, flags, 0o666, dir_fd=folder.number)
+        except BaseException as error:
+            if folder is not None:
+                made += folder.made
+                folder.close()
+            if not isinstance(error, FileNotFoundError) or attempt == _TRIES - 1:
                 raise
+        else:
+            folder.made += made
+            return descriptor, folder
     raise AssertionError("unreachable")
 
 
@@ -122,28 +117,33 @@ def flush_folders(folder: Path, last: Path | None) -> None:
         folder = folder.parent
 
 
-def rename_exclusively(source: Path, target: Path) -> None:
+def rename_exclusively(source: Path | str, target: Path | str, folder: int | None = None) -> None:
     """Rename `source` to `target`, unless there is a file at `target`.
 
     A link is exclusive on every file system that has links. NFS may lose the answer to a link that succeeded
     and report "exists" to the second try; the link count then shows the success. Where there are no links,
     Linux's renameat2 is exclusive too.
 
+    Args:
+        source: present name.
+        target: new name.
+        folder: descriptor of the folder that relative names are in; None: the working directory.
+
     Raises:
         FileExistsError: there is a file at `target`.
         OSError: the file system has neither, or failed.
     """
     try:
-        os.link(source, target)
+        os.link(source, target, src_dir_fd=folder, dst_dir_fd=folder)
     except FileExistsError:
-        if os.stat(source).st_nlink != 2:
+        if os.stat(source, dir_fd=folder).st_nlink != 2:
             raise
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
-        _rename_no_replace(source, target)
+        _rename_no_replace(source, target, _AT_FDCWD if folder is None else folder)
         return
-    unlink_quietly(source)  # the rename has taken effect; a second name is a leftover for prune
+    unlink_quietly(source, folder)  # the rename has taken effect; a second name is a leftover for prune
 
 
 def publish_path(source: Path, target: Path) -> None:
@@ -164,18 +164,18 @@ def publish_path(source: Path, target: Path) -> None:
         raise storage_error(error, f"move {source} to", target) from error
 
 
-def _rename_no_replace(source: Path, target: Path) -> None:
+def _rename_no_replace(source: Path | str, target: Path | str, folder: int) -> None:
     if not libc.has("renameat2"):
         raise OSError(errno.ENOTSUP, "the file system has neither links nor exclusive renames", str(target))
     old, new = (ctypes.c_char_p(os.fsencode(path)) for path in (source, target))
-    here = ctypes.c_int(_AT_FDCWD)
-    libc.call("renameat2", here, old, here, new, ctypes.c_uint(_RENAME_NOREPLACE))
+    at = ctypes.c_int(folder)
+    libc.call("renameat2", at, old, at, new, ctypes.c_uint(_RENAME_NOREPLACE))
 
 
-def unlink_quietly(path: Path) -> None:
-    """Remove the file at `path`; ignore a failure."""
+def unlink_quietly(path: Path | str, folder: int | None = None) -> None:
+    """Remove a file; ignore a failure. `folder` is as for `rename_exclusively`."""
     try:
-        os.unlink(path)
+        os.unlink(path, dir_fd=folder)
     except OSError:
         pass
 

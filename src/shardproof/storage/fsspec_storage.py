@@ -248,6 +248,26 @@ class FsspecStorage:
         except Exception as error:
             raise self._error(error, "look at", name) from error
 
+    def now(self) -> float:
+        """The time that the file system gives a new file, Unix seconds. The file is removed again.
+
+        Raises:
+            StorageError: the file system failed.
+        """
+        name = f"time-{uuid.uuid4().hex}.probe"
+        try:
+            self._fs.pipe_file(self._key(name), b"1")
+            found = self.modified(name)
+        except StorageError:
+            raise
+        except Exception as error:
+            raise self._error(error, "test", name) from error
+        finally:
+            self._remove_quietly(name)
+        if found is None:
+            raise self._missing(name)
+        return found
+
     def folders(self) -> list[str]:
         """Sorted names of the folders directly in this storage."""
         try:

@@ -6,6 +6,7 @@ import os
 import secrets
 import stat
 from pathlib import Path
+from typing import TypeVar
 
 from shardproof.errors import AlreadyCommittedError, StorageError
 from shardproof.storage.base import FreeSpace, check_folder, check_name
@@ -30,9 +31,12 @@ from shardproof.storage.paths import (
     unconfirmed_error,
 )
 from shardproof.storage.probe import PROBES, users_choice
+from shardproof.storage.real_folders import RealFolder
 from shardproof.storage.sink import LocalSink
 
 __all__ = ["LocalStorage"]
+
+_Part = TypeVar("_Part", bound="LocalStorage")
 
 
 class LocalStorage:
@@ -60,6 +64,8 @@ class LocalStorage:
 
     def __init__(self, root: StrOrBytesPath, *, direct: bool | None = None) -> None:
         self._root = absolute(root)
+        self._base = self._root
+        """The folder below which no file is written or removed behind a link."""
         self._direct = direct
         self._probes = PROBES
         self._folder_key = os.fspath(self._root)
@@ -100,7 +106,9 @@ class LocalStorage:
         path = self._path(name)
         self._forget(name)
         direct = users_choice() if self._direct is None else self._direct
-        return LocalSink(path, self._root, direct=direct, probes=self._probes, replace=replace)
+        return LocalSink(
+            path, self._root, direct=direct, probes=self._probes, replace=replace, base=self._base
+        )
 
     def publish(self, name: str, data: bytes, *, replace: bool = False) -> None:
         """Make `data` appear under `name`, whole or not at all; see `Storage.publish`."""
@@ -109,22 +117,28 @@ class LocalStorage:
         try:
             if not replace and path.exists():
                 raise self._already_there(path)
-            descriptor, _ = open_new(draft, os.O_WRONLY)
+            descriptor, folder = open_new(self._base, draft, os.O_WRONLY)
+        except OSError as error:
+            raise storage_error(error, "publish", path) from error
+        at = folder.number
+        try:
             try:
                 write_all(descriptor, memoryview(data), 0)
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
             if replace:
-                os.replace(draft, path)
+                os.replace(draft.name, path.name, src_dir_fd=at, dst_dir_fd=at)
             else:
-                rename_exclusively(draft, path)
+                rename_exclusively(draft.name, path.name, at)
         except FileExistsError as error:
-            unlink_quietly(draft)
+            unlink_quietly(draft.name, at)
             raise self._already_there(path) from error
         except OSError as error:
-            unlink_quietly(draft)
+            unlink_quietly(draft.name, at)
             raise storage_error(error, "publish", path) from error
+        finally:
+            folder.close()
         self._forget(name)
         try:
             flush_folders(path.parent, None)
@@ -270,7 +284,8 @@ class LocalStorage:
         path = self._path(name)
         self._forget(name)
         try:
-            os.unlink(path)
+            with RealFolder(self._base, path.parent) as real:
+                os.unlink(path.name, dir_fd=real.number)
         except (FileNotFoundError, NotADirectoryError):
             return
         except OSError as error:
@@ -278,7 +293,8 @@ class LocalStorage:
         folder = path.parent
         try:
             while folder != self._root:
-                os.rmdir(folder)
+                with RealFolder(self._base, folder.parent) as real:
+                    os.rmdir(folder.name, dir_fd=real.number)
                 folder = folder.parent
         except OSError:
             pass  # not empty, or a peer removed it
@@ -295,15 +311,19 @@ class LocalStorage:
 
     def within(self, prefix: str) -> LocalStorage:
         """The storage in the folder `prefix` of this one."""
-        return LocalStorage(self._path(prefix), direct=self._direct)
+        return self._part_of(LocalStorage(self._path(prefix), direct=self._direct))
 
     def sibling(self, folder: str) -> LocalStorage:
         """The storage in the sibling folder of this name; see `Storage.sibling`."""
-        found = LocalStorage(
-            self._root.parent / check_folder(folder, printable(self._root.parent)), direct=self._direct
-        )
+        place = self._root.parent / check_folder(folder, printable(self._root.parent))
+        found = self._part_of(LocalStorage(place, direct=self._direct))
         found._open_files = self._open_files
         return found
+
+    def _part_of(self, part: _Part) -> _Part:
+        """A storage in a folder below this one, or beside it, with the same folder above for links."""
+        part._base = self._base if part._root.is_relative_to(self._base) else self._root.parent
+        return part
 
     def close(self) -> None:
         """Close the descriptors that reads keep open, also those of the siblings of this storage."""

@@ -18,6 +18,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 from xml.etree import ElementTree
@@ -93,6 +94,32 @@ class MultipartUploads:
         except (ElementTree.ParseError, ValueError) as error:
             raise self._failed("list", "", f"the answer is not valid: {error}") from error
         return found
+
+    def time_of_store(self, key: str) -> float | None:
+        """The time in the header of the store's answer to a request for an object, which need not exist.
+
+        Returns:
+            Unix seconds; None if obstore cannot sign the request, or if no answer with a time comes.
+        """
+        import obstore
+
+        try:
+            url = obstore.sign(self._store, "HEAD", key, _EXPIRES)
+        except Exception:
+            return None
+        request = urllib.request.Request(url, method="HEAD", headers=self._headers())
+        try:
+            with self._opener(url).open(request, timeout=_REQUEST_SECONDS) as answer:
+                date = answer.headers["Date"]
+        except urllib.error.HTTPError as error:
+            with error:
+                date = error.headers["Date"]
+        except (OSError, http.client.HTTPException):
+            return None
+        try:
+            return parsedate_to_datetime(date).timestamp() if date else None
+        except ValueError:
+            return None
 
     def abort(self, upload: Upload) -> None:
         """Removes the parts of an upload. An upload that ended is no error."""

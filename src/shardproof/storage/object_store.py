@@ -306,6 +306,29 @@ class ObjectStorage:
                 return None
             raise self._error(error, "look at", name) from error
 
+    def now(self) -> float:
+        """The time by the clock of the store, Unix seconds.
+
+        The header of an answer has it. If obstore cannot sign a request, a test object gets it.
+
+        Raises:
+            StorageError: the store does not tell its time.
+        """
+        found = self._multipart_uploads.time_of_store(self._key("time"))
+        return self._time_of_new_object() if found is None else found
+
+    def _time_of_new_object(self) -> float:
+        """The time that the store gives a new object, which is removed again."""
+        name = f"time-{uuid.uuid4().hex}.probe"
+        self._put(name, b"1", "test", use_multipart=False)
+        try:
+            found = self.modified(name)
+        finally:
+            self.delete(name)
+        if found is None:
+            raise self._missing(name)
+        return found
+
     def folders(self) -> list[str]:
         """Sorted names of the folders directly in this storage."""
         import obstore

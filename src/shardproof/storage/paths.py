@@ -92,7 +92,7 @@ _ADVICE = {
     errno.EMFILE: "Too many open files: raise the limit (`ulimit -n`).",
     errno.ENFILE: "Too many open files on this machine: raise `fs.file-max`.",
     errno.ENAMETOOLONG: "The path is too long for this file system: choose a shorter one.",
-    errno.ELOOP: "The path has a circle of symbolic links: check it.",
+    errno.ELOOP: "Replace the symbolic link in the path by a folder.",
 }
 
 

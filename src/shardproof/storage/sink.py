@@ -27,6 +27,7 @@ class LocalSink:
         direct: whether aligned writes go direct. None: the probe decides.
         probes: the probe of each file system, by device number.
         replace: True to write a draft, which takes the name `path` when it is finished.
+        base: the folder below which no link is followed; None: `root`.
 
     Note: two descriptors
         Direct writes (O_DIRECT) need offset, length and address to be multiples of `ALIGNMENT`. All other
@@ -36,7 +37,14 @@ class LocalSink:
     """
 
     def __init__(
-        self, path: Path, root: Path, *, direct: bool | None, probes: dict[int, Probe], replace: bool = False
+        self,
+        path: Path,
+        root: Path,
+        *,
+        direct: bool | None,
+        probes: dict[int, Probe],
+        replace: bool = False,
+        base: Path | None = None,
     ) -> None:
         self._name = path
         self._path = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp") if replace else path
@@ -45,7 +53,7 @@ class LocalSink:
         self._must_be_direct = direct is True
         self._open = True
         try:
-            self._buffered, self._made = open_new(self._path, os.O_WRONLY)
+            self._buffered, self._folder = open_new(root if base is None else base, self._path, os.O_WRONLY)
         except OSError as error:
             raise storage_error(error, "create", self._path) from error
         self._write_back = WriteBack(self._buffered)
@@ -63,7 +71,8 @@ class LocalSink:
         try:
             if not O_DIRECT:
                 raise OSError(errno.ENOTSUP, "this system has no direct writes (O_DIRECT)")
-            return os.open(self._path, os.O_WRONLY | O_DIRECT | os.O_CLOEXEC)
+            flags = os.O_WRONLY | O_DIRECT | os.O_CLOEXEC | os.O_NOFOLLOW
+            return os.open(self._path.name, flags, dir_fd=self._folder.number)
         except OSError as error:
             if self._must_be_direct or error.errno not in (errno.EINVAL, errno.ENOTSUP):
                 raise
@@ -123,22 +132,26 @@ class LocalSink:
             finally:
                 self._close()
             if self._path != self._name:
-                os.replace(self._path, self._name)
+                at = self._folder.number
+                os.replace(self._path.name, self._name.name, src_dir_fd=at, dst_dir_fd=at)
             flush_folders(self._path.parent, self._topmost())
         except OSError as error:
-            unlink_quietly(self._path)
+            unlink_quietly(self._path.name, self._folder.number)
             raise storage_error(error, "flush", self._path) from error
+        finally:
+            self._folder.close()
 
     def abort(self) -> None:
         """Close and remove the file. Does nothing after `finish`."""
         if self._open:
             with contextlib.suppress(OSError):
                 self._close()
-            unlink_quietly(self._path)
+            unlink_quietly(self._path.name, self._folder.number)
+            self._folder.close()
 
     def _topmost(self) -> Path:
         """The highest folder that may have got a new entry (see "durable names")."""
-        candidates = [self._root.parent, *(made.parent for made in self._made)]
+        candidates = [self._root.parent, *(made.parent for made in self._folder.made)]
         return min(candidates, key=lambda path: len(path.parts))
 
     def _closed(self, doing: str) -> StorageError:

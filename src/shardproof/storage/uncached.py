@@ -65,11 +65,12 @@ class UncachedStorage(LocalStorage):
 
     def within(self, prefix: str) -> UncachedStorage:
         """The storage in the folder `prefix` of this one."""
-        return UncachedStorage(self._path(prefix), before_read=self._before_read)
+        return self._part_of(UncachedStorage(self._path(prefix), before_read=self._before_read))
 
     def sibling(self, folder: str) -> UncachedStorage:
         """The storage in the sibling folder of this name; see `Storage.sibling`."""
         above = self.path.parent
-        found = UncachedStorage(above / check_folder(folder, printable(above)), before_read=self._before_read)
+        place = above / check_folder(folder, printable(above))
+        found = self._part_of(UncachedStorage(place, before_read=self._before_read))
         found._open_files = self._open_files
         return found

@@ -110,9 +110,9 @@ def write(folder: str | Path | Storage, sample: Sample, *, commit: bool = True) 
     return manifest
 
 
-def cut(folder: Path) -> None:
-    """Cuts a shard file, as a save does that dies while it writes."""
-    shard = min((folder / "shards").iterdir())
+def cut(folder: Path, attempt: str = "") -> None:
+    """Cuts a shard file of an attempt, as a save does that dies while it writes."""
+    shard = min((folder / "shards").glob(f"*-{attempt}*"))
     os.truncate(shard, shard.stat().st_size - 1)
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -371,7 +372,7 @@ def test_ls(call: Any, ckpt: Path) -> None:
         "attempt": "a1",
         "repaired": False,
         "unnamed": 0,
-        "beyond_repair": False,
+        "stored_step": 7,
         "references": [],
         "referenced_by": [],
         "suspect": False,
@@ -385,7 +386,7 @@ def test_ls(call: Any, ckpt: Path) -> None:
 def test_ls_goes_on_where_a_manifest_cannot_be_read(
     call: Any, ckpt: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write(ckpt.parent / "step-00000008", SPREAD)
+    write(ckpt.parent / "step-00000008", replace(SPREAD, step=8))
     _unreadable(monkeypatch, "step-00000007/manifest", errno.EACCES)
     code, out, _ = call("ls", ckpt.parent)
     assert code == 0
@@ -614,6 +615,7 @@ def test_prune(call: Any, ckpt: Path) -> None:
     write(run_folder / "step-00000008", Sample(STATE, attempt="dead"), commit=False)
     cut(run_folder / "step-00000008")
     write(ckpt, Sample(STATE, attempt="dead"), commit=False)
+    cut(ckpt, "dead")
     (run_folder / "step-00000009" / "shards").mkdir(parents=True)
     code, out, _ = call("prune", run_folder)
     assert code == 0
@@ -627,7 +629,7 @@ def test_prune(call: Any, ckpt: Path) -> None:
     assert set(report) == {
         "location", "dry_run", "removed", "committed_meanwhile", "bytes", "leftovers", "steps", "steps_bytes",
         "recent", "damaged", "beyond_repair", "lost", "lost_bytes", "referenced", "unknown", "settled",
-        "unsettled", "uploads", "recent_uploads", "uploads_fault", "repairable",
+        "unsettled", "uploads", "recent_uploads", "uploads_fault", "repairable", "misplaced",
     }  # fmt: skip
     assert (report["dry_run"], report["removed"]) == (True, False)
     assert [left["folder"] for left in report["leftovers"]] == ["step-00000007", "step-00000008"]
@@ -662,7 +664,7 @@ def test_repair_and_prune_agree_that_a_lost_step_cannot_be_repaired(call: Any, c
         shard.unlink()
     else:
         os.truncate(shard, 5000)
-    write(ckpt.parent / "step-00000001", SPREAD)
+    write(ckpt.parent / "step-00000001", replace(SPREAD, step=1))
     (ckpt / "tokenizer.json").write_text("{}")
     make_old(ckpt.parent)
     code, out, err = call("repair", ckpt)
@@ -689,7 +691,7 @@ def test_repair_and_prune_agree_that_a_lost_step_cannot_be_repaired(call: Any, c
 
 
 def test_prune_leaves_a_damaged_step_that_is_young_or_may_be_repaired(call: Any, ckpt: Path) -> None:
-    write(ckpt.parent / "step-00000008", SPREAD)
+    write(ckpt.parent / "step-00000008", replace(SPREAD, step=8))
     (ckpt.parent / "step-00000008" / "index-a1.safetensors").unlink()
     make_old(ckpt.parent)
     os.truncate(ckpt / "shards" / "00001-a1.safetensors", 5000)  # a copy that is under way looks the same
@@ -702,7 +704,7 @@ def test_prune_leaves_a_damaged_step_that_is_young_or_may_be_repaired(call: Any,
 
 @pytest.mark.parametrize("file", ["shards/00001-a1.safetensors", "index-a1.safetensors"])
 def test_prune_does_not_count_a_cut_step_as_one_of_the_newest(call: Any, ckpt: Path, file: str) -> None:
-    write(ckpt.parent / "step-00000001", SPREAD)
+    write(ckpt.parent / "step-00000001", replace(SPREAD, step=1))
     os.truncate(ckpt / file, (ckpt / file).stat().st_size - 1)
     report = json.loads(call("prune", ckpt.parent, "--keep", 1, "--yes", "--json")[1])
     assert report["steps"] == []
@@ -713,6 +715,7 @@ def test_prune_spares_a_step_that_was_saved_again_meanwhile(
     call: Any, ckpt: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     os.truncate(ckpt / "shards" / "00001-a1.safetensors", 5000)
+    write(ckpt.parent / "step-00000001", replace(SPREAD, step=1))
     make_old(ckpt.parent)
 
     def agreed(_plan: object) -> bool:
@@ -745,19 +748,22 @@ def test_prune_asks_on_a_terminal(
 
 
 def test_prune_keeps_a_step_that_lacks_only_its_manifest(call: Any, tmp_path: Path) -> None:
-    """Until a newer step is committed. `repair` makes a step of it."""
+    """`repair` makes a step of it. Only --complete removes it, if a newer step is committed."""
     write(tmp_path / "step-00000007", Sample(STATE, step=7))
     write(tmp_path / "step-00000008", Sample(STATE, step=8, attempt="whole"), commit=False)
     make_old(tmp_path)
     code, out, _ = call("prune", tmp_path, "--yes")
     assert code == 0 and "nothing to remove" in out
-    assert (
-        "not removed: step-00000008: all files of a step without a manifest (run `shardproof repair`" in out
-    )
+    assert "not removed: step-00000008: all shard files of the save whole, which no manifest names" in out
     _, out, _ = call("doctor", tmp_path)
     assert f"shardproof repair {tmp_path}/step-00000008" in out.replace("\n", "")
+    assert call("prune", tmp_path, "--complete", "--yes")[0] == 0
     write(tmp_path / "step-00000009", Sample(STATE, step=9))
     assert call("prune", tmp_path, "--yes")[0] == 0
+    assert (tmp_path / "step-00000008").exists()
+    code, _, err = call("prune", tmp_path, "--complete")
+    assert code == 2 and "--yes" in err
+    assert call("prune", tmp_path, "--complete", "--yes")[0] == 0
     assert not (tmp_path / "step-00000008").exists()
 
 
@@ -782,6 +788,7 @@ def test_prune_works_beside_a_link_that_leads_nowhere(call: Any, tmp_path: Path)
     for step in (7, 8):
         write(tmp_path / f"step-0000000{step}", Sample(STATE, step=step))
         write(tmp_path / f"step-0000000{step}", Sample(STATE, attempt="dead"), commit=False)
+        cut(tmp_path / f"step-0000000{step}", "dead")
     make_old(tmp_path)
     shards = tmp_path / "step-00000008" / "shards"
     (shards / "00009-dead.safetensors").symlink_to("/nowhere/x")

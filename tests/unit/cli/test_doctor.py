@@ -18,7 +18,7 @@ from shardproof.checkpointer.marks import NodeMark, write_node_mark, write_pin
 from shardproof.format import MANIFEST_NAME
 from shardproof.storage import FreeSpace, LocalStorage
 from tests.faulty_system import Fault, faulty_system
-from tests.unit.cli.samples import Sample, write
+from tests.unit.cli.samples import Sample, cut, write
 from tests.unit.cli.test_commands import STATE, call, make_old
 
 __all__ = ["call"]
@@ -75,7 +75,7 @@ def test_the_folder_of_one_node_reports_that_files_of_other_nodes_are_not_here(
     call("prune", run_folder, "--damaged", "--keep", "1", "--older-than", "0")
     assert (newest / MANIFEST_NAME).exists(), "its files may be whole on the other node"
     shard.write_bytes(data[:-1])  # a file that is here, and cut, is damage
-    assert "lost" in findings(call, run_folder)[1]
+    assert "damaged" in findings(call, run_folder)[1]
 
 
 @pytest.fixture
@@ -154,6 +154,7 @@ def lose_the_manifest(step: Path) -> None:
 
 def make_a_leftover(step: Path) -> None:
     lose_the_manifest(step)
+    cut(step)
     make_old(step)
 
 
@@ -188,8 +189,8 @@ def pin(step: Path) -> None:
 CASES = {
     "in progress": (lose_the_manifest, "note", "a save may be in progress", "shardproof watch RUN"),
     "leftover": (make_a_leftover, "warning", "their save died", "shardproof prune RUN"),
-    "damaged": (damage_the_manifest, "error", "manifest", "shardproof repair RUN/step-00000002"),
-    "lost": (lose_a_shard, "error", "cannot be repaired", "shardproof prune RUN --damaged"),
+    "repairable": (damage_the_manifest, "error", "manifest", "shardproof repair RUN/step-00000002"),
+    "damaged": (lose_a_shard, "error", "cannot be repaired", "shardproof prune RUN --damaged --yes"),
     "suspect": (become_a_suspect, "warning", "validation failed", "settle_suspect(2,"),
     "clock": (write_in_the_future, "warning", "in the future", "timedatectl"),
     "clock of leftovers": (leave_in_the_future, "warning", "takes them for new", "timedatectl"),
@@ -220,7 +221,12 @@ def test_the_scrub_finds_changed_bytes(call: Any, run_folder: Path) -> None:
     code, kinds = findings(call, run_folder, "--scrub")
     (found,) = kinds["damaged"]
     assert (code, found["where"]) == (1, "step-00000002")
-    assert "dmesg" in found["fix"]
+    assert "dmesg" in found["what"] and "step-00000003 is whole" in found["what"]
+    for step in (1, 3):
+        flip(run_folder / f"step-0000000{step}")
+    _, kinds = findings(call, run_folder, "--scrub")
+    assert kinds["no steps"][0]["what"].startswith("no step of the run can be restored")
+    assert all("exclude=" in one["what"] and "rm" not in one["fix"] for one in kinds["damaged"])
 
 
 def test_too_little_space_for_the_next_save(

@@ -11,7 +11,7 @@ import pytest
 from shardproof.checkpointer.marks import write_settled
 from shardproof.format import MANIFEST_NAME
 from shardproof.storage import LocalStorage
-from tests.unit.cli.samples import Sample, write
+from tests.unit.cli.samples import Sample, cut, write
 from tests.unit.cli.test_commands import STATE, call, make_old
 
 __all__ = ["call"]
@@ -93,6 +93,8 @@ def test_prune_leaves_damaged_suspects_that_are_not_settled(call: Any, run_folde
 def test_prune_removes_leftovers_of_dead_saves_of_suspects(call: Any, run_folder: Path) -> None:
     write(run_folder / "suspect-00000003", Sample(STATE, attempt="dead"), commit=False)
     (run_folder / "suspect-00000002" / MANIFEST_NAME).unlink()
+    cut(run_folder / "suspect-00000003", "dead")
+    cut(run_folder / "suspect-00000002")
     (run_folder / "suspect-00000007" / "shards").mkdir(parents=True)
     assert "may be in progress" in call("prune", run_folder)[1]
     make_old(run_folder)

@@ -83,13 +83,13 @@ def test_once_prints_one_table(call: Any, tmp_path: Path) -> None:
     code, out, _ = call("watch", tmp_path, "--once")
     assert code == 0
     rows = [line.split() for line in out.splitlines()]
-    assert [row[:2] for row in rows if row[1] in ("committed", "damaged", "leftover")] == [
+    assert [row[:2] for row in rows if row[1] in ("committed", "repairable", "leftover")] == [
         ["1", "committed"],
-        ["2", "damaged"],
+        ["2", "repairable"],
         ["3", "leftover"],
     ]
     report = json.loads(call("watch", tmp_path, "--once", "--json")[1])
-    assert [save["state"] for save in report["saves"]] == ["committed", "damaged", "leftover"]
+    assert [save["state"] for save in report["saves"]] == ["committed", "repairable", "leftover"]
     assert call("watch", tmp_path, "--every", "0")[0] == 2
 
 

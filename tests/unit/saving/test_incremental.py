@@ -15,7 +15,7 @@ from shardproof.checkpointer.retention import delete_steps, leftovers, remove_le
 from shardproof.checkpointer.step_folders import step_name
 from shardproof.errors import CorruptChunkError, FormatError, StorageError
 from shardproof.format import MANIFEST_NAME, read_manifest, read_shard_header
-from shardproof.maintenance import make_standalone, verify
+from shardproof.maintenance import make_standalone, repair, verify
 from shardproof.report import scan_run
 from shardproof.saving.incremental import match_base
 from shardproof.storage import ALIGNMENT, LocalStorage
@@ -242,7 +242,7 @@ def test_ls_shows_a_step_that_only_lends_files(tmp_path: Path) -> None:
     for step in (1, 2):
         save(checkpointer, step, state(0, step))
     delete_steps(LocalStorage(tmp_path), [step_name(1)])
-    removed, newer = scan_run(LocalStorage(tmp_path), sizes=True)
+    removed, newer = scan_run(LocalStorage(tmp_path))
     assert (removed.status, removed.committed, removed.referenced_by) == (
         "referenced",
         False,
@@ -380,10 +380,32 @@ def test_a_missing_lent_file_is_named_and_an_older_step_is_restored(tmp_path: Pa
     assert fresh.restore(target) == 1 and same(target, state(7, 1))
     assert [(item.step, item.damaged) for item in fresh.passed_over] == [(3, True), (2, True)]
     infos = {info.step: info for info in scan_run(LocalStorage(tmp_path))}
-    assert infos[3].status == "damaged" and infos[3].beyond_repair
+    assert infos[3].status == "damaged"
     committed = save(fresh, 3, state(7, 3))
     assert committed.reused == MODEL_BYTES, "from step 1: steps that restore passed over are no base"
     assert_whole(tmp_path, 3, state(7, 3))
+
+
+@pytest.mark.parametrize("damage", ["lost", "cut", "flipped"])
+def test_repair_is_advised_only_if_it_helps(tmp_path: Path, damage: str) -> None:
+    checkpointer = saver(tmp_path)
+    for step in (1, 2):
+        save(checkpointer, step, state(0, step))
+    for step in (1, 2):
+        (index,) = (tmp_path / step_name(step)).glob("index-*")
+        data = index.read_bytes()
+        if damage == "lost":
+            index.unlink()
+        else:
+            index.write_bytes(data[:-1] if damage == "cut" else data[:-1] + bytes([data[-1] ^ 1]))
+        with pytest.raises(FormatError) as caught:
+            sp.open(tmp_path / step_name(step))
+        assert ("`shardproof repair` can write it again" in caught.value.message) == (step == 1)
+        if step == 1:
+            repair(LocalStorage(tmp_path / step_name(step)))
+        else:
+            with pytest.raises(FormatError, match="cannot be repaired"):
+                repair(LocalStorage(tmp_path / step_name(step)))
 
 
 def test_restore_passes_over_steps_with_damage_in_a_lent_file(tmp_path: Path) -> None:
@@ -416,5 +438,5 @@ def test_an_unreadable_base_is_not_used(tmp_path: Path, loss: str, caplog: pytes
     path.write_bytes(path.read_bytes()[:-9])
     with caplog.at_level(logging.WARNING):
         assert save(saver(tmp_path), 2, state(0, 2)).reused == 0
-    assert "cannot be read" in caplog.text
+    assert "step-00000001 cannot be restored" in caplog.text
     assert_whole(tmp_path, 2, state(0, 2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 import shardproof as sp
+from shardproof.cli.group import run as run_cli
 from shardproof.saving import space_check
 from shardproof.saving.space_check import check_space
 from shardproof.storage import FreeSpace, LocalStorage
@@ -63,3 +65,34 @@ def test_a_save_with_a_base_is_not_refused(tmp_path: Path) -> None:
     assert full.save(2, state).result().reused == 4000, "nothing had to be written"
     with pytest.raises(sp.NoSpaceError):
         sp.Checkpointer(Limited(tmp_path)).save(3, state).result()
+
+
+class Disk(LocalStorage):
+    """A folder on a file system of 100 kB."""
+
+    top = Path()
+
+    def free_space(self) -> FreeSpace:
+        used = sum(file.stat().st_size for file in self.top.rglob("*") if file.is_file())
+        return FreeSpace(1, 100_000 - used, 100_000 - used)
+
+    def within(self, prefix: str) -> Disk:
+        return Disk(self._path(prefix))
+
+
+def test_the_advised_command_makes_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A restart with a smaller keep= fails again, because retention runs after a commit."""
+    monkeypatch.setattr(Disk, "top", tmp_path)
+    run = Disk(tmp_path / "a run")
+    state = {"w": torch.ones(1000)}
+    for step in (1, 2, 3):
+        sp.Checkpointer(run).save(step, state).result()
+    (tmp_path / "other").write_bytes(bytes(Disk(tmp_path).free_space().free - 3000))
+    for keep in (None, sp.KeepLatest(1)):
+        with pytest.raises(sp.NoSpaceError) as caught:
+            sp.Checkpointer(run, keep=keep).save(6, state).result()
+    command = caught.value.message.partition("`")[2].partition("`")[0]
+    words = shlex.split(command)
+    assert words[0] == "shardproof" and run_cli(words[1:]) == 0
+    sp.Checkpointer(run).save(6, state).result()
+    assert sp.Checkpointer(run).restore(state) == 6

@@ -15,6 +15,7 @@ from shardproof.errors import AlreadyCommittedError, StorageError
 from shardproof.storage import ALIGNMENT, LocalStorage, aligned_buffer
 from shardproof.storage import durable as durable_module
 from shardproof.storage.conformance import StorageConformance
+from shardproof.storage.real_folders import RealFolder
 from tests.harness import open_files
 
 
@@ -94,9 +95,9 @@ def test_publish_flushes_before_and_after_the_name(tmp_path, monkeypatch):
     events = _watch_flushes(monkeypatch)
     real = os.link
 
-    def link(source, target):
+    def link(source, target, **folders):
         events.append("link")
-        return real(source, target)
+        return real(source, target, **folders)
 
     monkeypatch.setattr(os, "link", link)
     storage.publish("manifest.json", b"{}")
@@ -195,8 +196,8 @@ def test_publish_works_without_hard_links(tmp_path, monkeypatch):
 def test_a_link_whose_answer_was_lost_counts_as_published(tmp_path, monkeypatch):
     real = os.link
 
-    def link(source, target):
-        real(source, target)
+    def link(source, target, **folders):
+        real(source, target, **folders)
         raise FileExistsError(errno.EEXIST, "File exists")
 
     monkeypatch.setattr(os, "link", link)
@@ -289,15 +290,15 @@ def test_descriptors_are_bounded_and_given_back(tmp_path):
 
 def test_a_peer_that_removes_folders_does_not_stop_a_create(tmp_path, monkeypatch):
     storage = LocalStorage(tmp_path)
-    real, losses = durable_module.make_folders, iter([True, True, False])
+    losses = iter([True, True, False])
 
-    def make_and_lose(folder):
-        made = real(folder)
-        if next(losses):
-            os.rmdir(folder)
-        return made
+    class Lost(RealFolder):
+        def __init__(self, root, path, **options):
+            super().__init__(root, path, **options)
+            if next(losses):
+                os.rmdir(path)
 
-    monkeypatch.setattr(durable_module, "make_folders", make_and_lose)
+    monkeypatch.setattr(durable_module, "RealFolder", Lost)
     storage.create("shards/0").finish(0)
     assert storage.list() == ["shards/0"]
 
@@ -319,3 +320,41 @@ def _watch_flushes(monkeypatch) -> list[str]:
 
     monkeypatch.setattr(os, "fsync", fsync)
     return flushed
+
+
+@pytest.mark.parametrize("part", ["step", "step/shards"])
+def test_nothing_is_written_or_removed_behind_a_link(tmp_path, part):
+    other = LocalStorage(tmp_path / "other")
+    other.publish("shards/a", b"whole")
+    other.publish("step/shards/a", b"whole")
+    run = LocalStorage(tmp_path / "run")
+    run.publish("real/b", b"")
+    (tmp_path / "run" / part).parent.mkdir(exist_ok=True)
+    (tmp_path / "run" / part).symlink_to(tmp_path / "other" / part.rpartition("/")[2])
+    before = {file: file.read_bytes() for file in (tmp_path / "other").rglob("*") if file.is_file()}
+    name = "step/shards/a" if part == "step/shards" else "step/a"
+    deep = run.within("step") if part == "step/shards" else run
+    for storage, file in ((run, name), (deep, name.removeprefix("step/") if deep is not run else name)):
+        for change in (
+            lambda storage=storage, file=file: storage.delete(file),
+            lambda storage=storage, file=file: storage.create(f"{file}-new"),
+            lambda storage=storage, file=file: storage.replace(file),
+            lambda storage=storage, file=file: storage.publish(f"{file}-new", b""),
+            lambda storage=storage, file=file: storage.publish(file, b"", replace=True),
+        ):
+            with pytest.raises(StorageError, match=f"run/{part} is a symbolic link"):
+                change()
+    if part == "step":
+        with pytest.raises(StorageError, match="is a symbolic link"):
+            LocalStorage(tmp_path / "run" / "real").sibling("step").delete("shards/a")
+    assert before == {file: file.read_bytes() for file in (tmp_path / "other").rglob("*") if file.is_file()}
+    assert run.read("step/shards/a") == b"whole", "reads follow links"
+
+
+def test_the_root_of_a_storage_may_be_a_link(tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "run").symlink_to(tmp_path / "disk")
+    run = LocalStorage(tmp_path / "run")
+    run.publish("step/a", b"1")
+    run.delete("step/a")
+    assert run.list() == [] and list((tmp_path / "disk").iterdir()) == []

@@ -57,6 +57,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from shardproof.checkpointer.judge import RestorableSteps, misplaced
 from shardproof.checkpointer.marks import read_pin
 from shardproof.checkpointer.policies import Retention
 from shardproof.checkpointer.retention import StepFacts, retain
@@ -116,6 +117,7 @@ class UploadCoordinator:
         self.position: int | None = None
         """The step that was saved or restored last (note "One line of steps"); None: all steps count."""
         self._facts = StepFacts(second, self._holder)
+        self._restorable = RestorableSteps(second)
         self._stored: dict[int, bytes] = {}
         """Steps of the second tier as the last round saw them, to their seals."""
         self._there: dict[int, bytes] = {}
@@ -212,6 +214,7 @@ class UploadCoordinator:
                 damaged=lambda step: False,
                 is_proved=lambda step: True,
                 facts=self._facts,
+                is_restorable=self._restorable,
             )
             self._stored = {one: seal for one, seal in self._stored.items() if step_name(one) not in removed}
         return self._answer(requests, reports)
@@ -466,6 +469,9 @@ class UploadCoordinator:
         try:
             text = place.read(MANIFEST_NAME)
             manifest = decode_manifest(text, f"{place.location}/{MANIFEST_NAME}")
+            misfit = misplaced(self._first, step_name(step), manifest)
+            if misfit is not None:
+                raise misfit
             index = _read_index(place, manifest)
         except FormatError as error:
             self._give_up_damaged(step, _seal_of(text), error)

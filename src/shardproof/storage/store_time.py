@@ -1,0 +1,27 @@
+"""The time by the clock that dates the files of a storage."""
+
+from __future__ import annotations
+
+import time
+
+from shardproof.storage.base import ClockedStorage, Storage
+
+__all__ = ["time_at"]
+
+
+def time_at(storage: Storage) -> float:
+    """The time now, Unix seconds, by the clock that dates the files of a storage.
+
+    The age of a file is the difference of this time and the time of its last write. The clock of this machine
+    may differ from that of a store by hours.
+
+    Raises:
+        StorageError: the store does not tell its time.
+
+    Example:
+        >>> import tempfile
+        >>> from shardproof.storage import LocalStorage
+        >>> time_at(LocalStorage(tempfile.mkdtemp())) <= time.time()
+        True
+    """
+    return storage.now() if isinstance(storage, ClockedStorage) else time.time()
