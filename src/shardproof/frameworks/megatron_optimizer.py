@@ -204,8 +204,8 @@ def _mended_load(own: Any) -> Any:
             and any(main not in base.param_to_fp32_param for _, main, _ in _slots(base))
         ):
             raise sp.StructureError(
-                "load_state_dict of Megatron's HybridDeviceOptimizer fails with KeyError for float32 weights, "
-                "which have no masters. Load the checkpoint, also one of fully_reshardable, with "
+                "load_state_dict of Megatron's HybridDeviceOptimizer fails with KeyError for float32 "
+                "weights, which have no masters. Load the checkpoint, also one of fully_reshardable, with "
                 "`live_state` and `load_live_state` of shardproof.frameworks.megatron_core"
             )
         own(self, state_dict)
