@@ -111,7 +111,7 @@ def test_sharding_types_of_megatron_with_the_drop_in(kind: str, tmp_path: Path) 
 
 
 def test_an_error_names_what_loads_instead(tmp_path: Path) -> None:
-    """Megatron's own load fails for masters of the DistributedOptimizer. What the error names loads them."""
+    """Megatron's own load fails for float32 main weights. What the error advises loads them."""
     at = {name: tmp_path / name for name in ("first", "live", "loaded")}
     options = {**SMALL, **UNAWARE, "offload": 0.5}
     steps = [("train", 1), ("save", at["first"]), ("save_live", at["live"])]

@@ -10,8 +10,8 @@ Import this module in place of Megatron's. Its functions have the same names and
 `save` writes checkpoints of shardproof. `load` reads them, and every other checkpoint with Megatron's own
 functions. For a checkpoint of shardproof, no function of this module runs a collective: the ranks meet at a
 rendezvous of shardproof. The import registers the backend ``("shardproof", 1)`` with Megatron-Core 0.16,
-whose own functions then save with it and recognize it in a checkpoint. It also mends two methods of
-Megatron's DistributedOptimizer; see `shardproof.frameworks.megatron_optimizer.mend_distributed_optimizer`.
+whose own functions then save with it and recognize it in a checkpoint. It also mends two methods of the
+DistributedOptimizer; see `shardproof.frameworks.megatron_optimizer.mend_distributed_optimizer`.
 """
 
 from __future__ import annotations
