@@ -14,7 +14,7 @@ INTEROP_STAMPS := $(patsubst tests/interop/environments/%.txt,$(INTEROP)/%/.inst
 	$(wildcard tests/interop/environments/*.txt))
 TORCH ?= 2.6.0
 OTHER_TORCH := .venv-torch-$(TORCH)
-ON_TORCH := deepspeed megatron megatron_fsdp megatron16 ray ray_train verl torchao torchtitan trl
+ON_TORCH := deepspeed megatron megatron11 megatron16 megatron_fsdp ray ray_train verl torchao torchtitan trl
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 # Tests start several ranks at a time, so each rank uses one thread.

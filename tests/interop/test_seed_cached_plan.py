@@ -3,7 +3,8 @@
 Megatron's strategy with a cached structure (`--ckpt-assume-constant-structure`) reuses the local plan of the
 save before, without a look at the state. In 0.16.1 the state of the rerun state machine appears when a step
 is to run again, which is when it matters. In 0.19.2 the machine always has its state; any other new entry is
-dropped.
+dropped. With shardproof, no change is dropped: a new object or tensor, an object in place of a tensor, an
+entry of one rank.
 """
 
 from __future__ import annotations
@@ -17,20 +18,36 @@ from tests.interop.peer import PeerResult, run_peer
 pytestmark = [pytest.mark.interop, pytest.mark.timeout(900)]
 
 
-def replay(environment: str, who: str, folder: Path) -> PeerResult:
+def replay(environment: str, who: str, folder: Path, change: str) -> PeerResult:
     """Two saves with the strategy of Megatron (`own`) or of shardproof (`ours`), on two ranks."""
-    arguments = (who, folder / who)
+    arguments = (who, folder / who, change)
     return run_peer(environment, "seed_cached_plan.py", *arguments, nproc=2, timeout=240)
 
 
 @pytest.mark.parametrize(
-    ("environment", "machine_appears", "key"),
-    [("megatron16", True, "rerun_state_machine_state"), ("megatron", False, "more")],
+    ("environment", "change", "key"),
+    [("megatron16", "machine", "rerun_state_machine_state"), ("megatron", "object", "more")],
 )
 def test_a_new_entry_is_dropped_by_megatron_and_saved_by_us(
-    environment: str, machine_appears: bool, key: str, tmp_path: Path
+    environment: str, change: str, key: str, tmp_path: Path
 ) -> None:
-    own = replay(environment, "own", tmp_path).facts
-    assert (own["machine_appears"], own["found"]) == (machine_appears, [])  # no error, no entry
-    ours = replay(environment, "ours", tmp_path).facts
+    own = replay(environment, "own", tmp_path, change).facts
+    assert (own["appears"], own["found"]) == (change == "machine", [])  # no error, no entry
+    ours = replay(environment, "ours", tmp_path, change).facts
     assert ours["found"] == [f"{key}/shard_0_2", f"{key}/shard_1_2"]
+
+
+@pytest.mark.parametrize(
+    ("change", "found", "values"),
+    [
+        ("tensor", ["more"], [[5.0, 5.0], [6.0, 6.0]]),
+        ("replaced", ["more/shard_0_2", "more/shard_1_2"], [7, 7]),
+        ("one_rank", ["more/shard_0_1"], [None, 7]),
+    ],
+)
+def test_no_change_of_the_state_is_dropped_by_us(
+    change: str, found: list[str], values: list[object], tmp_path: Path
+) -> None:
+    """The second save has a plan in its cache. What it stored loads with its new value."""
+    facts = replay("megatron", "ours", tmp_path, change).facts
+    assert (facts["found"], facts["values"]) == (found, values)

@@ -80,7 +80,8 @@ class MegatronZarrReader(FormatReader):
         self.step = iteration_of(self.storage.folder) or self._common_iteration()
         self.notes.append(
             "Megatron's Zarr format has neither checksums of tensors nor a list of keys: changed bytes and a "
-            "missing folder of a tensor are not noticed"
+            "missing folder of a tensor are not noticed. A range that the writers of one chunk lost reads as "
+            "zeros"
         )
 
     @classmethod

@@ -1,9 +1,16 @@
-"""The state of the rerun state machine appears between two saves: `seed_cached_plan.py WITH FOLDER`.
+"""The state changes between two saves with a cached plan: `seed_cached_plan.py WITH FOLDER CHANGE`.
 
-WITH is `own` for Megatron's own strategy with a cached structure, or `ours`. The script saves twice, with an
-entry more the second time: the state of the machine where the release leaves it out at first, or another
-ShardedObject where it does not. Facts: `machine_appears`, and in `found` the keys of the entry in the second
-checkpoint.
+WITH is `own` for Megatron's own strategy with a cached structure, or `ours`. The script saves twice. CHANGE
+says what is different the second time:
+
+    machine   the state of the rerun state machine appears, which 0.16.1 leaves out at first
+    object    a ShardedObject appears on each rank
+    tensor    a tensor appears
+    replaced  a tensor is replaced by an object of the same key
+    one_rank  an object appears on rank 1 only
+
+Facts: `appears`, whether the first save lacked the state of the machine; in `found` the keys of the changed
+entry in the second checkpoint; and for `ours` in `values` what a load gives each rank for it.
 """
 
 from __future__ import annotations
@@ -35,6 +42,16 @@ from megatron.core.rerun_state_machine import (  # noqa: E402
 from shardproof.frameworks import megatron_core as ours  # noqa: E402
 
 
+def tensor(key: str, value: float) -> ShardedTensor:
+    """Two elements a rank."""
+    return ShardedTensor.from_rank_offsets(key, torch.full((2,), value + rank()), (0, rank(), world_size()))
+
+
+def of_each_rank(key: str, value: Any) -> ShardedObject:
+    """An object of each rank."""
+    return ShardedObject(key, value, (world_size(),), (rank(),))
+
+
 def carry(entries: Callable[[], dict[str, Any]], first: str, second: str) -> None:
     """A checkpoint with the machine's state loads with and without it, and one without it loads with it."""
     with_it, without = entries(), {"weight": entries()["weight"]}
@@ -53,7 +70,7 @@ def carry(entries: Callable[[], dict[str, Any]], first: str, second: str) -> Non
 
 
 def main() -> None:
-    who, folder = sys.argv[1:]
+    who, folder, change = sys.argv[1:]
     join_ranks()
     initialize_rerun_state_machine(mode=RerunMode.VALIDATE_RESULTS)
     machine = get_rerun_state_machine()
@@ -79,22 +96,44 @@ def main() -> None:
         return str(path)
 
     before = entries()
-    first = save(entries(), "first")
+    first = save(entries() | ({"more": tensor("more", 1.0)} if change == "replaced" else {}), "first")
     machine.state = RerunState.WILL_RERUN_FROM_CHECKPOINT  # a suspicious result was found
     machine.rerun_requested = True
     after = entries()
     result = Result()
-    result.facts["machine_appears"] = "rerun" in after and "rerun" not in before
-    if not result.facts["machine_appears"]:
-        after["more"] = ShardedObject("more", [7], (world_size(),), (rank(),))
-    key = "rerun_state_machine_state" if result.facts["machine_appears"] else "more"
-    second = save(after, "second")
+    result.facts["appears"] = "rerun" in after and "rerun" not in before
+
+    def changed() -> dict[str, Any]:
+        """The changed entry, as it is in the second save."""
+        if change == "machine" or (change == "one_rank" and rank() == 0):
+            return {}
+        if change == "tensor":
+            return {"more": tensor("more", 5.0)}
+        if change == "one_rank":
+            return {"more": ShardedObject("more", 7, (1,), (0,))}
+        return {"more": of_each_rank("more", 7)}
+
+    key = "rerun_state_machine_state" if change == "machine" else "more"
+    second = save(after | changed(), "second")
     stored = ours.load_sharded_metadata(second)
-    result.facts["found"] = sorted(name for name in stored if name.startswith(key + "/"))
-    if who == "ours" and result.facts["machine_appears"]:
+    result.facts["found"] = sorted(name for name in stored if name.split("/")[0] == key)
+    if who == "ours":
+        result.facts["values"] = values_of(changed(), second)
+    if who == "ours" and change == "machine":
         carry(entries, first, second)
     result.facts["version"] = version("megatron-core")
     leave_ranks(result)
+
+
+def values_of(changed: dict[str, Any], path: str) -> list[Any]:
+    """The values of the changed entry on all ranks, as a load gives them."""
+    for item in changed.values():
+        if isinstance(item, ShardedTensor):
+            item.data.zero_()
+    loaded = ours.load(changed, path).get("more")
+    values: list[Any] = [None] * world_size()
+    dist.all_gather_object(values, loaded.tolist() if isinstance(loaded, torch.Tensor) else loaded)
+    return values
 
 
 if __name__ == "__main__":
