@@ -66,7 +66,7 @@ class WholeValue:
         self._container[self._name] = with_streams(value)
 
 
-class _Part:
+class _PathsPart:
     """A value with a state tree, which is an optional part of a checkpoint."""
 
     def __init__(self, tree: dict[str, Any]) -> None:
@@ -119,7 +119,7 @@ class FlatTree:
         if recorded is None:
             return self.tree
         head, _, name = recorded[0].split(".")  # "@part" is the second segment
-        return {**self.tree, head: _Part({name: WholeValue({name: recorded[1]}, name)})}
+        return {**self.tree, head: _PathsPart({name: WholeValue({name: recorded[1]}, name)})}
 
     def fit(self, checkpoint: Checkpoint, *, partial: bool) -> None:
         """Adapts the tree to the keys of a checkpoint.

@@ -4,8 +4,8 @@ A key of ``torch.distributed.checkpoint`` is a path in a nested state dict, join
 parameters have dots themselves, so a key alone does not determine its path. The keys of the optimizer do: a
 name of a parameter occurs both as ``model.<name>`` and as ``optimizer.state.<name>.<slot>``.
 
-Where the keys do not determine the paths, a save records them in an object. Its key has a digest of its
-value. So ranks with equal paths share one object, and ranks with other paths add theirs. The key is below
+Where the keys do not determine the paths, a save records them in an object. Its key has a digest of the
+paths. So ranks with equal paths share one object, and ranks with other paths add theirs. The key is below
 ``@part``, because a load into a state without this part ignores it.
 """
 
@@ -17,8 +17,6 @@ from typing import Any
 
 import msgspec
 import xxhash
-
-from shardproof.state import encode_plain
 
 __all__ = ["Path", "is_paths_key", "paths_in", "paths_object", "renamed_path", "state_paths"]
 
@@ -40,7 +38,7 @@ def paths_object(paths: Mapping[str, Path]) -> tuple[str, dict[Any, Any]] | None
 
     Example:
         >>> paths_object({"model.a.w": ("model", "a.w")})
-        ('dcp.@part.state_paths-2c9ed48b0eefa9f57256994722c5fa58', {'model': {'a.w': None}})
+        ('dcp.@part.state_paths-fbd217636d0655c4816734645461b009', {'model': {'a.w': None}})
         >>> paths_object({"step": ("step",)})
     """
     if state_paths(paths, ()) == paths:
@@ -54,7 +52,7 @@ def paths_object(paths: Mapping[str, Path]) -> tuple[str, dict[Any, Any]] | None
     head = "dcp"
     while head in nested:
         head += "_"
-    digest = xxhash.xxh3_128_hexdigest(msgspec.json.encode(encode_plain(nested)))
+    digest = xxhash.xxh3_128_hexdigest(msgspec.json.encode(sorted(paths.values(), key=repr)))
     return f"{head}.@part.state_paths-{digest}", nested
 
 
