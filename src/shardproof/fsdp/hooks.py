@@ -1,4 +1,10 @@
-"""Hooks that report a unit's forward and backward to the schedule."""
+"""Hooks that report a unit's forward and backward to the schedule.
+
+Note: compiled modules
+    `torch.compile` compiles the forward of a unit and not its hooks, which communicate and replace
+    parameters. They run before and after the compiled code, so a unit that is compiled alone has no graph
+    break.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from shardproof.fsdp.schedule import UnitSchedule, is_backward
@@ -39,6 +46,7 @@ def _schedule(unit: ShardedUnit) -> UnitSchedule:
     return schedule
 
 
+@_disable_dynamo
 def _before_forward(unit: ShardedUnit, module: nn.Module, args: Any, kwargs: Any) -> Any:
     _schedule(unit).enter(unit)
     if unit.precision.cast_inputs and unit.precision.compute_dtype is not None:
@@ -50,6 +58,7 @@ def _before_forward(unit: ShardedUnit, module: nn.Module, args: Any, kwargs: Any
     return args, kwargs
 
 
+@_disable_dynamo
 def _after_forward(unit: ShardedUnit, module: nn.Module, args: Any, output: Any) -> Any:
     _schedule(unit).leave(unit)
     if unit.precision.output_dtype is not None:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardproof._utils.memory_format import warn_of_row_major_copies
 from shardproof.fsdp.flat_buffer import FlatBuffer
 from shardproof.fsdp.hooks import install
 from shardproof.fsdp.mesh_ranks import MeshRanks, spec_of
@@ -93,6 +94,9 @@ def fully_shard(
     if device.type not in ("cpu", "meta"):
         device = torch.device(device.type, torch.get_device_module(device).current_device())
     found = _parameters_of(module)
+    warn_of_row_major_copies(
+        [one.name for one in found if not local_tensor(one.parameter).is_contiguous()], "fully_shard"
+    )
     _move_buffers(module, device)
     buffers = []
     for alike in _classes(found, precision):

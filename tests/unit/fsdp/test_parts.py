@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import importlib
 import pkgutil
+import warnings
 
 import pytest
 import torch
@@ -108,3 +109,12 @@ class Fragile(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
         return self.last(self.second(Breaks.apply(x) if self.breaks else x))
+
+
+@pytest.mark.usefixtures("process_group")
+def test_strides_that_flat_buffers_do_not_have_are_named() -> None:
+    with pytest.warns(UserWarning, match=r"fully_shard moves 1 parameters .* The first is 0\.weight"):
+        unit(nn.Sequential(nn.Conv2d(3, 4, 3), nn.Linear(2, 2)).to(memory_format=torch.channels_last))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        unit(nn.Sequential(nn.Conv2d(3, 4, 3), nn.Linear(2, 2)))

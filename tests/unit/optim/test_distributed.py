@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -703,3 +704,48 @@ def test_channels_last_and_scalar_parameters() -> None:
     gain = slots_by_name(ours, optimizer)["gain"].tensors
     assert gain["exp_avg"].stop == 1
     assert gain["step"].shape == ()
+
+
+@pytest.mark.parametrize("unscales", [False, True])
+def test_a_grad_scaler_is_refused_and_the_loss_scale_that_it_names_works(unscales: bool) -> None:
+    net = torch.nn.Linear(2, 1)
+    optimizer = DistributedOptimizer(net, torch.optim.SGD, lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(net(torch.ones(1, 2)).sum()).backward()
+    if unscales:
+        scaler.unscale_(optimizer)
+    with pytest.raises(RuntimeError, match=r"loss_scale=DynamicLossScale\(\)"):
+        scaler.step(optimizer)
+    optimizer.step()  # without the scaler
+    off = torch.amp.GradScaler("cpu", enabled=False)
+    optimizer.zero_grad()
+    off.scale(net(torch.ones(1, 2)).sum()).backward()
+    before = net.weight.detach().clone()
+    off.step(optimizer)
+    assert not torch.equal(net.weight, before)
+
+    scaled = DistributedOptimizer(
+        torch.nn.Linear(2, 1), torch.optim.SGD, lr=0.1, loss_scale=DynamicLossScale()
+    )
+    (weight, _) = scaled.param_groups[0]["params"]
+    scaled.scale(weight.sum() * float("inf")).backward()
+    scaled.step()
+    assert scaled.skipped
+
+
+def test_strides_that_flat_buffers_do_not_have_are_named() -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Conv2d(3, 4, 3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        DistributedOptimizer(net, torch.optim.SGD, lr=0.1)
+    last = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Conv2d(3, 4, 3))
+    last.to(memory_format=torch.channels_last)
+    with pytest.warns(
+        UserWarning, match=r"DistributedOptimizer moves 1 parameters .* The first is 1\.weight"
+    ):
+        DistributedOptimizer(last, torch.optim.SGD, lr=0.1)
+    remedied = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3)).to(memory_format=torch.channels_last)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        remedied.to(memory_format=torch.contiguous_format)
+        DistributedOptimizer(remedied, torch.optim.SGD, lr=0.1)

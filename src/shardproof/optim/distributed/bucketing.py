@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardproof._utils.memory_format import warn_of_row_major_copies
 from shardproof.optim.distributed.flat_bucket import FlatBucket, Weight, pack
 from shardproof.optim.distributed.process_group import RankGroup, RankGroups
 from shardproof.state import local_tensor
@@ -59,6 +60,7 @@ def make_weights(module: torch.nn.Module, groups: Sequence[Mapping[str, Any]]) -
             row_of[parameter] = row
     mesh = next((item.device_mesh for item in row_of if hasattr(item, "device_mesh")), None)
     weights = []
+    strided = []
     for name, parameter in module.named_parameters():
         if parameter in row_of:
             local = local_tensor(parameter)
@@ -68,6 +70,8 @@ def make_weights(module: torch.nn.Module, groups: Sequence[Mapping[str, Any]]) -
                 )
             if not local.is_floating_point():
                 raise ValueError(f"{name} is {local.dtype}; parameters must be real floating-point")
+            if not local.is_contiguous():
+                strided.append(name)
             holder = module.get_submodule(name.rpartition(".")[0])
             weights.append(
                 Weight(name, parameter, row_of.pop(parameter), _counted(parameter, mesh), holder._parameters)
@@ -75,6 +79,7 @@ def make_weights(module: torch.nn.Module, groups: Sequence[Mapping[str, Any]]) -
     if row_of:
         shapes = [list(parameter.shape) for parameter in row_of]
         raise ValueError(f"param_groups has parameters that are not the module's, of shapes {shapes[:5]}")
+    warn_of_row_major_copies(strided, "DistributedOptimizer")
     return weights
 
 

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 
 from shardproof.optim.distributed.flat_bucket import FlatBucket, Owner, Weight
 
@@ -49,6 +50,7 @@ class Gather:
     def _attach(self, part: torch.nn.Module, owner: Owner, buckets: list[FlatBucket]) -> None:
         alive = weakref.ref(self)
 
+        @_disable_dynamo  # a compiled module runs the hook before its compiled code
         def before_forward(_: torch.nn.Module, __: Any) -> None:
             owner.called = True
             before_use()

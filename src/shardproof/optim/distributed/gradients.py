@@ -33,6 +33,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 
 from shardproof.optim.distributed.flat_bucket import FlatBucket, Weight
 from shardproof.optim.distributed.loss_scale import LossScale
@@ -111,6 +112,7 @@ class Gradients:
         """Add every gradient as soon as autograd has accumulated it, while this object exists."""
         alive = weakref.ref(self)
 
+        @_disable_dynamo  # a compiled module runs the hook before its compiled code
         def before_forward(*_: Any) -> None:
             gradients = alive()
             if gradients is not None and torch._C._current_graph_task_id() != -1:

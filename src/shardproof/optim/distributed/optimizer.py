@@ -89,6 +89,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     >>> optimizer.step(); optimizer.zero_grad()
     """
 
+    _step_supports_amp_scaling = True
+    """Makes `torch.amp.GradScaler` call `step`, which refuses it, instead of failing without a remedy."""
+
     def __init__(
         self,
         module: torch.nn.Module,
@@ -167,8 +170,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
             closure: computes the loss and its gradients; called once.
 
         Raises:
-            RuntimeError: a parameter was moved out of its flat buffer.
+            RuntimeError: a parameter was moved out of its flat buffer, or a `torch.amp.GradScaler` made the
+                call.
         """
+        if vars(self).pop("grad_scale", self) is not self:  # the scaler may set it to None
+            raise RuntimeError(
+                "torch's GradScaler reads gradients that a DistributedOptimizer has already reduced, so it "
+                "finds no infinity: pass loss_scale=DynamicLossScale() to the optimizer, call "
+                "optimizer.scale(loss).backward(), and optimizer.step() without the scaler"
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
