@@ -35,8 +35,8 @@ def sharded_model(words: set[str], seed: int, **options: Any) -> Any:
         words: `stage0` to `stage3`; `bfloat16` or `float32`; `dense` for a layer with SwiGLU, and `gated`
             for layers with experts too, which have a mesh of their own; `ep` for two groups of ranks with
             different experts, and `four` for as many experts on each rank; `hybrid` for two groups of ranks
-            that replicate each shard; `tp` for tensor parallelism of two ranks by DTensor, and `core` for
-            that by Megatron-Core's attributes.
+            that replicate each shard, and `outer` for two that divide the optimizer; `tp` for tensor
+            parallelism of two ranks by DTensor, and `core` for that by Megatron-Core's attributes.
         seed: of the weights.
         options: for `fully_shard_model`.
     """

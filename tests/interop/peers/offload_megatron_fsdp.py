@@ -41,7 +41,7 @@ from megatron_fsdp import MixedPrecisionPolicy, fully_shard_optimizer  # noqa: E
 
 import shardproof as sp  # noqa: E402
 from shardproof.frameworks import megatron_fsdp as adapter  # noqa: E402
-from shardproof.state import LAYOUTS  # noqa: E402
+from shardproof.state import LAYOUTS, MASTER, local_tensor  # noqa: E402
 
 PLAIN = {"preproc_state_dict_for_dcp_ckpt": False}
 
@@ -78,7 +78,12 @@ def state_of(model: Any, optimizer: Any) -> dict[str, Any]:
 def whole(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
     """The whole state, with one name for a master of Megatron-FSDP and of the optimizers."""
     optimizer.state_dict()  # shows what a load has changed
-    found = whole_state(model, optimizer)
+    state = {parameter: dict(slots) for parameter, slots in optimizer.state.items()}
+    if isinstance(optimizer, sp.optim.HybridDeviceOptimizer):  # whose state has no masters
+        for slots in optimizer.describe_slots():
+            if MASTER in slots.tensors:
+                state[slots.parameter]["master_param"] = local_tensor(slots.tensors[MASTER])
+    found = whole_state(model, optimizer, state)
     return {key.replace(".master_param", ".master"): tensor for key, tensor in found.items()}
 
 
