@@ -33,3 +33,16 @@ def test_shardproof_saves_and_loads_before_and_after_the_step(tmp_path: Path) ->
     assert facts["after"] == sorted(
         ["weight", *(f"optimizer.state.{slot}.weight" for slot in ("param", "exp_avg", "exp_avg_sq"))]
     )
+
+
+def test_megatrons_sharded_state_dict_works_with_the_drop_in(tmp_path: Path) -> None:
+    """`fully_reshardable` before the first step: moments of zeros on the rank that has the weight.
+
+    The script asserts that training goes on to the same bits, as above, and that a save leaves the optimizer
+    without moments.
+    """
+    facts = run_peer("megatron", SCRIPT, "drop_in", tmp_path, nproc=2, timeout=240).facts
+    keys = sorted(
+        ["weight", *(f"optimizer.state.{slot}.weight" for slot in ("param", "exp_avg", "exp_avg_sq"))]
+    )
+    assert facts["before"] == facts["after"] == keys

@@ -10,7 +10,8 @@ Import this module in place of Megatron's. Its functions have the same names and
 `save` writes checkpoints of shardproof. `load` reads them, and every other checkpoint with Megatron's own
 functions. For a checkpoint of shardproof, no function of this module runs a collective: the ranks meet at a
 rendezvous of shardproof. The import registers the backend ``("shardproof", 1)`` with Megatron-Core 0.16,
-whose own functions then save with it and recognize it in a checkpoint.
+whose own functions then save with it and recognize it in a checkpoint. It also mends two methods of the
+DistributedOptimizer; see `shardproof.frameworks.megatron_optimizer.mend_distributed_optimizer`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,11 @@ from shardproof.frameworks.megatron_load import (
     load_sharded_metadata,
     load_tensors_metadata,
 )
-from shardproof.frameworks.megatron_optimizer import load_optimizer_state, optimizer_state
+from shardproof.frameworks.megatron_optimizer import (
+    load_optimizer_state,
+    mend_distributed_optimizer,
+    optimizer_state,
+)
 from shardproof.frameworks.megatron_save import begin_save, get_default_save_sharded_strategy, save
 from shardproof.frameworks.megatron_strategies import LoadStrategy, SaveStrategy
 
@@ -69,6 +74,7 @@ def _register() -> None:
 
 
 _register()
+mend_distributed_optimizer()
 
 
 def live_state(

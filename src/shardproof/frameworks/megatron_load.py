@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from megatron.core import dist_checkpointing as mcore
 from megatron.core.dist_checkpointing import dict_utils, state_dict_utils
-from megatron.core.dist_checkpointing.mapping import apply_factory_merges
+from megatron.core.dist_checkpointing.mapping import ShardedObject, apply_factory_merges
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 from megatron.core.dist_checkpointing.utils import extract_sharded_base, force_all_tensors_to_non_fp8
 from megatron.core.dist_checkpointing.validation import (
@@ -25,6 +27,7 @@ from shardproof.frameworks.megatron_plain import from_plain
 from shardproof.frameworks.megatron_strategies import LoadStrategy, agree_if_ours, is_ours, takes
 from shardproof.frameworks.rank_work import on_every_rank, on_rank_0
 from shardproof.maintenance import verify
+from shardproof.state import has_names, with_targets
 
 __all__ = [
     "get_default_load_sharded_strategy",
@@ -35,6 +38,8 @@ __all__ = [
     "load_sharded_metadata",
     "load_tensors_metadata",
 ]
+
+_log = logging.getLogger("shardproof")
 
 
 def load(
@@ -66,6 +71,8 @@ def load(
     Raises:
         CheckpointingException: only one side has a key, with ``strict="raise_all"`` or
             ``"raise_unexpected"``.
+        KeyMismatchError: the sharded state dict has another class or function in an optimizer's options than
+            the checkpoint, with these values of `strict`. Otherwise a warning names it, and it stays.
         ShardproofError: see `shardproof.load`.
     """
     if not agree_if_ours(checkpoint_dir):
@@ -83,17 +90,17 @@ def load(
         _verify(checkpoint_dir)
     force_all_tensors_to_non_fp8(sharded_state_dict)
     sharded, local, factories = state_dict_utils.load_preprocess(sharded_state_dict)
+    strict = parse_strict_flag(strict)
     state = _common_state(checkpoint_dir)
     dict_utils.merge(state, local)
     sharded, _ = extract_sharded_base(sharded)
-    strict = parse_strict_flag(strict)
     missing: set[str] = set()
     unexpected: set[str] = set()
     if StrictHandling.requires_explicit_ckpt_mismatch_check(strict):
         missing, unexpected = _differences(sharded, checkpoint_dir, strategy, strict)
         sharded = adjust_non_strict_load(sharded, unexpected)
     dict_utils.merge(state, strategy.load(sharded, Path(checkpoint_dir)))
-    state = apply_factory_merges(state, factories)
+    state = _with_code(apply_factory_merges(state, factories), sharded_state_dict, checkpoint_dir, strict)
     returns = StrictHandling.requires_returning_mismatch_keys(strict)
     return (state, missing, unexpected) if returns else state
 
@@ -166,6 +173,38 @@ def _common_state(checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any]:
         lambda: state.update(load_common_state_dict(checkpoint_dir)),
     )
     return state
+
+
+def _with_code(
+    state: dict[str, Any],
+    asked: Mapping[str, Any],
+    checkpoint_dir: str | os.PathLike[str],
+    strict: StrictHandling,
+) -> dict[str, Any]:
+    """The loaded state with the classes and functions of the sharded state dict in place of their names.
+
+    Raises:
+        KeyMismatchError: one of them has another name in the checkpoint, and `strict` asks for an error.
+    """
+    if not has_names(state):
+        return state
+
+    def differs(path: tuple[Any, ...], here: str, stored: str) -> None:
+        message = (
+            f"{checkpoint_dir}: {'.'.join(map(str, path))} is {stored} in the checkpoint, and {here} here"
+        )
+        if strict in (StrictHandling.RAISE_UNEXPECTED, StrictHandling.RAISE_ALL):
+            raise sp.KeyMismatchError(
+                f"{message}. Make the optimizer with the class of the checkpoint, or load with "
+                "strict='log_all', which keeps that of this run"
+            )
+        _log.warning("%s, which stays", message)
+
+    target = dict_utils.dict_list_map_outplace(
+        lambda item: item.data if isinstance(item, ShardedObject) else item, asked
+    )
+    loaded: dict[str, Any] = with_targets(state, target, differs)
+    return loaded
 
 
 def _differences(

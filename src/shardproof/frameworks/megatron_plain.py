@@ -2,7 +2,9 @@
 
 Megatron keeps its arguments in an ``argparse.Namespace`` with members of enums. Its rerun state machine names
 a call by a named tuple. Transformer Engine keeps its extra state in a ``BytesIO``. These values are stored as
-dicts, names, tuples and bytes. A separate list has the path and the type of each.
+dicts, names, tuples and bytes. A separate list has the path and the type of each. Classes and functions, such
+as those in the groups of an optimizer, are stored by name. A load takes those of the state dict that it
+fills.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import shardproof as sp
+from shardproof.state import by_name
 
 __all__ = ["Typed", "from_plain", "to_plain"]
 
@@ -88,7 +91,8 @@ def _to_plain(value: Any, path: list[Any], found: Types) -> Any:
         return kind((key, _to_plain(item, [*path, key], found)) for key, item in value.items())
     if kind in (list, tuple):
         return kind(_to_plain(item, [*path, at], found) for at, item in enumerate(value))
-    return value
+    name = by_name(value)
+    return value if name is None else name
 
 
 def _replace(container: Any, path: list[Any], name: str) -> Any:

@@ -16,7 +16,9 @@ from shardproof.state.local_shards import FlatShard, LocalShards
 from shardproof.state.module_names import inside, number_expert, rename, share
 from shardproof.state.optimizer.collect import OptimizerState
 from shardproof.state.optimizer.hybrid_device import HybridDeviceSlots as HybridDeviceSlots  # internal
+from shardproof.state.optimizer.hybrid_device import is_hybrid_device as is_hybrid_device  # internal
 from shardproof.state.optimizer.slot_sources import receiver, slots_of
+from shardproof.state.optimizer.slots import EXECUTION_OPTIONS as EXECUTION_OPTIONS  # not listed: internal
 from shardproof.state.optimizer.slots import (
     MASTER,
     LocalRange,
@@ -32,6 +34,9 @@ from shardproof.state.optimizer.state_dict_keys import optimizer_state_dicts, wi
 from shardproof.state.placements import index_map_of as index_map_of  # not listed in __all__: internal
 from shardproof.state.placements import local_segments as local_segments  # not listed in __all__: internal
 from shardproof.state.placements import sizes_of as sizes_of  # not listed in __all__: internal
+from shardproof.state.plain.by_name import by_name as by_name  # not listed in __all__: internal
+from shardproof.state.plain.by_name import has_names as has_names  # not listed in __all__: internal
+from shardproof.state.plain.by_name import with_targets as with_targets  # not listed in __all__: internal
 from shardproof.state.plain.decode import decode as decode_plain
 from shardproof.state.plain.decode import references
 from shardproof.state.plain.encode import encode as encode_plain

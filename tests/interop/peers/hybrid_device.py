@@ -25,11 +25,13 @@ import json
 import sys
 from typing import Any
 
+import megatron_stubs
 import offload_stubs
 import torch
 from peer_result import Result, join_ranks, leave_ranks
 
-offload_stubs.install(fused=False)
+megatron_stubs.install(fused=False)
+offload_stubs.install()
 
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer  # noqa: E402
 from megatron_stubs import FusedAdam  # noqa: E402
@@ -46,7 +48,7 @@ def model(dtype: torch.dtype) -> torch.nn.Module:
 def optimizer_of(kind: str, module: Any, run: dict[str, Any]) -> torch.optim.Optimizer:
     """Two groups with different options."""
     groups = [{"params": list(module[0].parameters()), "weight_decay": 0.5}]
-    groups += [{"params": [*module[1].parameters(), *module[2].parameters()]}]
+    groups += [{"params": [*module[1].parameters(), *module[2].parameters()], "weight_decay": 0.25}]
     options = {"lr": 0.01, **({"betas": tuple(run["betas"])} if "betas" in run else {})}
     fraction, in_fp32, overlap = run.get("fraction", 0.5), run.get("in_fp32", True), run.get("overlap", True)
     if kind == "adamw":

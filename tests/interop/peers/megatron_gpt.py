@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import megatron_stubs
+import offload_stubs
 import torch
 
 megatron_stubs.install()
@@ -87,7 +88,8 @@ class Run:
         layout: names of `parallel_state.initialize_model_parallel`, such as `tensor_model_parallel_size`.
         seed: of the weights.
         options: of `TransformerConfig`, in the place of the default ones. `engine` is for layers of
-            Transformer Engine, and `optimizer` has options of `OptimizerConfig`.
+            Transformer Engine, and `optimizer` has options of `OptimizerConfig`. `adam` is "torch" for
+            torch's AdamW. `offload` is a fraction, for a HybridDeviceOptimizer, with or without `overlap`.
     """
 
     layout: dict[str, int]
@@ -100,6 +102,18 @@ class Run:
         torch.manual_seed(self.seed)
         tensor_parallel.model_parallel_cuda_manual_seed(self.seed, force_reset_rng=True)
         engine, of_optimizer = self.options.pop("engine", False), self.options.pop("optimizer", {})
+        adam, offload = self.options.pop("adam", "fused"), self.options.pop("offload", None)
+        overlap = self.options.pop("overlap", False)
+        megatron_stubs.choose_adam(fused=adam == "fused")
+        if offload is not None:
+            offload_stubs.install()
+            of_optimizer = {
+                "optimizer_cpu_offload": True,
+                "optimizer_offload_fraction": offload,
+                "overlap_cpu_optimizer_d2h_h2d": overlap,
+                "use_precision_aware_optimizer": True,
+                **of_optimizer,
+            }
         if self.layout.get("tensor_model_parallel_size", 1) == 1:
             self.options.pop("sequence_parallel", None)  # which Megatron-Core refuses there
         config = TransformerConfig(

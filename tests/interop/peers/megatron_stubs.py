@@ -12,7 +12,7 @@ from typing import Any
 import cpu_stubs
 import torch
 
-__all__ = ["install"]
+__all__ = ["FusedAdam", "choose_adam", "install"]
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -82,11 +82,16 @@ def install(*, fused: bool = True) -> None:
     dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
     dispatcher.maybe_move_tensor_to_cpu = _moved
     if fused:
-        optimizers = importlib.import_module("megatron.core.optimizer")
-        distributed = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
-        optimizers.Adam = distributed.Adam = FusedAdam
-        optimizers.USING_PYTORCH_OPTIMIZER = False
-        distributed.HAVE_APEX_OR_TE = distributed.USING_APEX_OPTIMIZER = True
+        choose_adam(fused=True)
+
+
+def choose_adam(*, fused: bool) -> None:
+    """Makes Megatron-Core's next optimizers ones with the stand-in for Apex's Adam, or with torch's AdamW."""
+    optimizers = importlib.import_module("megatron.core.optimizer")
+    distributed = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
+    optimizers.Adam = distributed.Adam = FusedAdam if fused else torch.optim.AdamW
+    optimizers.USING_PYTORCH_OPTIMIZER = not fused
+    distributed.HAVE_APEX_OR_TE = distributed.USING_APEX_OPTIMIZER = fused
 
 
 def _moved(tensor: Any, as_numpy: bool = False, **options: Any) -> Any:

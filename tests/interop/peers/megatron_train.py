@@ -268,7 +268,10 @@ class Steps:
         for state in fused.state.values():
             del state["master_param"]
         optimizer.optimizer = torch.optim.AdamW(fused.param_groups)
-        error("adamw")
+        for group in optimizer.optimizer.param_groups:
+            for number, main in enumerate(group["params"]):
+                optimizer.optimizer.state[main]["step"] = torch.tensor(float(number))
+        error("steps")
         optimizer.optimizer = fused
         ours.live_state(module, chained)
         of_dense, of_experts = optimizer.state_dict(), optimizer.state_dict()

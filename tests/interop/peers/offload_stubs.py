@@ -1,36 +1,56 @@
 """Stand-ins for the device of Megatron-Core's HybridDeviceOptimizer, on the CPU.
 
 The optimizer asks `Tensor.is_cuda` which parameters are on the device, and copies a fraction of them to the
-CPU with `Tensor.cpu` and `Tensor.pin_memory`. Here, every tensor is on the device, except for the results of
-`Tensor.cpu` and what is made from them. Everything that the optimizer computes is its own code.
+CPU with `Tensor.cpu` and `Tensor.pin_memory`. While it does so, and only then, every tensor is on the device
+here, except for the results of `Tensor.cpu` and what is made from them. All that the optimizer computes is
+its own code.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
-import megatron_stubs
 import torch
 
-__all__ = ["install", "is_on_host"]
+__all__ = ["install"]
 
-_MADE_FROM = ("clone", "detach", "float", "pin_memory")
+_MADE_FROM = ("clone", "detach", "float")
 
 
-def install(*, fused: bool) -> None:
-    """Puts the stand-ins in place. `fused` is that of `megatron_stubs.install`."""
-    megatron_stubs.install(fused=fused)
-    if torch.cuda.is_available():
+def install() -> None:
+    """Puts the stand-ins in place, beside those of `megatron_stubs`."""
+    optimizers = importlib.import_module("megatron.core.optimizer.cpu_offloading.hybrid_optimizer")
+    kind = optimizers.HybridDeviceOptimizer
+    split = kind._get_sub_optimizer_param_groups
+    if torch.cuda.is_available() or hasattr(split, "__wrapped__"):
         return
-    torch.Tensor.is_cuda = property(lambda tensor: not is_on_host(tensor))
-    torch.Tensor.pin_memory = lambda tensor, *args: tensor
-    torch.Tensor.cpu = lambda tensor, *args, **options: _marked(tensor.clone())
-    for name in _MADE_FROM:
-        setattr(torch.Tensor, name, _keeping_its_mark(getattr(torch.Tensor, name)))
+
+    @functools.wraps(split)
+    def on_device(self: Any, fraction: float) -> Any:
+        with _device():
+            return split(self, fraction)
+
+    kind._get_sub_optimizer_param_groups = on_device
 
 
-def is_on_host(tensor: torch.Tensor) -> bool:
-    """True for a copy of the optimizer's CPU side."""
+@contextmanager
+def _device() -> Iterator[None]:
+    stubs: dict[str, Any] = {
+        "is_cuda": property(lambda tensor: not _is_on_host(tensor)),
+        "pin_memory": lambda tensor: tensor,
+        "cpu": lambda tensor: _marked(tensor.clone()),
+    }
+    stubs |= {name: _keeping_its_mark(getattr(torch.Tensor, name)) for name in _MADE_FROM}
+    with mock.patch.multiple(torch.Tensor, **stubs):
+        yield
+
+
+def _is_on_host(tensor: torch.Tensor) -> bool:
     return getattr(tensor, "on_host", False)
 
 
@@ -40,8 +60,8 @@ def _marked(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _keeping_its_mark(method: Any) -> Any:
-    def made(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
-        result = method(tensor, *args, **options)
-        return _marked(result) if is_on_host(tensor) else result
+    def made(tensor: torch.Tensor) -> torch.Tensor:
+        result = method(tensor)
+        return _marked(result) if _is_on_host(tensor) else result
 
     return made

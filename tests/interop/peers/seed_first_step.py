@@ -1,7 +1,9 @@
 """A save before the first step of the optimizer: `seed_first_step.py WITH FOLDER`.
 
-WITH is `own` for Megatron's own sharded state dict of the distributed optimizer, or `ours`. The weight is so
-small that rank 0 has all of it, and the shards of the other ranks are padding.
+WITH is `own` for Megatron's own sharded state dict of the distributed optimizer, `ours` for
+`optimizer_state`, or `drop_in` for `fully_reshardable` of Megatron with the adapter in the place of its
+`dist_checkpointing`. The weight is so small that rank 0 has all of it, and the shards of the other ranks are
+padding.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # n
 from megatron.core.transformer.module import MegatronModule  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
-from shardproof.frameworks import megatron_core as ours  # noqa: E402
+if sys.argv[1] != "own":  # its import makes Megatron's sharded state dict work before the first step
+    from shardproof.frameworks import megatron_core as ours
 
 
 class Small(MegatronModule):
@@ -101,14 +104,42 @@ def with_ours(run: Run, folder: str) -> dict[str, object]:
     return {path: sorted(ours.load_tensors_metadata(f"{folder}/{path}")) for path in ("before", "after")}
 
 
+def with_drop_in(run: Run, folder: str) -> dict[str, object]:
+    """As Megatron's training loop saves and loads, with the functions of the adapter."""
+    metadata = {"distrib_optim_sharding_type": "fully_reshardable"}
+
+    def state(of: Run, *, is_loading: bool) -> dict[str, object]:
+        model = of.model_state()
+        described = of.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
+        return {"model": model, "optimizer": described}
+
+    def load(into: Run, path: str) -> list[float]:
+        loaded = ours.load(state(into, is_loading=True), path)
+        into.model.module.weight.data.copy_(loaded["model"]["weight"])
+        into.optimizer.load_state_dict(loaded["optimizer"])
+        return into.step()
+
+    inner = getattr(run.optimizer, "chained_optimizers", [run.optimizer])[0].optimizer
+    ours.save(state(run, is_loading=False), f"{folder}/before")
+    assert not any(inner.state.values())  # a save leaves no moments behind
+    first = run.step()
+    ours.save(state(run, is_loading=False), f"{folder}/after")
+    second = run.step()
+    stepped, fresh = Run(9.0), Run(7.0)
+    stepped.step()
+    assert load(stepped, f"{folder}/before") == load(fresh, f"{folder}/before") == first
+    assert load(Run(5.0), f"{folder}/after") == second
+    return {path: sorted(ours.load_tensors_metadata(f"{folder}/{path}")) for path in ("before", "after")}
+
+
 def main() -> None:
     who, folder = sys.argv[1:]
     join_ranks()
     parallel_state.initialize_model_parallel()
     run = Run(1.0)
     result = Result()
-    if who == "ours":
-        result.facts |= with_ours(run, folder)
+    if who != "own":
+        result.facts |= (with_ours if who == "ours" else with_drop_in)(run, folder)
         leave_ranks(result)
     store = dist.distributed_c10d._get_default_store()
     try:

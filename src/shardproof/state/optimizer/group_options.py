@@ -15,7 +15,7 @@ import torch
 
 from shardproof.errors import StructureError
 from shardproof.state.binder import Binder
-from shardproof.state.optimizer.slots import OPTIONS, options_of
+from shardproof.state.optimizer.slots import EXECUTION_OPTIONS, OPTIONS, options_of
 from shardproof.state.plain.by_name import by_name, has_names, with_names, with_targets
 from shardproof.state.plain.decode import decode
 from shardproof.state.plain.encode import encode
@@ -23,17 +23,6 @@ from shardproof.state.tensors import local_of
 from shardproof.state.visitor import join
 
 __all__ = ["GroupOptions"]
-
-_OF_TORCH = ("fused", "foreach", "capturable", "differentiable")
-_OF_MEGATRON_OFFLOAD = (
-    "offload_fraction",
-    "overlap_cpu_optimizer_d2h_h2d",
-    "param_update_in_fp32",
-    "pin_cpu_grads",
-    "pin_cpu_params",
-)
-_EXECUTION_OPTIONS = frozenset((*_OF_TORCH, *_OF_MEGATRON_OFFLOAD))
-"""Options that say how or where a step is computed. A load does not change the target's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +46,7 @@ class GroupOptions:
         refused: set[str] = set()
         for parameter, options in self.stored.items():
             for name, value in options.items():
-                if name in _EXECUTION_OPTIONS:
+                if name in EXECUTION_OPTIONS:
                     continue
                 first = agreed.setdefault(name, [value])[0]
                 source.setdefault(name, parameter)

@@ -64,14 +64,10 @@ class HybridDeviceSlots:
     def __init__(self, optimizer: Any, receiver: Callable[[torch.optim.Optimizer], Receiver]) -> None:
         self.optimizer = optimizer
         self.param_groups: list[dict[str, Any]] = optimizer.param_groups
-        rule = optimizer.cpu_optimizer_cls or optimizer.gpu_optimizer_cls
-        self.kind = (rule.func if isinstance(rule, partial) else rule).__qualname__
-        self._defaults = {
-            name: item.default
-            for name, item in inspect.signature(rule).parameters.items()
-            if item.default is not item.empty
-        }
-        """Options that the groups may lack, because the sub-optimizers add them."""
+        rules = [rule for rule in (optimizer.cpu_optimizer_cls, optimizer.gpu_optimizer_cls) if rule]
+        self.kind = (rules[0].func if isinstance(rules[0], partial) else rules[0]).__qualname__
+        self._defaults = _common_defaults(rules)
+        """Options that the groups may lack, because both sides add them."""
         self._receiver = receiver
         self._trained: dict[int, tuple[torch.optim.Optimizer, dict[str, Any]]] = {
             id(inner): (sub, group)
@@ -80,6 +76,7 @@ class HybridDeviceSlots:
             for inner in group["params"]
         }
         """By inner tensor: its sub-optimizer, and its group there."""
+        self._groups = {id(parameter): group for group in self.param_groups for parameter in group["params"]}
         self._received: set[int] = set()
         """Ids of the parameters that have received state."""
         self._counts: dict[int, int] = {}
@@ -116,10 +113,14 @@ class HybridDeviceSlots:
             tensors[MASTER] = inner.detach()
 
         def attach(values: Mapping[str, Any], filled: frozenset[str]) -> None:
-            receipt.attach(values, filled - {MASTER, _MASTER_OF_MEGATRON})
+            receipt.attach(values, filled - {MASTER})
             self._publish(parameter)
+            # A step would copy this option over the counts of the sub-optimizers.
+            self._groups[id(parameter)].pop(_STEP, None)
             if count is not None and _STEP in filled:
                 self._set_count(group, int(count), parameter)
+            elif _counts_by_group(sub) and id(group) not in self._counts:
+                group.pop(_STEP, None)  # saved before the first step
             if inner is not parameter and not (MASTER in filled and self._has_master(parameter)):
                 with torch.no_grad():
                     inner.copy_(parameter)
@@ -137,16 +138,9 @@ class HybridDeviceSlots:
     def apply(self) -> None:
         """Ends a load. Inner tensors of parameters without stored state follow the loaded parameters."""
         for group in self.param_groups:
-            group.pop(_STEP, None)  # a step would copy it over the counts of the sub-optimizers
             for parameter in group["params"]:
                 if id(parameter) not in self._received:
                     self._follow(parameter)
-        for sub in self.optimizer.sub_optimizers:
-            for group in sub.param_groups:
-                originals = [self.optimizer.inner_param_to_orig_param[inner] for inner in group["params"]]
-                is_received = all(id(parameter) in self._received for parameter in originals)
-                if is_received and _counts_by_group(sub) and id(group) not in self._counts:
-                    group.pop(_STEP, None)  # the checkpoint was saved before the first step
 
     def _inner(self, parameter: torch.Tensor) -> torch.Tensor:
         inner: torch.Tensor = self.optimizer.param_to_inner_param[parameter]
@@ -196,6 +190,17 @@ class HybridDeviceSlots:
         if inner is not parameter:
             values = parameter.detach().to(inner.device)
             inner.copy_(torch.where(inner.to(values.dtype) == values, inner, values.to(inner.dtype)))
+
+
+def _common_defaults(rules: list[Any]) -> dict[str, Any]:
+    """The default options of the first class for which no other class has another default."""
+    first, *others = [inspect.signature(rule).parameters for rule in rules]
+    return {
+        name: item.default
+        for name, item in first.items()
+        if item.default is not item.empty
+        and all(name not in other or other[name].default == item.default for other in others)
+    }
 
 
 def _counts_by_group(optimizer: torch.optim.Optimizer) -> bool:

@@ -17,6 +17,7 @@ import torch
 from shardproof.state.subclass_binding import StoredWrapper
 
 __all__ = [
+    "EXECUTION_OPTIONS",
     "MASTER",
     "OPTIONS",
     "LocalRange",
@@ -37,6 +38,16 @@ MASTER = "master"
 OPTIONS = "@options"
 """Segment of the object with the options of a parameter."""
 _NOT_OPTIONS = ("params", "param_names")
+_OF_TORCH = ("fused", "foreach", "capturable", "differentiable")
+_OF_MEGATRON_OFFLOAD = (
+    "offload_fraction",
+    "overlap_cpu_optimizer_d2h_h2d",
+    "param_update_in_fp32",
+    "pin_cpu_grads",
+    "pin_cpu_params",
+)
+EXECUTION_OPTIONS = frozenset((*_OF_TORCH, *_OF_MEGATRON_OFFLOAD))
+"""Options that say how or where a step is computed. A load does not change the target's."""
 
 
 def options_of(group: Mapping[str, Any], without: Collection[str] = ()) -> dict[str, Any]:
