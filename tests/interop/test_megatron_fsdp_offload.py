@@ -90,7 +90,7 @@ def test_memory_is_pinned_without_a_dtensor(saved: dict[int, tuple[Path, PeerRes
     for _, before in saved.values():
         for name in SAVED:
             if "half" in name or "all" in name:
-                assert before.facts[f"{name}.pinned"] == ["Tensor"]
+                assert before.facts[f"{name}.pinned"] == ["Parameter"]
 
 
 def test_torch_saves_and_loads_the_state_dict(tmp_path: Path) -> None:

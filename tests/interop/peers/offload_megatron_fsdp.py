@@ -14,22 +14,14 @@ import sys
 from typing import Any
 
 import cpu_stubs
+import megatron_stubs
 import offload_stubs
 import torch
 import torch.distributed.checkpoint as dcp
 from peer_result import Result, join_ranks, leave_ranks
 
-offload_stubs.install(fused=False)
-PINNED: list[str] = []
-
-
-def pinned(tensor: torch.Tensor, *args: Any) -> torch.Tensor:
-    """Stands for `Tensor.pin_memory`, which needs an accelerator."""
-    PINNED.append(type(tensor).__name__)
-    return tensor
-
-
-torch.Tensor.pin_memory = pinned
+megatron_stubs.install(fused=False)
+offload_stubs.install()
 torch.cuda.get_device_capability = lambda device=None: (8, 0)  # torch asks it for tensors on a device
 
 from fsdp_models import sharded_model, train, whole_state  # noqa: E402
@@ -96,7 +88,11 @@ def save(path: str, name: str, words: set[str], result: Result) -> None:
     losses = train(model, optimizer, 1, first=2)  # writes to all of the memory that the save reads
     pending.result()
     result.facts[f"{name}.losses"] = losses + train(model, optimizer, 1, first=3)
-    result.facts[f"{name}.pinned"] = sorted(set(PINNED))
+    released = getattr(optimizer, "_released", None)
+    groups = released.param_groups if released else []  # the tensors that it copies and pins
+    result.facts[f"{name}.pinned"] = sorted(
+        {type(one).__name__ for group in groups for one in group["params"]}
+    )
 
 
 def load(path: str, name: str, words: set[str], result: Result) -> None:

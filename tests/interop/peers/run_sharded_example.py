@@ -16,6 +16,7 @@ import sys
 from typing import Any
 
 import cpu_stubs
+import megatron_stubs
 import offload_stubs
 import torch
 import torch.distributed as dist
@@ -26,7 +27,8 @@ def on_cpu(example: str) -> None:
     """Lets the framework of an example run without CUDA."""
     if example == "megatron_fsdp.py":
         if "offload" in sys.argv:
-            offload_stubs.install(fused=False)
+            megatron_stubs.install(fused=False)
+            offload_stubs.install()
         cpu_stubs.install(current_device=0)
         torch.cuda.is_available = lambda: False
     elif example == "deepspeed_zero.py":

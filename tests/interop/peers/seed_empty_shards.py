@@ -16,13 +16,15 @@ from importlib.metadata import version
 from typing import Any
 
 import cpu_stubs
+import megatron_stubs
 import offload_stubs
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from peer_result import Result, join_ranks, leave_ranks, rank, world_size
 
-offload_stubs.install(fused=False)
+megatron_stubs.install(fused=False)
+offload_stubs.install()
 torch.cuda.get_device_capability = lambda device=None: (8, 0)  # torch asks it for tensors on a device
 
 from fsdp_models import sharded_model, train, whole_state  # noqa: E402

@@ -16,13 +16,15 @@ import sys
 from typing import Any
 
 import cpu_stubs
+import megatron_stubs
 import offload_stubs
 import torch
 import torch.distributed.checkpoint as dcp
 from peer_result import Result, join_ranks, leave_ranks
 from torch.distributed.device_mesh import DeviceMesh
 
-offload_stubs.install(fused=False)
+megatron_stubs.install(fused=False)
+offload_stubs.install()
 torch.cuda.get_device_capability = lambda device=None: (8, 0)  # torch asks it for tensors on a device
 _from_group = DeviceMesh.from_group
 
