@@ -25,6 +25,7 @@ from shardproof.checkpointer.step_folders import PINNED_NAME, SETTLED_NAME, Step
 from shardproof.errors import FormatError, NotCommittedError, ShardproofError, StorageError, tells_nothing
 from shardproof.format import (
     MANIFEST_NAME,
+    FileRecord,
     Manifest,
     References,
     locate_files,
@@ -32,8 +33,9 @@ from shardproof.format import (
     read_manifest,
     read_seal,
     size_error,
+    size_errors,
 )
-from shardproof.storage import Storage
+from shardproof.storage import Storage, file_sizes
 
 __all__ = [
     "Depth",
@@ -225,7 +227,7 @@ def judge_save(run: Storage, folder: str, attempt: str, *, is_recent: bool) -> V
     """
     if is_recent:
         return Verdict.WRITING
-    from shardproof.maintenance import whole_attempts  # loads torch, which a healthy run does not need
+    from shardproof.maintenance import whole_attempts  # a listing of a healthy run starts faster without it
 
     try:
         is_whole = bool(attempt) and attempt in whole_attempts(run.within(folder))
@@ -240,7 +242,7 @@ def repair_refusal(run: Storage, folder: str) -> str:
     Raises:
         StorageError: the storage failed.
     """
-    from shardproof.maintenance import plan_repair  # loads torch
+    from shardproof.maintenance import plan_repair
 
     try:
         plan_repair(run.within(folder))
@@ -342,31 +344,32 @@ def _fault(place: Storage, manifest: Manifest, depth: Depth) -> ShardproofError 
             read_index(place, manifest)
         except FormatError as error:
             fault = error
-    first, lost = None, 0
-    for (holder, name), record in zip(locate_files(place, manifest), manifest.files, strict=True):
-        advice = f"Rank {record.rank} wrote it"
-        if record.folder:
-            advice = (
-                f"{place.location} was saved incrementally and has chunks in it, so it must stay beside it. "
-                f"{advice}"
-            )
-        cut = size_error(holder, record, path=f"{holder.location}/{name}", advice=advice)
-        if cut is not None:
-            first, lost = first or cut, lost + 1
-    if first is None or lost == 1:
-        return first or fault
-    return StorageError(f"{first.message}; and {lost - 1} more such files", **first.details)
+
+    def advice(record: FileRecord) -> str:
+        written = f"Rank {record.rank} wrote it"
+        if not record.folder:
+            return written
+        return (
+            f"{place.location} was saved incrementally and has chunks in it, so it must stay beside it. "
+            f"{written}"
+        )
+
+    holders = (holder for holder, _ in locate_files(place, manifest))
+    lost = size_errors(list(zip(holders, manifest.files, strict=True)), advice)
+    if len(lost) > 1:
+        return StorageError(f"{lost[0].message}; and {len(lost) - 1} more such files", **lost[0].details)
+    return lost[0] if lost else fault
 
 
 def _has_only_missing_files(place: Storage, manifest: Manifest) -> bool:
     """True if the files of a step that are here have the sizes that the manifest records."""
-    files = [(place, manifest.index)]
-    for (folder, _), record in zip(locate_files(place, manifest), manifest.files, strict=True):
-        files.append((folder, record))
+    located = locate_files(place, manifest)
+    records = [manifest.index, *manifest.files]
     try:
-        return all(folder.size(record.name) in (None, record.size) for folder, record in files)
+        sizes = file_sizes([(place, manifest.index.name), *located])
     except StorageError:
         return False
+    return all(size in (None, record.size) for size, record in zip(sizes, records, strict=True))
 
 
 def _damaged_or_repairable(
@@ -375,7 +378,7 @@ def _damaged_or_repairable(
     """The verdict on a checkpoint with a fault: `repair` decides whether it can be repaired."""
     if not plan_repairs:
         return Judgement(Verdict.DAMAGED, error.message, error, manifest)
-    from shardproof.maintenance import plan_repair  # loads torch, which a healthy run does not need
+    from shardproof.maintenance import plan_repair  # a listing of a healthy run starts faster without it
 
     try:
         plan = plan_repair(place)
@@ -396,7 +399,7 @@ def _judge_bytes(
     place: Storage, found: Judgement, on_progress: Callable[[int, int], None] | None
 ) -> Judgement:
     """The verdict after every byte is read."""
-    from shardproof.maintenance import verify  # loads torch
+    from shardproof.maintenance import verify
 
     try:
         faults = verify(place, on_progress).faults

@@ -16,6 +16,7 @@ from shardproof.format.checkpoint_files import (
     read_manifest,
     read_seal,
     size_error,
+    size_errors,
     size_fault,
 )
 from shardproof.format.chunk_verifier import ChunkVerifier, block_digests, read_pieces
@@ -162,6 +163,7 @@ __all__ = [
     "shard_name",
     "shard_tail",
     "size_error",
+    "size_errors",
     "size_fault",
     "start_in_page",
     "tensor_bytes",

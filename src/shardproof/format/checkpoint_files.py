@@ -22,6 +22,7 @@ __all__ = [
     "read_manifest",
     "read_seal",
     "size_error",
+    "size_errors",
     "size_fault",
 ]
 
@@ -198,18 +199,37 @@ def check_size(storage: Storage, record: FileRecord, *, path: str | None = None,
 def check_sizes(
     files: Sequence[tuple[Storage, FileRecord]], advice: Callable[[FileRecord], str] | None = None
 ) -> None:
-    """Checks that shard files have their recorded sizes. Asks for many sizes at a time.
+    """Checks that shard files have their recorded sizes; see `size_errors`.
+
+    Raises:
+        StorageError: as of `check_size`, for the first file with a fault.
+    """
+    errors = size_errors(files, advice)
+    if errors:
+        raise errors[0]
+
+
+def size_errors(
+    files: Sequence[tuple[Storage, FileRecord]], advice: Callable[[FileRecord], str] | None = None
+) -> list[StorageError]:
+    """The errors of the shard files whose sizes are not the recorded ones. Asks for many sizes at a time.
 
     Args:
         files: the folder that holds each file, and the file's record.
         advice: returns the sentences that end the message for a record.
 
     Raises:
-        StorageError: as of `check_size`, for the first file with a fault.
+        StorageError: the storage cannot tell a size.
     """
     sizes = file_sizes([(storage, record.name) for storage, record in files])
-    for (storage, record), found in zip(files, sizes, strict=True):
-        end = "" if advice is None else advice(record)
-        error = _size_error(found, record, f"{storage.location}/{record.name}", end)
-        if error is not None:
-            raise error
+    errors = (
+        _size_error(
+            found,
+            record,
+            f"{storage.location}/{record.name}",
+            "" if advice is None else advice(record),
+        )
+        for (storage, record), found in zip(files, sizes, strict=True)
+        if found != record.size
+    )
+    return [error for error in errors if error is not None]
