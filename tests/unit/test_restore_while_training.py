@@ -19,6 +19,7 @@ import shardproof as sp
 from shardproof import events
 from shardproof.checkpointer.step_folders import StepFolder
 from shardproof.checkpointer.step_selection import MOST_TRIES, choose
+from shardproof.loading.checkpoint import NativeCheckpoint
 from shardproof.report import scan_run
 from shardproof.storage import LocalStorage, Storage
 from tests.faulty_storage import FaultyStorage
@@ -26,6 +27,12 @@ from tests.faulty_storage import FaultyStorage
 LIMIT = 60.0
 _MOMENTS = ("match", "read")
 """Phases of a load: the step is removed before its manifest is opened, or before its bytes are read."""
+
+
+@pytest.fixture
+def files_stay_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load opens no file before it reads: as in a remote storage, and beyond the bound of open files."""
+    monkeypatch.setattr(NativeCheckpoint, "open_files", lambda checkpoint, rows: None)
 
 
 class Training:
@@ -68,6 +75,7 @@ def check(state: dict[str, torch.Tensor], step: int) -> None:
     assert torch.equal(state["frozen"], torch.ones(1000))
 
 
+@pytest.mark.usefixtures("files_stay_closed")
 @pytest.mark.parametrize("moment", _MOMENTS)
 @pytest.mark.parametrize("incremental", [False, True])
 def test_a_newer_step_is_restored_if_the_step_is_removed_while_it_is_read(
@@ -83,6 +91,7 @@ def test_a_newer_step_is_restored_if_the_step_is_removed_while_it_is_read(
     assert reader.passed_over == ()
 
 
+@pytest.mark.usefixtures("files_stay_closed")
 @pytest.mark.parametrize("moment", _MOMENTS)
 @pytest.mark.parametrize("step", [None, 1])
 def test_the_replacement_is_restored_if_the_step_is_replaced_while_it_is_read(
@@ -97,6 +106,17 @@ def test_the_replacement_is_restored_if_the_step_is_replaced_while_it_is_read(
     assert reader.passed_over == ()
 
 
+def test_a_step_whose_files_are_open_is_restored_although_it_is_removed(tmp_path: Path) -> None:
+    training = Training(tmp_path)
+    training.save()
+    reader, state = sp.Checkpointer(tmp_path), target()
+    with at("read", training.save):
+        assert reader.restore(state) == 1
+    check(state, 1)
+    assert not (tmp_path / "step-00000001").exists() and reader.passed_over == ()
+
+
+@pytest.mark.usefixtures("files_stay_closed")
 def test_a_reader_that_is_always_too_late_gets_an_error_with_advice(tmp_path: Path) -> None:
     training = Training(tmp_path)
     training.save()
@@ -111,6 +131,7 @@ def test_a_reader_that_is_always_too_late_gets_an_error_with_advice(tmp_path: Pa
     assert not caught.value.details["damaged"] and isinstance(caught.value.__cause__, sp.ShardproofError)
 
 
+@pytest.mark.usefixtures("files_stay_closed")
 def test_the_removal_of_a_step_that_is_restored_by_its_number_is_an_error(tmp_path: Path) -> None:
     training = Training(tmp_path)
     training.save()
@@ -119,6 +140,7 @@ def test_the_removal_of_a_step_that_is_restored_by_its_number_is_an_error(tmp_pa
         sp.Checkpointer(tmp_path).restore(target(), step=1)
 
 
+@pytest.mark.usefixtures("files_stay_closed")
 @pytest.mark.parametrize("moment", _MOMENTS)
 def test_an_older_step_is_restored_with_a_warning(
     tmp_path: Path, moment: str, caplog: pytest.LogCaptureFixture
@@ -135,6 +157,7 @@ def test_an_older_step_is_restored_with_a_warning(
     assert "step 2 is passed over" in caplog.text
 
 
+@pytest.mark.usefixtures("files_stay_closed")
 @pytest.mark.parametrize("moment", _MOMENTS)
 @pytest.mark.parametrize("lost", ["the run", "the step"])
 def test_a_run_that_is_lost_while_it_is_read_is_not_taken_for_an_empty_run(

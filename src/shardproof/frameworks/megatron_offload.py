@@ -217,7 +217,9 @@ class MegatronHybridOptimizer(Released):
     def receive_slots(self, parameter: torch.Tensor, stored: Mapping[str, StoredSlot]) -> Receipt:
         """The destinations of the stored slots of one parameter, with the shape of its local tensor."""
         if parameter not in self._local or self._released is None:
-            empty = {slot: torch.empty(like.shape, dtype=like.dtype) for slot, like in stored.items()}
+            empty = {
+                slot: torch.empty(like.shape, dtype=like.dtype, device="cpu") for slot, like in stored.items()
+            }
             return Receipt(self._kind, empty, lambda values, filled: None)
         if self._loading is None:
             self._loading = HybridDeviceSlots(self._released, receiver)

@@ -182,7 +182,7 @@ def distributed_like(local: torch.Tensor, like: Any, shape: torch.Size | None = 
         shape: the global shape, if it is not that of `like`.
     """
     shape = like.shape if shape is None else shape
-    described = TensorMeta(shape, torch.empty(shape, device="meta").stride(), local.dtype)
+    described = TensorMeta(shape, torch.empty(shape, dtype=local.dtype, device="meta").stride(), local.dtype)
     spec = DTensorSpec(like.device_mesh, tuple(like.placements), tensor_meta=described)
     return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 

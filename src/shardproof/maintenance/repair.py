@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from shardproof.format import (
     encode_manifest,
     index_name,
     lost_files,
+    parse_chunk_name,
     read_index,
     read_manifest,
 )
@@ -105,6 +107,8 @@ def plan_repair(storage: Storage) -> RepairPlan:
             "copied. Give it the name of its step, and repair it there",
             file="shards",
         )
+    if intact is None and declared.base and not _has_all_elements(shards):
+        raise _not_here(storage, declared.base)
     return RepairPlan(declared.attempt, tuple(shards), intact)
 
 
@@ -248,6 +252,25 @@ def _not_here(storage: Storage, folders: str) -> FormatError:
 def _is_whole(shards: list[FoundShard]) -> bool:
     """True if the files of a save are all there, and it needs no other step."""
     return _is_complete(shards) and not shards[0].declared.base
+
+
+def _has_all_elements(shards: list[FoundShard]) -> bool:
+    """True if the chunks of a save have as many elements as its tensors. `_table` proves the tiling."""
+    lacking = {
+        key: prod(shape)
+        for shard in shards
+        for key, (_, shape) in shard.declared.tensors.items()
+        if key not in shard.declared.aliases
+    }
+    for shard in shards:
+        for title, *_ in shard.header.entries:
+            try:
+                key, _, sizes = parse_chunk_name(title)
+            except ValueError:
+                continue  # the digests
+            if key in lacking:
+                lacking[key] -= prod(sizes)
+    return not any(lacking.values())
 
 
 def _is_complete(shards: list[FoundShard]) -> bool:

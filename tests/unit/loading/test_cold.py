@@ -61,7 +61,8 @@ class Uncached(LocalStorage):
         return bool(self._period) and next(self._asked) % self._period == 0
 
     def read_into(self, name: str, start: int, buffer: memoryview) -> None:
-        self.cached.append(start)
+        if len(buffer):  # otherwise the load opens the file
+            self.cached.append(start)
         super().read_into(name, start, buffer)
 
     def read_uncached(self, name: str, start: int, count: int, memory: memoryview) -> memoryview:

@@ -36,7 +36,8 @@ class Counting(LocalStorage):
         self.ranges: list[tuple[int, int]] = []
 
     def read_into(self, name: str, start: int, buffer: memoryview) -> None:
-        self.ranges.append((start, len(buffer)))
+        if len(buffer):  # otherwise the load opens the file
+            self.ranges.append((start, len(buffer)))
         super().read_into(name, start, buffer)
 
     def is_cached(self, name: str, start: int, count: int) -> bool:

@@ -91,7 +91,8 @@ class HybridDeviceSlots:
                 tensors, values = tensors_and_values(self._state(parameter))
                 tensors.pop(_MASTER_OF_MEGATRON, None)
                 if tensors and (count := self._count_of_group(parameter)) is not None:
-                    tensors[_STEP] = torch.as_tensor(count).to(torch.float32)
+                    device = count.device if isinstance(count, torch.Tensor) else "cpu"
+                    tensors[_STEP] = torch.as_tensor(count, dtype=torch.float32, device=device)
                 if self._has_master(parameter):
                     tensors[MASTER] = self._inner(parameter).detach()
                 yield ParameterSlots(parameter, self.kind, options, tensors, values)
