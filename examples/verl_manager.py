@@ -21,10 +21,10 @@ class ShardproofCheckpointManager(FSDPCheckpointManager):
         return {name: value for part in contents for name, value in parts[part]().items()}
 
     def save_checkpoint(self, local_path, hdfs_path=None, global_step=0, max_ckpt_to_keep=None) -> None:
+        sp.save(local_path, self.state(self.checkpoint_save_contents), step=global_step, overwrite=True)
         weights = f"{local_path}/huggingface"
         if self.rank == 0:
-            shutil.rmtree(weights, ignore_errors=True)  # of an earlier save to this path
-        sp.save(local_path, self.state(self.checkpoint_save_contents), step=global_step, overwrite=True)
+            shutil.rmtree(weights, ignore_errors=True)  # of the checkpoint that this one replaced
         if self.should_save_hf_model:
             save_pretrained(self.model, weights)
         if self.rank == 0:  # after the commit

@@ -1,4 +1,4 @@
-"""The configuration of the first report: a GPT of Megatron-Core on Megatron-FSDP, its optimizer on the CPU.
+"""Every option of the CPU offload on: a GPT of Megatron-Core on Megatron-FSDP, its optimizer on the CPU.
 
 The model, its wrapper and the optimizer are what released Megatron-Core makes of these options.
 `peers/train_megatron_fsdp_gpt.py` names the options, and what stands for CUDA.

@@ -60,6 +60,7 @@ def test_the_page_shows_the_example() -> None:
     example = (EXAMPLES / "verl_manager.py").read_text()
     page = (EXAMPLES.parent / "docs" / "frameworks" / "verl.md").read_text()
     assert len(example.splitlines()) <= 45
-    (added,) = [line for line in page.splitlines() if line.startswith("+")]
-    name = added.removeprefix("+from verl_manager import ").removesuffix(" as FSDPCheckpointManager")
+    prefix = "+from verl_manager import "
+    (added,) = [line for line in page.splitlines() if line.startswith(prefix)]
+    name = added.removeprefix(prefix).removesuffix(" as FSDPCheckpointManager")
     assert f"class {name}(FSDPCheckpointManager):" in example and "](../../examples/verl_manager.py)" in page

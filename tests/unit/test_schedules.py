@@ -248,20 +248,18 @@ def test_handlers_are_removed_with_their_owner(received: list[int]) -> None:
     assert signal.getsignal(signal.SIGUSR1) is not ours
 
 
-def forked(report: Any, received: list[int]) -> None:
-    """A child that reports after signals of another process, and what it received; then waits for the end."""
-    for name in ("-USR1", "-USR2"):
-        subprocess.run(["kill", name, str(os.getpid())], timeout=60, check=True)
-        while (
-            signal.sigpending()
-        ):  # the start of a program unblocks them (note "A program that a child starts")
-            os.sched_yield()
+def forked(pipe: Any, received: list[int]) -> None:
+    """A child that reports what it received from another process, and then from its parent."""
+    pipe.send("ready")
+    pipe.recv()  # another process has sent its signals
+    while signal.sigpending():
+        os.sched_yield()
     # a program that the child starts has no blocked signals
     program = subprocess.run(["sh", "-c", "kill -USR2 $$; exit 3"], timeout=60, check=False)
-    report.send((program.returncode, list(received)))
-    while not received:
-        signal.pause()
-    report.send((0, list(received)))
+    pipe.send((program.returncode, list(received)))
+    while not received:  # the main thread runs the handler, and no signal ends a pause of it
+        os.sched_yield()
+    pipe.send((0, list(received)))
     signal.pause()
 
 
@@ -270,10 +268,14 @@ def test_a_forked_child_obeys_the_signals_of_its_parent_and_of_no_other_process(
     before = signal.signal(signal.SIGUSR1, lambda number, frame: received.append(number))
     notices = SignalNotices((signal.SIGUSR1, signal.SIGUSR2), lambda: None)
     context = multiprocessing.get_context("fork")
-    reader, writer = context.Pipe(duplex=False)
+    reader, writer = context.Pipe()
     child = context.Process(target=forked, args=(writer, received), daemon=True)
     try:
         child.start()
+        assert reader.poll(60) and reader.recv() == "ready"
+        for name in ("-USR1", "-USR2"):
+            subprocess.run(["kill", name, str(child.pid)], timeout=60, check=True)
+        reader.send("sent")
         assert reader.poll(60) and reader.recv() == (-signal.SIGUSR2, [])
         os.kill(child.pid, signal.SIGUSR1)  # the handler from before the notices
         assert reader.poll(60) and reader.recv() == (0, [signal.SIGUSR1])
@@ -439,3 +441,17 @@ def test_the_log_suggests_an_interval_once(tmp_path: Path, caplog: pytest.LogCap
         checkpointer.wait()
     assert caplog.text.count("the formula of Daly suggests a save every") == 1
     assert "medians of 6 saves" in caplog.text
+
+
+def test_a_program_that_the_job_starts_ends_by_the_signals(tmp_path: Path) -> None:
+    """Also one with a function before its exec, or started without a fork by Python."""
+    notices = SignalNotices((signal.SIGUSR1,), lambda: None)
+    try:
+        for options in ({"preexec_fn": os.setsid}, {"close_fds": False}, {}):
+            program = subprocess.Popen(["sleep", "60"], **options)  # type: ignore[call-overload]
+            program.send_signal(signal.SIGUSR1)
+            assert program.wait(30) == -signal.SIGUSR1
+        assert notices.first is None
+    finally:
+        del notices
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)

@@ -40,6 +40,9 @@ _STARTS: tuple[tuple[Any, str], ...] = (
     (_posixsubprocess, "fork_exec"),
     (os, "execv"),
     (os, "execve"),
+    (os, "posix_spawn"),
+    (os, "posix_spawnp"),
+    (os, "system"),
 )
 """The functions through which Python starts programs."""
 

@@ -397,6 +397,7 @@ def scrub_run(
     uncached = UncachedStorage(storage.path) if isinstance(storage, LocalStorage) else storage
     infos = [info for info in scan_run(storage) if info.whole or info.status == Verdict.PARTIAL]
     damaged: dict[str, Judgement] = {}
+    whole: set[str] = set()
     for info in infos:
         begun = time.monotonic()
 
@@ -409,7 +410,11 @@ def scrub_run(
         found = None
         if info.whole:  # reads from the device, not from the page cache
             found = judge(uncached, info.name, depth="bytes", plan_repairs=False, on_progress=read)
+            if found is None or isinstance(found.error, NotCommittedError):
+                continue  # retention removed it meanwhile
             faults = _faults_of(found)
+            if found.verdict is Verdict.COMMITTED:
+                whole.add(info.name)
         else:
             place = uncached if info.name == "." else uncached.within(info.name)
             try:
@@ -422,22 +427,20 @@ def scrub_run(
             damaged[info.name] = found
         elif faults:
             findings.append(_of_faults(info.name, faults, f"{shlex.quote(run)}/{info.name}"))
-    good = [info for info in infos if info.committed and info.step is not None and info.name not in damaged]
+    good = [info for info in infos if info.step is not None and info.name in whole]
     findings += [
         _of_damaged_bytes(name, found, run, restored=good[-1].name if good else None)
         for name, found in damaged.items()
     ]
     if damaged and not good:
-        text = "no step of the run can be restored: every step has damaged bytes"
+        text = "no step of the run can be restored: every step is damaged or cannot be read"
         findings.append(Finding("error", "no steps", ".", text))
     return findings
 
 
-def _faults_of(found: Judgement | None) -> tuple[ShardproofError, ...]:
+def _faults_of(found: Judgement) -> tuple[ShardproofError, ...]:
     """The faults that a verdict names."""
-    if found is None or found.error is None:
-        return ()
-    return found.faults or (found.error,)
+    return found.faults or (() if found.error is None else (found.error,))
 
 
 def _of_damaged_bytes(folder: str, found: Judgement, run: str, *, restored: str | None) -> Finding:

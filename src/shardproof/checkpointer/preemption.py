@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import multiprocessing.util
 import os
 import signal
 import time
@@ -44,9 +45,9 @@ class Preemption:
     comes again more than 5 seconds later, the handler that was installed before it, or the default action,
     gets the signal.
 
-    Processes that are forked while the `Checkpointer` exists, such as the workers of a DataLoader, ignore
-    the signals of all processes but their parent. So a notice to all processes of a job does not end a loader
-    before the save. For workers that are spawned, see `starting_workers`.
+    Processes that `multiprocessing` forks while the `Checkpointer` exists, such as the workers of a
+    DataLoader, ignore the signals of all processes but their parent. So a notice to all processes of a job
+    does not end a loader before the save. For workers that are spawned, see `starting_workers`.
 
     Args:
         signals: the signals. Empty to install no handlers.
@@ -205,13 +206,8 @@ class SignalNotices:
         self._process = os.getpid()
         reference, numbers = weakref.ref(self), tuple(signals)
         self._previous = {number: _install(number, reference) for number in numbers}
-
-        def after_fork() -> None:
-            notices = reference()
-            if notices is not None:
-                notices.leave_to_parent()
-
-        os.register_at_fork(after_in_child=after_fork)
+        # Not os.register_at_fork, which also acts before the exec of a program with `preexec_fn`.
+        multiprocessing.util.register_after_fork(self, SignalNotices.leave_to_parent)
 
     def leave_to_parent(self) -> None:
         """In a forked child: restore the previous handlers, and ignore the signals of other processes."""

@@ -40,8 +40,8 @@ def attach_chunk_metadata(
     both were made with ``preproc_state_dict_for_dcp_ckpt=False``:
 
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-        state = megatron_fsdp.attach_chunk_metadata(state, model, optimizer)
-        dcp.save(state, checkpoint_id=path)  # or dcp.load
+        described = megatron_fsdp.attach_chunk_metadata(state, model, optimizer)
+        dcp.save(described, checkpoint_id=path)  # or dcp.load, which fills the tensors of `state`
 
     Args:
         state_dict: nested dicts and lists with the state dict of the model, of the optimizer, or both. Names

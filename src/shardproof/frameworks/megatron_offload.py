@@ -201,10 +201,9 @@ class MegatronHybridOptimizer(Released):
         for group, saved in zip(self.param_groups, stored, strict=True):
             group.update({name: value for name, value in saved.items() if name not in _CLASSES})
             parameters.update(zip(saved["params"], group["params"], strict=True))
-        for number, state in state_dict["state"].items():
-            local = self._local.get(parameters[number])
-            if local is not None:
-                self._receive_state(local, state)
+        states = {parameters[number]: state for number, state in state_dict["state"].items()}
+        for parameter, local in self._local.items():  # one without a stored state has taken no step
+            self._receive_state(local, states.get(parameter, {}))
         self.synchronize()
 
     def describe_slots(self) -> Iterator[ParameterSlots]:

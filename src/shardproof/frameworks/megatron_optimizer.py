@@ -166,9 +166,12 @@ def mend_distributed_optimizer() -> None:
       increments, and leaves an old count in the groups of a HybridDeviceOptimizer, which each step copies to
       its sub-optimizers. Here, each parameter has its own count.
     """
-    if not hasattr(DistributedOptimizer.sharded_state_dict, "__wrapped__"):
-        DistributedOptimizer.sharded_state_dict = _mended_description(DistributedOptimizer.sharded_state_dict)
-        DistributedOptimizer.load_state_dict = _mended_load(DistributedOptimizer.load_state_dict)
+    for name, mended in (("sharded_state_dict", _mended_description), ("load_state_dict", _mended_load)):
+        own = getattr(DistributedOptimizer, name)
+        if not hasattr(own, "mended_by_shardproof"):
+            method = mended(own)
+            method.mended_by_shardproof = True
+            setattr(DistributedOptimizer, name, method)
 
 
 def _mended_description(own: Any) -> Any:
@@ -239,6 +242,7 @@ def _has_adam(optimizer: Any) -> bool:
         return False
     is_hybrid = is_hybrid_device(base)
     rule = (base.cpu_optimizer_cls or base.gpu_optimizer_cls) if is_hybrid else type(base)
+    rule = rule.func if isinstance(rule, functools.partial) else rule
     is_plain = is_hybrid or not getattr(config, "use_precision_aware_optimizer", False)
     return is_plain and "Adam" in getattr(rule, "__name__", "")
 

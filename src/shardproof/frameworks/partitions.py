@@ -164,6 +164,9 @@ class PartitionedModule(torch.nn.Module):
         loaded: called after a load, when all weights and masters have their values.
     """
 
+    replaced_hooks = ("deepspeed.", "megatron.", "megatron_fsdp.")
+    """Beginnings of the names of Python modules whose load hooks `state_loaded` replaces."""
+
     def __init__(
         self,
         module: torch.nn.Module,

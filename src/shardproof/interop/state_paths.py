@@ -34,14 +34,16 @@ def is_paths_key(key: str) -> bool:
 
 
 def paths_object(paths: Mapping[str, Path]) -> tuple[str, dict[Any, Any]] | None:
-    """Key and value of the object that records the paths of some keys; None if the keys determine them.
+    """Key and value of the object that records the paths of some keys.
+
+    None if the keys determine the paths, or if one path leads through the value of another.
 
     Example:
         >>> paths_object({"model.a.w": ("model", "a.w")})
         ('dcp.@part.state_paths-fbd217636d0655c4816734645461b009', {'model': {'a.w': None}})
         >>> paths_object({"step": ("step",)})
     """
-    if state_paths(paths, ()) == paths:
+    if state_paths(paths, ()) == paths or not _fit_together(paths.values()):
         return None
     nested: dict[Any, Any] = {}
     for path in paths.values():

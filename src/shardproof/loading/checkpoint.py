@@ -34,9 +34,13 @@ from shardproof.loading.destinations import Destination, DestinationWriter
 from shardproof.loading.read_executor import ChunkReads
 from shardproof.planning import OWN_ADVICE, ChunkTable, ReadPlan, RequestedBoxes, plan_reads
 from shardproof.state import Catalogue, decode_plain
-from shardproof.storage import RemoteStorage, Storage
+from shardproof.storage import CachedStorage, Storage
 
-__all__ = ["Checkpoint", "NativeCheckpoint", "Reads", "StoredTensor", "open_once"]
+__all__ = ["OPENED_FIRST", "Checkpoint", "NativeCheckpoint", "Reads", "StoredTensor", "open_once"]
+
+OPENED_FIRST = 32
+"""Files that a load opens before it overwrites anything. A storage keeps at least as many open, unless the
+process may have few descriptors."""
 
 Index = SupportsIndex | slice | EllipsisType
 
@@ -137,9 +141,10 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def open_files(self, rows: NDArray[np.int64]) -> None:
-        """Opens the files of some rows of the chunk table. A load calls it before it overwrites anything.
+        """Opens the first files of some rows of the chunk table, as many as stay open.
 
-        The storage bounds how many of them stay open. Files of a remote storage are not opened.
+        A load calls it before it overwrites anything, so that a missing right is found first. Files of a
+        storage that the operating system does not cache are not opened.
 
         Raises:
             StorageError: a file cannot be opened.
@@ -340,8 +345,8 @@ class NativeCheckpoint(Checkpoint):
         self._sized.update(unchecked)
 
     def open_files(self, rows: NDArray[np.int64]) -> None:
-        """Opens the shard files of some chunks; see `Checkpoint.open_files`."""
-        for file in np.unique(self.table.file[rows]).tolist():
+        """Opens the first shard files of some chunks; see `Checkpoint.open_files`."""
+        for file in np.unique(self.table.file[rows])[:OPENED_FIRST].tolist():
             open_once(*self.files[file])
 
     def reads(self, writer: DestinationWriter, rows: NDArray[np.int64]) -> Reads:
@@ -352,8 +357,8 @@ class NativeCheckpoint(Checkpoint):
 
 
 def open_once(storage: Storage, name: str) -> None:
-    """Opens a file of a storage that is not remote, and reads none of its bytes."""
-    if not isinstance(storage, RemoteStorage):
+    """Opens a file of a storage that the operating system caches, and reads none of its bytes."""
+    if isinstance(storage, CachedStorage):
         storage.read_into(name, 0, memoryview(bytearray()))
 
 

@@ -17,7 +17,7 @@ from shardproof.format import TensorRecord
 from shardproof.geometry import row_pointers
 from shardproof.interop import Extent, FormatReader, StoredBox, opaque_names
 from shardproof.loading.box_reads import BoxReads
-from shardproof.loading.checkpoint import Checkpoint, Reads, open_once
+from shardproof.loading.checkpoint import OPENED_FIRST, Checkpoint, Reads, open_once
 from shardproof.loading.destinations import DestinationWriter
 from shardproof.planning import ChunkTable
 from shardproof.state import encode_plain
@@ -100,8 +100,9 @@ class ForeignCheckpoint(Checkpoint):
             self._sized.add(name)
 
     def open_files(self, rows: NDArray[np.int64]) -> None:
-        """Opens the files of some boxes; see `Checkpoint.open_files`."""
-        for name in sorted(self._files.keys() & {self.boxes[row].file for row in rows.tolist()}):
+        """Opens the first files of some boxes; see `Checkpoint.open_files`."""
+        names = sorted(self._files.keys() & {self.boxes[row].file for row in rows.tolist()})
+        for name in names[:OPENED_FIRST]:
             open_once(self.reader.storage, name)
 
     def reads(self, writer: DestinationWriter, rows: NDArray[np.int64]) -> Reads:

@@ -250,7 +250,7 @@ def agree(
 ) -> tuple[_Keys, _Keys, _Keys]:
     """Coordinator: checks that all ranks see one checkpoint, and that its keys fit their targets.
 
-    `stored` returns the selected keys of the checkpoint. It is called if a target has per-rank values.
+    `stored` returns the selected keys of the checkpoint. It is called only for some checks.
 
     Returns:
         The keys `missing`, `unexpected` and `dropped` of the `LoadReport`.

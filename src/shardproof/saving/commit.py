@@ -159,7 +159,7 @@ def _check_objects_agree(reports: Sequence[WriteReport]) -> None:
                 remedy = (
                     "An optimizer has one value of each option, and of each slot that is no tensor, for all "
                     "ranks. Make them equal before the save"
-                    if key.endswith(".@options")
+                    if key.endswith(".@options") or key.rpartition(".")[2].startswith("@group-")
                     else "Wrap it in sp.PerRank if each rank has its own; otherwise make it equal before the "
                     "save"
                 )

@@ -72,7 +72,7 @@ def file_sizes(files: Sequence[tuple[Storage, str]]) -> list[int | None]:
     def sizes_of(share: Sequence[tuple[Storage, str]]) -> list[int | None]:
         return [storage.size(name) for storage, name in share]
 
-    is_remote = any(isinstance(storage, RemoteStorage) for storage, _ in files[:1])
+    is_remote = bool(files) and isinstance(files[0][0], RemoteStorage)
     threads = min(_SIZES_IN_FLIGHT, len(files) // (1 if is_remote else _SIZES_OF_A_THREAD))
     if threads <= 1:
         return sizes_of(files)

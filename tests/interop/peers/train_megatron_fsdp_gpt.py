@@ -1,6 +1,6 @@
 """A GPT of Megatron-Core in its wrapper of Megatron-FSDP: `train_megatron_fsdp_gpt.py MODE FOLDER CASE...`.
 
-The optimizer is offloaded to the CPU as in the first report of a save that hung: `optimizer_cpu_offload` with
+The optimizer is offloaded to the CPU, with every option on: `optimizer_cpu_offload` with
 `optimizer_offload_fraction=1`, `overlap_cpu_optimizer_d2h_h2d`, `use_precision_aware_optimizer`,
 `megatron_fsdp_use_decoupled_grad`, and gradients and parameters communicated in the background. A case is
 `name` or `name:words`, with words joined by `-`: `pin` for `pin_cpu_params`, and `stage1` to `stage3`.

@@ -199,6 +199,7 @@ class UploadCoordinator:
         self.give_up()
         self._copied |= {(record.folder or step_name(step), record.name) for record in upload.manifest.files}
         self._there[step] = seal
+        self._restorable.trust(step)
         self._facts.learn(step, upload.manifest)
         self._stored = {**self._stored, step: seal}
         if self._references is not None:

@@ -32,31 +32,42 @@ from shardproof.state.visitor import Place
 __all__ = ["LoadHooks", "is_foreign", "is_uninitialized", "refuse_hooks"]
 
 _OWN = ("torch.distributed.", "torch.nn.modules.batchnorm", "torch.nn.modules.instancenorm", "shardproof.")
-"""Modules of hooks that a load does not need. Wrappers have names that keys omit, and shard what the load
-fills. Norms add what checkpoints before torch 0.4.1 lack."""
+"""Modules of hooks that a load replaces. Wrappers of torch.distributed rename keys and shard tensors, which
+the load does itself. Norms add a buffer that checkpoints of torch before 0.4.1 lack."""
 _CHECKPOINTED = "_checkpoint_wrapped_module."
 _LOAD = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
 _SAVE = ("_state_dict_pre_hooks", "_state_dict_hooks")
 
 
-def is_foreign(function: Any) -> bool:
-    """True if a load must call a hook or a method: it is the program's, not one of `_OWN`."""
+def is_foreign(function: Any, replaced: tuple[str, ...] = ()) -> bool:
+    """True for a hook or method that a load must call: the program defines it.
+
+    False for those of `_OWN`, and of modules whose names begin with one of `replaced`.
+    """
     while isinstance(function, (_WrappedHook, partial)):
         function = function.hook if isinstance(function, _WrappedHook) else function.func
-    return not str(getattr(function, "__module__", "")).startswith(_OWN)
+    return not str(getattr(function, "__module__", "")).startswith((*_OWN, *replaced))
 
 
-def _overrides(module: torch.nn.Module, method: str) -> bool:
+def _overrides(module: torch.nn.Module, method: str, replaced: tuple[str, ...] = ()) -> bool:
     own = getattr(type(module), method)
-    return own is not getattr(torch.nn.Module, method) and is_foreign(own)
+    return own is not getattr(torch.nn.Module, method) and is_foreign(own, replaced)
 
 
-def _has_foreign(module: torch.nn.Module, registries: Collection[str]) -> bool:
-    return any(is_foreign(hook) for registry in registries for hook in getattr(module, registry, {}).values())
+def _has_foreign(
+    module: torch.nn.Module, registries: Collection[str], replaced: tuple[str, ...] = ()
+) -> bool:
+    hooks = (hook for registry in registries for hook in getattr(module, registry, {}).values())
+    return any(is_foreign(hook, replaced) for hook in hooks)
 
 
 def refuse_hooks(
-    modules: Iterable[tuple[str, torch.nn.Module]], place: Place, *, load: bool, why: str
+    modules: Iterable[tuple[str, torch.nn.Module]],
+    place: Place,
+    *,
+    load: bool,
+    why: str,
+    replaced: tuple[str, ...] = (),
 ) -> None:
     """Raises for the first module with hooks or overrides that this save or load cannot call.
 
@@ -65,13 +76,14 @@ def refuse_hooks(
         place: the place of the outermost module.
         load: True for a load, False for a save.
         why: the reason, and what to do.
+        replaced: beginnings of the names of Python modules whose hooks need no call.
 
     Raises:
         StructureError: with the name of the module.
     """
     registries, method = (_LOAD, "_load_from_state_dict") if load else (_SAVE, "_save_to_state_dict")
     for name, module in modules:
-        if _has_foreign(module, registries) or _overrides(module, method):
+        if _has_foreign(module, registries, replaced) or _overrides(module, method, replaced):
             where = f"{place.path}, module {name!r}" if name else place.path
             kind = "load_state_dict" if load else "state_dict"
             raise StructureError(

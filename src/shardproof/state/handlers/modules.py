@@ -247,6 +247,7 @@ def _hooks_of(module: NamedModule, place: Place, state: Mapping[str, Any]) -> Lo
             place,
             load=True,
             why="Its state_dict returns shards, which hooks cannot load. Define state_loaded() on its class",
+            replaced=getattr(type(module.module), "replaced_hooks", ()),
         )
         return LoadHooks.none(module.module, place.path)
     return LoadHooks.of(module, place.path)

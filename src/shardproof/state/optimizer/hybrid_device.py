@@ -99,6 +99,9 @@ class HybridDeviceSlots:
 
     def receive_slots(self, parameter: torch.Tensor, stored: Mapping[str, StoredSlot]) -> Receipt:
         """The destinations for the stored slots of one parameter, for the side that trains it."""
+        if id(parameter) in self._received:  # another load before a step
+            self._received.clear()
+            self._counts.clear()
         inner = self._inner(parameter)
         sub, group = self._trained[id(inner)]
         of_sub = {slot: like for slot, like in stored.items() if slot != MASTER}
