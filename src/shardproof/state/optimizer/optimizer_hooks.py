@@ -57,6 +57,8 @@ def after_load(
         StructureError: a pre-hook needs a state dict that the load does not have.
     """
     kind = type(optimizer)
+    if not issubclass(kind, torch.optim.Optimizer):
+        return None  # a `SlotProvider` of an adapter
     replaced = kind.__module__ if not has_slots else None
     has_slots = has_slots and kind.state_dict is torch.optim.Optimizer.state_dict
     is_torch = kind.load_state_dict is torch.optim.Optimizer.load_state_dict
