@@ -17,11 +17,9 @@ import os
 from typing import Any
 
 from shardproof.frameworks.folder_saves import is_committed, saves_of
+from shardproof.state import without_fabric
 
 __all__ = ["load", "save", "unwrapped", "wait"]
-
-_WRAPPED = {"_FabricModule": "module", "_FabricOptimizer": "optimizer", "_FabricDataLoader": "_dataloader"}
-"""Fabric's wrappers, and their attribute that has the wrapped object."""
 
 
 def unwrapped(state: dict[str, Any]) -> dict[str, Any]:
@@ -105,9 +103,8 @@ def _is_theirs(path: str | os.PathLike[str]) -> bool:
 def _inner(value: Any) -> Any:
     """The object inside Fabric's wrapper.
 
-    The name of the class identifies a wrapper, because Lightning has two packages.
+    The name of its class identifies the wrapper of a data loader, because Lightning has two packages.
     """
-    for base in type(value).__mro__:
-        if base.__name__ in _WRAPPED:
-            return getattr(value, _WRAPPED[base.__name__])
-    return value
+    if any(base.__name__ == "_FabricDataLoader" for base in type(value).__mro__):
+        return value._dataloader
+    return without_fabric(value)

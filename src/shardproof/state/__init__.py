@@ -5,6 +5,9 @@ from __future__ import annotations
 from shardproof.state.collector import hoisted_key as hoisted_key  # not listed in __all__: internal
 from shardproof.state.collector import hoisted_tensor
 from shardproof.state.dtensor import LOCAL, dtensor_index_map, is_dtensor, is_sharded, local_tensor
+from shardproof.state.fabric_wrappers import (
+    without_fabric as without_fabric,
+)  # not listed in __all__: internal
 from shardproof.state.fence import Fence, open_all
 from shardproof.state.flat_parameters import flat_tensors as flat_tensors  # not listed in __all__: internal
 from shardproof.state.handlers.generators import RandomState
