@@ -160,6 +160,9 @@ def tensor_parallel() -> None:
             parameter = model.get_parameter(name)
             layout, local = parameter._shardproof_local, parameter._local_tensor
             assert parameter.shape == value.shape and tuple(local.shape) == layout.local_shape
+            assert torch.allclose(parameter.full_tensor(), value, rtol=1e-4, atol=1e-6)
+            assert torch.allclose(parameter.norm().full_tensor(), value.norm(), rtol=1e-4)
+            assert torch.allclose(parameter.detach().T.full_tensor(), value.T, rtol=1e-4, atol=1e-6)
             held[name] = local.numel()
             for index in range(len(layout.local)):
                 (at, size), (start, _) = layout.local.pair(index), layout.placed.pair(index)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -13,7 +12,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from shardproof.errors import StructureError
-from shardproof.geometry import Boxes, IndexMap, compose
+from shardproof.fsdp.row_sharded import RowLayout
+from shardproof.geometry import IndexMap
 from shardproof.state import dtensor_index_map
 
 __all__ = ["MeshRanks", "TensorSpec", "spec_of"]
@@ -72,7 +72,7 @@ class MeshRanks:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorSpec:
-    """The layout of a parameter: builds its sharded DTensor and its gathered tensor."""
+    """The layout of a parameter, sharded and gathered."""
 
     shape: tuple[int, ...]
     """Shape of the whole parameter, across tensor parallel ranks, too."""
@@ -80,12 +80,10 @@ class TensorSpec:
     placements: tuple[Placement, ...]
     outer: IndexMap
     """Position of the packed tensor in the whole parameter."""
+    shard_dim: int
+    """Dimension of `mesh` over which `fully_shard` cuts the rows."""
     parallel: tuple[DeviceMesh, tuple[Placement, ...]] | None
     """Mesh and placements of tensor parallelism, if the parameter was a DTensor."""
-
-    def sharded(self, local: torch.Tensor) -> DTensor:
-        """The DTensor with this local tensor. Communicates with no rank."""
-        return _dtensor(local, self.mesh, self.placements, self.shape)
 
     def gathered(self, whole: torch.Tensor) -> torch.Tensor:
         """The parameter that the module computes with: `whole`, or its tensor parallel DTensor."""
@@ -93,16 +91,14 @@ class TensorSpec:
             return whole
         return _dtensor(whole, *self.parallel, self.shape)
 
-    def index_map(self, rows: tuple[int, int]) -> IndexMap:
-        """Position of rows [first, stop) of the packed tensor in the whole parameter."""
-        packed = self.outer.local_shape
-        local = (rows[1] - rows[0], *packed[1:])
-        if 0 in local:
-            boxes, offsets = Boxes.empty(len(packed)), np.zeros((0, len(packed)), np.int64)
-        else:
-            boxes = Boxes.whole(local)
-            offsets = np.array([[rows[0]] + [0] * (len(packed) - 1)], np.int64)
-        return compose(self.outer, IndexMap(local, packed, boxes, offsets))
+    def layout(self, bounds: tuple[tuple[int, int], ...], index: int) -> RowLayout:
+        """The layout of the sharded parameter.
+
+        Args:
+            bounds: rows [first, stop) of the packed tensor in each range.
+            index: this rank's range.
+        """
+        return RowLayout(self.mesh, self.placements, self.shape, bounds, self.shard_dim, index, self.outer)
 
 
 def _dtensor(
@@ -125,7 +121,8 @@ def spec_of(parameter: torch.Tensor, ranks: MeshRanks, name: str) -> TensorSpec:
         raise ValueError(f"{name} is a scalar, which has no rows to shard: use shape [1]")
     shape = tuple(parameter.shape)
     if not isinstance(parameter, DTensor):
-        return TensorSpec(shape, ranks.mesh, ranks.placements(), IndexMap.whole(shape), None)
+        whole = IndexMap.whole(shape)
+        return TensorSpec(shape, ranks.mesh, ranks.placements(), whole, ranks.mesh.ndim - 1, None)
     mesh, beneath = parameter.device_mesh, tuple(parameter.placements)
     if any(placement.is_partial() for placement in beneath):
         raise ValueError(f"{name} is a DTensor of partial sums: redistribute it before fully_shard")
@@ -147,7 +144,8 @@ def spec_of(parameter: torch.Tensor, ranks: MeshRanks, name: str) -> TensorSpec:
         outer = dtensor_index_map(parameter, name)
     except StructureError as error:
         raise ValueError(str(error)) from error
-    return TensorSpec(shape, _joined(ranks.mesh, mesh), joint, outer, (mesh, beneath))
+    joined = _joined(ranks.mesh, mesh)
+    return TensorSpec(shape, joined, joint, outer, ranks.mesh.ndim - 1, (mesh, beneath))
 
 
 def _joined(over: DeviceMesh, beneath: DeviceMesh) -> DeviceMesh:

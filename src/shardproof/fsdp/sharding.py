@@ -48,7 +48,8 @@ def fully_shard(
     - Return all results of a unit in its output, as tensors, lists, tuples or dicts. With strategy "all", the
       backward of a loss that an attribute holds raises, because the parameters are freed by then.
     - All ranks must have equal parameters before, and run the same units in the same order.
-    - torch's own redistribution (`DTensor.full_tensor`) expects even shards: use `full_state_dict`.
+    - The number of rows differs between ranks. Operations that are not elementwise (`full_tensor`, a view,
+      Muon) gather the whole tensor, so all ranks must run them.
     - The gradient of a parameter is None if no rank has one.
 
     Args:

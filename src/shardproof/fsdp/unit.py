@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from typing import Literal, NoReturn
 
 import torch
 from torch import nn
@@ -115,6 +115,12 @@ class ShardedUnit:
         for buffer in buffers:
             for parameter in buffer.parameters:
                 parameter.on_gradient = partial(self._arrived, buffer)
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise TypeError(
+            f"{type(self.module).__name__} is a unit of fully_shard, which copy.deepcopy cannot copy, nor "
+            "AveragedModel, which calls it. Copy the model first, then call fully_shard on both"
+        )
 
     @property
     def parameters(self) -> list[UnitParameter]:
