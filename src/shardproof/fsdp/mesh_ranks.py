@@ -21,18 +21,18 @@ __all__ = ["MeshRanks", "TensorSpec", "spec_of"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MeshRanks:
-    """A mesh of one dimension (shard) or two (replicate, shard). Strategy "none" replicates over all."""
+    """A mesh of one dimension (shard) or two (replicate, shard)."""
 
     mesh: DeviceMesh
     shards: int
-    """Ranges of each flat buffer: 1 if nothing is sharded."""
+    """Ranges of each flat buffer."""
     index: int
     """This rank's range."""
-    shard_group: ProcessGroup | None
+    shard_group: ProcessGroup
     replicate_groups: tuple[ProcessGroup, ...]
 
     @staticmethod
-    def of(mesh: DeviceMesh, sharded: bool) -> MeshRanks:
+    def of(mesh: DeviceMesh) -> MeshRanks:
         """The groups of a mesh.
 
         Raises:
@@ -49,8 +49,6 @@ class MeshRanks:
                 f"this rank is not in the mesh {mesh}: call fully_shard only on ranks of the mesh"
             )
         groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
-        if not sharded:
-            return MeshRanks(mesh, 1, 0, None, tuple(groups))
         return MeshRanks(mesh, mesh.size(mesh.ndim - 1), coordinate[-1], groups[-1], tuple(groups[:-1]))
 
     @property
@@ -61,12 +59,10 @@ class MeshRanks:
     @property
     def groups(self) -> tuple[ProcessGroup, ...]:
         """All groups of the mesh."""
-        return (self.shard_group, *self.replicate_groups) if self.shard_group else self.replicate_groups
+        return (self.shard_group, *self.replicate_groups)
 
     def placements(self) -> tuple[Placement, ...]:
         """Placements of a sharded parameter on the mesh."""
-        if self.shard_group is None:
-            return (Replicate(),) * self.mesh.ndim
         return (*(Replicate() for _ in self.replicate_groups), Shard(0))
 
 
@@ -137,7 +133,7 @@ def spec_of(parameter: torch.Tensor, ranks: MeshRanks, name: str) -> TensorSpec:
         if isinstance(placement, Shard | _StridedShard) and placement.dim % len(shape) == 0:
             split *= mesh.size(dim)
     above: list[Placement] = list(ranks.placements())
-    if ranks.shard_group is not None and split > 1:
+    if split > 1:
         above[-1] = _StridedShard(0, split_factor=split)
     joint = (*above, *beneath)
     try:

@@ -58,8 +58,8 @@ def fully_shard(
         mesh: a mesh of one dimension (shard) or two (replicate, shard). Tensor parallel parameters need
             another, named dimension of the same root mesh. Experts may have a mesh of their own.
         strategy: "all" shards parameters, gradients and optimizer state. "optimizer_gradients" shards
-            gradients and optimizer state, and keeps gathered parameters. "optimizer" shards the optimizer
-            state, and keeps memory for whole gradients, too. "none" shards nothing and averages gradients.
+            gradients and optimizer state, and keeps gathered parameters. To shard less, use
+            `optim.DistributedOptimizer`, or torch's `DistributedDataParallel`, without `fully_shard`.
         mixed_precision: dtypes; None: those of the parameters.
         reshard_after_forward: for "all", whether to free gathered parameters between forward and backward.
             None: True for all units but the outermost.
@@ -86,11 +86,15 @@ def fully_shard(
     >>> dist.destroy_process_group()
     """
     if strategy not in get_args(Strategy):
-        raise ValueError(f"strategy is {strategy!r}, not one of {', '.join(get_args(Strategy))}")
+        raise ValueError(
+            f"strategy is {strategy!r}, not one of {', '.join(get_args(Strategy))}. To shard the optimizer's "
+            "state alone, use shardproof.optim.DistributedOptimizer(..., shard_gradients=False); to shard "
+            "nothing, torch.nn.parallel.DistributedDataParallel. Neither needs fully_shard"
+        )
     precision = mixed_precision or MixedPrecision()
     if unit_of(module) is not None:
         raise ValueError(f"this {type(module).__name__} is already a unit of fully_shard")
-    ranks = MeshRanks.of(mesh, strategy != "none")
+    ranks = MeshRanks.of(mesh)
     device = torch.device(mesh.device_type)
     if device.type not in ("cpu", "meta"):
         device = torch.device(device.type, torch.get_device_module(device).current_device())
