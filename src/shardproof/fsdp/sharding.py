@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import get_args
 
 import torch
@@ -35,6 +35,7 @@ def fully_shard(
     mixed_precision: MixedPrecision | None = None,
     reshard_after_forward: bool | None = None,
     prefetch: int = 1,
+    ignored_params: Collection[nn.Parameter] = (),
     gradient_divisor: float | None = None,
 ) -> nn.Module:
     """Shards a module's parameters over ranks in row-aligned flat buffers, as one unit.
@@ -64,6 +65,8 @@ def fully_shard(
         reshard_after_forward: for "all", whether to free gathered parameters between forward and backward.
             None: True for all units but the outermost.
         prefetch: units to gather ahead of the running one.
+        ignored_params: parameters that stay as they are: they are not sharded or moved, and their gradients
+            are not reduced. Pass them to the call for each module around them.
         gradient_divisor: divisor of gradients that are summed over the mesh; None: the mesh's size.
 
     Returns:
@@ -71,6 +74,7 @@ def fully_shard(
 
     Raises:
         ValueError: the mesh, the strategy or a parameter is not supported.
+        TypeError: `module` is a list, for which torch's FSDP2 makes one unit.
 
     Sources: ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054), FSDP (Zhao et al. 2023, arXiv:2304.11277).
 
@@ -85,6 +89,11 @@ def fully_shard(
     torch.Size([2, 3])
     >>> dist.destroy_process_group()
     """
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"fully_shard takes one module, found a {type(module).__name__}. For one unit of several "
+            "modules, call it on the module around them; otherwise call it on each"
+        )
     if strategy not in get_args(Strategy):
         raise ValueError(
             f"strategy is {strategy!r}, not one of {', '.join(get_args(Strategy))}. To shard the optimizer's "
@@ -98,7 +107,7 @@ def fully_shard(
     device = torch.device(mesh.device_type)
     if device.type not in ("cpu", "meta"):
         device = torch.device(device.type, torch.get_device_module(device).current_device())
-    found = _parameters_of(module)
+    found = _parameters_of(module, set(map(id, ignored_params)))
     warn_of_row_major_copies(
         [one.name for one in found if not local_tensor(one.parameter).is_contiguous()], "fully_shard"
     )
@@ -139,7 +148,7 @@ def _own_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.
             yield from _own_modules(child, f"{prefix}{name}.")
 
 
-def _parameters_of(module: nn.Module) -> list[_ModuleParameter]:
+def _parameters_of(module: nn.Module, ignored: set[int]) -> list[_ModuleParameter]:
     by_id: dict[int, _ModuleParameter] = {}
     seen: set[int] = set()
     for prefix, part in _own_modules(module):
@@ -147,7 +156,7 @@ def _parameters_of(module: nn.Module) -> list[_ModuleParameter]:
             continue
         seen.add(id(part))
         for name, parameter in part._parameters.items():
-            if parameter is None:
+            if parameter is None or id(parameter) in ignored:
                 continue
             if getattr(parameter, _IN_UNIT, False) or hasattr(parameter, LOCAL):
                 raise ValueError(

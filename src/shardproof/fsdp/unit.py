@@ -103,6 +103,10 @@ class ShardedUnit:
         self.shared = SharedUnits(Lane(device), Lane(device))
         self.on_gradient: Callable[[], None]
         """Called after each gradient. The schedule sets it at the first forward."""
+        self.ahead_in_forward: list[ShardedUnit] | None = None
+        """Units to gather when the forward begins; None for those after it in the previous forward."""
+        self.ahead_in_backward: list[ShardedUnit] | None = None
+        """Units to gather when the backward begins; None for those before it in the forward."""
         self.sync = True
         self.may_have_changed = True
         """True if parameters may have changed since the last gather; False only within `no_sync`."""
