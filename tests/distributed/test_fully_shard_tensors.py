@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.distributed.fully_sharded import adamw, flat, made, mesh_of, plain, train
-from tests.harness import process_group, run_ranks
+from tests.distributed.fully_sharded import adamw, flat, loss_of, made, mesh_of, plain, train, words_of
+from tests.harness import process_group, rank, run_ranks
 
 
 def values(outcomes: list) -> list:
@@ -188,3 +188,29 @@ def averages(path: str) -> None:
 
 def test_averages_and_copies_are_saved_with_their_rows(tmp_path: Path) -> None:
     values(run_ranks(2, averages, str(tmp_path / "saved")))
+
+
+def scaled() -> None:
+    with process_group():
+        reference, model = made(blocks=1), flat(made(blocks=1), mesh_of())
+        optimizer, other = adamw(model.parameters()), adamw(reference.parameters())
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for step in (0, 1):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, words_of(0, rank()))).backward()
+            rows = model.head.bias.grad._local_tensor
+            assert rows.numel() == (17 if rank() else 0)  # the infinity is on one rank
+            if step == 0:
+                rows[:1] = float("inf")
+            scaler.step(optimizer)
+            scaler.update()
+            assert scaler.get_scale() == 2.0
+            if step == 0:
+                same(model, reference)
+        plain(reference, other, 1)
+        for parameter, expected in pairs(model, reference):
+            assert torch.allclose(parameter.full_tensor(), expected, atol=1e-6)
+
+
+def test_a_grad_scaler_skips_the_step_of_all_ranks_for_an_infinity_on_one() -> None:
+    values(run_ranks(2, scaled))
