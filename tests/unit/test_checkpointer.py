@@ -220,8 +220,7 @@ def test_a_transient_failure_to_read_does_not_roll_the_run_back(
         raise StorageError("cannot read", file="x", errno=errno.errorcode[errno.ESTALE], missing=False)
 
     with monkeypatch.context() as patch:
-        for method in ("read_into", "read_uncached"):
-            patch.setattr(f"shardproof.storage.LocalStorage.{method}", stale)
+        patch.setattr("shardproof.storage.LocalStorage.read_into", stale)
         with pytest.raises(StorageError, match="cannot read"):
             checkpointer.restore(state(0))
     assert checkpointer.restore(state(0)) == 2

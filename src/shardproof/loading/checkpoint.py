@@ -29,12 +29,11 @@ from shardproof.format import (
 from shardproof.interop import is_paths_key, paths_in
 from shardproof.loading.block_reader import BlockDigests
 from shardproof.loading.chunk_reader import Chunks
-from shardproof.loading.cold_reads import Cold
 from shardproof.loading.destinations import Destination, DestinationWriter
 from shardproof.loading.read_executor import ChunkReads
 from shardproof.planning import OWN_ADVICE, ChunkTable, ReadPlan, RequestedBoxes, plan_reads
 from shardproof.state import Catalogue, decode_plain
-from shardproof.storage import CachedStorage, Storage
+from shardproof.storage import CachedStorage, Storage, past_cache
 
 __all__ = ["OPENED_FIRST", "Checkpoint", "NativeCheckpoint", "Reads", "StoredTensor", "open_once"]
 
@@ -55,13 +54,12 @@ class Reads(Protocol):
         """Bytes to read."""
         ...
 
-    def run(self, *, threads: int, on_bytes: Callable[[int], None] | None, cold: Cold) -> int:
+    def run(self, *, threads: int | None, on_bytes: Callable[[int], None] | None) -> int:
         """Reads and verifies the chunks, and fills the destinations.
 
         Args:
-            threads: reads in flight where the page cache has the bytes.
+            threads: reads in flight; None: as many as the storage and the processors need.
             on_bytes: called with the bytes read since the previous call, from any thread.
-            cold: how to read bytes that are not in the page cache.
 
         Returns:
             Bytes read.
@@ -175,7 +173,7 @@ class Checkpoint(ABC):
         """
         writer = DestinationWriter(self.tensors, self.table, plan, destinations)
         reads = self.reads(writer, np.unique(plan.chunk))
-        return reads.run(threads=threads, on_bytes=None, cold=Cold.AS_CACHED)
+        return reads.run(threads=threads, on_bytes=None)
 
     def read_boxes(
         self,
@@ -348,6 +346,10 @@ class NativeCheckpoint(Checkpoint):
         """Opens the first shard files of some chunks; see `Checkpoint.open_files`."""
         for file in np.unique(self.table.file[rows])[:OPENED_FIRST].tolist():
             open_once(*self.files[file])
+
+    def bypass_cache(self) -> None:
+        """Reads go past the page cache from here on, where the storage can."""
+        self.files[:] = [(past_cache(storage), name) for storage, name in self.files]
 
     def reads(self, writer: DestinationWriter, rows: NDArray[np.int64]) -> Reads:
         """Plans to read some chunks, reduced to the blocks that the destinations need."""
