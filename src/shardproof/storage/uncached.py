@@ -97,5 +97,6 @@ def past_cache(storage: Storage) -> Storage:
     if type(storage) is not LocalStorage:
         return storage
     found = UncachedStorage(storage.path)
+    found.direct = storage.direct
     found._base, found._open_files = storage._base, storage._open_files
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,23 @@ def test_a_load_of_more_than_half_of_the_memory_reads_past_the_cache(
     noted = phases(lambda: load_from(LocalStorage(tmp_path), target, LocalRendezvous()))
     assert noted["read"].startswith("past: more than half") and sum(reads) >= 8 << 20
     assert torch.equal(target["w"], torch.arange(1 << 20))
+
+
+def test_a_file_system_without_direct_writes_is_an_error_only_if_the_user_asked_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.open
+
+    def refuse(path: Any, flags: int, *rest: Any, **more: Any) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(path, flags, *rest, **more)
+
+    monkeypatch.setattr(os, "open", refuse)
+    state = {"w": torch.ones(1 << 20)}
+    with pytest.raises(sp.StorageError, match="unbuffered"):
+        Saver(LocalRendezvous()).save(LocalStorage(tmp_path / "a", direct=True), state)
+    Saver(LocalRendezvous()).begin(LocalStorage(tmp_path / "a"), state).result()
 
 
 def group(root: Path, path: str, limit: str, used: int, cached: int, version: int = 2) -> None:
