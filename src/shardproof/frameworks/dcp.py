@@ -35,6 +35,7 @@ from shardproof.frameworks.dcp_arguments import (
 )
 from shardproof.frameworks.flat_state import FlatTree, is_stateful
 from shardproof.frameworks.last_saver import LastSaver
+from shardproof.frameworks.peer_errors import raised_as
 from shardproof.frameworks.storage_reader import ShardproofReader
 from shardproof.frameworks.storage_writer import (
     ShardproofWriter,
@@ -64,6 +65,7 @@ def __getattr__(name: str) -> Any:
 
 
 @storage_by_position("storage_writer")
+@raised_as()
 def save(
     state_dict: dict[str, Any],
     *,
@@ -123,6 +125,7 @@ def save(
     return _last.at(rendezvous, storage.location).save(storage, tree, **_at(storage, storage_writer))
 
 
+@raised_as()
 def async_save(
     state_dict: dict[str, Any],
     *,
@@ -186,6 +189,7 @@ def async_save(
     pending = _last.at(rendezvous, storage.location).begin(
         storage, tree, stage_all=True, **_at(storage, storage_writer)
     )
+    pending.set_error_context(raised_as)
     future: Future[Any] = pending.future()
     if not responds:
         return future
@@ -195,6 +199,7 @@ def async_save(
 
 
 @storage_by_position("storage_reader")
+@raised_as()
 def load(
     state_dict: dict[str, Any],
     *,

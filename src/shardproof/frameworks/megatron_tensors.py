@@ -25,8 +25,10 @@ from shardproof.frameworks.megatron_optimizer import FlatRange, box_of, sharded
 from shardproof.frameworks.megatron_plain import Typed, from_plain, to_plain
 from shardproof.frameworks.megatron_replicas import Box
 
-__all__ = ["COMMON_KEY", "Load", "StoredObject", "add_keys", "boxes_of", "save_tree", "sharded_key"]
+__all__ = ["COMMON", "COMMON_KEY", "Load", "StoredObject", "add_keys", "boxes_of", "save_tree", "sharded_key"]
 
+COMMON = "common"
+"""Key of the common state in the checkpoint."""
 COMMON_KEY = "common_state"
 """Key of the ShardedObject that has the common state, in Megatron-Core 0.19."""
 
@@ -49,7 +51,9 @@ class StoredObject:
 
 def sharded_key(item: ShardedBase) -> str:
     """The key under which a ShardedTensor or ShardedObject is stored."""
-    return str(item.unique_key if isinstance(item, ShardedObject) else item.key)
+    if isinstance(item, ShardedObject):
+        return COMMON if item.key == COMMON_KEY else str(item.unique_key)
+    return str(item.key)
 
 
 def boxes_of(sharded_state_dict: Mapping[Any, Any]) -> list[Box]:
