@@ -16,12 +16,11 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 import shardproof as sp
 from shardproof.frameworks.megatron_plain import to_plain
-from shardproof.frameworks.megatron_tensors import COMMON, COMMON_KEY, StoredObject
+from shardproof.frameworks.megatron_tensors import COMMON, COMMON_KEY, TYPES, StoredObject
 from shardproof.frameworks.peer_errors import raised_as
 
 __all__ = [
     "BACKEND",
-    "TYPES",
     "VERSION",
     "Common",
     "as_in_megatron",
@@ -31,8 +30,6 @@ __all__ = [
 ]
 
 BACKEND, VERSION = "shardproof", 1
-TYPES = "common_types"
-"""Key of the types that the common state has and plain data lacks, and of the digest of `common.pt`."""
 _COMMON_FILE = "common.pt"
 as_in_megatron = partial(raised_as, CheckpointingException)
 """A context, and a decorator: errors are also those that Megatron raises, its own and torch's."""

@@ -22,11 +22,11 @@ from megatron.core.dist_checkpointing.validation import (
 )
 
 import shardproof as sp
-from shardproof.frameworks.megatron_common import TYPES, as_in_megatron
+from shardproof.frameworks.megatron_common import as_in_megatron
 from shardproof.frameworks.megatron_options import fit_options
 from shardproof.frameworks.megatron_plain import from_plain
 from shardproof.frameworks.megatron_strategies import LoadStrategy, agree_if_ours, is_ours, takes
-from shardproof.frameworks.megatron_tensors import COMMON, COMMON_KEY
+from shardproof.frameworks.megatron_tensors import COMMON, COMMON_KEY, TYPES
 from shardproof.frameworks.rank_work import on_every_rank, on_rank_0
 from shardproof.maintenance import verify
 from shardproof.state import has_names, with_targets
@@ -253,7 +253,6 @@ def _differences(
 
     def read() -> bytes:
         stored.update(item.key for item in strategy.load_sharded_metadata(Path(checkpoint_dir)).values())
-        stored.discard(COMMON_KEY)  # every load has the common state
         return msgspec.msgpack.encode(asked)
 
     def unite(posts: list[bytes]) -> bytes:
@@ -263,7 +262,9 @@ def _differences(
     meetings = sp.rendezvous.MeetingSequence(sp.rendezvous.connect(), f"match {checkpoint_dir}")
     answer = meetings.meet("keys", read, unite)
     every = msgspec.msgpack.decode(answer, type=set[str])
-    missing = stored - every if StrictHandling.requires_global_app_metadata(strict) else set[str]()
+    missing = set[str]()
+    if StrictHandling.requires_global_app_metadata(strict):
+        missing = stored - every - {COMMON_KEY}  # every load has the common state
     if strict in (StrictHandling.RAISE_UNEXPECTED, StrictHandling.RAISE_ALL):
         maybe_report_missing_and_unexpected_keys(missing, every - stored, True)
     elif strict in (StrictHandling.LOG_UNEXPECTED, StrictHandling.LOG_ALL):

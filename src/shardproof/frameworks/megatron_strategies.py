@@ -23,7 +23,6 @@ from shardproof.frameworks.last_saver import LastSaver
 from shardproof.frameworks.megatron_async import call_of
 from shardproof.frameworks.megatron_common import (
     BACKEND,
-    TYPES,
     VERSION,
     Common,
     as_in_megatron,
@@ -32,7 +31,15 @@ from shardproof.frameworks.megatron_common import (
     publish_for_megatron,
 )
 from shardproof.frameworks.megatron_replicas import MainReplicas
-from shardproof.frameworks.megatron_tensors import COMMON, COMMON_KEY, Load, add_keys, boxes_of, save_tree
+from shardproof.frameworks.megatron_tensors import (
+    COMMON,
+    COMMON_KEY,
+    TYPES,
+    Load,
+    add_keys,
+    boxes_of,
+    save_tree,
+)
 from shardproof.frameworks.rank_work import on_every_rank, on_rank_0
 from shardproof.state import references
 
@@ -268,7 +275,7 @@ class LoadStrategy(torch_strategies.TorchDistLoadShardedStrategy):
             raise sp.FormatError(
                 f"{checkpoint_dir} is a checkpoint of shardproof, from which nothing is removed. Write "
                 f"another without these keys: shardproof convert {checkpoint_dir} DST --to shardproof "
-                f"--exclude '{key_prefix}*'"
+                f"--exclude '{key_prefix}*' --register shardproof.frameworks.megatron_plain"
             )
         super().remove_sharded_tensors(checkpoint_dir, key_prefix)
 
