@@ -116,7 +116,9 @@ def test_state_goes_from_each_writer_to_each_reader(tmp_path: Path) -> None:
         dcp.load(state, checkpoint_id=path)
         assert state["model"] is model and model["weight"] is weight
         assert_filled(state, 3.0)
-        described = dcp.ShardproofReader(path).read_metadata().state_dict_metadata
+        metadata = dcp.ShardproofReader(path).read_metadata()
+        assert metadata.storage_meta is not None and metadata.storage_meta.checkpoint_id == path
+        described = metadata.state_dict_metadata
         assert {key: type(value) for key, value in described.items()} == {
             key: type(value) for key, value in expected.items()
         }
