@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from traceback import StackSummary, extract_tb
 from typing import Any
 
@@ -48,10 +47,9 @@ def as_checkpoint_exception(error: ShardproofError, *classes: type[BaseException
     A copy by pickle has the plain class of shardproof again.
     """
     if not isinstance(error, CheckpointException):
-        error.__class__ = _combined(type(error), classes)  # type: ignore[arg-type]  # classes are hashable
+        error.__class__ = _combined(type(error), classes)
 
 
-@cache
 def _combined(own: type[ShardproofError], classes: tuple[type[BaseException], ...]) -> type[ShardproofError]:
     """A subclass of all these classes with the name of the class of shardproof."""
     names = {
