@@ -35,7 +35,7 @@ OTHER_FILES = (
     *_classes(
         torch_dcp, "HuggingFaceStorageReader", "HuggingFaceStorageWriter", "QuantizedHuggingFaceStorageReader"
     ),
-    format_utils.BroadcastingTorchSaveReader,
+    *_classes(format_utils, "BroadcastingTorchSaveReader"),
 )
 """Storages for model files of Hugging Face and for files of `torch.save`. These are not checkpoints, so torch
 handles them."""
