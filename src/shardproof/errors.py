@@ -182,10 +182,11 @@ def tells_nothing(details: Mapping[str, object]) -> bool:
 
 
 def _subclasses(root: type[ShardproofError]) -> dict[str, type[ShardproofError]]:
-    found = {root.__name__: root}
+    """Name to class. A class with the name of its base, as adapters make them, does not replace the base."""
+    found: dict[str, type[ShardproofError]] = {}
     for child in root.__subclasses__():
         found |= _subclasses(child)
-    return found
+    return found | {root.__name__: root}
 
 
 def _rebuild(name: str, message: str, details: dict[str, Any]) -> ShardproofError:

@@ -32,6 +32,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (  # noqa
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
 )
+from torch.distributed.checkpoint.api import CheckpointException  # noqa: E402
 
 import shardproof as sp  # noqa: E402
 from shardproof.frameworks import megatron_core as ours  # noqa: E402
@@ -314,6 +315,37 @@ def strict(folder: str) -> dict[str, Any]:
     return {}
 
 
+def names(folder: str) -> dict[str, Any]:
+    """Megatron's other names, and what it tells of a checkpoint."""
+    assert ours.ShardedTensor is ShardedTensor and ours.mapping.ShardedObject is ShardedObject
+    assert not ours.check_is_distributed_checkpoint(folder)
+    for at, save in (("own", mcore.save), ("ours", ours.save)):
+        save(plain(3), made(f"{folder}-{at}"))
+        torch.distributed.barrier()
+        assert ours.check_is_distributed_checkpoint(f"{folder}-{at}")
+    own, metadata = (ours.load_sharded_metadata(f"{folder}-{at}") for at in ("own", "ours"))
+    assert {key: item.global_shape for key, item in metadata.items()} == {
+        key: item.global_shape for key, item in own.items()
+    }
+    loaded = ours.load(metadata, f"{folder}-ours", strict="raise_all")
+    if "common_state/shard_0_1" in metadata:  # 0.19
+        assert loaded["common_state/shard_0_1"]["args"].nested.depth == 2
+    ours.remove_sharded_tensors(f"{folder}-own", "st")  # Megatron's own: there is no such file
+    ours.remove_sharded_tensors(f"{folder}-ours", "st")
+    return {}
+
+
+def without_stack(folder: str) -> dict[str, Any]:
+    """A checkpoint without the tensors whose keys begin with "st" loads."""
+    asked = plain(7)
+    stack = [part.data for part in plain(3)["model"]["stack"]]
+    asked["model"]["stack"] = LocalNonpersistentObject(stack)
+    loaded, missing, unexpected = ours.load(asked, folder, strict="return_all")
+    assert flat(loaded) == expected_plain(3) and not missing and not unexpected
+    assert "stack" not in ours.load_tensors_metadata(folder)
+    return {}
+
+
 def padded(folder: str) -> dict[str, Any]:
     """A tensor with another padding than the checkpoint has."""
     ours.save(state(3), folder)
@@ -367,6 +399,8 @@ def main() -> None:
         result.facts |= globals()[case](folder)
     except sp.ShardproofError as error:
         result.facts["error"] = f"{type(error).__name__}: {error}"
+        classes = (CheckpointingException, CheckpointException)
+        result.facts["classes"] = [kind.__name__ for kind in classes if isinstance(error, kind)]
     leave_ranks(result)
 
 
