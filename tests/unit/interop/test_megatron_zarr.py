@@ -169,3 +169,52 @@ def test_false_shapes_in_the_metadata_are_refused(golden: Golden) -> None:
         metadata.write_text(json.dumps({**array, "shape": shape}))
         with pytest.raises(ShardproofError, match="fc1"):
             sp.open(golden.checkpoint)["fc1"].read()
+
+
+def arguments_of_the_run(golden: Golden, **arguments: object) -> None:
+    """Adds arguments to the common state."""
+    path = golden.checkpoint / "common.pt"
+    common = torch.load(path, weights_only=False)  # noqa: TID251 its own pickle
+    vars(common["args"]).update(arguments)
+    torch.save(common, path)
+
+
+def lose(golden: Golden, key: str, first: int, last: int) -> str:
+    """Replaces a flat range of the chunk of layer 1 by zeros, as a lost write does. Returns the chunk."""
+    chunk = golden.checkpoint / key / "1.0"
+    data = bytearray(chunk.read_bytes())
+    data[4 * first : 4 * last] = bytes(4 * (last - first))
+    chunk.write_bytes(data)
+    return f"{key}/1.0"
+
+
+@pytest.mark.parametrize("format_name", ["megatron_zarr", "torch_dist"])
+def test_verify_names_ranges_that_a_save_lost(format_name: str, tmp_path: Path) -> None:
+    """In main weights and second moments. The golden checkpoint itself has no fault."""
+    golden = Golden("zarr_mc11_gpt_fsms_w2", tmp_path)
+    arguments_of_the_run(golden, use_precision_aware_optimizer=False)
+    name = "decoder.layers.self_attention.linear_qkv.layer_norm_weight"
+    assert verified(golden.checkpoint).ok
+    chunks = [lose(golden, f"optimizer.state.{slot}.{name}", 8, 24) for slot in ("fp32_param", "exp_avg_sq")]
+    if format_name == "torch_dist":
+        sp.convert(golden.checkpoint, tmp_path / "dist", to="torch_dist")
+        golden.checkpoint = tmp_path / "dist"
+    with sp.open(golden.checkpoint, format=format_name) as checkpoint:
+        assert isinstance(checkpoint, ForeignCheckpoint)
+        faults = [fault.message for fault in verify_foreign(checkpoint).faults]
+    assert len(faults) == 2
+    for fault, other in zip(sorted(faults), (f"optimizer.state.exp_avg.{name}", name), strict=True):
+        assert f"is 0 at 16 elements from [1, 8] to [1, 23], where {other} is not" in fault
+    if format_name == "megatron_zarr":
+        assert all(chunk in fault for chunk, fault in zip(sorted(chunks), sorted(faults), strict=True))
+
+
+@pytest.mark.parametrize("arguments", [{}, {"use_precision_aware_optimizer": True}])
+def test_zeros_that_may_be_right_are_no_fault(arguments: dict[str, bool], tmp_path: Path) -> None:
+    """First moments of rare rows, and second moments that a narrow dtype may have rounded to 0."""
+    golden = Golden("zarr_mc11_gpt_fsms_w2", tmp_path)
+    arguments_of_the_run(golden, **arguments)
+    name = "decoder.layers.self_attention.linear_qkv.layer_norm_weight"
+    lose(golden, f"optimizer.state.exp_avg_sq.{name}", 8, 24)
+    lose(golden, f"optimizer.state.exp_avg.{name}", 0, 8)
+    assert verified(golden.checkpoint).ok
