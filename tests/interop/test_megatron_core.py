@@ -127,6 +127,16 @@ def test_a_save_returns_on_no_rank_before_the_files_for_megatron_exist(
         assert "committed, but rank 0 failed" in failure and "no room for common.pt" in failure
 
 
+@pytest.mark.parametrize("environment", ENVIRONMENTS)
+def test_classes_and_functions_come_from_the_sharded_state_dict(environment: str, tmp_path: Path) -> None:
+    """Others are an error, or stay with a warning."""
+    errors = unit("code", tmp_path / "step", environment).facts["errors"]
+    assert len(errors) == 2
+    for error in errors:
+        assert "rule is torch.optim.adamw.AdamW in the checkpoint, and torch.optim.adam.Adam here" in error
+        assert "strict='log_all'" in error
+
+
 def test_the_registry_of_016_finds_the_backend(tmp_path: Path) -> None:
     assert "manifest.json" in unit("named", tmp_path / "step", "megatron16").facts["files"]
 

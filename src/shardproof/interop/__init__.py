@@ -15,6 +15,7 @@ from shardproof.interop.reader import (
     StoredBox,
     StoredView,
     TensorDescription,
+    ZeroRule,
     foreign_of,
 )
 from shardproof.interop.state_paths import Path as Path  # not listed in __all__: internal
@@ -40,6 +41,7 @@ __all__ = [
     "TensorDescription",
     "Unit",
     "WriteOptions",
+    "ZeroRule",
     "foreign_of",
     "format_of",
     "is_paths_key",

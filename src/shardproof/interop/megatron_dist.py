@@ -28,8 +28,9 @@ from shardproof.interop.dcp_reader import DcpReader, inner_name
 from shardproof.interop.file_window import FileWindow
 from shardproof.interop.json_files import read_json
 from shardproof.interop.megatron_run import BACKEND_FILE, latest_iteration, sharded_backend
+from shardproof.interop.megatron_zeros import rules_of_megatron
 from shardproof.interop.pickle_data import opaque_names
-from shardproof.interop.reader import Foreign, StoredBox, StoredView, TensorDescription, shape_of
+from shardproof.interop.reader import Foreign, StoredBox, StoredView, TensorDescription, ZeroRule, shape_of
 from shardproof.interop.torch_file import TorchFile, with_tensors
 
 __all__ = ["MegatronDistReader"]
@@ -128,6 +129,11 @@ class MegatronDistReader(DcpReader):
             proved += TorchFile(self.storage, name).verify()
         tensors = {(box.file, box.start): box.nbytes for item in self.tensors.values() for box in item.boxes}
         return max(proved, self._verify_digests() - sum(tensors.values()))
+
+    def zero_rules(self) -> list[ZeroRule]:
+        """Rules for ranges of the distributed optimizer; see `megatron_zeros`."""
+        common = None if isinstance(self._common, ShardproofError) else _unwrapped(self._common.value)
+        return rules_of_megatron(self.tensors, common)
 
     def _common_file(self) -> TorchFile:
         if isinstance(self._common, ShardproofError):

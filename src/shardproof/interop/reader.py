@@ -24,6 +24,7 @@ __all__ = [
     "StoredBox",
     "StoredView",
     "TensorDescription",
+    "ZeroRule",
     "flat_boxes",
     "foreign_of",
     "missing_file",
@@ -117,6 +118,18 @@ class StoredBox:
     def located(self) -> StoredView:
         """The elements of the box. It may open the file, and raise the errors of `Extent.read_into`."""
         return self.view if isinstance(self.view, StoredView) else self.view()
+
+
+@dataclass(frozen=True, slots=True)
+class ZeroRule:
+    """Where the tensor `key` is 0, the tensor `other` of the same shape is not above a bound."""
+
+    key: str
+    other: str
+    bound: float
+    """Largest absolute value of `other`."""
+    reason: str
+    """Why, for the message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,6 +292,10 @@ class FormatReader(ABC):
         for key in self.object_keys():
             self.object(key)
         return 0
+
+    def zero_rules(self) -> Sequence[ZeroRule]:
+        """Rules that name ranges which a writer lost as zeros; none for most formats."""
+        return ()
 
     def close(self) -> None:
         """Closes the files that reading opened."""

@@ -277,6 +277,33 @@ def other_format(folder: str) -> dict[str, Any]:
     raise AssertionError(f"rank {rank()} does not know that rank 1 could not read the common state")
 
 
+def code(folder: str) -> dict[str, Any]:
+    """Classes and functions in common state and in objects: those of the target, beside the stored data."""
+
+    def options(rule: Any, betas: Any) -> dict[str, Any]:
+        groups = [{"rule": rule, "betas": betas, "by": [build]}]
+        item = ShardedObject("options", {"rule": rule, "betas": betas}, (1,), (0,), replica_id=rank())
+        return {"optimizer": {"groups": groups}, "item": item}
+
+    adam, other = torch.optim.AdamW, torch.optim.Adam
+    ours.save(state(3, **options(adam, (0.5, 0.75))), folder)
+    for mode in (None, "raise_all", "raise_unexpected"):
+        more = {} if mode is None else {"strict": mode}
+        loaded = ours.load(state(7, **options(adam, (0.25, 0.5))), folder, **more)
+        assert loaded["optimizer"]["groups"] == [{"rule": adam, "betas": (0.5, 0.75), "by": [build]}]
+        assert loaded["item"] == {"rule": adam, "betas": (0.5, 0.75)}
+    errors = []
+    for mode in ("raise_all", "raise_unexpected"):
+        try:
+            ours.load(state(7, **options(other, (0.25, 0.5))), folder, strict=mode)
+        except sp.KeyMismatchError as error:
+            errors.append(str(error))
+    loaded = ours.load(state(7, **options(other, (0.25, 0.5))), folder, strict="log_all")  # the advice
+    assert loaded["optimizer"]["groups"][0]["rule"] is other
+    assert loaded["item"] == {"rule": other, "betas": (0.5, 0.75)}
+    return {"errors": errors}
+
+
 def two_mains(folder: str) -> dict[str, Any]:
     norm = ShardedTensor.from_rank_offsets("twice", torch.ones(4))
     ours.save(state(3, more=norm), folder, ours.SaveStrategy(deadline=30))
