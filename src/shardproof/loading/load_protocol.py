@@ -25,6 +25,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -38,6 +39,7 @@ from shardproof.format import Manifest, metadata_files
 from shardproof.interop import NATIVE, Foreign
 from shardproof.loading.checkpoint import Checkpoint, NativeCheckpoint, Reads
 from shardproof.loading.destinations import DestinationWriter
+from shardproof.loading.leftover_keys import HookReport, check_hooks
 from shardproof.loading.matching import DEFAULTS, LoadOptions, Matched, MatchReport, from_rank, match
 from shardproof.loading.opening import open_storage
 from shardproof.loading.read_once import offers
@@ -143,7 +145,9 @@ def load_from(
                 more = meetings.meet("read", lambda: loader.read(phase), _all_read)
             if more:
                 with loader.phase("apply"):
-                    meetings.meet("apply", loader.finish, lambda posts: b"")
+                    meetings.meet(
+                        "apply", loader.finish, partial(_all_applied, location, agreed.only_adapted)
+                    )
         except BaseException as error:
             raise _overwritten(error, location, loader.untouched(agreed.missing)) from error.__cause__
     finally:
@@ -327,9 +331,11 @@ class _Loader:
 
     def finish(self) -> bytes:
         """Sets plain values, attaches new optimizer state and gives objects their state."""
-        for step in self._matched.binding.finish:
+        binding = self._matched.binding
+        for step in binding.finish:
             step()
-        return b""
+        used = binding.adapted - binding.leftover
+        return msgspec.msgpack.encode(HookReport(tuple(sorted(binding.leftover)), tuple(sorted(used))))
 
     def stored(self) -> Iterator[str]:
         """Selected keys of the checkpoint, under the names of the target."""
@@ -406,6 +412,16 @@ def _all_read(posts: Sequence[bytes]) -> bytes:
             f"ranks {left} left the exchange because of a failure, but no rank reported one", ranks=left
         )
     return b"more" if any(report.more for report in reports) else b""
+
+
+def _all_applied(location: str, only_adapted: tuple[str, ...], posts: Sequence[bytes]) -> bytes:
+    """Coordinator: checks what the load hooks of all ranks left.
+
+    Raises:
+        KeyMismatchError: see `check_hooks`.
+    """
+    check_hooks(location, [msgspec.msgpack.decode(post, type=HookReport) for post in posts], only_adapted)
+    return b""
 
 
 def _overwritten(error: BaseException, location: str, untouched: list[str]) -> BaseException:

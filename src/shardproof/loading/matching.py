@@ -38,7 +38,16 @@ from shardproof.state import Binding, Catalogue, TensorEntry, bind, owner_of, pa
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["DEFAULTS", "LoadOptions", "MatchReport", "Matched", "ReadOnce", "agree", "from_rank", "match"]
+__all__ = [
+    "DEFAULTS",
+    "LoadOptions",
+    "MatchReport",
+    "Matched",
+    "ReadOnce",
+    "agree",
+    "from_rank",
+    "match",
+]
 
 _log = logging.getLogger("shardproof")
 _FEW = 4
@@ -102,6 +111,8 @@ class MatchReport(msgspec.Struct, frozen=True, array_like=True):
     """Entries of `rename` whose key this rank's target does not have."""
     found: int = 0
     """Number of keys of this rank's target that the checkpoint has."""
+    adapted: tuple[str, ...] = ()
+    """Keys of the checkpoint that only load hooks of this rank's target get."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +204,7 @@ def match(checkpoint: Checkpoint, state: Any, options: LoadOptions, rank: int, w
         tuple(unused_patterns(options.exclude, (*catalogue.tensors, *catalogue.objects, *(asked or ())))),
         unused_renames(options.rename, asked | used) if asked is not None else {},
         sum(key in catalogue.tensors or key in catalogue.objects for key in binding.used),
+        tuple(sorted(binding.adapted)),
     )
     if binding.refused or mismatched or (options.strict and binding.missing):
         return Matched(report, binding, catalogue, [], None)
@@ -247,13 +259,14 @@ def _planned(
 
 def agree(
     location: str, reports: Sequence[MatchReport], stored: Callable[[], Iterable[str]]
-) -> tuple[_Keys, _Keys, _Keys]:
+) -> tuple[_Keys, _Keys, _Keys, _Keys]:
     """Coordinator: checks that all ranks see one checkpoint, and that its keys fit their targets.
 
     `stored` returns the selected keys of the checkpoint. It is called only for some checks.
 
     Returns:
-        The keys `missing`, `unexpected` and `dropped` of the `LoadReport`.
+        The keys `missing`, `unexpected` and `dropped` of the `LoadReport`; and the keys that only load hooks
+        get, on all ranks that ask for them.
 
     Raises:
         ShardproofError: the error of the first rank that reports one.
@@ -302,7 +315,16 @@ def agree(
         )
     if missing:
         _check_overlap(location, reports, missing, sorted(unasked), stored)
-    return tuple(missing), tuple(sorted(unasked)), tuple(_dropped(reports, stored))
+    return tuple(missing), tuple(sorted(unasked)), tuple(_dropped(reports, stored)), _only_adapted(reports)
+
+
+def _only_adapted(reports: Sequence[MatchReport]) -> _Keys:
+    """The keys that load hooks of some ranks get, and that belong to no rank's target."""
+    if not any(report.adapted for report in reports):
+        return ()
+    adapted = {key for report in reports for key in report.adapted}
+    without = ({*report.adapted, *report.unexpected, *report.spare} for report in reports)
+    return tuple(sorted(adapted.intersection(*without)))
 
 
 def _check_overlap(

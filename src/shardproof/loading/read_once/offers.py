@@ -34,6 +34,8 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     """Keys of the checkpoint that no rank asked for."""
     dropped: tuple[str, ...]
     """Per-rank values of the checkpoint that no rank takes."""
+    only_adapted: tuple[str, ...]
+    """Keys of the checkpoint that load hooks of some ranks get, and that belong to no rank's target."""
     handles: tuple[Handle, ...]
     """See `usable_handles`."""
 
