@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
+from shardproof._utils.humanize import listed
 from shardproof.errors import FormatError
 from shardproof.format import MANIFEST_NAME, shard_name
 from shardproof.interop.reader import Foreign, FormatReader
@@ -118,4 +119,7 @@ def open_reader(foreign: Foreign, name: str) -> FormatReader:
     if name not in READERS:
         raise ValueError(f"format is one of {', '.join([NATIVE, *READERS])}, not {name!r}")
     reader: FormatReader = _class(READERS[name])(foreign)
+    if reader.unreadable:
+        kinds = [f"{key} ({value.kind})" for key, value in reader.unreadable.items()]
+        reader.notes.append(f"Not readable: {listed(kinds)}. All other keys are readable.")
     return reader

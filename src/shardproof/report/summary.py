@@ -9,8 +9,9 @@ Note: folding
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -193,6 +194,8 @@ class Summary:
     """Keys of plain values."""
     notes: tuple[str, ...] = ()
     """What the format cannot prove or lost, a sentence each."""
+    unreadable: dict[str, str] = field(default_factory=dict)
+    """Values that cannot be read: key to a description."""
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""
@@ -217,6 +220,7 @@ def summarise(
     depth: int = 2,
     format: str = "shardproof",  # noqa: A002 as in sp.open
     notes: Sequence[str] = (),
+    unreadable: Mapping[str, str] = MappingProxyType({}),
 ) -> Summary:
     """The summary of a checkpoint, or of the part of its tree below `prefix`.
 
@@ -228,6 +232,7 @@ def summarise(
         depth: how many words of a key name a part of the tree, counted below `prefix`.
         format: name of the format.
         notes: what the format cannot prove or lost.
+        unreadable: values of the manifest that cannot be read, with descriptions.
     """
     chosen = [row for row, record in enumerate(manifest.tensors) if is_below(record.key, prefix)]
     records = [manifest.tensors[row] for row in chosen]
@@ -255,7 +260,8 @@ def summarise(
         parts=_part_rows(records, base + depth),
         writers=_writer_rows(manifest, table, chunks, everything=prefix is None),
         aliases={key: target for key, target in manifest.aliases.items() if is_below(key, prefix)},
-        objects=tuple(key for key in manifest.objects if is_below(key, prefix)),
+        objects=tuple(key for key in manifest.objects if is_below(key, prefix) and key not in unreadable),
+        unreadable={key: kind for key, kind in unreadable.items() if is_below(key, prefix)},
     )
 
 

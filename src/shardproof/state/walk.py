@@ -25,6 +25,7 @@ from shardproof.state.handlers.per_rank import PER_RANK, PerRank
 from shardproof.state.handlers.stateful_objects import PART, STATEFUL, has_state_tree, is_stateful
 from shardproof.state.local_shards import FlatShard, LocalShards, described
 from shardproof.state.optimizer.collect import OPTIMIZER, OptimizerState
+from shardproof.state.plain.encode import TEXT_KINDS
 from shardproof.state.tensors import PLAIN_TYPES, array_dtype, tensor_of_array
 from shardproof.state.visitor import Place, check_name
 
@@ -60,14 +61,20 @@ class _Tensor:
 
 
 class _Array:
-    """Handles numpy arrays as tensors."""
+    """Handles numpy arrays of numbers as tensors, and arrays of texts as plain data."""
 
     def collect(self, place: Place, value: np.ndarray[Any, Any], collector: Collector) -> None:
         """Adds a tensor, which shares the array's memory if torch supports it."""
+        if value.dtype.kind in TEXT_KINDS:
+            _PLAIN.collect(place, value, collector)
+            return
         collector.tensor(place.key, self._tensor(place, value)[0], place.path)
 
     def bind(self, place: Place, value: np.ndarray[Any, Any], binder: Binder) -> None:
         """Fills the array in place, through a copy if torch cannot share its memory."""
+        if value.dtype.kind in TEXT_KINDS:
+            _PLAIN.bind(place, value, binder)
+            return
         if not binder.selected(place.key):
             return
         tensor, shared = self._tensor(place, value)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import math
+import re
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,6 +25,8 @@ from shardproof.state.tensors import array_dtype, torch_dtype
 
 __all__ = ["decode", "references"]
 
+_STRINGS = re.compile("<U[1-9][0-9]{0,8}|\\|S[1-9][0-9]{0,8}")
+_LAST_CODE_POINT = 0x10FFFF
 _KINDS: dict[str, Callable[[np.ndarray[Any, Any]], Any]] = {
     "array": lambda array: array,
     "bytes": lambda array: array.tobytes(),
@@ -112,6 +115,21 @@ class _Decoder:
         name, shape, text = data
         raw = np.frombuffer(base64.b64decode(text, validate=True), _numpy_dtype(name))
         return raw.reshape(_shape(shape)).copy()
+
+    def strings(self, data: Any, depth: int) -> Any:
+        name, stored = data
+        if type(name) is not str or not _STRINGS.fullmatch(name):
+            raise ValueError(f"{name!r} is not a dtype of texts")
+        dtype, raw = np.dtype(name), self.decode(stored, depth)
+        if not isinstance(raw, np.ndarray) or raw.dtype != np.uint8 or raw.ndim == 0:
+            raise ValueError("the bytes of the texts are not an array of uint8")
+        if not raw.size:  # also while a load checks the value, before it reads the bytes
+            return np.zeros(raw.shape[:-1], dtype)
+        if raw.shape[-1] != dtype.itemsize or (
+            dtype.kind == "U" and raw.view("<u4").max() > _LAST_CODE_POINT
+        ):
+            raise ValueError(f"{raw.shape[-1]} bytes are not a text of dtype {name}")
+        return raw.view(dtype).reshape(raw.shape[:-1])
 
     def scalar(self, data: Any, depth: int) -> Any:
         name, text = data
@@ -216,6 +234,7 @@ _DECODERS: dict[str, Callable[[_Decoder, Any, int], Any]] = {
     "$defaultdict": _Decoder.default,
     "$scalar": _Decoder.scalar,
     "$array": _Decoder.array,
+    "$strings": _Decoder.strings,
     "$value": _Decoder.value,
     "$dtype": lambda d, data, depth: torch_dtype(data),
     "$size": lambda d, data, depth: torch.Size(_shape(data)),
