@@ -49,6 +49,7 @@ from shardproof.format.file_names import (
 )
 from shardproof.format.header import HeaderEntry, ShardHeader, parse_header, read_shard_header
 from shardproof.format.index import decode_index, encode_index
+from shardproof.format.inner_tensors import inner_tensors
 from shardproof.format.json import decode_strictly
 from shardproof.format.manifest import (
     FORMAT_VERSION,
@@ -140,6 +141,7 @@ __all__ = [
     "has_no_references",
     "header_of_chunks",
     "index_name",
+    "inner_tensors",
     "is_overwrite",
     "locate_files",
     "lost_files",

@@ -9,7 +9,7 @@ Note: folding
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from shardproof.dtypes import DTYPES
-from shardproof.format import Manifest, TensorRecord, tensor_bytes
+from shardproof.format import Manifest, TensorRecord, inner_tensors, tensor_bytes
 from shardproof.planning import ChunkTable
 
 __all__ = [
@@ -235,7 +235,9 @@ def summarise(
         unreadable: values of the manifest that cannot be read, with descriptions.
     """
     chosen = [row for row, record in enumerate(manifest.tensors) if is_below(record.key, prefix)]
-    records = [manifest.tensors[row] for row in chosen]
+    stored = [manifest.tensors[row] for row in chosen]
+    inner = inner_tensors(manifest.objects, [record.key for record in stored])
+    records = [record for record in stored if record.key not in inner]
     among = np.zeros(len(manifest.tensors), bool)
     among[chosen] = True
     chunks = np.flatnonzero(among[table.tensor])
@@ -253,11 +255,11 @@ def summarise(
         world_size=manifest.world_size,
         metadata=dict(manifest.metadata),
         tensors=len(records),
-        bytes=sum(map(tensor_bytes, records)),
+        bytes=sum(map(tensor_bytes, stored)),
         referenced_bytes=_referenced_bytes(manifest, table, chunks),
         chunks=len(chunks),
         rows=_tensor_rows(records),
-        parts=_part_rows(records, base + depth),
+        parts=_part_rows(stored, base + depth, inner),
         writers=_writer_rows(manifest, table, chunks, everything=prefix is None),
         aliases={key: target for key, target in manifest.aliases.items() if is_below(key, prefix)},
         objects=tuple(key for key in manifest.objects if is_below(key, prefix) and key not in unreadable),
@@ -280,14 +282,14 @@ def _tensor_rows(records: Sequence[TensorRecord]) -> tuple[TensorRow, ...]:
     return tuple(rows)
 
 
-def _part_rows(records: Sequence[TensorRecord], depth: int) -> tuple[PartRow, ...]:
+def _part_rows(records: Sequence[TensorRecord], depth: int, inner: Set[str]) -> tuple[PartRow, ...]:
     totals: dict[str, list[int]] = {}
     for record in records:
         # The last word names the tensor itself, so a part is never a single leaf of a deeper tree.
         words = record.key.split(".")
         part = ".".join(words[: max(min(depth, len(words) - 1), 1)])
         total = totals.setdefault(part, [0, 0])
-        total[0] += 1
+        total[0] += record.key not in inner
         total[1] += tensor_bytes(record)
     return tuple(PartRow(part, count, size) for part, (count, size) in totals.items())
 

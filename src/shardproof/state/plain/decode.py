@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from shardproof._utils.json_objects import objects_with
 from shardproof.errors import PlainDataError
 from shardproof.state.plain.by_name import ByName
 from shardproof.state.plain.encode import DEPTH, FACTORIES
@@ -61,19 +62,11 @@ def references(data: Any) -> Iterator[tuple[str, str]]:
     >>> list(references({"a": {"$tensor": "object.a", "kind": "bytes"}}))
     [('object.a', 'bytes')]
     """
-    pending = [data]
-    while pending:
-        item = pending.pop()
-        if isinstance(item, dict):
-            if "$tensor" in item:
-                key, kind = item["$tensor"], item.get("kind", "tensor")
-                if type(key) is not str or type(kind) is not str or (kind != "tensor" and kind not in _KINDS):
-                    raise PlainDataError(f"malformed reference to a tensor: {str(item)[:200]}")
-                yield key, kind
-            else:
-                pending.extend(item.values())
-        elif isinstance(item, list):
-            pending.extend(item)
+    for item in objects_with(data, "$tensor"):
+        key, kind = item["$tensor"], item.get("kind", "tensor")
+        if type(key) is not str or type(kind) is not str or (kind != "tensor" and kind not in _KINDS):
+            raise PlainDataError(f"malformed reference to a tensor: {str(item)[:200]}")
+        yield key, kind
 
 
 class _Decoder:
