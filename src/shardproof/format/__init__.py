@@ -61,6 +61,7 @@ from shardproof.format.manifest import (
     tensor_bytes,
 )
 from shardproof.format.manifest_text import SEAL_LENGTH, decode_manifest, encode_manifest
+from shardproof.format.other_files import naming_other_files
 from shardproof.format.publication import publish
 from shardproof.format.references import (
     References,
@@ -148,6 +149,7 @@ __all__ = [
     "manifest_version",
     "metadata_files",
     "named_files",
+    "naming_other_files",
     "overwrite_attempt",
     "parse_chunk_name",
     "parse_header",

@@ -131,7 +131,7 @@ def parse_header(data: bytes, size: int, file: str, *, any_dtype: bool = False) 
     if data_start + end != size:
         raise FormatError(
             f"{file}: the file has {size} bytes, but its header describes "
-            f"{data_start + end}. It was cut short or is another file.",
+            f"{data_start + end}. It was cut short or is another file: copy or download it again.",
             file=file,
         )
     texts = {} if metadata is None else decode_strictly(_METADATA, bytes(metadata), file)
