@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from shardproof.errors import RankFailure, RankSilent, StructureError
+from shardproof.rendezvous.heartbeat import NO_PROGRESS
 
 __all__ = [
     "cause_text",
@@ -95,6 +96,13 @@ def silence(
         "deadline), so the operation failed on every rank."
     ]
     lines += _listed(states)
+    if all(text == NO_PROGRESS for text in progress.values()):
+        verb = operation.partition(" ")[0]
+        lines.append(
+            f"These ranks may not have called {verb}: all ranks call it, and `if rank == 0: {verb}(...)` "
+            "waits for the others. Remove the condition. For state of one rank only, pass rendezvous="
+            "shardproof.rendezvous.LocalRendezvous()."
+        )
     lines.append(
         "Check the process of each rank listed above. It may have ended or run out of memory, be stopped, or "
         "hang in a file system or a collective. A longer deadline helps only if the rank works without "

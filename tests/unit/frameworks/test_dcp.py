@@ -559,3 +559,17 @@ def test_model_files_of_hugging_face_are_left_to_torch(tmp_path: Path) -> None:
     state = {"w": torch.zeros(2)}
     dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(path=str(tmp_path)))
     assert state["w"].all()
+
+
+def test_a_launcher_without_a_store_is_an_error_and_not_one_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two processes that take themselves for the only rank would replace each other's checkpoint."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    for call in (dcp.save, dcp.async_save, dcp.load):
+        with pytest.raises(ValueError, match="WORLD_SIZE is 2, but MASTER_ADDR is not set"):
+            call({"w": torch.ones(2)}, checkpoint_id=tmp_path / "step")
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "step", no_dist=True)
+    assert sp.open(tmp_path / "step").keys() == ["w"]
