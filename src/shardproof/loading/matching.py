@@ -414,6 +414,11 @@ def _mismatch(
             lines.extend(f"    {key}" for key in keys[:20])
             if len(keys) > 20:
                 lines.append(f"    ... and {len(keys) - 20} more")
+    if any(f".{key}".endswith(".state") and want == "an empty dict" for key, want, _ in mismatched):
+        lines.append(
+            "  An optimizer's state_dict() has an empty state before the first step: put the optimizer "
+            "itself into the state"
+        )
     return KeyMismatchError(
         "\n".join(lines),
         missing=missing,

@@ -25,16 +25,20 @@ _LONGEST_CAUSE = 4000
 
 
 def cause_text(error: BaseException) -> str:
-    """The class and text of an exception.
+    """The class and text of an exception, and the notes that shardproof or the program added to it.
 
-    >>> cause_text(ValueError("not positive"))
-    'ValueError: not positive'
+    >>> error = ValueError("not positive")
+    >>> error.add_note("raised by the Loader at state['loader']")
+    >>> cause_text(error)
+    "ValueError: not positive (raised by the Loader at state['loader'])"
     """
     try:
         text = str(error)
     except Exception:
         text = "(its text cannot be made)"
     whole = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    notes = [note for note in getattr(error, "__notes__", ()) if isinstance(note, str)]
+    whole += f" ({'; '.join(notes)})" if notes else ""
     return whole if len(whole) <= _LONGEST_CAUSE else whole[:_LONGEST_CAUSE] + " ..."
 
 
