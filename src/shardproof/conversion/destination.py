@@ -148,7 +148,7 @@ class FolderDestination(NewCheckpoint):
     passes = 2  # written and verified
 
     def __init__(self, path: str) -> None:
-        self._path = Path(os.path.abspath(path))
+        self._path = LocalStorage(os.path.abspath(path)).path
         self.location = str(self._path)
         self.is_file = _is_file_name(self._path.name)
         self.work_path = self._path.with_name(f"{self._path.name}.converting")

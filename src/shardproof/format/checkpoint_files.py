@@ -9,6 +9,7 @@ from shardproof.format.file_names import MANIFEST_NAME
 from shardproof.format.index import decode_index, index_remedy
 from shardproof.format.manifest import FileRecord, Manifest
 from shardproof.format.manifest_text import MAX_MANIFEST, SEAL_LENGTH, decode_manifest
+from shardproof.format.other_files import naming_other_files
 from shardproof.planning import ChunkTable
 from shardproof.storage import CopiedStorage, Storage, file_sizes
 
@@ -52,7 +53,8 @@ def read_manifest(storage: Storage) -> Manifest:
             "files are complete.",
             path=storage.location,
         ) from error
-    return decode_manifest(data, f"{storage.location}/{MANIFEST_NAME}")
+    with naming_other_files(storage):
+        return decode_manifest(data, f"{storage.location}/{MANIFEST_NAME}")
 
 
 def read_index(storage: Storage, manifest: Manifest) -> ChunkTable:

@@ -90,7 +90,7 @@ def save(
             with ``HuggingFaceStorageWriter``. Others are refused.
         planner: None or a `DefaultSavePlanner`.
         process_group: the ranks that save. None: all ranks.
-        no_dist: True to save only the state of this process.
+        no_dist: True to save only the state of this process. A process that no launcher started needs none.
         use_collectives: either value, because shardproof runs no collective.
 
     Returns:
@@ -271,10 +271,12 @@ def load(
 
 
 def _rendezvous_of(process_group: dist.ProcessGroup | None, no_dist: bool) -> Rendezvous:
-    """The rendezvous of a call's ranks. As in DCP, a process without a process group is the only rank."""
-    if no_dist or not dist.is_available() or not dist.is_initialized():
-        return LocalRendezvous()
-    return connect(group=process_group)
+    """The rendezvous of a call's ranks.
+
+    DCP takes a process without a process group for the only rank. The ranks of a launcher would then replace
+    each other's checkpoint, so that they meet, or `connect` raises an error.
+    """
+    return LocalRendezvous() if no_dist else connect(group=process_group)
 
 
 def _device_type() -> str:

@@ -7,7 +7,7 @@ cuts a checkpoint into units and writes them. Nothing that a pickle names is imp
 from shardproof.interop.extents import Extent, FileRange
 from shardproof.interop.formats import NATIVE, READERS, WRITERS, format_of, open_reader, writer_of
 from shardproof.interop.json_files import read_json
-from shardproof.interop.pickle_data import Opaque, opaque_names
+from shardproof.interop.pickle_data import Opaque, opaque_names, parts_of
 from shardproof.interop.pickle_writer import Named, PickledCall, write_pickle
 from shardproof.interop.reader import (
     Foreign,
@@ -15,6 +15,7 @@ from shardproof.interop.reader import (
     StoredBox,
     StoredView,
     TensorDescription,
+    Unreadable,
     ZeroRule,
     foreign_of,
 )
@@ -40,6 +41,7 @@ __all__ = [
     "StoredView",
     "TensorDescription",
     "Unit",
+    "Unreadable",
     "WriteOptions",
     "ZeroRule",
     "foreign_of",
@@ -47,6 +49,7 @@ __all__ = [
     "is_paths_key",
     "opaque_names",
     "open_reader",
+    "parts_of",
     "paths_in",
     "paths_object",
     "read_json",

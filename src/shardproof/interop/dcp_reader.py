@@ -27,18 +27,20 @@ from shardproof.dtypes import DTYPES
 from shardproof.errors import FormatError
 from shardproof.interop.extents import Extent
 from shardproof.interop.megatron_run import iteration_of, latest_iteration
-from shardproof.interop.pickle_data import Opaque, opaque_names, read_pickle
+from shardproof.interop.pickle_data import opaque_names, read_pickle
 from shardproof.interop.reader import (
     Foreign,
     FormatReader,
     StoredBox,
     StoredView,
     TensorDescription,
+    Unreadable,
     shape_of,
 )
 from shardproof.interop.stream_transforms import DecodedPart, decoded_storage
 from shardproof.interop.swiglu_halves import join_halves
 from shardproof.interop.torch_file import SmallPickles, TorchFile, TorchTensor, unpickled, with_tensors
+from shardproof.interop.torch_tensors import CONVERT
 
 __all__ = ["DcpEntry", "DcpRawReader", "DcpReader", "inner_name"]
 
@@ -184,14 +186,18 @@ class DcpReader(FormatReader):
             self.paths = {key: path for key, path in paths.items() if _spells(path, key)}
         first_at: dict[tuple[str, int], str] = {}
         """Key of the tensor whose first box lies at a byte of a file."""
+        others = (self.tensors, self.aliases, self.entries, self.unreadable)
         for key, described in metadata["state_dict_metadata"].items():
             if not isinstance(key, str):
                 raise self.fault(f"{folder}{_METADATA}", f"the key {key!r} is not a string")
-            if any(prefix + key in known for known in (self.tensors, self.aliases, self.entries)):
+            if any(prefix + key in known for known in others):
                 raise self.fault(f"{folder}{_METADATA}", f"two values have the key {prefix + key}")
             match described.name.rpartition(".")[2]:
                 case "TensorStorageMetadata":
                     tensor = self._tensor(key, described.state, entries, folder)
+                    if isinstance(tensor, Unreadable):
+                        self.unreadable[prefix + key] = tensor
+                        continue
                     first = [(box.file, box.start) for box in tensor.boxes[:1]]
                     other = first_at.setdefault(first[0], prefix + key) if first else prefix + key
                     if other in self.tensors and _are_tied(tensor, self.tensors[other]):
@@ -228,13 +234,12 @@ class DcpReader(FormatReader):
 
     def _tensor(
         self, key: str, state: Mapping[str, Any], entries: Mapping[Any, DcpEntry], folder: str
-    ) -> TensorDescription:
+    ) -> TensorDescription | Unreadable:
         properties = state["properties"].state
         dtype = properties[0] if isinstance(properties, tuple) else properties["dtype"]
-        name = dtype.name.removeprefix("torch.")
-        if not isinstance(dtype, Opaque) or name not in DTYPES:
-            raise self.fault(f"{folder}{_METADATA}", f"the dtype {name} of {key} is unknown")
-        shape = shape_of(state["size"])
+        name, shape = dtype.name.removeprefix("torch."), shape_of(state["size"])
+        if name not in DTYPES:
+            return Unreadable(f"a tensor of {dtype.name} and shape {list(shape)}", CONVERT)
         boxes = []
         for chunk in state["chunks"]:
             offsets, sizes = shape_of(chunk.state["offsets"]), shape_of(chunk.state["sizes"])

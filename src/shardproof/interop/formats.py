@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
+from shardproof._utils.humanize import listed
 from shardproof.errors import FormatError
-from shardproof.format import MANIFEST_NAME, shard_name
+from shardproof.format import MANIFEST_NAME, naming_other_files, shard_name
 from shardproof.interop.reader import Foreign, FormatReader
 from shardproof.interop.writer import FormatWriter
 
@@ -93,12 +94,13 @@ def format_of(foreign: Foreign) -> str:
         return NATIVE
     name = next((name for name in READERS if _recognizes(name, foreign)), None)
     if name is None and foreign.file is not None:
-        raise FormatError(
-            f"{foreign.location} is not a checkpoint of a known format ({', '.join(READERS)}). Name its "
-            "format with format=, or on the command line with --format (the second path of diff: "
-            "--other-format)",
-            file=foreign.location,
-        )
+        with naming_other_files(foreign.storage):
+            raise FormatError(
+                f"{foreign.location} is not a checkpoint of a known format ({', '.join(READERS)}). Name its "
+                "format with format=, or on the command line with --format (the second path of diff: "
+                "--other-format)",
+                file=foreign.location,
+            )
     return name or NATIVE
 
 
@@ -117,5 +119,9 @@ def open_reader(foreign: Foreign, name: str) -> FormatReader:
     """
     if name not in READERS:
         raise ValueError(f"format is one of {', '.join([NATIVE, *READERS])}, not {name!r}")
-    reader: FormatReader = _class(READERS[name])(foreign)
+    with naming_other_files(foreign.storage):
+        reader: FormatReader = _class(READERS[name])(foreign)
+    if reader.unreadable:
+        kinds = [f"{key} ({value.kind})" for key, value in reader.unreadable.items()]
+        reader.notes.append(f"Not readable: {listed(kinds)}. All other keys are readable.")
     return reader

@@ -70,7 +70,7 @@ class MegatronZarrReader(FormatReader):
             )
         arrays = ZarrArrays(self.storage, _is_leftover)
         for key in arrays.metadata:
-            self.tensors[key] = arrays.describe(key, key, every_chunk=lambda _: True)
+            self.add(key, arrays.describe(key, key, every_chunk=lambda _: True))
         self._objects = {
             name.removesuffix(".pt"): name
             for name in sorted(arrays.names)

@@ -136,7 +136,7 @@ class OrbaxReader(FormatReader):
 
     def _add(self, key: str, kind: str, arrays: ZarrArrays) -> None:
         """Adds a leaf of the tree."""
-        if key in self.tensors or key in self._objects:
+        if key in self.tensors or key in self._objects or key in self.unreadable:
             raise self.fault(_METADATA, f"two leaves have the key {key}")
         if kind in _EMPTY:
             self._objects[key] = _EMPTY[kind]
@@ -153,10 +153,10 @@ class OrbaxReader(FormatReader):
                     missing=True,
                 )
             tensor = arrays.describe(key, key, every_chunk=self._stores_every_chunk)
-            if kind == "scalar" and not tensor.shape:
+            if kind == "scalar" and isinstance(tensor, TensorDescription) and not tensor.shape:
                 self._objects[key] = partial(self._number, tensor)
             else:
-                self.tensors[key] = tensor
+                self.add(key, tensor)
 
     def _number(self, tensor: TensorDescription) -> Any:
         """The Python number in an array without dimensions."""

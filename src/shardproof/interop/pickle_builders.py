@@ -19,7 +19,7 @@ import torch
 
 from shardproof.dtypes import DTYPES
 from shardproof.interop.pickle_data import Opaque, Unfinished, check_keys
-from shardproof.interop.reader import shape_of
+from shardproof.interop.reader import Unreadable, shape_of
 from shardproof.state import StreamBytes
 
 __all__ = ["CONSTANTS", "plain_builders"]
@@ -36,6 +36,8 @@ _FACTORIES: Mapping[str, type] = {
 }
 """Factories that a defaultdict may have."""
 
+_NUMPY_KINDS = {"O": "object", "M": "datetime64", "m": "timedelta64", "V": "a structure"}
+_NUMPY_REMEDY = "Load it with torch.load, and save an array of numbers or texts, or a list of plain values"
 _SIMPLE_DTYPE = re.compile(r"[<>|=]?[biufcSUa?][0-9]*")
 
 
@@ -163,7 +165,7 @@ def _array(kind: Any, shape: Any, code: Any) -> Unfinished:
     def filled(state: Any) -> Any:
         shape, dtype, is_fortran, data = state[-4:]
         if not isinstance(dtype, np.dtype):
-            return Opaque("numpy.ndarray", (), state)
+            return _unreadable(dtype)
         return _filled(_bytes(data), dtype, shape, "F" if is_fortran else "C")
 
     return Unfinished(np.empty(0), filled)
@@ -171,14 +173,20 @@ def _array(kind: Any, shape: Any, code: Any) -> Unfinished:
 
 def _array_of_buffer(data: Any, dtype: Any, shape: Any, order: str) -> Any:
     if not isinstance(dtype, np.dtype):
-        return Opaque("numpy.ndarray", (data, dtype, shape, order))
+        return _unreadable(dtype)
     return _filled(_bytes(data), dtype, shape, order)
 
 
 def _scalar(dtype: Any, data: Any = b"") -> Any:
     if not isinstance(dtype, np.dtype):
-        return Opaque("numpy.generic", (dtype, data))
+        return _unreadable(dtype)
     return _filled(_bytes(data), dtype, (), "C")[()]
+
+
+def _unreadable(dtype: Any) -> Unreadable:
+    code = dtype.args[0] if isinstance(dtype, Opaque) and dtype.args else None
+    name = _NUMPY_KINDS.get(str(code)[:1], "unknown")
+    return Unreadable(f"a numpy value of dtype {name}", _NUMPY_REMEDY)
 
 
 def _filled(data: bytes, dtype: np.dtype[Any], shape: Any, order: Any) -> np.ndarray[Any, Any]:

@@ -14,14 +14,16 @@ from __future__ import annotations
 
 import codecs
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NoReturn, Protocol, overload
+from typing import Any, NoReturn, Protocol, TypeVar, overload
 
 from shardproof.errors import FormatError
 
-__all__ = ["Bytes", "Opaque", "Pickle", "Unfinished", "check_keys", "opaque_names", "read_pickle"]
+__all__ = ["Bytes", "Opaque", "Pickle", "Unfinished", "check_keys", "opaque_names", "parts_of", "read_pickle"]
+
+Part = TypeVar("Part")
 
 _MOST_KEY_TUPLES = 200
 """Tuples inside a key of a dict or an element of a set, at most. Python hashes them recursively, and hashes a
@@ -118,6 +120,8 @@ _LINE_BYTES = 64
 """Bytes of a line that one read fetches. Most names of classes are shorter."""
 _RECONSTRUCTORS = ("copyreg._reconstructor", "copy_reg._reconstructor")
 """Functions that protocols below 2 call to make an instance, with a class, its base and the base's value."""
+_CLASS_IN_ARGS = {"torch._tensor._rebuild_from_type_v2": 1, "torch._utils._rebuild_wrapper_subclass": 0}
+"""Functions that make a tensor of a subclass, and which argument is the class."""
 _PLACEHOLDERS = frozenset((_Reference, Unfinished, object))
 """Types of items on the stack that are not values. `object` is the type of a mark."""
 _EMPTY: dict[int, Callable[[], Any]] = {ord("]"): list, ord("}"): dict, ord(")"): tuple, 0x8F: set}
@@ -171,17 +175,32 @@ def opaque_names(value: Any) -> list[str]:
         >>> opaque_names({"a": [Opaque("argparse.Namespace", ()), 3]})
         ['argparse.Namespace']
     """
-    names = set()
+    return sorted({_class_name(item) for item in parts_of(value, Opaque)})
+
+
+def _class_name(value: Opaque) -> str:
+    """Name of the class of a value. A tensor of a subclass is pickled as the call of a function of torch."""
+    row = _CLASS_IN_ARGS.get(value.name)
+    kind = value.args[row] if row is not None and value.args is not None and len(value.args) > row else None
+    return kind.name if isinstance(kind, Opaque) else value.name
+
+
+def parts_of(value: Any, kind: type[Part]) -> Iterator[Part]:
+    """The objects of a class in a value and in the containers in it.
+
+    Example:
+        >>> list(parts_of({"a": [1.5, "text"]}, float))
+        [1.5]
+    """
     seen: set[int] = set()
     pending = [value]
     while pending:
         item = pending.pop()
-        if isinstance(item, Opaque):
-            names.add(item.name)
+        if isinstance(item, kind):
+            yield item
         elif isinstance(item, (dict, list, tuple, set, frozenset)) and id(item) not in seen:
             seen.add(id(item))
             pending.extend([*item.keys(), *item.values()] if isinstance(item, dict) else item)
-    return sorted(names)
 
 
 def check_keys(keys: Iterable[Any]) -> None:

@@ -24,6 +24,8 @@ __all__ = [
     "StoredBox",
     "StoredView",
     "TensorDescription",
+    "Unreadable",
+    "UnsupportedError",
     "ZeroRule",
     "flat_boxes",
     "foreign_of",
@@ -146,6 +148,20 @@ class TensorDescription:
     """Remarks to the user about this tensor, a sentence each."""
 
 
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """A stored value that neither a tensor of torch nor plain data can hold. Only its key is an error."""
+
+    kind: str
+    """What it is, for messages, for example "a quantised tensor (qint8)"."""
+    remedy: str
+    """What the user can do, a sentence without its full stop."""
+
+
+class UnsupportedError(ValueError):
+    """Part of a checkpoint has a feature that this version does not read, and is not damaged."""
+
+
 def flat_boxes(
     shape: Sequence[int], start: int, stop: int, extent: Extent, offset: int = 0
 ) -> list[StoredBox]:
@@ -223,6 +239,8 @@ class FormatReader(ABC):
         """Tensors by key."""
         self.aliases: dict[str, str] = {}
         """Key of a tied tensor to the key in `tensors` that it equals."""
+        self.unreadable: dict[str, Unreadable] = {}
+        """Values that cannot be read, by key. Their keys are neither in `tensors` nor in `object_keys`."""
         self.world_size = 1
         """Number of ranks that saved; 1 if the format does not store it."""
         self.step: int | None = None
@@ -264,6 +282,13 @@ class FormatReader(ABC):
             CorruptChunkError, FormatError, StorageError: the value is damaged, or its file is missing or
                 short.
         """
+
+    def add(self, key: str, found: TensorDescription | Unreadable) -> None:
+        """Adds a tensor, or the reason why it cannot be read."""
+        if isinstance(found, Unreadable):
+            self.unreadable[key] = found
+        else:
+            self.tensors[key] = found
 
     def files(self) -> Mapping[str, int | None]:
         """Files that the checkpoint needs: name to expected size; None if the format does not record it."""

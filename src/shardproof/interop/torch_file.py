@@ -27,7 +27,7 @@ from shardproof.errors import FormatError, StorageError
 from shardproof.interop.extents import DecodedExtent, Extent, FileRange, crc32
 from shardproof.interop.file_window import FileWindow, WindowBytes
 from shardproof.interop.pickle_data import Opaque, Pickle, read_pickle
-from shardproof.interop.reader import StoredView
+from shardproof.interop.reader import StoredView, Unreadable
 from shardproof.interop.torch_tensors import TorchStorage, TorchTensor, read_torch_pickle, torch_storage
 from shardproof.interop.zip_directory import read_zip_directory
 from shardproof.state import as_bytes
@@ -312,6 +312,11 @@ class TorchFile:
             (numel,) = struct.unpack("<q", self._bytes(at, 8))
             if numel != storage.numel:
                 raise self._fault(f"the storage {key} has {numel} elements, expected {storage.numel}")
+            if storage.nbytes is None:
+                raise self._fault(
+                    f"the storage {key} is of {storage.dtype}, whose size is unknown, so that the storages "
+                    "after it cannot be found. Load the file with torch.load and save it again"
+                )
             self._records[key] = self._range(at + 8, storage.nbytes, None)
             at += 8 + storage.nbytes
             if at > self._size:
@@ -328,7 +333,7 @@ class TorchFile:
             record = self._records.get(key)
             if record is None:
                 raise self._fault(f"the storage {key} is missing")
-            if record.nbytes != storage.nbytes:
+            if storage.nbytes is not None and record.nbytes != storage.nbytes:
                 raise self._fault(f"the storage {key} has {record.nbytes} bytes, expected {storage.nbytes}")
 
     def _range(self, offset: int, nbytes: int, crc: int | None) -> FileRange:
@@ -447,7 +452,9 @@ def leaves(value: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
             continue
         path, item = found
         inside = _inside(item, len(path), lists)
-        if inside is None:
+        if isinstance(item, TorchStorage):
+            yield path, Unreadable("a storage without a tensor", "Save a tensor of it instead")
+        elif inside is None:
             yield found
         else:
             pending.append(_below(path, inside))
@@ -490,7 +497,7 @@ def _holds_tensors(items: list[Any], depth: int, known: dict[int, bool]) -> bool
         raise ValueError(f"the object is nested deeper than {_MOST_LEVELS} levels")
     if id(items) not in known:
         known[id(items)] = any(
-            isinstance(item, (TorchTensor, Mapping))
+            isinstance(item, (TorchTensor, Unreadable, Mapping))
             or (isinstance(item, list) and _holds_tensors(item, depth + 1, known))
             for item in items
         )

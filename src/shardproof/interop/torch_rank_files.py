@@ -22,7 +22,7 @@ from shardproof.interop.pickled_dtensors import (
     local_index_maps,
     pickled_dtensor,
 )
-from shardproof.interop.reader import StoredBox, StoredView, TensorDescription
+from shardproof.interop.reader import StoredBox, StoredView, TensorDescription, Unreadable
 from shardproof.interop.torch_file import leaves
 from shardproof.interop.torch_save import TorchFilesReader, TorchObject
 from shardproof.interop.torch_tensors import TorchTensor
@@ -186,6 +186,9 @@ class RankFilesReader(TorchFilesReader):
             rank_key = key if are_equal else f"{rank}.{key}"
             if isinstance(value, TorchTensor):
                 self.add_tensor(rank_key, name, value)
+            elif isinstance(value, Unreadable):
+                self.check_new(rank_key, name)
+                self.unreadable[rank_key] = value
             else:
                 self.check_new(rank_key, name)
                 self._objects[rank_key] = TorchObject(name, paths[rank], value)

@@ -8,6 +8,7 @@ tied: the first key has the tensor, the others are aliases. All other values are
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,13 +17,23 @@ import xxhash
 
 from shardproof.errors import FormatError
 from shardproof.interop.pickle_data import opaque_names
-from shardproof.interop.reader import Foreign, FormatReader, StoredBox, StoredView, TensorDescription
+from shardproof.interop.reader import (
+    Foreign,
+    FormatReader,
+    StoredBox,
+    StoredView,
+    TensorDescription,
+    Unreadable,
+)
 from shardproof.interop.torch_file import TorchFile, TorchTensor, leaves, unpickled, with_tensors
 
 __all__ = ["TorchFilesReader", "TorchObject", "TorchSaveReader", "is_torch_file"]
 
-_MAGICS = (b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.", b"\x80\x04\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.")
-"""First bytes of files in the format before zip, with the protocols 2 and 4."""
+_MAGIC = re.compile(
+    rb"(\x80[\x02-\x05](\x95.{8})?)?(\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19|L119547037146038801333356L\n)\.",
+    re.DOTALL,
+)
+"""First bytes of files in the format before zip: the pickle of one number, with any protocol."""
 _WRITTEN = "checkpoint.pt"
 """The file in a folder that `shardproof convert --to torch` wrote."""
 _FIRST_BYTES = 512
@@ -38,7 +49,7 @@ def is_torch_file(foreign: Foreign, name: str) -> bool:
     if begin[:4] == b"PK\x03\x04":
         length = int.from_bytes(begin[26:28], "little")
         return begin[30 : 30 + length].endswith(b"/data.pkl")
-    return begin.startswith(_MAGICS)
+    return _MAGIC.match(begin) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +153,7 @@ class TorchFilesReader(FormatReader):
         Raises:
             FormatError: another value has this key.
         """
-        if key in self.tensors or key in self.aliases or key in self._objects:
+        if any(key in known for known in (self.tensors, self.aliases, self._objects, self.unreadable)):
             raise self.fault(name, f"two values have the key {key}", key=key)
 
     def flat_view(self, name: str, tensor: Any, what: str) -> StoredView:
@@ -166,7 +177,7 @@ class TorchFilesReader(FormatReader):
 
     def keys(self) -> set[str]:
         """All keys so far, of tensors, aliases and objects."""
-        return {*self.tensors, *self.aliases, *self._objects}
+        return {*self.tensors, *self.aliases, *self._objects, *self.unreadable}
 
     def conclude(self, *digests: str) -> None:
         """Sets the identity and the notes on checksums, once all files are added.
@@ -226,6 +237,9 @@ class TorchFilesReader(FormatReader):
     def _add_leaf(self, key: str, name: str, path: tuple[Any, ...], leaf: Any) -> None:
         if isinstance(leaf, TorchTensor):
             self.add_tensor(key, name, leaf)
+        elif isinstance(leaf, Unreadable):
+            self.check_new(key, name)
+            self.unreadable[key] = leaf
         else:
             self.check_new(key, name)
             self._objects[key] = TorchObject(name, path, leaf)

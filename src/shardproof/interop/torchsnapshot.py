@@ -30,10 +30,11 @@ from shardproof.interop.reader import (
     StoredBox,
     StoredView,
     TensorDescription,
+    Unreadable,
     shape_of,
 )
 from shardproof.interop.torch_file import TorchFile, unpickled, with_tensors
-from shardproof.interop.torch_tensors import TorchTensor
+from shardproof.interop.torch_tensors import CONVERT, TorchTensor
 from shardproof.interop.torchsnapshot_manifest import (
     PRIMITIVES,
     ListOfEntries,
@@ -209,7 +210,7 @@ class TorchSnapshotReader(FormatReader):
             raise ValueError(f"{key} has the dtypes {sorted(dtypes)}")
         (dtype,) = dtypes
         if dtype not in DTYPES:
-            self.notes.append(f"{key} is not read: its dtype {dtype} is not supported.")
+            self.unreadable[key] = Unreadable(f"a tensor of {dtype} and shape {list(shape)}", CONVERT)
             return
         boxes = [self._box(key, part) for part in sorted(parts, key=lambda part: part.offsets)]
         self.tensors[key] = TensorDescription(dtype, shape, [box for box in boxes if 0 not in box.sizes])

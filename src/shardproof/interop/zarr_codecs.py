@@ -26,6 +26,7 @@ import numpy as np
 
 from shardproof.errors import CorruptChunkError, FormatError
 from shardproof.interop.extents import DecodedExtent
+from shardproof.interop.reader import UnsupportedError
 from shardproof.storage import Storage
 
 __all__ = ["Codec", "Codecs", "CodedExtent", "import_extra"]
@@ -77,16 +78,16 @@ class Codec:
         """Builds a codec from the metadata.
 
         Raises:
-            ValueError: the codec is unknown or unsafe.
+            UnsupportedError: the codec is unknown or unsafe.
         """
         if name not in _COMPRESSORS | _CHECKSUMS | _FILTERS:
-            raise ValueError(f"the codec {name!r} is unknown")
+            raise UnsupportedError(f"the codec {name!r} is unknown")
         for entry, value in config.items():
             if "dtype" in entry or entry == "astype":
                 if not isinstance(value, str) or not _NUMBERS.fullmatch(value):
-                    raise ValueError(f"the codec {name} names the dtype {value!r}")
+                    raise UnsupportedError(f"the codec {name} names the dtype {value!r}")
             elif isinstance(value, (list, dict)):
-                raise ValueError(f"the option {entry} of the codec {name} is {value!r}")
+                raise UnsupportedError(f"the option {entry} of the codec {name} is {value!r}")
         return Codec(name, tuple(sorted(config.items())))
 
     @property

@@ -22,6 +22,7 @@ from shardproof.format import (
     Manifest,
     TensorRecord,
     check_sizes,
+    inner_tensors,
     locate_files,
     read_index,
     read_manifest,
@@ -99,6 +100,11 @@ class Checkpoint(ABC):
     def _index(self) -> None:
         """Prepares the search by key; a constructor calls it when it has set `tensors`."""
         self._row = dict(zip(map(_KEY, self.tensors), range(len(self.tensors)), strict=True))
+
+    @functools.cached_property
+    def _keys(self) -> frozenset[str]:
+        inner = inner_tensors(self.objects, self._row)
+        return frozenset([*self._row, *self.aliases, *self.objects]) - inner
 
     def __enter__(self) -> Self:
         return self
@@ -219,17 +225,21 @@ class Checkpoint(ABC):
         return [destination.view for destination in destinations]
 
     def keys(self) -> list[str]:
-        """All keys, of tensors and of plain values, sorted. Keys of tied tensors are among them."""
-        return sorted([*self._row, *self.aliases, *self.objects])
+        """All keys, of tensors and of plain values, sorted. Keys of tied tensors are among them.
+
+        Tensors that hold the bytes of a plain value (an array, bytes, a long text or list) are not: the
+        value has a key.
+        """
+        return sorted(self._keys)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.keys())
 
     def __contains__(self, key: object) -> bool:
-        return key in self._row or key in self.aliases or key in self.objects
+        return key in self._keys
 
     def __len__(self) -> int:
-        return len(self._row) + len(self.aliases) + len(self.objects)
+        return len(self._keys)
 
     def __getitem__(self, key: str) -> Any:
         """A `StoredTensor`, or the plain value.
@@ -238,7 +248,7 @@ class Checkpoint(ABC):
             KeyError: neither is stored under this key.
         """
         if key in self.objects:
-            return self._decoded(self.objects[key])
+            return self.decoded(self.objects[key])
         return StoredTensor(self, key, self.row(key))
 
     def row(self, key: str) -> int:
@@ -269,8 +279,8 @@ class Checkpoint(ABC):
         tensors |= {alias: tensors[key] for alias, key in self.aliases.items()}
         return Catalogue(tensors, self.aliases, self.objects, self.world_size)
 
-    def _decoded(self, value: Any) -> Any:
-        """A plain value. A tensor to which it refers several times is read once."""
+    def decoded(self, value: Any) -> Any:
+        """Decodes a value of `objects`, or a part of one. A tensor that it refers to is read once."""
         return decode_plain(value, functools.cache(self._referenced))
 
     def _referenced(self, key: str) -> torch.Tensor:
@@ -319,7 +329,7 @@ class NativeCheckpoint(Checkpoint):
     @property
     def metadata(self) -> dict[str, Any]:
         """The metadata that was given at save."""
-        decoded = self._decoded(self.manifest.metadata)
+        decoded = self.decoded(self.manifest.metadata)
         assert isinstance(decoded, dict)
         return decoded
 

@@ -15,7 +15,7 @@ from shardproof.dtypes import DTYPES
 from shardproof.errors import PlainDataError, StorageError
 from shardproof.format import TensorRecord
 from shardproof.geometry import row_pointers
-from shardproof.interop import Extent, FormatReader, StoredBox, opaque_names
+from shardproof.interop import Extent, FormatReader, StoredBox, Unreadable, opaque_names, parts_of
 from shardproof.loading.box_reads import BoxReads
 from shardproof.loading.checkpoint import OPENED_FIRST, Checkpoint, Reads, open_once
 from shardproof.loading.destinations import DestinationWriter
@@ -60,7 +60,8 @@ class ForeignCheckpoint(Checkpoint):
         self.files = list(dict.fromkeys(box.file for box in self.boxes))
         """Names of the files that hold tensors; the chunk table refers to them by row."""
         self.table = _table(reader, self.files)
-        self.objects = LazyMapping(reader.object_keys(), partial(_plain_value, reader, trust_pickle))
+        keys = [*reader.object_keys(), *reader.unreadable]
+        self.objects = LazyMapping(keys, partial(_plain_value, reader, trust_pickle))
         self.proved: set[Extent] = set()
         """Extents whose checksum was compared with all their bytes."""
         self._files = reader.files()
@@ -131,7 +132,16 @@ def _table(reader: FormatReader, names: Sequence[str]) -> ChunkTable:
 
 def _plain_value(reader: FormatReader, trust_pickle: bool, key: str) -> Any:
     """A plain value of a foreign checkpoint, encoded."""
-    value = reader.object(key, trust_pickle=trust_pickle)
+    unreadable = reader.unreadable.get(key)
+    if unreadable is None:
+        value = reader.object(key, trust_pickle=trust_pickle)
+        unreadable = next(parts_of(value, Unreadable), None)
+    if unreadable is not None:
+        raise PlainDataError(
+            f"{reader.location}: {key} is {unreadable.kind}, and shardproof does not read it. "
+            f"{unreadable.remedy}. exclude= (--exclude) leaves the key out",
+            path=key,
+        )
     try:
         if names := opaque_names(value):
             raise PlainDataError(f"{key}: {', '.join(names[:5])} cannot be read as plain data", path=key)

@@ -19,6 +19,7 @@ from shardproof.errors import (
     StorageError,
     StructureError,
 )
+from shardproof.format import inner_tensors
 from shardproof.loading.checkpoint import Checkpoint
 from shardproof.loading.destinations import Destination
 from shardproof.loading.selection import (
@@ -187,6 +188,7 @@ def match(checkpoint: Checkpoint, state: Any, options: LoadOptions, rank: int, w
         rows = [row_of[entry.key] for entry in fitting]
     used, parts = binding.used if options.strict else binding.used - binding.adapted, binding.parts
     unasked = (catalogue.tensors.keys() - used) | (catalogue.objects.keys() - used)
+    unasked -= inner_tensors(catalogue.objects, unasked - catalogue.objects.keys())
     unexpected = sorted(filter(selected, unasked))
     spare = {key for key in unexpected if not parts.issuperset(parts_of(key))}
     report = MatchReport(
@@ -434,6 +436,11 @@ def _mismatch(
             lines.extend(f"    {key}" for key in keys[:20])
             if len(keys) > 20:
                 lines.append(f"    ... and {len(keys) - 20} more")
+    if any(f".{key}".endswith(".state") and want == "an empty dict" for key, want, _ in mismatched):
+        lines.append(
+            "  An optimizer's state_dict() has an empty state before the first step: put the optimizer "
+            "itself into the state"
+        )
     return KeyMismatchError(
         "\n".join(lines),
         missing=missing,

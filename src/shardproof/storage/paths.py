@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import TypeAlias
 
+from shardproof._utils.home_paths import unexpanded_home
 from shardproof.errors import StorageError
 
 __all__ = [
@@ -28,13 +29,15 @@ def absolute(path: StrOrBytesPath) -> Path:
     Symbolic links stay, except those before a "..", which leads to the folder above the link's target.
 
     Raises:
-        StorageError: `path` is invalid, or it is relative and the working directory does not exist.
+        StorageError: `path` is invalid or has a ``~``, or it is relative and the working directory does not
+            exist.
 
     >>> str(absolute("/runs/./gpt/"))
     '/runs/gpt'
     """
     text = os.fsdecode(path)
     fault = "it is empty" if not text else "it has a NUL character" if "\0" in text else _encoding_fault(text)
+    fault = fault or unexpanded_home(text)
     if fault is not None:
         raise StorageError(f"{text!r} cannot be the path of a folder: {fault}", file=ascii(text))
     try:

@@ -427,6 +427,7 @@ def test_inspect(call: Any, ckpt: Path) -> None:
         "world_size",
         "metadata",
         "tensors", "bytes", "referenced_bytes", "chunks", "rows", "parts", "writers", "aliases", "objects",
+        "unreadable",
     }  # fmt: skip
     assert {
         "key": "model.layers.{0..3}.wq",
@@ -574,7 +575,7 @@ def test_diff(call: Any, ckpt: Path, tmp_path: Path) -> None:
     assert code == 1
     assert set(report) == {
         "same", "a", "b", "only_a", "only_b", "changed", "objects", "values", "same_tensors", "by_digest",
-        "by_reading", "bytes_read",
+        "by_reading", "bytes_read", "uncompared",
     }  # fmt: skip
     assert report["same"] is False
     assert report["objects"] == [{"key": "lr", "a": "0.1", "b": "0.2"}]

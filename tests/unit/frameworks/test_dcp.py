@@ -587,3 +587,17 @@ def test_torch_reads_a_part_of_a_checkpoint_with_the_reader(tmp_path: Path) -> N
     part = _load_state_dict_from_keys("optim.state", storage_reader=dcp.ShardproofReader(tmp_path))
     assert torch.equal(part["optim"]["state"]["0"]["exp_avg"], torch.full((2,), 3.0))
     assert list(part) == ["optim"] and list(part["optim"]) == ["state"]
+
+
+def test_a_launcher_without_a_store_is_an_error_and_not_one_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two processes that take themselves for the only rank would replace each other's checkpoint."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    for call in (dcp.save, dcp.async_save, dcp.load):
+        with pytest.raises(ValueError, match="WORLD_SIZE is 2, but MASTER_ADDR is not set"):
+            call({"w": torch.ones(2)}, checkpoint_id=tmp_path / "step")
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "step", no_dist=True)
+    assert sp.open(tmp_path / "step").keys() == ["w"]
