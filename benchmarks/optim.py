@@ -133,8 +133,6 @@ SHARDED = (
         "FSDP2, no reshard after forward",
     ),
     Way("fsdp, optimizer and gradients", partial(sharded, strategy="optimizer_gradients"), "DDP, AdamW"),
-    Way("fsdp, optimizer", partial(sharded, strategy="optimizer"), "DDP, AdamW"),
-    Way("fsdp, none", partial(sharded, strategy="none"), "DDP, AdamW"),
 )
 OFFLOADED = (
     Way("floor: forward and backward", no_step),

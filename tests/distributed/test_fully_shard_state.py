@@ -12,7 +12,7 @@ from tests.distributed.test_fully_shard import values
 from tests.harness import process_group, run_ranks
 
 OPTIONS = {"unused": True}
-STRATEGIES = ("all", "optimizer", "none")
+STRATEGIES = ("all", "optimizer_gradients")
 
 
 def arrays(state: dict) -> dict:

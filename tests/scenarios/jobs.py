@@ -42,7 +42,7 @@ class Setup:
     """How a job trains."""
 
     sharding: str = "none"
-    """One of none (DDP), fsdp2, and flat with the strategy after a space: "flat optimizer"."""
+    """One of none (DDP), fsdp2, and flat with the strategy after a space: "flat all"."""
     optimizer: str = "adamw"
     """One of adamw, hybrid, distributed, and distributed hybrid."""
     fraction: float = 0.0

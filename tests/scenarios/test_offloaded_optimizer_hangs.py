@@ -27,7 +27,7 @@ SAVED = (0, 1, 5)
 END = 7
 MOVED = 3
 """Steps, at most, that a job is trained after it was loaded on another size."""
-STRATEGIES = ("all", "optimizer_gradients", "optimizer", "none")
+STRATEGIES = ("all", "optimizer_gradients")
 SHARDINGS = ("fsdp2", *(f"flat {strategy}" for strategy in STRATEGIES))
 
 FAST = [

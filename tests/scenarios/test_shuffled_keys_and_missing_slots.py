@@ -38,7 +38,7 @@ SETUPS = [
 MORE = [
     Setup("flat all"),
     Setup("none", "distributed"),
-    *(Setup(f"flat {strategy}", "hybrid", 0.5) for strategy in ("optimizer_gradients", "optimizer", "none")),
+    Setup("flat optimizer_gradients", "hybrid", 0.5),
     *(Setup("fsdp2", "hybrid", fraction, bf16=True) for fraction in (0.0, 1.0)),
     Setup("none", "hybrid", 0.5),
     Setup("none", "distributed hybrid", 1.0),

@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 from shardproof.fsdp.clipping import clip_grad_norm_
+from shardproof.fsdp.explicit import (
+    UnshardHandle,
+    reshard,
+    set_modules_to_backward_prefetch,
+    set_modules_to_forward_prefetch,
+    unshard,
+)
 from shardproof.fsdp.materialize import materialize
 from shardproof.fsdp.sharding import fully_shard
 from shardproof.fsdp.state_dicts import full_state_dict, load_full_state_dict
@@ -11,11 +18,16 @@ from shardproof.fsdp.unit import MixedPrecision, Strategy, no_sync, set_requires
 __all__ = [
     "MixedPrecision",
     "Strategy",
+    "UnshardHandle",
     "clip_grad_norm_",
     "full_state_dict",
     "fully_shard",
     "load_full_state_dict",
     "materialize",
     "no_sync",
+    "reshard",
+    "set_modules_to_backward_prefetch",
+    "set_modules_to_forward_prefetch",
     "set_requires_gradient_sync",
+    "unshard",
 ]

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from shardproof.fsdp.schedule import UnitSchedule, is_backward
 from shardproof.fsdp.unit import ShardedUnit, units_in
 
-__all__ = ["install"]
+__all__ = ["install", "schedule_of"]
 
 _SCHEDULE = "_shardproof_schedule"
 
@@ -34,7 +34,7 @@ def install(unit: ShardedUnit) -> None:
     unit.module.__dict__["_apply"] = partial(_apply, unit)
 
 
-def _schedule(unit: ShardedUnit) -> UnitSchedule:
+def schedule_of(unit: ShardedUnit) -> UnitSchedule:
     """The schedule of the outermost module around this unit. The first forward makes it."""
     schedule = unit.__dict__.get(_SCHEDULE)
     if schedule is None:
@@ -48,7 +48,7 @@ def _schedule(unit: ShardedUnit) -> UnitSchedule:
 
 @_disable_dynamo
 def _before_forward(unit: ShardedUnit, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    _schedule(unit).enter(unit)
+    schedule_of(unit).enter(unit)
     if unit.precision.cast_inputs and unit.precision.compute_dtype is not None:
         args, kwargs = tree_map_only(
             torch.Tensor, partial(_cast, unit.precision.compute_dtype), (args, kwargs)
@@ -60,7 +60,7 @@ def _before_forward(unit: ShardedUnit, module: nn.Module, args: Any, kwargs: Any
 
 @_disable_dynamo
 def _after_forward(unit: ShardedUnit, module: nn.Module, args: Any, output: Any) -> Any:
-    _schedule(unit).leave(unit)
+    schedule_of(unit).leave(unit)
     if unit.precision.output_dtype is not None:
         output = tree_map_only(torch.Tensor, partial(_cast, unit.precision.output_dtype), output)
     if torch.is_grad_enabled():
@@ -77,7 +77,7 @@ def _restore_sharded(unit: ShardedUnit, *details: Any) -> None:
 
 
 def _before_backward(unit: ShardedUnit, gradient: torch.Tensor) -> None:
-    _schedule(unit).enter_backward(unit)
+    schedule_of(unit).enter_backward(unit)
 
 
 def _watch_inputs(unit: ShardedUnit, inputs: Any) -> Any:
@@ -103,7 +103,7 @@ class _LeaveBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        _schedule(ctx.unit).leave_backward(ctx.unit)
+        schedule_of(ctx.unit).leave_backward(ctx.unit)
         return (None, *gradients)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -13,7 +12,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from shardproof.errors import StructureError
-from shardproof.geometry import Boxes, IndexMap, compose
+from shardproof.fsdp.row_sharded import RowLayout
+from shardproof.geometry import IndexMap
 from shardproof.state import dtensor_index_map
 
 __all__ = ["MeshRanks", "TensorSpec", "spec_of"]
@@ -21,18 +21,18 @@ __all__ = ["MeshRanks", "TensorSpec", "spec_of"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MeshRanks:
-    """A mesh of one dimension (shard) or two (replicate, shard). Strategy "none" replicates over all."""
+    """A mesh of one dimension (shard) or two (replicate, shard)."""
 
     mesh: DeviceMesh
     shards: int
-    """Ranges of each flat buffer: 1 if nothing is sharded."""
+    """Ranges of each flat buffer."""
     index: int
     """This rank's range."""
-    shard_group: ProcessGroup | None
+    shard_group: ProcessGroup
     replicate_groups: tuple[ProcessGroup, ...]
 
     @staticmethod
-    def of(mesh: DeviceMesh, sharded: bool) -> MeshRanks:
+    def of(mesh: DeviceMesh) -> MeshRanks:
         """The groups of a mesh.
 
         Raises:
@@ -49,8 +49,6 @@ class MeshRanks:
                 f"this rank is not in the mesh {mesh}: call fully_shard only on ranks of the mesh"
             )
         groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
-        if not sharded:
-            return MeshRanks(mesh, 1, 0, None, tuple(groups))
         return MeshRanks(mesh, mesh.size(mesh.ndim - 1), coordinate[-1], groups[-1], tuple(groups[:-1]))
 
     @property
@@ -61,18 +59,16 @@ class MeshRanks:
     @property
     def groups(self) -> tuple[ProcessGroup, ...]:
         """All groups of the mesh."""
-        return (self.shard_group, *self.replicate_groups) if self.shard_group else self.replicate_groups
+        return (self.shard_group, *self.replicate_groups)
 
     def placements(self) -> tuple[Placement, ...]:
         """Placements of a sharded parameter on the mesh."""
-        if self.shard_group is None:
-            return (Replicate(),) * self.mesh.ndim
         return (*(Replicate() for _ in self.replicate_groups), Shard(0))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorSpec:
-    """The layout of a parameter: builds its sharded DTensor and its gathered tensor."""
+    """The layout of a parameter, sharded and gathered."""
 
     shape: tuple[int, ...]
     """Shape of the whole parameter, across tensor parallel ranks, too."""
@@ -80,12 +76,10 @@ class TensorSpec:
     placements: tuple[Placement, ...]
     outer: IndexMap
     """Position of the packed tensor in the whole parameter."""
+    shard_dim: int
+    """Dimension of `mesh` over which `fully_shard` cuts the rows."""
     parallel: tuple[DeviceMesh, tuple[Placement, ...]] | None
     """Mesh and placements of tensor parallelism, if the parameter was a DTensor."""
-
-    def sharded(self, local: torch.Tensor) -> DTensor:
-        """The DTensor with this local tensor. Communicates with no rank."""
-        return _dtensor(local, self.mesh, self.placements, self.shape)
 
     def gathered(self, whole: torch.Tensor) -> torch.Tensor:
         """The parameter that the module computes with: `whole`, or its tensor parallel DTensor."""
@@ -93,16 +87,14 @@ class TensorSpec:
             return whole
         return _dtensor(whole, *self.parallel, self.shape)
 
-    def index_map(self, rows: tuple[int, int]) -> IndexMap:
-        """Position of rows [first, stop) of the packed tensor in the whole parameter."""
-        packed = self.outer.local_shape
-        local = (rows[1] - rows[0], *packed[1:])
-        if 0 in local:
-            boxes, offsets = Boxes.empty(len(packed)), np.zeros((0, len(packed)), np.int64)
-        else:
-            boxes = Boxes.whole(local)
-            offsets = np.array([[rows[0]] + [0] * (len(packed) - 1)], np.int64)
-        return compose(self.outer, IndexMap(local, packed, boxes, offsets))
+    def layout(self, bounds: tuple[tuple[int, int], ...], index: int) -> RowLayout:
+        """The layout of the sharded parameter.
+
+        Args:
+            bounds: rows [first, stop) of the packed tensor in each range.
+            index: this rank's range.
+        """
+        return RowLayout(self.mesh, self.placements, self.shape, bounds, self.shard_dim, index, self.outer)
 
 
 def _dtensor(
@@ -125,7 +117,8 @@ def spec_of(parameter: torch.Tensor, ranks: MeshRanks, name: str) -> TensorSpec:
         raise ValueError(f"{name} is a scalar, which has no rows to shard: use shape [1]")
     shape = tuple(parameter.shape)
     if not isinstance(parameter, DTensor):
-        return TensorSpec(shape, ranks.mesh, ranks.placements(), IndexMap.whole(shape), None)
+        whole = IndexMap.whole(shape)
+        return TensorSpec(shape, ranks.mesh, ranks.placements(), whole, ranks.mesh.ndim - 1, None)
     mesh, beneath = parameter.device_mesh, tuple(parameter.placements)
     if any(placement.is_partial() for placement in beneath):
         raise ValueError(f"{name} is a DTensor of partial sums: redistribute it before fully_shard")
@@ -140,14 +133,15 @@ def spec_of(parameter: torch.Tensor, ranks: MeshRanks, name: str) -> TensorSpec:
         if isinstance(placement, Shard | _StridedShard) and placement.dim % len(shape) == 0:
             split *= mesh.size(dim)
     above: list[Placement] = list(ranks.placements())
-    if ranks.shard_group is not None and split > 1:
+    if split > 1:
         above[-1] = _StridedShard(0, split_factor=split)
     joint = (*above, *beneath)
     try:
         outer = dtensor_index_map(parameter, name)
     except StructureError as error:
         raise ValueError(str(error)) from error
-    return TensorSpec(shape, _joined(ranks.mesh, mesh), joint, outer, (mesh, beneath))
+    joined = _joined(ranks.mesh, mesh)
+    return TensorSpec(shape, joined, joint, outer, ranks.mesh.ndim - 1, (mesh, beneath))
 
 
 def _joined(over: DeviceMesh, beneath: DeviceMesh) -> DeviceMesh:

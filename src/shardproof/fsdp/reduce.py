@@ -44,11 +44,7 @@ class Reduction:
         self._memory, self.arrived = buffer.take_gradients()
         ranks, packing = buffer.ranks, buffer.packing
         scattered = packing.ranks > 1
-        self._sum = self._memory
-        if scattered:
-            self._sum = torch.empty(packing.shard, dtype=buffer.reduce, device=buffer.device)
-        elif ranks.shard_group is not None:
-            self._sum = torch.empty_like(self._memory)  # because the memory returns to the pool
+        self._sum = torch.empty(packing.shard, dtype=buffer.reduce, device=buffer.device)
         self.result = self._sum
         if buffer.reduce != buffer.master:
             self.result = torch.empty(packing.shard, dtype=buffer.master, device=buffer.device)
@@ -61,7 +57,7 @@ class Reduction:
                 self._memory.div_(before)
             if scattered:
                 self._works = [reduce_scatter(self._sum, self._memory, ranks.shard_group)]
-            elif self._sum is not self._memory:
+            else:
                 self._sum.copy_(self._memory)
             self._done: Done | None = None
             if lane.stream is not None:
@@ -91,8 +87,7 @@ class Reduction:
             for work in self._works:
                 work.wait()
             self._divide()
-        if self._sum is not self._memory:
-            self._give_back(self._memory)
+        self._give_back(self._memory)
         del self._memory, self._sum
 
     def _divide(self) -> None:

@@ -27,7 +27,8 @@ class UnitSchedule:
 
     Note: gathered at once
         At any time the units with whole parameters are the running unit, the units around it, and at most
-        `prefetch` units after it (before it, in backward). The order of the previous forward gives the next
+        `prefetch` units after it (before it, in backward), or those that `set_modules_to_forward_prefetch`
+        and `set_modules_to_backward_prefetch` named. The order of the previous forward gives the next
         units; the first forward gathers each unit when it runs. A unit that was gathered ahead and did not
         run is freed at the end of the pass.
     """
@@ -160,8 +161,10 @@ class UnitSchedule:
         try:
             self._cursor = self._expected.index(unit, self._cursor) + 1
         except ValueError:  # the order of units has changed
-            return
-        for other in self._expected[self._cursor : self._cursor + unit.prefetch]:
+            following = []
+        else:
+            following = self._expected[self._cursor : self._cursor + unit.prefetch]
+        for other in following if unit.ahead_in_forward is None else unit.ahead_in_forward:
             other.adopt_changes()
             other.gather()
 
@@ -169,8 +172,9 @@ class UnitSchedule:
         found = [index for index, other in enumerate(self._finished) if other is unit]
         if found:
             del self._finished[found[-1] :]
-            for other in self._finished[: -unit.prefetch - 1 : -1]:
-                other.gather()
+        preceding = self._finished[: -unit.prefetch - 1 : -1] if found else []
+        for other in preceding if unit.ahead_in_backward is None else unit.ahead_in_backward:
+            other.gather()
 
     def _end_unit(self, unit: ShardedUnit) -> None:
         if unit.in_backward:

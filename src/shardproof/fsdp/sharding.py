@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import get_args
 
 import torch
@@ -35,6 +35,7 @@ def fully_shard(
     mixed_precision: MixedPrecision | None = None,
     reshard_after_forward: bool | None = None,
     prefetch: int = 1,
+    ignored_params: Collection[nn.Parameter] = (),
     gradient_divisor: float | None = None,
 ) -> nn.Module:
     """Shards a module's parameters over ranks in row-aligned flat buffers, as one unit.
@@ -48,7 +49,8 @@ def fully_shard(
     - Return all results of a unit in its output, as tensors, lists, tuples or dicts. With strategy "all", the
       backward of a loss that an attribute holds raises, because the parameters are freed by then.
     - All ranks must have equal parameters before, and run the same units in the same order.
-    - torch's own redistribution (`DTensor.full_tensor`) expects even shards: use `full_state_dict`.
+    - The number of rows differs between ranks. Operations that are not elementwise (`full_tensor`, a view,
+      Muon) gather the whole tensor, so all ranks must run them.
     - The gradient of a parameter is None if no rank has one.
 
     Args:
@@ -57,12 +59,14 @@ def fully_shard(
         mesh: a mesh of one dimension (shard) or two (replicate, shard). Tensor parallel parameters need
             another, named dimension of the same root mesh. Experts may have a mesh of their own.
         strategy: "all" shards parameters, gradients and optimizer state. "optimizer_gradients" shards
-            gradients and optimizer state, and keeps gathered parameters. "optimizer" shards the optimizer
-            state, and keeps memory for whole gradients, too. "none" shards nothing and averages gradients.
+            gradients and optimizer state, and keeps gathered parameters. To shard less, use
+            `optim.DistributedOptimizer`, or torch's `DistributedDataParallel`, without `fully_shard`.
         mixed_precision: dtypes; None: those of the parameters.
         reshard_after_forward: for "all", whether to free gathered parameters between forward and backward.
             None: True for all units but the outermost.
         prefetch: units to gather ahead of the running one.
+        ignored_params: parameters that stay as they are: they are not sharded or moved, and their gradients
+            are not reduced. Pass them to the call for each module around them.
         gradient_divisor: divisor of gradients that are summed over the mesh; None: the mesh's size.
 
     Returns:
@@ -70,6 +74,7 @@ def fully_shard(
 
     Raises:
         ValueError: the mesh, the strategy or a parameter is not supported.
+        TypeError: `module` is a list, for which torch's FSDP2 makes one unit.
 
     Sources: ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054), FSDP (Zhao et al. 2023, arXiv:2304.11277).
 
@@ -84,16 +89,25 @@ def fully_shard(
     torch.Size([2, 3])
     >>> dist.destroy_process_group()
     """
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"fully_shard takes one module, found a {type(module).__name__}. For one unit of several "
+            "modules, call it on the module around them; otherwise call it on each"
+        )
     if strategy not in get_args(Strategy):
-        raise ValueError(f"strategy is {strategy!r}, not one of {', '.join(get_args(Strategy))}")
+        raise ValueError(
+            f"strategy is {strategy!r}, not one of {', '.join(get_args(Strategy))}. To shard the optimizer's "
+            "state alone, use shardproof.optim.DistributedOptimizer(..., shard_gradients=False); to shard "
+            "nothing, torch.nn.parallel.DistributedDataParallel. Neither needs fully_shard"
+        )
     precision = mixed_precision or MixedPrecision()
     if unit_of(module) is not None:
         raise ValueError(f"this {type(module).__name__} is already a unit of fully_shard")
-    ranks = MeshRanks.of(mesh, strategy != "none")
+    ranks = MeshRanks.of(mesh)
     device = torch.device(mesh.device_type)
     if device.type not in ("cpu", "meta"):
         device = torch.device(device.type, torch.get_device_module(device).current_device())
-    found = _parameters_of(module)
+    found = _parameters_of(module, set(map(id, ignored_params)))
     warn_of_row_major_copies(
         [one.name for one in found if not local_tensor(one.parameter).is_contiguous()], "fully_shard"
     )
@@ -134,7 +148,7 @@ def _own_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.
             yield from _own_modules(child, f"{prefix}{name}.")
 
 
-def _parameters_of(module: nn.Module) -> list[_ModuleParameter]:
+def _parameters_of(module: nn.Module, ignored: set[int]) -> list[_ModuleParameter]:
     by_id: dict[int, _ModuleParameter] = {}
     seen: set[int] = set()
     for prefix, part in _own_modules(module):
@@ -142,7 +156,7 @@ def _parameters_of(module: nn.Module) -> list[_ModuleParameter]:
             continue
         seen.add(id(part))
         for name, parameter in part._parameters.items():
-            if parameter is None:
+            if parameter is None or id(parameter) in ignored:
                 continue
             if getattr(parameter, _IN_UNIT, False) or hasattr(parameter, LOCAL):
                 raise ValueError(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from typing import Literal, NoReturn
 
 import torch
 from torch import nn
@@ -32,9 +32,9 @@ __all__ = [
 UNIT = "_shardproof_fsdp"
 """Attribute of a module: its unit."""
 
-Strategy = Literal["all", "optimizer_gradients", "optimizer", "none"]
-"""The sharded state, in this order: parameters, gradients and optimizer state (ZeRO-3); gradients and
-optimizer state (ZeRO-2); optimizer state (ZeRO-1); none (DDP)."""
+Strategy = Literal["all", "optimizer_gradients"]
+"""The sharded state: parameters, gradients and optimizer state (ZeRO-3), or gradients and optimizer state
+(ZeRO-2)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +103,10 @@ class ShardedUnit:
         self.shared = SharedUnits(Lane(device), Lane(device))
         self.on_gradient: Callable[[], None]
         """Called after each gradient. The schedule sets it at the first forward."""
+        self.ahead_in_forward: list[ShardedUnit] | None = None
+        """Units to gather when the forward begins; None for those after it in the previous forward."""
+        self.ahead_in_backward: list[ShardedUnit] | None = None
+        """Units to gather when the backward begins; None for those before it in the forward."""
         self.sync = True
         self.may_have_changed = True
         """True if parameters may have changed since the last gather; False only within `no_sync`."""
@@ -111,10 +115,15 @@ class ShardedUnit:
         self.in_backward = False
         self.has_gathered = False
         self._running: list[Done] = []
-        self._memory: dict[FlatBuffer, torch.Tensor] = {}
         for buffer in buffers:
             for parameter in buffer.parameters:
                 parameter.on_gradient = partial(self._arrived, buffer)
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise TypeError(
+            f"{type(self.module).__name__} is a unit of fully_shard, which copy.deepcopy cannot copy, nor "
+            "AveragedModel, which calls it. Copy the model first, then call fully_shard on both"
+        )
 
     @property
     def parameters(self) -> list[UnitParameter]:
@@ -187,20 +196,13 @@ class ShardedUnit:
                 continue
             self._provide_memory(buffer)
             pool.make_room()
-            give_back: Callable[[torch.Tensor], None] = pool.give_back
-            if self.strategy == "optimizer":
-                give_back = partial(self._memory.__setitem__, buffer)
-            reductions.append(Reduction(buffer, self.divisor, lane, give_back))
+            reductions.append(Reduction(buffer, self.divisor, lane, pool.give_back))
             pool.launched(reductions[-1])
         return reductions
 
     def _provide_memory(self, buffer: FlatBuffer) -> None:
-        """Gives a buffer memory for gradients: its own with strategy "optimizer", else the shared pool's."""
         if buffer.gradients is None:
-            own = self._memory.pop(buffer, None)
-            if own is None:
-                own = self.shared.pool.take(buffer.packing.size, buffer.reduce, buffer.device)
-            buffer.gradients = own
+            buffer.gradients = self.shared.pool.take(buffer.packing.size, buffer.reduce, buffer.device)
 
     def _arrived(self, buffer: FlatBuffer, parameter: UnitParameter, gradient: torch.Tensor) -> None:
         self._provide_memory(buffer)

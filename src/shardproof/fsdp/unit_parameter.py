@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from shardproof.fsdp.mesh_ranks import TensorSpec
 from shardproof.fsdp.packing import Packing
-from shardproof.state import LOCAL
+from shardproof.fsdp.row_sharded import RowSharded
 
 __all__ = ["UnitParameter"]
 
@@ -40,6 +40,8 @@ class UnitParameter:
     ) -> None:
         self.name, self.owners, self.spec, self.member = name, owners, spec, member
         self.rows = packing.rows(member, index)
+        bounds = tuple(packing.rows(member, rank) for rank in range(packing.ranks))
+        self.layout = spec.layout(bounds, index)
         self.elements = packing.elements(member, index)
         self.start = packing.starts[member]
         self.shape = packing.shapes[member]
@@ -87,12 +89,11 @@ class UnitParameter:
         """Makes the sharded parameter a view of the rank's range. An existing one keeps its identity."""
         self.local = self.part(shard)
         with torch.no_grad():
-            fresh = nn.Parameter(self.spec.sharded(self.local), requires_grad=requires_grad)
+            fresh = nn.Parameter(self.layout.wrap(self.local), requires_grad=requires_grad)
         if self.sharded is None:
             self.sharded = fresh
         else:
             torch.utils.swap_tensors(self.sharded, fresh)  # type: ignore[no-untyped-call]
-        setattr(self.sharded, LOCAL, self.spec.index_map(self.rows))
         self.local = self.sharded._local_tensor
         self.show_sharded()
 
@@ -116,10 +117,14 @@ class UnitParameter:
         Raises:
             ValueError: the tensor has another shape.
         """
-        if isinstance(parameter, DTensor) and tuple(parameter.placements) == self.spec.placements:
+        if isinstance(parameter, RowSharded):
             if tuple(parameter._local_tensor.shape) == self.local_shape():
                 return parameter._local_tensor
             raise self._shape_error(parameter._local_tensor, self.local_shape())
+        if isinstance(parameter, DTensor) and parameter.device_mesh == self.layout.mesh:
+            if tuple(parameter.shape) != self.layout.shape:
+                raise self._shape_error(parameter, self.layout.shape)
+            return self.layout.take(parameter)
         return self.rows_of(parameter)
 
     def rows_of(self, whole: torch.Tensor) -> torch.Tensor:
@@ -154,9 +159,9 @@ class UnitParameter:
         """Sets the gradient from a reduced buffer, or adds to the gradient that the parameter has."""
         local = self.part(part)
         if self.sharded.grad is None:
-            self.sharded.grad = self.spec.sharded(local)
+            self.sharded.grad = self.layout.wrap(local, self.sharded)
         else:
-            self.sharded.grad._local_tensor.add_(local)
+            self.sharded.grad.add_(self.layout.wrap(local, self.sharded))
 
     def _arrived(self, whole: Any) -> None:
         gradient, whole.grad = whole.grad, None

@@ -27,6 +27,7 @@ from shardproof.state.placements import (
 )
 
 __all__ = [
+    "LIKE",
     "LOCAL",
     "LocalBoxes",
     "LocalBoxesCache",
@@ -39,6 +40,9 @@ __all__ = [
 
 LOCAL = "_shardproof_local"
 """Attribute of a DTensor whose shards differ from its placements: the index map of the local tensor."""
+
+LIKE = "_shardproof_like"
+"""Method of a subclass of DTensor: the tensor of the same class and layout with another local tensor."""
 
 
 _dtensor: Any = ()

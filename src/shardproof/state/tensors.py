@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from shardproof.dtypes import DTYPES
 from shardproof.errors import StructureError
-from shardproof.state.dtensor import LOCAL, is_dtensor, local_tensor
+from shardproof.state.dtensor import LIKE, LOCAL, is_dtensor, local_tensor
 
 __all__ = [
     "PLAIN_TYPES",
@@ -296,6 +296,9 @@ def memory_identity(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 def dtensor_like(local: torch.Tensor, like: Any) -> torch.Tensor:
     """A DTensor with this local tensor, and mesh, placements, shape and index map of the DTensor `like`."""
+    if (make := getattr(like, LIKE, None)) is not None:
+        made: torch.Tensor = make(local)
+        return made
     new = _dtensor(local, like.device_mesh, like.placements, like)
     if (index_map := getattr(like, LOCAL, None)) is not None:
         setattr(new, LOCAL, index_map)

@@ -123,7 +123,7 @@ def check(model: Model, reference: Model) -> None:
             assert torch.allclose(one.grad._local_tensor, other.grad, atol=1e-6), name
 
 
-@pytest.mark.parametrize("strategy", ["all", "optimizer"])
+@pytest.mark.parametrize("strategy", ["all", "optimizer_gradients"])
 @pytest.mark.parametrize(
     "passes",
     [

@@ -193,15 +193,8 @@ def test_a_gradient_of_another_shape_is_refused_by_name() -> None:
 
 def test_gradients_of_a_thawed_parameter_add_up_in_the_gradient_dtype() -> None:
     net = model(torch.bfloat16)
+    optimizer = DistributedOptimizer(net, torch.optim.SGD, lr=1.0, gradient_dtype=torch.float32)
     net.up.bias.requires_grad_(False)
-    optimizer = DistributedOptimizer(
-        net,
-        torch.optim.SGD,
-        lr=1.0,
-        param_groups=[{"params": list(net.parameters())}],
-        gradient_dtype=torch.float32,
-    )
-    assert not net.up.bias.requires_grad
     before = slots_by_name(net, optimizer)["up.bias"].tensors["master"].buffer.clone()
     net.up.bias.requires_grad_(True)
     for gradient in (256.0, 1.0):  # 257 is not a bf16 number
@@ -209,6 +202,33 @@ def test_gradients_of_a_thawed_parameter_add_up_in_the_gradient_dtype() -> None:
     optimizer.step()
     now = slots_by_name(net, optimizer)["up.bias"].tensors["master"].buffer
     assert torch.equal(now, before - 257.0)
+
+
+@pytest.mark.parametrize("given", [None, lambda *_: {}, "listed"])
+def test_a_frozen_parameter_has_no_state_and_no_memory_and_stays_frozen(given: Any, tmp_path: Path) -> None:
+    def made(net: nn.Module) -> DistributedOptimizer:
+        groups = [{"params": list(net.parameters())}] if given == "listed" else given
+        return DistributedOptimizer(net, torch.optim.AdamW, lr=1.0, param_groups=groups)
+
+    net = model(torch.bfloat16)
+    net.down.requires_grad_(False)
+    optimizer = made(net)
+    expected = {"up.weight", "up.bias", "unused.weight", "unused.bias"}
+    assert set(slots_by_name(net, optimizer)) == expected
+    memory = sum(bucket.parameters.numel() for bucket in optimizer._buckets)
+    assert memory < sum(item.numel() for item in net.parameters())
+    trained(net, optimizer, 1)
+    sp.save(tmp_path / "saved", {"model": net, "optimizer": optimizer})
+    net.down.requires_grad_(True)
+    with pytest.raises(RuntimeError, match=r"down\.weight was frozen when .* make a new optimizer, and load"):
+        optimizer.step()
+    net = model(torch.bfloat16)
+    again = made(net)  # the advice
+    sp.load(tmp_path / "saved", {"model": net, "optimizer": again}, strict=False)
+    before = net.down.weight.detach().clone()
+    trained(net, again, 1)
+    assert not torch.equal(net.down.weight, before)
+    assert slots_by_name(net, again)["up.weight"].tensors["step"] == 2
 
 
 def test_full_buffers_are_no_larger_than_their_buckets() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -21,10 +22,12 @@ _ALIGNMENT = 16
 ParamGroups = Iterable[Mapping[str, Any]] | Callable[[str, torch.nn.Parameter], Mapping[str, Any]] | None
 
 
-def groups_of(module: torch.nn.Module, given: ParamGroups) -> list[dict[str, Any]]:
-    """Convert `param_groups` to groups as torch's optimizers accept them."""
+def groups_of(
+    module: torch.nn.Module, given: ParamGroups
+) -> tuple[list[dict[str, Any]], list[torch.nn.Parameter]]:
+    """Convert `param_groups` to groups as torch's optimizers accept them, and separate frozen parameters."""
     if given is None:
-        groups = [{"params": [item for item in module.parameters() if item.requires_grad]}]
+        groups: list[dict[str, Any]] = [{"params": list(module.parameters())}]
     elif callable(given):
         groups = []
         for name, parameter in module.named_parameters():
@@ -38,9 +41,17 @@ def groups_of(module: torch.nn.Module, given: ParamGroups) -> list[dict[str, Any
                     groups.append({**options, "params": [parameter]})
     else:
         groups = [{**group, "params": _parameters(group["params"])} for group in given]
+    known = (
+        module.parameters()
+        if given is None or callable(given)
+        else chain.from_iterable(group["params"] for group in groups)
+    )
+    frozen = [item for item in known if not item.requires_grad]
+    for group in groups:
+        group["params"] = [item for item in group["params"] if item.requires_grad]
     if not any(group["params"] for group in groups):
         raise ValueError("no parameter to step: no parameter requires a gradient, or param_groups is empty")
-    return groups
+    return groups, frozen
 
 
 def _parameters(given: Any) -> list[Any]:

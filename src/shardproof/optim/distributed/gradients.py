@@ -128,11 +128,7 @@ class Gradients:
                 if gradients is not None:
                     gradients.add_from_hook(weight)
 
-            trains = weight.parameter.requires_grad
-            # A frozen parameter accepts no hook, but may be unfrozen later.
-            weight.parameter.requires_grad_(True)
             weight.parameter.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
-            weight.parameter.requires_grad_(trains)
 
         for weight in self.weights:
             hook_of(weight)

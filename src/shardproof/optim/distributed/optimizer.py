@@ -55,7 +55,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             for example a `functools.partial` of `HybridDeviceOptimizer`.
         param_groups: groups of the module's parameters as for torch optimizers; or a function that returns a
             parameter's options, ``param_groups(name, parameter) -> {"weight_decay": 0.0}``; or None for one
-            group of all parameters that require gradients.
+            group of all parameters. Parameters that are frozen take no memory, and stay frozen. One that is
+            frozen later may be unfrozen again.
         process_group: the data-parallel ranks; None for all.
         expert_group: the ranks that share this rank's experts. Expert gradients come from all ranks of
             `process_group`: they are summed over `expert_group` and divided by the size of `process_group`.
@@ -114,7 +115,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     ) -> None:
         if (expert_group is None) != (is_expert is None):
             raise ValueError("expert_group and is_expert must be set together")
-        groups = groups_of(module, param_groups)
+        groups, frozen = groups_of(module, param_groups)
+        ids = set(map(id, frozen))
+        self._frozen = [(name, item) for name, item in module.named_parameters() if id(item) in ids]
         self._complete = False
         self._weights = make_weights(module, groups)
         self._by_parameter: dict[torch.Tensor, Weight] = {
@@ -170,8 +173,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             closure: computes the loss and its gradients; called once.
 
         Raises:
-            RuntimeError: a parameter was moved out of its flat buffer, or a `torch.amp.GradScaler` made the
-                call.
+            RuntimeError: a parameter was moved out of its flat buffer, a parameter that was frozen when the
+                optimizer was made is not any more, or a `torch.amp.GradScaler` made the call.
         """
         if vars(self).pop("grad_scale", self) is not self:  # the scaler may set it to None
             raise RuntimeError(
@@ -179,6 +182,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "finds no infinity: pass loss_scale=DynamicLossScale() to the optimizer, call "
                 "optimizer.scale(loss).backward(), and optimizer.step() without the scaler"
             )
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise RuntimeError(
+                    f"{name} was frozen when the DistributedOptimizer was made, so the optimizer has no "
+                    "memory for it. Make the optimizer first, and then freeze parameters that are to train "
+                    "later. In a running program: save, build the model, make a new optimizer, and load"
+                )
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from shardproof.errors import StructureError
-from shardproof.state.dtensor import LOCAL, is_dtensor, is_sharded, local_tensor
+from shardproof.state.dtensor import LIKE, LOCAL, is_dtensor, is_sharded, local_tensor
 from shardproof.state.layout import Layout, local_layout
 from shardproof.state.local_shards import LocalShards
 from shardproof.state.optimizer.slots import LocalRange, StoredSlot
@@ -77,8 +77,8 @@ class SlotLayout:
         Raises:
             StructureError: the shape of the slot does not determine its layout.
         """
-        if self.is_own and is_dtensor(item):
-            return None
+        if is_dtensor(item) and (self.is_own or hasattr(self.parameter, LIKE) > hasattr(item, LIKE)):
+            return None  # its placements are its layout
         if isinstance(item, LocalRange):
             check_memory(item.buffer, key)
             return self._local(key).range(item.buffer, item.start, item.stop)

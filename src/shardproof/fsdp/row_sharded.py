@@ -1,0 +1,544 @@
+"""The DTensor of a parameter whose ranks have different numbers of rows.
+
+Note: rows that torch would not compute
+    torch derives the part of each rank from the placement `Shard(0)`: equal chunks, the last ones shorter.
+    The ranks of a flat buffer have other rows, so torch's redistribution would send and expect wrong sizes.
+    `RowSharded` runs each operation in one of these ways:
+
+    1. Elementwise operations of tensors with the same rows run on the local tensors.
+    2. The norm of a whole tensor is reduced from the norms of the parts.
+    3. Other operations get gathered tensors, replicated over the ranks that share the rows, and torch's
+       DTensor runs them. If an operation writes to an argument, each rank copies its rows of the result back.
+
+    The way depends only on what all ranks know, so all ranks run the same collectives. A view other than a
+    permutation of the dimensions is a `GatheredView`, which refuses writes, because they would be lost.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.optim.optimizer import _foreach_supported_types as _types_of_optimizers
+from torch.utils import _foreach_utils
+from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._pytree import tree_map
+
+from shardproof.collectives import all_gather
+from shardproof.geometry import Boxes, IndexMap, compose
+
+__all__ = ["RowLayout", "RowSharded"]
+
+aten = torch.ops.aten
+
+_ELEMENTWISE = {
+    *(aten.alias, aten.detach, aten.lift_fresh, aten._to_copy, aten.copy_, aten.zero_, aten.fill_),
+    *(aten.empty_like, aten.zeros_like, aten.ones_like, aten.full_like, aten.masked_fill, aten.masked_fill_),
+}
+"""Elementwise operations that torch does not tag as pointwise."""
+
+_WITH_COLLECTIVE = {aten.equal}
+"""Operations that torch tags as pointwise and whose result depends on all elements."""
+
+_NORMS = {aten.linalg_vector_norm, aten.norm, aten._foreach_norm}
+
+_OF_PARTS = {aten._amp_foreach_non_finite_check_and_unscale_}
+"""Operations that torch's DTensor runs on any parts, and whose result it reduces."""
+
+_OF_LISTS = ("_foreach_", "_fused_")
+
+_REDUCTIONS_OF_LISTS = {"_foreach_norm", "_foreach_max", "_foreach_powsum"}
+
+_PERMUTATIONS: dict[Any, Callable[..., list[int]]] = {
+    aten.t: lambda n: [*range(n)][::-1],
+    aten.transpose: lambda n, one, other: _swapped(n, one % n, other % n),
+    aten.permute: lambda n, dims: [dim % n for dim in dims],
+}
+
+
+def _swapped(n: int, one: int, other: int) -> list[int]:
+    dims = [*range(n)]
+    dims[one], dims[other] = other, one
+    return dims
+
+
+@dataclass(frozen=True, eq=False)
+class RowLayout:
+    """The rows of each rank, and what a gathered tensor is."""
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: tuple[int, ...]
+    """Shape of the whole tensor."""
+    bounds: tuple[tuple[int, int], ...]
+    """Rows [first, stop) of each rank, ascending; (0, 0) if it has none."""
+    mesh_dim: int
+    """Dimension of the mesh whose ranks share the rows."""
+    index: int
+    """This rank's index in it."""
+    outer: IndexMap
+    """Position of the gathered local tensor in the whole tensor."""
+    dim: int = 0
+    """Dimension of the tensor that is cut."""
+    _permuted: dict[tuple[int, ...], RowLayout] = field(default_factory=dict, repr=False)
+
+    def __deepcopy__(self, memo: Any) -> RowLayout:
+        return self
+
+    def equals(self, other: RowLayout) -> bool:
+        """True if all ranks have the same rows of tensors with either layout."""
+        if self is other:
+            return True
+        mine = (self.bounds, self.dim, self.shape, self.placements, self.mesh)
+        return mine == (other.bounds, other.dim, other.shape, other.placements, other.mesh)
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """This rank's rows."""
+        return self.bounds[self.index]
+
+    @property
+    def gathered(self) -> tuple[Placement, ...]:
+        """Placements of a gathered tensor."""
+        return tuple(Replicate() if dim == self.mesh_dim else p for dim, p in enumerate(self.placements))
+
+    @cached_property
+    def index_map(self) -> IndexMap:
+        """Position of this rank's rows in the whole tensor."""
+        packed, (first, stop) = self.outer.local_shape, self.rows
+        local = (*packed[: self.dim], stop - first, *packed[self.dim + 1 :])
+        boxes, offsets = Boxes.whole(local), np.zeros((1, len(packed)), np.int64)
+        offsets[0, self.dim] = first
+        if 0 in local:
+            boxes, offsets = Boxes.empty(len(packed)), offsets[:0]
+        return compose(self.outer, IndexMap(local, packed, boxes, offsets))
+
+    def permuted(self, dims: tuple[int, ...]) -> RowLayout:
+        """The layout after a permutation of the dimensions, the same object for the same permutation."""
+        if dims not in self._permuted:
+            made = self._permute(dims)
+            self._permuted[dims] = made
+            made._permuted[tuple(map(dims.index, range(len(dims))))] = self
+        return self._permuted[dims]
+
+    def _permute(self, dims: tuple[int, ...]) -> RowLayout:
+        def moved(placement: Placement) -> Placement:
+            if isinstance(placement, _StridedShard):
+                return _StridedShard(dims.index(placement.dim), split_factor=placement.split_factor)
+            return Shard(dims.index(placement.dim)) if isinstance(placement, Shard) else placement
+
+        order, outer = list(dims), self.outer
+        return RowLayout(
+            self.mesh,
+            tuple(map(moved, self.placements)),
+            tuple(self.shape[dim] for dim in dims),
+            self.bounds,
+            self.mesh_dim,
+            self.index,
+            IndexMap(
+                tuple(outer.local_shape[dim] for dim in dims),
+                tuple(outer.global_shape[dim] for dim in dims),
+                Boxes(outer.local.offsets[:, order], outer.local.sizes[:, order]),
+                outer.offsets[:, order],
+            ),
+            dims.index(self.dim),
+        )
+
+    def wrap(self, local: torch.Tensor, like: RowSharded | None = None) -> RowSharded:
+        """The tensor with this local tensor. `like` may be a tensor of the same layout."""
+        spec = like._spec if like is not None and like.dtype == local.dtype else None
+        if spec is None:
+            spec = _spec(local, self.mesh, self.placements, self.shape)
+        made: RowSharded = _tensor(RowSharded, local, spec)
+        made.row_layout = self
+        return made
+
+    def gather(self, local: torch.Tensor) -> DTensor:
+        """The gathered tensor, a copy. A collective over the ranks that share the rows."""
+        most = max(stop - first for first, stop in self.bounds)
+        with torch.no_grad():
+            rows = local.detach().movedim(self.dim, 0)
+            part = rows.new_zeros((most, *rows.shape[1:]))
+            part[: rows.shape[0]].copy_(rows)
+            parts = part.new_empty((len(self.bounds), *part.shape))
+            if part.numel():
+                all_gather(parts.view(-1), part.view(-1), self.mesh.get_group(self.mesh_dim)).wait()
+            known = [parts[rank, : stop - first] for rank, (first, stop) in enumerate(self.bounds)]
+            joined = torch.cat(known).movedim(0, self.dim).contiguous()
+            spec = _spec(joined, self.mesh, self.gathered, self.shape)
+            whole: DTensor = _tensor(DTensor, joined, spec)
+            return whole
+
+    def take(self, whole: DTensor) -> torch.Tensor:
+        """This rank's rows of a DTensor on the same mesh. A collective, unless it is gathered."""
+        with torch.no_grad():
+            if tuple(whole.placements) != self.gathered:
+                whole = whole.redistribute(placements=self.gathered)
+        first, stop = self.rows
+        return whole._local_tensor.narrow(self.dim, first, stop - first)
+
+
+def _tensor(kind: Any, local: torch.Tensor, spec: Any) -> Any:
+    """A DTensor without a gradient. `DTensor.__init__` does nothing, and takes longer than all the rest."""
+    return kind.__new__(kind, local, spec, requires_grad=False)
+
+
+def _spec(
+    local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...]
+) -> Any:
+    whole = torch.empty(shape, dtype=local.dtype, device="meta")
+    meta = TensorMeta(whole.shape, whole.stride(), local.dtype)
+    return DTensorSpec(mesh, placements, tensor_meta=meta)
+
+
+class RowSharded(DTensor):
+    """A DTensor of which each rank has the rows in its layout (see "rows that torch would not compute")."""
+
+    row_layout: RowLayout
+
+    @property
+    def _shardproof_local(self) -> IndexMap:
+        return self.row_layout.index_map
+
+    def _shardproof_like(self, local: torch.Tensor) -> RowSharded:
+        return self.row_layout.wrap(local, self)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        packet = func.overloadpacket
+        if packet in _PERMUTATIONS:
+            return _permute(func, args)
+        if packet in _NORMS and not _along_dimensions(func, args):
+            return _norms(func, args, kwargs)
+        if packet in _OF_PARTS:
+            return func(*tree_map(_plain_dtensor, args), **tree_map(_plain_dtensor, kwargs))
+        if _is_elementwise(func):
+            run = _lists_elementwise if func.__name__.startswith(_OF_LISTS) else _elementwise
+            with suppress(_OtherRowsError):
+                return run(func, args, kwargs)
+        return _with_gathered(func, args, kwargs)
+
+    def redistribute(
+        self,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        **options: Any,
+    ) -> DTensor:
+        """As `DTensor.redistribute`, from a gathered tensor. Its own placements return the tensor itself."""
+        if placements is not None and tuple(placements) == tuple(self.placements) and not options:
+            return self
+        gathered: DTensor = _Gather.apply(self)  # type: ignore[no-untyped-call]
+        return gathered.redistribute(device_mesh, placements, **options)
+
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """As `DTensor.to_local`. A gradient has the rows of the tensor."""
+        if not torch.is_grad_enabled() or not self.requires_grad:
+            return super().to_local(grad_placements=grad_placements)
+        local: torch.Tensor = _ToLocal.apply(self)  # type: ignore[no-untyped-call]
+        return local
+
+    @property
+    def data(self) -> torch.Tensor:
+        """As `Tensor.data`. A value that is set is copied: the memory stays that of the flat buffer."""
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined,no-any-return]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        try:
+            rows = _local_of(value, self.row_layout)
+        except _OtherRowsError:
+            rows = None
+        if rows is None or value.dtype != self.dtype or value.shape != self.shape:
+            raise ValueError(
+                f"the data of a parameter of shardproof.fsdp must be a DTensor of its mesh, with shape "
+                f"{list(self.shape)} and dtype {self.dtype}, found a {type(value).__name__} of shape "
+                f"{list(value.shape)} and dtype {value.dtype}. Use load_full_state_dict for plain tensors"
+            )
+        self._local_tensor.copy_(rows)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        if id(self) in memo:
+            known: torch.Tensor = memo[id(self)]
+            return known
+        made: torch.Tensor = self.row_layout.wrap(self._local_tensor.detach().clone(), self)
+        if isinstance(self, torch.nn.Parameter):
+            made = torch.nn.Parameter(made, self.requires_grad)
+        memo[id(self)] = made.requires_grad_(self.requires_grad)
+        if self.grad is not None:
+            made.grad = copy.deepcopy(self.grad, memo)
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        layout, outer = self.row_layout, self.row_layout.outer
+        columns = (outer.local.offsets.tolist(), outer.local.sizes.tolist(), outer.offsets.tolist())
+        shapes = (outer.local_shape, outer.global_shape)
+        known = (layout.mesh, layout.placements, layout.shape, layout.bounds, layout.mesh_dim, layout.index)
+        is_parameter = isinstance(self, torch.nn.Parameter)
+        return _loaded, (
+            self._local_tensor,
+            self.requires_grad,
+            is_parameter,
+            known,
+            layout.dim,
+            shapes,
+            columns,
+        )
+
+
+def _loaded(
+    local: torch.Tensor,
+    requires_grad: bool,
+    is_parameter: bool,
+    known: tuple[Any, ...],
+    dim: int,
+    shapes: tuple[tuple[int, ...], tuple[int, ...]],
+    columns: tuple[list[list[int]], ...],
+) -> torch.Tensor:
+    """The tensor that `torch.load` reads."""
+    starts, sizes, offsets = (np.array(one, np.int64).reshape(-1, len(shapes[0])) for one in columns)
+    mesh, placements, shape, bounds, mesh_dim, index = known
+    outer = IndexMap(*shapes, Boxes(starts, sizes), offsets)
+    layout = RowLayout(mesh, placements, shape, bounds, mesh_dim, index, outer, dim)
+    made = layout.wrap(local)
+    return torch.nn.Parameter(made, requires_grad) if is_parameter else made.requires_grad_(requires_grad)
+
+
+class GatheredView(DTensor):
+    """A view of a gathered copy of a `RowSharded`. An operation that writes to it raises."""
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        for value in _written(func, args, kwargs):
+            if isinstance(value, GatheredView):
+                raise RuntimeError(
+                    f"{func} writes to a view, of shape {list(value.shape)}, of a parameter of "
+                    "shardproof.fsdp. The view is a gathered copy, so the parameter would not change. Change "
+                    "the whole value (parameter.full_tensor()), and load it with load_full_state_dict"
+                )
+        out = func(*tree_map(_plain_dtensor, args), **tree_map(_plain_dtensor, kwargs))
+        return tree_map(_as_view, out) if func.is_view else out
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: RowSharded) -> DTensor:
+        ctx.layout = tensor.row_layout
+        return tensor.row_layout.gather(tensor._local_tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return ctx.layout.wrap(ctx.layout.take(gradients[0]).contiguous())
+
+
+class _ToLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: RowSharded) -> torch.Tensor:
+        ctx.layout = tensor.row_layout
+        return tensor._local_tensor.view_as(tensor._local_tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return ctx.layout.wrap(gradients[0].contiguous())
+
+
+def _is_elementwise(func: Any) -> bool:
+    packet, name = func.overloadpacket, func.__name__
+    if name.startswith(_OF_LISTS):
+        return name.split(".")[0] not in _REDUCTIONS_OF_LISTS
+    return packet in _ELEMENTWISE or (torch.Tag.pointwise in func.tags and packet not in _WITH_COLLECTIVE)
+
+
+def _plain_dtensor(value: Any) -> Any:
+    """A DTensor of torch's class with the same local tensor and placements."""
+    if isinstance(value, RowSharded | GatheredView):
+        return _tensor(DTensor, value._local_tensor, value._spec)
+    return value
+
+
+def _part(value: Any) -> Any:
+    """As `_plain_dtensor`. A rank without rows has a zero, because some norms of nothing are undefined."""
+    if isinstance(value, RowSharded) and not value._local_tensor.numel():
+        return _tensor(DTensor, value._local_tensor.new_zeros((1,) * value.ndim), value._spec)
+    return _plain_dtensor(value)
+
+
+def _norms(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Norms of whole tensors: those of the parts, reduced at once.
+
+    torch's DTensor would leave the reduction to the next operation, and `item()` reads the norm of one part.
+    """
+    if isinstance(args[0], torch.Tensor):
+        return _reduced([func(*tree_map(_part, args), **kwargs)])[0]
+    found: dict[int, Any] = {}
+    kinds: dict[Any, list[int]] = {}
+    for index, tensor in enumerate(args[0]):
+        kind = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+        kinds.setdefault(kind, []).append(index)
+    for kind, indices in kinds.items():
+        norms = func([_part(args[0][index]) for index in indices], *args[1:], **kwargs)
+        found.update(zip(indices, norms if kind is None else _reduced(norms), strict=True))
+    return [found[index] for index in range(len(args[0]))]
+
+
+def _reduced(norms: list[DTensor]) -> list[torch.Tensor]:
+    """Norms of parts, reduced by one collective for each dimension of the mesh."""
+    joined: Any = torch.stack(norms)  # type: ignore[arg-type]
+    return list(joined.redistribute(placements=[Replicate()] * len(joined.placements)).unbind())
+
+
+def _along_dimensions(func: Any, args: tuple[Any, ...]) -> bool:
+    """True if a norm is taken along some dimensions, so that it is no norm of the whole tensor."""
+    names = [argument.name for argument in func._schema.arguments]
+    return "dim" in names and len(args) > names.index("dim") and args[names.index("dim")] is not None
+
+
+def _as_view(value: Any) -> Any:
+    if type(value) is DTensor:
+        return _tensor(GatheredView, value._local_tensor, value._spec)
+    return value
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
+    """The tensors that an operation writes to."""
+    for number, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[number] if number < len(args) else kwargs.get(argument.name)
+            yield from value if isinstance(value, list | tuple) else [value]
+
+
+class _OtherRowsError(Exception):
+    """An argument of an elementwise operation has other rows, so the operation needs gathered tensors."""
+
+
+def _local_of(value: Any, layout: RowLayout) -> Any:
+    """The rows of an argument of an elementwise operation."""
+    if isinstance(value, RowSharded):
+        if value.row_layout is layout or layout.equals(value.row_layout):
+            return value._local_tensor
+    elif not isinstance(value, torch.Tensor):
+        return value
+    elif not value.ndim:
+        return value.full_tensor() if isinstance(value, DTensor) else value
+    elif (
+        isinstance(value, DTensor) and tuple(value.shape) == layout.shape and value.device_mesh == layout.mesh
+    ):
+        return layout.take(value)
+    raise _OtherRowsError
+
+
+def _check_written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raises if an operation writes to a DTensor of other rows, because `_local_of` would copy it."""
+    for value in _written(func, args, kwargs):
+        if isinstance(value, DTensor) and value.ndim and not isinstance(value, RowSharded):
+            raise _OtherRowsError
+
+
+def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    _check_written(func, args, kwargs)
+    like = next(one for one in (*args, *kwargs.values()) if isinstance(one, RowSharded))
+    layout = like.row_layout
+    out = func(
+        *[_local_of(value, layout) for value in args],
+        **{name: _local_of(value, layout) for name, value in kwargs.items()},
+    )
+    if func._schema.is_mutable:
+        return next(_written(func, args, kwargs))
+    if not isinstance(out, torch.Tensor):
+        return tree_map(lambda one: layout.wrap(one, like) if isinstance(one, torch.Tensor) else one, out)
+    wrapped = layout.wrap(out, like)
+    if func.is_view:
+        return return_and_correct_aliasing(func, args, kwargs, wrapped)  # type: ignore[no-untyped-call]
+    return wrapped
+
+
+def _lists_elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    lists = [value for value in (*args, *kwargs.values()) if _is_tensor_list(value)]
+    likes = list(lists[0])
+    if not all(type(one) is RowSharded for one in likes):
+        likes = [
+            next((x for x in alike if type(x) is RowSharded), None) for alike in zip(*lists, strict=True)
+        ]
+    if not all(type(one) is RowSharded for value in lists for one in value):
+        _check_written(func, args, kwargs)
+
+    def local(value: Any) -> Any:
+        if not _is_tensor_list(value):
+            return value.full_tensor() if isinstance(value, DTensor) else value
+        return [
+            one if like is None else _local_of(one, like.row_layout)
+            for one, like in zip(value, likes, strict=True)
+        ]
+
+    out = func(*map(local, args), **{name: local(value) for name, value in kwargs.items()})
+    if out is None:
+        return None
+    return [
+        one if like is None else like.row_layout.wrap(one, like) for one, like in zip(out, likes, strict=True)
+    ]
+
+
+def _is_tensor_list(value: Any) -> bool:
+    return isinstance(value, list | tuple) and bool(value) and isinstance(value[0], torch.Tensor)
+
+
+def _permute(func: Any, args: tuple[Any, ...]) -> Any:
+    tensor = args[0]
+    dims = tuple(_PERMUTATIONS[func.overloadpacket](tensor.ndim, *args[1:]))
+    made = tensor.row_layout.permuted(dims).wrap(func(tensor._local_tensor, *args[1:]))
+    return return_and_correct_aliasing(func, args, {}, made)  # type: ignore[no-untyped-call]
+
+
+def _with_gathered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs an operation on gathered tensors, and copies this rank's part of what it writes back."""
+    written = [one for one in _written(func, args, kwargs) if isinstance(one, DTensor) and one.ndim]
+    others = {id(one) for one in written}
+    gathered: dict[int, tuple[DTensor, DTensor]] = {}
+
+    def whole(value: Any) -> Any:
+        if id(value) not in gathered:
+            if isinstance(value, RowSharded):
+                gathered[id(value)] = value, value.row_layout.gather(value._local_tensor)
+            elif id(value) in others:
+                gathered[id(value)] = (
+                    value,
+                    value.redistribute(placements=[Replicate()] * len(value.placements)),
+                )
+            else:
+                return _plain_dtensor(value)
+        return gathered[id(value)][1]
+
+    values, named = tree_map(whole, args), tree_map(whole, kwargs)
+    out = func(*values, **named)
+    for tensor in written:
+        result = gathered[id(tensor)][1]
+        if isinstance(tensor, RowSharded):
+            tensor._local_tensor.copy_(tensor.row_layout.take(result))
+        else:
+            tensor.copy_(result.redistribute(placements=tensor.placements))
+    if func.is_view:
+        return tree_map(_as_view, out)
+    own = {id(made): tensor for tensor, made in gathered.values()}
+    return tree_map(lambda one: own.get(id(one), one), out)
+
+
+for _types in (_types_of_optimizers, _foreach_utils._foreach_supported_types):
+    # As torch does for DTensor: so optimizers and `clip_grad_norm_` use operations of lists on accelerators.
+    if RowSharded not in _types:
+        _types.append(RowSharded)
+torch.serialization.add_safe_globals([_loaded])

@@ -1,0 +1,190 @@
+"""What torch does with the parameters of `fsdp.fully_shard`, whose ranks have different numbers of rows."""
+
+from __future__ import annotations
+
+import copy
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.distributed.fully_sharded import adamw, flat, made, mesh_of, plain, train
+from tests.harness import process_group, run_ranks
+
+
+def values(outcomes: list) -> list:
+    return [outcome.value for outcome in outcomes]
+
+
+def pairs(model: nn.Module, reference: nn.Module) -> list[tuple[Any, torch.Tensor]]:
+    found = list(zip(model.parameters(), reference.parameters(), strict=True))
+    assert len({tuple(p._local_tensor.shape) for p, _ in found}) > 3  # other rows than torch's, some empty
+    return found
+
+
+def same(model: nn.Module, reference: nn.Module) -> None:
+    for parameter, expected in pairs(model, reference):
+        assert torch.equal(parameter.full_tensor(), expected)
+
+
+def gathers() -> None:
+    from torch.distributed.tensor import Replicate, Shard
+
+    with process_group():
+        reference, model = made(blocks=1), flat(made(blocks=1), mesh_of())
+        same(model, reference)
+        for parameter, expected in pairs(model, reference):
+            by_last = parameter.redistribute(placements=[Shard(parameter.ndim - 1)])
+            assert torch.equal(by_last.redistribute(placements=[Replicate()]).to_local(), expected)
+            assert parameter.redistribute(placements=parameter.placements) is parameter
+            assert torch.equal((parameter.detach() + 1).full_tensor(), expected + 1)
+            assert torch.equal(parameter.detach().T.full_tensor(), expected.T)
+            assert parameter.sum().full_tensor().item() == pytest.approx(expected.sum().item(), rel=1e-5)
+            assert parameter.norm().item() == pytest.approx(expected.norm().item(), rel=1e-5)
+            assert "DTensor" in repr(parameter)
+        vector = torch.nn.utils.parameters_to_vector(model.parameters())
+        assert torch.equal(vector.full_tensor(), torch.nn.utils.parameters_to_vector(reference.parameters()))
+        torch.nn.utils.vector_to_parameters(2 * vector, model.parameters())
+        for parameter, expected in pairs(model, reference):
+            assert torch.equal(parameter.full_tensor(), 2 * expected)
+        with pytest.raises(RuntimeError, match="writes to a view.*load_full_state_dict"):
+            model.head.weight.detach().view(-1).zero_()
+        with pytest.raises(ValueError, match="must be a DTensor of its mesh"):
+            model.head.weight.data = torch.zeros(17, 10)
+        penalty = sum(parameter.square().sum() for parameter in model.parameters())
+        penalty.backward()
+        for parameter, expected in pairs(model, reference):
+            assert torch.equal(parameter.grad.full_tensor(), 4 * expected)
+        gradients = [parameter.grad.full_tensor() for parameter in model.parameters()]
+        model.head.weight.to_local().sum().backward()
+        assert torch.equal(model.head.weight.grad.full_tensor(), gradients[-2] + 1)
+
+
+def test_gathers_redistributions_and_views() -> None:
+    values(run_ranks(2, gathers))
+
+
+def state_dicts(path: str) -> None:
+    from torch.distributed.checkpoint import state_dict as dcp
+
+    import shardproof as sp
+
+    whole = dcp.StateDictOptions(full_state_dict=True)
+    with process_group():
+        reference, model = made(blocks=1), flat(made(blocks=1), mesh_of())
+        optimizers = adamw(model.parameters()), adamw(reference.parameters())
+        train(model, optimizers[0], 2)
+        plain(reference, optimizers[1], 2)
+        for name, value in dcp.get_model_state_dict(model, options=whole).items():
+            assert torch.equal(value, reference.state_dict()[name])
+        found = dcp.get_optimizer_state_dict(model, optimizers[0], options=whole)["state"]
+        for name, parameter in reference.named_parameters():
+            for slot, value in optimizers[1].state[parameter].items():
+                assert torch.equal(found[name][slot], value), (name, slot)
+
+        later = flat(made(blocks=1), mesh_of())
+        again = adamw(later.parameters())
+        dcp.set_model_state_dict(later, reference.state_dict(), options=whole)
+        full = copy.deepcopy(dcp.get_optimizer_state_dict(reference, optimizers[1], options=whole))
+        dcp.set_optimizer_state_dict(later, again, full, options=whole)
+        assert train(later, again, 1, first=2) == plain(reference, optimizers[1], 1, first=2)
+        same(later, reference)
+        sp.save(path, {"model": later, "optimizer": again})
+        with sp.open(path) as checkpoint:
+            for name, parameter in reference.named_parameters():
+                stored = checkpoint[f"optimizer.{name}.exp_avg"].read()
+                assert torch.equal(stored, optimizers[1].state[parameter]["exp_avg"])
+
+        train(model, optimizers[0], 1, first=2)
+        file = io.BytesIO()
+        torch.save(model.state_dict(), file)
+        file.seek(0)
+        other = flat(made(blocks=1), mesh_of())
+        other.load_state_dict(torch.load(file))  # noqa: TID251
+        same(other, reference)
+
+
+def test_state_dicts_of_torch_are_whole_and_load(tmp_path: Path) -> None:
+    values(run_ranks(2, state_dicts, str(tmp_path / "saved")))
+
+
+def norms() -> None:
+    from torch.nn.utils import clip_grad_norm_, get_total_norm
+
+    with process_group():
+        reference, model = made(blocks=1), flat(made(blocks=1), mesh_of())
+        for norm_type in (2.0, float("inf")):
+            for foreach in (False, True):
+                train(model, torch.optim.SGD(model.parameters(), lr=0.0), 1)
+                plain(reference, torch.optim.SGD(reference.parameters(), lr=0.0), 1)
+                gradients = [[p.grad for p in one.parameters()] for one in (model, reference)]
+                found, expected = (get_total_norm(one, norm_type, foreach=foreach) for one in gradients)
+                assert found.full_tensor().item() == pytest.approx(expected.item(), rel=1e-5)
+                for one in (model, reference):
+                    clip_grad_norm_(one.parameters(), 0.01, norm_type, foreach=foreach)
+                for ours, theirs in zip(*gradients, strict=True):
+                    assert torch.allclose(ours.full_tensor(), theirs, rtol=1e-5, atol=1e-9)
+
+
+def test_norms_of_torch_count_each_element_once() -> None:
+    values(run_ranks(2, norms))
+
+
+def whole_matrices() -> None:
+    """Optimizers that compute with whole matrices, on shards of rows and on plain tensors."""
+    with process_group():
+        for kind in (torch.optim.Muon, torch.optim.Adafactor):
+            options = {"lr": 1e-2}
+            reference, model = made(blocks=1), flat(made(blocks=1), mesh_of())
+            of = lambda one, kind=kind: [  # noqa: E731
+                p for p in one.parameters() if p.ndim == 2 or kind is not torch.optim.Muon
+            ]
+            train(model, kind(of(model), **options), 2)
+            plain(reference, kind(of(reference), **options), 2)
+            for parameter, expected in pairs(model, reference):
+                found = parameter.full_tensor()
+                assert (found - expected).norm() <= 2e-3 * expected.norm(), (kind, parameter.shape)
+
+
+def test_optimizers_of_whole_matrices_step_as_without_sharding() -> None:
+    values(run_ranks(2, whole_matrices))
+
+
+def averages(path: str) -> None:
+    from torch.optim.swa_utils import AveragedModel
+
+    import shardproof as sp
+
+    with process_group():
+        model = flat(made(blocks=1), mesh_of())
+        for copied in (copy.deepcopy, AveragedModel):
+            with pytest.raises(TypeError, match="Copy the model first, then call fully_shard on both"):
+                copied(model)
+        plain_model = made(blocks=1)
+        averaged = AveragedModel(plain_model)
+        flat(averaged.module, mesh_of())
+        flat(plain_model, mesh_of())
+        reference, expected = made(blocks=1), AveragedModel(made(blocks=1))
+        optimizer, other = adamw(plain_model.parameters()), adamw(reference.parameters())
+        for step in range(2):
+            train(plain_model, optimizer, 1, first=step)
+            plain(reference, other, 1, first=step)
+            averaged.update_parameters(plain_model)
+            expected.update_parameters(reference)
+        same(averaged, expected)
+        mine = {name: copy.deepcopy(value) for name, value in plain_model.named_parameters()}
+        sp.save(path, {"averaged": averaged, "copies": mine, "detached": plain_model.state_dict()})
+    with sp.open(path) as checkpoint:
+        for name, value in reference.named_parameters():
+            assert torch.equal(checkpoint[f"copies.{name}"].read(), value)
+            assert torch.equal(checkpoint[f"detached.{name}"].read(), value)
+            assert torch.equal(
+                checkpoint[f"averaged.module.{name}"].read(), expected.state_dict()[f"module.{name}"]
+            )
+
+
+def test_averages_and_copies_are_saved_with_their_rows(tmp_path: Path) -> None:
+    values(run_ranks(2, averages, str(tmp_path / "saved")))
