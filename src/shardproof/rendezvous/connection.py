@@ -170,7 +170,7 @@ def _process_group(group: ProcessGroup | None = None) -> tuple[Any, int, int] | 
 
 
 def _from_environment(deadline: float) -> StoreRendezvous:
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     environment = os.environ
     try:
