@@ -96,7 +96,7 @@ def test_files_and_uploads_of_one_attempt_have_one_age(
 
     plan = plan_prune(storage, modified, older_than=HOUR, now=time.time())
     assert [one.attempt for one in plan.leftovers] == ["other"]
-    assert [one.attempt for one in plan.recent] == ["slow"] and len(plan.recent_uploads) == 1
+    assert [one.attempt for one in plan.writing] == ["slow"] and len(plan.recent_uploads) == 1
 
 
 def test_an_upload_is_as_old_as_its_last_part(

@@ -168,7 +168,7 @@ def test_prune_never_removes_a_complete_save(call: Any, tmp_path: Path) -> None:
     make_old(tmp_path)
     code, report = call("prune", tmp_path, "--yes")
     assert (code, report["removed"]) == (0, False)
-    assert {(one["folder"], one["attempt"]) for one in report["repairable"]} == {
+    assert {(one["folder"], one["attempt"]) for one in report["complete"]} == {
         ("step-00000001", "b"),
         ("step-00000002", "c"),
         ("step-00000003", "c"),

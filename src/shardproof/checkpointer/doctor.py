@@ -231,20 +231,20 @@ def _of_leftovers(
         text = f"prune cannot look at the run: {error.message}"
         yield Finding("error", "unreadable", storage.location, text, _CHECK_RIGHTS)
         return
-    for leftover in (*plan.leftovers, *plan.recent):
+    for leftover in (*plan.leftovers, *plan.writing):
         size = f"{gigabytes(leftover.bytes)} in {counted(len(leftover.files), 'file')} that no manifest names"
         written = now if leftover.modified is None else leftover.modified
         if written > now + _CLOCK_SECONDS:
             text = f"{size}, last written {age(written - now)} in the future, so prune takes them for new"
             yield Finding("warning", "clock", leftover.folder, text, _SYNCHRONIZE)
-        elif leftover in plan.recent:
+        elif leftover in plan.writing:
             text = f"{size}, last written {_ago(now, written)}: a save may be in progress"
             yield Finding("note", "in progress", leftover.folder, text, f"shardproof watch {run}")
         else:
             text = f"{size}, last written {_ago(now, written)}: their save died"
             yield Finding("warning", "leftover", leftover.folder, text, f"shardproof prune {run}")
     committed = {info.name for info in infos if info.whole}
-    for leftover in plan.repairable:
+    for leftover in plan.complete:
         yield from _of_complete_save(storage, leftover, run, is_replaced=leftover.folder in committed)
     yield from _of_uploads(plan, storage.location, run, now)
 

@@ -43,17 +43,18 @@ class PrunePlan:
     """Bytes of `steps` and `settled`."""
     settled: tuple[str, ...]
     """To remove: folders of settled suspects older than a step that stays."""
-    unsettled: tuple[str, ...]
+    suspect: tuple[str, ...]
     """These stay: folders of unsettled suspects."""
-    recent: tuple[Leftover, ...]
+    writing: tuple[Leftover, ...]
     """These stay: files that no manifest names, of a save that may not have ended."""
-    damaged: tuple[str, ...]
+    repairable: tuple[str, ...]
     """These stay, for `repair`: folders whose verdict is `Verdict.REPAIRABLE`."""
-    beyond_repair: tuple[str, ...]
+    damaged: tuple[str, ...]
     """These stay: folders whose verdict is `Verdict.DAMAGED`."""
-    lost: tuple[str, ...]
+    damaged_removed: tuple[str, ...]
     """To remove: folders whose verdict is `Verdict.DAMAGED`."""
-    lost_bytes: int
+    damaged_bytes: int
+    """Bytes of `damaged_removed`."""
     referenced: dict[str, list[str]]
     """Files that stay: folder of the removed step to the folders of the steps that refer to its files."""
     unknown: tuple[str, ...]
@@ -64,7 +65,7 @@ class PrunePlan:
     """These stay: multipart uploads of a save that may not have ended."""
     uploads_fault: str = ""
     """Why the uploads of the run cannot be listed; empty if they can, or if the storage has none."""
-    repairable: tuple[Leftover, ...] = ()
+    complete: tuple[Leftover, ...] = ()
     """These stay: saves whose shard files are all there, and that no manifest names."""
     misplaced: tuple[str, ...] = ()
     """These stay: folders with the checkpoint of another step."""
@@ -73,12 +74,12 @@ class PrunePlan:
     def bytes(self) -> int:
         """Bytes to be removed."""
         leftover = sum(one.bytes for one in self.leftovers) + sum(one.bytes or 0 for one in self.uploads)
-        return self.steps_bytes + self.lost_bytes + leftover
+        return self.steps_bytes + self.damaged_bytes + leftover
 
     @property
     def empty(self) -> bool:
         """True if there is nothing to remove."""
-        return not (self.leftovers or self.steps or self.settled or self.lost or self.uploads)
+        return not (self.leftovers or self.steps or self.settled or self.damaged_removed or self.uploads)
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""
@@ -128,15 +129,15 @@ def plan_prune(
         )
         for leftover in found
     }
-    recent = tuple(one for one, verdict in verdicts.items() if verdict is Verdict.WRITING)
-    repairable = [one for one, verdict in verdicts.items() if verdict is Verdict.REPAIRABLE]
+    writing = tuple(one for one, verdict in verdicts.items() if verdict is Verdict.WRITING)
+    unnamed = [one for one, verdict in verdicts.items() if verdict is Verdict.REPAIRABLE]
     old = [
         one for one, verdict in verdicts.items() if verdict is Verdict.LEFTOVER and one.folder not in spared
     ]
     if complete:
-        superseded = [one for one in repairable if one.folder not in spared and _step_of(one) <= last]
+        superseded = [one for one in unnamed if one.folder not in spared and _step_of(one) <= last]
         old += superseded
-        repairable = [one for one in repairable if one not in superseded]
+        unnamed = [one for one in unnamed if one not in superseded]
     committed = [step for step, info in scanned.items() if info.committed]
     selected = set(committed)
     if keep is not None:
@@ -144,7 +145,7 @@ def plan_prune(
     dead = tuple(upload for upload in uploads if now - upload.modified >= older_than)
     recent_uploads = tuple(upload for upload in uploads if upload not in dead)
     # A running save may be replacing a step in one of these folders.
-    busy = {leftover.folder for leftover in recent} | {_folder_of(upload) for upload in recent_uploads}
+    busy = {leftover.folder for leftover in writing} | {_folder_of(upload) for upload in recent_uploads}
 
     def is_removable(info: StepInfo) -> bool:
         return info.name not in busy and not info.linked
@@ -176,12 +177,12 @@ def plan_prune(
         steps=tuple(steps),
         steps_bytes=sizes[False],
         settled=tuple(settled),
-        unsettled=tuple(info.name for info in suspects if info.verdict is None),
-        recent=recent,
-        damaged=tuple(info.name for info in scanned.values() if info.status == Verdict.REPAIRABLE),
-        beyond_repair=tuple(name for name in hopeless if name not in lost),
-        lost=tuple(lost),
-        lost_bytes=sizes[True],
+        suspect=tuple(info.name for info in suspects if info.verdict is None),
+        writing=writing,
+        repairable=tuple(info.name for info in scanned.values() if info.status == Verdict.REPAIRABLE),
+        damaged=tuple(name for name in hopeless if name not in lost),
+        damaged_removed=tuple(lost),
+        damaged_bytes=sizes[True],
         referenced={
             name: users
             for name in dict.fromkeys([*removed_before, *removal.referenced])
@@ -191,7 +192,7 @@ def plan_prune(
         uploads=dead,
         recent_uploads=recent_uploads,
         uploads_fault=uploads_fault,
-        repairable=tuple(repairable),
+        complete=tuple(unnamed),
         misplaced=tuple(info.name for info in scanned.values() if info.status == Verdict.MISPLACED),
     )
 
@@ -254,7 +255,7 @@ def prune(storage: Storage, plan: PrunePlan) -> list[str]:
     """
     flush_manifests_in(storage)
     spared = [leftover.folder for leftover in plan.leftovers if not remove_leftover(storage, leftover)]
-    lost = [name for name in plan.lost if _is_damaged(storage, name)]
+    lost = [name for name in plan.damaged_removed if _is_damaged(storage, name)]
     settled = [name for name in plan.settled if read_settled(storage.within(name)) is not None]
     steps = [name for name in plan.steps if read_pin(storage.within(name)) is None]
     delete_steps(storage, [*steps, *settled, *lost])
@@ -262,7 +263,7 @@ def prune(storage: Storage, plan: PrunePlan) -> list[str]:
     return [
         *spared,
         *(name for name in plan.steps if name not in steps),
-        *(name for name in (*plan.settled, *plan.lost) if name not in (*settled, *lost)),
+        *(name for name in (*plan.settled, *plan.damaged_removed) if name not in (*settled, *lost)),
     ]
 
 
