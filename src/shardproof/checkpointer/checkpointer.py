@@ -492,6 +492,8 @@ class Checkpointer:
         if self._rendezvous.rank == 0:
             whole = options.include is None and options.exclude is None
             shares = self._run.confirm(view, folder, self._copies, whole=whole)
+            if step is None and not folder.suspect:
+                self._run.warn_of_branch(view, folder.step)
             if not folder.suspect:
                 self._scrub.prepare()
                 self._scrub.begin(folder.name)

@@ -13,7 +13,7 @@ from shardproof.checkpointer.judge import RestorableSteps
 from shardproof.checkpointer.marks import Pin, pinned_steps
 from shardproof.checkpointer.nodes import MissingCopies, NodeStorage, NodesView
 from shardproof.checkpointer.policies import BestStep, KeepBest, Retention
-from shardproof.checkpointer.retention import StepFacts
+from shardproof.checkpointer.retention import StepFacts, branch_removal
 from shardproof.checkpointer.scrub import Scrub
 from shardproof.checkpointer.step_folders import StepFolder, folders_in, parse_folder, step_name
 from shardproof.checkpointer.tiers import TieredRun
@@ -26,6 +26,9 @@ from shardproof.storage import Storage, map_requests
 __all__ = ["OpenRun"]
 
 _log = logging.getLogger("shardproof")
+
+_EARLIER_STEPS = 8
+"""Steps before a restored one whose times are compared with its own. A run keeps few steps."""
 
 
 class OpenRun:
@@ -130,6 +133,36 @@ class OpenRun:
 
         meetings = MeetingSequence(self.rendezvous, f"restore {self.location}")
         return msgspec.msgpack.decode(meetings.meet("choose", bytes, decide), type=int | None)
+
+    def branch_removal(self, step: int) -> str:
+        """The command that removes the steps after one, for messages."""
+        commands = branch_removal([tier.location for tier in self.tiers], step)
+        return commands if self.nodes is None else f"{commands} (that of the folder on each node)"
+
+    def warn_of_branch(self, view: Storage, restored: int) -> None:
+        """Logs that a restored step was saved before a step with a lower number. Rank 0 calls it.
+
+        Then a rollback gave up the restored step. Reads the manifests of the newest earlier steps.
+        """
+        earlier = [
+            folder.step for folder in folders_in(view) if not folder.suspect and folder.step < restored
+        ]
+        steps = [restored, *earlier[-_EARLIER_STEPS:]]
+        facts = StepFacts(view)
+        found = zip(steps, map_requests(view, facts.time_of, steps), strict=True)
+        times = {step: time for step, time in found if time is not None}
+        last = max(times, key=times.__getitem__, default=restored)
+        if last == restored or restored not in times:
+            return
+        _log.warning(
+            "%s: step %d was restored, and was saved before step %d: the run was rolled back, and the "
+            "restored step is of the branch that was given up. To continue from step %d, run %s and restore again",
+            self.location,
+            restored,
+            last,
+            last,
+            self.branch_removal(last),
+        )
 
     def is_damaged(self, step: int) -> bool:
         """True if a restore or the scrub found a committed step damaged."""

@@ -1,9 +1,13 @@
-"""Removes leftovers and uploads of dead saves, steps beyond the number to keep, and steps past repair."""
+"""Removes leftovers and uploads of dead saves, steps beyond the number to keep, and steps past repair.
+
+Note "A branch": after a rollback, the run has steps that are newer than those of the run that continues, and
+a restore takes them. A removal of the steps after one ends that. Suspects and pinned steps stay.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -20,7 +24,7 @@ from shardproof.checkpointer.retention import (
 )
 from shardproof.checkpointer.scan import StepInfo, scan_run
 from shardproof.checkpointer.step_folders import attempt_of, is_ours, parse_folder, parse_step
-from shardproof.errors import StorageError
+from shardproof.errors import NotCommittedError, StorageError
 from shardproof.format import flush_manifests_in, references_in
 from shardproof.storage import ObjectStorage, Storage, Upload
 
@@ -40,7 +44,7 @@ class PrunePlan:
     steps: tuple[str, ...]
     """To remove: folders of committed steps beyond those to keep."""
     steps_bytes: int
-    """Bytes of `steps` and `settled`."""
+    """Bytes of `steps`, `branch` and `settled`."""
     settled: tuple[str, ...]
     """To remove: folders of settled suspects older than a step that stays."""
     suspect: tuple[str, ...]
@@ -69,6 +73,8 @@ class PrunePlan:
     """These stay: saves whose shard files are all there, and that no manifest names."""
     misplaced: tuple[str, ...] = ()
     """These stay: folders with the checkpoint of another step."""
+    branch: tuple[str, ...] = ()
+    """To remove: folders of steps newer than the one that ends the run (note "A branch")."""
 
     @property
     def bytes(self) -> int:
@@ -79,7 +85,8 @@ class PrunePlan:
     @property
     def empty(self) -> bool:
         """True if there is nothing to remove."""
-        return not (self.leftovers or self.steps or self.settled or self.damaged_removed or self.uploads)
+        steps = self.steps or self.branch or self.settled or self.damaged_removed
+        return not (self.leftovers or steps or self.uploads)
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""
@@ -93,6 +100,7 @@ def plan_prune(
     older_than: float,
     now: float,
     keep: int | None = None,
+    after: int | None = None,
     damaged: bool = False,
     complete: bool = False,
 ) -> PrunePlan:
@@ -108,12 +116,14 @@ def plan_prune(
         now: Unix seconds, by the clock that `modified` uses.
         keep: number of the newest committed steps to keep, in addition to pinned ones. Damaged steps do not
             count. None: all steps and all suspects.
+        after: removes the steps newer than this one (note "A branch"). None: no step for this reason.
         damaged: True to remove damaged steps, if another step of the run can be restored.
         complete: True to remove also saves whose shard files are all there, and that no manifest names. Those
             of a step that is newer than the last restorable one stay.
 
     Raises:
-        StorageError: the storage failed.
+        NotCommittedError: the step `after` cannot be restored.
+        StorageError: the storage failed, or a step newer than `after` is pinned.
     """
     references = references_in(storage)
     found, uploads, uploads_fault = _with_uploads(
@@ -121,7 +131,8 @@ def plan_prune(
     )
     infos = scan_run(storage, depth="metadata")
     scanned = {step: info for info in infos if (step := parse_step(info.name)) is not None}
-    last = max((step for step, info in scanned.items() if info.committed), default=-1)
+    branch = [] if after is None else _branch(storage.location, scanned, after)
+    last = max((step for step, info in scanned.items() if info.committed and step not in branch), default=-1)
     spared = {info.name for info in infos if info.status in _SPARED}
     verdicts = {
         leftover: judge_save(
@@ -138,7 +149,7 @@ def plan_prune(
         superseded = [one for one in unnamed if one.folder not in spared and _step_of(one) <= last]
         old += superseded
         unnamed = [one for one in unnamed if one not in superseded]
-    committed = [step for step, info in scanned.items() if info.committed]
+    committed = [step for step, info in scanned.items() if info.committed and step not in branch]
     selected = set(committed)
     if keep is not None:
         selected = {*KeepLatest(keep).select(committed), *pinned_steps(storage)}
@@ -151,6 +162,7 @@ def plan_prune(
         return info.name not in busy and not info.linked
 
     steps = [scanned[step].name for step in committed if step not in selected and is_removable(scanned[step])]
+    dropped = [scanned[step].name for step in branch if is_removable(scanned[step])]
     newest = -1 if keep is None else max(committed, default=-1)
     suspects = [info for info in infos if info.suspect and info.status != Verdict.LEFTOVER]
     settled = [
@@ -165,13 +177,13 @@ def plan_prune(
         times = times_of(modified, ours)  # an unfinished copy looks like a damaged step
         if name not in busy and times and now - max(times) >= older_than:
             lost.append(name)
-    removal = plan_removal(storage, [*steps, *settled, *lost])
+    removal = plan_removal(storage, [*steps, *dropped, *settled, *lost])
     counted = {f"{leftover.folder}/{file}" for leftover in old for file in leftover.files}
     sizes: Counter[bool] = Counter()
     for file in {*removal.manifests, *removal.files} - counted:
         sizes[file.partition("/")[0] in lost] += storage.size(file) or 0
     removed_before = [info.name for info in infos if info.status == Verdict.REFERENCED]
-    left = references_in(storage, without=[*steps, *settled, *lost])
+    left = references_in(storage, without=[*steps, *dropped, *settled, *lost])
     return PrunePlan(
         leftovers=tuple(old),
         steps=tuple(steps),
@@ -194,7 +206,28 @@ def plan_prune(
         uploads_fault=uploads_fault,
         complete=tuple(unnamed),
         misplaced=tuple(info.name for info in scanned.values() if info.status == Verdict.MISPLACED),
+        branch=tuple(dropped),
     )
+
+
+def _branch(run: str, scanned: Mapping[int, StepInfo], after: int) -> list[int]:
+    """The steps newer than `after` that a restore takes (note "A branch")."""
+    restorable = (Verdict.COMMITTED, Verdict.PARTIAL)
+    if after not in scanned or scanned[after].status not in restorable:
+        raise NotCommittedError(
+            f"{run} has no restorable step {after}, so the steps after it stay: name the newest step of the "
+            "run that continues (`shardproof ls`)",
+            path=run,
+        )
+    newer = [step for step, info in scanned.items() if step > after and info.status in restorable]
+    pinned = next((scanned[step] for step in newer if scanned[step].pinned is not None), None)
+    if pinned is not None:
+        raise StorageError(
+            f"{run}/{pinned.name} is pinned ({pinned.pinned}), so nothing was removed: unpin the step first "
+            f"(sp.Checkpointer({run!r}).unpin({pinned.step}))",
+            file=f"{run}/{pinned.name}",
+        )
+    return newer
 
 
 def _step_of(leftover: Leftover) -> int:
@@ -257,12 +290,12 @@ def prune(storage: Storage, plan: PrunePlan) -> list[str]:
     spared = [leftover.folder for leftover in plan.leftovers if not remove_leftover(storage, leftover)]
     lost = [name for name in plan.damaged_removed if _is_damaged(storage, name)]
     settled = [name for name in plan.settled if read_settled(storage.within(name)) is not None]
-    steps = [name for name in plan.steps if read_pin(storage.within(name)) is None]
-    delete_steps(storage, [*steps, *settled, *lost])
+    unpinned = [name for name in (*plan.steps, *plan.branch) if read_pin(storage.within(name)) is None]
+    delete_steps(storage, [*unpinned, *settled, *lost])
     _abort_uploads(storage, plan.uploads)
     return [
         *spared,
-        *(name for name in plan.steps if name not in steps),
+        *(name for name in (*plan.steps, *plan.branch) if name not in unpinned),
         *(name for name in (*plan.settled, *plan.damaged_removed) if name not in (*settled, *lost)),
     ]
 

@@ -28,6 +28,13 @@ _REMOVE = "; --damaged removes such steps, if another step can be restored"
     help="Also remove committed steps, except this many of the newest and pinned ones, and older settled "
     "suspects.",
 )
+@click.option(
+    "--after",
+    type=click.IntRange(min=0),
+    metavar="STEP",
+    help="Also remove committed steps newer than STEP, such as those of a branch that a rollback gave up. "
+    "STEP has to be restorable.",
+)
 @older_than_option("Leave files that changed within this time: they may belong to a save in progress.")
 @click.option(
     "--damaged", is_flag=True, help="Also remove committed steps whose shard files are lost beyond repair."
@@ -42,12 +49,13 @@ _REMOVE = "; --damaged removes such steps, if another step can be restored"
 @click.option(
     "--yes",
     is_flag=True,
-    help="Do not ask. Without a terminal, --keep, --damaged and --complete require it.",
+    help="Do not ask. Without a terminal, --keep, --after, --damaged and --complete require it.",
 )
 @json_option
 def prune_command(
     run: str,
     keep: int | None,
+    after: int | None,
     older_than: float,
     damaged: bool,
     complete: bool,
@@ -65,7 +73,12 @@ def prune_command(
     from shardproof.checkpointer import plan_prune, prune
     from shardproof.storage import LocalStorage, storage_at, time_at
 
-    given = {"--keep": keep is not None, "--damaged": damaged, "--complete": complete}
+    given = {
+        "--keep": keep is not None,
+        "--after": after is not None,
+        "--damaged": damaged,
+        "--complete": complete,
+    }
     if any(given.values()) and not (yes or dry_run or sys.stdin.isatty()):
         option = next(name for name, is_given in given.items() if is_given)
         raise click.UsageError(
@@ -80,6 +93,7 @@ def prune_command(
         older_than=older_than,
         now=now,
         keep=keep,
+        after=after,
         damaged=damaged,
         complete=complete,
     )
@@ -155,6 +169,7 @@ def _show_plan(plan: PrunePlan, now: float, older_than: float, damaged: bool) ->
         for upload in plan.uploads
     ]
     rows += [(name, "committed, beyond those to keep", "", "") for name in plan.steps]
+    rows += [(name, "committed, newer than the step of --after", "", "") for name in plan.branch]
     rows += [(name, "settled suspect, older than a step that stays", "", "") for name in plan.settled]
     rows += [(name, "damaged, cannot be repaired", "", "") for name in plan.damaged_removed]
     if rows:
@@ -173,8 +188,8 @@ def _show_plan(plan: PrunePlan, now: float, older_than: float, damaged: bool) ->
             (
                 one.folder,
                 f"all shard files of the save {one.attempt}, which no manifest names (`shardproof doctor` "
-                "says whether `repair` makes it a step; --complete removes them, unless they are newer than the "
-                "last restorable step)",
+                "says whether `repair` makes it a step; --complete removes them, unless they are newer than "
+                "the last restorable step)",
             )
             for one in plan.complete
         ),
