@@ -476,7 +476,9 @@ class Checkpointer:
         self._saver.wait_for_end()
         self.last_restore = None
         view = self._run.view()
-        restore = Restore(view, self._rendezvous, step, suspect, options, self._run.check_tiers)
+        restore = Restore(
+            view, self._rendezvous, step, suspect, options, self._run.check_tiers, self._run.explained
+        )
         try:
             restored = restore.run(state)
         finally:

@@ -146,7 +146,7 @@ def examine_run(storage: DatedStorage, run: str, *, older_than: float, now: floa
     findings = [
         *_of_steps(infos, run),
         *_of_leftovers(storage, infos, quoted, older_than, now),
-        *_of_space(storage.location, next_save, space, quoted),
+        *_of_space(storage.location, next_save, space, quoted, len(committed)),
         *_of_clocks(storage, infos, now),
         *_of_permissions(storage, infos),
     ]
@@ -269,10 +269,10 @@ def _ago(now: float, then: float) -> str:
     return f"{age(max(0.0, now - then))} ago"
 
 
-def _of_space(location: str, needed: int, space: FreeSpace | None, run: str) -> Iterator[Finding]:
+def _of_space(location: str, needed: int, space: FreeSpace | None, run: str, steps: int) -> Iterator[Finding]:
     if space is None or needed <= space.free:
         return
-    fix = f"shardproof prune {run} --keep N, or a smaller keep= of the Checkpointer"
+    fix = f"shardproof prune {run} --keep 1 --yes" if steps > 1 else "remove other files, or save elsewhere"
     have = f"the next full save writes {gigabytes(needed)}, and {gigabytes(space.free)} is free"
     if space.upper_bound is not None and needed > space.upper_bound:
         yield Finding("error", "space", location, f"{have}: it will be refused", fix)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
 
 from shardproof import events
+from shardproof._utils.logged_waits import logged_wait
 from shardproof.checkpointer.judge import RestorableSteps
 from shardproof.checkpointer.marks import Pin, pinned_steps
 from shardproof.checkpointer.nodes import MissingCopies, NodeStorage, NodesView
@@ -17,7 +19,7 @@ from shardproof.checkpointer.retention import StepFacts, branch_removal
 from shardproof.checkpointer.scrub import Scrub
 from shardproof.checkpointer.step_folders import StepFolder, folders_in, parse_folder, step_name
 from shardproof.checkpointer.tiers import TieredRun
-from shardproof.errors import FormatError, NotCommittedError, StorageError
+from shardproof.errors import FormatError, NotCommittedError, StorageError, tells_nothing
 from shardproof.format import MANIFEST_NAME, read_manifest
 from shardproof.rendezvous import MeetingSequence, Rendezvous
 from shardproof.saving import Saver
@@ -27,6 +29,8 @@ __all__ = ["OpenRun"]
 
 _log = logging.getLogger("shardproof")
 
+_LOG_SECONDS = 10.0
+"""Seconds between two records of a wait for a tier."""
 _EARLIER_STEPS = 8
 """Steps before a restored one whose times are compared with its own. A run keeps few steps."""
 
@@ -66,9 +70,36 @@ class OpenRun:
         return TieredRun(self.tiers) if len(self.tiers) > 1 else self.storage
 
     def check_tiers(self) -> None:
-        """Refuses a tier that is a checkpoint itself. A restore calls this on rank 0."""
-        for tier in self.tiers:
-            self.check_is_run(tier)
+        """Refuses a tier that is a checkpoint, or that does not respond. Rank 0 calls it for a restore.
+
+        It asks the second tier each time, and logs that it waits.
+
+        Raises:
+            StorageError: see `check_is_run`.
+        """
+        self.check_is_run(self.storage)
+        for tier in self.tiers[1:]:
+            self._runs.discard(tier.location)
+            text = f"{self.location}: restore waits for the second tier, {tier.location}"
+            with logged_wait(_log, text, _LOG_SECONDS):
+                self.check_is_run(tier)
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Adds to an error of a second tier that does not respond how to restore without it."""
+        try:
+            yield
+        except StorageError as error:
+            file = str(error.details.get("file", ""))
+            is_second = any(file.startswith(tier.location) for tier in self.tiers[1:])
+            if not is_second or not tells_nothing(error.details):
+                raise
+            raise StorageError(
+                f"{error.message}\nNothing was restored, because the second tier may have a newer step. To "
+                f"restore the newest step of {self.location} now, leave out then=. A later restart with "
+                "then= uploads the steps that the second tier lacks",
+                **error.details,
+            ) from error
 
     def check_is_run(self, tier: Storage) -> None:
         """Refuses a tier that is a checkpoint itself. A save calls this for the first tier, on rank 0.
@@ -121,6 +152,10 @@ class OpenRun:
         self.saver.wait_for_end()  # it may be the best
 
         def decide(posts: Sequence[bytes]) -> bytes:
+            with self.explained():
+                return choose()
+
+        def choose() -> bytes:
             steps = [step for step in self.steps() if not self.is_damaged(step)]
             facts = self.facts if len(self.tiers) == 1 else StepFacts(self.view())
             found, _ = facts.select(best, steps)
@@ -156,7 +191,8 @@ class OpenRun:
             return
         _log.warning(
             "%s: step %d was restored, and was saved before step %d: the run was rolled back, and the "
-            "restored step is of the branch that was given up. To continue from step %d, run %s and restore again",
+            "restored step is of the branch that was given up. To continue from step %d, run %s and restore "
+            "again",
             self.location,
             restored,
             last,
