@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import shlex
 import shutil
 from pathlib import Path
@@ -210,6 +211,60 @@ def test_every_step_is_cut(call: Any, tmp_path: Path) -> None:
     assert not any("prune" in one["fix"] or "rm" in one["fix"] for one in found.values())
     call("prune", tmp_path, "--damaged", "--keep", 1, "--yes")
     assert all(list(step_folder(tmp_path, step).glob("shards/*")) for step in (1, 2))
+
+
+def two_files(run: Path, step: int) -> list[Path]:
+    """Writes a step whose tensors "a" and "b" are in the files of two ranks. Returns these files."""
+    tensors = {key: np.full(6, step, np.float32) for key in "ab"}
+    cuts = {key: [(rank, ((0,), (6,)))] for rank, key in enumerate("ab")}
+    sample = Sample(tensors, cuts=cuts, world_size=2, step=step, time=1_700_000_000.0 + step)
+    write(step_folder(run, step), sample)
+    return sorted((step_folder(run, step) / "shards").iterdir())
+
+
+@pytest.mark.parametrize("loss", ["missing", "cut"])
+def test_the_remedies_help_if_a_file_of_each_step_is_lost(call: Any, tmp_path: Path, loss: str) -> None:
+    run = tmp_path / "a run"
+    copies = {}
+    for step in (1, 2):
+        file = two_files(run, step)[1]
+        copies[file] = file.read_bytes()
+        if loss == "cut":
+            os.truncate(file, 100)
+        else:
+            file.unlink()
+    make_old(run)
+    found = findings(call, run)
+    assert found["."]["what"] == "no step of the run can be restored"
+    for step in (1, 2):
+        one = found[f"step-{step:08d}"]
+        assert call(*shlex.split(one["fix"])[1:])[0] == 1, "verify names the damage"
+        (path,) = re.findall(r"sp\.open\('(.*?)'\)\[key\]\.read\(\)", one["what"])
+        assert sp.open(path)["a"].read().tolist() == [float(step)] * 6
+        with pytest.raises(sp.StorageError):
+            sp.open(path)["b"].read()
+    for file, data in copies.items():
+        file.write_bytes(data)
+    assert findings(call, run) == {}
+    assert sp.Checkpointer(run).restore({key: torch.zeros(6) for key in "ab"}) == 2
+
+
+def test_the_remedy_helps_if_bytes_of_each_step_have_changed(call: Any, tmp_path: Path) -> None:
+    for step in (1, 2):
+        file = two_files(tmp_path, step)[1]
+        data = bytearray(file.read_bytes())
+        data[data.index(np.full(6, step, np.float32).tobytes())] ^= 1
+        file.write_bytes(data)
+    found = {one["where"]: one for one in call("doctor", tmp_path, "--scrub")[1]["findings"]}
+    assert found["."]["what"].startswith("no step of the run can be restored")
+    one = found["step-00000002"]
+    assert "sp.load(..., exclude=)" in one["what"]
+    code, report = call(*shlex.split(one["fix"])[1:])
+    damaged = [fault["details"]["key"] for fault in report["faults"]]
+    assert (code, damaged) == (1, ["b"])
+    state = {key: torch.zeros(6) for key in "ab"}
+    sp.load(step_folder(tmp_path, 2), state, exclude=damaged)
+    assert state["a"].tolist() == [2.0] * 6 and not state["b"].any()
 
 
 def test_verdicts_have_one_table() -> None:

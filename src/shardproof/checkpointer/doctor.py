@@ -162,7 +162,7 @@ def _of_steps(infos: Sequence[StepInfo], run: str) -> Iterator[Finding]:
     for info in infos:
         reason = info.reason or ""
         if info.status == Verdict.DAMAGED:
-            yield _damaged_step(info.name, reason, quoted, has_others=has_steps)
+            yield _damaged_step(info.name, reason, run, has_others=has_steps)
         elif info.status == Verdict.REPAIRABLE:
             fix = f"shardproof repair {quoted}/{info.name}"
             yield Finding("error", "repairable", info.name, reason, fix)
@@ -190,16 +190,19 @@ def _damaged_step(folder: str, reason: str, run: str, *, has_others: bool) -> Fi
     Args:
         folder: its folder.
         reason: what is damaged.
-        run: the run, quoted.
+        run: the run, as commands name it.
         has_others: True if another step of the run can be restored. Without one, no removal is advised.
     """
     if has_others:
-        return Finding("error", "damaged", folder, reason, f"shardproof prune {run} --damaged --yes")
+        return Finding(
+            "error", "damaged", folder, reason, f"shardproof prune {shlex.quote(run)} --damaged --yes"
+        )
+    path = f"{run}/{folder}"
     text = (
         f"{reason}. Keep the folder: if there is a copy of the damaged file elsewhere, put it back; "
-        f"sp.load(..., exclude=) loads the undamaged tensors"
+        f"sp.open({path!r})[key].read() reads a tensor without chunks in it"
     )
-    return Finding("error", "damaged", folder, text, f"shardproof verify {run}/{folder}")
+    return Finding("error", "damaged", folder, text, f"shardproof verify {shlex.quote(path)}")
 
 
 def _misplaced_step(info: StepInfo, infos: Sequence[StepInfo], run: str) -> Finding:

@@ -5,8 +5,8 @@ saw committed is then visible to rank 0, or a newer step replaced it. If rank 0 
 see one run. The opposite case needs no rule: a rank that does not see the chosen step cannot open it, and the
 load fails on all ranks.
 
-Note "One wait for a tier": rank 0 asks all tiers before its report, while the other ranks list them. So a tier
-that does not respond delays a restore by the deadline of one request.
+Note "One wait for a tier": rank 0 asks all tiers before its report, while the other ranks list them. So a
+tier that does not respond delays a restore by the deadline of one request.
 """
 
 from __future__ import annotations
