@@ -306,8 +306,8 @@ class ObjectStorage:
                 return None
             raise self._error(error, "look at", name) from error
 
-    def now(self) -> float:
-        """The time by the clock of the store, Unix seconds.
+    def now(self, *, writes: bool = True) -> float | None:
+        """The time by the clock of the store, Unix seconds; see `ClockedStorage.now`.
 
         The header of an answer has it. If obstore cannot sign a request, a test object gets it.
 
@@ -315,7 +315,7 @@ class ObjectStorage:
             StorageError: the store does not tell its time.
         """
         found = self._multipart_uploads.time_of_store(self._key("time"))
-        return self._time_of_new_object() if found is None else found
+        return self._time_of_new_object() if found is None and writes else found
 
     def _time_of_new_object(self) -> float:
         """The time that the store gives a new object, which is removed again."""
