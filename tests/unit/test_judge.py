@@ -267,6 +267,26 @@ def test_the_remedy_helps_if_bytes_of_each_step_have_changed(call: Any, tmp_path
     assert state["a"].tolist() == [2.0] * 6 and not state["b"].any()
 
 
+def test_the_checkpointer_lists_and_pins_only_steps_that_can_be_restored(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    checkpointer = sp.Checkpointer(tmp_path)
+    assert checkpointer.steps() == [1, 2, 3]
+    (shard,) = (step_folder(tmp_path, 3) / "shards").iterdir()
+    os.truncate(shard, 50)
+    shutil.copytree(step_folder(tmp_path, 1), step_folder(tmp_path, 4))
+    assert sp.Checkpointer(tmp_path).steps() == [1, 2]
+    assert "step-00000003 cannot be restored" in caplog.text and "step-00000004" in caplog.text
+    with pytest.raises(
+        sp.NotCommittedError, match="step-00000003 cannot be restored, so it cannot be pinned"
+    ):
+        sp.Checkpointer(tmp_path).pin(3, "best")
+    checkpointer.pin(2, "best")
+    assert list(checkpointer.pins()) == [2]
+
+
 def test_verdicts_have_one_table() -> None:
     page = (Path(__file__).parents[2] / "docs" / "failures.md").read_text()
     section = page.partition("## The verdicts on a step\n")[2].partition("\n## ")[0]

@@ -509,7 +509,11 @@ class Checkpointer:
     def steps(self) -> list[int]:
         """Committed steps of all tiers, ascending, without suspects.
 
-        Lists the storage; does not wait for other ranks.
+        Reads manifests and indexes, and of known steps only the ends of the manifests. The list lacks a
+        step that `restore` would pass over by them, and the log names it. Does not wait for other ranks.
+
+        Raises:
+            StorageError: a tier cannot be listed, or a step cannot be read at the moment.
         """
         return self._run.steps()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -51,7 +52,8 @@ class OpenRun:
         self._runs: set[str] = set()
         """Locations of the tiers that are checked to be runs."""
         self.facts = StepFacts(storage)
-        self.restorable = RestorableSteps(storage)
+        self._judges = {tier.location: RestorableSteps(tier) for tier in self.tiers}
+        self.restorable = self._judges[storage.location]
         """Whether a step of the first tier can be restored."""
         self.damaged: set[int] = set()
         """Steps with a damaged copy that a restore passed over. A save replaces them in the first tier."""
@@ -125,17 +127,42 @@ class OpenRun:
         self._runs.add(tier.location)
 
     def steps(self) -> list[int]:
-        """Committed steps of all tiers, ascending, without suspects."""
-        return sorted({step for tier in self.tiers for step in _committed_steps(tier)})
+        """Committed steps of all tiers, ascending, without suspects, by the verdicts of `judge`.
+
+        On local disks of nodes, each step with a manifest counts: other nodes have some of its files.
+
+        Raises:
+            StorageError: a tier cannot be listed, or a step cannot be read at the moment.
+        """
+        return sorted({step for tier in self.tiers for step in self._steps_of(tier)})
+
+    def _steps_of(self, tier: Storage) -> list[int]:
+        steps = _steps_with_manifest(tier)
+        return steps if tier is self.nodes else self._judges[tier.location].among(steps)
 
     def pins(self) -> dict[int, Pin]:
         """Pinned steps of all tiers, ascending. A pin in the first tier takes precedence."""
         return dict(sorted(pin for tier in reversed(self.tiers) for pin in pinned_steps(tier).items()))
 
     def holders(self, step: int) -> list[Storage]:
-        """The tiers in which a step is committed; the first tier if there is none."""
+        """The tiers in which a step has a manifest; the first tier if there is none."""
         name = f"{step_name(step)}/{MANIFEST_NAME}"
         return [tier for tier in self.tiers if tier.size(name) is not None] or self.tiers[:1]
+
+    def check_restorable(self, tier: Storage, step: int) -> None:
+        """Refuses a step with a manifest that a restore would pass over.
+
+        Raises:
+            NotCommittedError: the verdict is another one than `Verdict.COMMITTED`.
+            StorageError: the storage cannot read the step at the moment.
+        """
+        if tier is self.nodes or tier.size(f"{step_name(step)}/{MANIFEST_NAME}") is None:
+            return
+        if not self._judges[tier.location].among([step]):
+            raise NotCommittedError(
+                f"{tier.location}/{step_name(step)} cannot be restored, so it cannot be pinned. See "
+                f"`shardproof doctor {shlex.quote(tier.location)}`"
+            )
 
     def best_step(self, keep: Retention | None) -> int | None:
         """The step with the best metric of the `KeepBest` in `keep`; None if no step is committed.
@@ -280,7 +307,7 @@ class OpenRun:
         )
 
 
-def _committed_steps(tier: Storage) -> list[int]:
+def _steps_with_manifest(tier: Storage) -> list[int]:
     steps = [folder.step for folder in folders_in(tier) if not folder.suspect]
     sizes = map_requests(tier, lambda step: tier.size(f"{step_name(step)}/{MANIFEST_NAME}"), steps)
     return [step for step, size in zip(steps, sizes, strict=True) if size is not None]

@@ -307,7 +307,9 @@ def retain(
                 step for step in set(counted) - kept if read_pin(run.within(step_name(step))) is not None
             }
             dropped = sorted(set(counted) - kept)
-            others = {step for step in counted if dropped and step != newest and not is_restorable(step)}
+            judged = [step for step in counted if dropped and step != newest]
+            found = zip(judged, map_requests(run, is_restorable, judged), strict=True)
+            others = {step for step, is_good in found if not is_good}
             if not others:
                 break
             counted = [step for step in counted if step not in others]
