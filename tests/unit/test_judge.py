@@ -267,6 +267,18 @@ def test_the_remedy_helps_if_bytes_of_each_step_have_changed(call: Any, tmp_path
     assert state["a"].tolist() == [2.0] * 6 and not state["b"].any()
 
 
+def test_a_step_without_its_files_and_its_index_names_the_files(tmp_path: Path) -> None:
+    """As after the loss of the nodes that had them."""
+    for file in two_files(tmp_path, 1):
+        file.unlink()
+    (index,) = step_folder(tmp_path, 1).glob("index-*")
+    index.unlink()
+    found = judge(LocalStorage(tmp_path), "step-00000001")
+    assert found is not None and found.verdict is Verdict.DAMAGED
+    assert "shards/00000-a1.safetensors: expected" in found.reason
+    assert "and 1 more such files and its index" in found.reason
+
+
 def test_the_checkpointer_lists_and_pins_only_steps_that_can_be_restored(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

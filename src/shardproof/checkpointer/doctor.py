@@ -11,7 +11,8 @@ import secrets
 import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from shardproof._utils.humanize import age, counted, gigabytes, listed
@@ -43,7 +44,7 @@ _CLOCK_SECONDS = 60.0
 """Seconds. A finding reports two clocks that differ by more."""
 
 _SYNCHRONIZE = "synchronize the clocks (see `timedatectl`) of this machine, the writers and the storage"
-_CHECK_RIGHTS = "check the mount, and owner and mode of the folder"
+_NO_CHANGE = os.ST_RDONLY if hasattr(os, "ST_RDONLY") else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,8 @@ class Examination:
     """The space for the next save; None: not known."""
     findings: tuple[Finding, ...]
     """The most severe first."""
+    partial: tuple[int, ...] = ()
+    """Steps of which this folder, that of one node, has some files, ascending."""
 
     @property
     def is_healthy(self) -> bool:
@@ -100,7 +103,7 @@ class Examination:
     def with_findings(self, more: Sequence[Finding]) -> Examination:
         """The same with more findings."""
         findings = sorted((*self.findings, *more), key=lambda finding: _ORDER.index(finding.severity))
-        return Examination(self.location, self.steps, self.next_save, self.space, tuple(findings))
+        return replace(self, findings=tuple(findings))
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""
@@ -109,6 +112,7 @@ class Examination:
             "location": self.location,
             "healthy": self.is_healthy,
             "steps": list(self.steps),
+            "partial": list(self.partial),
             "next_save": self.next_save,
             "free": None if space is None else space.free,
             "findings": [asdict(finding) for finding in self.findings],
@@ -139,7 +143,9 @@ def examine_run(storage: DatedStorage, run: str, *, older_than: float, now: floa
     """
     infos = scan_run(storage, depth="metadata")
     committed = [info for info in infos if info.committed and info.step is not None]
-    next_save = committed[-1].bytes if committed else 0
+    partial = [info for info in infos if info.status == Verdict.PARTIAL and info.step is not None]
+    newest = (committed or partial)[-1:]
+    next_save = newest[0].bytes if newest else 0
     space = storage.free_space() if isinstance(storage, LimitedStorage) else None
     steps = tuple(info.step for info in committed if info.step is not None)
     quoted = shlex.quote(run)
@@ -150,7 +156,8 @@ def examine_run(storage: DatedStorage, run: str, *, older_than: float, now: floa
         *_of_clocks(storage, infos, now),
         *_of_permissions(storage, infos),
     ]
-    return Examination(storage.location, steps, next_save, space, ()).with_findings(findings)
+    parts = tuple(info.step for info in partial if info.step is not None)
+    return Examination(storage.location, steps, next_save, space, (), parts).with_findings(findings)
 
 
 def _of_steps(infos: Sequence[StepInfo], run: str) -> Iterator[Finding]:
@@ -169,7 +176,7 @@ def _of_steps(infos: Sequence[StepInfo], run: str) -> Iterator[Finding]:
         elif info.status == Verdict.MISPLACED:
             yield _misplaced_step(info, infos, run)
         elif info.status == Verdict.UNREADABLE:
-            yield Finding("error", "unreadable", info.name, reason, _CHECK_RIGHTS)
+            yield Finding("error", "unreadable", info.name, reason, _rights_advice(run))
         elif info.status == Verdict.SUSPECT:
             settle = f'sp.Checkpointer({run!r}).settle_suspect({info.step}, "...")'
             yield Finding("warning", "suspect", info.name, reason, settle)
@@ -232,7 +239,7 @@ def _of_leftovers(
         plan = plan_prune(storage, storage.modified, older_than=older_than, now=now)
     except StorageError as error:
         text = f"prune cannot look at the run: {error.message}"
-        yield Finding("error", "unreadable", storage.location, text, _CHECK_RIGHTS)
+        yield Finding("error", "unreadable", storage.location, text, _rights_advice(storage.location))
         return
     for leftover in (*plan.leftovers, *plan.writing):
         size = f"{gigabytes(leftover.bytes)} in {counted(len(leftover.files), 'file')} that no manifest names"
@@ -306,12 +313,25 @@ def _of_permissions(storage: DatedStorage, infos: Sequence[StepInfo]) -> Iterato
     """Folders in which this user can remove or make no files. Only a probe shows the rights in a bucket."""
     if not isinstance(storage, LocalStorage):
         return
+    with suppress(OSError):  # the folder is gone
+        if os.statvfs(storage.path).f_flag & _NO_CHANGE:
+            text = "the file system is mounted read-only, so no step can be saved or removed"
+            fix = f"findmnt --target {shlex.quote(str(storage.path))}"
+            yield Finding("warning", "permissions", ".", text, fix)
+            return
     for folder in [".", *(info.name for info in infos if info.name != "." and not info.linked)]:
         path = storage.path / folder
         if path.exists() and not os.access(path, os.W_OK | os.X_OK):
             doing = "save a step" if folder == "." else "remove this step"
             text = f"this user cannot write to the folder, and so cannot {doing}"
             yield Finding("warning", "permissions", folder, text, f"ls -ld {shlex.quote(str(path))}")
+
+
+def _rights_advice(place: str) -> str:
+    """What to check if a run cannot be read or written."""
+    if "://" in place:
+        return "check the credentials, and the policy of the bucket or the server"
+    return "check the mount, and owner and mode of the folder"
 
 
 def _of_uploads(plan: PrunePlan, location: str, run: str, now: float) -> Iterator[Finding]:
@@ -352,7 +372,8 @@ def probe_storage(storage: DatedStorage) -> list[Finding]:
             work()
         except StorageError as error:
             text = f"this user cannot {doing} a file here: {error.message}"
-            findings.append(Finding("error", "permissions", storage.location, text, _CHECK_RIGHTS))
+            advice = _rights_advice(storage.location)
+            findings.append(Finding("error", "permissions", storage.location, text, advice))
             return False
         return True
 

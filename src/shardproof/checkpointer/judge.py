@@ -375,7 +375,9 @@ def _fault(place: Storage, manifest: Manifest, depth: Depth) -> ShardproofError 
     holders = (holder for holder, _ in locate_files(place, manifest))
     lost = size_errors(list(zip(holders, manifest.files, strict=True)), advice)
     if len(lost) > 1:
-        return StorageError(f"{lost[0].message}; and {len(lost) - 1} more such files", **lost[0].details)
+        index = "its index" if fault is not None and fault.details.get("missing") else ""
+        more = " and ".join(filter(None, (f"{len(lost) - 1} more such files", index)))
+        return StorageError(f"{lost[0].message}; and {more}", **lost[0].details)
     return lost[0] if lost else fault
 
 

@@ -136,10 +136,13 @@ def _show_examination(found: Examination) -> None:
         for severity in ("error", "warning")
         if (number := sum(finding.severity == severity for finding in found.findings))
     ]
+    numbers = found.steps or found.partial
     steps = counted(len(found.steps), "committed step")
-    newest = f", the newest is {found.steps[-1]}" if found.steps else ""
+    if found.partial and not found.steps:
+        steps = f"this node has its part of {counted(len(found.partial), 'step')}"
+    newest = f", the newest is {numbers[-1]}" if numbers else ""
     space = "" if found.space is None else f"; {gigabytes(found.space.free)} free"
-    saves = f", and a full save writes {gigabytes(found.next_save)}" if found.steps else ""
+    saves = f", and a full save writes {gigabytes(found.next_save)}" if numbers else ""
     state = " and ".join(counts) or "healthy"
     click.echo(printable(f"{state}: {found.location}: {steps}{newest}{space}{saves}"))
 

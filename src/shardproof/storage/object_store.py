@@ -18,6 +18,7 @@ from __future__ import annotations
 import builtins
 import logging
 import os
+import re
 import time
 import uuid
 from collections.abc import Mapping
@@ -471,6 +472,9 @@ class ObjectStorage:
 
 _PROBE_LOCK = lock()
 
+_XML_PARTS = re.compile(r"<(Code|Message)>\s*([^<]*?)\s*</")
+"""The parts of the XML answer of a store that say what it refused, in their order."""
+
 _CONFLICT_SECONDS = 0.5
 """Pause before a conditional PUT is repeated after a conflict."""
 
@@ -516,5 +520,14 @@ def _has_no_bucket(error: Exception) -> bool:
 
 
 def _first_line(error: Exception) -> str:
+    """The first line of an error. The code and the message of an XML document take its place.
+
+    >>> body = "<?xml version='1.0'?><Error><Code>AccessDenied</Code><Message>No entry.</Message></Error>"
+    >>> _first_line(Exception(f"Server returned 403 Forbidden: {body}"))
+    'Server returned 403 Forbidden: AccessDenied: No entry'
+    """
+    head, found, body = str(error).partition("<?xml")
+    if found and (parts := _XML_PARTS.findall(body)):
+        return f"{head.strip()} {': '.join(text.strip() for _, text in parts[:2])}".strip().rstrip(".")
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines[0] if lines else type(error).__name__).rstrip(".")
