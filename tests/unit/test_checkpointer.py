@@ -214,7 +214,7 @@ def test_the_command_that_restore_names_removes_an_abandoned_branch(
     assert "branch" not in caplog.text
     sp.Checkpointer(near).pin(11, "good")
     assert run_cli(["prune", str(near), "--after", "10", "--yes"]) == 1
-    assert run_cli(["prune", str(near), "--after", "12", "--yes"]) == 1
+    assert run_cli(["prune", str(near), "--after", "9", "--yes"]) == 1
     assert "unpin the step first" in capsys.readouterr().err
     sp.Checkpointer(near).unpin(11)
     assert run_cli(["prune", str(near), "--after", "10", "--yes"]) == 0

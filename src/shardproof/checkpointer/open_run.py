@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ import msgspec
 
 from shardproof import events
 from shardproof._utils.logged_waits import logged_wait
-from shardproof.checkpointer.judge import RestorableSteps
+from shardproof.checkpointer.judge import RestorableSteps, Verdict, judge
 from shardproof.checkpointer.marks import Pin, pinned_steps
 from shardproof.checkpointer.nodes import MissingCopies, NodeStorage, NodesView
 from shardproof.checkpointer.policies import BestStep, KeepBest, Retention
@@ -213,8 +214,11 @@ class OpenRun:
         facts = StepFacts(view)
         found = zip(steps, map_requests(view, facts.time_of, steps), strict=True)
         times = {step: time for step, time in found if time is not None}
-        last = max(times, key=times.__getitem__, default=restored)
-        if last == restored or restored not in times:
+        later = sorted(
+            (step for step in times if times[step] > times.get(restored, math.inf)), key=times.__getitem__
+        )
+        last = next((step for step in reversed(later) if self._is_restorable(view, step)), None)
+        if last is None:
             return
         _log.warning(
             "%s: step %d was restored, and was saved before step %d: the run was rolled back, and the "
@@ -226,6 +230,10 @@ class OpenRun:
             last,
             self.branch_removal(last),
         )
+
+    def _is_restorable(self, view: Storage, step: int) -> bool:
+        found = judge(view, step_name(step), plan_repairs=False)
+        return found is not None and found.verdict is Verdict.COMMITTED
 
     def is_damaged(self, step: int) -> bool:
         """True if a restore or the scrub found a committed step damaged."""

@@ -122,7 +122,7 @@ def plan_prune(
             of a step that is newer than the last restorable one stay.
 
     Raises:
-        NotCommittedError: the step `after` cannot be restored.
+        NotCommittedError: no step up to `after` can be restored.
         StorageError: the storage failed, or a step newer than `after` is pinned.
     """
     references = references_in(storage)
@@ -213,13 +213,14 @@ def plan_prune(
 def _branch(run: str, scanned: Mapping[int, StepInfo], after: int) -> list[int]:
     """The steps newer than `after` that a restore takes (note "A branch")."""
     restorable = (Verdict.COMMITTED, Verdict.PARTIAL)
-    if after not in scanned or scanned[after].status not in restorable:
+    steps = [step for step, info in scanned.items() if info.status in restorable]
+    newer = [step for step in steps if step > after]
+    if newer == steps:
         raise NotCommittedError(
-            f"{run} has no restorable step {after}, so the steps after it stay: name the newest step of the "
-            "run that continues (`shardproof ls`)",
+            f"{run} has no restorable step up to {after}, so the steps after it stay: name the newest step "
+            "of the run that continues (`shardproof ls`)",
             path=run,
         )
-    newer = [step for step, info in scanned.items() if step > after and info.status in restorable]
     pinned = next((scanned[step] for step in newer if scanned[step].pinned is not None), None)
     if pinned is not None:
         raise StorageError(

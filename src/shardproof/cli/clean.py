@@ -33,7 +33,7 @@ _REMOVE = "; --damaged removes such steps, if another step can be restored"
     type=click.IntRange(min=0),
     metavar="STEP",
     help="Also remove committed steps newer than STEP, such as those of a branch that a rollback gave up. "
-    "STEP has to be restorable.",
+    "A step up to STEP has to be restorable.",
 )
 @older_than_option("Leave files that changed within this time: they may belong to a save in progress.")
 @click.option(
