@@ -476,7 +476,9 @@ class Checkpointer:
         self._saver.wait_for_end()
         self.last_restore = None
         view = self._run.view()
-        restore = Restore(view, self._rendezvous, step, suspect, options, self._run.check_tiers)
+        restore = Restore(
+            view, self._rendezvous, step, suspect, options, self._run.check_tiers, self._run.explained
+        )
         try:
             restored = restore.run(state)
         finally:
@@ -492,6 +494,8 @@ class Checkpointer:
         if self._rendezvous.rank == 0:
             whole = options.include is None and options.exclude is None
             shares = self._run.confirm(view, folder, self._copies, whole=whole)
+            if step is None and not folder.suspect:
+                self._run.warn_of_branch(view, folder.step)
             if not folder.suspect:
                 self._scrub.prepare()
                 self._scrub.begin(folder.name)
@@ -505,7 +509,11 @@ class Checkpointer:
     def steps(self) -> list[int]:
         """Committed steps of all tiers, ascending, without suspects.
 
-        Lists the storage; does not wait for other ranks.
+        Reads manifests and indexes, and of known steps only the ends of the manifests. The list lacks a
+        step that `restore` would pass over by them, and the log names it. Does not wait for other ranks.
+
+        Raises:
+            StorageError: a tier cannot be listed, or a step cannot be read at the moment.
         """
         return self._run.steps()
 

@@ -158,15 +158,16 @@ def decode_manifest(data: bytes, file: str) -> Manifest:
     seal = _SEAL.fullmatch(data, max(0, len(data) - SEAL_LENGTH))
     if seal is None:
         raise FormatError(
-            f"{file}: the end is not that of a manifest. The file was cut short or edited; `shardproof "
-            "repair` can write it again from the shard files.",
+            f"{file}: the end is not that of a manifest. The file was cut short or edited. If all shard "
+            "files of a save without references are there, `shardproof repair` writes it again.",
             file=file,
         )
     found = bytes_digest(memoryview(data)[:-SEAL_LENGTH])
     if found != seal[1].decode():
         raise FormatError(
             f"{file}: its bytes hash to {found}, expected {seal[1].decode()}. The file is damaged or "
-            "was edited; `shardproof repair` can write it again from the shard files.",
+            "was edited. If all shard files of a save without references are there, `shardproof repair` "
+            "writes it again.",
             file=file,
         )
     body = data[:-SEAL_LENGTH] + b"}"

@@ -191,7 +191,7 @@ def _number_of(variable: str, absent: int | None = None) -> int:
 
 
 def _from_environment(deadline: float) -> StoreRendezvous:
-    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     environment = os.environ
     try:
@@ -218,9 +218,7 @@ def _from_environment(deadline: float) -> StoreRendezvous:
     except Exception as error:
         text = f"{host}:{port}, {type(error).__name__}: " + str(error).strip().split("\n", 1)[0]
         raise store_lost("connecting", "connect", text, None) from error
-    if served_by_agent:
-        # Workers that torchrun started again must not find the keys of the former workers.
-        store = PrefixStore(f"/worker/attempt_{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    # Workers that torchrun started again use the same keys, and delete those of the former workers.
     return StoreRendezvous(store, rank, world_size, deadline=deadline)
 
 

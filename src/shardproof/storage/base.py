@@ -177,8 +177,14 @@ class ClockedStorage(Protocol):
     Without it, the clock of this machine dates the files.
     """
 
-    def now(self) -> float:
+    def now(self, *, writes: bool = True) -> float | None:
         """The time by that clock, Unix seconds.
+
+        Args:
+            writes: True if a file may be written to learn the time. It is removed again.
+
+        Returns:
+            The time; None if the storage tells it only to a program that writes, and `writes` is False.
 
         Raises:
             StorageError: the storage does not tell its time.

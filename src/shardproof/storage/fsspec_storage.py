@@ -248,12 +248,14 @@ class FsspecStorage:
         except Exception as error:
             raise self._error(error, "look at", name) from error
 
-    def now(self) -> float:
-        """The time that the file system gives a new file, Unix seconds. The file is removed again.
+    def now(self, *, writes: bool = True) -> float | None:
+        """The time that the file system gives a new file, Unix seconds; see `ClockedStorage.now`.
 
         Raises:
             StorageError: the file system failed.
         """
+        if not writes:
+            return None
         name = f"time-{uuid.uuid4().hex}.probe"
         try:
             self._fs.pipe_file(self._key(name), b"1")

@@ -18,6 +18,7 @@ from __future__ import annotations
 import builtins
 import logging
 import os
+import re
 import time
 import uuid
 from collections.abc import Mapping
@@ -306,8 +307,8 @@ class ObjectStorage:
                 return None
             raise self._error(error, "look at", name) from error
 
-    def now(self) -> float:
-        """The time by the clock of the store, Unix seconds.
+    def now(self, *, writes: bool = True) -> float | None:
+        """The time by the clock of the store, Unix seconds; see `ClockedStorage.now`.
 
         The header of an answer has it. If obstore cannot sign a request, a test object gets it.
 
@@ -315,7 +316,7 @@ class ObjectStorage:
             StorageError: the store does not tell its time.
         """
         found = self._multipart_uploads.time_of_store(self._key("time"))
-        return self._time_of_new_object() if found is None else found
+        return self._time_of_new_object() if found is None and writes else found
 
     def _time_of_new_object(self) -> float:
         """The time that the store gives a new object, which is removed again."""
@@ -471,6 +472,9 @@ class ObjectStorage:
 
 _PROBE_LOCK = lock()
 
+_XML_PARTS = re.compile(r"<(Code|Message)>\s*([^<]*?)\s*</")
+"""The parts of the XML answer of a store that say what it refused, in their order."""
+
 _CONFLICT_SECONDS = 0.5
 """Pause before a conditional PUT is repeated after a conflict."""
 
@@ -516,5 +520,14 @@ def _has_no_bucket(error: Exception) -> bool:
 
 
 def _first_line(error: Exception) -> str:
+    """The first line of an error. The code and the message of an XML document take its place.
+
+    >>> body = "<?xml version='1.0'?><Error><Code>AccessDenied</Code><Message>No entry.</Message></Error>"
+    >>> _first_line(Exception(f"Server returned 403 Forbidden: {body}"))
+    'Server returned 403 Forbidden: AccessDenied: No entry'
+    """
+    head, found, body = str(error).partition("<?xml")
+    if found and (parts := _XML_PARTS.findall(body)):
+        return f"{head.strip()} {': '.join(text.strip() for _, text in parts[:2])}".strip().rstrip(".")
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines[0] if lines else type(error).__name__).rstrip(".")

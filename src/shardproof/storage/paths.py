@@ -79,7 +79,8 @@ def _encoding_fault(text: str) -> str | None:
 
 
 _ADVICE = {
-    errno.ENOSPC: "The disk is full: free space (`shardproof prune` removes leftovers), then save again.",
+    errno.ENOSPC: "The disk is full: free space, then save again. `shardproof prune RUN` removes the files "
+    "of dead saves, and `shardproof prune RUN --keep 1 --yes` all steps but the newest.",
     errno.EDQUOT: "The quota is used up: free space or ask for more, then save again.",
     errno.EFBIG: "The file is larger than allowed: raise the limit (`ulimit -f`) or that of the file system.",
     errno.EROFS: "The file system is mounted read-only: remount it or choose another place.",

@@ -54,13 +54,14 @@ import logging
 import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
 from shardproof.checkpointer.judge import RestorableSteps, misplaced
 from shardproof.checkpointer.marks import read_pin
 from shardproof.checkpointer.policies import Retention
-from shardproof.checkpointer.retention import StepFacts, retain
+from shardproof.checkpointer.retention import StepFacts, branch_removal, retain
 from shardproof.checkpointer.step_folders import PINNED_NAME, folders_in, step_name
 from shardproof.checkpointer.tiers.tiered_run import copies_of, log_other_copy
 from shardproof.checkpointer.tiers.upload_messages import (
@@ -216,6 +217,7 @@ class UploadCoordinator:
                 is_proved=lambda step: True,
                 facts=self._facts,
                 is_restorable=self._restorable,
+                branch_removal=partial(branch_removal, [self._second.location]),
             )
             self._stored = {one: seal for one, seal in self._stored.items() if step_name(one) not in removed}
         return self._answer(requests, reports)
