@@ -5,8 +5,22 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Iterable
+from typing import Any
 
-__all__ = ["age", "counted", "gigabytes", "gigabytes_per_second", "listed", "nearest", "printable", "span"]
+__all__ = [
+    "age",
+    "brief",
+    "counted",
+    "gigabytes",
+    "gigabytes_per_second",
+    "listed",
+    "nearest",
+    "printable",
+    "span",
+]
+
+_MOST_BITS = 200
+_FEW = 10
 
 
 def gigabytes(count: float) -> str:
@@ -43,6 +57,50 @@ def span(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.{2 if seconds < 10 else 1}f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
+
+
+def brief(value: Any, most: int = 100) -> str:
+    """A value from a file as a short text, whatever the file has put there.
+
+    The text of a list that holds the one before it twice is endless, and Python refuses the text of integers
+    of more than 4,300 digits. So only the text of small values is made.
+
+    Args:
+        value: any value, or an error, whose text may repeat such a value.
+        most: characters of the text, at most, beside the name of a class.
+
+    >>> brief("weight"), brief(1 << 20_000), brief(ValueError("too short")), brief([1, "a", [2]])
+    ("'weight'", 'an int of 20001 bits', 'ValueError: too short', "[1, 'a', a list of 1]")
+    """
+    if isinstance(value, BaseException):
+        argument = value.args[0] if len(value.args) == 1 else None
+        text = brief(argument, most) if isinstance(value, KeyError) else _message(value)[:most]
+        return f"{type(value).__name__}: {text}"
+    if isinstance(value, (list, tuple)) and len(value) <= _FEW:
+        text = ", ".join(
+            f"a {type(item).__name__} of {len(item)}"
+            if isinstance(item, (list, tuple))
+            else brief(item, most)
+            for item in value
+        )
+        return f"[{text}]" if isinstance(value, list) else f"({text}{',' * (len(value) == 1)})"
+    if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+        return f"an int of {value.bit_length()} bits"
+    if isinstance(value, (str, bytes)):
+        return repr(value[:most])
+    if isinstance(value, (int, float, complex, type(None))):
+        return repr(value)
+    if isinstance(value, (list, tuple, dict, set, frozenset, bytearray)):
+        return f"a {type(value).__name__} of {len(value)}"
+    name = getattr(value, "name", None)  # of a class that a pickle names
+    return f"{type(value).__name__} {name[:most]}" if isinstance(name, str) else f"a {type(value).__name__}"
+
+
+def _message(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # the arguments of an error are of any class
+        return "an error without a text"
 
 
 def printable(text: str) -> str:

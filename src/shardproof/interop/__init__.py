@@ -9,12 +9,14 @@ from shardproof.interop.formats import NATIVE, READERS, WRITERS, format_of, open
 from shardproof.interop.json_files import read_json
 from shardproof.interop.pickle_data import Opaque, opaque_names
 from shardproof.interop.pickle_writer import Named, PickledCall, write_pickle
+from shardproof.interop.read_budget import check_repeats
 from shardproof.interop.reader import (
     Foreign,
     FormatReader,
     StoredBox,
     StoredView,
     TensorDescription,
+    foreign_faults,
     foreign_of,
 )
 from shardproof.interop.state_paths import Path as Path  # not listed in __all__: internal
@@ -40,6 +42,8 @@ __all__ = [
     "TensorDescription",
     "Unit",
     "WriteOptions",
+    "check_repeats",
+    "foreign_faults",
     "foreign_of",
     "format_of",
     "is_paths_key",

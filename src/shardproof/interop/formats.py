@@ -8,7 +8,7 @@ from typing import Any
 
 from shardproof.errors import FormatError
 from shardproof.format import MANIFEST_NAME, shard_name
-from shardproof.interop.reader import Foreign, FormatReader
+from shardproof.interop.reader import Foreign, FormatReader, foreign_faults
 from shardproof.interop.writer import FormatWriter
 
 __all__ = ["NATIVE", "READERS", "WRITERS", "format_of", "open_reader", "writer_of"]
@@ -69,7 +69,8 @@ def writer_of(name: str) -> type[FormatWriter]:
 
 def _recognizes(name: str, foreign: Foreign) -> bool:
     try:
-        return bool(_class(READERS[name]).recognizes(foreign))
+        with foreign_faults(foreign.location):
+            return bool(_class(READERS[name]).recognizes(foreign))
     except FormatError:
         return False
 
@@ -117,5 +118,6 @@ def open_reader(foreign: Foreign, name: str) -> FormatReader:
     """
     if name not in READERS:
         raise ValueError(f"format is one of {', '.join([NATIVE, *READERS])}, not {name!r}")
-    reader: FormatReader = _class(READERS[name])(foreign)
+    with foreign_faults(foreign.location):
+        reader: FormatReader = _class(READERS[name])(foreign)
     return reader

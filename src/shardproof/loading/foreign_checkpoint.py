@@ -15,7 +15,14 @@ from shardproof.dtypes import DTYPES
 from shardproof.errors import PlainDataError, StorageError
 from shardproof.format import TensorRecord
 from shardproof.geometry import row_pointers
-from shardproof.interop import Extent, FormatReader, StoredBox, opaque_names
+from shardproof.interop import (
+    Extent,
+    FormatReader,
+    StoredBox,
+    check_repeats,
+    foreign_faults,
+    opaque_names,
+)
 from shardproof.loading.box_reads import BoxReads
 from shardproof.loading.checkpoint import OPENED_FIRST, Checkpoint, Reads, open_once
 from shardproof.loading.destinations import DestinationWriter
@@ -131,11 +138,13 @@ def _table(reader: FormatReader, names: Sequence[str]) -> ChunkTable:
 
 def _plain_value(reader: FormatReader, trust_pickle: bool, key: str) -> Any:
     """A plain value of a foreign checkpoint, encoded."""
-    value = reader.object(key, trust_pickle=trust_pickle)
     try:
-        if names := opaque_names(value):
-            raise PlainDataError(f"{key}: {', '.join(names[:5])} cannot be read as plain data", path=key)
-        return encode_plain(value, key)
+        with foreign_faults(reader.location, key):
+            value = reader.object(key, trust_pickle=trust_pickle)
+            if names := opaque_names(value):
+                raise PlainDataError(f"{key}: {', '.join(names[:5])} cannot be read as plain data", path=key)
+            check_repeats(value)
+            return encode_plain(value, key)
     except PlainDataError as error:
         advice = _TRUSTED if trust_pickle else _UNTRUSTED
         raise PlainDataError(f"{reader.location}: {error.message}. {advice}", **error.details) from error

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardproof.errors import CorruptChunkError, FormatError, ShardproofError, StorageError, TilingError
-from shardproof.interop import NATIVE, Foreign, format_of
+from shardproof.interop import NATIVE, Foreign, foreign_faults, format_of
 from shardproof.maintenance.verify import VerifyReport, verify
 from shardproof.planning import prove_chunks
 from shardproof.storage import LocalStorage, UncachedStorage
@@ -95,7 +95,8 @@ def verify_foreign(
             on_progress(done, total)
     try:
         checkpoint.check_files()
-        proved += checkpoint.reader.verify_extra()
+        with foreign_faults(checkpoint.location):
+            proved += checkpoint.reader.verify_extra()
     except _DAMAGE as error:
         if error.message not in {fault.message for fault in faults}:
             faults.append(error)
