@@ -33,6 +33,8 @@ __all__ = [
     "shape_of",
 ]
 
+_MOST_METADATA = 1 << 30
+"""Bytes of a file of metadata, at most."""
 _MOST_DIMENSIONS = 64
 """Dimensions of a tensor, at most: the limit of numpy and of torch's operators."""
 
@@ -321,6 +323,22 @@ class FormatReader(ABC):
         """Closes the files that reading opened."""
         self.storage.close()
 
+    def read_small(self, file: str) -> bytes:
+        """Reads a whole file of metadata, or one that holds a plain value.
+
+        Raises:
+            FormatError: the file has more than 1 GiB. Nothing is read.
+            StorageError: the file is missing, or the storage failed.
+        """
+        size = self.storage.size(file)
+        if size is not None and size > _MOST_METADATA:
+            raise self.fault(
+                file,
+                f"it has {size} bytes, expected at most {_MOST_METADATA}: it is damaged, or not a file of "
+                "metadata",
+            )
+        return self.storage.read(file)
+
     def read_commit(self, file: str, what: str) -> bytes:
         """Reads the file that the writer writes last.
 
@@ -330,10 +348,11 @@ class FormatReader(ABC):
 
         Raises:
             NotCommittedError: the file is missing.
+            FormatError: the file has more than 1 GiB.
             StorageError: the storage failed.
         """
         try:
-            return self.storage.read(file)
+            return self.read_small(file)
         except StorageError as error:
             if not error.details.get("missing"):
                 raise

@@ -81,7 +81,7 @@ class TorchCheckpointingReader(RankFilesReader):
         if key not in self._plain:
             return super().object(key, trust_pickle=trust_pickle)
         file, kind = self._plain[key]
-        data = self.storage.read(file)
+        data = self.read_small(file)
         if kind == _RAW:
             return data
         try:
