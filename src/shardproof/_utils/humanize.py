@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -19,6 +20,11 @@ __all__ = [
     "span",
 ]
 
+_USER = re.compile(r"(\b[A-Za-z][A-Za-z0-9+.-]*://)[^/@\s\"']*:[^/@\s\"']*@")
+_SIGNATURE = re.compile(
+    r"([?&][A-Za-z-]*(?:sig|signature|token|key|secret|password|credential)=)[^&\s\"']+", re.I
+)
+"""The parts of a URL that give access: user and password, and parameters that sign the request."""
 _MOST_BITS = 200
 _FEW = 10
 
@@ -103,17 +109,33 @@ def _message(error: BaseException) -> str:
         return "an error without a text"
 
 
-def printable(text: str) -> str:
+def printable(text: str, *, lines: bool = False) -> str:
     r"""The text with every character escaped that a terminal interprets or does not print.
 
-    Keys and file names come from the checkpoint, and may contain control sequences for the reader's terminal.
+    Keys and file names come from a checkpoint. They may contain control sequences for the terminal, line
+    feeds that begin a false line of output, and marks that reverse the direction of the text.
 
-    >>> printable("a\x1b[2Jb")
-    'a\\x1b[2Jb'
+    Args:
+        text: text for people, or a key or path in it.
+        lines: True for a text of several lines. Keys in it have to be escaped before.
+
+    >>> printable("a\x1b[2Jb"), printable("a\nb"), printable("a\nb", lines=True), printable("\u202ea")
+    ('a\\x1b[2Jb', 'a\\nb', 'a\nb', '\\u202ea')
     """
     if text.isprintable():
         return text
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+    return "".join(
+        c if c.isprintable() or (lines and c == "\n") else c.encode("unicode_escape").decode() for c in text
+    )
+
+
+def without_credentials(text: str) -> str:
+    """A URL, or a text with URLs, with passwords, keys and signatures replaced by asterisks.
+
+    >>> without_credentials("https://me:secret@host/a?Signature=x&b=1 and s3://bucket/a")
+    'https://***@host/a?Signature=***&b=1 and s3://bucket/a'
+    """
+    return _SIGNATURE.sub(r"\1***", _USER.sub(r"\1***@", text))
 
 
 def counted(count: int, noun: str) -> str:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from shardproof._utils.humanize import brief
+from shardproof._utils.humanize import brief, printable
 from shardproof.errors import FormatError, NotCommittedError, StorageError
 from shardproof.geometry import flat_range_pairs, row_major_strides
 from shardproof.interop.extents import Extent
@@ -364,4 +364,4 @@ class FormatReader(ABC):
     def fault(self, file: str, text: str, **details: Any) -> FormatError:
         """A `FormatError` that names a file of this checkpoint."""
         path = f"{self.storage.location}/{file}"
-        return FormatError(f"{path}: {text}", file=path, **details)
+        return FormatError(printable(f"{path}: {text}"), file=path, **details)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import xxhash
 
-from shardproof._utils.humanize import brief
+from shardproof._utils.humanize import brief, printable
 from shardproof.dtypes import DTYPES
 from shardproof.errors import FormatError, StorageError
 from shardproof.interop.extents import DecodedExtent, Extent, FileRange, crc32
@@ -229,7 +229,7 @@ class TorchFile:
         return sum(record.nbytes for record in records if record.has_checksum)
 
     def _fault(self, text: str) -> FormatError:
-        return FormatError(f"{self.path}: {text}", file=self.path)
+        return FormatError(printable(f"{self.path}: {text}"), file=self.path)
 
     def _bytes(self, offset: int, count: int) -> bytes:
         """Bytes of the file; fewer at its end."""
