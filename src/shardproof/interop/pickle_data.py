@@ -513,7 +513,8 @@ class _Reader:
             reference, args = _Reference(args[0].name), ()
         builder = self._builders.get(reference.name) if isinstance(reference, _Reference) else None
         if options or builder is not None:
-            self._budget.charge_arguments((*args, *options.values()), self._at - self._start)
+            values = (*args, *options.values()) if options else args
+            self._budget.charge_arguments(values, self._at - self._start)
         if builder is None:
             return Opaque(reference.name, args + tuple(options.items()))
         return builder(*args, **options)

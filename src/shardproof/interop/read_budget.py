@@ -7,7 +7,7 @@ grows faster than the bytes that were read is charged here: copied bytes, values
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sized
+from collections.abc import Iterable, Sequence, Sized
 from typing import Any
 
 import numpy as np
@@ -74,26 +74,26 @@ class ReadBudget:
         """Counts values that are made or visited; see `charge`."""
         self.charge(_VALUE * count, read)
 
-    def charge_arguments(self, values: Iterable[Any], read: int) -> None:
+    def charge_arguments(self, values: Sequence[Any], read: int) -> None:
         """Counts what a call may copy or hash: its arguments, and all in the lists and tuples among them."""
-        pending: list[Any] = [tuple(values)]
+        pending: list[Any] = [values]
         units = 0
         while pending:
             value = pending.pop()
-            if isinstance(value, _TEXTS):
-                units += len(value)
-            elif isinstance(value, np.ndarray):
-                units += value.nbytes
-            elif isinstance(value, dict):
-                units += _VALUE * len(value)
-                pending.extend(key for key in value if isinstance(key, (tuple, frozenset)))
-            elif isinstance(value, _SEQUENCES):
+            if isinstance(value, _SEQUENCES):
+                units += _ITEM * len(value)
                 pending.extend(
                     item
                     for item in value
-                    if type(item) not in _ATOMS and not (type(item) is int and -_SMALL < item < _SMALL)
+                    if not (type(item) is int and -_SMALL < item < _SMALL) and type(item) not in _ATOMS
                 )
-                units += _ITEM * len(value)
+            elif isinstance(value, _TEXTS):
+                units += len(value)
+            elif isinstance(value, dict):
+                units += _VALUE * len(value)
+                pending.extend(key for key in value if isinstance(key, (tuple, frozenset)))
+            elif isinstance(value, np.ndarray):
+                units += value.nbytes
             elif isinstance(value, int):
                 units += value.bit_length() // 8
             if units > _CHECKED:  # a list that holds the one before it twice does not end otherwise
