@@ -119,7 +119,7 @@ def _show_report(report: dict[str, Any]) -> None:
     title = "BAD" if _code(report) == BAD else "NO ANSWER"
     click.echo(printable(f"{title}: {report['location']}{step}: {counted(len(faults), 'fault')} ({read})"))
     for fault in faults[:FAULTS_SHOWN]:
-        click.echo(printable(f"  {fault['type']}: {fault['message']}"))
+        click.echo(printable(f"  {fault['type']}: {fault['message']}", lines=True))
     if len(faults) > FAULTS_SHOWN:
         click.echo(f"  and {len(faults) - FAULTS_SHOWN:,} more (--json lists all)")
     if title != "BAD":

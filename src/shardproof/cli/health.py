@@ -128,7 +128,7 @@ def _show_examination(found: Examination) -> None:
     from shardproof._utils.humanize import counted, gigabytes, printable
 
     for finding in found.findings:
-        click.echo(printable(f"{finding.severity:8} {finding.where}: {finding.what}"))
+        click.echo(printable(f"{finding.severity:8} {printable(finding.where)}: {finding.what}", lines=True))
         if finding.fix:
             click.echo(printable(f"{'':8} {finding.fix}"))
     counts = [
@@ -218,7 +218,7 @@ def _look_again(watch: RunWatch, location: str, height: int) -> RenderableType:
     try:
         return _last_rows(watch.look(now), location, now, height)
     except StorageError as error:
-        return printable(f"no answer: {error.message}")
+        return printable(f"no answer: {error.message}", lines=True)
 
 
 def _last_rows(saves: Sequence[WatchedSave], location: str, now: float, height: int) -> RenderableType:
@@ -258,6 +258,7 @@ def _table(
 
 def _show_changes(watch: RunWatch, every: float, line_of: Callable[[float, WatchedSave, str], str]) -> None:
     """Prints a line for each checkpoint or attempt that is new, changed or removed."""
+    from shardproof._utils.humanize import printable
     from shardproof.errors import StorageError
 
     before: dict[Any, WatchedSave] = {}
@@ -268,7 +269,7 @@ def _show_changes(watch: RunWatch, every: float, line_of: Callable[[float, Watch
         except StorageError as error:
             if not before:
                 raise
-            click.echo(f"no answer: {error.message}", err=True)
+            click.echo(printable(f"no answer: {error.message}", lines=True), err=True)
             saves = before
         for key, save in saves.items():
             if key not in before or (before[key].state, before[key].note) != (save.state, save.note):

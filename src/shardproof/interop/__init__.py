@@ -9,6 +9,7 @@ from shardproof.interop.formats import NATIVE, READERS, WRITERS, format_of, open
 from shardproof.interop.json_files import read_json
 from shardproof.interop.pickle_data import Opaque, opaque_names, parts_of
 from shardproof.interop.pickle_writer import Named, PickledCall, write_pickle
+from shardproof.interop.read_budget import check_repeats
 from shardproof.interop.reader import (
     Foreign,
     FormatReader,
@@ -17,6 +18,7 @@ from shardproof.interop.reader import (
     TensorDescription,
     Unreadable,
     ZeroRule,
+    foreign_faults,
     foreign_of,
 )
 from shardproof.interop.state_paths import Path as Path  # not listed in __all__: internal
@@ -44,6 +46,8 @@ __all__ = [
     "Unreadable",
     "WriteOptions",
     "ZeroRule",
+    "check_repeats",
+    "foreign_faults",
     "foreign_of",
     "format_of",
     "is_paths_key",

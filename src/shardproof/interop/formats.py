@@ -9,7 +9,7 @@ from typing import Any
 from shardproof._utils.humanize import listed
 from shardproof.errors import FormatError
 from shardproof.format import MANIFEST_NAME, naming_other_files, shard_name
-from shardproof.interop.reader import Foreign, FormatReader
+from shardproof.interop.reader import Foreign, FormatReader, foreign_faults
 from shardproof.interop.writer import FormatWriter
 
 __all__ = ["NATIVE", "READERS", "WRITERS", "format_of", "open_reader", "writer_of"]
@@ -70,7 +70,8 @@ def writer_of(name: str) -> type[FormatWriter]:
 
 def _recognizes(name: str, foreign: Foreign) -> bool:
     try:
-        return bool(_class(READERS[name]).recognizes(foreign))
+        with foreign_faults(foreign.location):
+            return bool(_class(READERS[name]).recognizes(foreign))
     except FormatError:
         return False
 
@@ -119,7 +120,7 @@ def open_reader(foreign: Foreign, name: str) -> FormatReader:
     """
     if name not in READERS:
         raise ValueError(f"format is one of {', '.join([NATIVE, *READERS])}, not {name!r}")
-    with naming_other_files(foreign.storage):
+    with naming_other_files(foreign.storage), foreign_faults(foreign.location):
         reader: FormatReader = _class(READERS[name])(foreign)
     if reader.unreadable:
         kinds = [f"{key} ({value.kind})" for key, value in reader.unreadable.items()]

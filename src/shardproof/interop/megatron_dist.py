@@ -22,6 +22,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from shardproof._utils.humanize import brief
 from shardproof.errors import CorruptChunkError, ShardproofError, StorageError
 from shardproof.geometry import flat_range_boxes, row_major_strides
 from shardproof.interop.dcp_reader import DcpReader, inner_name
@@ -167,7 +168,7 @@ class MegatronDistReader(DcpReader):
         try:
             return None if shape is None else shape_of(shape)
         except (TypeError, ValueError) as error:
-            raise self.fault(_DCP_METADATA, f"the true shape of {key} is {shape!r}", key=key) from error
+            raise self.fault(_DCP_METADATA, f"the true shape of {key} is {brief(shape)}", key=key) from error
 
     def _of_fragments(self, key: str, stored: TensorDescription, shape: tuple[int, ...]) -> TensorDescription:
         """Describes a tensor of flat ranges in its true shape."""
@@ -217,7 +218,7 @@ class MegatronDistReader(DcpReader):
     def _verify_digest(self, name: str, expected: str) -> int:
         path = f"{self.storage.location}/{name}"
         if inner_name(name) != name:
-            raise self.fault(_INTEGRITY, f"the file name {name!r} leads out of the checkpoint")
+            raise self.fault(_INTEGRITY, f"the file name {brief(name)} leads out of the checkpoint")
         size = self.storage.size(name)
         if size is None:
             raise StorageError(

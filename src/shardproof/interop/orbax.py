@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import xxhash
 
+from shardproof._utils.humanize import brief
 from shardproof.errors import FormatError, NotCommittedError, StorageError
 from shardproof.interop.json_files import read_json
 from shardproof.interop.ocdbt import MANIFEST, OcdbtArrays
@@ -90,7 +91,7 @@ class OrbaxReader(FormatReader):
                 self._add(key, leaf["value_metadata"]["value_type"], arrays)
         except (AttributeError, KeyError, TypeError) as error:
             raise self.fault(
-                _METADATA, f"it does not have the structure that Orbax writes ({error!r})"
+                _METADATA, f"it does not have the structure that Orbax writes ({brief(error)})"
             ) from error
         self._files = {_METADATA: None, **arrays.files}
         self.notes += arrays.notes

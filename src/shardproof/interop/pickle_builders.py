@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from shardproof._utils.humanize import brief
 from shardproof.dtypes import DTYPES
 from shardproof.interop.pickle_data import Opaque, Unfinished, check_keys
 from shardproof.interop.reader import Unreadable, shape_of
@@ -60,8 +61,8 @@ def plain_builders() -> Mapping[str, Callable[..., Any]]:
         "torch.device": _device,
         "collections.OrderedDict": _ordered,
         "collections.defaultdict": _default,
-        "collections.Counter": lambda items=(): Counter(dict(items)),
-        "collections.deque": lambda items=(), most=None: list(items),
+        "collections.Counter": lambda items=(): Counter(_ordered(items)),
+        "collections.deque": lambda items=(), most=None: _items(items),
         "argparse.Namespace": _namespace,
         "types.SimpleNamespace": _namespace,
         "_io.BytesIO": _bytes_io,
@@ -91,11 +92,13 @@ def plain_builders() -> Mapping[str, Callable[..., Any]]:
 
 def _size(sizes: Any = ()) -> torch.Size:
     if any(type(size) is not int for size in sizes):
-        raise ValueError(f"{sizes!r} is not a shape")
+        raise ValueError("a torch.Size has values that are not integers")
     return torch.Size(sizes)
 
 
 def _device(kind: str, index: int | None = None) -> Any:
+    if type(kind) is not str or not (index is None or type(index) is int):
+        raise ValueError("a device is a name and a number")
     text = kind if index is None else f"{kind}:{index}"
     try:
         return torch.device(text)
@@ -103,14 +106,20 @@ def _device(kind: str, index: int | None = None) -> Any:
         return text
 
 
+def _items(items: Any) -> list[Any]:
+    if not isinstance(items, (list, tuple, set, frozenset)):  # the characters of a text need more memory
+        raise ValueError(f"the items of a container are a {type(items).__name__}")
+    return list(items)
+
+
 def _hashable(items: Any) -> list[Any]:
-    keys = list(items)
+    keys = _items(items)
     check_keys(keys)
     return keys
 
 
 def _ordered(items: Any = ()) -> OrderedDict[Any, Any]:
-    pairs = list(items.items() if isinstance(items, Mapping) else items)
+    pairs = list(items.items()) if isinstance(items, Mapping) else _items(items)
     check_keys(key for key, _ in pairs)
     return OrderedDict(pairs)
 
@@ -140,7 +149,7 @@ def _bytes(data: Any = b"", encoding: str = "latin-1") -> bytes:
 
 def _encode(text: str, encoding: str) -> bytes:
     if encoding not in ("latin1", "latin-1"):
-        raise ValueError(f"the encoding {encoding!r} is not the one of pickled bytes")
+        raise ValueError(f"the encoding {brief(encoding)} is not the one of pickled bytes")
     return text.encode("latin-1")
 
 

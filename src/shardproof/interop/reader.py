@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from shardproof._utils.humanize import brief, printable
 from shardproof.errors import FormatError, NotCommittedError, StorageError
 from shardproof.geometry import flat_range_pairs, row_major_strides
 from shardproof.interop.extents import Extent
@@ -28,10 +30,16 @@ __all__ = [
     "UnsupportedError",
     "ZeroRule",
     "flat_boxes",
+    "foreign_faults",
     "foreign_of",
     "missing_file",
     "shape_of",
 ]
+
+_MOST_METADATA = 1 << 30
+"""Bytes of a file of metadata, at most."""
+_MOST_DIMENSIONS = 64
+"""Dimensions of a tensor, at most: the limit of numpy and of torch's operators."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +127,10 @@ class StoredBox:
 
     def located(self) -> StoredView:
         """The elements of the box. It may open the file, and raise the errors of `Extent.read_into`."""
-        return self.view if isinstance(self.view, StoredView) else self.view()
+        if isinstance(self.view, StoredView):
+            return self.view
+        with foreign_faults(self.file):
+            return self.view()
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,12 +201,40 @@ def shape_of(values: Any) -> tuple[int, ...]:
     """Checks a shape, or the sizes or offsets of a box, that metadata gives.
 
     Raises:
-        ValueError: the value is not a sequence of sizes.
+        ValueError: the value is not a sequence of at most 64 sizes.
     """
+    if len(values) > _MOST_DIMENSIONS:
+        raise ValueError(f"a shape has {len(values)} dimensions, expected at most {_MOST_DIMENSIONS}")
     sizes = tuple(values)
     if any(type(size) is not int or not 0 <= size < 1 << 62 for size in sizes):
-        raise ValueError(f"{sizes} is not a shape")
+        raise ValueError(f"{brief(sizes)} is not a shape")
     return sizes
+
+
+@contextmanager
+def foreign_faults(location: str, key: str | None = None) -> Iterator[None]:
+    """Turns errors that the content of a checkpoint causes in Python, numpy or torch into a `FormatError`.
+
+    A reader refuses what it knows to be wrong. This covers what remains: memory that does not suffice,
+    numbers that are too large, values that are nested too deep.
+
+    Args:
+        location: path of the checkpoint.
+        key: key of the value that is read; None for the metadata.
+
+    Raises:
+        FormatError: instead of a `MemoryError`, `ValueError`, `ArithmeticError` or `RuntimeError`.
+    """
+    try:
+        yield
+    except (MemoryError, ValueError, ArithmeticError, RuntimeError) as error:
+        of, details = ("", {}) if key is None else (f"{brief(key)}: ", {"key": key})
+        raise FormatError(
+            f"{location}: {of}it cannot be read ({brief(error)}). The file is damaged or made to fail, or "
+            "needs more memory than there is",
+            file=location,
+            **details,
+        ) from error
 
 
 def missing_file(path: str, key: str, offsets: Sequence[int]) -> StorageError:
@@ -326,6 +365,22 @@ class FormatReader(ABC):
         """Closes the files that reading opened."""
         self.storage.close()
 
+    def read_small(self, file: str) -> bytes:
+        """Reads a whole file of metadata, or one that holds a plain value.
+
+        Raises:
+            FormatError: the file has more than 1 GiB. Nothing is read.
+            StorageError: the file is missing, or the storage failed.
+        """
+        size = self.storage.size(file)
+        if size is not None and size > _MOST_METADATA:
+            raise self.fault(
+                file,
+                f"it has {size} bytes, expected at most {_MOST_METADATA}: it is damaged, or not a file of "
+                "metadata",
+            )
+        return self.storage.read(file)
+
     def read_commit(self, file: str, what: str) -> bytes:
         """Reads the file that the writer writes last.
 
@@ -335,10 +390,11 @@ class FormatReader(ABC):
 
         Raises:
             NotCommittedError: the file is missing.
+            FormatError: the file has more than 1 GiB.
             StorageError: the storage failed.
         """
         try:
-            return self.storage.read(file)
+            return self.read_small(file)
         except StorageError as error:
             if not error.details.get("missing"):
                 raise
@@ -350,4 +406,4 @@ class FormatReader(ABC):
     def fault(self, file: str, text: str, **details: Any) -> FormatError:
         """A `FormatError` that names a file of this checkpoint."""
         path = f"{self.storage.location}/{file}"
-        return FormatError(f"{path}: {text}", file=path, **details)
+        return FormatError(printable(f"{path}: {text}"), file=path, **details)

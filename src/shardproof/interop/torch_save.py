@@ -15,8 +15,10 @@ from typing import Any
 
 import xxhash
 
+from shardproof._utils.humanize import brief
 from shardproof.errors import FormatError
 from shardproof.interop.pickle_data import opaque_names
+from shardproof.interop.read_budget import ReadBudget
 from shardproof.interop.reader import (
     Foreign,
     FormatReader,
@@ -68,6 +70,8 @@ class TorchFilesReader(FormatReader):
     def __init__(self, foreign: Foreign) -> None:
         super().__init__(foreign)
         self._files: dict[str, TorchFile] = {}
+        self._budget = ReadBudget()
+        """Of all files together."""
         self._objects: dict[str, TorchObject] = {}
         self._used: dict[str, set[str]] = {}
         """By file, the keys of the storages that tensors use."""
@@ -84,6 +88,7 @@ class TorchFilesReader(FormatReader):
         if name not in self._files:
             self._files[name] = TorchFile(self.storage, name)
             self._used[name] = set()
+            self._budget.grant(self._files[name].pickled_bytes)
         return self._files[name]
 
     def opened_dict(self, name: str) -> dict[Any, Any]:
@@ -94,7 +99,7 @@ class TorchFilesReader(FormatReader):
         """
         value = self.open_file(name).value
         if not isinstance(value, dict):
-            raise self.fault(name, f"it holds {value!r:.100}, expected a dict")
+            raise self.fault(name, f"it holds {brief(value)}, expected a dict")
         return value
 
     def add_torch_file(self, name: str, prefix: str = "") -> TorchFile:
@@ -110,7 +115,7 @@ class TorchFilesReader(FormatReader):
         """
         file = self.open_file(name)
         ties: dict[TorchTensor, str] = {}
-        for path, leaf in self._leaves(name, file.value):
+        for path, leaf in self.leaves_of(name, file.value):
             key = prefix + (".".join(map(str, path)) or "value")
             if isinstance(leaf, TorchTensor) and leaf in ties and 0 not in leaf.shape:
                 self.check_new(key, name)
@@ -133,7 +138,7 @@ class TorchFilesReader(FormatReader):
         Raises:
             FormatError: another value has one of the keys, or the value is nested too deep.
         """
-        for below, leaf in self._leaves(name, value, f"{key}: "):
+        for below, leaf in self.leaves_of(name, value, f"{key}: "):
             self._add_leaf(".".join((key, *map(str, below))), name, (*path, *below), leaf)
 
     def add_tensor(self, key: str, name: str, tensor: TorchTensor) -> None:
@@ -168,7 +173,7 @@ class TorchFilesReader(FormatReader):
             FormatError: the value is not a tensor, or its elements do not lie one after the other.
         """
         if not isinstance(tensor, TorchTensor):
-            raise self.fault(name, f"{what} is {tensor!r:.100}, expected a tensor")
+            raise self.fault(name, f"{what} is {brief(tensor)}, expected a tensor")
         view = self._files[name].view(tensor)
         if view.stride != StoredView.dense(tensor.shape, view.extent).stride and 0 not in tensor.shape:
             raise self.fault(name, f"the elements of {what} do not lie one after the other")
@@ -227,10 +232,19 @@ class TorchFilesReader(FormatReader):
             proved += file.verify(key for key in file.storages if key not in self._used[name])
         return proved
 
-    def _leaves(self, name: str, value: Any, what: str = "") -> list[tuple[tuple[Any, ...], Any]]:
-        """All leaves of a value. It raises for too many leaves before the caller adds any."""
+    def leaves_of(self, name: str, value: Any, what: str = "") -> list[tuple[tuple[Any, ...], Any]]:
+        """All leaves of a value of a file, with the keys that lead to each.
+
+        Args:
+            name: name of the file.
+            value: the value.
+            what: key of the value, for messages.
+
+        Raises:
+            FormatError: the value is nested too deep, or is far larger than the file.
+        """
         try:
-            return list(leaves(value))
+            return list(leaves(value, self._budget, len(what)))
         except ValueError as error:
             raise self.fault(name, f"{what}{error}") from error
 

@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
+from shardproof._utils.humanize import brief
 from shardproof.dtypes import DTYPES
 from shardproof.errors import FormatError
 from shardproof.interop.pickle_builders import CONSTANTS, plain_builders
 from shardproof.interop.pickle_data import Bytes, Opaque, Pickle, read_pickle
-from shardproof.interop.reader import Unreadable
+from shardproof.interop.reader import Unreadable, shape_of
 
 __all__ = [
     "CONVERT",
@@ -99,7 +100,7 @@ def torch_storage(path: str, identifier: Any) -> TorchStorage:
         FormatError: it is not a storage.
     """
     match identifier:
-        case ("storage", Opaque(name=name), str(key), str(), int(numel), *view) if numel >= 0:
+        case ("storage", Opaque(name=name), str(key), str(), int(numel), *view) if 0 <= numel < 1 << 62:
             kind = name.removeprefix("torch.").removeprefix("cuda.").removesuffix("Storage")
         case str():
             raise FormatError(
@@ -139,17 +140,18 @@ def _tensor(
     """A tensor whose elements all lie in its storage."""
     if dtype not in DTYPES or storage.itemsize is None:
         return Unreadable(f"a tensor of {dtype} and shape {list(shape)}", CONVERT)
-    numbers = (offset, *shape, *stride)
-    if len(shape) != len(stride) or any(type(number) is not int or number < 0 for number in numbers):
+    shape, stride = shape_of(shape), shape_of(stride)
+    (offset,) = shape_of((offset,))
+    if len(shape) != len(stride):
         raise ValueError("shape, strides or offset of a tensor are not valid")
     last = offset + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
     if 0 not in shape and (last + 1) * DTYPES[dtype].itemsize > storage.numel * storage.itemsize:
-        raise ValueError(f"a tensor of shape {tuple(shape)} does not fit into its storage {storage.key}")
+        raise ValueError(f"a tensor of shape {shape} does not fit into its storage {brief(storage.key)}")
     flags = metadata or {}
     if not flags.keys() <= {"conj", "neg"}:
-        raise ValueError(f"the tensor flags {sorted(flags)} are unknown")
+        raise ValueError(f"the tensor flags {brief(list(flags))} are unknown")
     is_conjugated, is_negated = bool(flags.get("conj")), bool(flags.get("neg"))
-    return TorchTensor(storage.key, dtype, tuple(shape), tuple(stride), offset, is_conjugated, is_negated)
+    return TorchTensor(storage.key, dtype, shape, stride, offset, is_conjugated, is_negated)
 
 
 def _rebuild_v2(

@@ -63,6 +63,8 @@ _MEMBERS = {
 _V2_KINDS = {"b": "bool", "i": "int", "u": "uint", "f": "float", "c": "complex"}
 _REMEDY = "Write the array again with a dtype, a chunk grid and codecs that docs/formats.md names"
 _NOT_IN_ZARR = {"complex32", "float4_e2m1fn_x2"}
+_PADDING_BYTES, _MOST_PADDING = 64 << 20, 16
+"""Bytes of a chunk, at most: the first number, and the second for each byte of the array."""
 _SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -166,7 +168,7 @@ def parse_array(
         version = document["zarr_format"]
         if version not in (2, 3):
             raise ValueError(f"the format {version!r} of Zarr is unknown")
-        return (_parse_v2 if version == 2 else _parse_v3)(document, attributes)
+        return _checked_chunks((_parse_v2 if version == 2 else _parse_v3)(document, attributes))
     except UnsupportedError as error:
         return Unreadable(f"a Zarr array with an unsupported feature ({error})", _REMEDY)
     except KeyError as error:
@@ -177,6 +179,20 @@ def parse_array(
             file=path,
             key=key,
         ) from error
+
+
+def _checked_chunks(array: ArrayMetadata) -> ArrayMetadata:
+    """Refuses chunks that are far larger than the array: a read decodes a whole chunk."""
+    layout = array.layout
+    while layout.inner is not None:
+        layout = layout.inner
+    itemsize = DTYPES[array.dtype].itemsize
+    chunk, whole = (math.prod(sizes) * itemsize for sizes in (layout.sizes, array.shape))
+    if chunk > _PADDING_BYTES + _MOST_PADDING * whole:
+        raise ValueError(
+            f"a chunk of {layout.sizes} has {chunk} bytes, but the array of {array.shape} has {whole}"
+        )
+    return array
 
 
 def _parse_v2(document: Mapping[str, Any], attributes: Mapping[str, Any]) -> ArrayMetadata:

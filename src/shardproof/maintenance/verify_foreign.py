@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardproof.errors import CorruptChunkError, FormatError, ShardproofError, StorageError, TilingError
-from shardproof.interop import NATIVE, Foreign, StoredBox, format_of
+from shardproof.interop import NATIVE, Foreign, StoredBox, foreign_faults, format_of
 from shardproof.maintenance.lost_ranges import lost_ranges
 from shardproof.maintenance.verify import VerifyReport, verify
 from shardproof.planning import prove_chunks
@@ -105,7 +105,8 @@ def verify_foreign(
         add(group[0])
     try:
         checkpoint.check_files()
-        proved += checkpoint.reader.verify_extra()
+        with foreign_faults(checkpoint.location):
+            proved += checkpoint.reader.verify_extra()
     except _DAMAGE as error:
         if error.message not in {fault.message for fault in faults}:
             faults.append(error)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from shardproof._utils.home_paths import unexpanded_home
+from shardproof._utils.humanize import printable as printable_text
 from shardproof.errors import StorageError
 
 __all__ = [
@@ -101,13 +102,13 @@ _ADVICE = {
 
 
 def printable(path: str | Path) -> str:
-    r"""A path in valid Unicode, for messages: a byte that is not UTF-8 becomes an escape.
+    r"""A path for messages: a byte that is not UTF-8, or a character that does not print, becomes an escape.
 
     >>> import os
     >>> printable(os.fsdecode(b"/runs/caf\xe9"))
     '/runs/caf\\xe9'
     """
-    return os.fsencode(path).decode("utf-8", "backslashreplace")
+    return printable_text(os.fsencode(path).decode("utf-8", "backslashreplace"))
 
 
 def storage_error(cause: OSError, doing: str, path: str | Path) -> StorageError:

@@ -89,6 +89,7 @@ from shardproof.format import (
     named_files,
     publish,
     read_manifest,
+    read_manifest_text,
     read_seal,
     references_in,
 )
@@ -470,7 +471,7 @@ class UploadCoordinator:
         place = self._first.within(step_name(step))
         text = b""
         try:
-            text = place.read(MANIFEST_NAME)
+            text = read_manifest_text(place)
             manifest = decode_manifest(text, f"{place.location}/{MANIFEST_NAME}")
             misfit = misplaced(self._first, step_name(step), manifest)
             if misfit is not None:
