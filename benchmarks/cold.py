@@ -186,8 +186,3 @@ class Slow(LocalStorage):
     def is_cached(self, name: str, start: int, count: int) -> bool:
         """False: no file counts as cached."""
         return False
-
-    def read_uncached(self, name: str, start: int, count: int, memory: memoryview) -> memoryview:
-        """Waits, then reads."""
-        time.sleep(self.latency)
-        return super().read_uncached(name, start, count, memory)

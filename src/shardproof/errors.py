@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from shardproof._utils.humanize import printable
+
 __all__ = [
     "AlreadyCommittedError",
     "CorruptChunkError",
@@ -28,12 +30,16 @@ __all__ = [
     "TilingError",
 ]
 
+_NAMES = ("key", "file", "path", "missing", "unexpected", "mismatched")
+"""Details that are keys or paths, or lists of them."""
+
 
 class ShardproofError(Exception):
     """Root of all errors of this package.
 
     Args:
-        message: the whole text for people.
+        message: the whole text for people. Control characters in it are escaped, and so are line feeds in
+            the keys and paths that the details name.
         details: the same facts for programs as plain JSON values, for example ``key="model.weight"``.
 
     >>> error = StructureError("shapes differ", key="w")
@@ -43,6 +49,8 @@ class ShardproofError(Exception):
     """
 
     def __init__(self, message: str, **details: Any) -> None:
+        if not message.isprintable():
+            message = _printable(message, details)
         super().__init__(message)
         self.message = message
         self.details = details
@@ -182,10 +190,21 @@ def tells_nothing(details: Mapping[str, object]) -> bool:
 
 
 def _subclasses(root: type[ShardproofError]) -> dict[str, type[ShardproofError]]:
-    found = {root.__name__: root}
+    """Name to class. A class with the name of its base, as adapters make them, does not replace the base."""
+    found: dict[str, type[ShardproofError]] = {}
     for child in root.__subclasses__():
         found |= _subclasses(child)
-    return found
+    return found | {root.__name__: root}
+
+
+def _printable(message: str, details: Mapping[str, Any]) -> str:
+    """A message in which the keys and paths of the details cannot begin a line of their own."""
+    for name in _NAMES:
+        found = details.get(name)
+        for text in found if isinstance(found, (list, tuple)) else (found,):
+            if isinstance(text, str) and not text.isprintable():
+                message = message.replace(text, printable(text))
+    return printable(message, lines=True)
 
 
 def _rebuild(name: str, message: str, details: dict[str, Any]) -> ShardproofError:

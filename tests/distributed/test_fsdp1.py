@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -377,3 +378,50 @@ def name_no_module(folder: str) -> None:
 def test_errors_of_an_optimizer_alone_recommend_what_works(tmp_path: Path) -> None:
     for outcome in run_ranks(2, name_no_module, str(tmp_path), timeout=60):
         assert outcome.value is None
+
+
+def _of_dtype(dtype: torch.dtype, meshes: Meshes, **options: Any) -> Any:
+    """A model of a dtype in FSDP1, with AdamW before its first step."""
+    group = meshes.flat[world_size()].get_group()
+    model = FullyShardedDataParallel(
+        _model(0).to(dtype), process_group=group, device_id=torch.device("cpu"), **options
+    )
+    return {"model": model, "optimizer": sp.OptimizerState(torch.optim.AdamW(model.parameters()), model)}
+
+
+def load_another_dtype(folder: str) -> None:
+    with process_group():
+        meshes, dtypes = Meshes(world_size()), (torch.float32, torch.bfloat16)
+        optimizers = {
+            "float32": lambda model: torch.optim.AdamW(model.parameters()),
+            "bfloat16": lambda model: torch.optim.AdamW(model.parameters()),
+            "bfloat16-masters": lambda model: sp.optim.HybridDeviceOptimizer(
+                model.parameters(), torch.optim.AdamW, master_dtype=torch.float32
+            ),
+        }
+        for name, make in optimizers.items():
+            model = _model(0).to(getattr(torch, name.partition("-")[0]))
+            state = {"model": model, "optimizer": make(model)}
+            _step(state, 2)
+            sp.save(f"{folder}/{name}", state)
+        for (at, name), here, original in product(enumerate(optimizers), dtypes, (True, False)):
+            state = _of_dtype(here, meshes, use_orig_params=original)
+            sp.load(f"{folder}/{name}", state, cast=True)
+            sp.save(f"{folder}/again-{at}-{here}-{original}", state)
+            optimizer = state["optimizer"].optimizer
+            _step({"model": state["model"], "optimizer": optimizer}, 1)
+            slots = [slots[name] for slots in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+            assert slots and {slot.dtype for slot in slots} == {here}, (name, here, original)
+
+
+def test_slots_of_another_dtype_get_that_of_the_optimizer(tmp_path: Path) -> None:
+    """So that its next step works. AdamW has no masters: stored ones become float32 weights."""
+    for outcome in run_ranks(2, load_another_dtype, str(tmp_path), timeout=90):
+        assert outcome.value is None
+    with sp.open(tmp_path / "bfloat16-masters") as stored:
+        master = stored["optimizer.first.weight.master"].read()
+        assert not torch.equal(master, stored["model.first.weight"].read().float())
+    for dtype, original in product((torch.float32, torch.bfloat16), (True, False)):
+        with sp.open(tmp_path / f"again-2-{dtype}-{original}") as found:
+            assert torch.equal(found["model.first.weight"].read(), master.to(dtype))
+            assert not [record.key for record in found.tensors if record.key.endswith(".master")]

@@ -447,3 +447,25 @@ def test_a_stopped_node_and_a_dead_one_are_named_within_the_deadline(tmp_path: P
     silent, dead = outcomes[0].value
     assert "node 1 (" in silent and "does not answer within 1.5 s" in silent
     assert "node 1 (" in dead and "cannot be reached" in dead
+
+
+def _with_secrets(root: str) -> tuple[str, str]:
+    """Jobs whose ranks have one secret of the user, one of two secrets, and one or none."""
+    stage = Stage(root)
+    os.environ["SHARDPROOF_NODES_INTERFACE"] = "lo"
+    os.environ["SHARDPROOF_NODES_SECRET"] = "a secret of the user"
+    stage.save(["a", "b"], 1)
+    stage.restore(["a", "b"], 1)
+    os.environ["SHARDPROOF_NODES_SECRET"] = f"a secret of rank {rank()}"
+    other = attempt(lambda: stage.save(["a", "b"], 2, deadline=10.0)).text
+    stage.together()
+    if rank():
+        del os.environ["SHARDPROOF_NODES_SECRET"]
+    return other, attempt(lambda: stage.save(["a", "b"], 2)).text
+
+
+def test_ranks_need_the_same_secret_of_the_user(tmp_path: Path) -> None:
+    for outcome in run_ranks(2, _with_secrets, str(tmp_path)):
+        other, without = outcome.value
+        assert "give the same secret to all ranks" in other
+        assert "rank 0 has a secret in SHARDPROOF_NODES_SECRET" in without and "rank 1 none" in without

@@ -43,10 +43,6 @@ class CountingStorage(LocalStorage):
         self.count += len(buffer)
         super().read_into(name, start, buffer)
 
-    def read_uncached(self, name: str, start: int, count: int, memory: memoryview) -> memoryview:
-        self.count += count
-        return super().read_uncached(name, start, count, memory)
-
 
 def stored() -> dict[str, torch.Tensor]:
     """Several dtypes; each row of a matrix is a chunk. The 13 bytes misalign the tensors after them."""

@@ -73,8 +73,45 @@ def _flat(folder: str) -> None:
         assert calls == []
 
 
+class Stage(nn.Module):
+    """The layer of one pipeline stage. A hook of its root reads the older name of this layer."""
+
+    def __init__(self, stage: int) -> None:
+        super().__init__()
+        self.stage = f"layer{stage}"
+        self.add_module(self.stage, nn.Linear(2, 2, bias=False))
+        self.register_load_state_dict_pre_hook(_read_older_name)
+
+
+def _read_older_name(module: Stage, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    older = f"{prefix}old_{module.stage}"
+    if older in state:
+        state[f"{prefix}{module.stage}.weight"] = state.pop(older)
+
+
+def _stages(folder: str) -> None:
+    """Each rank's hook gets the keys of the other stage, which do not belong to its module."""
+    with process_group():
+        rank = torch.distributed.get_rank()
+        torch.manual_seed(rank)
+        saved = Stage(rank)
+        weight = saved.get_submodule(saved.stage).weight
+        states = {"own": saved, "older": {f"old_layer{rank}": weight}}
+        for name, state in states.items():
+            sp.save(f"{folder}/{name}", {"model": state})
+            loaded = Stage(rank)
+            sp.load(f"{folder}/{name}", {"model": loaded})
+            assert torch.equal(loaded.get_submodule(loaded.stage).weight, weight), name
+
+        sp.save(f"{folder}/stray", {"model": {f"layer{rank}.weight": weight, "layer2.weight": torch.ones(2)}})
+        with pytest.raises(sp.KeyMismatchError, match="strict=False ignores these keys") as caught:
+            sp.load(f"{folder}/stray", {"model": Stage(rank)})
+        assert caught.value.details["unexpected"] == ["model.layer2.weight"]
+        sp.load(f"{folder}/stray", {"model": Stage(rank)}, strict=False)
+
+
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("ranks", [_refreshed, _whole_tensors, _flat])
+@pytest.mark.parametrize("ranks", [_refreshed, _whole_tensors, _flat, _stages])
 def test_load_hooks_of_sharded_modules(ranks: Any, tmp_path: Path) -> None:
     for outcome in run_ranks(2, ranks, str(tmp_path), timeout=240):
         assert outcome.value is None

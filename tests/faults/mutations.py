@@ -21,7 +21,7 @@ from shardproof.format import (
 )
 from tests.faults.forging import Forgery
 
-__all__ = ["PARTS", "mutate"]
+__all__ = ["PARTS", "change_json", "mutate"]
 
 _NUMBERS = (-(2**63), -1, 0, 1, 2, 3, 7, 2**31, 2**32 - 1, 2**53, 2**62, 2**63 - 1)
 _VALUES = (
@@ -118,7 +118,7 @@ def _paths(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return [path] * bool(path) + [below for key, item in inner for below in _paths(item, (*path, key))]
 
 
-def _change_json(value: Any, random: Random) -> None:
+def change_json(value: Any, random: Random) -> None:
     """Replaces, drops or repeats something anywhere in a JSON value."""
     path = random.choice(_paths(value))
     at = value
@@ -140,7 +140,7 @@ def _change_json(value: Any, random: Random) -> None:
 
 
 def _change_manifest(forgery: Forgery, random: Random) -> None:
-    _change_json(forgery.manifest, random)
+    change_json(forgery.manifest, random)
 
 
 @dataclass
@@ -163,7 +163,7 @@ def _change_shard(forgery: Forgery, random: Random) -> None:
     chunks = [entry for entry in entries if not entry.name.startswith("@")]
     part = random.choice(["declaration", "chunks", "tables"])
     if part == "declaration":
-        _change_json(declared, random)
+        change_json(declared, random)
     elif part == "chunks":
         chunks = _changed_chunks(chunks, random)
     tables = _tables(chunks)

@@ -39,6 +39,10 @@ if mode == "group":
         meet(f"life {life}")
         dist.destroy_process_group()
 meet("after")
+if rank == 0:
+    agent = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    with open(f"{folder}/{attempt}.keys", "w") as file:
+        file.write(str(agent.num_keys()))
 with open(f"{folder}/{attempt}-{rank}.json", "w") as file:
     json.dump(answers, file)
 if mode == "restart" and attempt == 0:
@@ -72,6 +76,8 @@ def test_ranks_meet_under_torchrun(mode: str, tmp_path: Path) -> None:
         for rank in range(2):
             answers = json.loads((tmp_path / f"{attempt}-{rank}.json").read_text())
             assert answers == [f"{attempt}:{life}:0,{attempt}:{life}:1" for life in lives]
+    counts = [int((tmp_path / f"{attempt}.keys").read_text()) for attempt in attempts]
+    assert max(counts) - counts[0] <= 3, "a restart deletes the keys of the workers before it"
 
 
 def meet_without_agent() -> list[bytes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -16,6 +17,23 @@ pytestmark = [pytest.mark.interop, pytest.mark.processes]
 
 SCRIPT = SCRIPTS / "train_lightning.py"
 LIGHTNING = "lightning.pytorch"
+LOADERS = [
+    "ordered",
+    "shuffled",
+    "noise",
+    "workers",
+    "own_sampler",
+    "random_sampler",
+    "distributed",
+    "stateful_distributed",
+    "sized_stream",
+    "limited_stream",
+    "stream_in_worker",
+    "own_loader",
+]
+"""The data loaders of `train_lightning_loaders.py` that docs/frameworks/lightning.md says to resume."""
+OTHER_LOADERS = ["generator", "torch_random_sampler", "stream", "noise_in_workers"]
+"""Those that it says not to."""
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
@@ -36,6 +54,45 @@ def test_a_run_that_is_killed_in_a_save_within_an_epoch_resumes(strategy: str, t
         assert checkpoint["lightning"]["global_step"] == 10
         shards = len(list((tmp_path / "found" / "shards").iterdir()))
         assert shards == 2, "each rank writes its own part"
+
+
+def resume_loaders(
+    callback: str, run: Path, *loaders: str, nproc: int = 1
+) -> tuple[dict[str, dict[str, str]], str]:
+    """What the resumed runs share with the first one, by loader and checkpoint; and what rank 0 wrote."""
+    text = train("torchao", SCRIPTS / "train_lightning_loaders.py", callback, run, *loaders, nproc=nproc)
+    of_rank_0 = text.partition("--- rank 1")[0].strip()
+    return json.loads(of_rank_0.rpartition("\n")[2]), of_rank_0
+
+
+def test_data_loaders_continue_with_the_next_batch(tmp_path: Path) -> None:
+    """Within an epoch, after its last batch, and after its end: batches, random numbers and weights agree."""
+    found, text = resume_loaders("ours", tmp_path, *LOADERS)
+    everything = {"within": "same", "last_batch": "same", "epoch_end": "same"}
+    assert found == dict.fromkeys(LOADERS, everything)
+    assert "skips a batch" not in text
+
+
+@pytest.mark.parametrize("callback", ["ours", "theirs"])
+def test_a_loader_that_lightning_divides_among_ranks(callback: str, tmp_path: Path) -> None:
+    """Without `shuffle=True`, it continues. With it, Lightning wraps the sampler in one without a state."""
+    found, _ = resume_loaders(callback, tmp_path, "divided", "divided_shuffled", nproc=2)
+    assert found["divided_shuffled"]["within"] == "none"
+    assert (set(found["divided"].values()) == {"same"}) == (callback == "ours"), found
+
+
+@pytest.mark.parametrize("callback", ["ours", "theirs"])
+def test_loaders_that_do_not_continue_do_not_with_lightning_either(callback: str, tmp_path: Path) -> None:
+    compared = ["shuffled", "distributed"] if callback == "theirs" else []
+    found, text = resume_loaders(callback, tmp_path, *OTHER_LOADERS, *compared)
+    assert [found[name]["within"] for name in OTHER_LOADERS] == ["none"] * len(OTHER_LOADERS)
+    assert text.count("this run skips a batch") == (callback == "ours"), text
+    if callback == "ours":
+        workers = {"within": "none", "last_batch": "same", "epoch_end": "same"}
+        assert found["noise_in_workers"] == workers
+    else:
+        assert found["shuffled"] == {"within": "batches", "last_batch": "none", "epoch_end": "none"}
+        assert found["distributed"]["within"] == "none"
 
 
 def test_example_resumes_on_other_numbers_of_ranks(tmp_path: Path) -> None:

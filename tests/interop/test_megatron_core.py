@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 import shardproof as sp
+from shardproof.cli.group import run as run_cli
 from tests.interop.peer import PeerFailed, PeerResult, assert_same_tensors, run_peer
 
 pytestmark = [pytest.mark.interop, pytest.mark.timeout(1200)]
@@ -125,6 +127,16 @@ def test_a_save_returns_on_no_rank_before_the_files_for_megatron_exist(
         assert "committed, but rank 0 failed" in failure and "no room for common.pt" in failure
 
 
+@pytest.mark.parametrize("environment", ENVIRONMENTS)
+def test_classes_and_functions_come_from_the_sharded_state_dict(environment: str, tmp_path: Path) -> None:
+    """Others are an error, or stay with a warning."""
+    errors = unit("code", tmp_path / "step", environment).facts["errors"]
+    assert len(errors) == 2
+    for error in errors:
+        assert "rule is torch.optim.adamw.AdamW in the checkpoint, and torch.optim.adam.Adam here" in error
+        assert "strict='log_all'" in error
+
+
 def test_the_registry_of_016_finds_the_backend(tmp_path: Path) -> None:
     assert "manifest.json" in unit("named", tmp_path / "step", "megatron16").facts["files"]
 
@@ -139,9 +151,23 @@ def test_the_registry_of_016_finds_the_backend(tmp_path: Path) -> None:
     ],
 )
 def test_a_contradiction_is_an_error_on_all_ranks(case: str, expected: list[str], tmp_path: Path) -> None:
-    """It names key and ranks. Before it, the case asserts what works: all modes of `strict`, padding."""
-    error = unit(case, tmp_path / "step").facts["error"]
-    assert [text for text in expected if text not in error] == []
+    """It names key and ranks, and is of Megatron's class and of torch's.
+
+    Before it, the case asserts what works: all modes of `strict`, padding.
+    """
+    facts = unit(case, tmp_path / "step").facts
+    assert [text for text in expected if text not in facts["error"]] == []
+    assert facts["classes"] == ["CheckpointingException", "CheckpointException"]
+
+
+@pytest.mark.parametrize("environment", ENVIRONMENTS)
+def test_the_other_names_of_megatron_are_there(environment: str, tmp_path: Path) -> None:
+    """Tensors are removed by the command that the error of `remove_sharded_tensors` names."""
+    facts = unit("names", tmp_path / "step", environment).facts
+    assert facts["error"].startswith("FormatError") and facts["classes"][0] == "CheckpointingException"
+    command = facts["error"].rpartition(": ")[2].replace("DST", f"{tmp_path}/without")
+    assert run_cli(shlex.split(command.removeprefix("shardproof "))) == 0
+    assert unit("without_stack", tmp_path / "without", environment).facts == {}
 
 
 def test_a_killed_rank_leaves_the_last_checkpoint(tmp_path: Path) -> None:

@@ -46,3 +46,30 @@ def test_state_and_training_continue(
 def test_the_released_optimizer_fails_in_its_first_step(tmp_path: Path) -> None:
     error = run_peer(ENVIRONMENT, SCRIPT, "released", tmp_path, "stage3", nproc=2).facts["released"]
     assert "mixed torch.Tensor and DTensor" in error
+
+
+@pytest.mark.parametrize(
+    ("saved_as", "writers", "loaded_as", "readers"),
+    [
+        pytest.param("stage3-ep", 2, "stage2-moe-pin", 1, id="experts_to_one_rank"),
+        pytest.param("stage2-moe", 3, "stage3-ep-pin", 2, id="experts_from_three_ranks"),
+        pytest.param("stage3-pin", 1, "stage2-tp", 2, id="to_tensor_parallel"),
+        pytest.param("stage1-tp", 2, "stage3-pin", 3, id="from_tensor_parallel"),
+    ],
+)
+def test_experts_and_tensor_parallel_weights_of_megatron_core(
+    saved_as: str, writers: int, loaded_as: str, readers: int, tmp_path: Path
+) -> None:
+    """Megatron-Core makes the layers, and the meshes of dense and of expert weights. Layouts are declared."""
+    before = run_peer(ENVIRONMENT, SCRIPT, "save", tmp_path, f"case:{saved_as}", nproc=writers, timeout=300)
+    after = run_peer(ENVIRONMENT, SCRIPT, "load", tmp_path, f"case:{loaded_as}", nproc=readers, timeout=300)
+    assert_same_tensors(after.tensors, before.tensors)
+    losses = before.facts["case.losses"]
+    assert after.facts["case.losses"] == pytest.approx(losses, rel=2e-2, abs=0)  # bfloat16, see above
+
+
+def test_undeclared_layouts_are_refused(tmp_path: Path) -> None:
+    cases = ["stage3-ep-undeclared", "stage3-tp-undeclared"]
+    facts = run_peer(ENVIRONMENT, SCRIPT, "undeclared", tmp_path, *cases, nproc=2).facts
+    assert "shardproof.layouts.experts.sequential" in facts[cases[0]]
+    assert "shardproof.layouts.swiglu(MODULE, NAME, SIZE, rank=RANK, ranks=RANKS)" in facts[cases[1]]

@@ -87,10 +87,15 @@ def test_state_and_training_continue(
 
 
 def test_memory_is_pinned_without_a_dtensor(saved: dict[int, tuple[Path, PeerResult]]) -> None:
+    """With `pin_cpu_params` and without: the released class pins the copies of its parameters in both cases.
+
+    `offload_stubs` stands for `Tensor.pin_memory`, which needs an accelerator, and notes what it is called
+    for. `test_copies_overlap_on_a_gpu` pins.
+    """
     for _, before in saved.values():
         for name in SAVED:
             if "half" in name or "all" in name:
-                assert before.facts[f"{name}.pinned"] == ["Parameter"]
+                assert before.facts[f"{name}.pinned"] == ["Tensor"]
 
 
 def test_torch_saves_and_loads_the_state_dict(tmp_path: Path) -> None:
@@ -144,12 +149,15 @@ def test_wrong_use_says_what_to_change(tmp_path: Path) -> None:
     """The released class fails in its first step, which is the reason for ours."""
     name = "stage3-bfloat16-gated-half"
     errors = run_peer("megatron", SCRIPT, "wrong", tmp_path, name, nproc=2).facts
+    assert errors[f"{name}.pinned"] == ["DTensor"]  # by the released class
     assert "mixed torch.Tensor and DTensor" in errors[f"{name}.released"]
     assert "megatron_fsdp.optimizer_state(optimizer, model)" in errors[f"{name}.bare"]
     assert "Pass all parameters to the constructor" in errors[f"{name}.group"]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="copies on side streams need a GPU")
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="copies on side streams and pinned memory need a GPU"
+)
 def test_copies_overlap_on_a_gpu(tmp_path: Path) -> None:
     """On a device, without the stand-ins: the state after an overlapped step is that of a step without."""
     states = [

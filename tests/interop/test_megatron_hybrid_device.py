@@ -183,3 +183,17 @@ def test_classes_are_stored_by_name_and_come_from_the_target(tmp_path: Path) -> 
     with sp.open(tmp_path / "saved") as checkpoint:
         options = checkpoint["optimizer.0.weight.@options"]["options"]
     assert options["cpu_optimizer_cls"] == "torch.optim.adamw.AdamW"
+
+
+@pytest.mark.parametrize("environment", ENVIRONMENTS)
+def test_flat_parameters_of_fsdp1_are_refused_and_the_advice_works(environment: str, tmp_path: Path) -> None:
+    runs = [
+        {"optimizer": "megatron", "sharded": "fsdp1", "fraction": 1, "save": tmp_path / "flat"},
+        {"optimizer": "ours", "sharded": "fsdp2", "ahead": 1, "save": tmp_path / "advised"},
+    ]
+    facts = run_all(*runs, environment=environment, nproc=2).facts
+    assert facts.keys() == {"0"}
+    assert "trains flat parameters of FSDP1" in facts["0"]
+    assert "Use fully_shard (FSDP2) and shardproof.optim.HybridDeviceOptimizer" in facts["0"]
+    with sp.open(tmp_path / "advised") as checkpoint:
+        assert "optimizer.0.weight.exp_avg" in checkpoint

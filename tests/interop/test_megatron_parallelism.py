@@ -190,3 +190,18 @@ def test_live_state_of_dense_and_expert_optimizers(other: tuple[dict[str, Any], 
     for name in ("ours", "loaded", "second"):
         assert_same_tensors(tensors(at[name]), saved)
     assert_same_tensors(tensors(at["on_again"]), tensors(at["on"]))
+
+
+def test_options_of_dense_and_expert_optimizers_in_checkpoints_of_megatron(tmp_path: Path) -> None:
+    """Megatron's own saves, loaded by another number of optimizers. Its own load fails with a KeyError."""
+    at = {name: tmp_path / name for name in ("two", "on", "one", "on_again", "again")}
+    steps = [("train", 2), ("reference", at["two"]), ("train", 1), ("reference", at["on"])]
+    train("megatron", steps, EP2, nproc=2, **EXPERTS)
+    with pytest.raises(PeerFailed, match="KeyError: 'optimizer'"):
+        train("megatron", [("own", at["two"])], {}, nproc=1, seed=1, **EXPERTS)
+    steps = [("load", at["two"]), ("reference", at["one"])]
+    train("megatron", steps, {}, nproc=1, seed=1, **EXPERTS)
+    steps = [("load", at["one"]), ("reference", at["again"]), ("train", 1), ("reference", at["on_again"])]
+    train("megatron", steps, EP2, nproc=2, seed=2, **EXPERTS)
+    for name, expected in (("one", "two"), ("again", "two"), ("on_again", "on")):
+        assert_same_tensors(tensors(at[name]), tensors(at[expected]))

@@ -17,7 +17,9 @@ pytestmark = [pytest.mark.interop, pytest.mark.processes]
 SCRIPT = SCRIPTS / "train_verl.py"
 
 
-@pytest.mark.parametrize(("saved", "restored"), [("fsdp2", "fsdp2"), ("fsdp", "fsdp"), ("fsdp", "fsdp2")])
+@pytest.mark.parametrize(
+    ("saved", "restored"), [(one, other) for one in ("fsdp", "fsdp2") for other in ("fsdp", "fsdp2")]
+)
 def test_a_save_is_restored_on_another_number_of_ranks(saved: str, restored: str, tmp_path: Path) -> None:
     """verl's own manager has a file for each rank, and finds none on another number of ranks."""
     train("verl", SCRIPT, saved, "save", tmp_path / "saved", nproc=2)

@@ -14,7 +14,8 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 import shardproof as sp
-from shardproof.storage import FsspecStorage
+from shardproof.cli.group import run as run_cli
+from shardproof.storage import FsspecStorage, time_at
 from shardproof.storage.conformance import StorageConformance
 
 
@@ -67,7 +68,29 @@ def test_a_run_is_saved_and_restored() -> None:
 
 def test_the_time_of_the_file_system() -> None:
     storage = FsspecStorage(fsspec.filesystem("memory"), f"/{uuid.uuid4().hex}")
-    assert abs(storage.now() - time.time()) < 60 and storage.list() == []
+    assert abs(time_at(storage) - time.time()) < 60 and storage.list() == []
+
+
+def test_commands_that_only_read_write_no_file_to_learn_the_time(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The storage replaces a store that tells its time only to a program that writes."""
+
+    class ReadOnly(FsspecStorage):
+        def modified(self, name: str) -> float | None:
+            assert not name.startswith("time-"), "a file was written"
+            return super().modified(name)
+
+    place = f"/{uuid.uuid4().hex}"
+    sp.Checkpointer(FsspecStorage(fsspec.filesystem("memory"), place)).save(1, {"w": torch.ones(1)}).result()
+    storage = ReadOnly(fsspec.filesystem("memory"), place)
+    monkeypatch.setattr("shardproof.storage.storage_at", lambda text: storage)
+    assert run_cli(["doctor", "memory://elsewhere"]) == 0
+    assert "ages are by the clock of this machine" in capsys.readouterr().out
+    assert run_cli(["watch", "memory://elsewhere", "--once"]) == 0
+    assert "ages are by the clock of this machine" in capsys.readouterr().err
+    with pytest.raises(sp.StorageError, match="a file was written"):
+        time_at(storage)
 
 
 def test_a_failed_write_leaves_no_file() -> None:

@@ -8,6 +8,8 @@ import json
 import logging
 import os
 import pickle  # noqa: TID251 a restored step may cross processes
+import re
+import shlex
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +21,7 @@ import torch
 
 import shardproof as sp
 from shardproof.checkpointer import delete_steps
+from shardproof.cli.group import run as run_cli
 from shardproof.errors import StorageError
 from shardproof.saving import CheckReplicas
 from shardproof.storage import LocalStorage
@@ -164,7 +167,58 @@ def test_retention_keeps_the_steps_after_a_rollback(tmp_path: Path, caplog: pyte
         checkpointer.save(110, state(110)).result()
         checkpointer.save(120, state(120)).result()
     assert checkpointer.steps() == [110, 120, 190, 200]
-    assert "rolled back" in caplog.text
+    assert f"`shardproof prune {tmp_path} --after 120 --yes`" in caplog.text
+
+
+def test_a_step_that_another_checkpointer_saved_meanwhile_is_no_branch(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A restart in place may save the next step while the thread of the former one retains."""
+
+    class Slow(LocalStorage):
+        def folders(self) -> list[str]:
+            """Lists the run, in which another process saves step 3 after the commit of step 2."""
+            if (tmp_path / "step-00000002" / "manifest.json").exists() and not (
+                tmp_path / "step-00000003"
+            ).exists():
+                sp.Checkpointer(tmp_path).save(3, state(3)).result()
+            return super().folders()
+
+    former = sp.Checkpointer(Slow(tmp_path), keep=sp.KeepLatest(2))
+    former.save(1, state(1)).result()
+    with caplog.at_level(logging.WARNING):
+        former.save(2, state(2)).result()
+    assert (former.steps(), caplog.text) == ([1, 2, 3], "")
+
+
+def test_the_command_that_restore_names_removes_an_abandoned_branch(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    near, far = tmp_path / "near run", tmp_path / "far"
+    first = sp.Checkpointer(near, then=far)
+    for step in (10, 20, 30):
+        first.save(step, state(step)).durable(60)
+    run = sp.Checkpointer(near, then=far)
+    assert run.restore(state(0), step=10) == 10
+    run.save(11, state(11)).durable(60)
+    caplog.clear()
+    assert sp.Checkpointer(near, then=far).restore(state(0)) == 30
+    (warning,) = (one.getMessage() for one in caplog.records if "branch" in one.getMessage())
+    commands = re.findall("`shardproof (.*?)`", warning)
+    assert len(commands) == 2
+    for command in commands:
+        assert run_cli(shlex.split(command)) == 0
+    caplog.clear()
+    assert sp.Checkpointer(near, then=far).restore(state(0)) == 11
+    assert sp.Checkpointer(near).steps() == sp.Checkpointer(far).steps() == [10, 11]
+    assert "branch" not in caplog.text
+    sp.Checkpointer(near).pin(11, "good")
+    assert run_cli(["prune", str(near), "--after", "10", "--yes"]) == 1
+    assert run_cli(["prune", str(near), "--after", "9", "--yes"]) == 1
+    assert "unpin the step first" in capsys.readouterr().err
+    sp.Checkpointer(near).unpin(11)
+    assert run_cli(["prune", str(near), "--after", "10", "--yes"]) == 0
+    assert sp.Checkpointer(near).steps() == [10]
 
 
 def test_restore_fails_if_an_older_step_leaves_values_of_a_damaged_one(tmp_path: Path) -> None:
@@ -220,8 +274,7 @@ def test_a_transient_failure_to_read_does_not_roll_the_run_back(
         raise StorageError("cannot read", file="x", errno=errno.errorcode[errno.ESTALE], missing=False)
 
     with monkeypatch.context() as patch:
-        for method in ("read_into", "read_uncached"):
-            patch.setattr(f"shardproof.storage.LocalStorage.{method}", stale)
+        patch.setattr("shardproof.storage.LocalStorage.read_into", stale)
         with pytest.raises(StorageError, match="cannot read"):
             checkpointer.restore(state(0))
     assert checkpointer.restore(state(0)) == 2

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import shlex
 import shutil
 from pathlib import Path
@@ -168,7 +169,7 @@ def test_prune_never_removes_a_complete_save(call: Any, tmp_path: Path) -> None:
     make_old(tmp_path)
     code, report = call("prune", tmp_path, "--yes")
     assert (code, report["removed"]) == (0, False)
-    assert {(one["folder"], one["attempt"]) for one in report["repairable"]} == {
+    assert {(one["folder"], one["attempt"]) for one in report["complete"]} == {
         ("step-00000001", "b"),
         ("step-00000002", "c"),
         ("step-00000003", "c"),
@@ -210,6 +211,92 @@ def test_every_step_is_cut(call: Any, tmp_path: Path) -> None:
     assert not any("prune" in one["fix"] or "rm" in one["fix"] for one in found.values())
     call("prune", tmp_path, "--damaged", "--keep", 1, "--yes")
     assert all(list(step_folder(tmp_path, step).glob("shards/*")) for step in (1, 2))
+
+
+def two_files(run: Path, step: int) -> list[Path]:
+    """Writes a step whose tensors "a" and "b" are in the files of two ranks. Returns these files."""
+    tensors = {key: np.full(6, step, np.float32) for key in "ab"}
+    cuts = {key: [(rank, ((0,), (6,)))] for rank, key in enumerate("ab")}
+    sample = Sample(tensors, cuts=cuts, world_size=2, step=step, time=1_700_000_000.0 + step)
+    write(step_folder(run, step), sample)
+    return sorted((step_folder(run, step) / "shards").iterdir())
+
+
+@pytest.mark.parametrize("loss", ["missing", "cut"])
+def test_the_remedies_help_if_a_file_of_each_step_is_lost(call: Any, tmp_path: Path, loss: str) -> None:
+    run = tmp_path / "a run"
+    copies = {}
+    for step in (1, 2):
+        file = two_files(run, step)[1]
+        copies[file] = file.read_bytes()
+        if loss == "cut":
+            os.truncate(file, 100)
+        else:
+            file.unlink()
+    make_old(run)
+    found = findings(call, run)
+    assert found["."]["what"] == "no step of the run can be restored"
+    for step in (1, 2):
+        one = found[f"step-{step:08d}"]
+        assert call(*shlex.split(one["fix"])[1:])[0] == 1, "verify names the damage"
+        (path,) = re.findall(r"sp\.open\('(.*?)'\)\[key\]\.read\(\)", one["what"])
+        assert sp.open(path)["a"].read().tolist() == [float(step)] * 6
+        with pytest.raises(sp.StorageError):
+            sp.open(path)["b"].read()
+    for file, data in copies.items():
+        file.write_bytes(data)
+    assert findings(call, run) == {}
+    assert sp.Checkpointer(run).restore({key: torch.zeros(6) for key in "ab"}) == 2
+
+
+def test_the_remedy_helps_if_bytes_of_each_step_have_changed(call: Any, tmp_path: Path) -> None:
+    for step in (1, 2):
+        file = two_files(tmp_path, step)[1]
+        data = bytearray(file.read_bytes())
+        data[data.index(np.full(6, step, np.float32).tobytes())] ^= 1
+        file.write_bytes(data)
+    found = {one["where"]: one for one in call("doctor", tmp_path, "--scrub")[1]["findings"]}
+    assert found["."]["what"].startswith("no step of the run can be restored")
+    one = found["step-00000002"]
+    assert "sp.load(..., exclude=)" in one["what"]
+    code, report = call(*shlex.split(one["fix"])[1:])
+    damaged = [fault["details"]["key"] for fault in report["faults"]]
+    assert (code, damaged) == (1, ["b"])
+    state = {key: torch.zeros(6) for key in "ab"}
+    sp.load(step_folder(tmp_path, 2), state, exclude=damaged)
+    assert state["a"].tolist() == [2.0] * 6 and not state["b"].any()
+
+
+def test_a_step_without_its_files_and_its_index_names_the_files(tmp_path: Path) -> None:
+    """As after the loss of the nodes that had them."""
+    for file in two_files(tmp_path, 1):
+        file.unlink()
+    (index,) = step_folder(tmp_path, 1).glob("index-*")
+    index.unlink()
+    found = judge(LocalStorage(tmp_path), "step-00000001")
+    assert found is not None and found.verdict is Verdict.DAMAGED
+    assert "shards/00000-a1.safetensors: expected" in found.reason
+    assert "and 1 more such files and its index" in found.reason
+
+
+def test_the_checkpointer_lists_and_pins_only_steps_that_can_be_restored(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    checkpointer = sp.Checkpointer(tmp_path)
+    assert checkpointer.steps() == [1, 2, 3]
+    (shard,) = (step_folder(tmp_path, 3) / "shards").iterdir()
+    os.truncate(shard, 50)
+    shutil.copytree(step_folder(tmp_path, 1), step_folder(tmp_path, 4))
+    assert sp.Checkpointer(tmp_path).steps() == [1, 2]
+    assert "step-00000003 cannot be restored" in caplog.text and "step-00000004" in caplog.text
+    with pytest.raises(
+        sp.NotCommittedError, match="step-00000003 cannot be restored, so it cannot be pinned"
+    ):
+        sp.Checkpointer(tmp_path).pin(3, "best")
+    checkpointer.pin(2, "best")
+    assert list(checkpointer.pins()) == [2]
 
 
 def test_verdicts_have_one_table() -> None:

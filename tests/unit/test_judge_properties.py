@@ -8,11 +8,15 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import logging
 import os
+import re
 import shlex
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -120,12 +124,19 @@ def add_a_save(run: Path, other: Path, step: Path, number: int) -> None:
         os.truncate(shard, 50)
 
 
+def save_later(run: Path, other: Path, step: Path, number: int) -> None:
+    """The step is saved again after all others, as after a rollback."""
+    again = sample(int(step.name[5:]), f"again{number}")
+    write(step, replace(again, time=time.time() + 100 + number))
+
+
 DAMAGE = {
     "rename": rename,
     "duplicate": duplicate,
     "take the manifest": take_the_manifest,
     "lose the manifest": lose_the_manifest,
     "add a save": add_a_save,
+    "save later": save_later,
     "lose a shard": change("shards/*", "lose"),
     "cut a shard": change("shards/*", "cut"),
     "lose an index": change("index-*", "lose"),
@@ -177,6 +188,7 @@ def follow(fix: str) -> int:
     return 0
 
 
+@example(damage=[("save later", 1, 0)])
 @example(damage=[("cut a manifest", 1, 0)])  # an incremental step, whose repair is refused
 @settings(max_examples=6, deadline=None)
 @given(
@@ -191,7 +203,9 @@ def test_all_commands_agree(template: Path, damage: list[tuple[str, int, int]]) 
         for name, which, number in damage:
             DAMAGE[name](run, template / "other", steps_in(run)[which % len(steps_in(run))], number)
         make_old(run)
-        newest = restored(run)
+        with advised() as commands:
+            newest = restored(run)
+        _branch_is_removed(run, commands)
         examined = answer("doctor", run)
         healthy = examined["steps"]
         assert max(healthy, default=None) == newest, "what doctor counts as committed, restore takes"
@@ -210,6 +224,32 @@ def test_all_commands_agree(template: Path, damage: list[tuple[str, int, int]]) 
                 "prune" in one["fix"] and "--damaged" in one["fix"] for one in examined["findings"]
             )
         _advice_helps(run, newest)
+
+
+@contextlib.contextmanager
+def advised() -> Iterator[list[str]]:
+    """Collects the commands in what the block logs."""
+    commands: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: commands.extend(  # type: ignore[method-assign]
+        re.findall("`shardproof (.*?)`", record.getMessage())
+    )
+    log = logging.getLogger("shardproof")
+    log.addHandler(handler)
+    try:
+        yield commands
+    finally:
+        log.removeHandler(handler)
+
+
+def _branch_is_removed(run: Path, commands: list[str]) -> None:
+    """Follows what `restore` logs of a branch, in a copy of the run: the step that it names is restored."""
+    for words in (shlex.split(command) for command in commands if "--after" in command):
+        with copied(run) as one:
+            make_old(one)
+            words[1] = str(one)
+            named = int(words[words.index("--after") + 1])
+            assert run_cli(words) == 0 and restored(one) == named, words
 
 
 def _advice_helps(run: Path, newest: int | None) -> None:

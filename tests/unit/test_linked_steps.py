@@ -204,7 +204,7 @@ def test_a_linked_folder_of_shards_is_read(run: Path, capsys: pytest.CaptureFixt
     shards.symlink_to(run.parent / "fast disk")
     assert restored(run) == 2
     assert [info["status"] for info in call(capsys, "ls", run)["checkpoints"]] == ["committed"] * 2
-    assert call(capsys, "prune", run, "--damaged", "--yes")["lost"] == []
+    assert call(capsys, "prune", run, "--damaged", "--yes")["damaged_removed"] == []
 
 
 @pytest.mark.parametrize("how", ["retention", "prune"])

@@ -155,7 +155,7 @@ def test_commands_accept_any_path(run: str, as_json: bool, capsys: pytest.Captur
 def test_commands_name_a_path_that_does_not_exist(
     working: Path, path: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (working / "a file").touch()
+    (working / "a file").write_text("text")
     for command in ("ls", "inspect", "verify", "repair", "prune", "diff", "convert", "trace"):
         more = {"diff": [path], "convert": ["copy"]}.get(command, [])
         options = {"convert": ["--standalone"], "trace": ["-o", "all.json"]}.get(command, [])

@@ -13,10 +13,10 @@ import shardproof as sp
 from shardproof.checkpointer import page_cache
 from shardproof.checkpointer.page_cache import NewestStep
 from shardproof.format import read_manifest
-from shardproof.storage import LocalStorage
+from shardproof.storage import LocalStorage, cache_rule
 from tests.thread_limit import limit_threads
 
-SIZE = 9 << 20
+SIZE = 17 << 20
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def test_a_step_that_retention_removed_is_no_error(storage: LocalStorage, tmp_pa
 
 
 def test_caching_stops_when_a_save_begins(storage: LocalStorage) -> None:
-    newest = NewestStep(rate=1)  # the second request would be 48 days away
+    newest = NewestStep(rate=1)  # the second request would be 194 days away
     newest.committed(storage, "a")
     newest.stop()
     assert newest.wait(60)
@@ -72,40 +72,29 @@ def test_caching_stops_when_a_save_begins(storage: LocalStorage) -> None:
 def test_a_step_is_not_cached_if_memory_is_scarce(
     storage: LocalStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(page_cache, "free_memory", lambda: (1_999_000, 16_000_000))
+    monkeypatch.setattr(cache_rule, "available_memory", lambda: 2 * SIZE - 1)
     newest = NewestStep()
     newest.committed(storage, "a")
     assert newest.wait(60) and not storage.is_cached("a", 0, SIZE)
 
 
-def test_the_free_memory_is_less_than_all_memory() -> None:
-    free, total = page_cache.free_memory()
-    assert 0 < free < total
-
-
 MOUNT = "36 35 {device} / / rw - {kind} /dev/vda rw\n"
 
 
-@pytest.mark.parametrize(
-    ("kind", "free", "is_read"),
-    [("ext4", 40_000, True), ("xfs", 40_000, True), ("nfs4", 40_000, False), ("ext4", 30_000, False)],
-)
-def test_auto_reads_local_files_into_ample_memory(
+@pytest.mark.parametrize(("kind", "is_read"), [("ext4", True), ("xfs", True), ("nfs4", False)])
+def test_auto_reads_local_files(
     storage: LocalStorage,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     kind: str,
-    free: int,
     is_read: bool,
 ) -> None:
-    """Of 100 MB of memory a quarter stays free after the 9.4 MB of the file."""
     mounts = tmp_path / "mountinfo"
     number = os.stat(tmp_path).st_dev
     device = f"{os.major(number)}:{os.minor(number)}"
     mounts.write_text(MOUNT.format(device="999:1", kind="nfs") + MOUNT.format(device=device, kind=kind))
-    monkeypatch.setattr(page_cache, "free_memory", lambda: (free << 10, 100_000 << 10))
     monkeypatch.setattr(page_cache, "_MOUNTS", mounts)
-    newest = NewestStep(only_if_cheap=True)
+    newest = NewestStep(only_if_local=True)
     newest.committed(storage, "a")
     assert newest.wait(60) and storage.is_cached("a", 0, SIZE) == is_read
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import pytest
@@ -19,6 +19,7 @@ import torch
 from torch.distributed import HashStore
 
 import shardproof as sp
+from shardproof.checkpointer import open_run
 from shardproof.checkpointer.tiers import Uploader, open_tiers
 from shardproof.checkpointer.tiers.throttle import Throttle
 from shardproof.checkpointer.tiers.upload_coordinator import UploadCoordinator
@@ -68,6 +69,29 @@ def unreachable(far: Path, at_first: bool) -> tuple[FaultyStorage, list[bool]]:
             raise sp.StorageError("no route to host", errno="EHOSTUNREACH")
 
     return FaultyStorage(LocalStorage(far), lambda: True, fault), down
+
+
+class Silent(LocalStorage):
+    """A tier that answers a request with an error, after `wait` returns."""
+
+    wait: Callable[[str], object]
+
+    def within(self, prefix: str) -> Silent:
+        return self._with(Silent(self.path / prefix))
+
+    def _with(self, other: Silent) -> Silent:
+        other.wait = self.wait
+        return other
+
+    def size(self, name: str) -> int | None:
+        self._fail("size")
+
+    def folders(self) -> list[str]:
+        self._fail("folders")
+
+    def _fail(self, request: str) -> NoReturn:
+        self.wait(request)
+        raise sp.StorageError("no answer", file=self.location, damaged=False)
 
 
 def assert_restores(checkpointer: sp.Checkpointer, step: int) -> sp.checkpointer.RestoredStep:
@@ -1061,6 +1085,42 @@ def test_damage_at_two_places_of_a_file_loses_only_steps_that_need_both(near: Pa
     target = {"a": torch.zeros(3000), "b": torch.zeros(4000)}
     assert checkpointer(near, far, **options).restore(target) == 2
     assert torch.equal(target["a"], torch.ones(3000)) and torch.equal(target["b"], fixed["b"])
+
+
+def test_a_restore_without_the_second_tier_logs_its_wait_and_names_the_way_out(
+    near: Path, far: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(open_run, "_LOG_SECONDS", 0.01)
+    checkpointer(near, far).save(1, state(1)).durable(WAIT)
+    alone(near).save(2, state(2)).result()
+    second, told = Silent(far), threading.Event()
+    second.wait = lambda request: told.wait(WAIT)
+    monkeypatch.setattr(open_run._log, "warning", lambda text, *values: told.set())
+    with pytest.raises(sp.StorageError, match=f"restore the newest step of {near} now, leave out then="):
+        checkpointer(near, second).restore(blank())
+    assert told.is_set(), "the wait is logged"
+    monkeypatch.undo()
+    assert_restores(sp.Checkpointer(near), 2)
+    again = checkpointer(near, far)
+    assert_restores(again, 2)
+    again.wait_for_uploads(WAIT)
+    assert alone(far).steps() == [1, 2]
+
+
+def test_all_ranks_wait_for_a_tier_at_the_same_time(near: Path, far: Path) -> None:
+    store, asked = HashStore(), threading.Barrier(2)
+
+    def restore(rank: int) -> str:
+        second = Silent(far)
+        second.wait = lambda request: asked.wait(WAIT)
+        rendezvous = StoreRendezvous(store, rank, 2, deadline=WAIT)
+        with pytest.raises(sp.StorageError) as caught:
+            sp.Checkpointer(near, then=second, rendezvous=rendezvous).restore(blank())
+        return caught.value.message
+
+    with ThreadPoolExecutor(2) as pool:
+        first, other = pool.map(restore, range(2))
+    assert first == other and "no answer" in first and "leave out then=" in first
 
 
 def test_steps_that_a_rollback_gave_up_displace_no_others(near: Path, far: Path) -> None:

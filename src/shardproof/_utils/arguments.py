@@ -59,7 +59,7 @@ def check_whole(name: str, value: object, what: str, *, optional: bool = True) -
     raise wrong_type(name, value, f"a whole number {what}{', or None' if optional else ''}")
 
 
-def check_mapping(name: str, value: object, takes: str, *, texts: bool = False) -> None:
+def check_mapping(name: str, value: object, takes: str, *, texts: bool = False, secret: bool = False) -> None:
     """Refuses an argument that is neither a mapping nor None.
 
     Args:
@@ -67,12 +67,15 @@ def check_mapping(name: str, value: object, takes: str, *, texts: bool = False) 
         value: its value.
         takes: what it takes, for the message.
         texts: True if all keys and values are texts.
+        secret: True if the value may hold credentials, so that the message does not repeat it.
 
     Raises:
         TypeError: naming the argument.
     """
     if value is None:
         return
+    if secret and not isinstance(value, Mapping):
+        raise TypeError(f"{name} is {takes}, not a {type(value).__name__}")
     if not isinstance(value, Mapping):
         raise wrong_type(name, value, takes)
     for item in (part for pair in value.items() for part in pair) if texts else ():

@@ -4,9 +4,29 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Iterable
+from typing import Any
 
-__all__ = ["age", "counted", "gigabytes", "gigabytes_per_second", "listed", "nearest", "printable", "span"]
+__all__ = [
+    "age",
+    "brief",
+    "counted",
+    "gigabytes",
+    "gigabytes_per_second",
+    "listed",
+    "nearest",
+    "printable",
+    "span",
+]
+
+_USER = re.compile(r"(\b[A-Za-z][A-Za-z0-9+.-]*://)[^/@\s\"']*:[^/@\s\"']*@")
+_SIGNATURE = re.compile(
+    r"([?&][A-Za-z-]*(?:sig|signature|token|key|secret|password|credential)=)[^&\s\"']+", re.I
+)
+"""The parts of a URL that give access: user and password, and parameters that sign the request."""
+_MOST_BITS = 200
+_FEW = 10
 
 
 def gigabytes(count: float) -> str:
@@ -45,17 +65,77 @@ def span(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
 
 
-def printable(text: str) -> str:
+def brief(value: Any, most: int = 100) -> str:
+    """A value from a file as a short text, whatever the file has put there.
+
+    The text of a list that holds the one before it twice is endless, and Python refuses the text of integers
+    of more than 4,300 digits. So only the text of small values is made.
+
+    Args:
+        value: any value, or an error, whose text may repeat such a value.
+        most: characters of the text, at most, beside the name of a class.
+
+    >>> brief("weight"), brief(1 << 20_000), brief(ValueError("too short")), brief([1, "a", [2]])
+    ("'weight'", 'an int of 20001 bits', 'ValueError: too short', "[1, 'a', a list of 1]")
+    """
+    if isinstance(value, BaseException):
+        argument = value.args[0] if len(value.args) == 1 else None
+        text = brief(argument, most) if isinstance(value, KeyError) else _message(value)[:most]
+        return f"{type(value).__name__}: {text}"
+    if isinstance(value, (list, tuple)) and len(value) <= _FEW:
+        text = ", ".join(
+            f"a {type(item).__name__} of {len(item)}"
+            if isinstance(item, (list, tuple))
+            else brief(item, most)
+            for item in value
+        )
+        return f"[{text}]" if isinstance(value, list) else f"({text}{',' * (len(value) == 1)})"
+    if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+        return f"an int of {value.bit_length()} bits"
+    if isinstance(value, (str, bytes)):
+        return repr(value[:most])
+    if isinstance(value, (int, float, complex, type(None))):
+        return repr(value)
+    if isinstance(value, (list, tuple, dict, set, frozenset, bytearray)):
+        return f"a {type(value).__name__} of {len(value)}"
+    name = getattr(value, "name", None)  # of a class that a pickle names
+    return f"{type(value).__name__} {name[:most]}" if isinstance(name, str) else f"a {type(value).__name__}"
+
+
+def _message(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # the arguments of an error are of any class
+        return "an error without a text"
+
+
+def printable(text: str, *, lines: bool = False) -> str:
     r"""The text with every character escaped that a terminal interprets or does not print.
 
-    Keys and file names come from the checkpoint, and may contain control sequences for the reader's terminal.
+    Keys and file names come from a checkpoint. They may contain control sequences for the terminal, line
+    feeds that begin a false line of output, and marks that reverse the direction of the text.
 
-    >>> printable("a\x1b[2Jb")
-    'a\\x1b[2Jb'
+    Args:
+        text: text for people, or a key or path in it.
+        lines: True for a text of several lines. Keys in it have to be escaped before.
+
+    >>> printable("a\x1b[2Jb"), printable("a\nb"), printable("a\nb", lines=True), printable("\u202ea")
+    ('a\\x1b[2Jb', 'a\\nb', 'a\nb', '\\u202ea')
     """
     if text.isprintable():
         return text
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+    return "".join(
+        c if c.isprintable() or (lines and c == "\n") else c.encode("unicode_escape").decode() for c in text
+    )
+
+
+def without_credentials(text: str) -> str:
+    """A URL, or a text with URLs, with passwords, keys and signatures replaced by asterisks.
+
+    >>> without_credentials("https://me:secret@host/a?Signature=x&b=1 and s3://bucket/a")
+    'https://***@host/a?Signature=***&b=1 and s3://bucket/a'
+    """
+    return _SIGNATURE.sub(r"\1***", _USER.sub(r"\1***@", text))
 
 
 def counted(count: int, noun: str) -> str:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 __all__ = ["available_memory", "processors", "ranks_here"]
 
 _FALLBACK = 16 << 30
 """Bytes of available memory if the system does not tell."""
+_UNLIMITED = 1 << 60
+"""A limit of this size or more is none."""
 
 
 def ranks_here() -> int:
@@ -53,17 +55,37 @@ def _available_on_node() -> int:
     return _FALLBACK
 
 
-def _left_in_groups() -> list[int]:
-    """Bytes left to this process under each limit of a control group."""
+def _left_in_groups(
+    groups: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")
+) -> list[int]:
+    """Bytes left to this process under each memory limit of its control groups and of those above them.
+
+    Pages of files count as left, because the kernel drops them first.
+    """
     found = []
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        try:
-            found.append(max(0, int(Path(limit).read_text()) - int(Path(used).read_text())))
-        except (OSError, ValueError):
-            continue  # no such group, or "max"
+    try:
+        lines = groups.read_text().splitlines()
+    except OSError:
+        return []  # not Linux
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            root, limit, used, kinds = mount, "memory.max", "memory.current", ("inactive_file", "active_file")
+        elif "memory" in controllers.split(","):
+            root, limit, used = mount / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            kinds = ("total_inactive_file", "total_active_file")
+        else:
+            continue
+        inside = PurePosixPath(path.lstrip("/"))
+        for folder in (root / inside, *(root / above for above in inside.parents)):
+            try:
+                if (most := int((folder / limit).read_text())) >= _UNLIMITED:
+                    continue
+                taken = int((folder / used).read_text())
+                counts = dict(entry.split() for entry in (folder / "memory.stat").read_text().splitlines())
+                found.append(max(0, most - taken + sum(int(counts[kind]) for kind in kinds)))
+            except (OSError, ValueError, KeyError):
+                continue  # no such group here, or the limit is "max"
     return found
 
 

@@ -78,5 +78,6 @@ class AfterCommit:
                     unconfirmed=run.is_unconfirmed,
                     protect=None if self.uploader is None else self.uploader.protect,
                     is_restorable=run.restorable,
+                    branch_removal=run.branch_removal,
                 )
         run.scrub.begin(name)

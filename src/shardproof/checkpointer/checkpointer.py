@@ -90,8 +90,8 @@ class Checkpointer:
             with each save; None: none. See `SaveResult.diverged`.
         cache: "newest" to keep the newest step in the page cache of each node, for a restart in place. After
             the commit each rank reads its file again, at 256 MiB a second or less, until the next save. The
-            read uses only free memory. "auto" does so on local file systems, if a quarter of the node's
-            memory stays free. "none" does not read the step again.
+            read takes at most half of the available memory. "auto" does so on local file systems. "none" does
+            not read the step again.
         every: the schedule of `save_if_due`. Schedules combine: ``Every(steps=500) | Every(minutes=20)``.
         preemption: a save before the scheduler ends the job; see `Preemption`. None: no signal is handled,
             and no time limit is watched.
@@ -208,7 +208,7 @@ class Checkpointer:
         self._check_replicas = check_replicas
         self._newest: NewestStep | None = None
         if cache != "none" and isinstance(first, LocalStorage):
-            self._newest = NewestStep(drop_older=not incremental, only_if_cheap=cache == "auto")
+            self._newest = NewestStep(drop_older=not incremental, only_if_local=cache == "auto")
         self._due = DueSaves(every, preemption, mtbf_hours, self._rendezvous, storage.location)
         self._uploader: Uploader | None = None
         if second is not None:
@@ -476,7 +476,9 @@ class Checkpointer:
         self._saver.wait_for_end()
         self.last_restore = None
         view = self._run.view()
-        restore = Restore(view, self._rendezvous, step, suspect, options, self._run.check_tiers)
+        restore = Restore(
+            view, self._rendezvous, step, suspect, options, self._run.check_tiers, self._run.explained
+        )
         try:
             restored = restore.run(state)
         finally:
@@ -492,6 +494,8 @@ class Checkpointer:
         if self._rendezvous.rank == 0:
             whole = options.include is None and options.exclude is None
             shares = self._run.confirm(view, folder, self._copies, whole=whole)
+            if step is None and not folder.suspect:
+                self._run.warn_of_branch(view, folder.step)
             if not folder.suspect:
                 self._scrub.prepare()
                 self._scrub.begin(folder.name)
@@ -505,7 +509,11 @@ class Checkpointer:
     def steps(self) -> list[int]:
         """Committed steps of all tiers, ascending, without suspects.
 
-        Lists the storage; does not wait for other ranks.
+        Reads manifests and indexes, and of known steps only the ends of the manifests. The list lacks a
+        step that `restore` would pass over by them, and the log names it. Does not wait for other ranks.
+
+        Raises:
+            StorageError: a tier cannot be listed, or a step cannot be read at the moment.
         """
         return self._run.steps()
 

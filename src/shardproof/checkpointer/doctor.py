@@ -11,7 +11,8 @@ import secrets
 import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from shardproof._utils.humanize import age, counted, gigabytes, listed
@@ -43,7 +44,7 @@ _CLOCK_SECONDS = 60.0
 """Seconds. A finding reports two clocks that differ by more."""
 
 _SYNCHRONIZE = "synchronize the clocks (see `timedatectl`) of this machine, the writers and the storage"
-_CHECK_RIGHTS = "check the mount, and owner and mode of the folder"
+_NO_CHANGE = os.ST_RDONLY if hasattr(os, "ST_RDONLY") else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,8 @@ class Examination:
     """The space for the next save; None: not known."""
     findings: tuple[Finding, ...]
     """The most severe first."""
+    partial: tuple[int, ...] = ()
+    """Steps of which this folder, that of one node, has some files, ascending."""
 
     @property
     def is_healthy(self) -> bool:
@@ -100,7 +103,7 @@ class Examination:
     def with_findings(self, more: Sequence[Finding]) -> Examination:
         """The same with more findings."""
         findings = sorted((*self.findings, *more), key=lambda finding: _ORDER.index(finding.severity))
-        return Examination(self.location, self.steps, self.next_save, self.space, tuple(findings))
+        return replace(self, findings=tuple(findings))
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""
@@ -109,6 +112,7 @@ class Examination:
             "location": self.location,
             "healthy": self.is_healthy,
             "steps": list(self.steps),
+            "partial": list(self.partial),
             "next_save": self.next_save,
             "free": None if space is None else space.free,
             "findings": [asdict(finding) for finding in self.findings],
@@ -139,18 +143,21 @@ def examine_run(storage: DatedStorage, run: str, *, older_than: float, now: floa
     """
     infos = scan_run(storage, depth="metadata")
     committed = [info for info in infos if info.committed and info.step is not None]
-    next_save = committed[-1].bytes if committed else 0
+    partial = [info for info in infos if info.status == Verdict.PARTIAL and info.step is not None]
+    newest = (committed or partial)[-1:]
+    next_save = newest[0].bytes if newest else 0
     space = storage.free_space() if isinstance(storage, LimitedStorage) else None
     steps = tuple(info.step for info in committed if info.step is not None)
     quoted = shlex.quote(run)
     findings = [
         *_of_steps(infos, run),
         *_of_leftovers(storage, infos, quoted, older_than, now),
-        *_of_space(storage.location, next_save, space, quoted),
+        *_of_space(storage.location, next_save, space, quoted, len(committed)),
         *_of_clocks(storage, infos, now),
         *_of_permissions(storage, infos),
     ]
-    return Examination(storage.location, steps, next_save, space, ()).with_findings(findings)
+    parts = tuple(info.step for info in partial if info.step is not None)
+    return Examination(storage.location, steps, next_save, space, (), parts).with_findings(findings)
 
 
 def _of_steps(infos: Sequence[StepInfo], run: str) -> Iterator[Finding]:
@@ -162,14 +169,14 @@ def _of_steps(infos: Sequence[StepInfo], run: str) -> Iterator[Finding]:
     for info in infos:
         reason = info.reason or ""
         if info.status == Verdict.DAMAGED:
-            yield _damaged_step(info.name, reason, quoted, has_others=has_steps)
+            yield _damaged_step(info.name, reason, run, has_others=has_steps)
         elif info.status == Verdict.REPAIRABLE:
             fix = f"shardproof repair {quoted}/{info.name}"
             yield Finding("error", "repairable", info.name, reason, fix)
         elif info.status == Verdict.MISPLACED:
             yield _misplaced_step(info, infos, run)
         elif info.status == Verdict.UNREADABLE:
-            yield Finding("error", "unreadable", info.name, reason, _CHECK_RIGHTS)
+            yield Finding("error", "unreadable", info.name, reason, _rights_advice(run))
         elif info.status == Verdict.SUSPECT:
             settle = f'sp.Checkpointer({run!r}).settle_suspect({info.step}, "...")'
             yield Finding("warning", "suspect", info.name, reason, settle)
@@ -190,16 +197,19 @@ def _damaged_step(folder: str, reason: str, run: str, *, has_others: bool) -> Fi
     Args:
         folder: its folder.
         reason: what is damaged.
-        run: the run, quoted.
+        run: the run, as commands name it.
         has_others: True if another step of the run can be restored. Without one, no removal is advised.
     """
     if has_others:
-        return Finding("error", "damaged", folder, reason, f"shardproof prune {run} --damaged --yes")
+        return Finding(
+            "error", "damaged", folder, reason, f"shardproof prune {shlex.quote(run)} --damaged --yes"
+        )
+    path = f"{run}/{folder}"
     text = (
         f"{reason}. Keep the folder: if there is a copy of the damaged file elsewhere, put it back; "
-        f"sp.load(..., exclude=) loads the undamaged tensors"
+        f"sp.open({path!r})[key].read() reads a tensor without chunks in it"
     )
-    return Finding("error", "damaged", folder, text, f"shardproof verify {run}/{folder}")
+    return Finding("error", "damaged", folder, text, f"shardproof verify {shlex.quote(path)}")
 
 
 def _misplaced_step(info: StepInfo, infos: Sequence[StepInfo], run: str) -> Finding:
@@ -229,22 +239,22 @@ def _of_leftovers(
         plan = plan_prune(storage, storage.modified, older_than=older_than, now=now)
     except StorageError as error:
         text = f"prune cannot look at the run: {error.message}"
-        yield Finding("error", "unreadable", storage.location, text, _CHECK_RIGHTS)
+        yield Finding("error", "unreadable", storage.location, text, _rights_advice(storage.location))
         return
-    for leftover in (*plan.leftovers, *plan.recent):
+    for leftover in (*plan.leftovers, *plan.writing):
         size = f"{gigabytes(leftover.bytes)} in {counted(len(leftover.files), 'file')} that no manifest names"
         written = now if leftover.modified is None else leftover.modified
         if written > now + _CLOCK_SECONDS:
             text = f"{size}, last written {age(written - now)} in the future, so prune takes them for new"
             yield Finding("warning", "clock", leftover.folder, text, _SYNCHRONIZE)
-        elif leftover in plan.recent:
+        elif leftover in plan.writing:
             text = f"{size}, last written {_ago(now, written)}: a save may be in progress"
             yield Finding("note", "in progress", leftover.folder, text, f"shardproof watch {run}")
         else:
             text = f"{size}, last written {_ago(now, written)}: their save died"
             yield Finding("warning", "leftover", leftover.folder, text, f"shardproof prune {run}")
     committed = {info.name for info in infos if info.whole}
-    for leftover in plan.repairable:
+    for leftover in plan.complete:
         yield from _of_complete_save(storage, leftover, run, is_replaced=leftover.folder in committed)
     yield from _of_uploads(plan, storage.location, run, now)
 
@@ -269,10 +279,10 @@ def _ago(now: float, then: float) -> str:
     return f"{age(max(0.0, now - then))} ago"
 
 
-def _of_space(location: str, needed: int, space: FreeSpace | None, run: str) -> Iterator[Finding]:
+def _of_space(location: str, needed: int, space: FreeSpace | None, run: str, steps: int) -> Iterator[Finding]:
     if space is None or needed <= space.free:
         return
-    fix = f"shardproof prune {run} --keep N, or a smaller keep= of the Checkpointer"
+    fix = f"shardproof prune {run} --keep 1 --yes" if steps > 1 else "remove other files, or save elsewhere"
     have = f"the next full save writes {gigabytes(needed)}, and {gigabytes(space.free)} is free"
     if space.upper_bound is not None and needed > space.upper_bound:
         yield Finding("error", "space", location, f"{have}: it will be refused", fix)
@@ -303,12 +313,25 @@ def _of_permissions(storage: DatedStorage, infos: Sequence[StepInfo]) -> Iterato
     """Folders in which this user can remove or make no files. Only a probe shows the rights in a bucket."""
     if not isinstance(storage, LocalStorage):
         return
+    with suppress(OSError):  # the folder is gone
+        if os.statvfs(storage.path).f_flag & _NO_CHANGE:
+            text = "the file system is mounted read-only, so no step can be saved or removed"
+            fix = f"findmnt --target {shlex.quote(str(storage.path))}"
+            yield Finding("warning", "permissions", ".", text, fix)
+            return
     for folder in [".", *(info.name for info in infos if info.name != "." and not info.linked)]:
         path = storage.path / folder
         if path.exists() and not os.access(path, os.W_OK | os.X_OK):
             doing = "save a step" if folder == "." else "remove this step"
             text = f"this user cannot write to the folder, and so cannot {doing}"
             yield Finding("warning", "permissions", folder, text, f"ls -ld {shlex.quote(str(path))}")
+
+
+def _rights_advice(place: str) -> str:
+    """What to check if a run cannot be read or written."""
+    if "://" in place:
+        return "check the credentials, and the policy of the bucket or the server"
+    return "check the mount, and owner and mode of the folder"
 
 
 def _of_uploads(plan: PrunePlan, location: str, run: str, now: float) -> Iterator[Finding]:
@@ -349,7 +372,8 @@ def probe_storage(storage: DatedStorage) -> list[Finding]:
             work()
         except StorageError as error:
             text = f"this user cannot {doing} a file here: {error.message}"
-            findings.append(Finding("error", "permissions", storage.location, text, _CHECK_RIGHTS))
+            advice = _rights_advice(storage.location)
+            findings.append(Finding("error", "permissions", storage.location, text, advice))
             return False
         return True
 

@@ -12,7 +12,7 @@ older steps leaves steps that a restore takes.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -35,7 +35,7 @@ from shardproof.format import (
     size_error,
     size_errors,
 )
-from shardproof.storage import Storage, file_sizes
+from shardproof.storage import Storage, file_sizes, map_requests
 
 __all__ = [
     "Depth",
@@ -277,10 +277,26 @@ class RestorableSteps:
         self._known: dict[str, bytes] = {}
         """Seal of the manifest of each folder that was found restorable."""
         self._reported: set[tuple[str, str]] = set()
+        self._unreadable: dict[int, ShardproofError | None] = {}
+        """The errors of the steps that could not be read at the last look."""
+
+    def among(self, steps: Iterable[int]) -> list[int]:
+        """The restorable steps of these, in their order. Asks a remote storage for several at a time.
+
+        Raises:
+            StorageError: the storage cannot read a step at the moment.
+        """
+        steps = list(steps)
+        found = list(map_requests(self._run, self.__call__, steps))
+        for step in (step for step, good in zip(steps, found, strict=True) if not good):
+            if isinstance(error := self._unreadable.get(step), StorageError):
+                raise error
+        return [step for step, good in zip(steps, found, strict=True) if good]
 
     def __call__(self, step: int) -> bool:
         """True if a step is restorable. Logs once why a step is not. Never raises a `StorageError`."""
         folder = StepFolder(step).name
+        self._unreadable.pop(step, None)
         try:
             seal = read_seal(self._run.within(folder))
             if seal is not None and self._known.get(folder) == seal:
@@ -291,6 +307,8 @@ class RestorableSteps:
         if found is not None and found.verdict is Verdict.COMMITTED and seal is not None:
             self._known[folder] = seal
             return True
+        if found is not None and found.verdict is Verdict.UNREADABLE:
+            self._unreadable[step] = found.error
         reason = "it has no manifest" if found is None else f"{found.verdict}: {found.reason}"
         if (folder, reason) not in self._reported:
             self._reported.add((folder, reason))
@@ -357,7 +375,9 @@ def _fault(place: Storage, manifest: Manifest, depth: Depth) -> ShardproofError 
     holders = (holder for holder, _ in locate_files(place, manifest))
     lost = size_errors(list(zip(holders, manifest.files, strict=True)), advice)
     if len(lost) > 1:
-        return StorageError(f"{lost[0].message}; and {len(lost) - 1} more such files", **lost[0].details)
+        index = "its index" if fault is not None and fault.details.get("missing") else ""
+        more = " and ".join(filter(None, (f"{len(lost) - 1} more such files", index)))
+        return StorageError(f"{lost[0].message}; and {more}", **lost[0].details)
     return lost[0] if lost else fault
 
 

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 
 from shardproof._utils.humanize import counted
 from shardproof.checkpointer.doctor import Finding, Severity
+from shardproof.checkpointer.judge import Verdict, judge
 from shardproof.checkpointer.marks import NodeMark, read_node_mark
 from shardproof.checkpointer.step_folders import folders_in, step_name
-from shardproof.errors import FormatError, NotCommittedError
-from shardproof.format import FileRecord, Manifest, read_manifest
+from shardproof.format import FileRecord, Manifest
 from shardproof.storage import Storage
 
 __all__ = ["find_missing_copies"]
@@ -67,11 +67,15 @@ def find_missing_copies(storage: Storage, others: Sequence[Storage]) -> list[Fin
 
 
 def _manifest(run: Storage, name: str) -> Manifest | None:
-    """The manifest of a step in one folder; None if there is none, or a damaged one."""
-    try:
-        return read_manifest(run.within(name))
-    except (FormatError, NotCommittedError):
-        return None
+    """The manifest of a step in the folder of one node, by its verdict; None if it counts for no step.
+
+    Raises:
+        StorageError: the folder cannot be read.
+    """
+    found = judge(run, name, mark=read_node_mark(run), plan_repairs=False)
+    if found is not None and found.verdict is Verdict.UNREADABLE and found.error is not None:
+        raise found.error
+    return None if found is None or found.verdict is Verdict.MISPLACED else found.manifest
 
 
 def _of_manifests(

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import math
+import shlex
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
 
 from shardproof import events
-from shardproof.checkpointer.judge import RestorableSteps
+from shardproof._utils.logged_waits import logged_wait
+from shardproof.checkpointer.judge import RestorableSteps, Verdict, judge
 from shardproof.checkpointer.marks import Pin, pinned_steps
 from shardproof.checkpointer.nodes import MissingCopies, NodeStorage, NodesView
 from shardproof.checkpointer.policies import BestStep, KeepBest, Retention
-from shardproof.checkpointer.retention import StepFacts
+from shardproof.checkpointer.retention import StepFacts, branch_removal
 from shardproof.checkpointer.scrub import Scrub
 from shardproof.checkpointer.step_folders import StepFolder, folders_in, parse_folder, step_name
 from shardproof.checkpointer.tiers import TieredRun
-from shardproof.errors import FormatError, NotCommittedError, StorageError
+from shardproof.errors import FormatError, NotCommittedError, StorageError, tells_nothing
 from shardproof.format import MANIFEST_NAME, read_manifest
 from shardproof.rendezvous import MeetingSequence, Rendezvous
 from shardproof.saving import Saver
@@ -26,6 +30,11 @@ from shardproof.storage import Storage, map_requests
 __all__ = ["OpenRun"]
 
 _log = logging.getLogger("shardproof")
+
+_LOG_SECONDS = 10.0
+"""Seconds between two records of a wait for a tier."""
+_EARLIER_STEPS = 8
+"""Steps before a restored one whose times are compared with its own. A run keeps few steps."""
 
 
 class OpenRun:
@@ -44,7 +53,8 @@ class OpenRun:
         self._runs: set[str] = set()
         """Locations of the tiers that are checked to be runs."""
         self.facts = StepFacts(storage)
-        self.restorable = RestorableSteps(storage)
+        self._judges = {tier.location: RestorableSteps(tier) for tier in self.tiers}
+        self.restorable = self._judges[storage.location]
         """Whether a step of the first tier can be restored."""
         self.damaged: set[int] = set()
         """Steps with a damaged copy that a restore passed over. A save replaces them in the first tier."""
@@ -63,9 +73,36 @@ class OpenRun:
         return TieredRun(self.tiers) if len(self.tiers) > 1 else self.storage
 
     def check_tiers(self) -> None:
-        """Refuses a tier that is a checkpoint itself. A restore calls this on rank 0."""
-        for tier in self.tiers:
-            self.check_is_run(tier)
+        """Refuses a tier that is a checkpoint, or that does not respond. Rank 0 calls it for a restore.
+
+        It asks the second tier each time, and logs that it waits.
+
+        Raises:
+            StorageError: see `check_is_run`.
+        """
+        self.check_is_run(self.storage)
+        for tier in self.tiers[1:]:
+            self._runs.discard(tier.location)
+            text = f"{self.location}: restore waits for the second tier, {tier.location}"
+            with logged_wait(_log, text, _LOG_SECONDS):
+                self.check_is_run(tier)
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Adds to an error of a second tier that does not respond how to restore without it."""
+        try:
+            yield
+        except StorageError as error:
+            file = str(error.details.get("file", ""))
+            is_second = any(file.startswith(tier.location) for tier in self.tiers[1:])
+            if not is_second or not tells_nothing(error.details):
+                raise
+            raise StorageError(
+                f"{error.message}\nNothing was restored, because the second tier may have a newer step. To "
+                f"restore the newest step of {self.location} now, leave out then=. A later restart with "
+                "then= uploads the steps that the second tier lacks",
+                **error.details,
+            ) from error
 
     def check_is_run(self, tier: Storage) -> None:
         """Refuses a tier that is a checkpoint itself. A save calls this for the first tier, on rank 0.
@@ -91,17 +128,42 @@ class OpenRun:
         self._runs.add(tier.location)
 
     def steps(self) -> list[int]:
-        """Committed steps of all tiers, ascending, without suspects."""
-        return sorted({step for tier in self.tiers for step in _committed_steps(tier)})
+        """Committed steps of all tiers, ascending, without suspects, by the verdicts of `judge`.
+
+        On local disks of nodes, each step with a manifest counts: other nodes have some of its files.
+
+        Raises:
+            StorageError: a tier cannot be listed, or a step cannot be read at the moment.
+        """
+        return sorted({step for tier in self.tiers for step in self._steps_of(tier)})
+
+    def _steps_of(self, tier: Storage) -> list[int]:
+        steps = _steps_with_manifest(tier)
+        return steps if tier is self.nodes else self._judges[tier.location].among(steps)
 
     def pins(self) -> dict[int, Pin]:
         """Pinned steps of all tiers, ascending. A pin in the first tier takes precedence."""
         return dict(sorted(pin for tier in reversed(self.tiers) for pin in pinned_steps(tier).items()))
 
     def holders(self, step: int) -> list[Storage]:
-        """The tiers in which a step is committed; the first tier if there is none."""
+        """The tiers in which a step has a manifest; the first tier if there is none."""
         name = f"{step_name(step)}/{MANIFEST_NAME}"
         return [tier for tier in self.tiers if tier.size(name) is not None] or self.tiers[:1]
+
+    def check_restorable(self, tier: Storage, step: int) -> None:
+        """Refuses a step with a manifest that a restore would pass over.
+
+        Raises:
+            NotCommittedError: the verdict is another one than `Verdict.COMMITTED`.
+            StorageError: the storage cannot read the step at the moment.
+        """
+        if tier is self.nodes or tier.size(f"{step_name(step)}/{MANIFEST_NAME}") is None:
+            return
+        if not self._judges[tier.location].among([step]):
+            raise NotCommittedError(
+                f"{tier.location}/{step_name(step)} cannot be restored, so it cannot be pinned. See "
+                f"`shardproof doctor {shlex.quote(tier.location)}`"
+            )
 
     def best_step(self, keep: Retention | None) -> int | None:
         """The step with the best metric of the `KeepBest` in `keep`; None if no step is committed.
@@ -118,6 +180,10 @@ class OpenRun:
         self.saver.wait_for_end()  # it may be the best
 
         def decide(posts: Sequence[bytes]) -> bytes:
+            with self.explained():
+                return choose()
+
+        def choose() -> bytes:
             steps = [step for step in self.steps() if not self.is_damaged(step)]
             facts = self.facts if len(self.tiers) == 1 else StepFacts(self.view())
             found, _ = facts.select(best, steps)
@@ -130,6 +196,44 @@ class OpenRun:
 
         meetings = MeetingSequence(self.rendezvous, f"restore {self.location}")
         return msgspec.msgpack.decode(meetings.meet("choose", bytes, decide), type=int | None)
+
+    def branch_removal(self, step: int) -> str:
+        """The command that removes the steps after one, for messages."""
+        commands = branch_removal([tier.location for tier in self.tiers], step)
+        return commands if self.nodes is None else f"{commands} (that of the folder on each node)"
+
+    def warn_of_branch(self, view: Storage, restored: int) -> None:
+        """Logs that a restored step was saved before a step with a lower number. Rank 0 calls it.
+
+        Then a rollback gave up the restored step. Reads the manifests of the newest earlier steps.
+        """
+        earlier = [
+            folder.step for folder in folders_in(view) if not folder.suspect and folder.step < restored
+        ]
+        steps = [restored, *earlier[-_EARLIER_STEPS:]]
+        facts = StepFacts(view)
+        found = zip(steps, map_requests(view, facts.time_of, steps), strict=True)
+        times = {step: time for step, time in found if time is not None}
+        later = sorted(
+            (step for step in times if times[step] > times.get(restored, math.inf)), key=times.__getitem__
+        )
+        last = next((step for step in reversed(later) if self._is_restorable(view, step)), None)
+        if last is None:
+            return
+        _log.warning(
+            "%s: step %d was restored, and was saved before step %d: the run was rolled back, and the "
+            "restored step is of the branch that was given up. To continue from step %d, run %s and restore "
+            "again",
+            self.location,
+            restored,
+            last,
+            last,
+            self.branch_removal(last),
+        )
+
+    def _is_restorable(self, view: Storage, step: int) -> bool:
+        found = judge(view, step_name(step), plan_repairs=False)
+        return found is not None and found.verdict is Verdict.COMMITTED
 
     def is_damaged(self, step: int) -> bool:
         """True if a restore or the scrub found a committed step damaged."""
@@ -211,7 +315,7 @@ class OpenRun:
         )
 
 
-def _committed_steps(tier: Storage) -> list[int]:
+def _steps_with_manifest(tier: Storage) -> list[int]:
     steps = [folder.step for folder in folders_in(tier) if not folder.suspect]
     sizes = map_requests(tier, lambda step: tier.size(f"{step_name(step)}/{MANIFEST_NAME}"), steps)
     return [step for step, size in zip(steps, sizes, strict=True) if size is not None]

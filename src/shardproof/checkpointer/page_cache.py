@@ -1,15 +1,15 @@
 """Reads the newest step into the page cache, so that a restart on the same node reads it from memory.
 
 Note: one thread, at a bounded rate
-    A save writes past the page cache. After the commit a thread of each rank reads the file that the rank
-    wrote, at `BYTES_PER_SECOND` or less. The next save stops the thread. The thread also stops if less than
-    `1 / _SPARE` of the node's memory is free, so that it displaces no pages of training. The commit of a
-    newer step drops the pages of the older one.
+    A save in the background writes past the page cache. After the commit a thread of each rank reads the file
+    that the rank wrote, at `BYTES_PER_SECOND` or less. The kernel reads it into the cache and copies nothing
+    into the process, so training keeps its processors. The next save stops the thread. It also stops if the
+    rest does not fit (`shardproof.storage.cache_rule`), so that it displaces no pages of training. The commit
+    of a newer step drops the pages of the older one.
 
 Note: when a read costs little
     Reading each file once more costs a local disk little. Storage that many nodes share would serve the
-    whole checkpoint again. So ``cache="auto"`` reads only from local file systems, and only files that leave
-    a quarter of the memory free.
+    whole checkpoint again. So ``cache="auto"`` reads only from local file systems.
 """
 
 from __future__ import annotations
@@ -20,30 +20,17 @@ import threading
 from pathlib import Path
 
 from shardproof.errors import StorageError
-from shardproof.storage import LocalStorage
+from shardproof.storage import LocalStorage, fits_cache
 
-__all__ = ["BYTES_PER_SECOND", "NewestStep", "free_memory", "is_on_local_disk"]
+__all__ = ["BYTES_PER_SECOND", "NewestStep", "is_on_local_disk"]
 
 _log = logging.getLogger("shardproof")
 
 BYTES_PER_SECOND = 256 << 20
-_REQUEST = 4 << 20
-_SPARE = 8
-"""An eighth of the node's memory stays free."""
-_AMPLE = 4
-"""With ``cache="auto"``, a quarter of the node's memory is free after a file is read."""
+_REQUEST = 16 << 20
 _MOUNTS = Path("/proc/self/mountinfo")
 _LOCAL = {"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "xfs", "zfs"}
 """File systems of disks that no other node uses."""
-
-
-def free_memory() -> tuple[int, int]:
-    """Bytes of this node's memory that nothing uses, and bytes in all; zeros if unknown."""
-    try:
-        page = os.sysconf("SC_PAGE_SIZE")
-        return page * os.sysconf("SC_AVPHYS_PAGES"), page * os.sysconf("SC_PHYS_PAGES")
-    except (OSError, ValueError):
-        return 0, 0
 
 
 def is_on_local_disk(path: str) -> bool:
@@ -64,15 +51,15 @@ class NewestStep:
     Args:
         drop_older: True to drop the file of the previous step. False if newer steps refer to that file.
         rate: bytes a second, at most.
-        only_if_cheap: True to read a file only under the conditions of the note "when a read costs little".
+        only_if_local: True to read only from local file systems; see the note "when a read costs little".
     """
 
     def __init__(
-        self, *, drop_older: bool = True, rate: int = BYTES_PER_SECOND, only_if_cheap: bool = False
+        self, *, drop_older: bool = True, rate: int = BYTES_PER_SECOND, only_if_local: bool = False
     ) -> None:
         self._drop_older = drop_older
         self._rate = rate
-        self._only_if_cheap = only_if_cheap
+        self._only_if_local = only_if_local
         self._cached: tuple[LocalStorage, str] | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -112,25 +99,19 @@ class NewestStep:
             size = storage.size(name)
             if size is None:  # this rank wrote nothing, or retention was faster
                 return
-            if self._only_if_cheap and not _is_cheap(storage, size):
+            if self._only_if_local and not is_on_local_disk(storage.location):
                 return
-            memory = memoryview(bytearray(min(_REQUEST, size)))
             for start in range(0, size, _REQUEST):
-                free, total = free_memory()
-                if stop.is_set() or free * _SPARE < total:
+                choice = fits_cache(size - start)
+                if stop.is_set() or not choice.through:
+                    _log.debug("%s/%s: read up to byte %d: %s", storage.location, name, start, choice)
                     return
-                storage.read_into(name, start, memory[: size - start])
+                storage.fill_cache(name, start, min(_REQUEST, size - start))
                 stop.wait(_REQUEST / self._rate)
         except StorageError as error:
             _log.debug("%s/%s stays out of the page cache: %s", storage.location, name, error)
         finally:
             storage.close()
-
-
-def _is_cheap(storage: LocalStorage, size: int) -> bool:
-    """True if reading `size` bytes uses only a local disk, and leaves enough memory free."""
-    free, total = free_memory()
-    return (free - size) * _AMPLE >= total > 0 and is_on_local_disk(storage.location)
 
 
 def _drop(storage: LocalStorage, name: str) -> None:

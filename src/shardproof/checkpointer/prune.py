@@ -1,9 +1,13 @@
-"""Removes leftovers and uploads of dead saves, steps beyond the number to keep, and steps past repair."""
+"""Removes leftovers and uploads of dead saves, steps beyond the number to keep, and steps past repair.
+
+Note "A branch": after a rollback, the run has steps that are newer than those of the run that continues, and
+a restore takes them. A removal of the steps after one ends that. Suspects and pinned steps stay.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -20,7 +24,7 @@ from shardproof.checkpointer.retention import (
 )
 from shardproof.checkpointer.scan import StepInfo, scan_run
 from shardproof.checkpointer.step_folders import attempt_of, is_ours, parse_folder, parse_step
-from shardproof.errors import StorageError
+from shardproof.errors import NotCommittedError, StorageError
 from shardproof.format import flush_manifests_in, references_in
 from shardproof.storage import ObjectStorage, Storage, Upload
 
@@ -40,20 +44,21 @@ class PrunePlan:
     steps: tuple[str, ...]
     """To remove: folders of committed steps beyond those to keep."""
     steps_bytes: int
-    """Bytes of `steps` and `settled`."""
+    """Bytes of `steps`, `branch` and `settled`."""
     settled: tuple[str, ...]
     """To remove: folders of settled suspects older than a step that stays."""
-    unsettled: tuple[str, ...]
+    suspect: tuple[str, ...]
     """These stay: folders of unsettled suspects."""
-    recent: tuple[Leftover, ...]
+    writing: tuple[Leftover, ...]
     """These stay: files that no manifest names, of a save that may not have ended."""
-    damaged: tuple[str, ...]
+    repairable: tuple[str, ...]
     """These stay, for `repair`: folders whose verdict is `Verdict.REPAIRABLE`."""
-    beyond_repair: tuple[str, ...]
+    damaged: tuple[str, ...]
     """These stay: folders whose verdict is `Verdict.DAMAGED`."""
-    lost: tuple[str, ...]
+    damaged_removed: tuple[str, ...]
     """To remove: folders whose verdict is `Verdict.DAMAGED`."""
-    lost_bytes: int
+    damaged_bytes: int
+    """Bytes of `damaged_removed`."""
     referenced: dict[str, list[str]]
     """Files that stay: folder of the removed step to the folders of the steps that refer to its files."""
     unknown: tuple[str, ...]
@@ -64,21 +69,24 @@ class PrunePlan:
     """These stay: multipart uploads of a save that may not have ended."""
     uploads_fault: str = ""
     """Why the uploads of the run cannot be listed; empty if they can, or if the storage has none."""
-    repairable: tuple[Leftover, ...] = ()
+    complete: tuple[Leftover, ...] = ()
     """These stay: saves whose shard files are all there, and that no manifest names."""
     misplaced: tuple[str, ...] = ()
     """These stay: folders with the checkpoint of another step."""
+    branch: tuple[str, ...] = ()
+    """To remove: folders of steps newer than the one that ends the run (note "A branch")."""
 
     @property
     def bytes(self) -> int:
         """Bytes to be removed."""
         leftover = sum(one.bytes for one in self.leftovers) + sum(one.bytes or 0 for one in self.uploads)
-        return self.steps_bytes + self.lost_bytes + leftover
+        return self.steps_bytes + self.damaged_bytes + leftover
 
     @property
     def empty(self) -> bool:
         """True if there is nothing to remove."""
-        return not (self.leftovers or self.steps or self.settled or self.lost or self.uploads)
+        steps = self.steps or self.branch or self.settled or self.damaged_removed
+        return not (self.leftovers or steps or self.uploads)
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""
@@ -92,6 +100,7 @@ def plan_prune(
     older_than: float,
     now: float,
     keep: int | None = None,
+    after: int | None = None,
     damaged: bool = False,
     complete: bool = False,
 ) -> PrunePlan:
@@ -107,12 +116,14 @@ def plan_prune(
         now: Unix seconds, by the clock that `modified` uses.
         keep: number of the newest committed steps to keep, in addition to pinned ones. Damaged steps do not
             count. None: all steps and all suspects.
+        after: removes the steps newer than this one (note "A branch"). None: no step for this reason.
         damaged: True to remove damaged steps, if another step of the run can be restored.
         complete: True to remove also saves whose shard files are all there, and that no manifest names. Those
             of a step that is newer than the last restorable one stay.
 
     Raises:
-        StorageError: the storage failed.
+        NotCommittedError: no step up to `after` can be restored.
+        StorageError: the storage failed, or a step newer than `after` is pinned.
     """
     references = references_in(storage)
     found, uploads, uploads_fault = _with_uploads(
@@ -120,7 +131,8 @@ def plan_prune(
     )
     infos = scan_run(storage, depth="metadata")
     scanned = {step: info for info in infos if (step := parse_step(info.name)) is not None}
-    last = max((step for step, info in scanned.items() if info.committed), default=-1)
+    branch = [] if after is None else _branch(storage.location, scanned, after)
+    last = max((step for step, info in scanned.items() if info.committed and step not in branch), default=-1)
     spared = {info.name for info in infos if info.status in _SPARED}
     verdicts = {
         leftover: judge_save(
@@ -128,28 +140,29 @@ def plan_prune(
         )
         for leftover in found
     }
-    recent = tuple(one for one, verdict in verdicts.items() if verdict is Verdict.WRITING)
-    repairable = [one for one, verdict in verdicts.items() if verdict is Verdict.REPAIRABLE]
+    writing = tuple(one for one, verdict in verdicts.items() if verdict is Verdict.WRITING)
+    unnamed = [one for one, verdict in verdicts.items() if verdict is Verdict.REPAIRABLE]
     old = [
         one for one, verdict in verdicts.items() if verdict is Verdict.LEFTOVER and one.folder not in spared
     ]
     if complete:
-        superseded = [one for one in repairable if one.folder not in spared and _step_of(one) <= last]
+        superseded = [one for one in unnamed if one.folder not in spared and _step_of(one) <= last]
         old += superseded
-        repairable = [one for one in repairable if one not in superseded]
-    committed = [step for step, info in scanned.items() if info.committed]
+        unnamed = [one for one in unnamed if one not in superseded]
+    committed = [step for step, info in scanned.items() if info.committed and step not in branch]
     selected = set(committed)
     if keep is not None:
         selected = {*KeepLatest(keep).select(committed), *pinned_steps(storage)}
     dead = tuple(upload for upload in uploads if now - upload.modified >= older_than)
     recent_uploads = tuple(upload for upload in uploads if upload not in dead)
     # A running save may be replacing a step in one of these folders.
-    busy = {leftover.folder for leftover in recent} | {_folder_of(upload) for upload in recent_uploads}
+    busy = {leftover.folder for leftover in writing} | {_folder_of(upload) for upload in recent_uploads}
 
     def is_removable(info: StepInfo) -> bool:
         return info.name not in busy and not info.linked
 
     steps = [scanned[step].name for step in committed if step not in selected and is_removable(scanned[step])]
+    dropped = [scanned[step].name for step in branch if is_removable(scanned[step])]
     newest = -1 if keep is None else max(committed, default=-1)
     suspects = [info for info in infos if info.suspect and info.status != Verdict.LEFTOVER]
     settled = [
@@ -164,24 +177,24 @@ def plan_prune(
         times = times_of(modified, ours)  # an unfinished copy looks like a damaged step
         if name not in busy and times and now - max(times) >= older_than:
             lost.append(name)
-    removal = plan_removal(storage, [*steps, *settled, *lost])
+    removal = plan_removal(storage, [*steps, *dropped, *settled, *lost])
     counted = {f"{leftover.folder}/{file}" for leftover in old for file in leftover.files}
     sizes: Counter[bool] = Counter()
     for file in {*removal.manifests, *removal.files} - counted:
         sizes[file.partition("/")[0] in lost] += storage.size(file) or 0
     removed_before = [info.name for info in infos if info.status == Verdict.REFERENCED]
-    left = references_in(storage, without=[*steps, *settled, *lost])
+    left = references_in(storage, without=[*steps, *dropped, *settled, *lost])
     return PrunePlan(
         leftovers=tuple(old),
         steps=tuple(steps),
         steps_bytes=sizes[False],
         settled=tuple(settled),
-        unsettled=tuple(info.name for info in suspects if info.verdict is None),
-        recent=recent,
-        damaged=tuple(info.name for info in scanned.values() if info.status == Verdict.REPAIRABLE),
-        beyond_repair=tuple(name for name in hopeless if name not in lost),
-        lost=tuple(lost),
-        lost_bytes=sizes[True],
+        suspect=tuple(info.name for info in suspects if info.verdict is None),
+        writing=writing,
+        repairable=tuple(info.name for info in scanned.values() if info.status == Verdict.REPAIRABLE),
+        damaged=tuple(name for name in hopeless if name not in lost),
+        damaged_removed=tuple(lost),
+        damaged_bytes=sizes[True],
         referenced={
             name: users
             for name in dict.fromkeys([*removed_before, *removal.referenced])
@@ -191,9 +204,31 @@ def plan_prune(
         uploads=dead,
         recent_uploads=recent_uploads,
         uploads_fault=uploads_fault,
-        repairable=tuple(repairable),
+        complete=tuple(unnamed),
         misplaced=tuple(info.name for info in scanned.values() if info.status == Verdict.MISPLACED),
+        branch=tuple(dropped),
     )
+
+
+def _branch(run: str, scanned: Mapping[int, StepInfo], after: int) -> list[int]:
+    """The steps newer than `after` that a restore takes (note "A branch")."""
+    restorable = (Verdict.COMMITTED, Verdict.PARTIAL)
+    steps = [step for step, info in scanned.items() if info.status in restorable]
+    newer = [step for step in steps if step > after]
+    if newer == steps:
+        raise NotCommittedError(
+            f"{run} has no restorable step up to {after}, so the steps after it stay: name the newest step "
+            "of the run that continues (`shardproof ls`)",
+            path=run,
+        )
+    pinned = next((scanned[step] for step in newer if scanned[step].pinned is not None), None)
+    if pinned is not None:
+        raise StorageError(
+            f"{run}/{pinned.name} is pinned ({pinned.pinned}), so nothing was removed: unpin the step first "
+            f"(sp.Checkpointer({run!r}).unpin({pinned.step}))",
+            file=f"{run}/{pinned.name}",
+        )
+    return newer
 
 
 def _step_of(leftover: Leftover) -> int:
@@ -254,15 +289,15 @@ def prune(storage: Storage, plan: PrunePlan) -> list[str]:
     """
     flush_manifests_in(storage)
     spared = [leftover.folder for leftover in plan.leftovers if not remove_leftover(storage, leftover)]
-    lost = [name for name in plan.lost if _is_damaged(storage, name)]
+    lost = [name for name in plan.damaged_removed if _is_damaged(storage, name)]
     settled = [name for name in plan.settled if read_settled(storage.within(name)) is not None]
-    steps = [name for name in plan.steps if read_pin(storage.within(name)) is None]
-    delete_steps(storage, [*steps, *settled, *lost])
+    unpinned = [name for name in (*plan.steps, *plan.branch) if read_pin(storage.within(name)) is None]
+    delete_steps(storage, [*unpinned, *settled, *lost])
     _abort_uploads(storage, plan.uploads)
     return [
         *spared,
-        *(name for name in plan.steps if name not in steps),
-        *(name for name in (*plan.settled, *plan.lost) if name not in (*settled, *lost)),
+        *(name for name in (*plan.steps, *plan.branch) if name not in unpinned),
+        *(name for name in (*plan.settled, *plan.damaged_removed) if name not in (*settled, *lost)),
     ]
 
 

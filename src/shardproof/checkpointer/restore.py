@@ -4,12 +4,16 @@ Note "Rank 0 looks last": rank 0 lists the run after every other rank has report
 saw committed is then visible to rank 0, or a newer step replaced it. If rank 0 sees neither, the ranks do not
 see one run. The opposite case needs no rule: a rank that does not see the chosen step cannot open it, and the
 load fails on all ranks.
+
+Note "One wait for a tier": rank 0 asks all tiers before its report, while the other ranks list them. So a
+tier that does not respond delays a restore by the deadline of one request.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -58,6 +62,7 @@ class Restore:
         suspect: True if unsettled suspects count as steps.
         options: options of the load.
         check_tiers: raises if a tier is no run. Called on rank 0.
+        explained: adds the remedy to the errors of tiers. Entered on rank 0.
     """
 
     def __init__(
@@ -68,6 +73,7 @@ class Restore:
         suspect: bool,
         options: LoadOptions,
         check_tiers: Callable[[], None],
+        explained: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self.passed_over: tuple[PassedOver, ...] = ()
         """Newer steps that were not restored, newest first."""
@@ -78,6 +84,7 @@ class Restore:
         self._run, self._rendezvous = run, rendezvous
         self._step, self._suspect, self._options = step, suspect, options
         self._check_tiers = check_tiers
+        self._explained = explained
         self._overwritten: StepFolder | None = None
         """The last step whose load failed after it had overwritten part of the target."""
         self._untouched: set[str] = set()
@@ -128,16 +135,26 @@ class Restore:
     def _choose(self, failed: Failed | None) -> Chosen:
         """The step that rank 0 chooses after all reports. Raises if the restore cannot continue."""
         rank = self._rendezvous.rank
+        fault: ShardproofError | None = None
+        """An error of a tier on rank 0, which is raised with the choice."""
 
         def report() -> bytes:
+            nonlocal fault
+            if rank == 0:
+                try:
+                    self._check_tiers()
+                except ShardproofError as error:
+                    fault = error
             return msgspec.msgpack.encode(report_view(self._run, rank, self._step, suspect=self._suspect))
 
         def decide(posts: Sequence[bytes]) -> bytes:
-            self._check_tiers()
-            check_reports(self._run, [msgspec.msgpack.decode(post, type=RestoreReport) for post in posts])
-            return msgspec.msgpack.encode(
-                choose_after(self._run, self.passed_over, self._step, failed, suspect=self._suspect)
-            )
+            with self._explained():
+                if fault is not None:
+                    raise fault
+                check_reports(self._run, [msgspec.msgpack.decode(post, type=RestoreReport) for post in posts])
+                return msgspec.msgpack.encode(
+                    choose_after(self._run, self.passed_over, self._step, failed, suspect=self._suspect)
+                )
 
         try:
             chosen = msgspec.msgpack.decode(self._meeting().meet("choose", report, decide), type=Chosen)

@@ -21,6 +21,7 @@ This module removes nothing in a linked folder (note "Linked steps" in `step_fol
 from __future__ import annotations
 
 import logging
+import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -55,6 +56,7 @@ __all__ = [
     "Leftover",
     "Removal",
     "StepFacts",
+    "branch_removal",
     "delete_steps",
     "leftovers",
     "plan_removal",
@@ -186,6 +188,13 @@ class StepFacts:
                     error.__cause__,
                 )
 
+    def time_of(self, step: int) -> float | None:
+        """The time of the save of a step, Unix seconds; None if its manifest cannot be read now."""
+        try:
+            return self._read(step, False, None)[0]
+        except (_Unreadable, StorageError):
+            return None
+
     def forget(self, step: int) -> None:
         """Reads the manifest of a step again when needed. Call it after a save or a removal."""
         self._known.pop(step, None)
@@ -240,12 +249,14 @@ def retain(
     unconfirmed: Callable[[int], bool] = lambda step: False,
     protect: Callable[[Sequence[int]], Collection[int]] | None = None,
     is_restorable: Callable[[int], bool],
+    branch_removal: Callable[[int], str],
 ) -> list[str]:
     """Removes the steps that a policy does not keep. A failure costs space, not safety, so it is only logged.
 
     Note "One line of steps": only steps up to the one just saved count. After a rollback the run has newer
-    ones, which must not displace the steps of the run that continues. Damaged steps do not count, either. A
-    step with an unconfirmed commit displaces no other step, and is removed if the policy does not select it.
+    ones, which must not displace the steps of the run that continues. Newer steps that were saved after it
+    are no sign of a rollback: another process continues the run. Damaged steps do not count, either. A step
+    with an unconfirmed commit displaces no other step, and is removed if the policy does not select it.
 
     Note "What stays is restorable": a step that the policy selects displaces others only if it is restorable
     (note "Only a restorable step counts" in `judge`). Another step stays, and the policy selects among the
@@ -268,6 +279,7 @@ def retain(
         protect: takes the steps to remove, and returns those that stay because they wait for their upload. No
             upload of the others begins. None: no step waits.
         is_restorable: see `RestorableSteps`.
+        branch_removal: the command that removes the steps after a step, for messages.
 
     Returns:
         Folders of the steps that were removed.
@@ -277,14 +289,15 @@ def retain(
         folders = [one for one in folders_in(run) if not one.suspect and not damaged(one.step)]
         sizes = map_requests(run, partial(_manifest_size, run), [folder.name for folder in folders])
         steps = [folder.step for folder, size in zip(folders, sizes, strict=True) if size is not None]
-        newer = sorted(step for step in steps if step > newest)
-        if newer:
+        abandoned = _abandoned(facts, newest, sorted(step for step in steps if step > newest))
+        if abandoned:
             _log.warning(
-                "%s: steps %s are newer than step %d, which was just saved: restore() would take them. "
-                "Remove their folders if the run was rolled back",
+                "%s: steps %s are newer than step %d, which was just saved, and were saved before it: the "
+                "run was rolled back. restore() takes them, until they are removed with %s",
                 run.location,
-                newer,
+                abandoned,
                 newest,
+                branch_removal(newest),
             )
         counted = sorted(step for step in steps if step <= newest)
         certain = [step for step in counted if step == newest or not unconfirmed(step)]
@@ -294,7 +307,9 @@ def retain(
                 step for step in set(counted) - kept if read_pin(run.within(step_name(step))) is not None
             }
             dropped = sorted(set(counted) - kept)
-            others = {step for step in counted if dropped and step != newest and not is_restorable(step)}
+            judged = [step for step in counted if dropped and step != newest]
+            found = zip(judged, map_requests(run, is_restorable, judged), strict=True)
+            others = {step for step, is_good in found if not is_good}
             if not others:
                 break
             counted = [step for step in counted if step not in others]
@@ -316,6 +331,22 @@ def retain(
     except Exception as error:
         _log.warning("%s: old steps could not be removed: %s", run.location, error)
     return removed
+
+
+def branch_removal(places: Sequence[str], step: int) -> str:
+    """The commands that remove the steps after one, for messages.
+
+    >>> print(branch_removal(["runs/a", "s3://b/a"], 7))
+    `shardproof prune runs/a --after 7 --yes` and `shardproof prune s3://b/a --after 7 --yes`
+    """
+    return " and ".join(f"`shardproof prune {shlex.quote(place)} --after {step} --yes`" for place in places)
+
+
+def _abandoned(facts: StepFacts, newest: int, newer: Sequence[int]) -> list[int]:
+    """The newer steps that a rollback gave up: those that were saved before the newest one."""
+    saved = facts.time_of(newest) if newer else None
+    times = {step: facts.time_of(step) for step in newer} if saved is not None else {}
+    return [step for step, time in times.items() if time is not None and saved is not None and time < saved]
 
 
 def _kept(

@@ -45,6 +45,7 @@ def change_pin(run: OpenRun, step: Any, label: Any) -> None:
             if text is None:
                 remove_pin(tier, number)
             else:
+                run.check_restorable(tier, number)
                 write_pin(tier, number, text)
         return b""
 

@@ -119,7 +119,7 @@ def _show_report(report: dict[str, Any]) -> None:
     title = "BAD" if _code(report) == BAD else "NO ANSWER"
     click.echo(printable(f"{title}: {report['location']}{step}: {counted(len(faults), 'fault')} ({read})"))
     for fault in faults[:FAULTS_SHOWN]:
-        click.echo(printable(f"  {fault['type']}: {fault['message']}"))
+        click.echo(printable(f"  {fault['type']}: {fault['message']}", lines=True))
     if len(faults) > FAULTS_SHOWN:
         click.echo(f"  and {len(faults) - FAULTS_SHOWN:,} more (--json lists all)")
     if title != "BAD":
@@ -155,7 +155,8 @@ def diff_command(
     A and B may have different formats. --format names the format of A, as it names the format of SRC for
     convert. --other-format names the format of B. If both checkpoints have digests and cut a tensor into the
     same chunks, digests are compared; otherwise the tensor is read. Step, time, metadata and layout are not
-    differences. Exit code 0: the same state. 1: they differ, or one is damaged. 3: one could not be read.
+    differences. Plain values are compared after decoding, wherever their bytes are stored. Exit code 0: the
+    same state. 1: they differ, or one is damaged. 3: one of them, or a value, could not be read.
     """
     from shardproof.cli.terminal import bytes_progress
     from shardproof.errors import StorageError
@@ -182,7 +183,9 @@ def diff_command(
         print_json(difference.to_json())
     else:
         _show_difference(difference)
-    return YES if difference.same else BAD
+    if difference.differs:
+        return BAD
+    return UNEXPECTED if difference.uncompared else YES
 
 
 def _show_difference(difference: Difference) -> None:
@@ -220,7 +223,12 @@ def _show_difference(difference: Difference) -> None:
         f"({difference.by_digest:,} compared by digest, {difference.by_reading:,} read: "
         f"{gigabytes(difference.bytes_read)})"
     )
-    out.print("the same state" if difference.same else "the states differ")
+    for value in difference.uncompared[:VALUES_SHOWN]:
+        out.print(f"not compared: {value.key}: {value.reason}")
+    if len(difference.uncompared) > VALUES_SHOWN:
+        out.print(f"and {len(difference.uncompared) - VALUES_SHOWN:,} more (--json lists all)")
+    rest = ", apart from what could not be compared" if difference.uncompared else ""
+    out.print("the states differ" if difference.differs else f"the same state{rest}")
 
 
 def _short(text: str) -> str:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["memory_command", "prune_command"]
 
-_REMOVE = "; remove the folder, or all such steps with --damaged"
+_REMOVE = "; --damaged removes such steps, if another step can be restored"
 
 
 @click.command("prune", short_help="Remove the files of dead saves, and old steps.")
@@ -27,6 +27,13 @@ _REMOVE = "; remove the folder, or all such steps with --damaged"
     type=click.IntRange(min=1),
     help="Also remove committed steps, except this many of the newest and pinned ones, and older settled "
     "suspects.",
+)
+@click.option(
+    "--after",
+    type=click.IntRange(min=0),
+    metavar="STEP",
+    help="Also remove committed steps newer than STEP, such as those of a branch that a rollback gave up. "
+    "A step up to STEP has to be restorable.",
 )
 @older_than_option("Leave files that changed within this time: they may belong to a save in progress.")
 @click.option(
@@ -42,12 +49,13 @@ _REMOVE = "; remove the folder, or all such steps with --damaged"
 @click.option(
     "--yes",
     is_flag=True,
-    help="Do not ask. Without a terminal, --keep, --damaged and --complete require it.",
+    help="Do not ask. Without a terminal, --keep, --after, --damaged and --complete require it.",
 )
 @json_option
 def prune_command(
     run: str,
     keep: int | None,
+    after: int | None,
     older_than: float,
     damaged: bool,
     complete: bool,
@@ -65,7 +73,12 @@ def prune_command(
     from shardproof.checkpointer import plan_prune, prune
     from shardproof.storage import LocalStorage, storage_at, time_at
 
-    given = {"--keep": keep is not None, "--damaged": damaged, "--complete": complete}
+    given = {
+        "--keep": keep is not None,
+        "--after": after is not None,
+        "--damaged": damaged,
+        "--complete": complete,
+    }
     if any(given.values()) and not (yes or dry_run or sys.stdin.isatty()):
         option = next(name for name, is_given in given.items() if is_given)
         raise click.UsageError(
@@ -80,6 +93,7 @@ def prune_command(
         older_than=older_than,
         now=now,
         keep=keep,
+        after=after,
         damaged=damaged,
         complete=complete,
     )
@@ -155,8 +169,9 @@ def _show_plan(plan: PrunePlan, now: float, older_than: float, damaged: bool) ->
         for upload in plan.uploads
     ]
     rows += [(name, "committed, beyond those to keep", "", "") for name in plan.steps]
+    rows += [(name, "committed, newer than the step of --after", "", "") for name in plan.branch]
     rows += [(name, "settled suspect, older than a step that stays", "", "") for name in plan.settled]
-    rows += [(name, "damaged, cannot be repaired", "", "") for name in plan.lost]
+    rows += [(name, "damaged, cannot be repaired", "", "") for name in plan.damaged_removed]
     if rows:
         out.print(table(("to remove", "what", "size", "age"), rows, right=("size", "age")))
         out.print(f"{gigabytes(plan.bytes)} in all")
@@ -168,39 +183,48 @@ def _show_plan(plan: PrunePlan, now: float, older_than: float, damaged: bool) ->
     if damaged:
         without_repair = f", but {recent} (--older-than), or no step of the run can be restored"
     stays = [
-        *(f"{one.folder}: {gigabytes(one.bytes)} that no manifest names, {busy}" for one in plan.recent),
+        *((one.folder, f"{gigabytes(one.bytes)} that no manifest names, {busy}") for one in plan.writing),
         *(
-            f"{one.folder}: all shard files of the save {one.attempt}, which no manifest names (if the step "
-            "is not committed, `shardproof repair` makes it; --complete removes them, unless they are newer "
-            "than the last restorable step)"
-            for one in plan.repairable
+            (
+                one.folder,
+                f"all shard files of the save {one.attempt}, which no manifest names (`shardproof doctor` "
+                "says whether `repair` makes it a step; --complete removes them, unless they are newer than "
+                "the last restorable step)",
+            )
+            for one in plan.complete
         ),
-        *(f"{one.name}: an upload that did not complete, {busy}" for one in plan.recent_uploads),
+        *((one.name, f"an upload that did not complete, {busy}") for one in plan.recent_uploads),
         *(
-            f"parts of uploads that did not complete, if any: {fault}"
+            ("parts of uploads that did not complete, if any", fault)
             for fault in (plan.uploads_fault,)
             if fault
         ),
         *(
-            f"files of {name} that {', '.join(users)} {'refers' if len(users) == 1 else 'refer'} to (saved "
-            "incrementally; `shardproof convert --standalone` makes a step that needs no other)"
+            (
+                f"files of {name}",
+                f"{', '.join(users)} {'refers' if len(users) == 1 else 'refer'} to them (saved "
+                "incrementally; `shardproof convert --standalone` makes a step that needs no other)",
+            )
             for name, users in plan.referenced.items()
         ),
         *(
-            f"files of other steps, because the manifest of {name} cannot be read and may refer to them"
+            ("files of other steps", f"the manifest of {name} cannot be read and may refer to them")
             for name in plan.unknown
         ),
-        *(f"{name}: validation failed there and is not settled" for name in plan.unsettled),
-        *(f"{name}: `shardproof repair` makes it restorable" for name in plan.damaged),
+        *((name, "validation failed there and is not settled") for name in plan.suspect),
+        *((name, "`shardproof repair` makes it restorable") for name in plan.repairable),
         *(
-            f"{name}: the checkpoint of another step: the folder was renamed or copied (see `shardproof "
-            "doctor`)"
+            (
+                name,
+                "the checkpoint of another step: the folder was renamed or copied (see `shardproof doctor`)",
+            )
             for name in plan.misplaced
         ),
-        *(f"{name}: damaged, cannot be repaired{without_repair}" for name in plan.beyond_repair),
+        *((name, f"damaged, cannot be repaired{without_repair}") for name in plan.damaged),
     ]
-    for text in stays:
-        out.print(printable(f"not removed: {text}"))
+    for name in dict.fromkeys(name for name, _ in stays):
+        reasons = "; ".join(reason for other, reason in stays if other == name)
+        out.print(printable(f"not removed: {name}: {reasons}"))
 
 
 @click.command("memory", short_help="List the runs that this node holds in memory, or free one.")

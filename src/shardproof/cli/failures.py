@@ -47,7 +47,7 @@ def show_usage(error: click.UsageError, as_json: bool) -> None:
     if error.ctx is not None and not isinstance(error, BadPath):
         click.echo(error.ctx.get_usage(), err=True)
         click.echo(f"Try '{error.ctx.command_path} --help' for help.\n", err=True)
-    click.echo(printable(f"error: {error.format_message()}"), err=True)
+    click.echo(printable(f"error: {error.format_message()}", lines=True), err=True)
 
 
 def show_failure(error: Exception, as_json: bool) -> None:
@@ -67,7 +67,7 @@ def show_failure(error: Exception, as_json: bool) -> None:
     if as_json:
         _show_json(kind, message, details)
     else:
-        click.echo(printable(f"error: {message}"), err=True)
+        click.echo(printable(f"error: {message}", lines=True), err=True)
 
 
 def _show_json(kind: str, message: str, details: dict[str, object]) -> None:

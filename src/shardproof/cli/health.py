@@ -30,6 +30,11 @@ if TYPE_CHECKING:
 
 __all__ = ["doctor_command", "watch_command"]
 
+_NO_CLOCK = (
+    "the store tells its time only to a program that writes, so ages are by the clock of this machine, and a "
+    "running save may look like a dead one. prune uses the time of the store."
+)
+
 
 @click.command("doctor", short_help="Find what is wrong with a run, and how to fix it.")
 @folder_argument("run")
@@ -75,6 +80,7 @@ def doctor_command(
     Exit code 0: healthy. 1: something needs attention. 3: the run could not be read.
     """
     from shardproof.checkpointer import (
+        Finding,
         compare_tiers,
         examine_run,
         find_missing_copies,
@@ -82,7 +88,7 @@ def doctor_command(
         scrub_run,
     )
     from shardproof.cli.terminal import bytes_progress
-    from shardproof.storage import is_same_place, storage_at, time_at
+    from shardproof.storage import is_same_place, storage_at, time_at, time_without_writes
 
     if bandwidth is not None and not scrub:
         raise click.UsageError("--bandwidth limits the reads of --scrub: add --scrub")
@@ -96,8 +102,12 @@ def doctor_command(
     second = None if then is None else storage_at(then)
     if second is not None and is_same_place(storage, second):
         raise click.UsageError(f"--then: {then} is RUN itself: name the second tier of the run")
-    now = time_at(storage)
+    told = time_at(storage) if probe else time_without_writes(storage)
+    now = time.time() if told is None else told
     found = examine_run(storage, run, older_than=older_than, now=now)
+    if told is None:
+        text = f"{_NO_CLOCK} --probe writes a file to measure it"
+        found = found.with_findings([Finding("note", "clock", storage.location, text)])
     found = found.with_findings(find_missing_copies(storage, others))
     if then is not None and second is not None:
         more = compare_tiers(storage, second, run, then, older_than=older_than, now=now)
@@ -118,7 +128,7 @@ def _show_examination(found: Examination) -> None:
     from shardproof._utils.humanize import counted, gigabytes, printable
 
     for finding in found.findings:
-        click.echo(printable(f"{finding.severity:8} {finding.where}: {finding.what}"))
+        click.echo(printable(f"{finding.severity:8} {printable(finding.where)}: {finding.what}", lines=True))
         if finding.fix:
             click.echo(printable(f"{'':8} {finding.fix}"))
     counts = [
@@ -126,10 +136,13 @@ def _show_examination(found: Examination) -> None:
         for severity in ("error", "warning")
         if (number := sum(finding.severity == severity for finding in found.findings))
     ]
+    numbers = found.steps or found.partial
     steps = counted(len(found.steps), "committed step")
-    newest = f", the newest is {found.steps[-1]}" if found.steps else ""
+    if found.partial and not found.steps:
+        steps = f"this node has its part of {counted(len(found.partial), 'step')}"
+    newest = f", the newest is {numbers[-1]}" if numbers else ""
     space = "" if found.space is None else f"; {gigabytes(found.space.free)} free"
-    saves = f", and a full save writes {gigabytes(found.next_save)}" if found.steps else ""
+    saves = f", and a full save writes {gigabytes(found.next_save)}" if numbers else ""
     state = " and ".join(counts) or "healthy"
     click.echo(printable(f"{state}: {found.location}: {steps}{newest}{space}{saves}"))
 
@@ -149,12 +162,16 @@ def watch_command(run: str, every: float, once: bool, older_than: float, as_json
     is one line.
     """
     from shardproof.checkpointer import RunWatch
-    from shardproof.storage import storage_at, time_at
+    from shardproof.storage import storage_at, time_without_writes
 
     if every <= 0:
         raise click.UsageError("--every is more than 0")
     storage = storage_at(run)
-    watch = RunWatch(storage, older_than=older_than, clock_offset=time_at(storage) - time.time())
+    told = time_without_writes(storage)
+    if told is None:
+        click.echo(f"note: {_NO_CLOCK}", err=True)
+    offset = 0.0 if told is None else told - time.time()
+    watch = RunWatch(storage, older_than=older_than, clock_offset=offset)
     if once:
         _show_once(watch, storage.location, as_json)
     else:
@@ -201,7 +218,7 @@ def _look_again(watch: RunWatch, location: str, height: int) -> RenderableType:
     try:
         return _last_rows(watch.look(now), location, now, height)
     except StorageError as error:
-        return printable(f"no answer: {error.message}")
+        return printable(f"no answer: {error.message}", lines=True)
 
 
 def _last_rows(saves: Sequence[WatchedSave], location: str, now: float, height: int) -> RenderableType:
@@ -241,6 +258,7 @@ def _table(
 
 def _show_changes(watch: RunWatch, every: float, line_of: Callable[[float, WatchedSave, str], str]) -> None:
     """Prints a line for each checkpoint or attempt that is new, changed or removed."""
+    from shardproof._utils.humanize import printable
     from shardproof.errors import StorageError
 
     before: dict[Any, WatchedSave] = {}
@@ -251,7 +269,7 @@ def _show_changes(watch: RunWatch, every: float, line_of: Callable[[float, Watch
         except StorageError as error:
             if not before:
                 raise
-            click.echo(f"no answer: {error.message}", err=True)
+            click.echo(printable(f"no answer: {error.message}", lines=True), err=True)
             saves = before
         for key, save in saves.items():
             if key not in before or (before[key].state, before[key].note) != (save.state, save.note):

@@ -152,9 +152,16 @@ def inspect_command(
             _show_detail(found)
         return YES
     summary = summarise(
-        stored.location, manifest, table, prefix=key, depth=depth, format=stored.format, notes=stored.notes
+        stored.location,
+        manifest,
+        table,
+        prefix=key,
+        depth=depth,
+        format=stored.format,
+        notes=stored.notes,
+        unreadable=stored.unreadable,
     )
-    if key is not None and not (summary.tensors or summary.objects or summary.aliases):
+    if key is not None and not (summary.tensors or summary.objects or summary.aliases or summary.unreadable):
         raise click.UsageError(f"{stored.location} has no key {key!r}{_near(key, manifest)}")
     if as_json:
         print_json(summary.to_json())
@@ -230,6 +237,13 @@ def _show_summary(summary: Summary) -> None:
         out.print(table(("plain value", "count"), values[:OBJECTS_SHOWN], right=("count",)))
         if len(values) > OBJECTS_SHOWN:
             out.print(f"and {len(values) - OBJECTS_SHOWN:,} more (--json lists all)")
+    if summary.unreadable:
+        out.print()
+        out.print(
+            table(
+                ("not readable", ""), [(row.pattern, row.label) for row in fold(summary.unreadable.items())]
+            )
+        )
     for note in summary.notes:
         out.print(printable(f"note: {note}"))
     if summary.metadata:

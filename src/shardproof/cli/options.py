@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import click
 
+from shardproof._utils.home_paths import unexpanded_home
 from shardproof.cli.failures import BadPath
 
 __all__ = [
@@ -174,7 +175,8 @@ def _check_folder(parameter: click.Parameter, path: str) -> None:
     try:
         mode = os.stat(path).st_mode
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise BadPath(f"{_name_of(parameter)}: {_shown(path)} does not exist") from error
+        fault = unexpanded_home(path) or "it does not exist"
+        raise BadPath(f"{_name_of(parameter)}: {_shown(path)}: {fault}") from error
     except OSError:  # the storage reports it with its cause
         return
     if not stat.S_ISDIR(mode):

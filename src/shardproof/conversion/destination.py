@@ -20,7 +20,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import stat
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -38,7 +37,6 @@ from shardproof.storage import (
     is_url,
     publish_path,
     storage_at,
-    storage_error,
 )
 
 __all__ = ["FILES", "BucketDestination", "FolderDestination", "NewCheckpoint", "destination_at"]
@@ -72,6 +70,8 @@ class NewCheckpoint(ABC):
     """The work folder of conversions to this destination."""
     space_advice: str
     """What to do if the work folder has too little space."""
+    work_advice: str
+    """What to do if the work folder cannot be made, or is not safe."""
 
     def check_format(self, to: str) -> None:
         """Checks that a name of a file fits the format to write.
@@ -115,8 +115,7 @@ class NewCheckpoint(ABC):
         Raises:
             AlreadyCommittedError: there is something at the destination.
             StructureError: the destination has the objects of another plan.
-            StorageError: the bucket is missing, or does not accept the credentials or the object; or the work
-                folder cannot be made.
+            StorageError: the bucket is missing, or does not accept the credentials or the object.
         """
 
     @abstractmethod
@@ -148,11 +147,12 @@ class FolderDestination(NewCheckpoint):
     passes = 2  # written and verified
 
     def __init__(self, path: str) -> None:
-        self._path = Path(os.path.abspath(path))
+        self._path = LocalStorage(os.path.abspath(path)).path
         self.location = str(self._path)
         self.is_file = _is_file_name(self._path.name)
         self.work_path = self._path.with_name(f"{self._path.name}.converting")
         self.space_advice = "choose a destination on another file system"
+        self.work_advice = "Remove it, or choose another destination"
 
     def begin(self, digest: str) -> None:
         """Raises if there is something at the destination; see `NewCheckpoint.begin`."""
@@ -199,9 +199,10 @@ class BucketDestination(NewCheckpoint):
         name = hashlib.sha256(self.location.encode()).hexdigest()[:32]
         self.work_path = Path(temporary) / f"shardproof-{name}.converting"
         self.space_advice = "set TMPDIR to a folder of another file system"
+        self.work_advice = "Set TMPDIR to a folder of your own"
 
     def begin(self, digest: str) -> None:
-        """Creates the marker object and the work folder; see note "The marker object"."""
+        """Creates the marker object; see note "The marker object"."""
         mark = f"{self._above.location}/{self._mark}"
         self._was_interrupted = self._above.size(self._mark) is not None
         if not self._was_interrupted:
@@ -214,7 +215,6 @@ class BucketDestination(NewCheckpoint):
                 f"{found[:32]}, now {digest}). Repeat that conversion, or remove this object and all below "
                 f"{self.location}"
             )
-        _make_private(self.work_path)
 
     def upload(self, files: LocalStorage, names: Sequence[str], on_bytes: Callable[[int], None]) -> None:
         """Uploads a large file, or some small ones, except those whose objects exist. Compares all objects.
@@ -351,24 +351,6 @@ def _exists(location: str) -> AlreadyCommittedError:
     return AlreadyCommittedError(
         f"{location} exists. It was not touched: choose another destination, or remove it", path=location
     )
-
-
-def _make_private(path: Path) -> None:
-    """Makes a folder that no other user can read. Another user may have made a folder of this name.
-
-    Raises:
-        StorageError: the folder cannot be made, or another user made it.
-    """
-    try:
-        path.mkdir(0o700, parents=True, exist_ok=True)
-        is_foreign = path.lstat().st_uid != os.geteuid() and path.parent.stat().st_mode & stat.S_ISVTX
-    except OSError as error:
-        failure = storage_error(error, "make the work folder", path)
-        raise StorageError(f"{failure.message} TMPDIR chooses its place.", **failure.details) from error
-    if is_foreign:
-        raise StorageError(
-            f"{path} belongs to another user: set TMPDIR to a folder of your own", file=str(path)
-        )
 
 
 def _is_file_name(name: str) -> bool:

@@ -92,7 +92,7 @@ class MappedSource:
         self._tensors = tensors
         self._on_bytes = on_bytes
         self.boxes: list[HashedBox] = []
-        """The boxes that were read."""
+        """The boxes that were read, and those that the writer made."""
         small = [box for box in expected if box[0] in tensors and self._nbytes(box) <= _SMALL_BYTES]
         self._batch_of = {box: batch for batch in batches(small, self._nbytes, batch_bytes) for box in batch}
         self._ahead: dict[Box, torch.Tensor] = {}
@@ -106,9 +106,13 @@ class MappedSource:
         values = self._read_ahead((key, *box))
         if values is None:
             values = self._read(key, box)
-        self.boxes.append(HashedBox(key, *box, box_digest(values)))
-        self._on_bytes(values.nbytes)
+        self.note(key, *box, values)
         return values
+
+    def note(self, key: str, offsets: Sequence[int], sizes: Sequence[int], values: torch.Tensor) -> None:
+        """Records the digest of a box; see `shardproof.interop.BoxSource`."""
+        self.boxes.append(HashedBox(key, tuple(offsets), tuple(sizes), box_digest(values)))
+        self._on_bytes(values.nbytes)
 
     def _nbytes(self, box: Box) -> int:
         return prod(box[2]) * DTYPES[self._tensors[box[0]].dtype].itemsize

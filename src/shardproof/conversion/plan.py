@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from shardproof._utils.humanize import printable
 from shardproof._utils.lazy_mapping import LazyMapping
 from shardproof.conversion.key_maps import CONFIG, apply_key_map, key_map_label
 from shardproof.conversion.request import ConversionRequest, MappedTensor, Move
@@ -218,7 +219,7 @@ def _plain_values(checkpoint: Checkpoint, selected: Callable[[str], bool]) -> di
             except PlainDataError as error:
                 refused.append((key, error))
     if refused:
-        lines = "\n".join(f"  {key}: {error.message}" for key, error in refused[:20])
+        lines = "\n".join(f"  {printable(key)}: {error.message}" for key, error in refused[:20])
         more = f"\n  and {len(refused) - 20} more" if len(refused) > 20 else ""
         raise PlainDataError(
             f"{checkpoint.location}: {len(refused)} values are not plain data, so they cannot be converted. "

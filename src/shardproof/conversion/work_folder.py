@@ -4,6 +4,10 @@
     DST.converting/units/     a record for each unit that is written
     DST.converting/files/     the checkpoint that becomes DST
 
+Note "The folder is private": a conversion believes the records in this folder, and writes and removes files
+in it. So the folder has the mode 0700. One that another user made, that others can write to, or that is a
+link is refused before anything in it is read.
+
 A record is published when the files of its unit are durable. A conversion that was interrupted, even by
 SIGKILL, continues with the units that have no record.
 """
@@ -14,6 +18,9 @@ import fcntl
 import os
 import shutil
 import socket
+import stat
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -73,12 +80,14 @@ class WorkFolder:
         Raises:
             AlreadyCommittedError: there is something at the destination.
             StructureError: another process uses the folder, or it belongs to another plan.
-            StorageError: the file system has too little space, or it or the destination fails.
+            StorageError: the folder is not private, or the file system has too little space, or it or the
+                destination fails.
         """
         self.destination.begin(digest)
+        self._make_private()
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            self._lock = os.open(self.path / _LOCK, flags, 0o600)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise StructureError(
@@ -105,6 +114,29 @@ class WorkFolder:
         for name in self.files.list():
             if name.endswith(".tmp"):  # a process was killed in the `publish` of this file
                 self.files.delete(name)
+
+    def _make_private(self) -> None:
+        """Makes the folder, or checks the one that is there; see note "The folder is private"."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                self.path.mkdir(0o700)
+                return
+            except FileExistsError:
+                found, owner = self.path.lstat(), _owner_of_new(self.path.parent)
+        except OSError as error:
+            failure = storage_error(error, "make the work folder", self.path)
+            advice = self.destination.work_advice
+            raise StorageError(f"{failure.message} {advice}.", **failure.details) from error
+        if not stat.S_ISDIR(found.st_mode):
+            fault = "is a link or a file, where the conversion needs a folder of its own"
+        elif found.st_uid != owner:
+            fault = f"belongs to another user (user {found.st_uid})"
+        elif found.st_mode & 0o022:
+            fault = f"has the mode {stat.S_IMODE(found.st_mode):04o}, so that other users can write to it"
+        else:
+            return
+        raise StorageError(f"{self.path} {fault}. {self.destination.work_advice}", file=str(self.path))
 
     def check_is_shared(self) -> None:
         """Raises if this is not the folder that the coordinator, perhaps on another node, has locked.
@@ -176,3 +208,12 @@ class WorkFolder:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+
+def _owner_of_new(folder: Path) -> int:
+    """The owner of folders that this process makes in a folder. Some file systems map owners."""
+    probe = tempfile.mkdtemp(prefix=".shardproof-", dir=folder)
+    try:
+        return os.lstat(probe).st_uid
+    finally:
+        os.rmdir(probe)

@@ -35,6 +35,7 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
+from shardproof._utils.home_paths import unexpanded_home
 from shardproof.events.phases import Event, Subscription, hub
 
 __all__ = ["Tracer", "encoded", "row_about", "trace"]
@@ -68,6 +69,8 @@ def trace(path: str | os.PathLike[str]) -> Subscription:
     ...     [event["name"] for event in json.loads(file.read_text())["traceEvents"] if event["ph"] == "X"]
     ['write']
     """
+    if (fault := unexpanded_home(os.fspath(path))) is not None:
+        raise ValueError(f"{path} cannot be the path of a trace: {fault}")
     tracer = Tracer(Path(path))
     return hub.subscribe(tracer, tracer.close)
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardproof._utils.home_paths import unexpanded_home
 from shardproof.errors import FormatError
 from shardproof.events.phase_table import PHASES
 from shardproof.events.trace_files import encoded, row_about
@@ -84,6 +85,8 @@ def merge_traces(files: Iterable[str | os.PathLike[str]], out: str | os.PathLike
     if not by_rank:
         raise FormatError(f"none of {len(names)} files is a trace of shardproof", files=names[:10])
     counts, files_merged = _Counts(), len(names) - len(skipped)
+    if (fault := unexpanded_home(os.fspath(out))) is not None:
+        raise ValueError(f"{out} cannot be the path of a trace: {fault}")
     with open(out, "wb") as merged:
         about = json.dumps({"wall_seconds": origin, "files": files_merged})
         merged.write(f'{{"displayTimeUnit": "ms", "otherData": {about}, "traceEvents": ['.encode())

@@ -14,6 +14,7 @@ from shardproof.format.checkpoint_files import (
     metadata_files,
     read_index,
     read_manifest,
+    read_manifest_text,
     read_seal,
     size_error,
     size_errors,
@@ -49,6 +50,7 @@ from shardproof.format.file_names import (
 )
 from shardproof.format.header import HeaderEntry, ShardHeader, parse_header, read_shard_header
 from shardproof.format.index import decode_index, encode_index
+from shardproof.format.inner_tensors import inner_tensors
 from shardproof.format.json import decode_strictly
 from shardproof.format.manifest import (
     FORMAT_VERSION,
@@ -60,6 +62,7 @@ from shardproof.format.manifest import (
     tensor_bytes,
 )
 from shardproof.format.manifest_text import SEAL_LENGTH, decode_manifest, encode_manifest
+from shardproof.format.other_files import naming_other_files
 from shardproof.format.publication import publish
 from shardproof.format.references import (
     References,
@@ -140,12 +143,14 @@ __all__ = [
     "has_no_references",
     "header_of_chunks",
     "index_name",
+    "inner_tensors",
     "is_overwrite",
     "locate_files",
     "lost_files",
     "manifest_version",
     "metadata_files",
     "named_files",
+    "naming_other_files",
     "overwrite_attempt",
     "parse_chunk_name",
     "parse_header",
@@ -154,6 +159,7 @@ __all__ = [
     "read_chunk_digests",
     "read_index",
     "read_manifest",
+    "read_manifest_text",
     "read_pieces",
     "read_seal",
     "read_shard_header",

@@ -8,7 +8,8 @@ from shardproof.errors import FormatError, NotCommittedError, StorageError
 from shardproof.format.file_names import MANIFEST_NAME
 from shardproof.format.index import decode_index, index_remedy
 from shardproof.format.manifest import FileRecord, Manifest
-from shardproof.format.manifest_text import MAX_MANIFEST, SEAL_LENGTH, decode_manifest
+from shardproof.format.manifest_text import MAX_MANIFEST, SEAL_LENGTH, check_end, decode_manifest
+from shardproof.format.other_files import naming_other_files
 from shardproof.planning import ChunkTable
 from shardproof.storage import CopiedStorage, Storage, file_sizes
 
@@ -20,11 +21,15 @@ __all__ = [
     "metadata_files",
     "read_index",
     "read_manifest",
+    "read_manifest_text",
     "read_seal",
     "size_error",
     "size_errors",
     "size_fault",
 ]
+
+_LARGE_MANIFEST = 64 << 20
+"""Bytes of a manifest whose end is read first."""
 
 
 def read_manifest(storage: Storage) -> Manifest:
@@ -35,14 +40,8 @@ def read_manifest(storage: Storage) -> Manifest:
         FormatError: the manifest is damaged.
         StorageError: the manifest cannot be read.
     """
-    size = storage.size(MANIFEST_NAME)
     try:
-        if size is not None and size > MAX_MANIFEST:
-            raise FormatError(
-                f"{storage.location}/{MANIFEST_NAME}: {size} bytes; a manifest has at most {MAX_MANIFEST}.",
-                file=MANIFEST_NAME,
-            )
-        data = storage.read(MANIFEST_NAME)
+        data = read_manifest_text(storage)
     except StorageError as error:
         if not error.details.get("missing"):
             raise
@@ -52,7 +51,26 @@ def read_manifest(storage: Storage) -> Manifest:
             "files are complete.",
             path=storage.location,
         ) from error
-    return decode_manifest(data, f"{storage.location}/{MANIFEST_NAME}")
+    with naming_other_files(storage):
+        return decode_manifest(data, f"{storage.location}/{MANIFEST_NAME}")
+
+
+def read_manifest_text(storage: Storage) -> bytes:
+    """The bytes of `manifest.json`, which `decode_manifest` checks.
+
+    Of a large file it reads the end first, so that a file that is no manifest needs no memory.
+
+    Raises:
+        FormatError: the file has more than 4 GiB, or more than 64 MiB and not the end of a manifest.
+        StorageError: the manifest is missing or cannot be read.
+    """
+    size = storage.size(MANIFEST_NAME) or 0
+    path = f"{storage.location}/{MANIFEST_NAME}"
+    if size > MAX_MANIFEST:
+        raise FormatError(f"{path}: {size} bytes; a manifest has at most {MAX_MANIFEST}.", file=MANIFEST_NAME)
+    if size > _LARGE_MANIFEST:
+        check_end(storage.read(MANIFEST_NAME, size - SEAL_LENGTH, size), path)
+    return storage.read(MANIFEST_NAME)
 
 
 def read_index(storage: Storage, manifest: Manifest) -> ChunkTable:
@@ -80,7 +98,7 @@ def metadata_files(storage: Storage) -> dict[str, bytes]:
     Raises:
         StorageError, NotCommittedError, FormatError: they cannot be read, or the manifest is damaged.
     """
-    data = storage.read(MANIFEST_NAME)
+    data = read_manifest_text(storage)
     index = decode_manifest(data, f"{storage.location}/{MANIFEST_NAME}").index.name
     return {MANIFEST_NAME: data, index: storage.read(index)}
 

@@ -63,10 +63,15 @@ _METADATA = msgspec.json.Decoder(dict[str, str])
 _ENTRIES = msgspec.json.Decoder(dict[str, _ReadEntry])
 
 
-def read_shard_header(storage: Storage, name: str) -> ShardHeader:
+def read_shard_header(storage: Storage, name: str, *, any_dtype: bool = False) -> ShardHeader:
     """Reads and checks the header of a safetensors file.
 
     Reads and allocates no more than the size of the header, at most `MAX_HEADER`, whatever the file claims.
+
+    Args:
+        storage: holds the file.
+        name: name of the file.
+        any_dtype: True to accept entries of unknown dtypes, whose bytes cannot be compared with their shape.
 
     Raises:
         FormatError: the header breaks a rule of safetensors, or does not fit the size of the file.
@@ -78,11 +83,13 @@ def read_shard_header(storage: Storage, name: str) -> ShardHeader:
             f"{storage.location}/{name} is missing, so the checkpoint is incomplete.", file=name, missing=True
         )
     length = _header_length(storage.read(name, 0, min(size, _LENGTH)), size, name)
-    return parse_header(storage.read(name, 0, _LENGTH + length), size, name)
+    return parse_header(storage.read(name, 0, _LENGTH + length), size, name, any_dtype=any_dtype)
 
 
-def parse_header(data: bytes, size: int, file: str) -> ShardHeader:
+def parse_header(data: bytes, size: int, file: str, *, any_dtype: bool = False) -> ShardHeader:
     """Checks the header at the beginning of `data`, which has at least the whole header of such a file.
+
+    `any_dtype` is that of `read_shard_header`.
 
     Raises:
         FormatError: the header breaks a rule of safetensors, or does not fit the size of the file.
@@ -106,9 +113,10 @@ def parse_header(data: bytes, size: int, file: str) -> ShardHeader:
     for name, entry in ordered:
         start, stop = entry.data_offsets
         bits = _BITS.get(entry.dtype)
-        if bits is None:
+        if bits is None and not any_dtype:
             raise FormatError(f"{file}: {name!r:.200} has the unknown type {entry.dtype!r:.50}.", file=file)
-        if len(entry.shape) > MAX_NDIM + 1 or math.prod(entry.shape) * bits != (stop - start) * 8:
+        fits = bits is None or math.prod(entry.shape) * bits == (stop - start) * 8
+        if len(entry.shape) > MAX_NDIM + 1 or not fits or start > stop:
             raise FormatError(
                 f"{file}: {name!r:.200} of type {entry.dtype} and shape {list(entry.shape)!s:.200} cannot "
                 f"have {stop - start} bytes.",
@@ -123,7 +131,7 @@ def parse_header(data: bytes, size: int, file: str) -> ShardHeader:
     if data_start + end != size:
         raise FormatError(
             f"{file}: the file has {size} bytes, but its header describes "
-            f"{data_start + end}. It was cut short or is another file.",
+            f"{data_start + end}. It was cut short or is another file: copy or download it again.",
             file=file,
         )
     texts = {} if metadata is None else decode_strictly(_METADATA, bytes(metadata), file)

@@ -58,7 +58,7 @@ def index_remedy(manifest: Manifest) -> str:
             "It cannot be written again, because only it records the chunks in files of other steps: put a "
             "copy back, or restore another step."
         )
-    return "`shardproof repair` can write it again from the shard files."
+    return "If all shard files of the save are there, `shardproof repair` writes it again."
 
 
 def decode_index(data: bytes, manifest: Manifest, file: str) -> ChunkTable:

@@ -25,6 +25,7 @@ __all__ = [
     "MAX_MANIFEST",
     "SEAL_LENGTH",
     "USUAL_BEGINNING",
+    "check_end",
     "decode_manifest",
     "encode_manifest",
     "is_foreign",
@@ -155,18 +156,13 @@ def decode_manifest(data: bytes, file: str) -> Manifest:
     """
     if len(data) > MAX_MANIFEST:
         raise FormatError(f"{file}: {len(data)} bytes, a manifest has at most {MAX_MANIFEST}.", file=file)
-    seal = _SEAL.fullmatch(data, max(0, len(data) - SEAL_LENGTH))
-    if seal is None:
-        raise FormatError(
-            f"{file}: the end is not that of a manifest. The file was cut short or edited; `shardproof "
-            "repair` can write it again from the shard files.",
-            file=file,
-        )
+    expected = check_end(data, file)
     found = bytes_digest(memoryview(data)[:-SEAL_LENGTH])
-    if found != seal[1].decode():
+    if found != expected:
         raise FormatError(
-            f"{file}: its bytes hash to {found}, expected {seal[1].decode()}. The file is damaged or "
-            "was edited; `shardproof repair` can write it again from the shard files.",
+            f"{file}: its bytes hash to {found}, expected {expected}. The file is damaged or "
+            "was edited. If all shard files of a save without references are there, `shardproof repair` "
+            "writes it again.",
             file=file,
         )
     body = data[:-SEAL_LENGTH] + b"}"
@@ -178,6 +174,26 @@ def decode_manifest(data: bytes, file: str) -> Manifest:
     )
     check_manifest(manifest, file)
     return manifest
+
+
+def check_end(data: bytes, file: str) -> str:
+    """The digest in the last bytes of a manifest.
+
+    Args:
+        data: the manifest, or its last `SEAL_LENGTH` bytes.
+        file: its name in error messages.
+
+    Raises:
+        FormatError: they are not the end of a manifest.
+    """
+    seal = _SEAL.fullmatch(data, max(0, len(data) - SEAL_LENGTH))
+    if seal is None:
+        raise FormatError(
+            f"{file}: the end is not that of a manifest. The file was cut short or edited; `shardproof "
+            "repair` can write it again from the shard files.",
+            file=file,
+        )
+    return seal[1].decode()
 
 
 def is_foreign(data: bytes) -> bool:

@@ -25,7 +25,7 @@ from shardproof.errors import FormatError, NotCommittedError, StorageError
 from shardproof.format.checkpoint_files import read_manifest
 from shardproof.format.file_names import MANIFEST_NAME, STEP_FOLDER
 from shardproof.format.manifest import FileRecord, Manifest
-from shardproof.format.manifest_text import MAX_MANIFEST, USUAL_BEGINNING, is_foreign
+from shardproof.format.manifest_text import USUAL_BEGINNING, is_foreign
 from shardproof.storage import NameFlush, RemoteStorage, Storage, map_requests
 
 __all__ = [
@@ -42,6 +42,8 @@ __all__ = [
 ]
 
 
+_MOST_FOREIGN = 64 << 20
+"""Bytes of a `manifest.json` of another program that is recognized, at most."""
 _LOST_AND_FOUND = "lost+found"
 
 
@@ -239,7 +241,7 @@ def unreferenced_files(
 def _is_foreign(storage: Storage) -> bool:
     try:
         size = storage.size(MANIFEST_NAME)
-        return size is not None and size <= MAX_MANIFEST and is_foreign(storage.read(MANIFEST_NAME))
+        return size is not None and size <= _MOST_FOREIGN and is_foreign(storage.read(MANIFEST_NAME))
     except StorageError:
         return False
 

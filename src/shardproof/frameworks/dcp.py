@@ -25,7 +25,7 @@ import shardproof as sp
 from shardproof._utils.humanize import listed
 from shardproof.errors import KeyMismatchError
 from shardproof.frameworks.dcp_arguments import (
-    HUGGING_FACE,
+    OTHER_FILES,
     check_executor,
     check_planner,
     given_arguments,
@@ -35,6 +35,7 @@ from shardproof.frameworks.dcp_arguments import (
 )
 from shardproof.frameworks.flat_state import FlatTree, is_stateful
 from shardproof.frameworks.last_saver import LastSaver
+from shardproof.frameworks.peer_errors import raised_as
 from shardproof.frameworks.storage_reader import ShardproofReader
 from shardproof.frameworks.storage_writer import (
     ShardproofWriter,
@@ -64,6 +65,7 @@ def __getattr__(name: str) -> Any:
 
 
 @storage_by_position("storage_writer")
+@raised_as()
 def save(
     state_dict: dict[str, Any],
     *,
@@ -88,7 +90,7 @@ def save(
             with ``HuggingFaceStorageWriter``. Others are refused.
         planner: None or a `DefaultSavePlanner`.
         process_group: the ranks that save. None: all ranks.
-        no_dist: True to save only the state of this process.
+        no_dist: True to save only the state of this process. A process that no launcher started needs none.
         use_collectives: either value, because shardproof runs no collective.
 
     Returns:
@@ -109,7 +111,7 @@ def save(
         >>> state
         {'model': {'w': tensor([1., 1.])}, 'step': 1}
     """
-    if isinstance(storage_writer, HUGGING_FACE):
+    if isinstance(storage_writer, OTHER_FILES):
         given = given_arguments(
             checkpoint_id=checkpoint_id,
             planner=planner,
@@ -123,6 +125,7 @@ def save(
     return _last.at(rendezvous, storage.location).save(storage, tree, **_at(storage, storage_writer))
 
 
+@raised_as()
 def async_save(
     state_dict: dict[str, Any],
     *,
@@ -166,7 +169,7 @@ def async_save(
         >>> future.result().tensors
         1
     """
-    if isinstance(storage_writer, HUGGING_FACE):
+    if isinstance(storage_writer, OTHER_FILES):
         given = given_arguments(
             checkpoint_id=checkpoint_id,
             planner=planner,
@@ -186,6 +189,7 @@ def async_save(
     pending = _last.at(rendezvous, storage.location).begin(
         storage, tree, stage_all=True, **_at(storage, storage_writer)
     )
+    pending.set_error_context(raised_as)
     future: Future[Any] = pending.future()
     if not responds:
         return future
@@ -195,6 +199,7 @@ def async_save(
 
 
 @storage_by_position("storage_reader")
+@raised_as()
 def load(
     state_dict: dict[str, Any],
     *,
@@ -216,7 +221,7 @@ def load(
         state_dict: the state dict to fill.
         checkpoint_id: the folder or file of the checkpoint.
         storage_reader: a `ShardproofReader`, also as the second argument by position. torch handles a call
-            with ``HuggingFaceStorageReader``. Others are refused.
+            with ``HuggingFaceStorageReader`` or ``BroadcastingTorchSaveReader``. Others are refused.
         planner: None or a `DefaultLoadPlanner`. With ``allow_partial_load=True``, keys that the checkpoint
             lacks stay unchanged.
         process_group: the ranks that load. None: all ranks.
@@ -227,7 +232,7 @@ def load(
         KeyMismatchError: the checkpoint lacks keys, or has other shapes.
         ShardproofError: see `shardproof.load`. Every rank gets an error if one rank fails.
     """
-    if isinstance(storage_reader, HUGGING_FACE):
+    if isinstance(storage_reader, OTHER_FILES):
         state_dict_loader.load(
             state_dict,
             checkpoint_id=checkpoint_id,
@@ -266,10 +271,12 @@ def load(
 
 
 def _rendezvous_of(process_group: dist.ProcessGroup | None, no_dist: bool) -> Rendezvous:
-    """The rendezvous of a call's ranks. As in DCP, a process without a process group is the only rank."""
-    if no_dist or not dist.is_available() or not dist.is_initialized():
-        return LocalRendezvous()
-    return connect(group=process_group)
+    """The rendezvous of a call's ranks.
+
+    DCP takes a process without a process group for the only rank. The ranks of a launcher would then replace
+    each other's checkpoint, so that they meet, or `connect` raises an error.
+    """
+    return LocalRendezvous() if no_dist else connect(group=process_group)
 
 
 def _device_type() -> str:

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch.distributed.checkpoint as torch_dcp
-from torch.distributed.checkpoint import staging, state_dict_saver
+from torch.distributed.checkpoint import format_utils, staging, state_dict_saver
 
 from shardproof.errors import StructureError
 
 __all__ = [
-    "HUGGING_FACE",
+    "OTHER_FILES",
     "check_executor",
     "check_planner",
     "given_arguments",
@@ -31,10 +31,14 @@ def _classes(module: Any, *names: str) -> tuple[type[Any], ...]:
     return tuple(getattr(module, name) for name in names if hasattr(module, name))
 
 
-HUGGING_FACE = _classes(
-    torch_dcp, "HuggingFaceStorageReader", "HuggingFaceStorageWriter", "QuantizedHuggingFaceStorageReader"
+OTHER_FILES = (
+    *_classes(
+        torch_dcp, "HuggingFaceStorageReader", "HuggingFaceStorageWriter", "QuantizedHuggingFaceStorageReader"
+    ),
+    *_classes(format_utils, "BroadcastingTorchSaveReader"),
 )
-"""Storages for model files of Hugging Face. These are not checkpoints, so torch handles them."""
+"""Storages for model files of Hugging Face and for files of `torch.save`. These are not checkpoints, so torch
+handles them."""
 _STAGERS = _classes(staging, "BlockingAsyncStager", "DefaultStager")
 """Stagers that only copy tensors."""
 

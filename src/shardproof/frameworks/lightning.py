@@ -20,6 +20,7 @@ from typing import Any
 import shardproof as sp
 from shardproof.frameworks.folder_saves import FolderSaves, Value, is_committed, newest_committed
 from shardproof.frameworks.lightning_io import LIGHTNING, ShardproofCheckpointIO
+from shardproof.frameworks.lightning_loaders import continue_batches, set_sampler_epoch
 
 __all__ = ["ShardproofCheckpoint", "ShardproofCheckpointIO", "with_shardproof"]
 
@@ -59,6 +60,8 @@ def with_shardproof(kind: Any) -> Any:
         """True after `load_checkpoint` has loaded a checkpoint of shardproof."""
         _given: dict[str, Any] | None = None
         """The module's values that the strategy returned for Lightning's next checkpoint."""
+        _random: dict[str, Any] | None = None
+        """The random state of the loaded checkpoint, until training starts."""
 
         @property
         def restore_checkpoint_after_setup(self) -> bool:
@@ -145,6 +148,8 @@ def with_shardproof(kind: Any) -> Any:
             else:  # before any change, all values except the weights must be there
                 load(checkpoint_path, others, exclude=[*left, "state_dict"])
                 load(checkpoint_path, weights, include="state_dict", strict=False)
+            if fits:
+                self._random = sp.RandomState().state_dict()
             if loaders.value:
                 rest.value["loops"]["fit_loop"]["state_dict"]["combined_loader"] = loaders.value
             return {**rest.value, "state_dict": self._module.state_dict(), "optimizer_states": []}
@@ -153,6 +158,22 @@ def with_shardproof(kind: Any) -> Any:
             """Does nothing for a checkpoint of shardproof: `load_checkpoint` has filled the module."""
             if not self.shardproof_loaded:
                 super().load_model_state_dict(checkpoint, *args, **options)
+
+        def process_dataloader(self, dataloader: Any) -> Any:
+            """Gives the samplers of a data loader the epoch in which the run resumes."""
+            set_sampler_epoch(dataloader, self._module.trainer.fit_loop.epoch_progress.current.processed)
+            return super().process_dataloader(dataloader)
+
+        def on_train_start(self) -> None:
+            """Makes a resumed run continue with the batch after the save.
+
+            Lightning calls this after the hooks of callbacks and of the module, before the first batch.
+            """
+            super().on_train_start()
+            random, self._random = self._random, None
+            fit_loop = self._module.trainer.fit_loop
+            if fit_loop.is_resuming:
+                continue_batches(fit_loop, random)
 
         def remove_checkpoint(self, filepath: Any) -> None:
             """Removes a checkpoint after the commit of the newest save."""
@@ -197,7 +218,6 @@ class ShardproofCheckpoint(ModelCheckpoint):
     def __init__(self, *args: Any, background: bool = True, **options: Any) -> None:
         super().__init__(*args, **options)
         self._saves = FolderSaves(background=background)
-        self._random: dict[str, Any] | None = None
 
     @property
     def state_key(self) -> str:
@@ -219,22 +239,6 @@ class ShardproofCheckpoint(ModelCheckpoint):
             strategy.__class__ = with_shardproof(kind)
         strategy.shardproof_saves = self._saves
         super().setup(trainer, pl_module, stage)
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Stores the random state of a checkpoint that was saved within an epoch."""
-        super().on_train_start(trainer, pl_module)
-        within_epoch = (
-            trainer.fit_loop.restarting and not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
-        )
-        resumes = trainer.strategy.shardproof_loaded and within_epoch
-        self._random = sp.RandomState().state_dict() if resumes else None
-
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Restores that random state, because creating the iterator of the data loader has changed it."""
-        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
-        if self._random is not None:
-            sp.RandomState().load_state_dict(self._random)
-            self._random = None
 
     def _find_last_checkpoints(self, trainer: Any) -> set[str]:
         """The candidates for ``ckpt_path="last"``: the newest committed checkpoint, or Lightning's own."""

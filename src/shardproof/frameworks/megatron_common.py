@@ -4,36 +4,35 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import xxhash
 from megatron.core.dist_checkpointing import dict_utils
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException, save_config
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 import shardproof as sp
 from shardproof.frameworks.megatron_plain import to_plain
-from shardproof.frameworks.megatron_tensors import COMMON_KEY, StoredObject
+from shardproof.frameworks.megatron_tensors import COMMON, COMMON_KEY, TYPES, StoredObject
+from shardproof.frameworks.peer_errors import raised_as
 
 __all__ = [
     "BACKEND",
-    "COMMON",
-    "TYPES",
     "VERSION",
     "Common",
+    "as_in_megatron",
     "check_common_file",
     "common_of",
     "publish_for_megatron",
 ]
 
 BACKEND, VERSION = "shardproof", 1
-COMMON = "common"
-"""Key of the common state in the checkpoint."""
-TYPES = "common_types"
-"""Key of the types that the common state has and plain data lacks, and of the digest of `common.pt`."""
 _COMMON_FILE = "common.pt"
+as_in_megatron = partial(raised_as, CheckpointingException)
+"""A context, and a decorator: errors are also those that Megatron raises, its own and torch's."""
 
 
 class Common:

@@ -7,11 +7,12 @@ Import this module in place of Megatron's. Its functions have the same names and
     dist_checkpointing.save(sharded_state_dict, folder)
     state_dict = dist_checkpointing.load(sharded_state_dict, folder)
 
-`save` writes checkpoints of shardproof. `load` reads them, and every other checkpoint with Megatron's own
-functions. For a checkpoint of shardproof, no function of this module runs a collective: the ranks meet at a
-rendezvous of shardproof. The import registers the backend ``("shardproof", 1)`` with Megatron-Core 0.16,
-whose own functions then save with it and recognize it in a checkpoint. It also mends two methods of the
-DistributedOptimizer; see `shardproof.frameworks.megatron_optimizer.mend_distributed_optimizer`.
+Every other name of this module is Megatron's own. `save` writes checkpoints of shardproof. `load` reads
+them, and every other checkpoint with Megatron's own functions. For a checkpoint of shardproof, no function of
+this module runs a collective: the ranks meet at a rendezvous of shardproof. The import registers the backend
+``("shardproof", 1)`` with Megatron-Core 0.16, whose own functions then save with it and recognize it in a
+checkpoint. It also mends two methods of the DistributedOptimizer; see
+`shardproof.frameworks.megatron_optimizer.mend_distributed_optimizer`.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from megatron.core import dist_checkpointing as mcore
 from megatron.core.dist_checkpointing.validation import StrictHandling
 
 from shardproof.frameworks.megatron_common import BACKEND, VERSION
 from shardproof.frameworks.megatron_load import (
+    check_is_distributed_checkpoint,
     get_default_load_sharded_strategy,
     load,
     load_common_state_dict,
@@ -30,6 +33,7 @@ from shardproof.frameworks.megatron_load import (
     load_plain_tensors,
     load_sharded_metadata,
     load_tensors_metadata,
+    remove_sharded_tensors,
 )
 from shardproof.frameworks.megatron_optimizer import (
     load_optimizer_state,
@@ -46,6 +50,7 @@ __all__ = [
     "SaveStrategy",
     "StrictHandling",
     "begin_save",
+    "check_is_distributed_checkpoint",
     "get_default_load_sharded_strategy",
     "get_default_save_sharded_strategy",
     "live_state",
@@ -58,8 +63,16 @@ __all__ = [
     "load_sharded_metadata",
     "load_tensors_metadata",
     "optimizer_state",
+    "remove_sharded_tensors",
     "save",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Names that shardproof does not replace are those of `megatron.core.dist_checkpointing`."""
+    if name.startswith("__"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(mcore, name)
 
 
 def _register() -> None:

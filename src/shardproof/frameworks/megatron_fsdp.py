@@ -74,8 +74,8 @@ def module_state(model: torch.nn.Module) -> torch.nn.Module:
         A module for `sp.save`, `sp.load` and `sp.Checkpointer`. It shares the memory of `model`.
 
     Raises:
-        StructureError: a parameter has a layout that is not supported: fp8, Megatron-Core's tensor
-            parallelism, expert parallelism.
+        StructureError: a parameter is fp8; or it belongs to a tensor or expert parallel rank of Megatron-Core
+            and has no declared layout (`shardproof.layouts`).
     """
     inner = megatron_fsdp_of(model)
     partitions = _partitions_of(inner)
@@ -308,11 +308,13 @@ def _check_supported(
             f"{name} is stored in fp8, which is not supported: save with Megatron-FSDP's own state_dict, or "
             "train without fp8 parameters"
         )
-    if not is_dtensor(raw) and tuple(parameter.shape) != tuple(raw.shape):
+    if not is_dtensor(raw) and tuple(parameter.shape) != tuple(raw.shape) and name not in layouts:
         raise sp.StructureError(
             f"{name} has shape {list(raw.shape)} on this rank and {list(parameter.shape)} over the tensor "
-            "parallel ranks of Megatron-Core, whose fused weights (gate and up, query, key and value) cannot "
-            "be distinguished from others. Use tensor parallelism by DTensor, or tensor parallel size 1"
+            "parallel ranks of Megatron-Core, whose fused weights (gate and up) cannot be distinguished from "
+            "others. Before fully_shard, declare the part of this rank: shardproof.layouts.swiglu(MODULE, "
+            "NAME, SIZE, rank=RANK, ranks=RANKS) for gate and up, and shardproof.layouts.fused(MODULE, NAME, "
+            "[SIZE], rank=RANK, ranks=RANKS, dim=DIM) for a weight that is divided along one dimension"
         )
     if group.is_expert_param and name not in layouts and _is_expert_parallel(model.dist_index):
         raise sp.StructureError(

@@ -22,15 +22,17 @@ from megatron.core.dist_checkpointing.validation import (
 )
 
 import shardproof as sp
-from shardproof.frameworks.megatron_common import COMMON, TYPES
+from shardproof.frameworks.megatron_common import as_in_megatron
 from shardproof.frameworks.megatron_options import fit_options
 from shardproof.frameworks.megatron_plain import from_plain
 from shardproof.frameworks.megatron_strategies import LoadStrategy, agree_if_ours, is_ours, takes
+from shardproof.frameworks.megatron_tensors import COMMON, COMMON_KEY, TYPES
 from shardproof.frameworks.rank_work import on_every_rank, on_rank_0
 from shardproof.maintenance import verify
 from shardproof.state import has_names, with_targets
 
 __all__ = [
+    "check_is_distributed_checkpoint",
     "get_default_load_sharded_strategy",
     "load",
     "load_common_state_dict",
@@ -38,11 +40,13 @@ __all__ = [
     "load_plain_tensors",
     "load_sharded_metadata",
     "load_tensors_metadata",
+    "remove_sharded_tensors",
 ]
 
 _log = logging.getLogger("shardproof")
 
 
+@as_in_megatron()
 def load(
     sharded_state_dict: dict[str, Any],
     checkpoint_dir: str | os.PathLike[str],
@@ -113,6 +117,7 @@ def load(
     return (state, missing, unexpected) if returns else state
 
 
+@as_in_megatron()
 def load_common_state_dict(checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any]:
     """The common state of a checkpoint. Any process may call it alone."""
     if is_ours(checkpoint_dir):
@@ -133,6 +138,7 @@ def load_content_metadata(
     return preloaded_state_dict.get("content_metadata")
 
 
+@as_in_megatron()
 def load_tensors_metadata(
     checkpoint_dir: str | os.PathLike[str], sharded_strategy: Any = None
 ) -> dict[str, Any]:
@@ -142,6 +148,7 @@ def load_tensors_metadata(
     return dict(mcore.load_tensors_metadata(str(checkpoint_dir), sharded_strategy))
 
 
+@as_in_megatron()
 def load_sharded_metadata(
     checkpoint_dir: str | os.PathLike[str], sharded_strategy: Any = None
 ) -> dict[str, Any]:
@@ -152,11 +159,29 @@ def load_sharded_metadata(
     return dict(load_metadata(str(checkpoint_dir), sharded_strategy))
 
 
+@as_in_megatron()
 def load_plain_tensors(checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any]:
     """Every tensor of a checkpoint, whole, on every rank. All ranks call it."""
     if agree_if_ours(checkpoint_dir):
         return dict(LoadStrategy().load(load_tensors_metadata(checkpoint_dir), checkpoint_dir))
     return dict(mcore.load_plain_tensors(str(checkpoint_dir)))
+
+
+def check_is_distributed_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> bool:
+    """True if the folder has a checkpoint of shardproof or of Megatron. Any process may call it alone."""
+    return is_ours(checkpoint_dir) or bool(mcore.check_is_distributed_checkpoint(str(checkpoint_dir)))
+
+
+@as_in_megatron()
+def remove_sharded_tensors(checkpoint_dir: str | os.PathLike[str], key_prefix: str) -> None:
+    """Removes the tensors whose keys have a prefix from a checkpoint of Megatron.
+
+    Raises:
+        FormatError: the checkpoint is one of shardproof, which never changes. The text has the command that
+            writes another without these tensors.
+    """
+    owner = LoadStrategy() if is_ours(checkpoint_dir) else mcore
+    owner.remove_sharded_tensors(str(checkpoint_dir), key_prefix)
 
 
 def get_default_load_sharded_strategy(checkpoint_dir: str | os.PathLike[str] | None = None) -> LoadStrategy:
@@ -237,7 +262,9 @@ def _differences(
     meetings = sp.rendezvous.MeetingSequence(sp.rendezvous.connect(), f"match {checkpoint_dir}")
     answer = meetings.meet("keys", read, unite)
     every = msgspec.msgpack.decode(answer, type=set[str])
-    missing = stored - every if StrictHandling.requires_global_app_metadata(strict) else set[str]()
+    missing = set[str]()
+    if StrictHandling.requires_global_app_metadata(strict):
+        missing = stored - every - {COMMON_KEY}  # every load has the common state
     if strict in (StrictHandling.RAISE_UNEXPECTED, StrictHandling.RAISE_ALL):
         maybe_report_missing_and_unexpected_keys(missing, every - stored, True)
     elif strict in (StrictHandling.LOG_UNEXPECTED, StrictHandling.LOG_ALL):

@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 
 import shardproof as sp
-from shardproof.frameworks.megatron_common import BACKEND, VERSION
+from shardproof.frameworks.megatron_common import BACKEND, VERSION, as_in_megatron
 from shardproof.frameworks.megatron_plain import to_plain
 from shardproof.frameworks.megatron_strategies import SaveStrategy, takes
 from shardproof.frameworks.megatron_tensors import COMMON_KEY
@@ -30,6 +30,7 @@ _DEFAULT = SaveStrategy()
 """The strategy of all saves without one. It reuses its plan, and keeps the order of background saves."""
 
 
+@as_in_megatron()
 def save(
     sharded_state_dict: dict[str, Any],
     checkpoint_dir: str | os.PathLike[str],
@@ -86,6 +87,7 @@ def save(
     return strategy.async_save(parts, checkpoint_dir, *more)
 
 
+@as_in_megatron()
 def begin_save(
     sharded_state_dict: dict[str, Any],
     checkpoint_dir: str | os.PathLike[str],

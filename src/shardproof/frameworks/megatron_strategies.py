@@ -23,22 +23,31 @@ from shardproof.frameworks.last_saver import LastSaver
 from shardproof.frameworks.megatron_async import call_of
 from shardproof.frameworks.megatron_common import (
     BACKEND,
-    COMMON,
-    TYPES,
     VERSION,
     Common,
+    as_in_megatron,
     check_common_file,
     common_of,
     publish_for_megatron,
 )
 from shardproof.frameworks.megatron_replicas import MainReplicas
-from shardproof.frameworks.megatron_tensors import Load, add_keys, boxes_of, save_tree
+from shardproof.frameworks.megatron_tensors import (
+    COMMON,
+    COMMON_KEY,
+    TYPES,
+    Load,
+    add_keys,
+    boxes_of,
+    save_tree,
+)
 from shardproof.frameworks.rank_work import on_every_rank, on_rank_0
 from shardproof.state import references
 
 __all__ = ["LoadStrategy", "SaveStrategy", "agree_if_ours", "is_ours", "takes"]
 
 _ITERATION = re.compile(r"iter_(\d+)")
+_HAS_COMMON_OBJECT = not hasattr(torch_strategies.TorchDistLoadShardedStrategy, "can_handle_sharded_objects")
+"""True if the common state is a ShardedObject: 0.19. Strategies of 0.16 say whether they store these."""
 
 
 def is_ours(checkpoint_dir: str | os.PathLike[str]) -> bool:
@@ -96,6 +105,7 @@ class SaveStrategy(torch_strategies.TorchDistSaveShardedStrategy):
         """True: the strategy stores ShardedObjects, too."""
         return True
 
+    @as_in_megatron()
     def save(self, sharded_state_dict: Mapping[Any, Any], checkpoint_dir: str | os.PathLike[str]) -> None:
         """Saves, and returns once all files are written, `common.pt` too. All ranks call it.
 
@@ -105,6 +115,7 @@ class SaveStrategy(torch_strategies.TorchDistSaveShardedStrategy):
         """
         self.begin(sharded_state_dict, checkpoint_dir, background=False).result()
 
+    @as_in_megatron()
     def async_save(
         self,
         sharded_state_dict: Mapping[Any, Any],
@@ -125,6 +136,7 @@ class SaveStrategy(torch_strategies.TorchDistSaveShardedStrategy):
         pending = self.begin(sharded_state_dict, checkpoint_dir)
         return _request_class(async_strategy)(*call_of(pending))
 
+    @as_in_megatron()
     def begin(
         self,
         sharded_state_dict: Mapping[Any, Any],
@@ -158,7 +170,7 @@ class SaveStrategy(torch_strategies.TorchDistSaveShardedStrategy):
         for state in common:
             add_keys(tree, state.tree())
         number = _ITERATION.fullmatch(Path(location).name)
-        return saver.begin(
+        pending = saver.begin(
             sp.storage.LocalStorage(location),
             tree,
             step=int(number[1]) if number else None,
@@ -166,6 +178,8 @@ class SaveStrategy(torch_strategies.TorchDistSaveShardedStrategy):
             stage_all=background,
             on_commit=partial(publish_for_megatron, Path(location), common),
         )
+        pending.set_error_context(as_in_megatron)
+        return pending
 
 
 class LoadStrategy(torch_strategies.TorchDistLoadShardedStrategy):
@@ -194,6 +208,7 @@ class LoadStrategy(torch_strategies.TorchDistLoadShardedStrategy):
     def check_version_compatibility(self, loaded_version: int) -> None:
         """Accepts every version; the version of the format is in the manifest."""
 
+    @as_in_megatron()
     def load(
         self,
         sharded_state_dict: Mapping[Any, Any],
@@ -230,6 +245,7 @@ class LoadStrategy(torch_strategies.TorchDistLoadShardedStrategy):
         sp.load(location, tree, strict=False, cast=True, rendezvous=rendezvous)
         return request.result(tree)
 
+    @as_in_megatron()
     def load_tensors_metadata(self, checkpoint_dir: str | os.PathLike[str], *metadata: Any) -> dict[str, Any]:
         """A ShardedTensor without data for each stored tensor, by key."""
         if not is_ours(checkpoint_dir):
@@ -237,22 +253,29 @@ class LoadStrategy(torch_strategies.TorchDistLoadShardedStrategy):
         with sp.open(os.fspath(checkpoint_dir)) as checkpoint:
             return _tensors_metadata(checkpoint)
 
+    @as_in_megatron()
     def load_sharded_metadata(self, checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any]:
-        """A ShardedTensor or ShardedObject without data for each stored one, by key."""
+        """A ShardedTensor or ShardedObject without data for each stored one, by key.
+
+        As in Megatron's own checkpoints, the common state is a ShardedObject in 0.19, and none in 0.16.
+        """
         if not is_ours(checkpoint_dir):
             return dict(super().load_sharded_metadata(checkpoint_dir))
         with sp.open(os.fspath(checkpoint_dir)) as checkpoint:
             objects = [key for key in checkpoint.objects if key not in (COMMON, TYPES)]
+            if COMMON in checkpoint.objects and _HAS_COMMON_OBJECT:
+                objects.append(f"{COMMON_KEY}/shard_0_1")
             found = {key: ShardedObject.empty_from_unique_key(key) for key in objects}
             return found | _tensors_metadata(checkpoint)
 
+    @as_in_megatron()
     def remove_sharded_tensors(self, checkpoint_dir: str, key_prefix: str) -> None:
         """Removes tensors from a ``torch_dist`` checkpoint. A checkpoint of shardproof is never changed."""
         if is_ours(checkpoint_dir):
             raise sp.FormatError(
                 f"{checkpoint_dir} is a checkpoint of shardproof, from which nothing is removed. Write "
                 f"another without these keys: shardproof convert {checkpoint_dir} DST --to shardproof "
-                f"--exclude '{key_prefix}*'"
+                f"--exclude '{key_prefix}*' --register shardproof.frameworks.megatron_plain"
             )
         super().remove_sharded_tensors(checkpoint_dir, key_prefix)
 

@@ -25,8 +25,22 @@ from shardproof.frameworks.megatron_optimizer import FlatRange, box_of, sharded
 from shardproof.frameworks.megatron_plain import Typed, from_plain, to_plain
 from shardproof.frameworks.megatron_replicas import Box
 
-__all__ = ["COMMON_KEY", "Load", "StoredObject", "add_keys", "boxes_of", "save_tree", "sharded_key"]
+__all__ = [
+    "COMMON",
+    "COMMON_KEY",
+    "TYPES",
+    "Load",
+    "StoredObject",
+    "add_keys",
+    "boxes_of",
+    "save_tree",
+    "sharded_key",
+]
 
+COMMON = "common"
+"""Key of the common state in the checkpoint."""
+TYPES = "common_types"
+"""Key of the types that the common state has and plain data lacks, and of the digest of `common.pt`."""
 COMMON_KEY = "common_state"
 """Key of the ShardedObject that has the common state, in Megatron-Core 0.19."""
 
@@ -49,7 +63,9 @@ class StoredObject:
 
 def sharded_key(item: ShardedBase) -> str:
     """The key under which a ShardedTensor or ShardedObject is stored."""
-    return str(item.unique_key if isinstance(item, ShardedObject) else item.key)
+    if isinstance(item, ShardedObject):
+        return COMMON if item.key == COMMON_KEY else str(item.unique_key)
+    return str(item.key)
 
 
 def boxes_of(sharded_state_dict: Mapping[Any, Any]) -> list[Box]:
@@ -142,6 +158,8 @@ class Load:
                 ranges.setdefault(key, []).append(item)
             else:
                 tree[key] = StoredObject()
+                if key == COMMON:
+                    tree[TYPES] = StoredObject()
         for key, items in groups.items():
             tree[key] = _to_load(key, items, stored[key])
         return tree | {key: sharded(items) for key, items in ranges.items()}
@@ -151,7 +169,8 @@ class Load:
 
         def loaded(item: Any) -> Any:
             if isinstance(item, ShardedObject):
-                return tree[sharded_key(item)].value
+                value = tree[sharded_key(item)].value
+                return from_plain(value, tree[TYPES].value["types"]) if item.key == COMMON_KEY else value
             return item.data if isinstance(item, (ShardedTensor, FlatRange)) else item
 
         return dict_list_map_outplace(loaded, self.sharded_state_dict)

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
+    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -84,7 +85,8 @@ class ShardproofReader(StorageReader):
                 described[key] = TensorStorageMetadata(properties, size, [whole])
         tensors = [key for key, kind in described.items() if isinstance(kind, TensorStorageMetadata)]
         objects = [key for key in described if key in checkpoint.objects]
-        return Metadata(described, planner_data=dict(state_paths(tensors, objects, checkpoint.paths)))
+        paths = dict(state_paths(tensors, objects, checkpoint.paths))
+        return Metadata(described, planner_data=paths, storage_meta=StorageMeta(checkpoint_id=self.path))
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any

@@ -7,14 +7,18 @@ cuts a checkpoint into units and writes them. Nothing that a pickle names is imp
 from shardproof.interop.extents import Extent, FileRange
 from shardproof.interop.formats import NATIVE, READERS, WRITERS, format_of, open_reader, writer_of
 from shardproof.interop.json_files import read_json
-from shardproof.interop.pickle_data import Opaque, opaque_names
+from shardproof.interop.pickle_data import Opaque, opaque_names, parts_of
 from shardproof.interop.pickle_writer import Named, PickledCall, write_pickle
+from shardproof.interop.read_budget import check_repeats
 from shardproof.interop.reader import (
     Foreign,
     FormatReader,
     StoredBox,
     StoredView,
     TensorDescription,
+    Unreadable,
+    ZeroRule,
+    foreign_faults,
     foreign_of,
 )
 from shardproof.interop.state_paths import Path as Path  # not listed in __all__: internal
@@ -39,12 +43,17 @@ __all__ = [
     "StoredView",
     "TensorDescription",
     "Unit",
+    "Unreadable",
     "WriteOptions",
+    "ZeroRule",
+    "check_repeats",
+    "foreign_faults",
     "foreign_of",
     "format_of",
     "is_paths_key",
     "opaque_names",
     "open_reader",
+    "parts_of",
     "paths_in",
     "paths_object",
     "read_json",

@@ -95,6 +95,7 @@ class _ItemsReader(TorchFilesReader):
     def _add_model(self, prefix: str, model: FormatReader) -> None:
         self._models.append((prefix, model))
         self.tensors |= {prefix + key: tensor for key, tensor in model.tensors.items()}
+        self.unreadable |= {prefix + key: value for key, value in model.unreadable.items()}
         self.aliases |= {prefix + key: prefix + other for key, other in model.aliases.items()}
         self.user_metadata = {**model.user_metadata, **self.user_metadata}
         for note in model.notes:

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
+from shardproof._utils.humanize import brief
 from shardproof.dtypes import DTYPES
 from shardproof.errors import FormatError
 from shardproof.interop.dcp_reader import DcpEntry, DcpReader
@@ -102,7 +103,7 @@ class ByteCheckpointReader(DcpReader):
             ):
                 return StoredView(extent, found.offset, found.stride)
         raise FormatError(
-            f"{path}: the entry of {key} at {offsets} has {entry.nbytes} bytes and is {found!r}, "
+            f"{path}: the entry of {key} at {offsets} has {entry.nbytes} bytes and is {brief(found)}, "
             f"expected a tensor of dtype {dtype} and shape {sizes} with {expected} bytes",
             file=path,
             key=key,

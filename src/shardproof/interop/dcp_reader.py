@@ -22,23 +22,26 @@ from typing import Any, ClassVar
 import xxhash
 
 from shardproof._utils.gc_pause import no_garbage_collection
-from shardproof._utils.humanize import listed
+from shardproof._utils.humanize import brief, listed
 from shardproof.dtypes import DTYPES
 from shardproof.errors import FormatError
 from shardproof.interop.extents import Extent
 from shardproof.interop.megatron_run import iteration_of, latest_iteration
-from shardproof.interop.pickle_data import Opaque, opaque_names, read_pickle
+from shardproof.interop.pickle_data import opaque_names, read_pickle
+from shardproof.interop.read_budget import ReadBudget, key_units
 from shardproof.interop.reader import (
     Foreign,
     FormatReader,
     StoredBox,
     StoredView,
     TensorDescription,
+    Unreadable,
     shape_of,
 )
 from shardproof.interop.stream_transforms import DecodedPart, decoded_storage
 from shardproof.interop.swiglu_halves import join_halves
 from shardproof.interop.torch_file import SmallPickles, TorchFile, TorchTensor, unpickled, with_tensors
+from shardproof.interop.torch_tensors import CONVERT
 
 __all__ = ["DcpEntry", "DcpRawReader", "DcpReader", "inner_name"]
 
@@ -88,6 +91,7 @@ class DcpReader(FormatReader):
         self.entries: dict[str, DcpEntry] = {}
         """Entries of the objects, by key."""
         self._pickles: SmallPickles = {}
+        self._budget = ReadBudget()
         self._last = threading.local()
         """The chunk that each thread opened last: several boxes can be in one."""
         self.read_metadata()
@@ -167,10 +171,13 @@ class DcpReader(FormatReader):
         try:
             with no_garbage_collection():
                 metadata = read_pickle(data, builders, file=path).value
+                self._budget.grant(len(data))
                 state: Mapping[str, Any] = metadata.state
                 self._describe(state, folder, prefix)
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-            raise self.fault(name, f"it does not have the structure that DCP writes ({error!r})") from error
+            raise self.fault(
+                name, f"it does not have the structure that DCP writes ({brief(error)})"
+            ) from error
         if metadata.name.startswith("torch.") and "storage_meta" not in state and self.entries:
             self.notes.append(_RANK_0_ONLY)
         return state
@@ -179,19 +186,26 @@ class DcpReader(FormatReader):
         """Reads keys, chunks and entries from the attributes of the pickled ``Metadata``."""
         entries = {}
         for index, info in metadata["storage_data"].items():
-            entries[index.state["fqn"], index.state.get("offset")] = self._entry(info.state, folder)
+            key, offset = index.state["fqn"], index.state.get("offset")
+            if not isinstance(key, str):
+                raise ValueError(f"an entry belongs to {brief(key)}")
+            entries[key, None if offset is None else shape_of(offset)] = self._entry(info.state, folder)
         if not prefix and isinstance(paths := metadata.get("planner_data"), dict):
             self.paths = {key: path for key, path in paths.items() if _spells(path, key)}
         first_at: dict[tuple[str, int], str] = {}
         """Key of the tensor whose first box lies at a byte of a file."""
+        others = (self.tensors, self.aliases, self.entries, self.unreadable)
         for key, described in metadata["state_dict_metadata"].items():
             if not isinstance(key, str):
-                raise self.fault(f"{folder}{_METADATA}", f"the key {key!r} is not a string")
-            if any(prefix + key in known for known in (self.tensors, self.aliases, self.entries)):
+                raise self.fault(f"{folder}{_METADATA}", f"the key {brief(key)} is not a string")
+            if any(prefix + key in known for known in others):
                 raise self.fault(f"{folder}{_METADATA}", f"two values have the key {prefix + key}")
             match described.name.rpartition(".")[2]:
                 case "TensorStorageMetadata":
                     tensor = self._tensor(key, described.state, entries, folder)
+                    if isinstance(tensor, Unreadable):
+                        self.unreadable[prefix + key] = tensor
+                        continue
                     first = [(box.file, box.start) for box in tensor.boxes[:1]]
                     other = first_at.setdefault(first[0], prefix + key) if first else prefix + key
                     if other in self.tensors and _are_tied(tensor, self.tensors[other]):
@@ -205,14 +219,19 @@ class DcpReader(FormatReader):
 
     def _entry(self, state: Mapping[str, Any], folder: str) -> DcpEntry:
         name, offset, nbytes = state["relative_path"], state["offset"], state["length"]
+        self._budget.charge(len(name))
         inside = inner_name(name)
         if inside is None:
-            raise self.fault(f"{folder}{_METADATA}", f"the file name {name!r} leads out of the checkpoint")
-        if type(offset) is not int or type(nbytes) is not int or min(offset, nbytes) < 0:
             raise self.fault(
-                f"{folder}{_METADATA}", f"an entry of {name} lies at byte {offset!r} and has {nbytes!r} bytes"
+                f"{folder}{_METADATA}", f"the file name {brief(name)} leads out of the checkpoint"
+            )
+        if any(type(number) is not int or not 0 <= number < 1 << 62 for number in (offset, nbytes)):
+            raise self.fault(
+                f"{folder}{_METADATA}",
+                f"an entry of {name} lies at byte {brief(offset)} and has {brief(nbytes)} bytes",
             )
         transforms = tuple(state.get("transform_descriptors") or ())
+        self._budget.charge(len(transforms))
         if not all(isinstance(transform, str) for transform in transforms):
             raise self.fault(f"{folder}{_METADATA}", f"an entry of {name} has no names of extensions")
         return DcpEntry(folder + inside, offset, nbytes, transforms)
@@ -228,14 +247,14 @@ class DcpReader(FormatReader):
 
     def _tensor(
         self, key: str, state: Mapping[str, Any], entries: Mapping[Any, DcpEntry], folder: str
-    ) -> TensorDescription:
+    ) -> TensorDescription | Unreadable:
         properties = state["properties"].state
         dtype = properties[0] if isinstance(properties, tuple) else properties["dtype"]
-        name = dtype.name.removeprefix("torch.")
-        if not isinstance(dtype, Opaque) or name not in DTYPES:
-            raise self.fault(f"{folder}{_METADATA}", f"the dtype {name} of {key} is unknown")
-        shape = shape_of(state["size"])
+        name, shape = dtype.name.removeprefix("torch."), shape_of(state["size"])
+        if name not in DTYPES:
+            return Unreadable(f"a tensor of {dtype.name} and shape {list(shape)}", CONVERT)
         boxes = []
+        self._budget.charge_values((1 + len(shape)) * len(state["chunks"]))
         for chunk in state["chunks"]:
             offsets, sizes = shape_of(chunk.state["offsets"]), shape_of(chunk.state["sizes"])
             if len(offsets) != len(shape) or len(sizes) != len(shape):
@@ -308,7 +327,7 @@ class DcpReader(FormatReader):
         found = file.value
         if not isinstance(found, TorchTensor) or (found.dtype, found.shape) != (dtype, sizes):
             raise FormatError(
-                f"{file.path}: the entry of {key} at {offsets} is {found!r}, expected a tensor of "
+                f"{file.path}: the entry of {key} at {offsets} is {brief(found)}, expected a tensor of "
                 f"dtype {dtype} and shape {sizes}",
                 file=file.path,
                 key=key,
@@ -334,6 +353,7 @@ def _spells(path: Any, key: Any) -> bool:
         type(path) is tuple
         and len(path) > 0
         and all(type(step) in (str, int) for step in path)
+        and sum(map(key_units, path)) <= len(key) + 3 * len(path)  # before a text of any length is joined
         and key == ".".join(map(str, path))
     )
 

@@ -106,6 +106,7 @@ class DcpSafetensorsReader(FormatReader):
                 name, f"it has no {_OFFSETS} in its __metadata__, so the offsets of its tensors are unknown"
             )
         saved = decode_strictly(_DECODER, text.encode(), f"{self.location}/{name}, {_OFFSETS}")
+        self.unreadable |= header.unreadable
         for key, tensor in header.tensors.items():
             if key not in saved:
                 raise self.fault(name, f"{_OFFSETS} does not say where {key} lies", key=key)

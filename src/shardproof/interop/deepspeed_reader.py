@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+from shardproof._utils.humanize import brief
 from shardproof.interop.deepspeed_states import FIRST_MODEL_STATES, DeepSpeedStates, tag_folder
 from shardproof.interop.pickle_data import Opaque
 from shardproof.interop.reader import Foreign, shape_of
@@ -95,7 +96,7 @@ class DeepSpeedReader(DeepSpeedStates):
             ) from error
         except (AttributeError, IndexError, KeyError, OverflowError, TypeError) as error:
             raise self.fault(
-                first, f"the checkpoint does not have the structure that DeepSpeed writes ({error!r})"
+                first, f"the checkpoint does not have the structure that DeepSpeed writes ({brief(error)})"
             ) from error
         if ranks:
             self.add_buffers(states)
@@ -171,7 +172,7 @@ class DeepSpeedReader(DeepSpeedStates):
             if count != self.world_size:
                 raise self.fault(
                     name,
-                    f"the optimizer is cut into {count!r} partitions, expected {self.world_size}, the "
+                    f"the optimizer is cut into {brief(count)} partitions, expected {self.world_size}, the "
                     "data-parallel ranks: the file is of another run, or groups are cut over fewer ranks, as "
                     "for a mixture of experts, which is not supported",
                 )
@@ -265,7 +266,7 @@ def _slices(mapping: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
     slices = {}
     for name, address in mapping.items():
         if not isinstance(address, Opaque):
-            raise TypeError(f"the slice of {name} is {address!r:.100}")
+            raise TypeError(f"the slice of {name} is {brief(address)}")
         state = address.state or dict(zip(("numel", "start"), address.args or (), strict=False))
         slices[str(name)] = (state["start"], state["numel"])
     return slices

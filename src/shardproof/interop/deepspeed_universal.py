@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any
 
+from shardproof._utils.humanize import brief
 from shardproof.errors import StorageError
 from shardproof.interop.deepspeed_states import FIRST_MODEL_STATES, DeepSpeedStates, tag_folder
 from shardproof.interop.reader import Foreign, StoredBox, StoredView, TensorDescription, shape_of
@@ -53,7 +54,7 @@ class DeepSpeedUniversalReader(DeepSpeedStates):
             raise self.fault(first, f"{error}: it is damaged") from error
         except (AttributeError, IndexError, KeyError, OverflowError, TypeError) as error:
             raise self.fault(
-                first, f"the checkpoint does not have the structure that DeepSpeed writes ({error!r})"
+                first, f"the checkpoint does not have the structure that DeepSpeed writes ({brief(error)})"
             ) from error
         self.conclude()
 

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
+from shardproof._utils.humanize import listed
 from shardproof.errors import FormatError
-from shardproof.format import MANIFEST_NAME, shard_name
-from shardproof.interop.reader import Foreign, FormatReader
+from shardproof.format import MANIFEST_NAME, naming_other_files, shard_name
+from shardproof.interop.reader import Foreign, FormatReader, foreign_faults
 from shardproof.interop.writer import FormatWriter
 
 __all__ = ["NATIVE", "READERS", "WRITERS", "format_of", "open_reader", "writer_of"]
@@ -69,7 +70,8 @@ def writer_of(name: str) -> type[FormatWriter]:
 
 def _recognizes(name: str, foreign: Foreign) -> bool:
     try:
-        return bool(_class(READERS[name]).recognizes(foreign))
+        with foreign_faults(foreign.location):
+            return bool(_class(READERS[name]).recognizes(foreign))
     except FormatError:
         return False
 
@@ -93,12 +95,13 @@ def format_of(foreign: Foreign) -> str:
         return NATIVE
     name = next((name for name in READERS if _recognizes(name, foreign)), None)
     if name is None and foreign.file is not None:
-        raise FormatError(
-            f"{foreign.location} is not a checkpoint of a known format ({', '.join(READERS)}). Name its "
-            "format with format=, or on the command line with --format (the second path of diff: "
-            "--other-format)",
-            file=foreign.location,
-        )
+        with naming_other_files(foreign.storage):
+            raise FormatError(
+                f"{foreign.location} is not a checkpoint of a known format ({', '.join(READERS)}). Name its "
+                "format with format=, or on the command line with --format (the second path of diff: "
+                "--other-format)",
+                file=foreign.location,
+            )
     return name or NATIVE
 
 
@@ -117,5 +120,9 @@ def open_reader(foreign: Foreign, name: str) -> FormatReader:
     """
     if name not in READERS:
         raise ValueError(f"format is one of {', '.join([NATIVE, *READERS])}, not {name!r}")
-    reader: FormatReader = _class(READERS[name])(foreign)
+    with naming_other_files(foreign.storage), foreign_faults(foreign.location):
+        reader: FormatReader = _class(READERS[name])(foreign)
+    if reader.unreadable:
+        kinds = [f"{key} ({value.kind})" for key, value in reader.unreadable.items()]
+        reader.notes.append(f"Not readable: {listed(kinds)}. All other keys are readable.")
     return reader

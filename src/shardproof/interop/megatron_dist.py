@@ -22,14 +22,16 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from shardproof._utils.humanize import brief
 from shardproof.errors import CorruptChunkError, ShardproofError, StorageError
 from shardproof.geometry import flat_range_boxes, row_major_strides
 from shardproof.interop.dcp_reader import DcpReader, inner_name
 from shardproof.interop.file_window import FileWindow
 from shardproof.interop.json_files import read_json
 from shardproof.interop.megatron_run import BACKEND_FILE, latest_iteration, sharded_backend
+from shardproof.interop.megatron_zeros import rules_of_megatron
 from shardproof.interop.pickle_data import opaque_names
-from shardproof.interop.reader import Foreign, StoredBox, StoredView, TensorDescription, shape_of
+from shardproof.interop.reader import Foreign, StoredBox, StoredView, TensorDescription, ZeroRule, shape_of
 from shardproof.interop.torch_file import TorchFile, with_tensors
 
 __all__ = ["MegatronDistReader"]
@@ -129,6 +131,11 @@ class MegatronDistReader(DcpReader):
         tensors = {(box.file, box.start): box.nbytes for item in self.tensors.values() for box in item.boxes}
         return max(proved, self._verify_digests() - sum(tensors.values()))
 
+    def zero_rules(self) -> list[ZeroRule]:
+        """Rules for ranges of the distributed optimizer; see `megatron_zeros`."""
+        common = None if isinstance(self._common, ShardproofError) else _unwrapped(self._common.value)
+        return rules_of_megatron(self.tensors, common)
+
     def _common_file(self) -> TorchFile:
         if isinstance(self._common, ShardproofError):
             raise self._common
@@ -161,7 +168,7 @@ class MegatronDistReader(DcpReader):
         try:
             return None if shape is None else shape_of(shape)
         except (TypeError, ValueError) as error:
-            raise self.fault(_DCP_METADATA, f"the true shape of {key} is {shape!r}", key=key) from error
+            raise self.fault(_DCP_METADATA, f"the true shape of {key} is {brief(shape)}", key=key) from error
 
     def _of_fragments(self, key: str, stored: TensorDescription, shape: tuple[int, ...]) -> TensorDescription:
         """Describes a tensor of flat ranges in its true shape."""
@@ -211,7 +218,7 @@ class MegatronDistReader(DcpReader):
     def _verify_digest(self, name: str, expected: str) -> int:
         path = f"{self.storage.location}/{name}"
         if inner_name(name) != name:
-            raise self.fault(_INTEGRITY, f"the file name {name!r} leads out of the checkpoint")
+            raise self.fault(_INTEGRITY, f"the file name {brief(name)} leads out of the checkpoint")
         size = self.storage.size(name)
         if size is None:
             raise StorageError(

@@ -20,7 +20,8 @@ from typing import Any
 
 from shardproof.errors import NotCommittedError, ShardproofError, StorageError
 from shardproof.interop.megatron_run import BACKEND_FILE, iteration_of, latest_iteration, sharded_backend
-from shardproof.interop.reader import Foreign, FormatReader
+from shardproof.interop.megatron_zeros import rules_of_megatron
+from shardproof.interop.reader import Foreign, FormatReader, ZeroRule
 from shardproof.interop.torch_file import TorchFile, unpickled, with_tensors
 from shardproof.interop.zarr import ZarrArrays
 
@@ -69,7 +70,7 @@ class MegatronZarrReader(FormatReader):
             )
         arrays = ZarrArrays(self.storage, _is_leftover)
         for key in arrays.metadata:
-            self.tensors[key] = arrays.describe(key, key, every_chunk=lambda _: True)
+            self.add(key, arrays.describe(key, key, every_chunk=lambda _: True))
         self._objects = {
             name.removesuffix(".pt"): name
             for name in sorted(arrays.names)
@@ -81,7 +82,8 @@ class MegatronZarrReader(FormatReader):
         self.notes.append(
             "Megatron's Zarr format has neither checksums of tensors nor a list of keys: changed bytes and a "
             "missing folder of a tensor are not noticed. A range that the writers of one chunk lost reads as "
-            "zeros"
+            "zeros. `shardproof verify` names it in main weights and in second moments of Adam, and not in "
+            "other tensors"
         )
 
     @classmethod
@@ -107,6 +109,14 @@ class MegatronZarrReader(FormatReader):
         proved = sum(TorchFile(self.storage, name).verify() for name in self._objects.values())
         self._check_objects()
         return proved
+
+    def zero_rules(self) -> list[ZeroRule]:
+        """Rules for ranges of the distributed optimizer; see `megatron_zeros`."""
+        try:
+            common = TorchFile(self.storage, _COMMON).value
+        except ShardproofError:
+            common = None  # the rules that need it do not apply
+        return rules_of_megatron(self.tensors, common)
 
     def _common_iteration(self) -> int | None:
         """The iteration in ``common.pt``; None without one, or if the file is damaged.

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import xxhash
 
+from shardproof._utils.humanize import brief
 from shardproof.errors import FormatError, NotCommittedError, StorageError
 from shardproof.interop.json_files import read_json
 from shardproof.interop.ocdbt import MANIFEST, OcdbtArrays
@@ -90,7 +91,7 @@ class OrbaxReader(FormatReader):
                 self._add(key, leaf["value_metadata"]["value_type"], arrays)
         except (AttributeError, KeyError, TypeError) as error:
             raise self.fault(
-                _METADATA, f"it does not have the structure that Orbax writes ({error!r})"
+                _METADATA, f"it does not have the structure that Orbax writes ({brief(error)})"
             ) from error
         self._files = {_METADATA: None, **arrays.files}
         self.notes += arrays.notes
@@ -136,7 +137,7 @@ class OrbaxReader(FormatReader):
 
     def _add(self, key: str, kind: str, arrays: ZarrArrays) -> None:
         """Adds a leaf of the tree."""
-        if key in self.tensors or key in self._objects:
+        if key in self.tensors or key in self._objects or key in self.unreadable:
             raise self.fault(_METADATA, f"two leaves have the key {key}")
         if kind in _EMPTY:
             self._objects[key] = _EMPTY[kind]
@@ -153,10 +154,10 @@ class OrbaxReader(FormatReader):
                     missing=True,
                 )
             tensor = arrays.describe(key, key, every_chunk=self._stores_every_chunk)
-            if kind == "scalar" and not tensor.shape:
+            if kind == "scalar" and isinstance(tensor, TensorDescription) and not tensor.shape:
                 self._objects[key] = partial(self._number, tensor)
             else:
-                self.tensors[key] = tensor
+                self.add(key, tensor)
 
     def _number(self, tensor: TensorDescription) -> Any:
         """The Python number in an array without dimensions."""

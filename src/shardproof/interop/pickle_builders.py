@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from shardproof._utils.humanize import brief
 from shardproof.dtypes import DTYPES
 from shardproof.interop.pickle_data import Opaque, Unfinished, check_keys
-from shardproof.interop.reader import shape_of
+from shardproof.interop.reader import Unreadable, shape_of
 from shardproof.state import StreamBytes
 
 __all__ = ["CONSTANTS", "plain_builders"]
@@ -36,6 +37,8 @@ _FACTORIES: Mapping[str, type] = {
 }
 """Factories that a defaultdict may have."""
 
+_NUMPY_KINDS = {"O": "object", "M": "datetime64", "m": "timedelta64", "V": "a structure"}
+_NUMPY_REMEDY = "Load it with torch.load, and save an array of numbers or texts, or a list of plain values"
 _SIMPLE_DTYPE = re.compile(r"[<>|=]?[biufcSUa?][0-9]*")
 
 
@@ -58,8 +61,8 @@ def plain_builders() -> Mapping[str, Callable[..., Any]]:
         "torch.device": _device,
         "collections.OrderedDict": _ordered,
         "collections.defaultdict": _default,
-        "collections.Counter": lambda items=(): Counter(dict(items)),
-        "collections.deque": lambda items=(), most=None: list(items),
+        "collections.Counter": lambda items=(): Counter(_ordered(items)),
+        "collections.deque": lambda items=(), most=None: _items(items),
         "argparse.Namespace": _namespace,
         "types.SimpleNamespace": _namespace,
         "_io.BytesIO": _bytes_io,
@@ -89,11 +92,13 @@ def plain_builders() -> Mapping[str, Callable[..., Any]]:
 
 def _size(sizes: Any = ()) -> torch.Size:
     if any(type(size) is not int for size in sizes):
-        raise ValueError(f"{sizes!r} is not a shape")
+        raise ValueError("a torch.Size has values that are not integers")
     return torch.Size(sizes)
 
 
 def _device(kind: str, index: int | None = None) -> Any:
+    if type(kind) is not str or not (index is None or type(index) is int):
+        raise ValueError("a device is a name and a number")
     text = kind if index is None else f"{kind}:{index}"
     try:
         return torch.device(text)
@@ -101,14 +106,20 @@ def _device(kind: str, index: int | None = None) -> Any:
         return text
 
 
+def _items(items: Any) -> list[Any]:
+    if not isinstance(items, (list, tuple, set, frozenset)):  # the characters of a text need more memory
+        raise ValueError(f"the items of a container are a {type(items).__name__}")
+    return list(items)
+
+
 def _hashable(items: Any) -> list[Any]:
-    keys = list(items)
+    keys = _items(items)
     check_keys(keys)
     return keys
 
 
 def _ordered(items: Any = ()) -> OrderedDict[Any, Any]:
-    pairs = list(items.items() if isinstance(items, Mapping) else items)
+    pairs = list(items.items()) if isinstance(items, Mapping) else _items(items)
     check_keys(key for key, _ in pairs)
     return OrderedDict(pairs)
 
@@ -138,7 +149,7 @@ def _bytes(data: Any = b"", encoding: str = "latin-1") -> bytes:
 
 def _encode(text: str, encoding: str) -> bytes:
     if encoding not in ("latin1", "latin-1"):
-        raise ValueError(f"the encoding {encoding!r} is not the one of pickled bytes")
+        raise ValueError(f"the encoding {brief(encoding)} is not the one of pickled bytes")
     return text.encode("latin-1")
 
 
@@ -163,7 +174,7 @@ def _array(kind: Any, shape: Any, code: Any) -> Unfinished:
     def filled(state: Any) -> Any:
         shape, dtype, is_fortran, data = state[-4:]
         if not isinstance(dtype, np.dtype):
-            return Opaque("numpy.ndarray", (), state)
+            return _unreadable(dtype)
         return _filled(_bytes(data), dtype, shape, "F" if is_fortran else "C")
 
     return Unfinished(np.empty(0), filled)
@@ -171,14 +182,20 @@ def _array(kind: Any, shape: Any, code: Any) -> Unfinished:
 
 def _array_of_buffer(data: Any, dtype: Any, shape: Any, order: str) -> Any:
     if not isinstance(dtype, np.dtype):
-        return Opaque("numpy.ndarray", (data, dtype, shape, order))
+        return _unreadable(dtype)
     return _filled(_bytes(data), dtype, shape, order)
 
 
 def _scalar(dtype: Any, data: Any = b"") -> Any:
     if not isinstance(dtype, np.dtype):
-        return Opaque("numpy.generic", (dtype, data))
+        return _unreadable(dtype)
     return _filled(_bytes(data), dtype, (), "C")[()]
+
+
+def _unreadable(dtype: Any) -> Unreadable:
+    code = dtype.args[0] if isinstance(dtype, Opaque) and dtype.args else None
+    name = _NUMPY_KINDS.get(str(code)[:1], "unknown")
+    return Unreadable(f"a numpy value of dtype {name}", _NUMPY_REMEDY)
 
 
 def _filled(data: bytes, dtype: np.dtype[Any], shape: Any, order: Any) -> np.ndarray[Any, Any]:

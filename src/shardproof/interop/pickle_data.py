@@ -4,8 +4,9 @@ The reader interprets the opcodes of protocols 0 to 5 itself. A pickle refers to
 name. The caller gives two tables: names with functions that build a plain value, and names that stand for a
 value. A name in neither table becomes an `Opaque`, which records the name and the arguments and does nothing.
 
-The length of the pickle bounds the memory. An opcode makes at most one object, and lengths are checked
-against the bytes that are left. The memo is a dict, so a large memo index needs no more memory.
+The length of the pickle bounds the memory and the time. An opcode makes at most one object, and lengths are
+checked against the bytes that are left. The memo is a dict, so a large memo index needs no more memory. What
+calls copy, and what keys cost, is charged to a `ReadBudget`.
 
 Reference: ``Lib/pickletools.py`` of CPython, which documents every opcode.
 """
@@ -14,18 +15,36 @@ from __future__ import annotations
 
 import codecs
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NoReturn, Protocol, overload
+from typing import Any, NoReturn, Protocol, TypeVar, overload
 
+from shardproof._utils.humanize import brief
 from shardproof.errors import FormatError
+from shardproof.interop.read_budget import ReadBudget
 
-__all__ = ["Bytes", "Opaque", "Pickle", "Unfinished", "check_keys", "opaque_names", "read_pickle"]
+__all__ = ["Bytes", "Opaque", "Pickle", "Unfinished", "check_keys", "opaque_names", "parts_of", "read_pickle"]
+
+Part = TypeVar("Part")
 
 _MOST_KEY_TUPLES = 200
 """Tuples inside a key of a dict or an element of a set, at most. Python hashes them recursively, and hashes a
 tuple as often as it occurs in the key."""
+_MOST_EQUAL_HASHES = 32
+"""Keys with one hash in a dict or set, at most. Python compares a new key with each of them. Texts, bytes and
+integers below 2^60 do not count: no file can choose their hashes to be equal."""
+_DAMAGES = (
+    AttributeError,
+    LookupError,
+    TypeError,
+    ValueError,
+    ArithmeticError,
+    RuntimeError,
+    MemoryError,
+    struct.error,
+)
+"""Errors of Python, numpy and torch that the content of a pickle can cause."""
 
 
 class Bytes(Protocol):
@@ -97,6 +116,8 @@ class _Reference:
         self.name = name
 
 
+_FREE_KEYS = frozenset((str, bytes, float, bool, type(None)))
+_LARGE_KEY = 1 << 60
 _MARK = object()
 _NUMBERS = {code: struct.Struct(code) for code in ("<B", "<H", "<i", "<I", "<Q")}
 _CONSTANTS: dict[int, Any] = {ord("N"): None, 0x88: True, 0x89: False}
@@ -118,6 +139,8 @@ _LINE_BYTES = 64
 """Bytes of a line that one read fetches. Most names of classes are shorter."""
 _RECONSTRUCTORS = ("copyreg._reconstructor", "copy_reg._reconstructor")
 """Functions that protocols below 2 call to make an instance, with a class, its base and the base's value."""
+_CLASS_IN_ARGS = {"torch._tensor._rebuild_from_type_v2": 1, "torch._utils._rebuild_wrapper_subclass": 0}
+"""Functions that make a tensor of a subclass, and which argument is the class."""
 _PLACEHOLDERS = frozenset((_Reference, Unfinished, object))
 """Types of items on the stack that are not values. `object` is the type of a mark."""
 _EMPTY: dict[int, Callable[[], Any]] = {ord("]"): list, ord("}"): dict, ord(")"): tuple, 0x8F: set}
@@ -171,35 +194,69 @@ def opaque_names(value: Any) -> list[str]:
         >>> opaque_names({"a": [Opaque("argparse.Namespace", ()), 3]})
         ['argparse.Namespace']
     """
-    names = set()
+    return sorted({_class_name(item) for item in parts_of(value, Opaque)})
+
+
+def _class_name(value: Opaque) -> str:
+    """Name of the class of a value. A tensor of a subclass is pickled as the call of a function of torch."""
+    row = _CLASS_IN_ARGS.get(value.name)
+    kind = value.args[row] if row is not None and value.args is not None and len(value.args) > row else None
+    return kind.name if isinstance(kind, Opaque) else value.name
+
+
+def parts_of(value: Any, kind: type[Part]) -> Iterator[Part]:
+    """The objects of a class in a value and in the containers in it.
+
+    Example:
+        >>> list(parts_of({"a": [1.5, "text"]}, float))
+        [1.5]
+    """
     seen: set[int] = set()
     pending = [value]
     while pending:
         item = pending.pop()
-        if isinstance(item, Opaque):
-            names.add(item.name)
+        if isinstance(item, kind):
+            yield item
         elif isinstance(item, (dict, list, tuple, set, frozenset)) and id(item) not in seen:
             seen.add(id(item))
             pending.extend([*item.keys(), *item.values()] if isinstance(item, dict) else item)
-    return sorted(names)
 
 
-def check_keys(keys: Iterable[Any]) -> None:
+def check_keys(keys: Iterable[Any], hashes: dict[int, int] | None = None) -> list[Any]:
     """Refuses keys whose hash would overflow the stack of the process or take forever.
 
+    Args:
+        keys: keys of a dict, or elements of a set.
+        hashes: by hash, the number of earlier keys of the same container. It is updated.
+
+    Returns:
+        The keys whose hash the file can choose. Their hashes and comparisons cost as much as they are long.
+
     Raises:
-        ValueError: a key has more than 200 tuples in it.
+        ValueError: a key has more than 200 tuples in it, or more than 32 keys have one hash.
+        TypeError: a key has no hash.
     """
-    for key in keys:
-        if not isinstance(key, (tuple, frozenset)):
-            continue
-        pending = [key]
+    found = [key for key in keys if type(key) not in _FREE_KEYS and not _is_small(key)]
+    if not found:
+        return found
+    counts = {} if hashes is None else hashes
+    for key in found:
+        pending = [key] if isinstance(key, (tuple, frozenset)) else []
         count = 0
         while pending:
             count += 1
             if count > _MOST_KEY_TUPLES:
                 raise ValueError(f"a key has more than {_MOST_KEY_TUPLES} tuples in it")
             pending.extend(item for item in pending.pop() if isinstance(item, (tuple, frozenset)))
+        value = hash(key)
+        counts[value] = counts.get(value, 0) + 1
+        if counts[value] > _MOST_EQUAL_HASHES:
+            raise ValueError(f"more than {_MOST_EQUAL_HASHES} keys of one dict or set have the same hash")
+    return found
+
+
+def _is_small(key: Any) -> bool:
+    return type(key) is int and -_LARGE_KEY < key < _LARGE_KEY
 
 
 class _Reader:
@@ -213,21 +270,23 @@ class _Reader:
         constants: Mapping[str, Any],
     ) -> None:
         self._data = data
-        self._at = start
+        self._start = self._at = start
         self._builders = builders
         self._file = file
         self._persistent = persistent
         self._constants = constants
         self._stack: list[Any] = []
         self._memo: dict[int, Any] = {}
+        self._budget = ReadBudget()
+        self._hashes: dict[int, tuple[Any, dict[int, int]]] = {}
+        """By id of a dict or set: itself, and by hash the number of its keys that `check_keys` counts."""
 
     def read(self) -> Pickle:
         try:
             return Pickle(self._run(), self._at)
-        except (AttributeError, LookupError, TypeError, ValueError, OverflowError, struct.error) as error:
+        except _DAMAGES as error:
             raise FormatError(
-                f"{self._file}: the pickle is damaged at byte {self._at} ({type(error).__name__}: {error})",
-                file=self._file,
+                f"{self._file}: the pickle is damaged at byte {self._at} ({brief(error)})", file=self._file
             ) from error
 
     def _run(self) -> Any:
@@ -352,8 +411,17 @@ class _Reader:
     def _checked_items(self, step: int = 1) -> list[Any]:
         """The items after the last mark. Every `step`-th one is a key."""
         items = self._pop_to_mark()
-        check_keys(items[::step])
+        self._check_keys(items[::step])
         return items
+
+    def _check_keys(self, keys: Sequence[Any], into: Any = None) -> None:
+        """Checks keys that go into a container, or into a new one, before they are hashed."""
+        _, hashes = self._hashes.get(id(into), (into, {}))
+        checked = check_keys(keys, hashes)
+        if checked:
+            self._budget.charge_arguments(checked, self._at - self._start)
+            if into is not None:
+                self._hashes[id(into)] = into, hashes
 
     def _dict(self) -> dict[Any, Any]:
         items = self._checked_items(2)
@@ -364,6 +432,9 @@ class _Reader:
 
     def _stack_global(self) -> _Reference:
         name, module = self._pop(), self._pop()
+        if type(name) is not str or type(module) is not str:
+            self._fault("the pickle names a class by something that is not text,")
+        self._budget.charge(len(module) + len(name), self._at - self._start)
         return _Reference(f"{module}.{name}")
 
     def _reduced(self) -> Any:
@@ -404,6 +475,7 @@ class _Reader:
         if type(into) is Opaque:
             into.state = state
         elif isinstance(into, Unfinished):
+            self._budget.charge_arguments([state], self._at - self._start)
             into.value = into.with_state(state)
         elif into is _MARK or isinstance(into, _Reference):
             self._fault("the pickle changes a class, or a mark,")
@@ -428,7 +500,7 @@ class _Reader:
         if isinstance(into, list):
             into.extend(items)
         elif isinstance(into, set):
-            check_keys(items)
+            self._check_keys(items, into)
             into.update(items)
         elif isinstance(into, Opaque):
             into.items.extend(items)
@@ -444,7 +516,7 @@ class _Reader:
         into, keys = self._inside(), items[::2]
         pairs = zip(keys, items[1::2], strict=True)
         if isinstance(into, dict):
-            check_keys(keys)
+            self._check_keys(keys, into)
             into.update(pairs)
         elif isinstance(into, Opaque):
             into.items.extend(pairs)
@@ -459,6 +531,9 @@ class _Reader:
         if reference.name in _RECONSTRUCTORS and len(args) == 3 and isinstance(args[0], Opaque):
             reference, args = _Reference(args[0].name), ()
         builder = self._builders.get(reference.name) if isinstance(reference, _Reference) else None
+        if options or builder is not None:
+            values = (*args, *options.values()) if options else args
+            self._budget.charge_arguments(values, self._at - self._start)
         if builder is None:
             return Opaque(reference.name, args + tuple(options.items()))
         return builder(*args, **options)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from shardproof._utils.humanize import brief
 from shardproof.geometry import IndexMap
 from shardproof.interop.pickle_data import Opaque
 from shardproof.interop.reader import shape_of
@@ -54,11 +55,11 @@ class MeshPlacements:
                 continue
             if kind not in _SPLITS:
                 raise ValueError(
-                    f"the placement {kind!r:.100} is not supported: its parts do not tile the tensor"
+                    f"the placement {brief(kind)} is not supported: its parts do not tile the tensor"
                 )
             dim, split = placement["dim"], placement["split_factor"] if _SPLITS[kind] else 0
             if type(dim) is not int or not -ndim <= dim < ndim or type(split) is not int or split < 0:
-                raise ValueError(f"the placement {dict(placement)} does not fit {ndim} dimensions")
+                raise ValueError(f"the placement {brief(dim)} does not fit {ndim} dimensions")
             sharding.append((row, dim % ndim, split))
         return MeshPlacements(mesh_shape, tuple(sharding))
 
@@ -89,7 +90,7 @@ class PickledDTensor:
             ]
         except (AttributeError, KeyError, TypeError) as error:
             raise ValueError(
-                f"a DTensor does not have the structure that torch writes ({error!r})"
+                f"a DTensor does not have the structure that torch writes ({brief(error)})"
             ) from error
         if len(coordinate) != len(mesh_shape) or any(
             at >= size for at, size in zip(coordinate, mesh_shape, strict=True)

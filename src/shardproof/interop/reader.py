@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from shardproof._utils.humanize import brief, printable
 from shardproof.errors import FormatError, NotCommittedError, StorageError
 from shardproof.geometry import flat_range_pairs, row_major_strides
 from shardproof.interop.extents import Extent
@@ -24,11 +26,20 @@ __all__ = [
     "StoredBox",
     "StoredView",
     "TensorDescription",
+    "Unreadable",
+    "UnsupportedError",
+    "ZeroRule",
     "flat_boxes",
+    "foreign_faults",
     "foreign_of",
     "missing_file",
     "shape_of",
 ]
+
+_MOST_METADATA = 1 << 30
+"""Bytes of a file of metadata, at most."""
+_MOST_DIMENSIONS = 64
+"""Dimensions of a tensor, at most: the limit of numpy and of torch's operators."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +127,22 @@ class StoredBox:
 
     def located(self) -> StoredView:
         """The elements of the box. It may open the file, and raise the errors of `Extent.read_into`."""
-        return self.view if isinstance(self.view, StoredView) else self.view()
+        if isinstance(self.view, StoredView):
+            return self.view
+        with foreign_faults(self.file):
+            return self.view()
+
+
+@dataclass(frozen=True, slots=True)
+class ZeroRule:
+    """Where the tensor `key` is 0, the tensor `other` of the same shape is not above a bound."""
+
+    key: str
+    other: str
+    bound: float
+    """Largest absolute value of `other`."""
+    reason: str
+    """Why, for the message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +157,20 @@ class TensorDescription:
     """The stored boxes, without empty ones. They tile the shape, unless the checkpoint is damaged."""
     notes: tuple[str, ...] = field(default=(), kw_only=True)
     """Remarks to the user about this tensor, a sentence each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """A stored value that neither a tensor of torch nor plain data can hold. Only its key is an error."""
+
+    kind: str
+    """What it is, for messages, for example "a quantised tensor (qint8)"."""
+    remedy: str
+    """What the user can do, a sentence without its full stop."""
+
+
+class UnsupportedError(ValueError):
+    """Part of a checkpoint has a feature that this version does not read, and is not damaged."""
 
 
 def flat_boxes(
@@ -161,12 +201,40 @@ def shape_of(values: Any) -> tuple[int, ...]:
     """Checks a shape, or the sizes or offsets of a box, that metadata gives.
 
     Raises:
-        ValueError: the value is not a sequence of sizes.
+        ValueError: the value is not a sequence of at most 64 sizes.
     """
+    if len(values) > _MOST_DIMENSIONS:
+        raise ValueError(f"a shape has {len(values)} dimensions, expected at most {_MOST_DIMENSIONS}")
     sizes = tuple(values)
     if any(type(size) is not int or not 0 <= size < 1 << 62 for size in sizes):
-        raise ValueError(f"{sizes} is not a shape")
+        raise ValueError(f"{brief(sizes)} is not a shape")
     return sizes
+
+
+@contextmanager
+def foreign_faults(location: str, key: str | None = None) -> Iterator[None]:
+    """Turns errors that the content of a checkpoint causes in Python, numpy or torch into a `FormatError`.
+
+    A reader refuses what it knows to be wrong. This covers what remains: memory that does not suffice,
+    numbers that are too large, values that are nested too deep.
+
+    Args:
+        location: path of the checkpoint.
+        key: key of the value that is read; None for the metadata.
+
+    Raises:
+        FormatError: instead of a `MemoryError`, `ValueError`, `ArithmeticError` or `RuntimeError`.
+    """
+    try:
+        yield
+    except (MemoryError, ValueError, ArithmeticError, RuntimeError) as error:
+        of, details = ("", {}) if key is None else (f"{brief(key)}: ", {"key": key})
+        raise FormatError(
+            f"{location}: {of}it cannot be read ({brief(error)}). The file is damaged or made to fail, or "
+            "needs more memory than there is",
+            file=location,
+            **details,
+        ) from error
 
 
 def missing_file(path: str, key: str, offsets: Sequence[int]) -> StorageError:
@@ -210,6 +278,8 @@ class FormatReader(ABC):
         """Tensors by key."""
         self.aliases: dict[str, str] = {}
         """Key of a tied tensor to the key in `tensors` that it equals."""
+        self.unreadable: dict[str, Unreadable] = {}
+        """Values that cannot be read, by key. Their keys are neither in `tensors` nor in `object_keys`."""
         self.world_size = 1
         """Number of ranks that saved; 1 if the format does not store it."""
         self.step: int | None = None
@@ -252,6 +322,13 @@ class FormatReader(ABC):
                 short.
         """
 
+    def add(self, key: str, found: TensorDescription | Unreadable) -> None:
+        """Adds a tensor, or the reason why it cannot be read."""
+        if isinstance(found, Unreadable):
+            self.unreadable[key] = found
+        else:
+            self.tensors[key] = found
+
     def files(self) -> Mapping[str, int | None]:
         """Files that the checkpoint needs: name to expected size; None if the format does not record it."""
         return dict.fromkeys(box.file for tensor in self.tensors.values() for box in tensor.boxes)
@@ -280,9 +357,29 @@ class FormatReader(ABC):
             self.object(key)
         return 0
 
+    def zero_rules(self) -> Sequence[ZeroRule]:
+        """Rules that name ranges which a writer lost as zeros; none for most formats."""
+        return ()
+
     def close(self) -> None:
         """Closes the files that reading opened."""
         self.storage.close()
+
+    def read_small(self, file: str) -> bytes:
+        """Reads a whole file of metadata, or one that holds a plain value.
+
+        Raises:
+            FormatError: the file has more than 1 GiB. Nothing is read.
+            StorageError: the file is missing, or the storage failed.
+        """
+        size = self.storage.size(file)
+        if size is not None and size > _MOST_METADATA:
+            raise self.fault(
+                file,
+                f"it has {size} bytes, expected at most {_MOST_METADATA}: it is damaged, or not a file of "
+                "metadata",
+            )
+        return self.storage.read(file)
 
     def read_commit(self, file: str, what: str) -> bytes:
         """Reads the file that the writer writes last.
@@ -293,10 +390,11 @@ class FormatReader(ABC):
 
         Raises:
             NotCommittedError: the file is missing.
+            FormatError: the file has more than 1 GiB.
             StorageError: the storage failed.
         """
         try:
-            return self.storage.read(file)
+            return self.read_small(file)
         except StorageError as error:
             if not error.details.get("missing"):
                 raise
@@ -308,4 +406,4 @@ class FormatReader(ABC):
     def fault(self, file: str, text: str, **details: Any) -> FormatError:
         """A `FormatError` that names a file of this checkpoint."""
         path = f"{self.storage.location}/{file}"
-        return FormatError(f"{path}: {text}", file=path, **details)
+        return FormatError(printable(f"{path}: {text}"), file=path, **details)

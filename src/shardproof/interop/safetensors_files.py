@@ -61,6 +61,7 @@ class SafetensorsReader(FormatReader):
     def __init__(self, foreign: Foreign) -> None:
         super().__init__(foreign)
         self._sizes: dict[str, int] = {}
+        self._tensor_bytes = 0
         digest = xxhash.xxh3_128()
         names, index = self._chosen(foreign)
         for name in names:
@@ -158,12 +159,14 @@ class SafetensorsReader(FormatReader):
     def _add(self, name: str, header: SafetensorsHeader, index: HfIndex | None) -> None:
         found = describe_safetensors(header)
         if index is not None:
-            index.check(name, found)
-        if doubles := found.keys() & self.tensors.keys():
+            index.check(name, [*found, *header.unreadable])
+        if doubles := {*found, *header.unreadable} & {*self.tensors, *self.unreadable}:
             key = min(doubles)
             raise self.fault(name, f"{key} is in another file too: name the one file to read", key=key)
         self.tensors |= found
-        self._sizes[name] = max((tensor.end for tensor in header.tensors.values()), default=header.data_start)
+        self.unreadable |= header.unreadable
+        self._sizes[name] = header.data_end
+        self._tensor_bytes += header.data_end - header.data_start
         self.user_metadata = {**header.metadata, **self.user_metadata}
 
     def _read_embedded(self, file: str) -> EmbeddedValues:
@@ -179,7 +182,7 @@ class SafetensorsReader(FormatReader):
         return embedded
 
     def _check_total(self, index: HfIndex) -> None:
-        total = sum(box.nbytes for tensor in self.tensors.values() for box in tensor.boxes)
+        total = self._tensor_bytes
         if index.total_size not in (None, total):
             self.notes.append(
                 f"The index gives {index.total_size} bytes for all tensors, but they have {total}."

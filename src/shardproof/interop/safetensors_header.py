@@ -2,27 +2,31 @@
 
 A file of another project passes the same checks as a shard file of shardproof (`read_shard_header`). The
 header has at most 100 MB, no entry lies outside of the file or overlaps another, and the entries fill the
-file without a hole.
+file without a hole. A tensor of a dtype that torch does not have is listed, and cannot be read.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from shardproof.dtypes import DTYPES
-from shardproof.errors import FormatError
 from shardproof.format import read_shard_header
 from shardproof.interop.extents import FileRange
+from shardproof.interop.reader import Unreadable
 from shardproof.storage import Storage
 
 __all__ = ["SafetensorsHeader", "SafetensorsTensor", "dtype_of_code", "read_safetensors_header"]
 
+_PAIR = "float4_e2m1fn_x2"
 _DTYPES = {
     dtype.code: dtype.name
     for dtype in DTYPES.values()
-    if dtype.parts == 1 and dtype.name != "float4_e2m1fn_x2"
+    if dtype.parts == 1 and dtype.name != _PAIR and hasattr(torch, dtype.name)
 }
 """Code in a safetensors header to torch's name of the dtype."""
+_REMEDY = "This torch has no such dtype. Its writer can store the same bytes as U8"
 _PAIRS_OF_FLOATS = "F4"
 """The code of 4-bit numbers. A header counts them one by one, and torch has one element for two of them."""
 
@@ -50,9 +54,13 @@ class SafetensorsHeader:
     metadata: dict[str, str]
     """The texts under ``__metadata__``."""
     tensors: dict[str, SafetensorsTensor]
-    """Tensors by key, in the order of their bytes. They fill the file from `data_start` to its end."""
+    """Tensors by key, in the order of their bytes."""
+    unreadable: dict[str, Unreadable]
+    """Tensors of dtypes that torch does not have, by key."""
     data_start: int
     """First byte after the header."""
+    data_end: int
+    """One past the last byte of the last tensor. The tensors fill the file from `data_start` to here."""
     raw: bytes
     """All bytes before the data, as input of digests."""
 
@@ -67,7 +75,7 @@ class SafetensorsHeader:
 
 
 def dtype_of_code(code: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]] | None:
-    """Torch's dtype and shape for a code and a shape of a header; None if torch has no such dtype.
+    """Torch's dtype and shape for a code and a shape of a header; None if this torch has no such dtype.
 
     Example:
         >>> dtype_of_code("F8_E4M3", (2, 3))
@@ -76,8 +84,8 @@ def dtype_of_code(code: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ..
         ('float4_e2m1fn_x2', (2, 2))
         >>> dtype_of_code("F6_E2M3", (4,))
     """
-    if code == _PAIRS_OF_FLOATS and shape and shape[-1] % 2 == 0:
-        return "float4_e2m1fn_x2", (*shape[:-1], shape[-1] // 2)
+    if code == _PAIRS_OF_FLOATS and shape and shape[-1] % 2 == 0 and hasattr(torch, _PAIR):
+        return _PAIR, (*shape[:-1], shape[-1] // 2)
     name = _DTYPES.get(code)
     return None if name is None else (name, shape)
 
@@ -92,8 +100,7 @@ def read_safetensors_header(storage: Storage, file: str) -> SafetensorsHeader:
         file: name of the file.
 
     Raises:
-        FormatError: the header breaks a rule of safetensors, does not fit the size of the file, or declares a
-            dtype that torch does not have.
+        FormatError: the header breaks a rule of safetensors, or does not fit the size of the file.
         StorageError: the file is missing or unreadable.
 
     Example:
@@ -107,17 +114,15 @@ def read_safetensors_header(storage: Storage, file: str) -> SafetensorsHeader:
         >>> tensor.dtype, tensor.shape, tensor.end - tensor.begin
         ('bfloat16', (2, 3), 12)
     """
-    header = read_shard_header(storage, file)
-    tensors = {}
+    header = read_shard_header(storage, file, any_dtype=True)
+    tensors, unreadable = {}, {}
     for key, code, shape, begin, end in header.entries:
         found = dtype_of_code(code, shape)
         if found is None:
-            path = f"{storage.location}/{file}"
-            raise FormatError(
-                f"{path}: {key} has the dtype {code} and shape {shape}, which torch cannot hold. "
-                "Write the file again without it",
-                file=path,
-                key=key,
-            )
-        tensors[key] = SafetensorsTensor(*found, begin, end)
-    return SafetensorsHeader(storage, file, header.metadata, tensors, header.data_start, header.raw)
+            unreadable[key] = Unreadable(f"a tensor of dtype {code} and shape {list(shape)}", _REMEDY)
+        else:
+            tensors[key] = SafetensorsTensor(*found, begin, end)
+    data_end = header.entries[-1][4] if header.entries else header.data_start
+    return SafetensorsHeader(
+        storage, file, header.metadata, tensors, unreadable, header.data_start, data_end, header.raw
+    )

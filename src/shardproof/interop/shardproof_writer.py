@@ -200,7 +200,7 @@ class NativeWriter(FormatWriter):
     def _pieces(self, unit: Unit, source: BoxSource) -> Iterator[memoryview]:
         dtypes = {record.key: record.dtype for record in self._manifest.tensors}
         for key, offsets, sizes in unit.boxes:
-            given = self._hoisted if key in self._hoisted.tensors else source
+            given = _HoistedSource(self._hoisted, source) if key in self._hoisted.tensors else source
             yield from box_bytes(given, key, dtypes[key], offsets, sizes, self._piece_bytes)
 
     def _checked(self, unit: Unit, written: dict[str, Any]) -> tuple[FileRecord, NDArray[np.uint64]]:
@@ -326,7 +326,7 @@ def _manifest(
 
 
 class _Hoisted:
-    """The tensors and large arrays inside plain values, which are stored as tensors. It is a `BoxSource`."""
+    """The tensors and large arrays inside plain values, which are stored as tensors."""
 
     def __init__(self, contents: Contents) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
@@ -354,6 +354,19 @@ class _Hoisted:
             for key, tensor in self.tensors.items()
         }
 
+
+@dataclass(frozen=True, slots=True)
+class _HoistedSource:
+    """Gives the boxes of hoisted tensors. It notes each in the source of the others, which verifies it."""
+
+    hoisted: _Hoisted
+    others: BoxSource
+
     def read(self, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-        box = zip(offsets, sizes, strict=True)
-        return self.tensors[key][tuple(slice(at, at + size) for at, size in box)].contiguous()
+        box = tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
+        values = self.hoisted.tensors[key][box].contiguous()
+        self.note(key, offsets, sizes, values)
+        return values
+
+    def note(self, key: str, offsets: Sequence[int], sizes: Sequence[int], values: torch.Tensor) -> None:
+        self.others.note(key, offsets, sizes, values)

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from shardproof._utils.humanize import brief
 from shardproof.errors import StorageError
 from shardproof.geometry import Boxes, IndexMap
 from shardproof.interop.pickle_data import read_pickle
@@ -50,10 +51,10 @@ class TorchCheckpointingReader(RankFilesReader):
         """By key, the file of an item that is JSON or bytes, and which of the two it is."""
         try:
             if metadata["version"] != "2.0":
-                raise ValueError(f"the version {metadata['version']!r:.100} is unknown, expected '2.0'")
+                raise ValueError(f"the version {brief(metadata['version'])} is unknown, expected '2.0'")
             self.world_size = metadata["world_size"]
             if type(self.world_size) is not int or self.world_size < 1:
-                raise ValueError(f"world_size is {self.world_size!r:.100}")
+                raise ValueError(f"world_size is {brief(self.world_size)}")
             described = metadata["metadata"]
             for item, files in self._items(described).items():
                 self.add_item(item, files, _sharded_tensors(described.get(item)))
@@ -61,7 +62,7 @@ class TorchCheckpointingReader(RankFilesReader):
             raise self.fault(_METADATA, f"{error}: it is damaged, or does not fit the files") from error
         except (AttributeError, IndexError, KeyError, OverflowError, TypeError) as error:
             raise self.fault(
-                _METADATA, f"it does not have the structure that torch_checkpointing writes ({error!r:.300})"
+                _METADATA, f"it does not have the structure that torch_checkpointing writes ({brief(error)})"
             ) from error
         self.conclude(xxhash.xxh3_128_hexdigest(data))
 
@@ -80,13 +81,13 @@ class TorchCheckpointingReader(RankFilesReader):
         if key not in self._plain:
             return super().object(key, trust_pickle=trust_pickle)
         file, kind = self._plain[key]
-        data = self.storage.read(file)
+        data = self.read_small(file)
         if kind == _RAW:
             return data
         try:
             return json.loads(data)
         except (ValueError, RecursionError) as error:
-            raise self.fault(file, f"it is not JSON, or damaged ({error!r:.300})", key=key) from error
+            raise self.fault(file, f"it is not JSON, or damaged ({brief(error)})", key=key) from error
 
     def files(self) -> Mapping[str, int | None]:
         """All files; the format records no sizes."""
@@ -134,7 +135,7 @@ class TorchCheckpointingReader(RankFilesReader):
                 elif kind in (_JSON, _RAW):
                     self._plain[item if rank == 0 else f"{rank}.{item}"] = file, kind
                 else:
-                    raise ValueError(f"{file} is stored as {kind!r:.100}, which is not supported")
+                    raise ValueError(f"{file} is stored as {brief(kind)}, which is not supported")
         for file in sorted(present):
             found = _RANK_FILE.fullmatch(file)
             if found and found[1] not in described and int(found[2]) < self.world_size:
@@ -145,7 +146,7 @@ class TorchCheckpointingReader(RankFilesReader):
         try:
             return check_name(file, self.location)
         except (StorageError, TypeError) as error:
-            raise self.fault(_METADATA, f"the file name {file!r:.100} leads out of the checkpoint") from error
+            raise self.fault(_METADATA, f"the file name {brief(file)} leads out of the checkpoint") from error
 
 
 def _sharded_tensors(described: Mapping[str, Any] | None) -> dict[tuple[str, ...], ShardedTensorParts]:
@@ -169,7 +170,7 @@ def _sharded_tensors(described: Mapping[str, Any] | None) -> dict[tuple[str, ...
             elif kind == "default_tensor_v1":
                 maps |= dict.fromkeys(group["ranks"], _own_map(shape, data))
             else:
-                raise ValueError(f"the sharding {kind!r:.100} of {'.'.join(path)} is not supported")
+                raise ValueError(f"the sharding {brief(kind)} of {'.'.join(path)} is not supported")
         if len(shapes) != 1 or (cuts and maps):
             raise ValueError(f"{'.'.join(path)} has several shapes: {sorted(shapes)}")
         found[path] = ShardedTensorParts(shapes.pop(), cuts, maps)

@@ -22,12 +22,14 @@ from typing import Any
 import torch
 import xxhash
 
+from shardproof._utils.humanize import brief, printable
 from shardproof.dtypes import DTYPES
 from shardproof.errors import FormatError, StorageError
 from shardproof.interop.extents import DecodedExtent, Extent, FileRange, crc32
 from shardproof.interop.file_window import FileWindow, WindowBytes
 from shardproof.interop.pickle_data import Opaque, Pickle, read_pickle
-from shardproof.interop.reader import StoredView
+from shardproof.interop.read_budget import ReadBudget, key_units
+from shardproof.interop.reader import StoredView, Unreadable
 from shardproof.interop.torch_tensors import TorchStorage, TorchTensor, read_torch_pickle, torch_storage
 from shardproof.interop.zip_directory import read_zip_directory
 from shardproof.state import as_bytes
@@ -48,9 +50,11 @@ _LOCAL_HEADER = struct.Struct("<26xHH")
 """Lengths of the name and of the extra field that follow a zip file's local header."""
 _METADATA_RECORDS = ("data.pkl", "byteorder")
 _MOST_LEVELS = 200
-_MOST_LEAVES = 1_000_000
-"""Values of one saved object, at most. A small pickle can refer to one dict more often than memory allows."""
 _PIECE_BYTES = 1 << 20
+_REPEATED_BYTES = 64 << 20
+"""Bytes of the tensors of an object that may come from storages of any size."""
+_MOST_REPEATS = 4
+"""Bytes of the tensors of an object for each byte of their storages, at most."""
 _MOST_SMALL_PICKLES = 10_000
 """Entries of a `SmallPickles`, at most."""
 _MOST_PICKLE_BYTES = 1 << 30
@@ -123,6 +127,8 @@ class TorchFile:
     """True if reads prove the bytes of tensors."""
     is_zip: bool
     """True for the zip format, False for the format before it."""
+    pickled_bytes: int
+    """Bytes of the pickles."""
     digest: str
     """Digest of the pickles. Two files with equal tensors but other names of classes differ in it."""
 
@@ -223,7 +229,7 @@ class TorchFile:
         return sum(record.nbytes for record in records if record.has_checksum)
 
     def _fault(self, text: str) -> FormatError:
-        return FormatError(f"{self.path}: {text}", file=self.path)
+        return FormatError(printable(f"{self.path}: {text}"), file=self.path)
 
     def _bytes(self, offset: int, count: int) -> bytes:
         """Bytes of the file; fewer at its end."""
@@ -260,6 +266,7 @@ class TorchFile:
             raise self._fault(f"data.pkl has more than {_MOST_PICKLE_BYTES} bytes, which no state dict needs")
         pickled = memoryview(self._verified("data.pkl"))
         self.digest = xxhash.xxh3_128_hexdigest(pickled)
+        self.pickled_bytes = len(pickled)
         self.value = self._unpickled(bytes(pickled), tensors)
         self._records = {
             name.removeprefix("data/"): record
@@ -289,7 +296,7 @@ class TorchFile:
             if head[0] != _MAGIC:
                 raise self._fault("the file does not begin as torch.save writes it")
         if head[1] != _PROTOCOL or not isinstance(head[2], dict):
-            raise self._fault(f"the protocol {head[1]!r} of torch.save is unknown")
+            raise self._fault(f"the protocol {brief(head[1])} of torch.save is unknown")
         self._swapped = head[2].get("little_endian") is not (sys.byteorder == "little")
         pickled = read_torch_pickle(pieces, self._persistent, file=self.path, start=at)
         self.value = pickled.value
@@ -301,6 +308,7 @@ class TorchFile:
         for begin in range(0, keys.end, _PIECE_BYTES):
             digest.update(self._bytes(begin, min(_PIECE_BYTES, keys.end - begin)))
         self.digest = digest.hexdigest()
+        self.pickled_bytes = keys.end
 
     def _take_storages(self, keys: Pickle) -> None:
         """Finds the storages of the format before zip. Each storage follows its number of elements."""
@@ -308,10 +316,15 @@ class TorchFile:
         for key in keys.value:
             storage = self._storages.get(key) if isinstance(key, str) else None
             if storage is None or at + 8 > self._size:
-                raise self._fault(f"the storage {key!r} is unknown or past the end of the file")
+                raise self._fault(f"the storage {brief(key)} is unknown or past the end of the file")
             (numel,) = struct.unpack("<q", self._bytes(at, 8))
             if numel != storage.numel:
                 raise self._fault(f"the storage {key} has {numel} elements, expected {storage.numel}")
+            if storage.nbytes is None:
+                raise self._fault(
+                    f"the storage {key} is of {storage.dtype}, whose size is unknown, so that the storages "
+                    "after it cannot be found. Load the file with torch.load and save it again"
+                )
             self._records[key] = self._range(at + 8, storage.nbytes, None)
             at += 8 + storage.nbytes
             if at > self._size:
@@ -328,7 +341,7 @@ class TorchFile:
             record = self._records.get(key)
             if record is None:
                 raise self._fault(f"the storage {key} is missing")
-            if record.nbytes != storage.nbytes:
+            if storage.nbytes is not None and record.nbytes != storage.nbytes:
                 raise self._fault(f"the storage {key} has {record.nbytes} bytes, expected {storage.nbytes}")
 
     def _range(self, offset: int, nbytes: int, crc: int | None) -> FileRange:
@@ -375,6 +388,9 @@ class _Materializer:
         self._file = file
         self._made: dict[int, Any] = {}
         self._tensors: dict[TorchTensor, torch.Tensor] = {}
+        self._stored: dict[str, int] = {}
+        """By storage, its bytes."""
+        self._copied = 0
 
     def made(self, value: Any, depth: int) -> Any:
         if isinstance(value, TorchTensor):
@@ -399,8 +415,12 @@ class _Materializer:
 
     def _tensor(self, tensor: TorchTensor) -> torch.Tensor:
         found = self._file.read(tensor)
-        if tensor.nbytes > max(_PIECE_BYTES, 2 * found.untyped_storage().nbytes()):
-            raise self._fault(f"a tensor of shape {tensor.shape} repeats the elements of a smaller one")
+        self._stored[tensor.storage] = found.untyped_storage().nbytes()
+        self._copied += tensor.nbytes
+        if self._copied > max(_REPEATED_BYTES, _MOST_REPEATS * sum(self._stored.values())):
+            raise self._fault(
+                f"a tensor of shape {tensor.shape} repeats the elements of a smaller one, or of others"
+            )
         return found.clone()
 
     def _fault(self, text: str) -> FormatError:
@@ -416,7 +436,9 @@ def unpickled(file: TorchFile) -> Any:
         return torch.load(stream, map_location="cpu", weights_only=False)  # noqa: TID251 the user trusts it
 
 
-def leaves(value: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
+def leaves(
+    value: Any, budget: ReadBudget | None = None, prefix: int = 0
+) -> Iterator[tuple[tuple[Any, ...], Any]]:
     """The leaves of a saved object, with the keys that lead to each.
 
     The rules are those by which ``torch.distributed.checkpoint`` names its keys:
@@ -426,56 +448,72 @@ def leaves(value: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
     - A tuple is a leaf.
     - The leaves of a pickled ``torch.nn.Module`` are those of its ``state_dict``.
 
+    Args:
+        value: the saved object, or a part of it.
+        budget: counts the leaves and the text of their keys; None for one of this value alone.
+        prefix: characters of the key of the value itself.
+
     Raises:
-        ValueError: the object is nested deeper than 200 levels, for example because it holds itself, or has
-            more than 1,000,000 leaves.
+        ValueError: the object is nested deeper than 200 levels, for example because it holds itself, or the
+            budget is used up.
 
     Example:
-        >>> for path, leaf in leaves({"groups": [{"lr": 0.1}], "betas": (0.9, 0.99), "ids": [1]}):
+        >>> value = {"groups": [{"lr": 0.1}], "betas": (0.9, 0.99), "ids": [1]}
+        >>> for path, leaf in leaves(value):
         ...     print(path, leaf)
         ('groups', 0, 'lr') 0.1
         ('betas',) (0.9, 0.99)
         ('ids',) [1]
     """
     pending: list[Iterator[tuple[tuple[Any, ...], Any]]] = [iter([((), value)])]
+    budget = budget or ReadBudget()
+    texts = [prefix]
+    """Characters of the key of the value whose items each iterator of `pending` gives."""
     lists: dict[int, bool] = {}
-    count = 0
     while pending:
         found = next(pending[-1], None)
         if found is None:
             pending.pop()
+            texts.pop()
             continue
         path, item = found
-        inside = _inside(item, len(path), lists)
-        if inside is None:
+        text = texts[-1] + (key_units(path[-1]) + 1 if path else 0)
+        budget.charge_values(1)
+        budget.charge(text + len(path))
+        inside = _inside(item, len(path), lists, budget)
+        if isinstance(item, TorchStorage):
+            yield path, Unreadable("a storage without a tensor", "Save a tensor of it instead")
+        elif inside is None:
             yield found
         else:
             pending.append(_below(path, inside))
-        count += 1
-        if count > _MOST_LEAVES:
-            raise ValueError(f"the object has more than {_MOST_LEAVES} values")
+            texts.append(text)
 
 
 def _below(path: tuple[Any, ...], items: Iterable[tuple[Any, Any]]) -> Iterator[tuple[tuple[Any, ...], Any]]:
     return (((*path, key), item) for key, item in items)
 
 
-def _inside(value: Any, depth: int, lists: dict[int, bool]) -> Iterable[tuple[Any, Any]] | None:
+def _inside(
+    value: Any, depth: int, lists: dict[int, bool], budget: ReadBudget
+) -> Iterable[tuple[Any, Any]] | None:
     """Keys and values in a value that `leaves` descends; None for a leaf.
 
     Args:
         value: the value.
         depth: level of the value.
         lists: cached results of `_holds_tensors` by the id of the list.
+        budget: counts the keys that are compared.
     """
     if depth > _MOST_LEVELS:
         raise ValueError(f"the object is nested deeper than {_MOST_LEVELS} levels")
     if isinstance(value, Mapping):
+        budget.charge(sum(map(key_units, value)))
         is_plain = not depth or len({str(key) for key in value}) == len(value) > 0
         return value.items() if is_plain else None
     if isinstance(value, list):
         return enumerate(value) if _holds_tensors(value, depth, lists) else None
-    return _module_items(value) if isinstance(value, Opaque) else None
+    return _module_items(value, budget) if isinstance(value, Opaque) else None
 
 
 def _holds_tensors(items: list[Any], depth: int, known: dict[int, bool]) -> bool:
@@ -490,14 +528,14 @@ def _holds_tensors(items: list[Any], depth: int, known: dict[int, bool]) -> bool
         raise ValueError(f"the object is nested deeper than {_MOST_LEVELS} levels")
     if id(items) not in known:
         known[id(items)] = any(
-            isinstance(item, (TorchTensor, Mapping))
+            isinstance(item, (TorchTensor, Unreadable, Mapping))
             or (isinstance(item, list) and _holds_tensors(item, depth + 1, known))
             for item in items
         )
     return known[id(items)]
 
 
-def _module_items(module: Opaque) -> list[tuple[str, Any]] | None:
+def _module_items(module: Opaque, budget: ReadBudget) -> list[tuple[str, Any]] | None:
     """Parameters, persistent buffers and submodules of a pickled ``torch.nn.Module``; None for others."""
     state = module.state
     if not isinstance(state, dict):
@@ -505,6 +543,7 @@ def _module_items(module: Opaque) -> list[tuple[str, Any]] | None:
     parts = [state.get(name) for name in ("_parameters", "_buffers", "_modules")]
     if not all(isinstance(part, dict) for part in parts):
         return None
+    budget.charge_values(sum(len(part) for part in parts if isinstance(part, dict)))
     hidden = state.get("_non_persistent_buffers_set")
     skipped = hidden if isinstance(hidden, set) else set()
     return [

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from shardproof._utils.humanize import brief
 from shardproof.geometry import IndexMap
 from shardproof.interop.extents import FileRange
 from shardproof.interop.pickle_data import Opaque
@@ -22,8 +23,7 @@ from shardproof.interop.pickled_dtensors import (
     local_index_maps,
     pickled_dtensor,
 )
-from shardproof.interop.reader import StoredBox, StoredView, TensorDescription
-from shardproof.interop.torch_file import leaves
+from shardproof.interop.reader import StoredBox, StoredView, TensorDescription, Unreadable
 from shardproof.interop.torch_save import TorchFilesReader, TorchObject
 from shardproof.interop.torch_tensors import TorchTensor
 
@@ -66,7 +66,7 @@ class RankFilesReader(TorchFilesReader):
         by_path: dict[tuple[str, ...], dict[int, tuple[tuple[Any, ...], Any]]] = {}
         """By path as strings and by rank, the original path and the value."""
         for rank, name in files.items():
-            for path, leaf in leaves(self.open_file(name).value):
+            for path, leaf in self.leaves_of(name, self.open_file(name).value):
                 by_path.setdefault(tuple(map(str, path)), {})[rank] = path, pickled_dtensor(leaf) or leaf
         for path, described in shardings.items():
             for rank in described.ranks:
@@ -118,7 +118,7 @@ class RankFilesReader(TorchFilesReader):
             name, value = places[rank]
             local = value.local if isinstance(value, PickledDTensor) else value
             if not isinstance(local, TorchTensor):
-                raise self.fault(name, f"{key} is {value!r:.100}, expected a tensor", key=key)
+                raise self.fault(name, f"{key} is {brief(value)}, expected a tensor", key=key)
             if isinstance(value, PickledDTensor) and value.shape != sharding.shape:
                 raise self.fault(
                     name, f"{key} has the shape {list(value.shape)}, expected {list(sharding.shape)}", key=key
@@ -186,6 +186,9 @@ class RankFilesReader(TorchFilesReader):
             rank_key = key if are_equal else f"{rank}.{key}"
             if isinstance(value, TorchTensor):
                 self.add_tensor(rank_key, name, value)
+            elif isinstance(value, Unreadable):
+                self.check_new(rank_key, name)
+                self.unreadable[rank_key] = value
             else:
                 self.check_new(rank_key, name)
                 self._objects[rank_key] = TorchObject(name, paths[rank], value)

@@ -8,21 +8,34 @@ tied: the first key has the tensor, the others are aliases. All other values are
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import xxhash
 
+from shardproof._utils.humanize import brief
 from shardproof.errors import FormatError
 from shardproof.interop.pickle_data import opaque_names
-from shardproof.interop.reader import Foreign, FormatReader, StoredBox, StoredView, TensorDescription
+from shardproof.interop.read_budget import ReadBudget
+from shardproof.interop.reader import (
+    Foreign,
+    FormatReader,
+    StoredBox,
+    StoredView,
+    TensorDescription,
+    Unreadable,
+)
 from shardproof.interop.torch_file import TorchFile, TorchTensor, leaves, unpickled, with_tensors
 
 __all__ = ["TorchFilesReader", "TorchObject", "TorchSaveReader", "is_torch_file"]
 
-_MAGICS = (b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.", b"\x80\x04\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.")
-"""First bytes of files in the format before zip, with the protocols 2 and 4."""
+_MAGIC = re.compile(
+    rb"(\x80[\x02-\x05](\x95.{8})?)?(\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19|L119547037146038801333356L\n)\.",
+    re.DOTALL,
+)
+"""First bytes of files in the format before zip: the pickle of one number, with any protocol."""
 _WRITTEN = "checkpoint.pt"
 """The file in a folder that `shardproof convert --to torch` wrote."""
 _FIRST_BYTES = 512
@@ -38,7 +51,7 @@ def is_torch_file(foreign: Foreign, name: str) -> bool:
     if begin[:4] == b"PK\x03\x04":
         length = int.from_bytes(begin[26:28], "little")
         return begin[30 : 30 + length].endswith(b"/data.pkl")
-    return begin.startswith(_MAGICS)
+    return _MAGIC.match(begin) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +70,8 @@ class TorchFilesReader(FormatReader):
     def __init__(self, foreign: Foreign) -> None:
         super().__init__(foreign)
         self._files: dict[str, TorchFile] = {}
+        self._budget = ReadBudget()
+        """Of all files together."""
         self._objects: dict[str, TorchObject] = {}
         self._used: dict[str, set[str]] = {}
         """By file, the keys of the storages that tensors use."""
@@ -73,6 +88,7 @@ class TorchFilesReader(FormatReader):
         if name not in self._files:
             self._files[name] = TorchFile(self.storage, name)
             self._used[name] = set()
+            self._budget.grant(self._files[name].pickled_bytes)
         return self._files[name]
 
     def opened_dict(self, name: str) -> dict[Any, Any]:
@@ -83,7 +99,7 @@ class TorchFilesReader(FormatReader):
         """
         value = self.open_file(name).value
         if not isinstance(value, dict):
-            raise self.fault(name, f"it holds {value!r:.100}, expected a dict")
+            raise self.fault(name, f"it holds {brief(value)}, expected a dict")
         return value
 
     def add_torch_file(self, name: str, prefix: str = "") -> TorchFile:
@@ -99,7 +115,7 @@ class TorchFilesReader(FormatReader):
         """
         file = self.open_file(name)
         ties: dict[TorchTensor, str] = {}
-        for path, leaf in self._leaves(name, file.value):
+        for path, leaf in self.leaves_of(name, file.value):
             key = prefix + (".".join(map(str, path)) or "value")
             if isinstance(leaf, TorchTensor) and leaf in ties and 0 not in leaf.shape:
                 self.check_new(key, name)
@@ -122,7 +138,7 @@ class TorchFilesReader(FormatReader):
         Raises:
             FormatError: another value has one of the keys, or the value is nested too deep.
         """
-        for below, leaf in self._leaves(name, value, f"{key}: "):
+        for below, leaf in self.leaves_of(name, value, f"{key}: "):
             self._add_leaf(".".join((key, *map(str, below))), name, (*path, *below), leaf)
 
     def add_tensor(self, key: str, name: str, tensor: TorchTensor) -> None:
@@ -142,7 +158,7 @@ class TorchFilesReader(FormatReader):
         Raises:
             FormatError: another value has this key.
         """
-        if key in self.tensors or key in self.aliases or key in self._objects:
+        if any(key in known for known in (self.tensors, self.aliases, self._objects, self.unreadable)):
             raise self.fault(name, f"two values have the key {key}", key=key)
 
     def flat_view(self, name: str, tensor: Any, what: str) -> StoredView:
@@ -157,7 +173,7 @@ class TorchFilesReader(FormatReader):
             FormatError: the value is not a tensor, or its elements do not lie one after the other.
         """
         if not isinstance(tensor, TorchTensor):
-            raise self.fault(name, f"{what} is {tensor!r:.100}, expected a tensor")
+            raise self.fault(name, f"{what} is {brief(tensor)}, expected a tensor")
         view = self._files[name].view(tensor)
         if view.stride != StoredView.dense(tensor.shape, view.extent).stride and 0 not in tensor.shape:
             raise self.fault(name, f"the elements of {what} do not lie one after the other")
@@ -166,7 +182,7 @@ class TorchFilesReader(FormatReader):
 
     def keys(self) -> set[str]:
         """All keys so far, of tensors, aliases and objects."""
-        return {*self.tensors, *self.aliases, *self._objects}
+        return {*self.tensors, *self.aliases, *self._objects, *self.unreadable}
 
     def conclude(self, *digests: str) -> None:
         """Sets the identity and the notes on checksums, once all files are added.
@@ -216,16 +232,28 @@ class TorchFilesReader(FormatReader):
             proved += file.verify(key for key in file.storages if key not in self._used[name])
         return proved
 
-    def _leaves(self, name: str, value: Any, what: str = "") -> list[tuple[tuple[Any, ...], Any]]:
-        """All leaves of a value. It raises for too many leaves before the caller adds any."""
+    def leaves_of(self, name: str, value: Any, what: str = "") -> list[tuple[tuple[Any, ...], Any]]:
+        """All leaves of a value of a file, with the keys that lead to each.
+
+        Args:
+            name: name of the file.
+            value: the value.
+            what: key of the value, for messages.
+
+        Raises:
+            FormatError: the value is nested too deep, or is far larger than the file.
+        """
         try:
-            return list(leaves(value))
+            return list(leaves(value, self._budget, len(what)))
         except ValueError as error:
             raise self.fault(name, f"{what}{error}") from error
 
     def _add_leaf(self, key: str, name: str, path: tuple[Any, ...], leaf: Any) -> None:
         if isinstance(leaf, TorchTensor):
             self.add_tensor(key, name, leaf)
+        elif isinstance(leaf, Unreadable):
+            self.check_new(key, name)
+            self.unreadable[key] = leaf
         else:
             self.check_new(key, name)
             self._objects[key] = TorchObject(name, path, leaf)

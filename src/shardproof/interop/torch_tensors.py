@@ -10,12 +10,15 @@ from typing import Any
 
 import torch
 
+from shardproof._utils.humanize import brief
 from shardproof.dtypes import DTYPES
 from shardproof.errors import FormatError
 from shardproof.interop.pickle_builders import CONSTANTS, plain_builders
 from shardproof.interop.pickle_data import Bytes, Opaque, Pickle, read_pickle
+from shardproof.interop.reader import Unreadable, shape_of
 
 __all__ = [
+    "CONVERT",
     "STORAGE_DTYPES",
     "TorchStorage",
     "TorchTensor",
@@ -40,19 +43,26 @@ STORAGE_DTYPES = {
 }
 
 
+_QUANTISED = {"QInt8": 1, "QUInt8": 1, "QInt32": 4, "QUInt4x2": 1, "QUInt2x4": 1}
+"""Kinds of the storages of quantised tensors, and bytes of an element of the storage."""
+
+
 @dataclass(frozen=True, slots=True)
 class TorchStorage:
     """A storage that a pickle refers to."""
 
     key: str
     dtype: str
-    """Dtype of the elements; "uint8" for an untyped storage."""
+    """Dtype of the elements, "uint8" for an untyped storage. Names outside of `DTYPES` are those of storages
+    that are not read."""
     numel: int
+    itemsize: int | None
+    """Bytes of an element; None if they are not known."""
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the elements."""
-        return self.numel * DTYPES[self.dtype].itemsize
+    def nbytes(self) -> int | None:
+        """Bytes of the elements; None if they are not known."""
+        return None if self.itemsize is None else self.numel * self.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,24 +97,27 @@ def torch_storage(path: str, identifier: Any) -> TorchStorage:
         identifier: the persistent identifier in a pickle.
 
     Raises:
-        FormatError: it is not a storage, or one of an unknown class, or a view of another storage.
+        FormatError: it is not a storage.
     """
     match identifier:
-        case ("storage", Opaque(name=name), str(key), str(), int(numel), *view) if numel >= 0:
+        case ("storage", Opaque(name=name), str(key), str(), int(numel), *view) if 0 <= numel < 1 << 62:
             kind = name.removeprefix("torch.").removeprefix("cuda.").removesuffix("Storage")
+        case str():
+            raise FormatError(
+                f"{path}: it was saved with pickle_protocol=0, which loses the storages. torch.load cannot "
+                "read it either: save it again with another protocol",
+                file=path,
+            )
         case _:
             raise FormatError(f"{path}: a persistent identifier is not a storage", file=path)
-    is_untyped = name in ("torch.storage.UntypedStorage", "torch.UntypedStorage")
-    dtype = "uint8" if is_untyped else STORAGE_DTYPES.get(kind)
-    if dtype is None:
-        raise FormatError(f"{path}: the storage class {name} is unknown", file=path)
     if any(part is not None for part in view):
-        raise FormatError(
-            f"{path}: the storage {key} is a view of another, as torch saved them before 1.0. Load it with "
-            "torch and save it again",
-            file=path,
-        )
-    return TorchStorage(key, dtype, numel)
+        return TorchStorage(key, f"{name}, a view of another storage as in torch before 1.0", numel, None)
+    if name in ("torch.storage.UntypedStorage", "torch.UntypedStorage"):
+        return TorchStorage(key, "uint8", numel, 1)
+    if kind in STORAGE_DTYPES:
+        dtype = STORAGE_DTYPES[kind]
+        return TorchStorage(key, dtype, numel, DTYPES[dtype].itemsize)
+    return TorchStorage(key, name, numel, _QUANTISED.get(kind))
 
 
 def read_torch_pickle(
@@ -123,19 +136,22 @@ def _tensor(
     stride: Sequence[int],
     dtype: str,
     metadata: Mapping[str, bool] | None,
-) -> TorchTensor:
+) -> TorchTensor | Unreadable:
     """A tensor whose elements all lie in its storage."""
-    numbers = (offset, *shape, *stride)
-    if len(shape) != len(stride) or any(type(number) is not int or number < 0 for number in numbers):
+    if dtype not in DTYPES or storage.itemsize is None:
+        return Unreadable(f"a tensor of {dtype} and shape {list(shape)}", CONVERT)
+    shape, stride = shape_of(shape), shape_of(stride)
+    (offset,) = shape_of((offset,))
+    if len(shape) != len(stride):
         raise ValueError("shape, strides or offset of a tensor are not valid")
     last = offset + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
-    if 0 not in shape and (last + 1) * DTYPES[dtype].itemsize > storage.nbytes:
-        raise ValueError(f"a tensor of shape {tuple(shape)} does not fit into its storage {storage.key}")
+    if 0 not in shape and (last + 1) * DTYPES[dtype].itemsize > storage.numel * storage.itemsize:
+        raise ValueError(f"a tensor of shape {shape} does not fit into its storage {brief(storage.key)}")
     flags = metadata or {}
     if not flags.keys() <= {"conj", "neg"}:
-        raise ValueError(f"the tensor flags {sorted(flags)} are unknown")
+        raise ValueError(f"the tensor flags {brief(list(flags))} are unknown")
     is_conjugated, is_negated = bool(flags.get("conj")), bool(flags.get("neg"))
-    return TorchTensor(storage.key, dtype, tuple(shape), tuple(stride), offset, is_conjugated, is_negated)
+    return TorchTensor(storage.key, dtype, shape, stride, offset, is_conjugated, is_negated)
 
 
 def _rebuild_v2(
@@ -146,7 +162,7 @@ def _rebuild_v2(
     grad: Any = None,
     hooks: Any = None,
     metadata: Any = None,
-) -> TorchTensor:
+) -> TorchTensor | Unreadable:
     return _tensor(storage, offset, shape, stride, storage.dtype, metadata)
 
 
@@ -157,10 +173,20 @@ def _rebuild_v3(
     stride: Any,
     grad: Any,
     hooks: Any,
-    dtype: torch.dtype,
+    dtype: torch.dtype | Opaque,
     metadata: Any = None,
-) -> TorchTensor:
-    return _tensor(storage, offset, shape, stride, str(dtype).removeprefix("torch."), metadata)
+) -> TorchTensor | Unreadable:
+    name = dtype.name if isinstance(dtype, Opaque) else str(dtype).removeprefix("torch.")
+    return _tensor(storage, offset, shape, stride, name, metadata)
+
+
+def _without_elements(what: str, remedy: str) -> Callable[..., Unreadable]:
+    """A builder of tensors whose elements are not in one dense storage of a dtype that can be held."""
+    return lambda *args: Unreadable(what, remedy)
+
+
+def _quantised(storage: TorchStorage, offset: Any, shape: Any, *args: Any) -> Unreadable:
+    return Unreadable(f"a quantised tensor of {storage.dtype} and shape {list(shape)}", _DEQUANTISE)
 
 
 def _rebuild_subclass(function: Any, kind: Any, args: Any, state: Any) -> Any:
@@ -178,12 +204,32 @@ _REBUILDERS: Mapping[str, Callable[..., Any]] = {
 }
 
 
+CONVERT = "Load it with torch, convert it to a dtype that can be stored, and save it again"
+"""Remedy for a tensor of a dtype that cannot be held."""
+_DEQUANTISE = (
+    "Load it with torch.load, and save its dequantize(), or its int_repr() with the scales and zero points"
+)
+_TO_DENSE = "Load it with torch.load, and save its to_dense(), or its indices and values"
+_NOT_DENSE: Mapping[str, Callable[..., Any]] = {
+    "torch._utils._rebuild_qtensor": _quantised,
+    "torch._utils._rebuild_sparse_tensor": _without_elements("a sparse tensor", _TO_DENSE),
+    "torch._utils._rebuild_nested_tensor": _without_elements(
+        "a nested tensor", "Load it with torch.load, and save the list of its unbind()"
+    ),
+    "torch._utils._rebuild_meta_tensor_no_storage": _without_elements(
+        "a tensor on the device meta, which has no elements", "Save the real tensor"
+    ),
+}
+"""Builders of tensors that are not read."""
+
+
 @cache
 def torch_builders() -> Mapping[str, Callable[..., Any]]:
     """Builders of the values in a state dict. None of them allocates more than its arguments hold."""
     return {
         **plain_builders(),
         **_REBUILDERS,
+        **_NOT_DENSE,
         "torch._tensor._rebuild_from_type_v2": _rebuild_subclass,
         "torch._utils._rebuild_parameter": lambda data, *_: data,
         "torch._utils._rebuild_parameter_with_state": lambda data, *_: data,

@@ -21,6 +21,7 @@ from typing import Any
 
 import xxhash
 
+from shardproof._utils.humanize import brief
 from shardproof.dtypes import DTYPES
 from shardproof.errors import StorageError
 from shardproof.interop.extents import FileRange
@@ -30,10 +31,11 @@ from shardproof.interop.reader import (
     StoredBox,
     StoredView,
     TensorDescription,
+    Unreadable,
     shape_of,
 )
 from shardproof.interop.torch_file import TorchFile, unpickled, with_tensors
-from shardproof.interop.torch_tensors import TorchTensor
+from shardproof.interop.torch_tensors import CONVERT, TorchTensor
 from shardproof.interop.torchsnapshot_manifest import (
     PRIMITIVES,
     ListOfEntries,
@@ -95,11 +97,11 @@ class TorchSnapshotReader(FormatReader):
             metadata = self._parsed(data)
             self.world_size = metadata["world_size"]
             if type(self.world_size) is not int or self.world_size < 1:
-                raise ValueError(f"world_size is {self.world_size!r}")
+                raise ValueError(f"world_size is {brief(self.world_size)}")
             self._describe(metadata["manifest"])
         except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
             raise self.fault(
-                _METADATA, f"it does not have the structure that TorchSnapshot writes ({error!r:.300})"
+                _METADATA, f"it does not have the structure that TorchSnapshot writes ({brief(error)})"
             ) from error
 
     @classmethod
@@ -144,7 +146,7 @@ class TorchSnapshotReader(FormatReader):
         try:
             return yaml.load(data, Loader)
         except (yaml.YAMLError, RecursionError) as error:
-            raise self.fault(_METADATA, f"it is neither JSON nor YAML ({error!r:.300})") from error
+            raise self.fault(_METADATA, f"it is neither JSON nor YAML ({brief(error)})") from error
 
     def _describe(self, manifest: Mapping[str, Any]) -> None:
         """Describes the tensors and objects in the entries of all ranks."""
@@ -209,7 +211,7 @@ class TorchSnapshotReader(FormatReader):
             raise ValueError(f"{key} has the dtypes {sorted(dtypes)}")
         (dtype,) = dtypes
         if dtype not in DTYPES:
-            self.notes.append(f"{key} is not read: its dtype {dtype} is not supported.")
+            self.unreadable[key] = Unreadable(f"a tensor of {dtype} and shape {list(shape)}", CONVERT)
             return
         boxes = [self._box(key, part) for part in sorted(parts, key=lambda part: part.offsets)]
         self.tensors[key] = TensorDescription(dtype, shape, [box for box in boxes if 0 not in box.sizes])
@@ -248,7 +250,7 @@ class TorchSnapshotReader(FormatReader):
                 return file.view(tensor)
             raise self.fault(
                 part.file,
-                f"{key} is {tensor!r:.200}, expected a tensor of dtype {part.dtype} and shape "
+                f"{key} is {brief(tensor)}, expected a tensor of dtype {part.dtype} and shape "
                 f"{list(part.sizes)}",
                 key=key,
             )
@@ -271,12 +273,12 @@ class TorchSnapshotReader(FormatReader):
 
     def _file(self, location: Any) -> str:
         if not isinstance(location, str):
-            raise ValueError(f"the location {location!r:.100} is not a file name")
+            raise ValueError(f"the location {brief(location)} is not a file name")
         try:
             return check_name(location, self.location)
         except StorageError as error:
             raise self.fault(
-                _METADATA, f"the location {location!r:.100} leads out of the snapshot: {error.message}"
+                _METADATA, f"the location {brief(location)} leads out of the snapshot: {error.message}"
             ) from error
 
     def _note_files(self, entry: Any) -> None:
@@ -286,7 +288,7 @@ class TorchSnapshotReader(FormatReader):
                 self._note_files(item)
         elif entry and entry["type"] == "object":
             if entry["serializer"] != "torch_save":
-                raise ValueError(f"an object is stored by {entry['serializer']!r:.100}, expected torch_save")
+                raise ValueError(f"an object is stored by {brief(entry['serializer'])}, expected torch_save")
             self._sizes.setdefault(self._file(entry["location"]), None)
         else:
             self._value(entry, False)
@@ -301,7 +303,7 @@ class TorchSnapshotReader(FormatReader):
             file = TorchFile(self.storage, self._file(entry["location"]))
             return unpickled(file) if trust_pickle else with_tensors(file, file.value)
         if kind not in PRIMITIVES or not isinstance(entry["serialized_value"], str):
-            raise ValueError(f"an entry has the type {kind!r:.100}, which is unknown")
+            raise ValueError(f"an entry has the type {brief(kind)}, which is unknown")
         return primitive(kind, entry["serialized_value"])
 
 

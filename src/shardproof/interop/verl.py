@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterable
 from pathlib import PurePosixPath
 
+from shardproof._utils.humanize import brief
 from shardproof.errors import NotCommittedError
 from shardproof.interop.json_files import read_json, top_level_files
 from shardproof.interop.reader import Foreign
@@ -104,7 +105,7 @@ class VerlReader(RankFilesReader):
                 return configured
             if found:
                 raise self.fault(
-                    _CONFIG, f"world_size is {configured!r:.100}, but the files are of {found} ranks"
+                    _CONFIG, f"world_size is {brief(configured)}, but the files are of {found} ranks"
                 )
         if not found:
             raise NotCommittedError(f"{self.location} has no file model_world_size_*_rank_0.pt of verl")

@@ -71,6 +71,17 @@ class BoxSource(Protocol):
         """
         ...
 
+    def note(self, key: str, offsets: Sequence[int], sizes: Sequence[int], values: torch.Tensor) -> None:
+        """Notes a box of a tensor that the writer made of a plain value. It is verified like the others.
+
+        Args:
+            key: key of the tensor in the written checkpoint.
+            offsets: (d,) first index of the box.
+            sizes: (d,) sizes of the box.
+            values: the elements, dense and in host memory.
+        """
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class WriteOptions:

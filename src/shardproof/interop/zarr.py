@@ -19,7 +19,7 @@ import xxhash
 from shardproof.errors import FormatError, NotCommittedError, StorageError
 from shardproof.interop.embedded_values import EmbeddedValues
 from shardproof.interop.json_files import read_json
-from shardproof.interop.reader import Foreign, FormatReader, TensorDescription
+from shardproof.interop.reader import Foreign, FormatReader, TensorDescription, Unreadable
 from shardproof.interop.zarr_chunks import ZarrChunks
 from shardproof.interop.zarr_metadata import (
     EVERY_CHUNK_ATTRIBUTE,
@@ -50,7 +50,7 @@ class ZarrArrays:
 
     names: frozenset[str]
     """All files below the folder."""
-    metadata: dict[str, tuple[str, ArrayMetadata]]
+    metadata: dict[str, tuple[str, ArrayMetadata | Unreadable]]
     """By folder of the array: name of the metadata file, and the parsed metadata."""
     groups: dict[str, dict[str, Any]]
     """By folder of a group of Zarr v3, its metadata."""
@@ -83,8 +83,8 @@ class ZarrArrays:
 
     def describe(
         self, folder: str, key: str, *, every_chunk: Callable[[ArrayMetadata], bool] = lambda _: False
-    ) -> TensorDescription:
-        """Describes an array as a tensor.
+    ) -> TensorDescription | Unreadable:
+        """Describes an array as a tensor, if it can be read.
 
         Args:
             folder: folder of the array; "" for the root.
@@ -96,6 +96,8 @@ class ZarrArrays:
             FormatError: the array has more chunks than any checkpoint.
         """
         name, array = self.metadata[folder]
+        if isinstance(array, Unreadable):
+            return array
         prefix = f"{folder}/" if folder else ""
         boxes = self.chunks.boxes(key, array, prefix, name, every_chunk=every_chunk(array))
         return TensorDescription(array.dtype, array.shape, boxes)
@@ -128,7 +130,7 @@ class ZarrArrays:
         array = self.parsed(document, folder, name)
         if folder in self.metadata:
             other = self.metadata[folder][1]
-            if (array.dtype, array.shape) != (other.dtype, other.shape):
+            if _kind(array) != _kind(other):
                 raise self._fault(name, f"it says that {folder} is {_kind(array)}, {_V2} says {_kind(other)}")
         self.metadata[folder] = name, array
         attributes = document.get("attributes")
@@ -136,7 +138,7 @@ class ZarrArrays:
         if isinstance(key, str) and key:
             self.keys[folder] = key
 
-    def parsed(self, document: Mapping[str, Any], folder: str, name: str) -> ArrayMetadata:
+    def parsed(self, document: Mapping[str, Any], folder: str, name: str) -> ArrayMetadata | Unreadable:
         """Parses the metadata of an array; see `parse_array`.
 
         Args:
@@ -165,8 +167,8 @@ class ZarrArrays:
         return FormatError(f"{path}: {text}", file=path)
 
 
-def _kind(array: ArrayMetadata) -> str:
-    return f"{array.dtype}{list(array.shape)}"
+def _kind(array: ArrayMetadata | Unreadable) -> str:
+    return array.kind if isinstance(array, Unreadable) else f"{array.dtype}{list(array.shape)}"
 
 
 class ZarrReader(FormatReader):
@@ -209,7 +211,7 @@ class ZarrReader(FormatReader):
                     arrays.metadata[folder][0], f"{folder} and {folders[key]} have the same key {key}"
                 )
             folders[key] = folder
-            self.tensors[key] = arrays.describe(folder, key, every_chunk=lambda _: is_whole)
+            self.add(key, arrays.describe(folder, key, every_chunk=lambda _: is_whole))
         self._embedded = EmbeddedValues.of(attributes, self.tensors, lambda text: self.fault(_V3, text))
         self.aliases = dict(self._embedded.aliases)
         self.step, self.user_metadata = self._embedded.step, dict(self._embedded.metadata)

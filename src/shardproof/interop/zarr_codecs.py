@@ -26,6 +26,7 @@ import numpy as np
 
 from shardproof.errors import CorruptChunkError, FormatError
 from shardproof.interop.extents import DecodedExtent
+from shardproof.interop.reader import UnsupportedError
 from shardproof.storage import Storage
 
 __all__ = ["Codec", "Codecs", "CodedExtent", "import_extra"]
@@ -77,16 +78,16 @@ class Codec:
         """Builds a codec from the metadata.
 
         Raises:
-            ValueError: the codec is unknown or unsafe.
+            UnsupportedError: the codec is unknown or unsafe.
         """
         if name not in _COMPRESSORS | _CHECKSUMS | _FILTERS:
-            raise ValueError(f"the codec {name!r} is unknown")
+            raise UnsupportedError(f"the codec {name!r} is unknown")
         for entry, value in config.items():
             if "dtype" in entry or entry == "astype":
                 if not isinstance(value, str) or not _NUMBERS.fullmatch(value):
-                    raise ValueError(f"the codec {name} names the dtype {value!r}")
+                    raise UnsupportedError(f"the codec {name} names the dtype {value!r}")
             elif isinstance(value, (list, dict)):
-                raise ValueError(f"the option {entry} of the codec {name} is {value!r}")
+                raise UnsupportedError(f"the option {entry} of the codec {name} is {value!r}")
         return Codec(name, tuple(sorted(config.items())))
 
     @property
@@ -279,32 +280,41 @@ def _without_crc32c(data: Buffer) -> memoryview:
     return content
 
 
+_MEMBER_BYTES = 16 << 10
+_LZMA_BYTES = 1 << 30
+"""Memory of a decompressor of LZMA, at most. The stream asks for it; the highest preset needs 65 MiB."""
 _BOUNDED: Mapping[str, Callable[[], Any]] = {
     "gzip": lambda: zlib.decompressobj(31),
     "zlib": zlib.decompressobj,
     "bz2": bz2.BZ2Decompressor,
-    "lzma": lzma.LZMADecompressor,
+    "lzma": lambda: lzma.LZMADecompressor(memlimit=_LZMA_BYTES),
 }
 """Decompressors that stop at a given size. The decompressors of numcodecs do not."""
 
 
 def _inflated(decompressor: Callable[[], Any], data: Buffer, size: int) -> bytes:
-    """Decompresses all members of a stream, up to `size` + 1 bytes."""
+    """Decompresses all members of a stream, up to `size` + 1 bytes.
+
+    The first member gets all bytes at once. Each later one gets them in pieces, because a decompressor copies
+    the bytes after its member: a stream of many members would take quadratic time.
+    """
     parts: list[bytes] = []
     left = size + 1
+    view, at, piece = memoryview(data), 0, len(data)
     while True:
         stream = decompressor()
         while not stream.eof and left:
-            part = stream.decompress(data, left)
-            # zlib returns unread input as unconsumed_tail; the other decompressors hold it themselves
-            data = getattr(stream, "unconsumed_tail", b"")
+            given = view[at : at + piece]
+            if not given:
+                raise ValueError("the compressed bytes end early")
+            part = stream.decompress(given, left)
+            # a decompressor that neither ends nor gives `left` bytes has read all that it got
+            at += len(given) - len(stream.unused_data)
             parts.append(part)
             left -= len(part)
-            if not part and not stream.eof:
-                raise ValueError("the compressed bytes end early")
-        data = stream.unused_data
-        if not data or not left:
+        if at == len(view) or not left:
             return parts[0] if len(parts) == 1 else b"".join(parts)
+        piece = _MEMBER_BYTES
 
 
 def _unzstd(codec: Any, data: Buffer, size: int, *, exact: bool, into: memoryview | None) -> memoryview:

@@ -22,7 +22,7 @@ import torch
 from shardproof.dtypes import DTYPES
 from shardproof.errors import FormatError
 from shardproof.geometry import row_major_strides
-from shardproof.interop.reader import shape_of
+from shardproof.interop.reader import Unreadable, UnsupportedError, shape_of
 from shardproof.interop.zarr_codecs import Codec, Codecs
 
 __all__ = [
@@ -61,7 +61,10 @@ _MEMBERS = {
     "zarr_format",
 }
 _V2_KINDS = {"b": "bool", "i": "int", "u": "uint", "f": "float", "c": "complex"}
+_REMEDY = "Write the array again with a dtype, a chunk grid and codecs that docs/formats.md names"
 _NOT_IN_ZARR = {"complex32", "float4_e2m1fn_x2"}
+_PADDING_BYTES, _MOST_PADDING = 64 << 20, 16
+"""Bytes of a chunk, at most: the first number, and the second for each byte of the array."""
 _SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -139,7 +142,7 @@ class ArrayMetadata:
 
 def parse_array(
     document: Mapping[str, Any], attributes: Mapping[str, Any], path: str, key: str
-) -> ArrayMetadata:
+) -> ArrayMetadata | Unreadable:
     """Describes an array.
 
     Args:
@@ -148,8 +151,11 @@ def parse_array(
         path: path of the file, for messages.
         key: key of the array, for messages.
 
+    Returns:
+        The description; or an `Unreadable`, if the array needs a feature that this reader does not have.
+
     Raises:
-        FormatError: the metadata is damaged, or needs a feature that this reader does not support.
+        FormatError: the metadata is damaged.
 
     Example:
         >>> document = {"zarr_format": 2, "shape": [5], "chunks": [2], "dtype": ">f4", "compressor": None,
@@ -162,15 +168,31 @@ def parse_array(
         version = document["zarr_format"]
         if version not in (2, 3):
             raise ValueError(f"the format {version!r} of Zarr is unknown")
-        return (_parse_v2 if version == 2 else _parse_v3)(document, attributes)
+        return _checked_chunks((_parse_v2 if version == 2 else _parse_v3)(document, attributes))
+    except UnsupportedError as error:
+        return Unreadable(f"a Zarr array with an unsupported feature ({error})", _REMEDY)
     except KeyError as error:
         raise FormatError(f"{path}: the metadata of {key} lacks {error}", file=path, key=key) from error
     except (AttributeError, TypeError, ValueError, OverflowError, struct.error, RecursionError) as error:
         raise FormatError(
-            f"{path}: the metadata of {key} is damaged, or this version does not read it: {error}",
+            f"{path}: the metadata of {key} is damaged: {error}",
             file=path,
             key=key,
         ) from error
+
+
+def _checked_chunks(array: ArrayMetadata) -> ArrayMetadata:
+    """Refuses chunks that are far larger than the array: a read decodes a whole chunk."""
+    layout = array.layout
+    while layout.inner is not None:
+        layout = layout.inner
+    itemsize = DTYPES[array.dtype].itemsize
+    chunk, whole = (math.prod(sizes) * itemsize for sizes in (layout.sizes, array.shape))
+    if chunk > _PADDING_BYTES + _MOST_PADDING * whole:
+        raise ValueError(
+            f"a chunk of {layout.sizes} has {chunk} bytes, but the array of {array.shape} has {whole}"
+        )
+    return array
 
 
 def _parse_v2(document: Mapping[str, Any], attributes: Mapping[str, Any]) -> ArrayMetadata:
@@ -201,7 +223,7 @@ def _v2_codec(document: Mapping[str, Any]) -> Codec:
 def _v2_dtype(text: Any) -> tuple[str, str]:
     """Torch's name of the dtype of Zarr v2, and the byte order."""
     if not isinstance(text, str):
-        raise ValueError(f"the dtype {text!r} has fields")
+        raise UnsupportedError(f"the dtype {text!r} has fields")
     if text in ("<V2", "|V2"):  # Megatron-Core's bfloat16, as NumPy names it
         return "bfloat16", "<"
     if text in DTYPES:
@@ -210,7 +232,7 @@ def _v2_dtype(text: Any) -> tuple[str, str]:
     name = f"{_V2_KINDS.get(kind, '?')}{int(size) * 8 if size.isdigit() else size}"
     name = "bool" if name == "bool8" else name
     if name not in DTYPES or text[0] not in "<>|":
-        raise ValueError(f"the dtype {text!r} is unknown")
+        raise UnsupportedError(f"the dtype {text!r} is unknown")
     return name, text[0] if text[0] != "|" else "<"
 
 
@@ -220,21 +242,21 @@ def _parse_v3(document: Mapping[str, Any], attributes: Mapping[str, Any]) -> Arr
     for name in document.keys() - _MEMBERS:
         value = document[name]
         if not (isinstance(value, dict) and value.get("must_understand") is False):
-            raise ValueError(f"the member {name!r} is unknown")
+            raise UnsupportedError(f"the member {name!r} is unknown")
     if document.get("storage_transformers"):
-        raise ValueError(f"the storage transformers {document['storage_transformers']!r} are unknown")
+        raise UnsupportedError(f"the storage transformers {document['storage_transformers']!r} are unknown")
     stored, config = _named(document["data_type"])
     if stored not in DTYPES or stored in _NOT_IN_ZARR or config:
-        raise ValueError(f"the data type {document['data_type']!r} is unknown")
+        raise UnsupportedError(f"the data type {document['data_type']!r} is unknown")
     dtype = _dtype(stored, attributes)
     shape = _shape(document["shape"], dtype)
     grid, options = _named(document["chunk_grid"])
     if grid != "regular":
-        raise ValueError(f"the chunk grid {grid!r} is unknown")
+        raise UnsupportedError(f"the chunk grid {grid!r} is unknown")
     sizes = _chunk_sizes(options["chunk_shape"], shape)
     encoding, options = _named(document["chunk_key_encoding"])
     if encoding not in ("default", "v2"):
-        raise ValueError(f"the chunk key encoding {encoding!r} is unknown")
+        raise UnsupportedError(f"the chunk key encoding {encoding!r} is unknown")
     is_default = encoding == "default"
     return ArrayMetadata(
         dtype,
@@ -265,7 +287,7 @@ def _v3_layout(documents: Any, sizes: tuple[int, ...], axes: tuple[int, ...], dt
     nbytes = math.prod(sizes) * DTYPES[dtype].itemsize
     if name == "sharding_indexed":
         if codecs:
-            raise ValueError(f"the codec {codecs[-1].name} encodes a shard, which is not supported")
+            raise UnsupportedError(f"the codec {codecs[-1].name} encodes a shard, which is not supported")
         stored = _chunk_sizes(options["chunk_shape"], sizes)
         by_axis = dict(zip(axes, stored, strict=True))
         inner_sizes = tuple(by_axis[axis] for axis in range(len(axes)))
@@ -278,7 +300,7 @@ def _v3_layout(documents: Any, sizes: tuple[int, ...], axes: tuple[int, ...], dt
         inner = _v3_layout(options["codecs"], inner_sizes, axes, dtype)
         return ChunkLayout(sizes, axes, 1, Codecs((), nbytes), index, inner)
     if name not in ("bytes", "endian"):
-        raise ValueError(f"the codec {name!r} is unknown")
+        raise UnsupportedError(f"the codec {name!r} is unknown")
     return ChunkLayout(sizes, axes, _swap(dtype, _order(options)), Codecs(codecs, nbytes))
 
 

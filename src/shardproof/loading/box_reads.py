@@ -26,9 +26,8 @@ from shardproof.dtypes import DTYPES
 from shardproof.format import TensorRecord
 from shardproof.geometry import row_major_strides
 from shardproof.interop import Extent, StoredBox, StoredView
-from shardproof.loading.cold_reads import Cold
 from shardproof.loading.destinations import DestinationWriter, can_view
-from shardproof.loading.threads import Scratch, in_threads
+from shardproof.loading.threads import Scratch, in_threads, reading_threads
 from shardproof.planning import LARGE_BYTES, ChunkTable
 
 __all__ = ["BoxReads"]
@@ -81,9 +80,10 @@ class BoxReads:
         self._on_bytes: Callable[[int], None] | None = None
         self._read = 0
 
-    def run(self, *, threads: int, on_bytes: Callable[[int], None] | None, cold: Cold) -> int:
+    def run(self, *, threads: int | None, on_bytes: Callable[[int], None] | None) -> int:
         """Reads all; see `Reads.run`. Bytes go through the page cache."""
         self._on_bytes = on_bytes
+        threads = reading_threads() if threads is None else threads
         in_threads(self._read_batch, self._batches, threads, self._writer.streams.entered)
         return self._read
 

@@ -22,6 +22,7 @@ from shardproof.format import (
     Manifest,
     TensorRecord,
     check_sizes,
+    inner_tensors,
     locate_files,
     read_index,
     read_manifest,
@@ -29,12 +30,11 @@ from shardproof.format import (
 from shardproof.interop import is_paths_key, paths_in
 from shardproof.loading.block_reader import BlockDigests
 from shardproof.loading.chunk_reader import Chunks
-from shardproof.loading.cold_reads import Cold
 from shardproof.loading.destinations import Destination, DestinationWriter
 from shardproof.loading.read_executor import ChunkReads
 from shardproof.planning import OWN_ADVICE, ChunkTable, ReadPlan, RequestedBoxes, plan_reads
 from shardproof.state import Catalogue, decode_plain
-from shardproof.storage import CachedStorage, Storage
+from shardproof.storage import CachedStorage, Storage, past_cache
 
 __all__ = ["OPENED_FIRST", "Checkpoint", "NativeCheckpoint", "Reads", "StoredTensor", "open_once"]
 
@@ -55,13 +55,12 @@ class Reads(Protocol):
         """Bytes to read."""
         ...
 
-    def run(self, *, threads: int, on_bytes: Callable[[int], None] | None, cold: Cold) -> int:
+    def run(self, *, threads: int | None, on_bytes: Callable[[int], None] | None) -> int:
         """Reads and verifies the chunks, and fills the destinations.
 
         Args:
-            threads: reads in flight where the page cache has the bytes.
+            threads: reads in flight; None: as many as the storage and the processors need.
             on_bytes: called with the bytes read since the previous call, from any thread.
-            cold: how to read bytes that are not in the page cache.
 
         Returns:
             Bytes read.
@@ -101,6 +100,11 @@ class Checkpoint(ABC):
     def _index(self) -> None:
         """Prepares the search by key; a constructor calls it when it has set `tensors`."""
         self._row = dict(zip(map(_KEY, self.tensors), range(len(self.tensors)), strict=True))
+
+    @functools.cached_property
+    def _keys(self) -> frozenset[str]:
+        inner = inner_tensors(self.objects, self._row)
+        return frozenset([*self._row, *self.aliases, *self.objects]) - inner
 
     def __enter__(self) -> Self:
         return self
@@ -175,7 +179,7 @@ class Checkpoint(ABC):
         """
         writer = DestinationWriter(self.tensors, self.table, plan, destinations)
         reads = self.reads(writer, np.unique(plan.chunk))
-        return reads.run(threads=threads, on_bytes=None, cold=Cold.AS_CACHED)
+        return reads.run(threads=threads, on_bytes=None)
 
     def read_boxes(
         self,
@@ -221,17 +225,21 @@ class Checkpoint(ABC):
         return [destination.view for destination in destinations]
 
     def keys(self) -> list[str]:
-        """All keys, of tensors and of plain values, sorted. Keys of tied tensors are among them."""
-        return sorted([*self._row, *self.aliases, *self.objects])
+        """All keys, of tensors and of plain values, sorted. Keys of tied tensors are among them.
+
+        Tensors that hold the bytes of a plain value (an array, bytes, a long text or list) are not: the
+        value has a key.
+        """
+        return sorted(self._keys)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.keys())
 
     def __contains__(self, key: object) -> bool:
-        return key in self._row or key in self.aliases or key in self.objects
+        return key in self._keys
 
     def __len__(self) -> int:
-        return len(self._row) + len(self.aliases) + len(self.objects)
+        return len(self._keys)
 
     def __getitem__(self, key: str) -> Any:
         """A `StoredTensor`, or the plain value.
@@ -240,7 +248,7 @@ class Checkpoint(ABC):
             KeyError: neither is stored under this key.
         """
         if key in self.objects:
-            return self._decoded(self.objects[key])
+            return self.decoded(self.objects[key])
         return StoredTensor(self, key, self.row(key))
 
     def row(self, key: str) -> int:
@@ -271,8 +279,8 @@ class Checkpoint(ABC):
         tensors |= {alias: tensors[key] for alias, key in self.aliases.items()}
         return Catalogue(tensors, self.aliases, self.objects, self.world_size)
 
-    def _decoded(self, value: Any) -> Any:
-        """A plain value. A tensor to which it refers several times is read once."""
+    def decoded(self, value: Any) -> Any:
+        """Decodes a value of `objects`, or a part of one. A tensor that it refers to is read once."""
         return decode_plain(value, functools.cache(self._referenced))
 
     def _referenced(self, key: str) -> torch.Tensor:
@@ -321,7 +329,7 @@ class NativeCheckpoint(Checkpoint):
     @property
     def metadata(self) -> dict[str, Any]:
         """The metadata that was given at save."""
-        decoded = self._decoded(self.manifest.metadata)
+        decoded = self.decoded(self.manifest.metadata)
         assert isinstance(decoded, dict)
         return decoded
 
@@ -348,6 +356,10 @@ class NativeCheckpoint(Checkpoint):
         """Opens the first shard files of some chunks; see `Checkpoint.open_files`."""
         for file in np.unique(self.table.file[rows])[:OPENED_FIRST].tolist():
             open_once(*self.files[file])
+
+    def bypass_cache(self) -> None:
+        """Reads go past the page cache from here on, where the storage can."""
+        self.files[:] = [(past_cache(storage), name) for storage, name in self.files]
 
     def reads(self, writer: DestinationWriter, rows: NDArray[np.int64]) -> Reads:
         """Plans to read some chunks, reduced to the blocks that the destinations need."""

@@ -20,11 +20,10 @@ from numpy.typing import NDArray
 
 from shardproof.format import BLOCK_BYTES, ChunkVerifier, Manifest, block_digests, digest_of_blocks
 from shardproof.loading.block_reader import BlockDigests, Extents, Files
-from shardproof.loading.cold_reads import is_cached
 from shardproof.planning import ChunkTable
-from shardproof.storage import RemoteStorage, Storage
+from shardproof.storage import CachedStorage, RemoteStorage, Storage
 
-__all__ = ["Chunks", "Fetch"]
+__all__ = ["COLD_BYTES", "Chunks", "Fetch"]
 
 Fetch: TypeAlias = Callable[[Storage, str, int, int], memoryview]
 """Reads a range of a file: storage, name, first byte, count."""
@@ -34,8 +33,10 @@ GAP = 64 << 10
 _GAP_SHARE = 16
 _SAMPLES = 16
 """Batches whose pages a load looks for in the page cache before it reads."""
-_SPAN_BLOCKS = 2
-"""Blocks in one read of a chunk, at most."""
+_SPAN_BYTES = 2 * BLOCK_BYTES
+"""Bytes of one read of a chunk, at most: the processor's cache has them when they are hashed."""
+COLD_BYTES = 4 << 20
+"""The same if the page cache lacks them: the disk serves large requests faster."""
 
 
 class Chunks:
@@ -52,6 +53,8 @@ class Chunks:
         self.count: list[int] = table.byte_count[ordered].tolist()
         self._verifier = ChunkVerifier.of_table(manifest, table, ordered)
         self._blocks: BlockDigests | None = None
+        self.is_cold = False
+        """True to read in large requests, because the page cache lacks the bytes."""
         self.extents: dict[int, tuple[int, int]] = {}
         """By position, the range in the chunk that is read, for chunks that are not read whole."""
 
@@ -153,6 +156,8 @@ class Chunks:
     def read(self, batch: range, memory: memoryview, *, is_filled: bool = False) -> int:
         """Reads whole neighbouring chunks of one file into memory, and verifies them.
 
+        Cold chunks are read in one request.
+
         Args:
             batch: positions in one file.
             memory: `span` bytes, from the first byte of the first chunk on.
@@ -167,6 +172,9 @@ class Chunks:
         """
         storage, name = self._files[self.file[batch[0]]]
         start, count, base, nbytes = self.start, self.count, self.start[batch[0]], 0
+        if self.is_cold and not is_filled:
+            storage.read_into(name, base, memory[: self.span(batch)])
+            is_filled = True
         at, end = batch.start, batch.stop
         while at < end:
             if count[at] > BLOCK_BYTES:
@@ -194,18 +202,13 @@ class Chunks:
         """True if a request of the storage takes long, so that small chunks should share large requests."""
         return bool(self.file) and isinstance(self._files[self.file[0]][0], RemoteStorage)
 
-    def any_cold(self, batches: Sequence[range]) -> bool:
-        """True if the page cache lacks one of `_SAMPLES` batches, spread evenly over all."""
-        step = max(1, len(batches) // _SAMPLES)
-        return not all(is_cached(*self.place(batch)) for batch in batches[::step])
-
-    def read_unit(self, batch: range, memory: memoryview) -> int:
-        """Like `read`, but in one request if the page cache does not have the bytes."""
-        storage, name, start, count = self.place(batch)
-        is_cold = not is_cached(storage, name, start, count)
-        if is_cold:
-            storage.read_into(name, start, memory[:count])
-        return self.read(batch, memory, is_filled=is_cold)
+    def look_for_pages(self, batches: Sequence[range]) -> None:
+        """Sets `is_cold` if the page cache lacks one of `_SAMPLES` batches, spread evenly over all."""
+        for batch in batches[:: max(1, len(batches) // _SAMPLES)]:
+            storage, name, start, count = self.place(batch)
+            if count and not (isinstance(storage, CachedStorage) and storage.is_cached(name, start, count)):
+                self.is_cold = True
+                return
 
     def read_run(self, at: int, begin: int, run: memoryview, scratch: memoryview) -> int:
         """Reads a contiguous range of a chunk, and the other bytes that are needed to verify it.
@@ -239,11 +242,12 @@ class Chunks:
         first, last = (0, count) if known is None else (begin // BLOCK_BYTES * BLOCK_BYTES, stop)
         whole = stop if stop == count else stop // BLOCK_BYTES * BLOCK_BYTES
         found: list[bytes] = []
+        longest = COLD_BYTES if self.is_cold else _SPAN_BYTES
         end = first
         while end < last:
             block = end
             if begin <= block < whole:
-                end = min(block + _SPAN_BLOCKS * BLOCK_BYTES, whole)
+                end = min(block + longest, whole)
                 span = run[block - begin : end - begin]
                 storage.read_into(name, start + block, span)
                 found += block_digests(span)

@@ -15,7 +15,16 @@ from shardproof.dtypes import DTYPES
 from shardproof.errors import PlainDataError, StorageError
 from shardproof.format import TensorRecord
 from shardproof.geometry import row_pointers
-from shardproof.interop import Extent, FormatReader, StoredBox, opaque_names
+from shardproof.interop import (
+    Extent,
+    FormatReader,
+    StoredBox,
+    Unreadable,
+    check_repeats,
+    foreign_faults,
+    opaque_names,
+    parts_of,
+)
 from shardproof.loading.box_reads import BoxReads
 from shardproof.loading.checkpoint import OPENED_FIRST, Checkpoint, Reads, open_once
 from shardproof.loading.destinations import DestinationWriter
@@ -60,7 +69,8 @@ class ForeignCheckpoint(Checkpoint):
         self.files = list(dict.fromkeys(box.file for box in self.boxes))
         """Names of the files that hold tensors; the chunk table refers to them by row."""
         self.table = _table(reader, self.files)
-        self.objects = LazyMapping(reader.object_keys(), partial(_plain_value, reader, trust_pickle))
+        keys = [*reader.object_keys(), *reader.unreadable]
+        self.objects = LazyMapping(keys, partial(_plain_value, reader, trust_pickle))
         self.proved: set[Extent] = set()
         """Extents whose checksum was compared with all their bytes."""
         self._files = reader.files()
@@ -131,11 +141,24 @@ def _table(reader: FormatReader, names: Sequence[str]) -> ChunkTable:
 
 def _plain_value(reader: FormatReader, trust_pickle: bool, key: str) -> Any:
     """A plain value of a foreign checkpoint, encoded."""
-    value = reader.object(key, trust_pickle=trust_pickle)
+    unreadable = reader.unreadable.get(key)
+    value: Any = None
+    if unreadable is None:
+        with foreign_faults(reader.location, key):
+            value = reader.object(key, trust_pickle=trust_pickle)
+        unreadable = next(parts_of(value, Unreadable), None)
+    if unreadable is not None:
+        raise PlainDataError(
+            f"{reader.location}: {key} is {unreadable.kind}, and shardproof does not read it. "
+            f"{unreadable.remedy}. exclude= (--exclude) leaves the key out",
+            path=key,
+        )
     try:
-        if names := opaque_names(value):
-            raise PlainDataError(f"{key}: {', '.join(names[:5])} cannot be read as plain data", path=key)
-        return encode_plain(value, key)
+        with foreign_faults(reader.location, key):
+            if names := opaque_names(value):
+                raise PlainDataError(f"{key}: {', '.join(names[:5])} cannot be read as plain data", path=key)
+            check_repeats(value)
+            return encode_plain(value, key)
     except PlainDataError as error:
         advice = _TRUSTED if trust_pickle else _UNTRUSTED
         raise PlainDataError(f"{reader.location}: {error.message}. {advice}", **error.details) from error

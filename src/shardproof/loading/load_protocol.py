@@ -25,6 +25,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -37,8 +38,8 @@ from shardproof.errors import ShardproofError, StructureError
 from shardproof.format import Manifest, metadata_files
 from shardproof.interop import NATIVE, Foreign
 from shardproof.loading.checkpoint import Checkpoint, NativeCheckpoint, Reads
-from shardproof.loading.cold_reads import Cold, Sketch
 from shardproof.loading.destinations import DestinationWriter
+from shardproof.loading.leftover_keys import HookReport, check_hooks
 from shardproof.loading.matching import DEFAULTS, LoadOptions, Matched, MatchReport, from_rank, match
 from shardproof.loading.opening import open_storage
 from shardproof.loading.read_once import offers
@@ -53,7 +54,7 @@ from shardproof.planning import ReadPlan
 from shardproof.reentrance import guarded
 from shardproof.rendezvous import MeetingSequence, Rendezvous
 from shardproof.state import open_all
-from shardproof.storage import RemoteStorage, Storage
+from shardproof.storage import LocalStorage, RemoteStorage, Storage, choose_cache
 
 __all__ = ["LoadReport", "load_from"]
 
@@ -138,14 +139,15 @@ def load_from(
                 ),
                 type=offers.Answer,
             )
-            loader.cold = Cold.THROUGH_CACHE if agreed.reads_twice else Cold.PAST_CACHE
             loader.share(meetings, agreed.handles)
         try:
             with loader.phase("read") as phase:
                 more = meetings.meet("read", lambda: loader.read(phase), _all_read)
             if more:
                 with loader.phase("apply"):
-                    meetings.meet("apply", loader.finish, lambda posts: b"")
+                    meetings.meet(
+                        "apply", loader.finish, partial(_all_applied, location, agreed.only_adapted)
+                    )
         except BaseException as error:
             raise _overwritten(error, location, loader.untouched(agreed.missing)) from error.__cause__
     finally:
@@ -166,8 +168,6 @@ class _Loader:
 
     def __init__(self, source: Storage | Foreign, rendezvous: Rendezvous, options: LoadOptions) -> None:
         self.operation = f"load {source.location}"
-        self.cold = Cold.THROUGH_CACHE
-        """The way in which this rank reads bytes that are not in the page cache."""
         self._source = source
         self._rendezvous = rendezvous
         self._options = options
@@ -237,7 +237,7 @@ class _Loader:
                     self._writer = DestinationWriter(
                         checkpoint.tensors, checkpoint.table, matched.plan, matched.destinations
                     )
-            return offers.post(self._matched.report, self._offer(), self._sketch())
+            return offers.post(self._matched.report, self._offer())
         except UNREADABLE as error:
             return offers.post(MatchReport("", options.strict, options.read_once, error=error.to_wire()))
 
@@ -263,17 +263,6 @@ class _Loader:
         self._opened.callback(self._memory.close)
         return offers.Offer(socket.gethostname(), self._memory.handle)
 
-    def _sketch(self) -> Sketch | None:
-        """Samples of the ranges that this rank reads; None if no other rank can read the same ranges."""
-        plan = self._matched.plan
-        if plan is None or self._rendezvous.world_size == 1:
-            return None
-        checkpoint, rows = self._checkpoint, np.unique(plan.chunk)
-        if not isinstance(checkpoint, NativeCheckpoint):
-            return None
-        begin, end = checkpoint.blocks.covering(rows, self._writer.wanted(rows))
-        return Sketch.of(rows, end - begin, checkpoint.table.byte_count[rows])
-
     def share(self, meetings: MeetingSequence, handles: Sequence[Handle]) -> None:
         """With `read_once`: agrees which rank reads each range that several ranks want."""
         checkpoint, matched = self._checkpoint, self._matched
@@ -286,8 +275,8 @@ class _Loader:
             )
             self._opened.callback(exchange.close)
             exchange.agree(meetings)
-            if exchange.is_active:  # the remaining reads of two ranks hardly overlap
-                self._exchange, self.cold = exchange, Cold.PAST_CACHE
+            if exchange.is_active:
+                self._exchange = exchange
 
     def read(self, phase: events.Phase) -> bytes:
         """Fills the destinations and returns an encoded `ReadReport`, errors of the checkpoint included."""
@@ -311,7 +300,8 @@ class _Loader:
         exchange = self._exchange
         try:
             open_all()
-            threads, progress = reading_threads(), _ByteProgress(self._rendezvous, phase)
+            progress = _ByteProgress(self._rendezvous, phase)
+            self._choose_cache(phase)
             reads = self._own_reads(np.unique(plan.chunk))
             progress.total = reads.nbytes + (exchange.total_bytes if exchange is not None else 0)
         except BaseException:
@@ -319,8 +309,18 @@ class _Loader:
                 exchange.abandon()
             raise
         if exchange is not None:
-            self._read, self._received = exchange.run(threads, progress)
-        self._read += reads.run(threads=threads, on_bytes=progress, cold=self.cold)
+            self._read, self._received = exchange.run(reading_threads(), progress)
+        self._read += reads.run(threads=None, on_bytes=progress)
+
+    def _choose_cache(self, phase: events.Phase) -> None:
+        """Decides whether this rank reads past the page cache."""
+        checkpoint = self._checkpoint
+        if isinstance(checkpoint, NativeCheckpoint) and isinstance(checkpoint.storage, LocalStorage):
+            whole = int(checkpoint.table.byte_count.sum())
+            choice = choose_cache(self._needed, most=whole, direct=checkpoint.storage.direct)
+            phase.note(cache=str(choice))
+            if not choice.through:
+                checkpoint.bypass_cache()
 
     def _own_reads(self, rows: NDArray[np.int64]) -> Reads:
         """The reads of the chunks that this rank wants and no exchange moves."""
@@ -331,9 +331,11 @@ class _Loader:
 
     def finish(self) -> bytes:
         """Sets plain values, attaches new optimizer state and gives objects their state."""
-        for step in self._matched.binding.finish:
+        binding = self._matched.binding
+        for step in binding.finish:
             step()
-        return b""
+        used = binding.adapted - binding.leftover
+        return msgspec.msgpack.encode(HookReport(tuple(sorted(binding.leftover)), tuple(sorted(used))))
 
     def stored(self) -> Iterator[str]:
         """Selected keys of the checkpoint, under the names of the target."""
@@ -410,6 +412,16 @@ def _all_read(posts: Sequence[bytes]) -> bytes:
             f"ranks {left} left the exchange because of a failure, but no rank reported one", ranks=left
         )
     return b"more" if any(report.more for report in reports) else b""
+
+
+def _all_applied(location: str, only_adapted: tuple[str, ...], posts: Sequence[bytes]) -> bytes:
+    """Coordinator: checks what the load hooks of all ranks left.
+
+    Raises:
+        KeyMismatchError: see `check_hooks`.
+    """
+    check_hooks(location, [msgspec.msgpack.decode(post, type=HookReport) for post in posts], only_adapted)
+    return b""
 
 
 def _overwritten(error: BaseException, location: str, untouched: list[str]) -> BaseException:

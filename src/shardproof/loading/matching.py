@@ -19,6 +19,7 @@ from shardproof.errors import (
     StorageError,
     StructureError,
 )
+from shardproof.format import inner_tensors
 from shardproof.loading.checkpoint import Checkpoint
 from shardproof.loading.destinations import Destination
 from shardproof.loading.selection import (
@@ -38,7 +39,16 @@ from shardproof.state import Binding, Catalogue, TensorEntry, bind, owner_of, pa
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["DEFAULTS", "LoadOptions", "MatchReport", "Matched", "ReadOnce", "agree", "from_rank", "match"]
+__all__ = [
+    "DEFAULTS",
+    "LoadOptions",
+    "MatchReport",
+    "Matched",
+    "ReadOnce",
+    "agree",
+    "from_rank",
+    "match",
+]
 
 _log = logging.getLogger("shardproof")
 _FEW = 4
@@ -102,6 +112,8 @@ class MatchReport(msgspec.Struct, frozen=True, array_like=True):
     """Entries of `rename` whose key this rank's target does not have."""
     found: int = 0
     """Number of keys of this rank's target that the checkpoint has."""
+    adapted: tuple[str, ...] = ()
+    """Keys of the checkpoint that only load hooks of this rank's target get."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +188,7 @@ def match(checkpoint: Checkpoint, state: Any, options: LoadOptions, rank: int, w
         rows = [row_of[entry.key] for entry in fitting]
     used, parts = binding.used if options.strict else binding.used - binding.adapted, binding.parts
     unasked = (catalogue.tensors.keys() - used) | (catalogue.objects.keys() - used)
+    unasked -= inner_tensors(catalogue.objects, unasked - catalogue.objects.keys())
     unexpected = sorted(filter(selected, unasked))
     spare = {key for key in unexpected if not parts.issuperset(parts_of(key))}
     report = MatchReport(
@@ -193,6 +206,7 @@ def match(checkpoint: Checkpoint, state: Any, options: LoadOptions, rank: int, w
         tuple(unused_patterns(options.exclude, (*catalogue.tensors, *catalogue.objects, *(asked or ())))),
         unused_renames(options.rename, asked | used) if asked is not None else {},
         sum(key in catalogue.tensors or key in catalogue.objects for key in binding.used),
+        tuple(sorted(binding.adapted)),
     )
     if binding.refused or mismatched or (options.strict and binding.missing):
         return Matched(report, binding, catalogue, [], None)
@@ -247,13 +261,14 @@ def _planned(
 
 def agree(
     location: str, reports: Sequence[MatchReport], stored: Callable[[], Iterable[str]]
-) -> tuple[_Keys, _Keys, _Keys]:
+) -> tuple[_Keys, _Keys, _Keys, _Keys]:
     """Coordinator: checks that all ranks see one checkpoint, and that its keys fit their targets.
 
     `stored` returns the selected keys of the checkpoint. It is called only for some checks.
 
     Returns:
-        The keys `missing`, `unexpected` and `dropped` of the `LoadReport`.
+        The keys `missing`, `unexpected` and `dropped` of the `LoadReport`; and the keys that only load hooks
+        get, on all ranks that ask for them.
 
     Raises:
         ShardproofError: the error of the first rank that reports one.
@@ -302,7 +317,16 @@ def agree(
         )
     if missing:
         _check_overlap(location, reports, missing, sorted(unasked), stored)
-    return tuple(missing), tuple(sorted(unasked)), tuple(_dropped(reports, stored))
+    return tuple(missing), tuple(sorted(unasked)), tuple(_dropped(reports, stored)), _only_adapted(reports)
+
+
+def _only_adapted(reports: Sequence[MatchReport]) -> _Keys:
+    """The keys that load hooks of some ranks get, and that belong to no rank's target."""
+    if not any(report.adapted for report in reports):
+        return ()
+    adapted = {key for report in reports for key in report.adapted}
+    without = ({*report.adapted, *report.unexpected, *report.spare} for report in reports)
+    return tuple(sorted(adapted.intersection(*without)))
 
 
 def _check_overlap(
@@ -412,6 +436,11 @@ def _mismatch(
             lines.extend(f"    {key}" for key in keys[:20])
             if len(keys) > 20:
                 lines.append(f"    ... and {len(keys) - 20} more")
+    if any(f".{key}".endswith(".state") and want == "an empty dict" for key, want, _ in mismatched):
+        lines.append(
+            "  An optimizer's state_dict() has an empty state before the first step: put the optimizer "
+            "itself into the state"
+        )
     return KeyMismatchError(
         "\n".join(lines),
         missing=missing,

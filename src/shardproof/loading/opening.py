@@ -9,7 +9,7 @@ from typing import Any
 from shardproof._utils.arguments import check_boolean
 from shardproof.errors import NotCommittedError, StorageError
 from shardproof.format import MANIFEST_NAME, STEP_FOLDER
-from shardproof.interop import NATIVE, Foreign, foreign_of, format_of, open_reader
+from shardproof.interop import NATIVE, Foreign, foreign_faults, foreign_of, format_of, open_reader
 from shardproof.loading.checkpoint import Checkpoint, NativeCheckpoint
 from shardproof.loading.foreign_checkpoint import ForeignCheckpoint
 from shardproof.storage import Location, Storage, check_location
@@ -91,7 +91,8 @@ def open_storage(
     reader = open_reader(place, name)
     for note in reader.notes if warn else ():
         _log.warning("%s: %s", reader.location, note)
-    return ForeignCheckpoint(reader, trust_pickle=trust_pickle)
+    with foreign_faults(reader.location):
+        return ForeignCheckpoint(reader, trust_pickle=trust_pickle)
 
 
 def _newest_step(run: Storage) -> str | None:

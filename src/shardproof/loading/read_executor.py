@@ -3,7 +3,13 @@
 A large part that is contiguous in the chunk and in a host tensor is read straight into the tensor. The rest
 of its first and last block is read for the digest alone. All other parts pass through scratch memory, where
 neighbouring chunks share one read. In both cases a block is hashed in the memory that it was read into,
-while it is in the processor's cache. A `Fetcher` reads what the page cache does not have.
+while it is in the processor's cache.
+
+Note: depth
+    A disk or a file server idles between requests that come one after another. So if the page cache lacks
+    bytes, a rank keeps several large requests in flight: `COLD_BYTES` each, `_IN_FLIGHT_BYTES` together. A
+    remote storage takes longer for each request, so a rank keeps more in flight, in requests of up to
+    `REQUEST_BYTES`.
 
 Large contiguous parts for a device, and batches of smaller chunks, are read from the page cache into
 page-locked memory. The device copies them during the next reads.
@@ -23,25 +29,25 @@ from shardproof._utils.gc_pause import no_garbage_collection
 from shardproof._utils.memcpy import address as address_of
 from shardproof._utils.memcpy import copy_runs
 from shardproof.format import BLOCK_BYTES
-from shardproof.loading.chunk_reader import Chunks, Fetch
-from shardproof.loading.cold_reads import (
-    MEMORY_BYTES,
-    REMOTE_MEMORY_BYTES,
-    REQUEST_BYTES,
-    Cold,
-    Fetcher,
-    is_cached,
-)
+from shardproof.loading.chunk_reader import COLD_BYTES, Chunks, Fetch
 from shardproof.loading.destinations import DestinationWriter
-from shardproof.loading.threads import Scratch, in_threads
+from shardproof.loading.threads import Scratch, in_threads, reading_threads
 from shardproof.loading.uploads import SMALL_BYTES, UPLOAD_BYTES, DeviceRange, UploadBuffers, Uploads
 from shardproof.planning import LARGE_BYTES
-from shardproof.storage import Storage
+from shardproof.storage import RemoteStorage, Storage
 
 __all__ = ["ChunkReads"]
 
 _BATCH_BYTES = 1 << 20
 """Bytes of one read of neighbouring chunks, unless a single chunk is larger or the storage is remote."""
+_IN_FLIGHT_BYTES = 32 << 20
+"""Bytes of all requests of a rank that miss the page cache."""
+REQUEST_BYTES = 8 << 20
+"""Bytes of one request of a remote storage, unless a chunk must be read whole."""
+_REMOTE_BYTES = 64 << 20
+"""Bytes of all requests of a remote storage. With 30 ms a request, eight requests in flight take 0.8 of the
+time of four (benchmarks/results/2026-11-25-object-store-load.json)."""
+_LEAST_REMOTE, _MOST_REMOTE = 2, 16
 _REPORT_BYTES = 4 << 20
 """Bytes between two reports of progress."""
 
@@ -58,13 +64,15 @@ class ChunkReads:
         """Bytes to read, without the gaps between chunks."""
         return self._chunks.nbytes
 
-    def run(self, *, threads: int, on_bytes: Callable[[int], None] | None, cold: Cold) -> int:
+    def run(self, *, threads: int | None, on_bytes: Callable[[int], None] | None) -> int:
         """Reads and verifies the chunks, and fills the destinations; see `Reads.run`."""
         with no_garbage_collection():
-            job = _Job(self._chunks, self._writer, on_bytes, cold)
+            job = _Job(self._chunks, self._writer, on_bytes)
+            if threads is None:
+                threads = job.choose_threads()
         try:
             with job.uploads.entered():
-                in_threads(job.run, job.batches, max(threads, job.fetching), job.uploads.entered)
+                in_threads(job.run, job.batches, threads, job.uploads.entered)
         finally:
             job.uploads.finish()
         job.report_rest()
@@ -73,7 +81,7 @@ class ChunkReads:
 
 class _Job:
     def __init__(
-        self, chunks: Chunks, writer: DestinationWriter, on_bytes: Callable[[int], None] | None, cold: Cold
+        self, chunks: Chunks, writer: DestinationWriter, on_bytes: Callable[[int], None] | None
     ) -> None:
         self.read = 0
         self._chunks = chunks
@@ -100,23 +108,24 @@ class _Job:
         for at in (*chunks.extents, *self._device_ranges):
             alone[at] = True
         self.batches = chunks.batches(alone, most)
-        self._fetcher: Fetcher | None = None
-        self.fetching = 0
-        """Reads in flight past the page cache; 0 if it has everything."""
-        if cold is not Cold.AS_CACHED and chunks.any_cold(self.batches):
-            memory = REMOTE_MEMORY_BYTES if chunks.is_remote else MEMORY_BYTES
-            self._fetcher = Fetcher(cold is Cold.PAST_CACHE, self._longest_request(), memory)
-            self.fetching = self._fetcher.threads
         self._on_bytes = on_bytes
         self._reported = 0
         self._lock = threading.Lock()
         self._local = threading.local()
         self._scratch = Scratch()
 
+    def choose_threads(self) -> int:
+        """Number of reads in flight; see "depth"."""
+        if self._chunks.is_remote:
+            return max(_LEAST_REMOTE, min(_MOST_REMOTE, _REMOTE_BYTES // max(1, self._longest_request())))
+        self._chunks.look_for_pages(self.batches)
+        request = UPLOAD_BYTES if self.uploads.devices else COLD_BYTES
+        return max(reading_threads(), _IN_FLIGHT_BYTES // request if self._chunks.is_cold else 1)
+
     def run(self, batch: range) -> None:
         """Reads one batch and verifies every digest. Copies from scratch memory follow the verification."""
-        if self._fetcher is not None and not is_cached(*self._chunks.place(batch)):
-            read = self._fetch(batch, self._fetcher)
+        if self._chunks.is_remote:
+            read = self._fetch(batch)
         elif self._direct[batch.start]:
             address, begin, nbytes = (column[batch.start] for column in self._straight)
             run = memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
@@ -148,27 +157,27 @@ class _Job:
             longest = max(longest, min(count, REQUEST_BYTES) if in_pieces else count)
         return longest
 
-    def _fetch(self, batch: range, fetcher: Fetcher) -> int:
-        """Reads and verifies one batch that the page cache does not have, and fills its destinations."""
+    def _fetch(self, batch: range) -> int:
+        """Reads and verifies one batch of a remote storage, and fills its destinations."""
         chunks, at = self._chunks, batch.start
         if self._direct[at]:
             address, begin, nbytes = (column[at] for column in self._straight)
             read = 0
-            for first, piece in chunks.pieces(at, REQUEST_BYTES, fetcher.read):
+            for first, piece in chunks.pieces(at, REQUEST_BYTES, _request):
                 low, high = max(first, begin), min(first + len(piece), begin + nbytes)
                 if low < high:
                     ctypes.memmove(address + low - begin, address_of(piece) + low - first, high - low)
                 read += len(piece)
             return read
         if at in self._device_ranges:
-            return self._upload(at, REQUEST_BYTES, fetcher.read)
+            return self._upload(at, REQUEST_BYTES, _request)
         if at in chunks.extents:
-            ((first, piece),) = list(chunks.pieces(at, chunks.count[at], fetcher.read))
+            ((first, piece),) = list(chunks.pieces(at, chunks.count[at], _request))
             low, high = chunks.extents[at]
             stored = _tensor_of(piece)[low - first : high - first]
             self._writer.put(chunks.rows[at], self._parts[at], stored, low)
             return len(piece)
-        span = fetcher.read(*chunks.place(batch))
+        span = _request(*chunks.place(batch))
         chunks.read(batch, span, is_filled=True)
         self._place(batch, _tensor_of(span))
         return len(span)
@@ -266,6 +275,12 @@ class _Job:
         read = self._chunks.read_run(at, first, memory[:count], memory[count:])
         self._writer.put(self._chunks.rows[at], self._parts[at], scratch[:count], first)
         return read
+
+
+def _request(storage: Storage, name: str, start: int, count: int) -> memoryview:
+    """Reads a range of a remote storage."""
+    assert isinstance(storage, RemoteStorage)
+    return storage.read_buffer(name, start, count)
 
 
 def _tensor_of(memory: memoryview) -> torch.Tensor:

@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardproof.errors import CorruptChunkError, FormatError, ShardproofError, StorageError, TilingError
-from shardproof.interop import NATIVE, Foreign, format_of
+from shardproof.interop import NATIVE, Foreign, StoredBox, foreign_faults, format_of
+from shardproof.maintenance.lost_ranges import lost_ranges
 from shardproof.maintenance.verify import VerifyReport, verify
 from shardproof.planning import prove_chunks
 from shardproof.storage import LocalStorage, UncachedStorage
@@ -66,6 +67,8 @@ def verify_foreign(
     - The stored boxes of each tensor must tile it.
     - Files must exist, with their recorded sizes. What they hold must have the described dtypes and shapes.
     - Bytes must match their checksums. The report counts bytes without a checksum as unproved.
+    - Zeros must not contradict another tensor, where the format has rules for that. Tensors of a rule are
+      read once more.
 
     Args:
         checkpoint: open for reading.
@@ -78,10 +81,19 @@ def verify_foreign(
     faults: list[ShardproofError] = []
     _prove_tilings(checkpoint, faults)
     where = operator.attrgetter("file", "start", "nbytes")
+    rules = checkpoint.reader.zero_rules()
     boxes = sorted(checkpoint.boxes, key=where)
     groups = [list(group) for _, group in groupby(boxes, key=where)]
     total = sum(group[0].nbytes for group in groups)
+    total += sum(box.nbytes for rule in rules for box in checkpoint.reader.tensors[rule.key].boxes)
     proved = unproved = done = 0
+
+    def add(box: StoredBox) -> None:
+        nonlocal done
+        done += box.nbytes
+        if on_progress is not None:
+            on_progress(done, total)
+
     for group in groups:
         try:
             for extent in dict.fromkeys(box.located().extent for box in group):
@@ -90,15 +102,20 @@ def verify_foreign(
                 unproved += 0 if extent.has_checksum else extent.stored_bytes
         except _DAMAGE as error:
             faults.append(error)
-        done += group[0].nbytes
-        if on_progress is not None:
-            on_progress(done, total)
+        add(group[0])
     try:
         checkpoint.check_files()
-        proved += checkpoint.reader.verify_extra()
+        with foreign_faults(checkpoint.location):
+            proved += checkpoint.reader.verify_extra()
     except _DAMAGE as error:
         if error.message not in {fault.message for fault in faults}:
             faults.append(error)
+    for rule in rules:
+        try:
+            lost = lost_ranges(checkpoint, rule, add)
+        except ShardproofError:  # one of the faults above
+            continue
+        faults += [] if lost is None else [lost]
     return VerifyReport(
         checkpoint.location,
         checkpoint.step,

@@ -7,6 +7,7 @@ replicas). In a load, each rank calls `plan_reads` on the `ChunkTable` of the in
 """
 
 from shardproof.planning.chunk_table import ChunkTable, chunk_table
+from shardproof.planning.merge import remedy_of_difference
 from shardproof.planning.read_plan import OWN_ADVICE, ReadPlan, RequestedBoxes, plan_reads, prove_chunks
 from shardproof.planning.replicas import SAMPLE_BYTES, Replicas, SharedPieces, Slices
 from shardproof.planning.structure import Structure, TensorTable
@@ -38,5 +39,6 @@ __all__ = [
     "plan_reads",
     "plan_writes",
     "prove_chunks",
+    "remedy_of_difference",
     "tensor_order",
 ]

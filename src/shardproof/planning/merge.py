@@ -6,6 +6,7 @@ column by column, so that one more rank costs a few array operations.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import compress
@@ -18,7 +19,7 @@ from shardproof.errors import StructureError
 from shardproof.geometry import Boxes, row_pointers
 from shardproof.planning.structure import Structure, TensorTable
 
-__all__ = ["MergedStructures", "RankBoxes", "merge"]
+__all__ = ["MergedStructures", "RankBoxes", "merge", "remedy_of_difference"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,6 +90,35 @@ def merge(structures: Sequence[Structure]) -> tuple[MergedStructures, dict[int, 
     return merged, _rank_boxes(structures, rows_of, ndims)
 
 
+def remedy_of_difference(key: str) -> str:
+    """What to do about a value that differs between ranks, a sentence without its full stop.
+
+    Args:
+        key: key of the value. `PerRank` holds values of the user's tree, and nothing inside of an optimizer.
+
+    >>> remedy_of_difference("loader.epoch")
+    'Wrap it in sp.PerRank if each rank has its own; otherwise make it equal before the save'
+    >>> remedy_of_difference("optimizer.state.0.exp_avg")  # doctest: +ELLIPSIS
+    'This is the state_dict() of an optimizer, ... Put the optimizer itself into the state'
+    """
+    last = key.rpartition(".")[2]
+    if _STATE_DICT.search(f".{key}"):
+        return (
+            "This is the state_dict() of an optimizer, whose keys are the positions of the parameters of one "
+            "rank. Put the optimizer itself into the state"
+        )
+    if f".{last}" == _SUBCLASS:
+        return "All ranks must use one class of tensors for it, with the same settings"
+    if last.startswith("@"):
+        return (
+            "An optimizer has one value of each option, and of each slot that is no tensor, for all ranks. "
+            "Make them equal before the save"
+        )
+    return "Wrap it in sp.PerRank if each rank has its own; otherwise make it equal before the save"
+
+
+_STATE_DICT = re.compile(r"\.state\.[0-9]+\.[^.]+$|\.param_groups(\.[0-9]+\.[^.]+)?$")
+"""Keys in a ``state_dict()`` of an optimizer of torch."""
 _SUBCLASS = ".@subclass"
 """End of the key of an object that describes a tensor subclass, whose parts are below the same key."""
 
@@ -107,7 +137,7 @@ def _agree(tables: dict[bytes, TensorTable], ranks_of: dict[bytes, list[int]]) -
                 raise StructureError(
                     f"tensor {key!r}: rank {other[2]} declares {other[0]} {list(other[1])}, rank {rank} "
                     f"declares {dtype} {list(shape)}. All ranks must declare the same dtype and global shape "
-                    "for a key. Wrap a value that differs by rank in sp.PerRank",
+                    f"for a key. {remedy_of_difference(key)}",
                     key=key,
                     ranks=[other[2], rank],
                 )
@@ -237,8 +267,8 @@ def _owners(structures: Sequence[Structure], declared: _Declared) -> dict[str, i
         for key in structure.objects:
             if key in declared:
                 raise StructureError(
-                    f"{key!r} is a tensor on rank {declared[key][2]} and a plain value on rank {rank}. Use "
-                    "different keys, or wrap values that differ by rank in sp.PerRank",
+                    f"{key!r} is a tensor on rank {declared[key][2]} and a plain value on rank {rank}. "
+                    f"{remedy_of_difference(key)}",
                     key=key,
                     ranks=[declared[key][2], rank],
                 )

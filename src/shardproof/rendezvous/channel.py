@@ -424,6 +424,11 @@ class Channel:
         self._notification = key, self._waits.submit(request)
         return self._notification[1]
 
+    def note_other(self, base: str) -> None:
+        """Record a rendezvous that this rank made from this one, for the rank that replaces it."""
+        self._membership.note_other(base)
+        self._requests.submit(self._membership.write_trace)
+
     def submit(self, request: Callable[[Any], Answer]) -> Future[Answer]:
         """Run a request after the earlier ones. Does not wait."""
         return self._requests.submit(request)

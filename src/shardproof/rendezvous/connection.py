@@ -129,7 +129,7 @@ def _connect(deadline: float | None, *, lasting: bool, group: ProcessGroup | Non
                 new_client(store), rank, world_size, deadline=seconds, server=weakref.ref(store)
             ),
         )
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if _number_of("WORLD_SIZE", 1) > 1:
         return _shared.get(None, deadline, lasting, _from_environment)
     return LocalRendezvous(deadline=deadline or _DEADLINE)
 
@@ -169,13 +169,34 @@ def _process_group(group: ProcessGroup | None = None) -> tuple[Any, int, int] | 
     return _get_process_group_store(group), dist.get_rank(group), dist.get_world_size(group)
 
 
+def _number_of(variable: str, absent: int | None = None) -> int:
+    """An integer of the launcher's environment, or `absent`.
+
+    Raises:
+        KeyError: the variable is not set, and `absent` is None.
+        ValueError: it is not an integer.
+    """
+    text = os.environ.get(variable)
+    if text is None:
+        if absent is None:
+            raise KeyError(variable)
+        return absent
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(
+            f"the environment variable {variable} is {text!r}, expected an integer: start with torchrun, or "
+            "unset it"
+        ) from None
+
+
 def _from_environment(deadline: float) -> StoreRendezvous:
-    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     environment = os.environ
     try:
-        rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
-        host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+        rank, world_size = _number_of("RANK"), _number_of("WORLD_SIZE")
+        host, port = environment["MASTER_ADDR"], _number_of("MASTER_PORT")
     except KeyError as missing:
         raise ValueError(
             f"WORLD_SIZE is {environment['WORLD_SIZE']}, but {missing.args[0]} is not set: start with "
@@ -197,9 +218,7 @@ def _from_environment(deadline: float) -> StoreRendezvous:
     except Exception as error:
         text = f"{host}:{port}, {type(error).__name__}: " + str(error).strip().split("\n", 1)[0]
         raise store_lost("connecting", "connect", text, None) from error
-    if served_by_agent:
-        # Workers that torchrun started again must not find the keys of the former workers.
-        store = PrefixStore(f"/worker/attempt_{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    # Workers that torchrun started again use the same keys, and delete those of the former workers.
     return StoreRendezvous(store, rank, world_size, deadline=deadline)
 
 

@@ -11,7 +11,10 @@ import msgspec
 
 from shardproof.rendezvous.wire import Sign, WrongBytes, checked
 
-__all__ = ["Heartbeat", "Watch", "amounts", "describe", "is_elsewhere"]
+__all__ = ["NO_PROGRESS", "Heartbeat", "Watch", "amounts", "describe", "is_elsewhere"]
+
+NO_PROGRESS = "no progress reported"
+"""Text of a sign of life that tells of no work for a meeting."""
 
 
 class Heartbeat:
@@ -183,10 +186,10 @@ def describe(sign: bytes | None, meeting: int | None = None) -> str:
     if beat is not None and meeting is not None and is_elsewhere(sign, meeting):
         return f"waits in another meeting, of phase {beat.phase}"
     if beat is None:
-        return "no progress reported" if sign is None else f"unreadable sign of life {sign[:40]!r}"
+        return NO_PROGRESS if sign is None else f"unreadable sign of life {sign[:40]!r}"
     if beat.total or beat.done:
         return f"{beat.done / 2**20:.1f} MiB of {beat.total / 2**20:.1f} MiB"
-    return f"in the meeting of phase {beat.phase}" if beat.phase else "no progress reported"
+    return f"in the meeting of phase {beat.phase}" if beat.phase else NO_PROGRESS
 
 
 def _read(sign: bytes | None) -> Sign | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from shardproof.errors import RankFailure, RankSilent, StructureError
+from shardproof.rendezvous.heartbeat import NO_PROGRESS
 
 __all__ = [
     "cause_text",
@@ -24,16 +25,20 @@ _LONGEST_CAUSE = 4000
 
 
 def cause_text(error: BaseException) -> str:
-    """The class and text of an exception.
+    """The class and text of an exception, and the notes that shardproof or the program added to it.
 
-    >>> cause_text(ValueError("not positive"))
-    'ValueError: not positive'
+    >>> error = ValueError("not positive")
+    >>> error.add_note("raised by the Loader at state['loader']")
+    >>> cause_text(error)
+    "ValueError: not positive (raised by the Loader at state['loader'])"
     """
     try:
         text = str(error)
     except Exception:
         text = "(its text cannot be made)"
     whole = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    notes = [note for note in getattr(error, "__notes__", ()) if isinstance(note, str)]
+    whole += f" ({'; '.join(notes)})" if notes else ""
     return whole if len(whole) <= _LONGEST_CAUSE else whole[:_LONGEST_CAUSE] + " ..."
 
 
@@ -95,6 +100,13 @@ def silence(
         "deadline), so the operation failed on every rank."
     ]
     lines += _listed(states)
+    if all(text == NO_PROGRESS for text in progress.values()):
+        verb = operation.partition(" ")[0]
+        lines.append(
+            f"These ranks may not have called {verb}: all ranks call it, and `if rank == 0: {verb}(...)` "
+            "waits for the others. Remove the condition. For state of one rank only, pass rendezvous="
+            "shardproof.rendezvous.LocalRendezvous()."
+        )
     lines.append(
         "Check the process of each rank listed above. It may have ended or run out of memory, be stopped, or "
         "hang in a file system or a collective. A longer deadline helps only if the rank works without "

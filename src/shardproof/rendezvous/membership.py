@@ -23,9 +23,9 @@ rank prove to each other that they run:
 Every wait here ends with the deadline of a meeting. The coordinator reads all hellos when their count has
 changed, which takes a few requests for thousands of ranks.
 
-Old keys: under one key, each rank keeps a trace of the generations and the meetings in which it has keys.
-The rank that replaces it deletes those keys after its own first meeting. By then all ranks have left
-those generations.
+Old keys: under one key, each rank keeps a trace of the generations and the meetings in which it has keys, and
+of the rendezvous that its process made from this one. The rank that replaces it deletes all these keys after
+its own first meeting. By then all ranks have left those generations.
 """
 
 from __future__ import annotations
@@ -76,6 +76,7 @@ class Membership:
         self._incarnation = ""
         self._meetings = (0, 0, False)
         self._old: list[RankKeys] = []
+        self._others: list[str] = []
         self._lock = forks.lock()
         self._welcomed: dict[int, str] = {}
         self._returned: dict[int, str] = {}
@@ -197,28 +198,32 @@ class Membership:
         self._meetings = first, last, True
         return self._trace(self.generation)
 
+    def note_other(self, base: str) -> None:
+        """Record the prefix of a rendezvous that this process made from this one. Sends nothing."""
+        self._others.append(base)
+
+    def write_trace(self, store: Any) -> None:
+        """Write the trace before the next meeting does, if this rank is in a generation."""
+        if self.generation:
+            requests.set_all(store, self._trace(self.generation))
+
     def clean(self, store: Any) -> None:
         """Delete the keys of this rank in generations that all ranks have left."""
         old, self._old = self._old, []
         for place in old:
-            self._delete_place(store, place)
+            _delete_place(store, self.keys, self._rank, place)
 
     def _trace(self, generation: str) -> dict[str, bytes]:
-        places = [*self._old, RankKeys(generation, self._incarnation, *self._meetings)]
+        places = [*self._old, RankKeys(generation, self._incarnation, *self._meetings, self._others)]
         return {self.keys.trace(self._rank): msgspec.json.encode(places)}
 
     def _find_trace(self, store: Any, generation: str) -> None:
         """Write the trace of a generation, and note the places of the earlier incarnations."""
         self._add_old()
-        key = self.keys.trace(self._rank)
-        value = requests.peek(store, key)
-        try:
-            found = checked(key, value, list[RankKeys]) if value is not None else []
-        except WrongBytes:
-            found = []  # a trace only says what to delete
+        found = _read_trace(store, self.keys.trace(self._rank))
         self._old += [place for place in found if place.incarnation not in _alive and place not in self._old]
         while len(self._old) > _OLD_PLACES:
-            self._delete_place(store, self._old.pop(0))
+            _delete_place(store, self.keys, self._rank, self._old.pop(0))
         self._meetings = (0, 0, False)
         requests.set_all(store, self._trace(generation))
 
@@ -227,28 +232,47 @@ class Membership:
             self._old.append(RankKeys(self.generation, self._incarnation, *self._meetings))
             self.generation = ""
 
-    def _delete_place(self, store: Any, place: RankKeys) -> None:
-        generation, root = place.generation, self.keys.root(place.generation)
-        keys = [MeetingKeys(root, 0).beat(self._rank)]
-        if self._rank == 0:
-            keys += [self.keys.joined(generation), self.keys.all_joined(generation)]
+
+def _delete_place(store: Any, base: JoinKeys, rank: int, place: RankKeys) -> None:
+    """Delete the keys of a rank in a generation, and those of the rendezvous that it made meanwhile."""
+    for other in place.others:
+        _delete_rendezvous(store, JoinKeys(other), rank)
+    generation, root = place.generation, base.root(place.generation)
+    keys = [MeetingKeys(root, 0).beat(rank)]
+    if rank == 0:
+        keys += [base.joined(generation), base.all_joined(generation)]
+    else:
+        keys += [base.hello(generation, rank), base.welcome(generation, place.incarnation)]
+    requests.delete(store, keys)
+    if rank and not place.took_part:
+        return  # another rendezvous of this rank may use that generation
+    # The meeting after the last one that a coordinator ended may have begun.
+    for number in range(max(place.first, place.last - _OLD_MEETINGS), place.last + 2):
+        meeting = MeetingKeys(root, number)
+        if rank == 0:
+            _delete_record(store, meeting.verdict)
+            requests.delete(store, meeting.shared)
         else:
-            keys += [
-                self.keys.hello(generation, self._rank),
-                self.keys.welcome(generation, place.incarnation),
-            ]
-        requests.delete(store, keys)
-        if self._rank and not place.took_part:
-            return  # another rendezvous of this rank may use that generation
-        # The meeting after the last one that a coordinator ended may have begun.
-        for number in range(max(place.first, place.last - _OLD_MEETINGS), place.last + 2):
-            meeting = MeetingKeys(root, number)
-            if self._rank == 0:
-                _delete_record(store, meeting.verdict)
-                requests.delete(store, meeting.shared)
-            else:
-                _delete_record(store, meeting.post(self._rank))
-                _delete_record(store, meeting.answer(self._rank))
+            _delete_record(store, meeting.post(rank))
+            _delete_record(store, meeting.answer(rank))
+
+
+def _delete_rendezvous(store: Any, base: JoinKeys, rank: int) -> None:
+    """Delete all keys of a rank at a rendezvous of a former process. No process uses its name again."""
+    places = _read_trace(store, base.trace(rank))
+    if any(place.incarnation in _alive for place in places):
+        return  # this process still uses it
+    for place in places:
+        _delete_place(store, base, rank, place)
+    requests.delete(store, [base.trace(rank), *([] if rank else [base.announced, base.opened])])
+
+
+def _read_trace(store: Any, key: str) -> list[RankKeys]:
+    value = requests.peek(store, key)
+    try:
+        return checked(key, value, list[RankKeys]) if value is not None else []
+    except WrongBytes:
+        return []  # a trace only says what to delete
 
 
 def _delete_record(store: Any, key: str) -> None:

@@ -266,6 +266,7 @@ class StoreRendezvous:
             server=self._server,
         )
         with suppress(RuntimeError):  # the first meeting reports it
+            self._open().note_other(other._name)
             other._open()
         return other
 

@@ -90,6 +90,8 @@ class RankKeys(msgspec.Struct):
     last: Count
     took_part: bool
     """False if the rank only wrote its hello there, and nothing for a meeting."""
+    others: list[str] = []
+    """The prefixes of the rendezvous that this rank's process made from this one."""
 
 
 class _Head(msgspec.Struct):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from shardproof.checkpointer import PrunePlan, StepInfo, interval_advice, plan_prune, scan_run
 from shardproof.report.description import Stored, describe
 from shardproof.report.detail import ObjectDetail, TensorDetail, detail, spelled
-from shardproof.report.difference import Difference, diff, structure_changes
+from shardproof.report.difference import Difference, diff
 from shardproof.report.summary import Folded, Summary, fold, summarise, tensor_bytes
 
 __all__ = [
@@ -25,7 +25,6 @@ __all__ = [
     "plan_prune",
     "scan_run",
     "spelled",
-    "structure_changes",
     "summarise",
     "tensor_bytes",
 ]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 from shardproof.format import FileRecord, Manifest, read_index, read_manifest
@@ -29,6 +30,9 @@ class Stored:
     table: ChunkTable
     notes: tuple[str, ...] = ()
     """What a foreign format cannot prove or lost, a sentence each."""
+    unreadable: Mapping[str, str] = field(default_factory=dict)
+    """Values of a foreign checkpoint that cannot be read: key to a description. They count as plain values
+    of the manifest."""
 
     @property
     def has_digests(self) -> bool:
@@ -79,5 +83,8 @@ def _described(checkpoint: ForeignCheckpoint) -> Stored:
         files=files,
         index=FileRecord("", 0, _NO_DIGEST, 0, -1),
     )
-    notes = tuple(checkpoint.reader.notes)
-    return Stored(checkpoint.location, checkpoint.reader.name, manifest, checkpoint.table, notes)
+    reader = checkpoint.reader
+    unreadable = {key: value.kind for key, value in reader.unreadable.items()}
+    return Stored(
+        checkpoint.location, reader.name, manifest, checkpoint.table, tuple(reader.notes), unreadable
+    )

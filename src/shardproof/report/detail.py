@@ -110,6 +110,10 @@ def _chunk_rows(manifest: Manifest, table: ChunkTable, tensor: int) -> tuple[Chu
     return tuple(sorted(rows, key=lambda chunk: chunk.offsets))
 
 
+_KINDS = {"ints": "long list of int", "floats": "long list of float", "str": "long text"}
+"""Names of the kinds of values that are stored as tensors, where they are not those of Python."""
+
+
 def spelled(value: Any) -> str:
     """A stored plain value in Python's spelling; unknown tags stay as they are.
 
@@ -126,6 +130,9 @@ def spelled(value: Any) -> str:
             return inner
         if tag == "$tuple" and isinstance(inner, list):
             return f"({', '.join(map(spelled, inner))}{',' if len(inner) == 1 else ''})"
-        if tag == "$tensor":
-            return f"<tensor {json.dumps(inner)}>"
+    if "$tensor" in value:
+        kind = value.get("kind", "tensor")
+        return (
+            f"<tensor {json.dumps(value['$tensor'])}>" if kind == "tensor" else f"<{_KINDS.get(kind, kind)}>"
+        )
     return f"{{{', '.join(f'{key!r}: {spelled(entry)}' for key, entry in value.items())}}}"

@@ -3,26 +3,31 @@
 Where both checkpoints cut a tensor into the same boxes and have digests, `diff` compares digests and reads no
 chunk. Otherwise `compare_tensors` reads both. Both compare bits: a NaN equals itself, and 0.0 is not -0.0.
 
+Plain values are compared after decoding: an array is equal if it is stored as a tensor in one checkpoint and
+inside of a value in the other.
+
 Only the state counts. Step, time, metadata and layout are not differences.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardproof.errors import StorageError, tells_nothing
-from shardproof.format import FileRecord, Manifest, locate_files, size_error
+from shardproof._utils.json_objects import objects_with
+from shardproof.errors import PlainDataError, StorageError, tells_nothing
+from shardproof.format import FileRecord, Manifest, inner_tensors, locate_files, size_error
 from shardproof.geometry import Boxes, cut
 from shardproof.interop import Foreign
 from shardproof.planning import ChunkTable
-from shardproof.report.description import describe
+from shardproof.report.description import Stored, describe
 from shardproof.report.detail import rows_of
 from shardproof.report.summary import tensor_bytes
 from shardproof.storage import LocalStorage, Storage, map_requests
@@ -32,8 +37,10 @@ if TYPE_CHECKING:
 
     from shardproof.loading import Checkpoint
 
-__all__ = ["Difference", "compare_tensors", "diff", "structure_changes"]
+__all__ = ["Difference", "compare_tensors", "diff"]
 
+_LONGEST_TEXT = 2000
+"""Characters of a plain value in a `Change`, at most."""
 BOX_BYTES = 32 << 20
 """Bytes of the boxes that are read, at most, unless a single row is larger. Two of them are in memory."""
 
@@ -45,6 +52,14 @@ class Change:
     key: str
     a: str
     b: str
+
+
+@dataclass(frozen=True, slots=True)
+class Uncompared:
+    """A plain value that one of the two checkpoints cannot give."""
+
+    key: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,20 +94,99 @@ class Difference:
     """Tensors that were read, because their layouts differ or one format has no digests."""
     bytes_read: int
     """Bytes of tensors that were read, in both checkpoints."""
+    uncompared: tuple[Uncompared, ...] = ()
+    """Plain values that cannot be read. They may differ."""
+
+    @property
+    def differs(self) -> bool:
+        """True if a difference was found."""
+        return bool(self.only_a or self.only_b or self.changed or self.objects or self.values)
 
     @property
     def same(self) -> bool:
-        """True if both have the same state."""
-        return not (self.only_a or self.only_b or self.changed or self.objects or self.values)
+        """True if both have the same state, and all of it was compared."""
+        return not self.differs and not self.uncompared
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""
         return {"same": self.same, **asdict(self)}
 
 
-def structure_changes(a: Manifest, b: Manifest) -> tuple[list[str], list[str], list[Change]]:
+class _Side:
+    """The keys of one checkpoint as its user sees them."""
+
+    def __init__(self, stored: Stored) -> None:
+        self.stored = stored
+        self.objects: dict[str, Any] = dict.fromkeys(stored.manifest.objects)
+        """Keys of plain values. A part of a value has its encoded data; None for a whole value."""
+        rows = {record.key: row for row, record in enumerate(stored.manifest.tensors)}
+        inner = inner_tensors(stored.manifest.objects, rows) if stored.has_digests else set()
+        self.tensors: dict[str, int] = {key: row for key, row in rows.items() if key not in inner}
+        """Row of every tensor. A tied tensor has the row of the key it is stored under."""
+        self.tensors |= {key: rows[target] for key, target in stored.manifest.aliases.items()}
+
+    def split(self, other: _Side) -> None:
+        """Splits the dicts that the other checkpoint stores as separate values.
+
+        The dict of an object's state is one plain value in some formats, and a value for each of its keys in
+        others.
+        """
+        pending = [key for key in self.objects if key not in other.objects and key not in other.tensors]
+        heads = {
+            ".".join(words[:count])
+            for words in (key.split(".") for key in (*other.objects, *other.tensors) if pending)
+            for count in range(1, len(words))
+        }
+        while pending:
+            key = pending.pop()
+            if key not in heads or key in other.objects or key in self.stored.unreadable:
+                continue
+            part = self.objects[key]
+            data = self.stored.manifest.objects[key] if part is None else part
+            if not isinstance(data, dict) or not data or any(name.startswith("$") for name in data):
+                continue
+            del self.objects[key]
+            for name, item in data.items():
+                below = f"{key}.{name}"
+                if not (isinstance(item, dict) and item.get("$tensor") == below and below in self.tensors):
+                    self.objects[below] = item
+                    pending.append(below)
+
+    def forget_parts(self, other: _Side) -> None:
+        """Forgets the tensors inside plain values that the other checkpoint stores in the same value.
+
+        The comparison of the values includes them.
+        """
+        for key in [key for key in self.tensors if key not in other.tensors and key not in other.objects]:
+            above = key
+            while "." in above:
+                above = above.rpartition(".")[0]
+                if above in self.objects and above in other.objects and self._refers(above, key):
+                    del self.tensors[key]
+                    break
+
+    def _refers(self, value: str, key: str) -> bool:
+        parts = objects_with(self.encoded(value), "$tensor") if self.stored.has_digests else ()
+        return any(part["$tensor"] == key for part in parts)
+
+    def encoded(self, key: str) -> Any:
+        """The encoded data of a plain value. Raises `PlainDataError` if it cannot be read."""
+        part = self.objects[key]
+        return self.stored.manifest.objects[key] if part is None else part
+
+    def described(self) -> dict[str, str]:
+        """Each key with its structure as a text."""
+        manifest = self.stored.manifest
+        kinds = {key: manifest.tensors[row] for key, row in self.tensors.items()}
+        tensors = {key: f"{record.dtype} {list(record.shape)}" for key, record in kinds.items()}
+        for key, target in manifest.aliases.items():
+            tensors[key] = f"{tensors[key]}, tied to {target}"
+        return tensors | {key: self.stored.unreadable.get(key, "plain value") for key in self.objects}
+
+
+def _structure_changes(a: _Side, b: _Side) -> tuple[list[str], list[str], list[Change]]:
     """Keys that only `a` has, keys that only `b` has, and keys that differ in more than their values."""
-    left, right = _described(a), _described(b)
+    left, right = a.described(), b.described()
     changed = [
         Change(key, left[key], right[key])
         for key in sorted(left.keys() & right.keys())
@@ -126,7 +220,6 @@ def diff(
     Raises:
         NotCommittedError, FormatError, StorageError: one of them cannot be read, or one of its files is
             missing or has another size.
-        PlainDataError: a value of another format is no plain data.
         CorruptChunkError: a chunk that had to be read does not match its digest.
         TilingError: the chunks of a tensor that had to be read do not cover it.
     """
@@ -137,19 +230,24 @@ def diff(
     for place, stored in ((a, one), (b, other)):
         if stored.has_digests:
             _check_files(place.storage if isinstance(place, Foreign) else place, stored.manifest)
-    manifest_a, manifest_b = one.manifest, other.manifest
-    only_a, only_b, changed = structure_changes(manifest_a, manifest_b)
-    pairs = list(_comparable(manifest_a, manifest_b))
+    side_a, side_b = _Side(one), _Side(other)
+    side_a.split(side_b)
+    side_b.split(side_a)
+    side_a.forget_parts(side_b)
+    side_b.forget_parts(side_a)
+    only_a, only_b, changed = _structure_changes(side_a, side_b)
+    pairs = list(_comparable(side_a, side_b))
     unlike, values = [], []
     for key, row_a, row_b in pairs:
         different = None
+        record = one.manifest.tensors[row_a]
         if one.has_digests and other.has_digests:
-            ndim = len(manifest_a.tensors[row_a].shape)
-            different = _different_chunks(one.table, row_a, other.table, row_b, ndim)
+            different = _different_chunks(one.table, row_a, other.table, row_b, len(record.shape))
         if different is None:
-            unlike.append((key, tensor_bytes(manifest_a.tensors[row_a])))
+            unlike.append((key, tensor_bytes(record)))
         elif different.any():
             values.append(ValueDifference(key, "digest", int(different.sum()), len(different)))
+    objects, uncompared = _object_changes((a, side_a), (b, side_b), trust_pickle=trust_pickle)
     if unlike:
         values += _read_differences((a, one.format), (b, other.format), unlike, on_progress)
     return Difference(
@@ -158,12 +256,13 @@ def diff(
         tuple(only_a),
         tuple(only_b),
         tuple(changed),
-        tuple(_object_changes(manifest_a.objects, manifest_b.objects)),
+        tuple(objects),
         tuple(sorted(values, key=lambda value: value.key)),
         len(pairs) - len(values),
         len(pairs) - len(unlike),
         len(unlike),
         2 * sum(nbytes for _, nbytes in unlike),
+        tuple(uncompared),
     )
 
 
@@ -226,31 +325,17 @@ def _read_differences(
     return values
 
 
-def _described(manifest: Manifest) -> dict[str, str]:
-    """Each key with its structure as a text."""
-    tensors = {record.key: f"{record.dtype} {list(record.shape)}" for record in manifest.tensors}
-    tied = {key: f"{tensors[target]}, tied to {target}" for key, target in manifest.aliases.items()}
-    return tensors | tied | dict.fromkeys(manifest.objects, "plain value")
-
-
-def _comparable(a: Manifest, b: Manifest) -> Iterable[tuple[str, int, int]]:
+def _comparable(a: _Side, b: _Side) -> Iterable[tuple[str, int, int]]:
     """Key and rows of each pair of tensors that both have with the same dtype and shape, once a pair."""
-    rows_a, rows_b = _rows(a), _rows(b)
     seen = set()
-    for key, row_a in rows_a.items():
-        row_b = rows_b.get(key)
+    for key, row_a in a.tensors.items():
+        row_b = b.tensors.get(key)
         if row_b is None or (row_a, row_b) in seen:
             continue
         seen.add((row_a, row_b))
-        one, other = a.tensors[row_a], b.tensors[row_b]
+        one, other = a.stored.manifest.tensors[row_a], b.stored.manifest.tensors[row_b]
         if one.dtype == other.dtype and one.shape == other.shape:
             yield key, row_a, row_b
-
-
-def _rows(manifest: Manifest) -> dict[str, int]:
-    """Row of every tensor. A tied tensor has the row of the key it is stored under."""
-    rows = {record.key: row for row, record in enumerate(manifest.tensors)}
-    return rows | {key: rows[target] for key, target in manifest.aliases.items()}
 
 
 def _different_chunks(
@@ -276,12 +361,63 @@ def _boxes_in_order(table: ChunkTable, rows: slice, ndim: int) -> tuple[NDArray[
     return columns[order], order
 
 
-def _object_changes(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterable[Change]:
-    """Plain values under a key of both that differ. As JSON text: 1, 1.0 and true are three values."""
-    for key in sorted(a.keys() & b.keys()):
-        left, right = (json.dumps(side[key], sort_keys=True, ensure_ascii=False) for side in (a, b))
-        if left != right:
-            yield Change(key, left, right)
+def _object_changes(
+    a: tuple[Storage | Foreign, _Side], b: tuple[Storage | Foreign, _Side], *, trust_pickle: bool
+) -> tuple[list[Change], list[Uncompared]]:
+    """Plain values under a key of both that differ, and those that cannot be read.
+
+    Values are compared as JSON text: 1, 1.0 and true are three values. Values with different texts that refer
+    to tensors are decoded and encoded again with all their bytes inside.
+    """
+    (place_a, one), (place_b, other) = a, b
+    changes, uncompared = [], []
+    with ExitStack() as opened:
+
+        @cache
+        def checkpoints() -> tuple[Checkpoint, Checkpoint]:
+            from shardproof.loading import open_storage  # imports torch
+
+            first, second = (
+                opened.enter_context(
+                    open_storage(place, format=side.stored.format, trust_pickle=trust_pickle, warn=False)
+                )
+                for place, side in ((place_a, one), (place_b, other))
+            )
+            return first, second
+
+        for key in sorted(one.objects.keys() & other.objects.keys()):
+            try:
+                left, right = one.encoded(key), other.encoded(key)
+                if _text(left) != _text(right) and (_has_tensors(left) or _has_tensors(right)):
+                    left, right = (
+                        _with_bytes(checkpoint, key, data)
+                        for checkpoint, data in zip(checkpoints(), (left, right), strict=True)
+                    )
+            except PlainDataError as error:
+                uncompared.append(Uncompared(key, error.message))
+                continue
+            if _text(left) != _text(right):
+                changes.append(Change(key, _cut(_text(left)), _cut(_text(right))))
+    return changes, uncompared
+
+
+def _text(data: Any) -> str:
+    return json.dumps(data, sort_keys=True, ensure_ascii=False)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}... ({len(text)} characters)"
+
+
+def _has_tensors(data: Any) -> bool:
+    return any(True for _ in objects_with(data, "$tensor"))
+
+
+def _with_bytes(checkpoint: Checkpoint, key: str, data: Any) -> Any:
+    """An encoded plain value with the bytes of its tensors inside."""
+    from shardproof.state import encode_plain  # imports torch
+
+    return encode_plain(checkpoint.decoded(data), key)
 
 
 @dataclass(frozen=True, slots=True)

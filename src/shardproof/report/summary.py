@@ -9,14 +9,15 @@ Note: folding
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
+from dataclasses import asdict, dataclass, field
+from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from shardproof.dtypes import DTYPES
-from shardproof.format import Manifest, TensorRecord, tensor_bytes
+from shardproof.format import Manifest, TensorRecord, inner_tensors, tensor_bytes
 from shardproof.planning import ChunkTable
 
 __all__ = [
@@ -193,6 +194,8 @@ class Summary:
     """Keys of plain values."""
     notes: tuple[str, ...] = ()
     """What the format cannot prove or lost, a sentence each."""
+    unreadable: dict[str, str] = field(default_factory=dict)
+    """Values that cannot be read: key to a description."""
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""
@@ -217,6 +220,7 @@ def summarise(
     depth: int = 2,
     format: str = "shardproof",  # noqa: A002 as in sp.open
     notes: Sequence[str] = (),
+    unreadable: Mapping[str, str] = MappingProxyType({}),
 ) -> Summary:
     """The summary of a checkpoint, or of the part of its tree below `prefix`.
 
@@ -228,9 +232,12 @@ def summarise(
         depth: how many words of a key name a part of the tree, counted below `prefix`.
         format: name of the format.
         notes: what the format cannot prove or lost.
+        unreadable: values of the manifest that cannot be read, with descriptions.
     """
     chosen = [row for row, record in enumerate(manifest.tensors) if is_below(record.key, prefix)]
-    records = [manifest.tensors[row] for row in chosen]
+    stored = [manifest.tensors[row] for row in chosen]
+    inner = inner_tensors(manifest.objects, [record.key for record in stored])
+    records = [record for record in stored if record.key not in inner]
     among = np.zeros(len(manifest.tensors), bool)
     among[chosen] = True
     chunks = np.flatnonzero(among[table.tensor])
@@ -248,14 +255,15 @@ def summarise(
         world_size=manifest.world_size,
         metadata=dict(manifest.metadata),
         tensors=len(records),
-        bytes=sum(map(tensor_bytes, records)),
+        bytes=sum(map(tensor_bytes, stored)),
         referenced_bytes=_referenced_bytes(manifest, table, chunks),
         chunks=len(chunks),
         rows=_tensor_rows(records),
-        parts=_part_rows(records, base + depth),
+        parts=_part_rows(stored, base + depth, inner),
         writers=_writer_rows(manifest, table, chunks, everything=prefix is None),
         aliases={key: target for key, target in manifest.aliases.items() if is_below(key, prefix)},
-        objects=tuple(key for key in manifest.objects if is_below(key, prefix)),
+        objects=tuple(key for key in manifest.objects if is_below(key, prefix) and key not in unreadable),
+        unreadable={key: kind for key, kind in unreadable.items() if is_below(key, prefix)},
     )
 
 
@@ -274,14 +282,14 @@ def _tensor_rows(records: Sequence[TensorRecord]) -> tuple[TensorRow, ...]:
     return tuple(rows)
 
 
-def _part_rows(records: Sequence[TensorRecord], depth: int) -> tuple[PartRow, ...]:
+def _part_rows(records: Sequence[TensorRecord], depth: int, inner: Set[str]) -> tuple[PartRow, ...]:
     totals: dict[str, list[int]] = {}
     for record in records:
         # The last word names the tensor itself, so a part is never a single leaf of a deeper tree.
         words = record.key.split(".")
         part = ".".join(words[: max(min(depth, len(words) - 1), 1)])
         total = totals.setdefault(part, [0, 0])
-        total[0] += 1
+        total[0] += record.key not in inner
         total[1] += tensor_bytes(record)
     return tuple(PartRow(part, count, size) for part, (count, size) in totals.items())
 

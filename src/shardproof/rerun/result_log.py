@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import torch
 
+from shardproof._utils.home_paths import unexpanded_home
 from shardproof.errors import FormatError
 from shardproof.state import local_tensor
 
@@ -94,6 +95,8 @@ class ResultLog:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
+        if (fault := unexpanded_home(os.fspath(path))) is not None:
+            raise ValueError(f"{path} cannot be the path of a log: {fault}")
         self.path = Path(path)
 
     def append(self, *records: Rejected | Spread) -> None:

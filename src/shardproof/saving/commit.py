@@ -28,7 +28,7 @@ from shardproof.format import (
     publish,
     shard_name,
 )
-from shardproof.planning import WritePlan
+from shardproof.planning import WritePlan, remedy_of_difference
 from shardproof.saving.incremental import Base
 from shardproof.saving.messages import Attempt, WriteReport
 from shardproof.saving.placement import place_chunks
@@ -156,16 +156,9 @@ def _check_objects_agree(reports: Sequence[WriteReport]) -> None:
             digest = report.object_digests[16 * at : 16 * at + 16]
             other, other_rank = first.setdefault(key, (digest, rank))
             if other != digest:
-                remedy = (
-                    "An optimizer has one value of each option, and of each slot that is no tensor, for all "
-                    "ranks. Make them equal before the save"
-                    if key.endswith(".@options") or key.rpartition(".")[2].startswith("@group-")
-                    else "Wrap it in sp.PerRank if each rank has its own; otherwise make it equal before the "
-                    "save"
-                )
                 raise StructureError(
                     f"the value of {key!r} differs between rank {other_rank} and rank {rank}, but a "
-                    f"checkpoint stores one value. {remedy}",
+                    f"checkpoint stores one value. {remedy_of_difference(key)}",
                     key=key,
                     ranks=[other_rank, rank],
                 )

@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 from shardproof.errors import SaveSkipped, ShardproofError, StorageError
@@ -54,6 +55,7 @@ class PendingSave:
         self._reported = False
         self._process = os.getpid()
         self._until_uploaded: Callable[[float | None], None] | None = None
+        self._error_context: Callable[[], AbstractContextManager[object]] = nullcontext
 
     @property
     def skipped(self) -> bool:
@@ -125,8 +127,16 @@ class PendingSave:
         """Sets the function that `durable` calls after the commit, with the seconds that are left."""
         self._until_uploaded = wait
 
+    def set_error_context(self, context: Callable[[], AbstractContextManager[object]]) -> None:
+        """Sets the context that errors of this save are raised in. An adapter may add classes to them."""
+        self._error_context = context
+
     def outcome(self, timeout: float | None = None) -> SaveResult:
         """`result` without the check for reentrant calls; a synchronous save calls it."""
+        with self._error_context():
+            return self._outcome(timeout)
+
+    def _outcome(self, timeout: float | None) -> SaveResult:
         if self._future is None:
             raise SaveSkipped(
                 f"step {self.step} was not saved: the previous save had not ended, and when_busy is 'skip'"

@@ -50,7 +50,7 @@ from shardproof.saving.shard_writer import BufferPool, WrittenShard, write_shard
 from shardproof.saving.snapshot import Snapshot
 from shardproof.saving.space_check import free_space
 from shardproof.state import Fence, collect
-from shardproof.storage import Storage
+from shardproof.storage import LocalStorage, Storage, choose_cache, past_cache
 
 __all__ = ["After", "Save"]
 
@@ -153,7 +153,7 @@ class Save:
             self.release_caller()
             if background:
                 order.close()  # the caller's next meeting may begin
-            report = self._write(rendezvous)
+            report = self._write(rendezvous, background)
             result = self._commit(rendezvous, report)  # meeting: write
             if after is not None:
                 after(result, lambda _done, _total: self.progress.advance())
@@ -316,12 +316,12 @@ class Save:
                 self._snapshot.stage_live(fenced=False)
                 phase.progress(self._snapshot.staged_bytes, self._snapshot.staged_bytes)
 
-    def _write(self, rendezvous: Rendezvous) -> bytes | BaseException:
+    def _write(self, rendezvous: Rendezvous, background: bool) -> bytes | BaseException:
         """Writes this rank's shard file, if it has one. Returns the report for the commit, or the error."""
         with self._phase("write") as phase:
-            return _outcome(partial(self._write_shard, rendezvous, phase), phase)
+            return _outcome(partial(self._write_shard, rendezvous, background, phase), phase)
 
-    def _write_shard(self, rendezvous: Rendezvous, phase: events.Phase) -> bytes:
+    def _write_shard(self, rendezvous: Rendezvous, background: bool, phase: events.Phase) -> bytes:
         if self._problem is not None:
             raise self._problem
         self._check_given_up()
@@ -332,8 +332,13 @@ class Save:
         file = WrittenShard.nothing()
         if shard.is_written:
             buffers, self._cache.buffers = self._cache.buffers or BufferPool(), None
+            storage = self._storage
+            if isinstance(storage, LocalStorage):
+                cache = choose_cache(shard.data_bytes, direct=storage.direct, beside_training=background)
+                phase.note(cache=str(cache))
+                storage = storage if cache.through else past_cache(storage)
             file = write_shard(
-                partial(self._storage.create, shard_name(rendezvous.rank, self._attempt.id)),
+                partial(storage.create, shard_name(rendezvous.rank, self._attempt.id)),
                 shard,
                 partial(shard.header, self._attempt, rendezvous.rank, owned),
                 self._snapshot,

@@ -281,7 +281,7 @@ class Binder(Visitor[BindHandler]):
             advice: what to do if the catalogue has a tensor.
         """
         if key in self.catalogue.objects:
-            self.mismatch(key, expected, "a plain value")
+            self.mismatch(key, expected, self._kind_of(key))
         elif key in self.catalogue.tensors:
             dtype, shape = self.catalogue.tensors[key]
             self.mismatch(key, expected, describe(dtype, tuple(shape)) + advice)
@@ -291,6 +291,14 @@ class Binder(Visitor[BindHandler]):
         else:
             return False
         return True
+
+    def _kind_of(self, key: str) -> str:
+        """Describes the value of the catalogue under a key that is not one of a tensor."""
+        try:
+            self.catalogue.objects[key]
+        except PlainDataError as error:
+            return f"a value that cannot be read: {error.message}"
+        return "a plain value"
 
 
 def _with_own_memory(piece: Piece) -> Piece:

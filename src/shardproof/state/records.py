@@ -227,6 +227,8 @@ class Binding:
     """Keys of the catalogue that the tree requests."""
     adapted: set[str] = field(default_factory=set)
     """The keys in `used` that only load hooks of a module get."""
+    leftover: set[str] = field(default_factory=set)
+    """The keys in `adapted` that the hooks left unused, after the calls of `finish`. With `strict` only."""
     missing: list[str] = field(default_factory=list)
     """Keys that the tree requests and the catalogue lacks."""
     mismatched: list[Mismatch] = field(default_factory=list)

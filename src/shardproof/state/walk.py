@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections import Counter, OrderedDict, defaultdict
 from functools import partial
@@ -25,10 +26,13 @@ from shardproof.state.handlers.per_rank import PER_RANK, PerRank
 from shardproof.state.handlers.stateful_objects import PART, STATEFUL, has_state_tree, is_stateful
 from shardproof.state.local_shards import FlatShard, LocalShards, described
 from shardproof.state.optimizer.collect import OPTIMIZER, OptimizerState
+from shardproof.state.plain.encode import TEXT_KINDS
 from shardproof.state.tensors import PLAIN_TYPES, array_dtype, tensor_of_array
 from shardproof.state.visitor import Place, check_name
 
 __all__ = ["Handler", "handler_of"]
+
+_log = logging.getLogger("shardproof")
 
 
 class Handler(CollectHandler, BindHandler, Protocol):
@@ -60,14 +64,20 @@ class _Tensor:
 
 
 class _Array:
-    """Handles numpy arrays as tensors."""
+    """Handles numpy arrays of numbers as tensors, and arrays of texts as plain data."""
 
     def collect(self, place: Place, value: np.ndarray[Any, Any], collector: Collector) -> None:
         """Adds a tensor, which shares the array's memory if torch supports it."""
+        if value.dtype.kind in TEXT_KINDS:
+            _PLAIN.collect(place, value, collector)
+            return
         collector.tensor(place.key, self._tensor(place, value)[0], place.path)
 
     def bind(self, place: Place, value: np.ndarray[Any, Any], binder: Binder) -> None:
         """Fills the array in place, through a copy if torch cannot share its memory."""
+        if value.dtype.kind in TEXT_KINDS:
+            _PLAIN.bind(place, value, binder)
+            return
         if not binder.selected(place.key):
             return
         tensor, shared = self._tensor(place, value)
@@ -113,6 +123,13 @@ class _Mapping:
     def bind(self, place: Place, value: dict[Any, Any], binder: Binder) -> None:
         """Binds each item. Tensors skip the handler."""
         _check_names(value, place)
+        if binder.rank == 0 and _is_optimizer_state_dict(value):
+            _log.warning(
+                "%s: it is the state_dict() of an optimizer. The load sets options such as lr in this dict, "
+                "and not in the optimizer: call load_state_dict with the dict afterwards, or put the "
+                "optimizer itself into the state",
+                place.path,
+            )
         prefix = f"{place.key}." if place.key else ""
         tensors = {name: item for name, item in value.items() if isinstance(item, torch.Tensor)}
         binder.tensors([f"{prefix}{name}" for name in tensors], list(tensors.values()))
@@ -174,6 +191,15 @@ _BY_TYPE: dict[type, Handler] = {
     np.random.RandomState: NUMPY_RANDOM_STATE,
     random.Random: PYTHON_GENERATOR,
 }
+
+
+def _is_optimizer_state_dict(value: dict[Any, Any]) -> bool:
+    """True for a ``state_dict()`` of an optimizer of torch, whose groups have the positions of parameters."""
+    groups = value.get("param_groups")
+    if "state" not in value or not isinstance(groups, list) or not groups:
+        return False
+    members = [group.get("params") if isinstance(group, dict) else None for group in groups]
+    return all(isinstance(item, list) and {*map(type, item)} <= {int} for item in members)
 
 
 def handler_of(value: Any, place: Place) -> Handler:

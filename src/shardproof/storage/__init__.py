@@ -18,7 +18,9 @@ from shardproof.storage.base import (
 )
 from shardproof.storage.base import check_folder as check_folder  # not listed in __all__: internal
 from shardproof.storage.base import write_file as write_file  # not listed in __all__: internal
-from shardproof.storage.direct_io import ALIGNMENT, aligned_buffer, memory_for
+from shardproof.storage.cache_rule import CacheChoice, choose_cache
+from shardproof.storage.cache_rule import fits_cache as fits_cache  # not listed in __all__: internal
+from shardproof.storage.direct_io import ALIGNMENT, aligned_buffer
 from shardproof.storage.durable import publish_path as publish_path  # not listed in __all__: internal
 from shardproof.storage.file_writer import FileWriter as FileWriter  # not listed in __all__: internal
 from shardproof.storage.fsspec_storage import FsspecStorage
@@ -38,10 +40,13 @@ from shardproof.storage.remote_requests import file_sizes as file_sizes  # not l
 from shardproof.storage.remote_requests import map_requests as map_requests  # not listed in __all__: internal
 from shardproof.storage.sink import LocalSink
 from shardproof.storage.store_time import time_at as time_at  # not listed in __all__: internal
+from shardproof.storage.store_time import time_without_writes as time_without_writes
 from shardproof.storage.uncached import UncachedStorage
+from shardproof.storage.uncached import past_cache as past_cache  # not listed in __all__: internal
 
 __all__ = [
     "ALIGNMENT",
+    "CacheChoice",
     "CachedStorage",
     "ClockedStorage",
     "CopiedStorage",
@@ -66,7 +71,7 @@ __all__ = [
     "Upload",
     "aligned_buffer",
     "check_name",
+    "choose_cache",
     "is_url",
-    "memory_for",
     "storage_at",
 ]

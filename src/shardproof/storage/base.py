@@ -147,10 +147,9 @@ class Storage(Protocol):
 
 @runtime_checkable
 class CachedStorage(Protocol):
-    """A storage whose files the operating system caches. These methods are optional for a `Storage`.
+    """A storage whose files the operating system caches. This method is optional for a `Storage`.
 
-    A load reads a storage without them as if nothing were cached: in large requests, several in flight. A
-    class that overrides `read_into` of such a storage, or wraps it, must override these methods too.
+    A load reads a storage without it as if nothing were cached: in large requests, several in flight.
     """
 
     def is_cached(self, name: str, start: int, count: int) -> bool:
@@ -158,23 +157,6 @@ class CachedStorage(Protocol):
 
         Raises:
             StorageError: the file is missing or cannot be opened.
-        """
-        ...
-
-    def read_uncached(self, name: str, start: int, count: int, memory: memoryview) -> memoryview:
-        """Read a range past the cache where the system can, and as `read_into` does elsewhere.
-
-        Args:
-            name: name of the file.
-            start: first byte of the range.
-            count: bytes of it.
-            memory: from `aligned_buffer`, at least `memory_for(count)` bytes. All of it may be overwritten.
-
-        Returns:
-            The part of `memory` that holds the bytes.
-
-        Raises:
-            StorageError: the file is missing, short or unreadable.
         """
         ...
 
@@ -195,8 +177,14 @@ class ClockedStorage(Protocol):
     Without it, the clock of this machine dates the files.
     """
 
-    def now(self) -> float:
+    def now(self, *, writes: bool = True) -> float | None:
         """The time by that clock, Unix seconds.
+
+        Args:
+            writes: True if a file may be written to learn the time. It is removed again.
+
+        Returns:
+            The time; None if the storage tells it only to a program that writes, and `writes` is False.
 
         Raises:
             StorageError: the storage does not tell its time.

@@ -219,34 +219,19 @@ class WriteBack:
             if self._gathered < (_SPAN if self._ranges else _FLUSH_EVERY):
                 return
             span, self._gathered = (self._start, self._stop, self._gathered), 0
-        self._hand_over(*span)
-        self._wait(_UNDERWAY)
-
-    def wait(self) -> None:
-        """Wait until the disk has taken all bytes counted so far. This does not make them durable.
-
-        Raises:
-            OSError: the disk refused bytes.
-        """
-        with self._lock:
-            span, self._gathered = (self._start, self._stop, self._gathered), 0
-        if span[2]:
-            self._hand_over(*span)
-        self._wait(0)
-
-    def _hand_over(self, start: int, stop: int, count: int) -> None:
-        if not self._sync(start, stop, _WRITE):
+        if not self._sync(span[0], span[1], _WRITE):
             os.fdatasync(self._descriptor)
             return
         with self._lock:
-            self._underway.append((start, stop, count))
-            self._underway_bytes += count
+            self._underway.append(span)
+            self._underway_bytes += span[2]
+        self._wait()
 
-    def _wait(self, allowed: int) -> None:
-        """Wait for the oldest ranges until no more than `allowed` bytes are underway."""
+    def _wait(self) -> None:
+        """Wait for the oldest ranges until no more than `_UNDERWAY` bytes are underway."""
         while True:
             with self._lock:
-                if self._underway_bytes <= allowed:
+                if self._underway_bytes <= _UNDERWAY:
                     return
                 start, stop, count = self._underway.popleft()
                 self._underway_bytes -= count

@@ -16,6 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from shardproof._utils.forks import lock
+from shardproof._utils.humanize import without_credentials
 from shardproof.errors import AlreadyCommittedError, StorageError
 from shardproof.storage.base import Sink, check_folder, check_name
 from shardproof.storage.object_sink import ObjectSink
@@ -248,12 +249,14 @@ class FsspecStorage:
         except Exception as error:
             raise self._error(error, "look at", name) from error
 
-    def now(self) -> float:
-        """The time that the file system gives a new file, Unix seconds. The file is removed again.
+    def now(self, *, writes: bool = True) -> float | None:
+        """The time that the file system gives a new file, Unix seconds; see `ClockedStorage.now`.
 
         Raises:
             StorageError: the file system failed.
         """
+        if not writes:
+            return None
         name = f"time-{uuid.uuid4().hex}.probe"
         try:
             self._fs.pipe_file(self._key(name), b"1")
@@ -329,7 +332,7 @@ class FsspecStorage:
 
     def _error(self, error: Exception, doing: str, name: str) -> StorageError:
         file = self._file(name) if name else self.location
-        text = str(error) or type(error).__name__
+        text = without_credentials(str(error) or type(error).__name__)
         missing = isinstance(error, FileNotFoundError)
         return request_error(f"cannot {doing} {file}: {text}", file, missing=missing)
 

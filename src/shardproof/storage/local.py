@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from shardproof.errors import AlreadyCommittedError, StorageError
 from shardproof.storage.base import FreeSpace, check_folder, check_name
+from shardproof.storage.cache_rule import users_choice
 from shardproof.storage.direct_io import PageCache, UncachedReader
 from shardproof.storage.durable import (
     flush_file,
@@ -30,7 +31,6 @@ from shardproof.storage.paths import (
     storage_error,
     unconfirmed_error,
 )
-from shardproof.storage.probe import PROBES, users_choice
 from shardproof.storage.real_folders import RealFolder
 from shardproof.storage.sink import LocalSink
 
@@ -44,9 +44,9 @@ class LocalStorage:
 
     Args:
         root: the folder. The first file creates it. A later change of the working directory has no effect.
-        direct: True if aligned writes bypass the page cache (O_DIRECT). None: the environment variable
-            SHARDPROOF_DIRECT decides (1 or 0). Without it, the storage measures both ways with large files
-            and takes the faster one (see "a probe of real writes").
+        direct: True if aligned writes, and the reads of loads, go past the page cache (O_DIRECT), False if
+            all bytes go through it. None: the environment variable SHARDPROOF_DIRECT decides (1 or 0), or
+            else a rule (see `shardproof.storage.cache_rule`).
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -59,15 +59,15 @@ class LocalStorage:
     (['manifest.json', 'shards/0'], b'yt')
     """
 
-    _drops_pages = False
-    """True if `read_uncached` drops the pages of a file that it has to read through the page cache."""
+    _is_past_cache = False
+    """True if this storage goes past the page cache where the file system can."""
 
     def __init__(self, root: StrOrBytesPath, *, direct: bool | None = None) -> None:
         self._root = absolute(root)
         self._base = self._root
         """The folder below which no file is written or removed behind a link."""
-        self._direct = direct
-        self._probes = PROBES
+        self.direct = direct
+        """The choice of the user; None if the storage has none."""
         self._folder_key = os.fspath(self._root)
         self._open_files = OpenFiles[_Descriptor]()
 
@@ -105,9 +105,15 @@ class LocalStorage:
     def _sink(self, name: str, *, replace: bool) -> LocalSink:
         path = self._path(name)
         self._forget(name)
-        direct = users_choice() if self._direct is None else self._direct
+        direct = users_choice() if self.direct is None else self.direct
+        required = direct is True
         return LocalSink(
-            path, self._root, direct=direct, probes=self._probes, replace=replace, base=self._base
+            path,
+            self._root,
+            direct=required or self._is_past_cache,
+            required=required,
+            replace=replace,
+            base=self._base,
         )
 
     def publish(self, name: str, data: bytes, *, replace: bool = False) -> None:
@@ -185,13 +191,13 @@ class LocalStorage:
                 missing=False,
                 damaged=False,
             ) from error
-        _fill(file, start, memoryview(buffer))
+        fill(file, start, memoryview(buffer))
         return bytes(buffer)
 
     def read_into(self, name: str, start: int, buffer: memoryview) -> None:
         """Fill `buffer` from byte `start` on; see `Storage.read_into`."""
         data = buffer.cast("B") if buffer.format != "B" or buffer.ndim != 1 else buffer
-        _fill(self._descriptor(name), start, data)
+        fill(self._descriptor(name), start, data)
 
     def is_cached(self, name: str, start: int, count: int) -> bool:
         """True if the page cache has most of a range; see `CachedStorage.is_cached`."""
@@ -205,19 +211,19 @@ class LocalStorage:
         except OSError as error:
             raise storage_error(error, "drop from the page cache", file.path) from error
 
-    def read_uncached(self, name: str, start: int, count: int, memory: memoryview) -> memoryview:
-        """Read a range past the page cache where that is possible; see `CachedStorage.read_uncached`."""
+    def fill_cache(self, name: str, start: int, count: int) -> None:
+        """Read a range into the page cache, without a copy into memory of this process (`sendfile`)."""
         file = self._descriptor(name)
         try:
-            begin, done = file.uncached().read(start, count, memory)
+            sink = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+            try:
+                done = 0
+                while done < count and (sent := os.sendfile(sink, file.number, start + done, count - done)):
+                    done += sent
+            finally:
+                os.close(sink)
         except OSError as error:
-            raise storage_error(error, "read", file.path) from error
-        found = memory[begin : begin + count]
-        if done < count:
-            if self._drops_pages:
-                self.drop_cached(name)
-            _fill(file, start, found, done)
-        return found
+            raise storage_error(error, "read into the page cache", file.path) from error
 
     def size(self, name: str) -> int | None:
         """Bytes of the file; None if there is none."""
@@ -311,12 +317,12 @@ class LocalStorage:
 
     def within(self, prefix: str) -> LocalStorage:
         """The storage in the folder `prefix` of this one."""
-        return self._part_of(LocalStorage(self._path(prefix), direct=self._direct))
+        return self._part_of(LocalStorage(self._path(prefix), direct=self.direct))
 
     def sibling(self, folder: str) -> LocalStorage:
         """The storage in the sibling folder of this name; see `Storage.sibling`."""
         place = self._root.parent / check_folder(folder, printable(self._root.parent))
-        found = self._part_of(LocalStorage(place, direct=self._direct))
+        found = self._part_of(LocalStorage(place, direct=self.direct))
         found._open_files = self._open_files
         return found
 
@@ -399,7 +405,7 @@ class _Descriptor:
             os.close(self.number)
 
 
-def _fill(file: _Descriptor, start: int, buffer: memoryview, done: int = 0) -> None:
+def fill(file: _Descriptor, start: int, buffer: memoryview, done: int = 0) -> None:
     """Read through the page cache until `buffer` is full; its first `done` bytes are already there."""
     while done < len(buffer):
         try:

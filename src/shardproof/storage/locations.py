@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, TypeAlias, overload
 
 from shardproof._utils.arguments import check_mapping, wrong_type
+from shardproof._utils.humanize import without_credentials
 from shardproof.errors import StorageError
 from shardproof.storage.base import DatedStorage, Storage
 from shardproof.storage.local import LocalStorage
@@ -80,11 +81,12 @@ def storage_at(location: Location, options: Mapping[str, Any] | None = None) -> 
     True
     """
     check_location("location", location)
-    check_mapping("storage_options", options, "a dict of settings, or None")
+    check_mapping("storage_options", options, "a dict of settings, or None", secret=True)
     if isinstance(location, str) and is_bucket_url(location):
         return ObjectStorage(location, options)
     if options:
-        raise StorageError(f"storage_options are for object stores, and {location!r} is none")
+        shown = without_credentials(location) if isinstance(location, str) else location
+        raise StorageError(f"storage_options are for object stores, and {shown!r} is none")
     if not isinstance(location, (str, bytes, os.PathLike)):
         return location
     text = os.fsdecode(location)
@@ -92,10 +94,10 @@ def storage_at(location: Location, options: Mapping[str, Any] | None = None) -> 
         return MemoryStorage(text)
     if _SCHEME.match(text):
         raise StorageError(
-            f"{text!r} is no folder, and no URL of a known store. Give a folder, or as a text one of "
-            f"{', '.join(f'{scheme}://' for scheme in (*SCHEMES, MEMORY_SCHEME))}; or "
+            f"{without_credentials(text)!r} is no folder, and no URL of a known store. Give a folder, "
+            f"or as a text one of {', '.join(f'{scheme}://' for scheme in (*SCHEMES, MEMORY_SCHEME))}; or "
             "shardproof.storage.FsspecStorage for a file system of fsspec",
-            file=text,
+            file=without_credentials(text),
         )
     return LocalStorage(location)
 

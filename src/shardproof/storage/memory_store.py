@@ -193,11 +193,6 @@ class MemoryStorage:
         self._file(name)
         return True
 
-    def read_uncached(self, name: str, start: int, count: int, memory: memoryview) -> memoryview:
-        """As `read_into`; see `CachedStorage.read_uncached`."""
-        self.read_into(name, start, memory[:count])
-        return memory[:count]
-
     def size(self, name: str) -> int | None:
         """Bytes of the file; None if there is none.
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import builtins
 import logging
 import os
+import re
 import time
 import uuid
 from collections.abc import Mapping
@@ -26,6 +27,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from shardproof._utils.forks import lock
+from shardproof._utils.humanize import without_credentials
 from shardproof.errors import AlreadyCommittedError, StorageError
 from shardproof.storage.base import Sink, check_folder, check_name
 from shardproof.storage.multipart_uploads import MultipartUploads, Upload
@@ -67,7 +69,16 @@ class ObjectStorage:
         scheme, _, rest = url.partition("://")
         bucket, _, prefix = rest.partition("/")
         if scheme.lower() not in SCHEMES or not bucket:
-            raise StorageError(f"{url!r} names no bucket. Give s3://bucket/prefix, gs:// or az://", file=url)
+            shown = without_credentials(url)
+            raise StorageError(
+                f"{shown!r} names no bucket. Give s3://bucket/prefix, gs:// or az://", file=shown
+            )
+        if (shown := without_credentials(url)) != url:
+            raise StorageError(
+                f"{shown!r} has credentials, which logs and errors would repeat. Give them in "
+                "storage_options, or in the variables of the environment that the store's own tools read",
+                file=shown,
+            )
         self._bucket = f"{scheme.lower()}://{bucket}"
         self._prefix = "/".join(part for part in prefix.split("/") if part)
         if self._prefix:
@@ -306,8 +317,8 @@ class ObjectStorage:
                 return None
             raise self._error(error, "look at", name) from error
 
-    def now(self) -> float:
-        """The time by the clock of the store, Unix seconds.
+    def now(self, *, writes: bool = True) -> float | None:
+        """The time by the clock of the store, Unix seconds; see `ClockedStorage.now`.
 
         The header of an answer has it. If obstore cannot sign a request, a test object gets it.
 
@@ -315,7 +326,7 @@ class ObjectStorage:
             StorageError: the store does not tell its time.
         """
         found = self._multipart_uploads.time_of_store(self._key("time"))
-        return self._time_of_new_object() if found is None else found
+        return self._time_of_new_object() if found is None and writes else found
 
     def _time_of_new_object(self) -> float:
         """The time that the store gives a new object, which is removed again."""
@@ -471,6 +482,11 @@ class ObjectStorage:
 
 _PROBE_LOCK = lock()
 
+_XML_PARTS = re.compile(r"<(Code|Message)>\s*([^<]*?)\s*</")
+"""The parts of the XML answer of a store that say what it refused, in their order."""
+
+_OPEN_SETTINGS = frozenset({"region", "aws_region", "endpoint", "aws_endpoint", "bucket", "account_name"})
+"""Settings that are no secrets."""
 _CONFLICT_SECONDS = 0.5
 """Pause before a conditional PUT is repeated after a conflict."""
 
@@ -503,7 +519,12 @@ def _open(bucket: str, settings: dict[str, Any], endpoint: str, retry: dict[str,
         make: Any = from_url  # its types distinguish the stores
         store: ObjectStore = make(bucket, config=settings or None, client_options=client, retry_config=retry)
     except Exception as error:
-        raise StorageError(f"cannot open {bucket}: {_first_line(error)}", file=bucket) from error
+        text = _first_line(error)
+        for name, value in settings.items():
+            if isinstance(value, str) and value and name not in _OPEN_SETTINGS:
+                text = text.replace(value, "***")
+        # The error of obstore may repeat a setting, so it is not the cause that Python prints.
+        raise StorageError(f"cannot open {bucket}: {text}", file=bucket) from None
     return store
 
 
@@ -516,5 +537,15 @@ def _has_no_bucket(error: Exception) -> bool:
 
 
 def _first_line(error: Exception) -> str:
+    """The first line of an error. The code and the message of an XML document take its place.
+
+    >>> body = "<?xml version='1.0'?><Error><Code>AccessDenied</Code><Message>No entry.</Message></Error>"
+    >>> _first_line(Exception(f"Server returned 403 Forbidden: {body}"))
+    'Server returned 403 Forbidden: AccessDenied: No entry'
+    """
+    head, found, body = str(error).partition("<?xml")
+    if found and (parts := _XML_PARTS.findall(body)):
+        text = f"{head.strip()} {': '.join(text.strip() for _, text in parts[:2])}"
+        return without_credentials(text.strip()).rstrip(".")
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines[0] if lines else type(error).__name__).rstrip(".")
+    return without_credentials(lines[0] if lines else type(error).__name__).rstrip(".")

@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 from typing import TypeAlias
 
+from shardproof._utils.home_paths import unexpanded_home
+from shardproof._utils.humanize import printable as printable_text
 from shardproof.errors import StorageError
 
 __all__ = [
@@ -28,13 +30,15 @@ def absolute(path: StrOrBytesPath) -> Path:
     Symbolic links stay, except those before a "..", which leads to the folder above the link's target.
 
     Raises:
-        StorageError: `path` is invalid, or it is relative and the working directory does not exist.
+        StorageError: `path` is invalid or has a ``~``, or it is relative and the working directory does not
+            exist.
 
     >>> str(absolute("/runs/./gpt/"))
     '/runs/gpt'
     """
     text = os.fsdecode(path)
     fault = "it is empty" if not text else "it has a NUL character" if "\0" in text else _encoding_fault(text)
+    fault = fault or unexpanded_home(text)
     if fault is not None:
         raise StorageError(f"{text!r} cannot be the path of a folder: {fault}", file=ascii(text))
     try:
@@ -76,7 +80,8 @@ def _encoding_fault(text: str) -> str | None:
 
 
 _ADVICE = {
-    errno.ENOSPC: "The disk is full: free space (`shardproof prune` removes leftovers), then save again.",
+    errno.ENOSPC: "The disk is full: free space, then save again. `shardproof prune RUN` removes the files "
+    "of dead saves, and `shardproof prune RUN --keep 1 --yes` all steps but the newest.",
     errno.EDQUOT: "The quota is used up: free space or ask for more, then save again.",
     errno.EFBIG: "The file is larger than allowed: raise the limit (`ulimit -f`) or that of the file system.",
     errno.EROFS: "The file system is mounted read-only: remount it or choose another place.",
@@ -97,13 +102,13 @@ _ADVICE = {
 
 
 def printable(path: str | Path) -> str:
-    r"""A path in valid Unicode, for messages: a byte that is not UTF-8 becomes an escape.
+    r"""A path for messages: a byte that is not UTF-8, or a character that does not print, becomes an escape.
 
     >>> import os
     >>> printable(os.fsdecode(b"/runs/caf\xe9"))
     '/runs/caf\\xe9'
     """
-    return os.fsencode(path).decode("utf-8", "backslashreplace")
+    return printable_text(os.fsencode(path).decode("utf-8", "backslashreplace"))
 
 
 def storage_error(cause: OSError, doing: str, path: str | Path) -> StorageError:

@@ -13,7 +13,6 @@ from shardproof.errors import StorageError
 from shardproof.storage.direct_io import ALIGNMENT, O_DIRECT
 from shardproof.storage.durable import WriteBack, flush_folders, open_new, unlink_quietly, write_all
 from shardproof.storage.paths import printable, storage_error
-from shardproof.storage.probe import Probe, Trial
 
 __all__ = ["LocalSink"]
 
@@ -24,8 +23,8 @@ class LocalSink:
     Args:
         path: path of the file.
         root: root of the storage.
-        direct: whether aligned writes go direct. None: the probe decides.
-        probes: the probe of each file system, by device number.
+        direct: True if aligned writes go direct where the file system has direct writes.
+        required: True if a file system without direct writes is an error.
         replace: True to write a draft, which takes the name `path` when it is finished.
         base: the folder below which no link is followed; None: `root`.
 
@@ -41,8 +40,8 @@ class LocalSink:
         path: Path,
         root: Path,
         *,
-        direct: bool | None,
-        probes: dict[int, Probe],
+        direct: bool = False,
+        required: bool = False,
         replace: bool = False,
         base: Path | None = None,
     ) -> None:
@@ -50,7 +49,8 @@ class LocalSink:
         self._path = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp") if replace else path
         self._root = root
         self._direct: int | None = None
-        self._must_be_direct = direct is True
+        self._refused = False
+        self._required = required
         self._open = True
         try:
             self._buffered, self._folder = open_new(root if base is None else base, self._path, os.O_WRONLY)
@@ -58,13 +58,11 @@ class LocalSink:
             raise storage_error(error, "create", self._path) from error
         self._write_back = WriteBack(self._buffered)
         try:
-            self._probe = _probe(os.fstat(self._buffered).st_dev, direct, probes)
-            if self._probe.answer is not False:
+            if direct:
                 self._direct = self._open_direct()
         except OSError as error:
             self.abort()
             raise storage_error(error, "open unbuffered", self._path) from error
-        self._trial = Trial(self._probe, self._write_back.wait)
 
     def _open_direct(self) -> int | None:
         """A descriptor for direct writes; None if the file system has none and may do without."""
@@ -74,14 +72,14 @@ class LocalSink:
             flags = os.O_WRONLY | O_DIRECT | os.O_CLOEXEC | os.O_NOFOLLOW
             return os.open(self._path.name, flags, dir_fd=self._folder.number)
         except OSError as error:
-            if self._must_be_direct or error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            if self._required or error.errno not in (errno.EINVAL, errno.ENOTSUP):
                 raise
             return None
 
     @property
     def direct(self) -> bool:
-        """True if aligned writes go past the page cache; True while the probe has not decided."""
-        return self._direct is not None and self._probe.answer is not False
+        """True if aligned writes go past the page cache."""
+        return self._direct is not None and not self._refused
 
     def write_at(self, start: int, buffer: memoryview) -> None:
         """Write the bytes of `buffer` at byte `start`."""
@@ -90,18 +88,11 @@ class LocalSink:
         data = buffer.cast("B") if buffer.format != "B" or buffer.ndim != 1 else buffer
         is_aligned = start % ALIGNMENT == 0 and len(data) >= ALIGNMENT and address(data) % ALIGNMENT == 0
         try:
-            if is_aligned and self._direct is not None:
-                with self._trial.write(len(data)) as direct:
-                    self._write(start, data, direct=direct)
-            else:
-                self._write(start, data, direct=False)
+            done = self._write_direct(start, data) if is_aligned and self.direct else 0
+            write_all(self._buffered, data[done:], start + done)
+            self._write_back.wrote(start + done, len(data) - done)
         except OSError as error:
             raise storage_error(error, "write", self._path) from error
-
-    def _write(self, start: int, data: memoryview, *, direct: bool) -> None:
-        done = self._write_direct(start, data) if direct else 0
-        write_all(self._buffered, data[done:], start + done)
-        self._write_back.wrote(start + done, len(data) - done)
 
     def _write_direct(self, start: int, data: memoryview) -> int:
         """Write the aligned beginning of `data` direct; return the number of bytes written."""
@@ -112,9 +103,9 @@ class LocalSink:
             try:
                 written = os.pwrite(self._direct, data[done:aligned], start + done)
             except OSError as error:
-                if error.errno != errno.EINVAL or self._must_be_direct:
+                if error.errno != errno.EINVAL or self._required:
                     raise
-                self._probe.refuse()  # the file system accepts the flag and refuses the writes
+                self._refused = True  # the file system accepts the flag and refuses the writes
                 return done
             done += written
             if written % ALIGNMENT:  # cut short by a limit or a full disk: the rest is not aligned
@@ -166,10 +157,3 @@ class LocalSink:
                 os.close(direct)
         finally:
             os.close(self._buffered)
-
-
-def _probe(device: int, direct: bool | None, probes: dict[int, Probe]) -> Probe:
-    """The probe that decides which way aligned writes go."""
-    new = Probe(device)
-    new.answer = direct
-    return new if direct is not None else probes.setdefault(device, new)

@@ -1,15 +1,16 @@
-"""A storage that reads the bytes of the device and not those of the page cache."""
+"""A storage that goes past the page cache: it reads the bytes of the device, and writes to the device."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
-from shardproof.storage.base import check_folder
+from shardproof.storage.base import Storage, check_folder
 from shardproof.storage.direct_io import aligned_buffer, memory_for
-from shardproof.storage.local import LocalStorage
-from shardproof.storage.paths import StrOrBytesPath, printable
+from shardproof.storage.local import LocalStorage, fill
+from shardproof.storage.paths import StrOrBytesPath, printable, storage_error
 
-__all__ = ["UncachedStorage"]
+__all__ = ["UncachedStorage", "past_cache"]
 
 PIECE = 4 << 20
 """The most bytes of one read."""
@@ -18,9 +19,9 @@ PIECE = 4 << 20
 class UncachedStorage(LocalStorage):
     """Files in a folder and below it, read from the device and not from the page cache.
 
-    Reads go past the page cache (O_DIRECT). Where the file system refuses that, the storage asks the kernel
-    to drop the file's pages first. Two limits: a file system in memory has no bytes but its pages, and the
-    server of a network file system may answer from its own memory.
+    Reads and aligned writes go past the page cache (O_DIRECT). Where the file system refuses that, they go
+    through it, and a read asks the kernel to drop the file's pages first. Two limits: a file system in memory
+    has no bytes but its pages, and the server of a network file system may answer from its own memory.
 
     Args:
         root: the folder.
@@ -34,11 +35,12 @@ class UncachedStorage(LocalStorage):
     b'yt'
     """
 
-    _drops_pages = True
+    _is_past_cache = True
 
     def __init__(self, root: StrOrBytesPath, *, before_read: Callable[[int], None] | None = None) -> None:
         super().__init__(root)
         self._before_read = before_read
+        self._local = threading.local()
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         """Bytes `start` to `stop` of the file; see `Storage.read`."""
@@ -52,16 +54,27 @@ class UncachedStorage(LocalStorage):
     def read_into(self, name: str, start: int, buffer: memoryview) -> None:
         """Fill `buffer` from byte `start` on; see `Storage.read_into`."""
         data = buffer.cast("B") if buffer.format != "B" or buffer.ndim != 1 else buffer
-        memory = aligned_buffer(memory_for(min(PIECE, len(data))))
+        needed = memory_for(min(PIECE, len(data)))
+        memory: memoryview | None = getattr(self._local, "memory", None)
+        if memory is None or len(memory) < needed:
+            memory = self._local.memory = aligned_buffer(needed)
+        file = self._descriptor(name)
         for done in range(0, len(data), PIECE):
             part = data[done : done + PIECE]
-            part[:] = self.read_uncached(name, start + done, len(part), memory)
+            if self._before_read is not None:
+                self._before_read(len(part))
+            try:
+                begin, count = file.uncached().read(start + done, len(part), memory)
+            except OSError as error:
+                raise storage_error(error, "read", file.path) from error
+            part[:count] = memory[begin : begin + count]
+            if count < len(part):
+                self.drop_cached(name)
+                fill(file, start + done, part, count)
 
-    def read_uncached(self, name: str, start: int, count: int, memory: memoryview) -> memoryview:
-        """Read a range from the device; see `CachedStorage.read_uncached`."""
-        if self._before_read is not None:
-            self._before_read(count)
-        return super().read_uncached(name, start, count, memory)
+    def is_cached(self, name: str, start: int, count: int) -> bool:
+        """False: every read goes to the device."""
+        return False
 
     def within(self, prefix: str) -> UncachedStorage:
         """The storage in the folder `prefix` of this one."""
@@ -74,3 +87,16 @@ class UncachedStorage(LocalStorage):
         found = self._part_of(UncachedStorage(place, before_read=self._before_read))
         found._open_files = self._open_files
         return found
+
+
+def past_cache(storage: Storage) -> Storage:
+    """The same files, read and written past the page cache.
+
+    Returns `storage` itself if it is no plain `LocalStorage`.
+    """
+    if type(storage) is not LocalStorage:
+        return storage
+    found = UncachedStorage(storage.path)
+    found.direct = storage.direct
+    found._base, found._open_files = storage._base, storage._open_files
+    return found

@@ -14,9 +14,10 @@ RUNS is a JSON list of runs, in order. Each is a dict of these:
     first       number of the first step
     train       steps to take
     save        where to save
+    sharded     "fsdp1" or "fsdp2" of torch, with one group; such a run has no result
 
 The result has the state of the run after the load and at its end, as `<number>.loaded.<key>` and
-`<number>.trained.<key>`. An error of shardproof in a load is the fact `<number>`.
+`<number>.trained.<key>`. An error of shardproof is the fact `<number>`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from typing import Any
 import megatron_stubs
 import offload_stubs
 import torch
-from peer_result import Result, join_ranks, leave_ranks
+from peer_result import Result, join_ranks, leave_ranks, world_size
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 megatron_stubs.install(fused=False)
 offload_stubs.install()
@@ -39,6 +42,8 @@ from megatron_stubs import FusedAdam  # noqa: E402
 import shardproof as sp  # noqa: E402
 from shardproof.state import slots_of  # noqa: E402
 
+CPU = torch.device("cpu")
+
 
 def model(dtype: torch.dtype) -> torch.nn.Module:
     torch.manual_seed(0)
@@ -47,8 +52,10 @@ def model(dtype: torch.dtype) -> torch.nn.Module:
 
 def optimizer_of(kind: str, module: Any, run: dict[str, Any]) -> torch.optim.Optimizer:
     """Two groups with different options."""
-    groups = [{"params": list(module[0].parameters()), "weight_decay": 0.5}]
-    groups += [{"params": [*module[1].parameters(), *module[2].parameters()], "weight_decay": 0.25}]
+    groups: list[dict[str, Any]] = [{"params": list(module.parameters())}]
+    if "sharded" not in run:
+        groups = [{"params": list(module[0].parameters()), "weight_decay": 0.5}]
+        groups += [{"params": [*module[1].parameters(), *module[2].parameters()], "weight_decay": 0.25}]
     options = {"lr": 0.01, **({"betas": tuple(run["betas"])} if "betas" in run else {})}
     fraction, in_fp32, overlap = run.get("fraction", 0.5), run.get("in_fp32", True), run.get("overlap", True)
     if kind == "adamw":
@@ -93,28 +100,49 @@ def described(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict
     return found
 
 
+def save_sharded(module: torch.nn.Module, optimizer: torch.optim.Optimizer, run: dict[str, Any]) -> None:
+    for _ in range(run.get("ahead", 0)):
+        for parameter in module.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    sp.save(run["save"], {"model": module, "optimizer": optimizer})
+
+
+def train_and_save(number: int, run: dict[str, Any], result: Result) -> None:
+    module = model(getattr(torch, run.get("dtype", "bfloat16")))
+    if "sharded" in run:
+        is_old = run["sharded"] == "fsdp1"
+        module = (
+            FullyShardedDataParallel(module, device_id=CPU)
+            if is_old
+            else fully_shard(module, mesh=init_device_mesh("cpu", (world_size(),)))
+        )
+    optimizer = optimizer_of(run["optimizer"], module, run)
+    state = {"model": module, "optimizer": optimizer}
+    if "sharded" in run:
+        save_sharded(module, optimizer, run)
+        return
+    train(module, optimizer, 100, run.get("ahead", 0))
+    if "load" in run:
+        sp.load(run["load"], state, strict=run.get("strict", True), cast=run.get("cast", False))
+    for key, item in described(module, optimizer).items():
+        result.add_tensor(f"{number}.loaded.{key}", item)
+    train(module, optimizer, run.get("first", 0), run.get("train", 0))
+    if "save" in run:
+        sp.save(run["save"], state)
+    for key, item in described(module, optimizer).items():
+        result.add_tensor(f"{number}.trained.{key}", item)
+    result.objects[f"{number}.options"] = str(optimizer.param_groups)
+
+
 def main() -> None:
     join_ranks()
     result = Result()
     for number, run in enumerate(json.loads(sys.argv[1])):
-        module = model(getattr(torch, run.get("dtype", "bfloat16")))
-        optimizer = optimizer_of(run["optimizer"], module, run)
-        state = {"model": module, "optimizer": optimizer}
-        train(module, optimizer, 100, run.get("ahead", 0))
-        if "load" in run:
-            try:
-                sp.load(run["load"], state, strict=run.get("strict", True), cast=run.get("cast", False))
-            except sp.ShardproofError as error:
-                result.facts[str(number)] = f"{type(error).__name__}: {error}"
-                continue
-        for key, item in described(module, optimizer).items():
-            result.add_tensor(f"{number}.loaded.{key}", item)
-        train(module, optimizer, run.get("first", 0), run.get("train", 0))
-        if "save" in run:
-            sp.save(run["save"], state)
-        for key, item in described(module, optimizer).items():
-            result.add_tensor(f"{number}.trained.{key}", item)
-        result.objects[f"{number}.options"] = str(optimizer.param_groups)
+        try:
+            train_and_save(number, run, result)
+        except sp.ShardproofError as error:
+            result.facts[str(number)] = f"{type(error).__name__}: {error}"
     leave_ranks(result)
 
 

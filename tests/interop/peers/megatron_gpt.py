@@ -90,6 +90,7 @@ class Run:
         options: of `TransformerConfig`, in the place of the default ones. `engine` is for layers of
             Transformer Engine, and `optimizer` has options of `OptimizerConfig`. `adam` is "torch" for
             torch's AdamW. `offload` is a fraction, for a HybridDeviceOptimizer, with or without `overlap`.
+            `batches` is the number of batches of a step, which the data parallel ranks share.
     """
 
     layout: dict[str, int]
@@ -103,7 +104,8 @@ class Run:
         tensor_parallel.model_parallel_cuda_manual_seed(self.seed, force_reset_rng=True)
         engine, of_optimizer = self.options.pop("engine", False), self.options.pop("optimizer", {})
         adam, offload = self.options.pop("adam", "fused"), self.options.pop("offload", None)
-        overlap = self.options.pop("overlap", False)
+        overlap, self.batches = self.options.pop("overlap", False), self.options.pop("batches", BATCHES)
+        dtype = getattr(torch, self.options.pop("dtype", "bfloat16"))
         megatron_stubs.choose_adam(fused=adam == "fused")
         if offload is not None:
             offload_stubs.install()
@@ -127,9 +129,9 @@ class Run:
                 "activation_func": torch.nn.functional.silu,
                 "add_bias_linear": False,
                 "use_cpu_initialization": True,
-                "bf16": True,
-                "params_dtype": torch.bfloat16,
-                "pipeline_dtype": torch.bfloat16,
+                "bf16": dtype == torch.bfloat16,
+                "params_dtype": dtype,
+                "pipeline_dtype": dtype,
                 "hidden_dropout": 0.0,
                 "attention_dropout": 0.0,
                 "gradient_accumulation_fusion": False,
@@ -158,8 +160,8 @@ class Run:
                 optimizer="adam",
                 lr=1e-2,
                 min_lr=1e-4,
-                bf16=True,
-                params_dtype=torch.bfloat16,
+                bf16=dtype == torch.bfloat16,
+                params_dtype=dtype,
                 use_distributed_optimizer=True,
                 clip_grad=0.0,
                 **of_optimizer,
@@ -168,19 +170,19 @@ class Run:
         )
 
     def train(self, steps: int, first: int = 0) -> None:
-        """Takes steps, each of four batches in all, which depend on the step only."""
+        """Takes steps. Their batches depend on the step only."""
         ranks = parallel_state.get_data_parallel_world_size()
         rank = parallel_state.get_data_parallel_rank()
         for step in range(first, first + steps):
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
-            batches = [_batch(step, at) for at in range(BATCHES) if at % ranks == rank]
+            batches = [_batch(step, at) for at in range(self.batches) if at % ranks == rank]
             get_forward_backward_func()(
                 forward_step_func=_forward,
                 data_iterator=[iter(batches) for _ in self.chunks],
                 model=self.chunks,
-                num_microbatches=BATCHES // ranks,
+                num_microbatches=self.batches // ranks,
                 seq_length=SEQUENCE,
                 micro_batch_size=2,
                 forward_only=False,
@@ -238,7 +240,7 @@ def _model(config: TransformerConfig, stage: int | None, *, engine: bool) -> GPT
         mtp_block_spec=predictions,
         vp_stage=stage,
     )
-    return model.bfloat16().cuda()
+    return model.to(config.params_dtype).cuda()
 
 
 def _on_context_rank(sequence: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:

@@ -32,6 +32,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (  # noqa
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
 )
+from torch.distributed.checkpoint.api import CheckpointException  # noqa: E402
 
 import shardproof as sp  # noqa: E402
 from shardproof.frameworks import megatron_core as ours  # noqa: E402
@@ -276,6 +277,33 @@ def other_format(folder: str) -> dict[str, Any]:
     raise AssertionError(f"rank {rank()} does not know that rank 1 could not read the common state")
 
 
+def code(folder: str) -> dict[str, Any]:
+    """Classes and functions in common state and in objects: those of the target, beside the stored data."""
+
+    def options(rule: Any, betas: Any) -> dict[str, Any]:
+        groups = [{"rule": rule, "betas": betas, "by": [build]}]
+        item = ShardedObject("options", {"rule": rule, "betas": betas}, (1,), (0,), replica_id=rank())
+        return {"optimizer": {"groups": groups}, "item": item}
+
+    adam, other = torch.optim.AdamW, torch.optim.Adam
+    ours.save(state(3, **options(adam, (0.5, 0.75))), folder)
+    for mode in (None, "raise_all", "raise_unexpected"):
+        more = {} if mode is None else {"strict": mode}
+        loaded = ours.load(state(7, **options(adam, (0.25, 0.5))), folder, **more)
+        assert loaded["optimizer"]["groups"] == [{"rule": adam, "betas": (0.5, 0.75), "by": [build]}]
+        assert loaded["item"] == {"rule": adam, "betas": (0.5, 0.75)}
+    errors = []
+    for mode in ("raise_all", "raise_unexpected"):
+        try:
+            ours.load(state(7, **options(other, (0.25, 0.5))), folder, strict=mode)
+        except sp.KeyMismatchError as error:
+            errors.append(str(error))
+    loaded = ours.load(state(7, **options(other, (0.25, 0.5))), folder, strict="log_all")  # the advice
+    assert loaded["optimizer"]["groups"][0]["rule"] is other
+    assert loaded["item"] == {"rule": other, "betas": (0.5, 0.75)}
+    return {"errors": errors}
+
+
 def two_mains(folder: str) -> dict[str, Any]:
     norm = ShardedTensor.from_rank_offsets("twice", torch.ones(4))
     ours.save(state(3, more=norm), folder, ours.SaveStrategy(deadline=30))
@@ -311,6 +339,37 @@ def strict(folder: str) -> dict[str, Any]:
             continue
         raise AssertionError(mode)
     ours.load(asked(), folder)  # "new" is not there
+    return {}
+
+
+def names(folder: str) -> dict[str, Any]:
+    """Megatron's other names, and what it tells of a checkpoint."""
+    assert ours.ShardedTensor is ShardedTensor and ours.mapping.ShardedObject is ShardedObject
+    assert not ours.check_is_distributed_checkpoint(folder)
+    for at, save in (("own", mcore.save), ("ours", ours.save)):
+        save(plain(3), made(f"{folder}-{at}"))
+        torch.distributed.barrier()
+        assert ours.check_is_distributed_checkpoint(f"{folder}-{at}")
+    own, metadata = (ours.load_sharded_metadata(f"{folder}-{at}") for at in ("own", "ours"))
+    assert {key: item.global_shape for key, item in metadata.items()} == {
+        key: item.global_shape for key, item in own.items()
+    }
+    loaded = ours.load(metadata, f"{folder}-ours", strict="raise_all")
+    if "common_state/shard_0_1" in metadata:  # 0.19
+        assert loaded["common_state/shard_0_1"]["args"].nested.depth == 2
+    ours.remove_sharded_tensors(f"{folder}-own", "st")  # Megatron's own: there is no such file
+    ours.remove_sharded_tensors(f"{folder}-ours", "st")
+    return {}
+
+
+def without_stack(folder: str) -> dict[str, Any]:
+    """A checkpoint without the tensors whose keys begin with "st" loads."""
+    asked = plain(7)
+    stack = [part.data for part in plain(3)["model"]["stack"]]
+    asked["model"]["stack"] = LocalNonpersistentObject(stack)
+    loaded, missing, unexpected = ours.load(asked, folder, strict="return_all")
+    assert flat(loaded) == expected_plain(3) and not missing and not unexpected
+    assert "stack" not in ours.load_tensors_metadata(folder)
     return {}
 
 
@@ -367,6 +426,8 @@ def main() -> None:
         result.facts |= globals()[case](folder)
     except sp.ShardproofError as error:
         result.facts["error"] = f"{type(error).__name__}: {error}"
+        classes = (CheckpointingException, CheckpointException)
+        result.facts["classes"] = [kind.__name__ for kind in classes if isinstance(error, kind)]
     leave_ranks(result)
 
 

@@ -80,7 +80,9 @@ def whole(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
 
 
 def save(path: str, name: str, words: set[str], result: Result) -> None:
+    offload_stubs.pinned.clear()
     model, optimizer = built(words, seed=0)
+    result.facts[f"{name}.pinned"] = sorted(set(offload_stubs.pinned))
     train(model, optimizer, 2)
     for key, tensor in whole(model, optimizer).items():
         result.add_tensor(f"{name}.{key}", tensor)
@@ -88,11 +90,6 @@ def save(path: str, name: str, words: set[str], result: Result) -> None:
     losses = train(model, optimizer, 1, first=2)  # writes to all of the memory that the save reads
     pending.result()
     result.facts[f"{name}.losses"] = losses + train(model, optimizer, 1, first=3)
-    released = getattr(optimizer, "_released", None)
-    groups = released.param_groups if released else []  # the tensors that it copies and pins
-    result.facts[f"{name}.pinned"] = sorted(
-        {type(one).__name__ for group in groups for one in group["params"]}
-    )
 
 
 def load(path: str, name: str, words: set[str], result: Result) -> None:
@@ -153,8 +150,10 @@ def without_gradient(path: str, name: str, words: set[str], result: Result) -> N
 def wrong(path: str, name: str, words: set[str], result: Result) -> None:
     """Stores the errors of wrong use, and that of the released class."""
     model, optimizer = built(words, seed=0)
+    offload_stubs.pinned.clear()
     options = {"cpu_optimizer_cls": torch.optim.AdamW, "gpu_optimizer_cls": torch.optim.AdamW, "lr": 0.1}
     released = HybridDeviceOptimizer(list(model.parameters()), offload_fraction=1.0, **options)
+    result.facts[f"{name}.pinned"] = sorted(set(offload_stubs.pinned))
     uses = {
         "released": lambda: fully_shard_optimizer(released, **PLAIN),
         "bare": lambda: sp.save(path, {"model": adapter.module_state(model), "optimizer": optimizer}),

@@ -3,7 +3,8 @@
 The optimizer asks `Tensor.is_cuda` which parameters are on the device, and copies a fraction of them to the
 CPU with `Tensor.cpu` and `Tensor.pin_memory`. While it does so, and only then, every tensor is on the device
 here, except for the results of `Tensor.cpu` and what is made from them. All that the optimizer computes is
-its own code.
+its own code. Memory cannot be pinned without an accelerator: `pinned` has the kinds of the tensors that the
+optimizer would pin.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from unittest import mock
 
 import torch
 
-__all__ = ["install"]
+__all__ = ["install", "pinned"]
 
+pinned: list[str] = []
+"""Names of the classes of tensors on which `pin_memory` was called."""
 _MADE_FROM = ("clone", "detach", "float")
 
 
@@ -42,12 +45,17 @@ def install() -> None:
 def _device() -> Iterator[None]:
     stubs: dict[str, Any] = {
         "is_cuda": property(lambda tensor: not _is_on_host(tensor)),
-        "pin_memory": lambda tensor: tensor,
+        "pin_memory": _pinned,
         "cpu": lambda tensor: _marked(tensor.clone()),
     }
     stubs |= {name: _keeping_its_mark(getattr(torch.Tensor, name)) for name in _MADE_FROM}
     with mock.patch.multiple(torch.Tensor, **stubs):
         yield
+
+
+def _pinned(tensor: torch.Tensor) -> torch.Tensor:
+    pinned.append(type(tensor).__name__)
+    return tensor
 
 
 def _is_on_host(tensor: torch.Tensor) -> bool:

@@ -3,7 +3,9 @@
 The optimizer is offloaded to the CPU, with every option on: `optimizer_cpu_offload` with
 `optimizer_offload_fraction=1`, `overlap_cpu_optimizer_d2h_h2d`, `use_precision_aware_optimizer`,
 `megatron_fsdp_use_decoupled_grad`, and gradients and parameters communicated in the background. A case is
-`name` or `name:words`, with words joined by `-`: `pin` for `pin_cpu_params`, and `stage1` to `stage3`.
+`name` or `name:words`, with words joined by `-`: `pin` for `pin_cpu_params`, and `stage1` to `stage3`; `moe`
+for experts, and `ep` for experts over two ranks; `tp` for tensor parallelism over two ranks; `undeclared` to
+declare neither.
 
 `megatron_stubs`, `offload_stubs` and this script stand for CUDA: meshes of `cuda` are of `cpu`, so that gloo
 serves them, and the wrapper is told that the current device has the number 0.
@@ -44,15 +46,21 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # n
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 import shardproof as sp  # noqa: E402
+from shardproof import layouts  # noqa: E402
 from shardproof.frameworks import megatron_fsdp as adapter  # noqa: E402
 
 STAGES = {"stage1": "optim", "stage2": "optim_grads", "stage3": "optim_grads_params"}
+PARALLEL = {"ep": "expert_model_parallel_size", "tp": "tensor_model_parallel_size"}
+EXPERTS = {"num_moe_experts": 4, "moe_token_dispatcher_type": "alltoall", "moe_router_topk": 2}
 METADATA = {"distrib_optim_sharding_type": "fsdp_dtensor"}
 
 
 def built(words: set[str], seed: int) -> tuple[Any, Any]:
     """The wrapped model and its optimizer."""
     torch.manual_seed(seed)
+    layout = {name: 2 for word, name in PARALLEL.items() if word in words}
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(**layout)
     tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     config = TransformerConfig(
         num_layers=2,
@@ -73,6 +81,8 @@ def built(words: set[str], seed: int) -> tuple[Any, Any]:
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,
         calculate_per_token_loss=True,  # gloo has no product with a scale
+        **layout,
+        **(EXPERTS if {"moe", "ep"} & words else {}),
     )
     (stage,) = (STAGES[word] for word in words if word in STAGES)
     sharding = DistributedDataParallelConfig(
@@ -85,6 +95,8 @@ def built(words: set[str], seed: int) -> tuple[Any, Any]:
     )
     cpu_stubs.install(current_device=0)
     module = megatron_gpt._model(config, None, engine=False)
+    if "undeclared" not in words:
+        declare(module, words)
     model = FullyShardedDataParallel(config, sharding, module, device=torch.device("cpu"))
     cpu_stubs.install(current_device="cpu")
     optimizer = get_megatron_optimizer(
@@ -104,6 +116,27 @@ def built(words: set[str], seed: int) -> tuple[Any, Any]:
         [model],
     )
     return model, optimizer
+
+
+def declare(module: Any, words: set[str]) -> None:
+    """Declares the experts of this rank, and its parts of the weights that tensor parallelism divides."""
+    if {"moe", "ep"} & words:
+        first = 2 * parallel_state.get_expert_model_parallel_rank()
+        for layer in module.decoder.layers:
+            layouts.experts.sequential(layer.mlp.experts.local_experts, first=first, total=4)
+        module.first_expert = first  # for `whole_state`
+    if "tp" in words:
+        here = {"rank": parallel_state.get_tensor_model_parallel_rank(), "ranks": 2}
+
+        def divide(linear: Any, dim: int) -> None:
+            layouts.fused(linear, "weight", [2 * linear.weight.shape[dim]], dim=dim, **here)
+
+        divide(module.embedding.word_embeddings, 0)
+        for layer in module.decoder.layers:
+            divide(layer.self_attention.linear_qkv, 0)  # a rank has whole groups of query, key and value
+            divide(layer.self_attention.linear_proj, 1)
+            layouts.swiglu(layer.mlp.linear_fc1, "weight", layer.mlp.linear_fc1.weight.shape[0], **here)
+            divide(layer.mlp.linear_fc2, 1)
 
 
 def train(model: Any, optimizer: Any, steps: int, first: int = 0) -> list[float]:
@@ -136,7 +169,10 @@ def raw_state(model: Any, optimizer: Any, is_loading: bool = False) -> dict[str,
 
 def add(result: Result, name: str, model: Any, optimizer: Any) -> None:
     optimizer.optimizer.state_dict()  # shows what a load has changed
+    ranks = parallel_state.get_tensor_model_parallel_world_size()
     for key, tensor in whole_state(model.module, optimizer.optimizer).items():
+        if "linear_fc1" in key and tensor.dim():  # the gate and the up projection of each rank
+            tensor = tensor.unflatten(0, (ranks, 2, -1)).transpose(0, 1).flatten(0, 2)
         result.add_tensor(f"{name}.{key}", tensor)
 
 
@@ -177,10 +213,17 @@ def released(path: str, name: str, words: set[str], result: Result) -> None:
         result.facts["released"] = str(error)
 
 
+def undeclared(path: str, name: str, words: set[str], result: Result) -> None:
+    model, _ = built(words, seed=0)
+    try:
+        adapter.module_state(model)
+    except sp.StructureError as error:
+        result.facts[name] = str(error)
+
+
 def main() -> None:
     mode, folder, *cases = sys.argv[1:]
     join_ranks()
-    parallel_state.initialize_model_parallel()
     if mode != "released":
         adapter.enable_optimizer_offload()
     result = Result()

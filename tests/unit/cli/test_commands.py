@@ -427,6 +427,7 @@ def test_inspect(call: Any, ckpt: Path) -> None:
         "world_size",
         "metadata",
         "tensors", "bytes", "referenced_bytes", "chunks", "rows", "parts", "writers", "aliases", "objects",
+        "unreadable",
     }  # fmt: skip
     assert {
         "key": "model.layers.{0..3}.wq",
@@ -574,7 +575,7 @@ def test_diff(call: Any, ckpt: Path, tmp_path: Path) -> None:
     assert code == 1
     assert set(report) == {
         "same", "a", "b", "only_a", "only_b", "changed", "objects", "values", "same_tensors", "by_digest",
-        "by_reading", "bytes_read",
+        "by_reading", "bytes_read", "uncompared",
     }  # fmt: skip
     assert report["same"] is False
     assert report["objects"] == [{"key": "lr", "a": "0.1", "b": "0.2"}]
@@ -628,8 +629,9 @@ def test_prune(call: Any, ckpt: Path) -> None:
     assert code == 0
     assert set(report) == {
         "location", "dry_run", "removed", "committed_meanwhile", "bytes", "leftovers", "steps", "steps_bytes",
-        "recent", "damaged", "beyond_repair", "lost", "lost_bytes", "referenced", "unknown", "settled",
-        "unsettled", "uploads", "recent_uploads", "uploads_fault", "repairable", "misplaced",
+        "writing", "repairable", "damaged", "damaged_removed",
+        "damaged_bytes", "referenced", "unknown", "settled",
+        "suspect", "uploads", "recent_uploads", "uploads_fault", "complete", "misplaced", "branch",
     }  # fmt: skip
     assert (report["dry_run"], report["removed"]) == (True, False)
     assert [left["folder"] for left in report["leftovers"]] == ["step-00000007", "step-00000008"]
@@ -673,15 +675,15 @@ def test_repair_and_prune_agree_that_a_lost_step_cannot_be_repaired(call: Any, c
     assert "cannot be repaired: restore another step" in err
     code, out, _ = call("prune", ckpt.parent)
     assert code == 0
-    assert "not removed: step-00000007: damaged, cannot be repaired; remove the folder" in out
+    assert "not removed: step-00000007: damaged, cannot be repaired; --damaged removes such steps" in out
     assert "--damaged" in out
     code, _, err = call("prune", ckpt.parent, "--damaged")
     assert code == 2
     assert "--yes" in err
     report = json.loads(call("prune", ckpt.parent, "--damaged", "--dry-run", "--json")[1])
-    assert (report["lost"], report["beyond_repair"], report["removed"]) == (["step-00000007"], [], False)
+    assert (report["damaged_removed"], report["damaged"], report["removed"]) == (["step-00000007"], [], False)
     files = [path for path in ckpt.rglob("*") if path.is_file() and path.name != "tokenizer.json"]
-    assert report["bytes"] == report["lost_bytes"] == sum(path.stat().st_size for path in files)
+    assert report["bytes"] == report["damaged_bytes"] == sum(path.stat().st_size for path in files)
     assert shard.parent.exists()
     code, out, _ = call("prune", ckpt.parent, "--damaged", "--yes")
     assert code == 0
@@ -696,8 +698,8 @@ def test_prune_leaves_a_damaged_step_that_is_young_or_may_be_repaired(call: Any,
     make_old(ckpt.parent)
     os.truncate(ckpt / "shards" / "00001-a1.safetensors", 5000)  # a copy that is under way looks the same
     report = json.loads(call("prune", ckpt.parent, "--damaged", "--yes", "--json")[1])
-    assert (report["removed"], report["lost"], report["beyond_repair"]) == (False, [], ["step-00000007"])
-    assert report["damaged"] == ["step-00000008"]
+    assert (report["removed"], report["damaged_removed"], report["damaged"]) == (False, [], ["step-00000007"])
+    assert report["repairable"] == ["step-00000008"]
     assert "written to in the last" in call("prune", ckpt.parent, "--damaged", "--yes")[1]
     assert call("repair", ckpt.parent / "step-00000008")[0] == 0
 

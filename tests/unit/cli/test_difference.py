@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import shardproof as sp
+from shardproof.cli.group import run
 from shardproof.errors import CorruptChunkError, NotCommittedError, StorageError
-from shardproof.report import Difference, diff
+from shardproof.interop import foreign_of
+from shardproof.report import Difference, describe, diff, spelled, summarise
 from shardproof.report.difference import compare_tensors
 from shardproof.storage import LocalStorage
 from tests.faulty_storage import FaultyStorage
@@ -198,3 +202,58 @@ def test_memory_is_bounded_by_the_box(tmp_path: Path, box_bytes: int) -> None:
     assert len(steps) == 1 + max(array.nbytes // box_bytes, 1)
     assert max(after.bytes - before.bytes for before, after in pairwise(steps)) <= 2 * max(box_bytes, 256)
     assert (steps[-1].elements, steps[-1].different) == (array.size, 1)
+
+
+def test_parts_of_values_that_are_stored_as_tensors_differ_as_values(tmp_path: Path) -> None:
+    ids = list(range(2000))
+    sp.save(tmp_path / "a", {"loader": sp.PerRank({"ids": ids}), "ids": ids, "kind": ids})
+    other = [*ids[:-1], 0]
+    sp.save(tmp_path / "b", {"loader": sp.PerRank({"ids": ids}), "ids": other, "kind": [*map(float, ids)]})
+    found = diff(LocalStorage(tmp_path / "a"), LocalStorage(tmp_path / "b"))
+    assert [change.key for change in found.objects] == ["ids", "kind"]
+    assert found.objects[0].a.startswith("[0, 1, 2, ")
+    assert len(found.objects[0].a) < 2100
+    assert (found.only_a, found.only_b, found.changed, found.values) == ((), (), (), ())
+
+
+def test_keys_of_parts_of_values_are_not_shown(tmp_path: Path) -> None:
+    state = {"ids": list(range(2000)), "w": torch.ones(2)}
+    sp.save(tmp_path / "a", state)
+    with sp.open(tmp_path / "a") as checkpoint:
+        assert checkpoint.keys() == list(checkpoint) == ["ids", "w"]
+        assert len(checkpoint) == 2
+        assert "ids.@data" not in checkpoint
+        assert checkpoint["ids"] == state["ids"]
+    stored = describe(LocalStorage(tmp_path / "a"))
+    summary = summarise("a", stored.manifest, stored.table)
+    assert (summary.tensors, [row.key for row in summary.rows], summary.objects) == (1, ["w"], ("ids",))
+    assert summary.bytes == 16_008
+    assert spelled(stored.manifest.objects["ids"]) == "<long list of int>"
+    assert diff(LocalStorage(tmp_path / "a"), LocalStorage(tmp_path / "a")).same_tensors == 1
+    with pytest.raises(sp.KeyMismatchError) as caught:
+        sp.load(tmp_path / "a", {"w": torch.zeros(2)})
+    assert caught.value.details["unexpected"] == ["ids"]
+    assert "@data" not in caught.value.message
+    report = sp.load(tmp_path / "a", {"w": torch.zeros(2)}, strict=False)
+    assert report.unexpected == ("ids",)
+
+
+def test_values_that_cannot_be_read_are_listed_and_the_rest_is_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quantised = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
+    state = {"w": torch.ones(2), "q": quantised, "strange": re.compile("a")}
+    for name, number in (("a", 1), ("b", 1), ("c", 2)):
+        torch.save({**state, "n": number}, tmp_path / f"{name}.pt")
+    a, b, c = (foreign_of(tmp_path / f"{name}.pt") for name in "abc")
+    found = diff(a, b)
+    assert [value.key for value in found.uncompared] == ["q", "strange"]
+    assert "q is a quantised tensor" in found.uncompared[0].reason
+    assert (found.same, found.differs, found.same_tensors) == (False, False, 1)
+    assert [change.key for change in diff(a, c).objects] == ["n"]
+    code = run(["diff", str(tmp_path / "a.pt"), str(tmp_path / "b.pt")])
+    shown = capsys.readouterr().out
+    assert "the same state, apart from what could not be compared" in shown
+    assert "not compared: q: " in shown
+    assert code == 3
+    assert run(["diff", str(tmp_path / "a.pt"), str(tmp_path / "c.pt")]) == 1

@@ -9,14 +9,17 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
+import fsspec
 import pytest
 
 from shardproof.checkpointer import probe_storage
 from shardproof.checkpointer.marks import NodeMark, write_node_mark, write_pin
+from shardproof.errors import StorageError
 from shardproof.format import MANIFEST_NAME
-from shardproof.storage import FreeSpace, LocalStorage
+from shardproof.storage import FreeSpace, FsspecStorage, LocalStorage
 from tests.faulty_system import Fault, faulty_system
 from tests.unit.cli.samples import Sample, cut, write
 from tests.unit.cli.test_commands import STATE, call, make_old
@@ -240,6 +243,39 @@ def test_too_little_space_for_the_next_save(
         assert "10 B is free" in found["what"]
     monkeypatch.setattr(LocalStorage, "free_space", lambda self: None)
     assert findings(call, run_folder) == (0, {}), "not known"
+
+
+def test_a_read_only_mount_is_one_finding(
+    call: Any, run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer of statvfs replaces a mount, which needs root."""
+    real = os.statvfs(run_folder)
+    answer = SimpleNamespace(**{name: getattr(real, name) for name in dir(real) if name.startswith("f_")})
+    answer.f_flag |= os.ST_RDONLY
+    monkeypatch.setattr(os, "statvfs", lambda path: answer)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    _, kinds = findings(call, run_folder)
+    (found,) = kinds["permissions"]
+    assert (found["where"], "mounted read-only" in found["what"]) == (".", True)
+
+
+def test_the_folder_of_a_node_has_parts_of_steps(call: Any, run_folder: Path) -> None:
+    for step in (1, 2, 3):
+        next((run_folder / f"step-0000000{step}" / "shards").iterdir()).unlink()
+    write_node_mark(LocalStorage(run_folder), NodeMark(nodes=("a:/run", "b:/run"), own=0, replicas=0))
+    code, out, _ = call("doctor", run_folder)
+    assert code == 0, out
+    assert "this node has its part of 3 steps, the newest is 3" in " ".join(out.split())
+    assert "0 committed" not in out
+
+
+def test_the_advice_for_a_bucket_names_no_mount() -> None:
+    class Refusing(FsspecStorage):
+        def create(self, name: str) -> NoReturn:
+            raise StorageError("cannot write", file=name, damaged=False)
+
+    found = probe_storage(Refusing(fsspec.filesystem("memory"), "/refused/run"))
+    assert found and all("policy of the bucket" in one.fix and "mount" not in one.fix for one in found)
 
 
 def test_the_probe_names_the_operation_that_is_refused(run_folder: Path) -> None:

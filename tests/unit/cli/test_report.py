@@ -186,7 +186,7 @@ def test_a_plan_keeps_the_newest_and_the_young(tmp_path: Path) -> None:
     plan = plan_prune(LocalStorage(tmp_path), modified, older_than=60, now=1000.0, keep=2)
     assert plan.steps == ("step-00000001",)
     assert [leftover.attempt for leftover in plan.leftovers] == ["dead"]
-    assert [leftover.attempt for leftover in plan.recent] == ["going"]
-    assert plan.damaged == ("step-00000006",)
+    assert [leftover.attempt for leftover in plan.writing] == ["going"]
+    assert plan.repairable == ("step-00000006",)
     assert plan_prune(LocalStorage(tmp_path), modified, older_than=60, now=1000.0).steps == ()
     json.dumps(plan.to_json())

@@ -139,7 +139,7 @@ def test_a_run_that_was_saved_incrementally(tmp_path: Path, capsys: pytest.Captu
     assert dry["steps"] == [one.name, two.name] and dry["referenced"] == {one.name: [three.name]}
     before = sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file())
     text = ok("prune", tmp_path, "--keep", "1", "--yes")
-    assert f"not removed: files of {one.name} that {three.name} refers to" in text
+    assert f"not removed: files of {one.name}: {three.name} refers to them" in text
     after = sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file())
     assert before - after == dry["bytes"], "as the dry run reported"
     assert not two.exists() and [path.name for path in one.iterdir()] == ["shards"]

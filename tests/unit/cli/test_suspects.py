@@ -62,7 +62,7 @@ def test_a_suspect_is_a_checkpoint_by_its_path(call: Any, run_folder: Path, comm
 def test_prune_leaves_suspects_that_are_not_settled(call: Any, run_folder: Path) -> None:
     make_old(run_folder)
     plain = json.loads(call("prune", run_folder, "--yes", "--json")[1])
-    assert (plain["settled"], plain["leftovers"], plain["unsettled"]) == ([], [], ["suspect-00000003"])
+    assert (plain["settled"], plain["leftovers"], plain["suspect"]) == ([], [], ["suspect-00000003"])
     code, out, _ = call("prune", run_folder, "--keep", 1, "--dry-run")
     assert code == 0
     assert "settled suspect, older than a step that stays" in out

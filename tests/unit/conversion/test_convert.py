@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import shardproof as sp
 from shardproof.conversion import ConversionReport
+from shardproof.dtypes import DTYPES
 from shardproof.errors import (
     AlreadyCommittedError,
     CorruptChunkError,
@@ -19,7 +22,7 @@ from shardproof.errors import (
     StorageError,
     StructureError,
 )
-from shardproof.interop import WRITERS
+from shardproof.interop import WRITERS, foreign_of
 from shardproof.rendezvous import Decide, LocalRendezvous
 from shardproof.report import diff
 from shardproof.storage import LocalStorage
@@ -86,6 +89,36 @@ def test_a_value_that_is_stored_as_a_tensor_is_written_once(to: str, tmp_path: P
         if to != "hf":  # hf stores no values
             values = there["common"] if to == "torch_dist" else there
             assert values["seen.steps"] == steps
+
+
+class Loader:
+    """An object whose state is one plain value, with an array and a tensor in it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"order": np.arange(50), "weights": torch.ones(5), "inner": {"seen": [0.5] * 1500}, "n": 3}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError("nothing is loaded")
+
+
+@pytest.mark.parametrize("to", ["shardproof", "dcp", "torch", "zarr", "safetensors"])
+def test_values_with_large_parts_are_the_same_state_after_a_conversion(to: str, tmp_path: Path) -> None:
+    """Shardproof's format stores the large parts as tensors, the others inside of the values."""
+    values = {
+        "ids": list(range(2000)),
+        "blob": bytes(500),
+        "text": "x" * 70_000,
+        "names": np.array(["ab"] * 90),
+    }
+    sp.save(tmp_path / "source", {"w": torch.ones(4), "loader": Loader(), **values})
+    there, back = tmp_path / "there", tmp_path / "back"
+    sp.convert(tmp_path / "source", there, to=to)
+    report = sp.convert(there, back, to="shardproof")
+    assert diff(foreign_of(tmp_path / "source"), foreign_of(there)).same
+    assert diff(foreign_of(there), foreign_of(back)).same
+    with sp.open(back) as checkpoint:
+        stored = sum(math.prod(item.shape) * DTYPES[item.dtype].itemsize for item in checkpoint.tensors)
+        assert report.verified == report.bytes == stored > 80_000
 
 
 def test_keys_are_selected_renamed_and_cast(source: Path, tmp_path: Path) -> None:
@@ -250,6 +283,23 @@ def test_a_file_that_was_damaged_after_the_write_is_not_published(source: Path, 
             to="safetensors",
             include="model",
             rendezvous=Between("write", damage),
+        )
+    assert not (tmp_path / "there").exists()
+
+
+def test_a_part_of_a_value_that_was_damaged_after_the_write_is_not_published(tmp_path: Path) -> None:
+    ids = list(range(2000))
+    sp.save(tmp_path / "source", {"ids": ids})
+
+    def damage() -> None:
+        (file,) = (tmp_path / "there.converting" / "files" / "shards").iterdir()
+        data = bytearray(file.read_bytes())
+        data[data.index(np.array(ids).tobytes()) + 3] ^= 1
+        file.write_bytes(data)
+
+    with pytest.raises(CorruptChunkError, match="ids"):
+        sp.convert(
+            tmp_path / "source", tmp_path / "there", to="shardproof", rendezvous=Between("write", damage)
         )
     assert not (tmp_path / "there").exists()
 

@@ -15,13 +15,19 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as torch_dcp
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.format_utils import (
+    BroadcastingTorchSaveReader,
+    DynamicMetaLoadPlanner,
+    dcp_to_torch_save,
+)
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
 import shardproof as sp
@@ -116,7 +122,9 @@ def test_state_goes_from_each_writer_to_each_reader(tmp_path: Path) -> None:
         dcp.load(state, checkpoint_id=path)
         assert state["model"] is model and model["weight"] is weight
         assert_filled(state, 3.0)
-        described = dcp.ShardproofReader(path).read_metadata().state_dict_metadata
+        metadata = dcp.ShardproofReader(path).read_metadata()
+        assert metadata.storage_meta is not None and metadata.storage_meta.checkpoint_id == path
+        described = metadata.state_dict_metadata
         assert {key: type(value) for key, value in described.items()} == {
             key: type(value) for key, value in expected.items()
         }
@@ -559,3 +567,37 @@ def test_model_files_of_hugging_face_are_left_to_torch(tmp_path: Path) -> None:
     state = {"w": torch.zeros(2)}
     dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(path=str(tmp_path)))
     assert state["w"].all()
+
+
+def test_files_of_torch_save_are_left_to_torch(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "model.pt")
+    state = {"w": torch.zeros(2)}
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        reader = BroadcastingTorchSaveReader()
+        path = tmp_path / "model.pt"
+        dcp.load(state, checkpoint_id=path, storage_reader=reader, planner=DynamicMetaLoadPlanner())
+    finally:
+        dist.destroy_process_group()
+    assert state["w"].all()
+
+
+def test_torch_reads_a_part_of_a_checkpoint_with_the_reader(tmp_path: Path) -> None:
+    dcp.save(state_of(3.0), checkpoint_id=tmp_path)
+    part = _load_state_dict_from_keys("optim.state", storage_reader=dcp.ShardproofReader(tmp_path))
+    assert torch.equal(part["optim"]["state"]["0"]["exp_avg"], torch.full((2,), 3.0))
+    assert list(part) == ["optim"] and list(part["optim"]) == ["state"]
+
+
+def test_a_launcher_without_a_store_is_an_error_and_not_one_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two processes that take themselves for the only rank would replace each other's checkpoint."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    for call in (dcp.save, dcp.async_save, dcp.load):
+        with pytest.raises(ValueError, match="WORLD_SIZE is 2, but MASTER_ADDR is not set"):
+            call({"w": torch.ones(2)}, checkpoint_id=tmp_path / "step")
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "step", no_dist=True)
+    assert sp.open(tmp_path / "step").keys() == ["w"]

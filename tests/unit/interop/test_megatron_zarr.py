@@ -169,3 +169,71 @@ def test_false_shapes_in_the_metadata_are_refused(golden: Golden) -> None:
         metadata.write_text(json.dumps({**array, "shape": shape}))
         with pytest.raises(ShardproofError, match="fc1"):
             sp.open(golden.checkpoint)["fc1"].read()
+
+
+def common_state(golden: Golden, arguments: dict[str, bool], betas: tuple[float, ...] | None) -> None:
+    """Adds arguments of the run to the common state, and sets the betas of all groups, or removes them."""
+    path = golden.checkpoint / "common.pt"
+    common = torch.load(path, weights_only=False)  # noqa: TID251 its own pickle
+    vars(common["args"]).update(arguments)
+    for group in common["optimizer"]["optimizer"]["param_groups"]:
+        del group["betas"]
+        group |= {} if betas is None else {"betas": betas}
+    torch.save(common, path)
+
+
+FLOAT32 = {"use_precision_aware_optimizer": False}
+BETAS = (0.9, 0.999)
+
+
+def lose(golden: Golden, key: str, first: int, last: int) -> str:
+    """Replaces a flat range of the chunk of layer 1 by zeros, as a lost write does. Returns the chunk."""
+    chunk = golden.checkpoint / key / "1.0"
+    data = bytearray(chunk.read_bytes())
+    data[4 * first : 4 * last] = bytes(4 * (last - first))
+    chunk.write_bytes(data)
+    return f"{key}/1.0"
+
+
+@pytest.mark.parametrize("format_name", ["megatron_zarr", "torch_dist"])
+def test_verify_names_ranges_that_a_save_lost(format_name: str, tmp_path: Path) -> None:
+    """In main weights and second moments. The golden checkpoint itself has no fault."""
+    golden = Golden("zarr_mc11_gpt_fsms_w2", tmp_path)
+    common_state(golden, FLOAT32, BETAS)
+    name = "decoder.layers.self_attention.linear_qkv.layer_norm_weight"
+    assert verified(golden.checkpoint).ok
+    chunks = [lose(golden, f"optimizer.state.{slot}.{name}", 8, 24) for slot in ("fp32_param", "exp_avg_sq")]
+    if format_name == "torch_dist":
+        sp.convert(golden.checkpoint, tmp_path / "dist", to="torch_dist")
+        golden.checkpoint = tmp_path / "dist"
+    with sp.open(golden.checkpoint, format=format_name) as checkpoint:
+        assert isinstance(checkpoint, ForeignCheckpoint)
+        progress: list[tuple[int, int]] = []
+        report = verify_foreign(checkpoint, lambda *bytes_done: progress.append(bytes_done))
+    faults = [fault.message for fault in report.faults]
+    assert len(faults) == 2 and progress[-1][0] == progress[-1][1]
+    for fault, other in zip(sorted(faults), (f"optimizer.state.exp_avg.{name}", name), strict=True):
+        assert f"is 0 at 16 elements from [1, 8] to [1, 23], where {other} is not" in fault
+    if format_name == "megatron_zarr":
+        assert all(chunk in fault for chunk, fault in zip(sorted(chunks), sorted(faults), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "betas"),
+    [
+        pytest.param({}, BETAS, id="dtypes_unknown"),
+        pytest.param({"use_precision_aware_optimizer": True}, BETAS, id="narrow_moments"),
+        pytest.param(FLOAT32, None, id="betas_unknown"),
+        pytest.param(FLOAT32, (0.9, 0.5), id="second_moments_decay_faster"),
+    ],
+)
+def test_zeros_that_may_be_right_are_no_fault(
+    arguments: dict[str, bool], betas: tuple[float, ...] | None, tmp_path: Path
+) -> None:
+    """First moments of rare rows, and second moments that underflow or a narrow dtype may have made 0."""
+    golden = Golden("zarr_mc11_gpt_fsms_w2", tmp_path)
+    common_state(golden, arguments, betas)
+    name = "decoder.layers.self_attention.linear_qkv.layer_norm_weight"
+    lose(golden, f"optimizer.state.exp_avg_sq.{name}", 8, 24)
+    lose(golden, f"optimizer.state.exp_avg.{name}", 0, 8)
+    assert verified(golden.checkpoint).ok

@@ -226,7 +226,7 @@ def billion() -> dict[str, Any]:
 
 def test_a_small_file_with_too_many_values_is_refused_in_time(tmp_path: Path) -> None:
     torch.save(billion(), tmp_path / "a.pt")
-    with pytest.raises(FormatError, match="more than 1000000 values"):
+    with pytest.raises(FormatError, match="too often"):
         opened(tmp_path / "a.pt")
     torch.save({"a": (billion(), torch.zeros(2))}, tmp_path / "a.pt")
     value = TorchSaveReader(Foreign(LocalStorage(tmp_path), "a.pt")).object("a")

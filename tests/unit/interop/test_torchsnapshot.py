@@ -14,7 +14,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import shardproof as sp
-from shardproof.errors import FormatError, NotCommittedError, ShardproofError, StorageError, TilingError
+from shardproof.errors import (
+    FormatError,
+    NotCommittedError,
+    PlainDataError,
+    ShardproofError,
+    StorageError,
+    TilingError,
+)
 from shardproof.loading import ForeignCheckpoint
 from shardproof.maintenance import VerifyReport, verify_foreign
 from tests.unit.interop.peers import Golden, bits, check_tensors
@@ -148,12 +155,14 @@ def test_keys_that_dots_would_make_equal_keep_their_slashes(tmp_path: Path) -> N
         assert checkpoint.keys() == ["a.b/c", "a/b.c", "d.e"]
 
 
-def test_quantized_tensors_are_left_out_by_name(tmp_path: Path) -> None:
+def test_a_quantised_tensor_hides_only_its_own_key(tmp_path: Path) -> None:
     entry = tensor("q", [4], "qint8", serializer="per_tensor_qtensor")
-    with sp.open(write(tmp_path, {"0/q": entry})) as checkpoint:
-        assert isinstance(checkpoint, ForeignCheckpoint)
-        assert checkpoint.keys() == []
-        assert "q is not read: its dtype qint8" in checkpoint.reader.notes[0]
+    number = {"type": "int", "serialized_value": "4", "replicated": False, "readable": None}
+    with sp.open(write(tmp_path, {"0/q": entry, "0/n": number})) as checkpoint:
+        assert checkpoint.keys() == ["n", "q"]
+        assert checkpoint["n"] == 4
+        with pytest.raises(PlainDataError, match=r"q is a tensor of qint8 .* and shape \[4\]"):
+            checkpoint["q"]
 
 
 def test_metadata_in_yaml_is_read(tmp_path: Path) -> None:

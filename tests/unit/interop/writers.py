@@ -46,6 +46,9 @@ class TensorSource:
         self.largest = 0
         """Bytes of the largest read."""
 
+    def note(self, key: str, offsets: Sequence[int], sizes: Sequence[int], values: torch.Tensor) -> None:
+        pass
+
     def read(self, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
         if self.reads == self._fails_at:
             raise InterruptedError

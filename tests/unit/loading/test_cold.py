@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import itertools
 import threading
@@ -15,16 +14,15 @@ import pytest
 import torch
 
 import shardproof as sp
-from shardproof._utils.memcpy import address
 from shardproof.errors import CorruptChunkError, StorageError
 from shardproof.format import read_manifest
-from shardproof.loading import LoadReport, cold_reads, load_from, read_executor
+from shardproof.loading import LoadReport, chunk_reader, load_from
 from shardproof.loading.checkpoint import NativeCheckpoint
-from shardproof.loading.chunk_reader import Chunks
-from shardproof.loading.cold_reads import MEMORY_BYTES, MOST_THREADS, SAMPLES, Fetcher, Sketch, reads_twice
+from shardproof.loading.chunk_reader import COLD_BYTES, Chunks
+from shardproof.loading.threads import Scratch
 from shardproof.rendezvous import LocalRendezvous
 from shardproof.saving import Saver
-from shardproof.storage import LocalStorage, memory_for
+from shardproof.storage import LocalStorage
 from shardproof.storage.paths import storage_error
 from tests.faulty_storage import FaultyStorage
 from tests.small_blocks import blocks_of
@@ -48,30 +46,26 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Uncached(LocalStorage):
-    """A folder that reports nothing as cached, or only every `period`-th range."""
+    """A folder that reports nothing as cached, or only every `period`-th range; records its reads."""
 
     def __init__(self, root: Path, *, period: int = 0) -> None:
         super().__init__(root)
         self._asked = itertools.count()
         self._period = period
         self.requests: list[tuple[int, int]] = []
-        self.cached: list[int] = []
 
     def is_cached(self, name: str, start: int, count: int) -> bool:
         return bool(self._period) and next(self._asked) % self._period == 0
 
     def read_into(self, name: str, start: int, buffer: memoryview) -> None:
         if len(buffer):  # otherwise the load opens the file
-            self.cached.append(start)
+            self.requests.append((start, len(buffer)))
         super().read_into(name, start, buffer)
-
-    def read_uncached(self, name: str, start: int, count: int, memory: memoryview) -> memoryview:
-        self.requests.append((start, count))
-        return super().read_uncached(name, start, count, memory)
 
 
 WAYS: dict[str, Callable[[Path], Any]] = {
-    "past the cache": Uncached,
+    "past the cache": lambda folder: LocalStorage(folder, direct=True),
+    "not cached": Uncached,
     "partly cached": lambda folder: Uncached(folder, period=2),
     "a storage that knows of no cache": lambda folder: FaultyStorage(LocalStorage(folder)),
 }
@@ -86,7 +80,7 @@ def load(storage: Any, state: Any, **options: Any) -> LoadReport:
 def test_every_kind_of_destination_gets_the_stored_values(
     folder: Path, monkeypatch: pytest.MonkeyPatch, way: str, request_bytes: int
 ) -> None:
-    monkeypatch.setattr(read_executor, "REQUEST_BYTES", request_bytes)
+    monkeypatch.setattr(chunk_reader, "COLD_BYTES", request_bytes)
     state = stored()
     targets: list[dict[str, Any]] = [
         {key: torch.zeros_like(value) for key, value in state.items()},
@@ -112,13 +106,14 @@ def test_a_load_of_some_rows_reads_only_their_blocks(tmp_path: Path, way: str) -
     assert report.bytes == 24 * 64 * 4  # rows 16 to 39: four of 256 bytes in a block
 
 
-def test_cached_ranges_are_read_through_the_cache_and_others_past_it(folder: Path) -> None:
-    target = {key: torch.zeros_like(value) for key, value in stored().items()}
-    cold, mixed = Uncached(folder), Uncached(folder, period=2)
+def test_bytes_that_are_not_cached_are_read_in_large_requests(tmp_path: Path) -> None:
+    sp.save(tmp_path, {"w": torch.randn(3 << 20)})
+    target = {"w": torch.zeros(3 << 20)}
+    cold, warm = Uncached(tmp_path), Uncached(tmp_path, period=1)
     load(cold, target)
-    load(mixed, target)
-    assert cold.requests and not cold.cached
-    assert mixed.requests and mixed.cached and len(mixed.requests) < len(cold.requests)
+    load(warm, target)
+    assert max(count for _, count in cold.requests) == COLD_BYTES
+    assert max(count for _, count in warm.requests) < COLD_BYTES
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -154,13 +149,13 @@ class Failing(Uncached):
         self._at = at
         self._both = threading.Barrier(2, timeout=30)
 
-    def read_uncached(self, name: str, start: int, count: int, memory: memoryview) -> memoryview:
-        number = next(self._number)
+    def read_into(self, name: str, start: int, buffer: memoryview) -> None:
+        number = next(self._number) if len(buffer) else -1
         if number in (self._at, self._at + 1):
             self._both.wait()
         if number == self._at:
             raise storage_error(OSError(errno.EIO, "Input/output error"), "read", name)
-        return super().read_uncached(name, start, count, memory)
+        super().read_into(name, start, buffer)
 
 
 @pytest.mark.parametrize("at", [0, 3])
@@ -196,33 +191,16 @@ class Together(Uncached):
         self._count = count
         self._all = threading.Barrier(count, timeout=30)
 
-    def read_uncached(self, name: str, start: int, count: int, memory: memoryview) -> memoryview:
-        if next(self._left) < self._count:
+    def read_into(self, name: str, start: int, buffer: memoryview) -> None:
+        if len(buffer) and next(self._left) < self._count:
             self._all.wait()
-        return super().read_uncached(name, start, count, memory)
+        super().read_into(name, start, buffer)
 
 
 def test_several_requests_are_in_flight(folder: Path) -> None:
     target = {key: torch.zeros_like(value) for key, value in stored().items()}
     load(Together(folder, 8), target)
     assert all(torch.equal(target[key], value) for key, value in stored().items())
-
-
-@pytest.mark.parametrize("longest", [1, 4 << 20, 8 << 20, 16 << 20, 60 << 20])
-def test_memory_for_requests_is_bounded(longest: int) -> None:
-    threads = Fetcher(True, longest).threads
-    assert 1 <= threads <= MOST_THREADS
-    assert threads == 2 or threads * longest <= MEMORY_BYTES
-
-
-def test_one_request_takes_no_more_memory_than_the_longest(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[int] = []
-    real = cold_reads.aligned_buffer
-    monkeypatch.setattr(cold_reads, "aligned_buffer", lambda count: made.append(count) or real(count))
-    load(Uncached(folder), {"w0": torch.zeros(ROWS, COLUMNS)}, strict=False)
-    assert made and max(made) <= memory_for(300_000)
 
 
 def test_a_unit_for_other_ranks_is_read_in_one_request(folder: Path) -> None:
@@ -232,41 +210,11 @@ def test_a_unit_for_other_ranks_is_read_in_one_request(folder: Path) -> None:
         chunks = Chunks(opened.files, opened.manifest, opened.table, rows)
         unit = range(len(chunks))
         memory = bytearray(chunks.span(unit))
-        storage.cached.clear()
-        chunks.read_unit(unit, memoryview(memory))
-    assert len(storage.cached) == 1
+        chunks.look_for_pages([unit])
+        storage.requests.clear()
+        chunks.read(unit, memoryview(memory))
+    assert len(storage.requests) == 1
     assert memory == stored()["w0"].numpy().tobytes()
-
-
-def sketch(rows: range, node: str = "n", share: int = 1) -> Sketch:
-    whole = np.full(len(rows), 1 << 20)
-    found = Sketch.of(np.array(rows), whole // share, whole)
-    return Sketch(node, found.samples, found.complete)
-
-
-@pytest.mark.parametrize("count", [4, 10 * SAMPLES])
-def test_reads_twice_is_true_only_for_ranks_of_one_node_that_read_the_same_chunks(count: int) -> None:
-    mine, others = range(count), range(count, 2 * count)
-    assert reads_twice([sketch(mine), sketch(mine)])
-    assert not reads_twice([sketch(mine), sketch(others)])
-    assert not reads_twice([sketch(mine, "n0"), sketch(mine, "n1")])
-    assert not reads_twice([sketch(mine, share=2), sketch(mine, share=2)])
-    assert reads_twice([sketch(mine), sketch(others), sketch(mine), sketch(others)])
-    assert not reads_twice([])
-
-
-def test_reads_twice_is_true_if_one_rank_reads_half_of_anothers_chunks() -> None:
-    assert reads_twice([sketch(range(1000)), sketch(range(500))])
-
-
-def test_reads_twice_ignores_small_tensors_that_all_ranks_read() -> None:
-    rows = np.arange(200)
-    count = np.where(rows < 100, 1 << 20, 8)
-    ranks = []
-    for number in range(2):
-        mine = (rows >= 100) | (rows % 2 == number)
-        ranks.append(Sketch.of(rows[mine], count[mine], count[mine]))
-    assert not reads_twice(ranks)
 
 
 @pytest.mark.parametrize("shift", range(1, 34))
@@ -277,17 +225,14 @@ def test_elements_load_from_memory_that_begins_anywhere(
     before = torch.arange(shift, dtype=torch.float64 if shift % 2 else torch.uint8)
     state = {"a": before, "b": torch.randn(3, 4, dtype=torch.complex128)}
     sp.save(tmp_path / "c", state)
-    read = Fetcher.read
 
-    def read_to_odd_memory(*args: Any) -> memoryview:
-        piece = read(*args)
-        memory = memoryview(bytearray(len(piece) + 32))
-        start = (8 - address(memory)) % 16
-        memory[start : start + len(piece)] = piece
-        return memoryview((ctypes.c_char * len(piece)).from_buffer(memory, start)).cast("B")
+    def take_odd_memory(scratch: Scratch, count: int) -> tuple[torch.Tensor, memoryview]:
+        memory = torch.empty(count + 32, dtype=torch.uint8)
+        start = (8 - memory.data_ptr()) % 16
+        odd = memory[start : start + count]
+        return odd, memoryview(odd.numpy().data)
 
-    monkeypatch.setattr(LocalStorage, "is_cached", lambda *_: False)
-    monkeypatch.setattr(Fetcher, "read", read_to_odd_memory)
+    monkeypatch.setattr(Scratch, "take", take_odd_memory)
     target = {"a": torch.zeros_like(state["a"]), "b": torch.zeros(4, 3, dtype=torch.complex128).t()}
     sp.load(tmp_path / "c", target)
     assert torch.equal(target["a"], state["a"])

@@ -114,6 +114,26 @@ def test_keys_of_dead_ranks_do_not_pile_up() -> None:
     )  # without cleaning, four jobs leave more than thirty
 
 
+def test_keys_of_the_other_rendezvous_of_dead_ranks_do_not_pile_up() -> None:
+    """A save commits over a rendezvous of its own, with a name that no other process uses."""
+    names, key_counts = iter("abcdef"), []
+
+    def save_and_die(rendezvous: StoreRendezvous) -> None:
+        post = b"%d" % rendezvous.rank
+        name = rendezvous.meet("save", "agree", post, lambda posts: next(names).encode()).decode()
+        other = rendezvous.new_rendezvous(name)
+        for phase in ("write", "commit"):
+            other.meet("save", phase, post, join)
+        other.close()
+
+    store = HashStore()
+    for _ in range(5):
+        assert run_job(store, range(2), 2, save_and_die, LONG) == {0: None, 1: None}
+        together(store, 2)
+        key_counts.append(store.num_keys())
+    assert max(key_counts) <= key_counts[0] + 3, key_counts
+
+
 def test_ranks_that_never_meet_leave_few_keys() -> None:
     store, key_counts = HashStore(), []
     for _ in range(12):

@@ -10,11 +10,14 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
 
+import shardproof as sp
 from shardproof.errors import RankFailure, RankSilent, ReentrantCallError, StructureError
 from shardproof.rendezvous import LocalRendezvous, StoreRendezvous, connect
 from shardproof.rendezvous.channel import Channel, View
@@ -395,6 +398,31 @@ def test_connect_names_a_missing_variable_or_an_unreachable_store(monkeypatch: p
             connect()  # two ranks that save alone would each commit
     with pytest.raises(RankSilent, match=r"127\.0\.0\.1:1"):
         connect(deadline=0.5)
+
+
+def test_an_environment_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    with pytest.raises(ValueError, match="the environment variable WORLD_SIZE is 'two', expected an integer"):
+        connect()
+
+
+@pytest.mark.parametrize("call", ["save", "load"])
+def test_a_call_on_one_rank_only_is_named_and_the_advice_helps(call: str, tmp_path: Path) -> None:
+    def made(**options: Any) -> None:
+        state = {"w": torch.ones(2)}
+        if call == "save":
+            sp.save(tmp_path / "step", state, **options)
+        else:
+            sp.load(tmp_path / "saved", state, **options)
+
+    sp.save(tmp_path / "saved", {"w": torch.ones(2)}, rendezvous=LocalRendezvous())
+    advice = (
+        rf"may not have called {call}: all ranks call it, and `if rank == 0: {call}\(\.\.\.\)` waits.*"
+        r"rendezvous=shardproof\.rendezvous\.LocalRendezvous\(\)"
+    )
+    with pytest.raises(RankSilent, match=advice):
+        made(rendezvous=StoreRendezvous(HashStore(), 0, 2, deadline=0.5))
+    made(rendezvous=LocalRendezvous())
 
 
 def test_a_reservation_keeps_its_place_in_the_order() -> None:

@@ -400,7 +400,7 @@ def test_repair_is_advised_only_if_it_helps(tmp_path: Path, damage: str) -> None
             index.write_bytes(data[:-1] if damage == "cut" else data[:-1] + bytes([data[-1] ^ 1]))
         with pytest.raises(FormatError) as caught:
             sp.open(tmp_path / step_name(step))
-        assert ("`shardproof repair` can write it again" in caught.value.message) == (step == 1)
+        assert ("`shardproof repair` writes it again" in caught.value.message) == (step == 1)
         if step == 1:
             repair(LocalStorage(tmp_path / step_name(step)))
         else:

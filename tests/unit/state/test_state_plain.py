@@ -124,6 +124,10 @@ VALUES: list[Any] = [
     np.arange(6, dtype=np.uint16).reshape(2, 3),
     np.zeros((0, 3), np.float16),
     np.array(1.5),
+    np.array([["a", "b\u00fcc"], ["", "\U0001f600"]]),
+    np.array([b"a", b"\xff\x00b"]),
+    np.array("x" * 50),
+    np.zeros((0, 2), "U3"),
     torch.bfloat16,
     torch.Size((2, 3)),
     torch.device("cuda", 1),
@@ -253,7 +257,7 @@ class NotRegistered:
         ([{"deep": (1, object())}], "x.0.deep.1"),
         (type, "class"),
         (print, "function"),
-        (np.array(["a"]), "dtype"),
+        (np.array([{}], object), "dtype"),
     ],
 )
 def test_other_values_are_refused_with_path_and_advice(value: Any, text: str) -> None:
@@ -480,3 +484,24 @@ def test_undecodable_objects_are_refused_before_anything_is_changed() -> None:
         checkpoint.objects["z"] = [malformed]
         with pytest.raises(PlainDataError, match="z"):
             checkpoint.bind({"a": torch.zeros(2), "z": None, "arr": Holder(None)})
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        ["<U3"],
+        ["O", {"$array": ["uint8", [1, 8], "AAAAAAAAAAA="]}],
+        ["<U3", {"$array": ["uint8", [1, 4], "AAAAAA=="]}],
+        ["<U1", {"$array": ["uint8", [1, 4], "////fw=="]}],
+        ["<U1", {"$array": ["int32", [1, 1], "AAAAAA=="]}],
+        ["<U1", "abcd"],
+    ],
+)
+def test_malformed_texts_are_refused(data: Any) -> None:
+    with pytest.raises(PlainDataError, match="malformed"):
+        decode_plain({"$strings": data})
+
+
+def test_texts_of_the_other_byte_order_become_those_of_this_machine() -> None:
+    value = np.array(["ab", "c"]).astype(">U2")
+    assert np.array_equal(there_and_back(value), value)

@@ -13,7 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardproof.errors import StorageError
-from shardproof.storage import ALIGNMENT, CachedStorage, LocalStorage, aligned_buffer, direct_io, memory_for
+from shardproof.storage import (
+    ALIGNMENT,
+    CachedStorage,
+    LocalStorage,
+    UncachedStorage,
+    direct_io,
+    past_cache,
+)
 
 SIZE = 3 * ALIGNMENT + 17
 DATA = bytes(number % 251 for number in range(SIZE))
@@ -35,9 +42,10 @@ def drop(path: Path, start: int = 0, count: int = 0) -> None:
         os.posix_fadvise(file.fileno(), start, count, os.POSIX_FADV_DONTNEED)
 
 
-def read(storage: LocalStorage, start: int, count: int) -> bytes:
-    memory = aligned_buffer(memory_for(count))
-    return bytes(storage.read_uncached("a", start, count, memory))
+def read(storage: UncachedStorage, start: int, count: int) -> bytes:
+    found = bytearray(count)
+    storage.read_into("a", start, memoryview(found))
+    return bytes(found)
 
 
 def reads_past_cache(path: Path) -> bool:
@@ -55,7 +63,7 @@ def test_a_local_storage_is_a_cached_storage(tmp_path: Path) -> None:
 @given(start=st.integers(0, SIZE), count=st.integers(0, SIZE))
 def test_any_range_has_the_bytes_of_the_file(written: Path, start: int, count: int) -> None:
     count = min(count, SIZE - start)
-    assert read(LocalStorage(written), start, count) == DATA[start : start + count]
+    assert read(UncachedStorage(written), start, count) == DATA[start : start + count]
 
 
 def test_a_read_past_the_cache_leaves_no_pages_in_it(written: Path) -> None:
@@ -64,7 +72,7 @@ def test_a_read_past_the_cache_leaves_no_pages_in_it(written: Path) -> None:
     drop(written / "a")
     storage = LocalStorage(written)
     assert not storage.is_cached("a", 0, SIZE)
-    read(storage, 5, 2 * ALIGNMENT)
+    read(UncachedStorage(written), 5, 2 * ALIGNMENT)
     assert not storage.is_cached("a", 0, SIZE)
 
 
@@ -98,15 +106,18 @@ def test_an_empty_file_is_not_cached(tmp_path: Path) -> None:
 )
 def test_a_file_that_is_too_short_is_an_error(written: Path, start: int, count: int, found: int) -> None:
     with pytest.raises(StorageError, match="too short") as caught:
-        read(LocalStorage(written), start, count)
+        read(UncachedStorage(written), start, count)
     assert caught.value.details["byte_start"] == start
     assert caught.value.details["byte_count"] == count
 
 
 def test_a_file_that_is_missing_is_an_error(tmp_path: Path) -> None:
-    for ask in (lambda s: s.is_cached("a", 0, 1), lambda s: read(s, 0, 1)):
+    for ask in (
+        lambda: LocalStorage(tmp_path).is_cached("a", 0, 1),
+        lambda: read(UncachedStorage(tmp_path), 0, 1),
+    ):
         with pytest.raises(StorageError) as caught:
-            ask(LocalStorage(tmp_path))
+            ask()
         assert caught.value.details["missing"]
 
 
@@ -129,7 +140,7 @@ def test_where_the_flag_is_refused_reads_go_through_the_cache(
         return real(path, flags, *rest)
 
     monkeypatch.setattr(direct_io.os, "open", refuse_direct)
-    assert read(LocalStorage(written), 7, 2 * ALIGNMENT) == DATA[7 : 7 + 2 * ALIGNMENT]
+    assert read(UncachedStorage(written), 7, 2 * ALIGNMENT) == DATA[7 : 7 + 2 * ALIGNMENT]
 
 
 class Reads:
@@ -167,7 +178,7 @@ def test_bytes_that_a_direct_read_leaves_out_are_read_through_the_cache(
         pytest.skip("this file system has no reads past the page cache")
     reads = Reads(*answers)
     monkeypatch.setattr(direct_io.os, "preadv", reads)
-    assert read(LocalStorage(written), 9, SIZE - 9) == DATA[9:]
+    assert read(UncachedStorage(written), 9, SIZE - 9) == DATA[9:]
     assert reads.direct
 
 
@@ -182,7 +193,7 @@ def test_a_direct_read_that_ends_inside_a_page_continues_through_the_cache(
         return min(real(descriptor, buffers, offset), 100 if offset == 0 else SIZE)
 
     monkeypatch.setattr(direct_io.os, "preadv", short)
-    assert read(LocalStorage(written), 9, SIZE - 9) == DATA[9:]
+    assert read(UncachedStorage(written), 9, SIZE - 9) == DATA[9:]
 
 
 def test_a_device_that_fails_is_an_error(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +201,7 @@ def test_a_device_that_fails_is_an_error(written: Path, monkeypatch: pytest.Monk
         pytest.skip("this file system has no reads past the page cache")
     monkeypatch.setattr(direct_io.os, "preadv", Reads(OSError(errno.EIO, "Input/output error")))
     with pytest.raises(StorageError, match="EIO") as caught:
-        read(LocalStorage(written), 0, SIZE)
+        read(UncachedStorage(written), 0, SIZE)
     assert caught.value.details["file"] == str(written / "a")
 
 
@@ -198,7 +209,9 @@ def test_closing_gives_back_every_descriptor(written: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     storage = LocalStorage(written)
     storage.is_cached("a", 0, 1)
-    read(storage, 0, SIZE)
+    uncached = past_cache(storage)
+    assert isinstance(uncached, UncachedStorage)
+    read(uncached, 0, SIZE)
     assert len(os.listdir("/proc/self/fd")) > before
     storage.close()
     assert len(os.listdir("/proc/self/fd")) == before

@@ -46,15 +46,8 @@ def test_small_writes_are_gathered(descriptor: int, calls: list[tuple[str, int, 
     for start in range(0, 9 * MIB, 1 << 16):
         write_back.wrote(start, 1 << 16)
     assert calls == [("begin", 0, 4 * MIB), ("begin", 4 * MIB, 8 * MIB)]
+    calls.clear()
     write_back.wrote(9 * MIB, 0)
-    calls.clear()
-    write_back.wait()
-    assert calls == [
-        ("begin", 8 * MIB, 9 * MIB),
-        *[("wait", at * MIB, min(at + 4, 9) * MIB) for at in (0, 4, 8)],
-    ]
-    calls.clear()
-    write_back.wait()
     assert calls == []
 
 
@@ -89,9 +82,6 @@ def test_where_ranges_cannot_be_handed_over_the_file_is_flushed(
     for at in range(0, 1024, 8):
         write_back.wrote(at * MIB, 8 * MIB)
     assert calls == [("flush", 0, 0)] * 4
-    write_back.wrote(1024 * MIB, 1)
-    write_back.wait()
-    assert calls == [("flush", 0, 0)] * 5
 
 
 def test_an_error_of_the_disk_is_raised_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

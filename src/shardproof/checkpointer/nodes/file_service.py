@@ -4,6 +4,11 @@ Each rank has such a service: a thread that accepts connections, and a thread fo
 takes one buffer of `PIECE_BYTES` at most, whatever the size of a file. The service has the files of one
 folder and no others, because `LocalStorage` refuses names that lead out of it.
 
+Note "Strangers": anyone who reaches the port may connect. A connection that has not proved that it knows the
+secret takes a thread and a descriptor, and it may not take them from the ranks. So there are at most
+`_MOST_UNPROVED` of them, each has `_PROOF_SECONDS`, and a new one takes the place of the oldest if that had
+`_GRACE_SECONDS`.
+
 Note "Files of a connection": a file that is being written belongs to its connection. If the connection ends
 first, because its rank died, the file is removed.
 """
@@ -41,6 +46,11 @@ _MOST_PUBLISHED = 4 << 30
 """Bytes of a published file, at most: those of the largest manifest."""
 
 
+_MOST_UNPROVED = 64
+"""Connections that have proved nothing yet, at most (note "Strangers")."""
+_PROOF_SECONDS, _GRACE_SECONDS = 10.0, 0.5
+"""Seconds that a connection has for its proof, and those that it has even if others wait."""
+
 _ACCEPT_PAUSE = 0.01
 """Seconds until the next attempt to accept a connection after one that failed."""
 
@@ -54,12 +64,13 @@ class FileService:
     Args:
         root: the run's folder.
         patience: gives the seconds of one wait.
+        address: numeric address to listen at; None for all of this machine.
 
     Raises:
-        OSError: the system gives no port.
+        OSError: the system gives no port at this address.
     """
 
-    def __init__(self, root: LocalStorage, patience: Callable[[], float]) -> None:
+    def __init__(self, root: LocalStorage, patience: Callable[[], float], address: str | None = None) -> None:
         self.name = secrets.token_hex(8)
         """Distinguishes this service from others of the run."""
         self._root = root
@@ -67,9 +78,13 @@ class FileService:
         self._secret = b""
         self._lock = forks.lock()
         self._connections: set[PeerConnection] = set()
+        self._unproved: dict[PeerConnection, float] = {}
+        """Connections that have proved nothing yet, the oldest first, and when they began."""
+        self._room = threading.Event()
+        """Set when a connection has proved itself or has ended."""
         self._stopped = False
         self._has_warned = False
-        self._listener = _listen()
+        self._listener = _listen(address)
         self.port: int = self._listener.getsockname()[1]
         forks.close_in_child(self)
 
@@ -94,8 +109,23 @@ class FileService:
         for connection in connections:
             connection.shut_down()
 
+    def _make_room(self) -> None:
+        """Waits until one more connection may prove itself (note "Strangers")."""
+        while True:
+            self._room.clear()
+            with self._lock:
+                if len(self._unproved) < _MOST_UNPROVED or self._stopped:
+                    return
+                oldest, begun = next(iter(self._unproved.items()))
+                wait = begun + _GRACE_SECONDS - time.monotonic()
+            if wait <= 0:
+                oldest.shut_down()  # its thread ends, and makes the room
+                wait = _GRACE_SECONDS
+            self._room.wait(wait)
+
     def _accept(self) -> None:
         while True:
+            self._make_room()
             try:
                 accepted, _ = self._listener.accept()
             except OSError as error:
@@ -107,12 +137,15 @@ class FileService:
                 continue
             try:
                 connection = PeerConnection(accepted, self._patience())
+                with self._lock:
+                    self._unproved[connection] = time.monotonic()
                 threading.Thread(
                     target=self._serve, args=(connection,), name="shardproof-file", daemon=True
                 ).start()
             except OSError:
                 accepted.close()  # the caller left
             except (RuntimeError, MemoryError) as error:
+                self._proved(connection)
                 accepted.close()
                 self._warn_of_limit(error)
 
@@ -128,15 +161,24 @@ class FileService:
             error,
         )
 
+    def _proved(self, connection: PeerConnection) -> None:
+        """A connection has proved itself, or has ended."""
+        with self._lock:
+            self._unproved.pop(connection, None)
+        self._room.set()
+
     def _serve(self, connection: PeerConnection) -> None:
         """Answers one rank until it leaves. Bytes that are no request end the connection."""
         with self._lock:
             if self._stopped:
+                self._unproved.pop(connection, None)
                 connection.close()
                 return
             self._connections.add(connection)
         try:
-            connection.prove(self._secret, self.name.encode(), asks=False)
+            seconds = min(_PROOF_SECONDS, self._patience())
+            connection.prove(self._secret, self.name.encode(), asks=False, seconds=seconds)
+            self._proved(connection)
             while (request := connection.receive(PeerRequest, idle=True)) is not None:
                 connection.patience = self._patience()
                 self._answer(connection, request)
@@ -147,6 +189,7 @@ class FileService:
         finally:
             with self._lock:
                 self._connections.discard(connection)
+            self._proved(connection)
             connection.close()
 
     def _answer(self, connection: PeerConnection, request: PeerRequest) -> None:
@@ -253,7 +296,10 @@ def _write(connection: PeerConnection, sink: Sink) -> None:
         sink.abort()
 
 
-def _listen() -> socket.socket:
+def _listen(address: str | None) -> socket.socket:
+    if address is not None:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        return socket.create_server((address, 0), family=family, backlog=1024)
     if socket.has_dualstack_ipv6():
         try:
             return socket.create_server(("::", 0), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True)

@@ -23,6 +23,13 @@ import msgspec
 
 from shardproof.checkpointer.marks import NodeMark, write_node_mark
 from shardproof.checkpointer.nodes.file_service import FileService
+from shardproof.checkpointer.nodes.network_choice import (
+    SECRET,
+    SECRET_FILE,
+    chosen_address,
+    combined_secret,
+    own_secret,
+)
 from shardproof.checkpointer.nodes.peer_storage import Peer, PeerStorage
 from shardproof.errors import ShardproofError, StorageError, StructureError
 from shardproof.rendezvous import MeetingSequence, Rendezvous, format_rank_ranges
@@ -46,6 +53,8 @@ class _Report(msgspec.Struct, frozen=True, array_like=True):
     addresses: tuple[str, ...]
     port: int
     service: str
+    has_secret: bool
+    """True if the user gave this rank a secret."""
 
 
 class _Node(msgspec.Struct, frozen=True, array_like=True):
@@ -147,13 +156,15 @@ def join_nodes(rendezvous: Rendezvous, root: LocalStorage, replicas: int) -> Nod
         return rendezvous.deadline / 2
 
     service: FileService | None = None
+    own_part = b""
 
     def report() -> bytes:
-        nonlocal service
+        nonlocal service, own_part
+        own_part, address = own_secret(), chosen_address()
         try:
             root.path.mkdir(parents=True, exist_ok=True)
             found = os.stat(root.path)
-            service = FileService(root, patience)
+            service = FileService(root, patience, address)
         except OSError as error:
             raise StorageError(
                 f"{root.location}: this rank cannot use the folder of its node: {error}", file=root.location
@@ -161,7 +172,14 @@ def join_nodes(rendezvous: Rendezvous, root: LocalStorage, replicas: int) -> Nod
         place = (_running_system(), found.st_dev, found.st_ino)
         return msgspec.msgpack.encode(
             _Report(
-                place, root.location, replicas, socket.gethostname(), _addresses(), service.port, service.name
+                place,
+                root.location,
+                replicas,
+                socket.gethostname(),
+                _addresses() if address is None else (address,),
+                service.port,
+                service.name,
+                bool(own_part),
             )
         )
 
@@ -175,7 +193,8 @@ def join_nodes(rendezvous: Rendezvous, root: LocalStorage, replicas: int) -> Nod
         raise
     assert service is not None
     answer = msgspec.msgpack.decode(encoded, type=_NodeAnswer)
-    service.start(answer.secret)
+    secret = combined_secret(answer.secret, own_part)
+    service.start(secret)
     own = answer.node_of_rank[rendezvous.rank]
     if answer.node_of_rank.index(own) == rendezvous.rank:  # the lowest rank of its node
         names = tuple(node.name for node in answer.nodes)
@@ -188,7 +207,7 @@ def join_nodes(rendezvous: Rendezvous, root: LocalStorage, replicas: int) -> Nod
         if number == own:
             folders.append(root)
         else:
-            peer = Peer(node.addresses, node.port, node.service, answer.secret, node.label, patience)
+            peer = Peer(node.addresses, node.port, node.service, secret, node.label, patience)
             folders.append(PeerStorage(peer, node.location))
     meetings = rendezvous.new_rendezvous(f"nodes/{answer.name}")
     group = NodeGroup(
@@ -212,6 +231,14 @@ def _decide(posts: Sequence[bytes]) -> list[bytes]:
         raise StructureError(
             f"rank 0 passes replicas={reports[0].replicas}, and rank {other} replicas="
             f"{reports[other].replicas}: pass the same on all ranks",
+            ranks=[0, other],
+        )
+    other = next((rank for rank, one in enumerate(reports) if one.has_secret != reports[0].has_secret), None)
+    if other is not None:
+        with_secret, without = (0, other) if reports[0].has_secret else (other, 0)
+        raise StructureError(
+            f"rank {with_secret} has a secret in {SECRET} or {SECRET_FILE}, and rank {without} none: give "
+            "the same secret to all ranks",
             ranks=[0, other],
         )
     numbers: dict[tuple[str, int, int], int] = {}

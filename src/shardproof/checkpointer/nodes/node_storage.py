@@ -30,7 +30,15 @@ from shardproof.checkpointer.nodes.peer_storage import PeerSink, PeerStorage, as
 from shardproof.checkpointer.step_folders import PINNED_NAME
 from shardproof.checkpointer.tiers import NearerCopy, TieredRun
 from shardproof.errors import AlreadyCommittedError, ShardproofError, StorageError
-from shardproof.format import MANIFEST_NAME, SEAL_LENGTH, FileRecord, Manifest, parse_shard_name, read_seal
+from shardproof.format import (
+    MANIFEST_NAME,
+    SEAL_LENGTH,
+    FileRecord,
+    Manifest,
+    parse_shard_name,
+    read_manifest_text,
+    read_seal,
+)
 from shardproof.storage import FreeSpace, LocalStorage, NameFlush, Sink, Storage
 
 __all__ = ["NodeSink", "NodeStorage", "NodesView"]
@@ -225,7 +233,7 @@ class NodeStorage(NodesView):
         """
         if restored._is_second(restored._holder()):
             return None
-        text, pin = restored.read(MANIFEST_NAME), read_mark(restored, PINNED_NAME)
+        text, pin = read_manifest_text(restored), read_mark(restored, PINNED_NAME)
         for place in restored._places[: len(self.group.folders)]:
             if read_seal(place) != text[-SEAL_LENGTH:]:
                 place.publish(MANIFEST_NAME, text, replace=True)

@@ -1,8 +1,9 @@
 """Messages between the ranks of a run on local disks: a request, an answer, and raw bytes after either.
 
-Note "Who may connect": both ends prove that they know the secret of the run, which the ranks exchange at the
-rendezvous. Each end sends random bytes, and the other returns their keyed digest (HMAC-SHA256). The secret
-itself is not sent. What follows is neither encrypted nor signed.
+Note "Who may connect": both ends prove that they know the secret of the run (note "The secret of a run" in
+`network_choice.py`). Each end sends
+random bytes, and the other returns their keyed digest (HMAC-SHA256). The secret itself is not sent. What
+follows is neither encrypted nor signed.
 
 Note "Bounded waits": within a message, each wait for bytes ends after the patience of the connection. Only a
 service waits longer, for the next request of a rank that is connected. The end of that rank ends the wait. If
@@ -16,6 +17,7 @@ import hmac
 import secrets
 import socket
 import struct
+import time
 from typing import Any, TypeVar
 
 import msgspec
@@ -116,28 +118,33 @@ class PeerConnection:
             if hasattr(socket, name):  # not on every system
                 self._to.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
-    def prove(self, secret: bytes, who: bytes, *, asks: bool) -> None:
+    def prove(self, secret: bytes, who: bytes, *, asks: bool, seconds: float | None = None) -> None:
         """Proves to the other end that this one knows the secret, and lets it prove the same.
 
         Args:
             secret: secret of the run.
             who: name of the service that is called.
             asks: True for the end that connected.
+            seconds: until the other end has proved itself, at most; None to bound each wait alone.
 
         Raises:
             WrongPeer: the other end does not know it, or is another service.
             OSError: the other end is gone, or does not answer.
         """
+        until = None if seconds is None else time.monotonic() + seconds
         mine = secrets.token_bytes(_NONCE)
         self._to.sendall(mine)
-        theirs = self._exactly(_NONCE)
+        theirs = self._exactly(_NONCE, until)
         if mine == theirs:
             raise WrongPeer("the other end sends back what it gets")
         sides = (b"asks" + who, b"serves" + who)
         own, other = sides if asks else sides[::-1]
         self._to.sendall(_proof(secret, own, theirs))
-        if not hmac.compare_digest(self._exactly(_NONCE), _proof(secret, other, mine)):
-            raise WrongPeer("the other end does not know the secret of this run")
+        if not hmac.compare_digest(self._exactly(_NONCE, until), _proof(secret, other, mine)):
+            raise WrongPeer(
+                "the other end does not know the secret of this run. If SHARDPROOF_NODES_SECRET or "
+                "SHARDPROOF_NODES_SECRET_FILE is set, give the same secret to all ranks"
+            )
 
     def send(self, message: PeerRequest | PeerAnswer, data: bytes | memoryview = b"") -> None:
         """Sends a message, and the raw bytes after it.
@@ -203,9 +210,19 @@ class PeerConnection:
         finally:
             self._to.settimeout(self.patience)
 
-    def _exactly(self, count: int) -> bytes:
+    def _exactly(self, count: int, until: float | None = None) -> bytes:
+        """The next bytes, before a time of `time.monotonic` if one is given."""
         data = bytearray(count)
-        self.receive_into(memoryview(data))
+        if until is None:
+            self.receive_into(memoryview(data))
+            return bytes(data)
+        try:
+            for at in range(count):  # only for a few bytes
+                self._to.settimeout(max(until - time.monotonic(), 0.001))
+                self.receive_into(memoryview(data)[at : at + 1])
+        finally:
+            if not self.is_closed:
+                self._to.settimeout(self.patience)
         return bytes(data)
 
 

@@ -54,13 +54,14 @@ import logging
 import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
 from shardproof.checkpointer.judge import RestorableSteps, misplaced
 from shardproof.checkpointer.marks import read_pin
 from shardproof.checkpointer.policies import Retention
-from shardproof.checkpointer.retention import StepFacts, retain
+from shardproof.checkpointer.retention import StepFacts, branch_removal, retain
 from shardproof.checkpointer.step_folders import PINNED_NAME, folders_in, step_name
 from shardproof.checkpointer.tiers.tiered_run import copies_of, log_other_copy
 from shardproof.checkpointer.tiers.upload_messages import (
@@ -88,6 +89,7 @@ from shardproof.format import (
     named_files,
     publish,
     read_manifest,
+    read_manifest_text,
     read_seal,
     references_in,
 )
@@ -216,6 +218,7 @@ class UploadCoordinator:
                 is_proved=lambda step: True,
                 facts=self._facts,
                 is_restorable=self._restorable,
+                branch_removal=partial(branch_removal, [self._second.location]),
             )
             self._stored = {one: seal for one, seal in self._stored.items() if step_name(one) not in removed}
         return self._answer(requests, reports)
@@ -468,7 +471,7 @@ class UploadCoordinator:
         place = self._first.within(step_name(step))
         text = b""
         try:
-            text = place.read(MANIFEST_NAME)
+            text = read_manifest_text(place)
             manifest = decode_manifest(text, f"{place.location}/{MANIFEST_NAME}")
             misfit = misplaced(self._first, step_name(step), manifest)
             if misfit is not None:

@@ -141,7 +141,7 @@ def save_pretrained(
     """
     model = getattr(model, "_orig_mod", model)
     inner = _checked(inside(model))
-    target = Path(os.path.abspath(os.fsdecode(folder)))
+    target = LocalStorage(os.path.abspath(os.fsdecode(folder))).path
     work = target.with_name(f"{target.name}.exporting")
     operation = f"export {type(inner).__name__} to {target}"
     plan: FileTensors = {}

@@ -66,6 +66,7 @@ class Sender:
         self._at = {row: at for at, row in enumerate(self._chunks.rows)}
         ends = np.cumsum(counts).tolist()
         self._units = [range(end - count, end) for end, count in zip(ends, counts.tolist(), strict=True)]
+        self._chunks.look_for_pages(self._units)
         self._begun: list[list[int]] = [[] for _ in range(orders.rounds)]
         for unit, number in enumerate(rounds.tolist()):
             self._begun[number].append(unit)
@@ -120,7 +121,7 @@ class Sender:
             memory = self._free.pop() if self._free else None
         if memory is None:
             memory = torch.empty(self._unit_bytes, dtype=torch.uint8, device="cpu")
-        self._chunks.read_unit(batch, memoryview(memory.numpy().data)[:span])
+        self._chunks.read(batch, memoryview(memory.numpy().data)[:span])
         base = self._chunks.start[batch.start]
         for at in batch:
             inside = self._chunks.start[at] - base

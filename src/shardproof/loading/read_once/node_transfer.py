@@ -132,6 +132,7 @@ class _NodeExchange:
         for number, byte, count in np.frombuffer(orders.read, np.int64).reshape(-1, 3).tolist():
             self._units[number].append((self._begin[number] + byte, range(done, done + count)))
             done += count
+        self._chunks.look_for_pages([batch for units in self._units for _, batch in units])
 
         self._streams = writer.streams
         self._wanted_parts = WantedParts(table, writer, np.frombuffer(orders.copies, np.int64), len(peers))
@@ -244,7 +245,7 @@ class _NodeExchange:
         memory = memoryview(self._of(self._rank).numpy().data)
         for byte, batch in self._units[number]:
             span = self._chunks.span(batch)
-            self._chunks.read_unit(batch, memory[byte : byte + span])
+            self._chunks.read(batch, memory[byte : byte + span])
             done += span
         with self._lock:
             self._read_bytes += done

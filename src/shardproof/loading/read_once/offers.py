@@ -1,4 +1,4 @@
-"""The first meeting of a load: each rank reports its matches, its reads, and shared memory for its node.
+"""The first meeting of a load: each rank reports its matches, and shared memory for its node.
 
 The handles of the shared memory are part of the first report. So the ranks of a node can open each other's
 memory before the exchange is planned, without another meeting.
@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
-from shardproof.loading.cold_reads import Sketch, reads_twice
 from shardproof.loading.matching import MatchReport, agree
 from shardproof.loading.read_once.node_memory import Handle
 from shardproof.loading.read_once.node_transfer import MOST_RANKS
@@ -35,21 +34,20 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     """Keys of the checkpoint that no rank asked for."""
     dropped: tuple[str, ...]
     """Per-rank values of the checkpoint that no rank takes."""
+    only_adapted: tuple[str, ...]
+    """Keys of the checkpoint that load hooks of some ranks get, and that belong to no rank's target."""
     handles: tuple[Handle, ...]
     """See `usable_handles`."""
-    reads_twice: bool
-    """See `shardproof.loading.cold_reads.reads_twice`."""
 
 
 class _OfferPost(msgspec.Struct, frozen=True, array_like=True):
     match: MatchReport
     offer: Offer | None
-    sketch: Sketch | None
 
 
-def post(match: MatchReport, offer: Offer | None = None, sketch: Sketch | None = None) -> bytes:
+def post(match: MatchReport, offer: Offer | None = None) -> bytes:
     """The report of a rank, as bytes."""
-    return msgspec.msgpack.encode(_OfferPost(match, offer, sketch))
+    return msgspec.msgpack.encode(_OfferPost(match, offer))
 
 
 def answer(location: str, posts: Sequence[bytes], stored: Callable[[], Iterable[str]]) -> bytes:
@@ -61,8 +59,7 @@ def answer(location: str, posts: Sequence[bytes], stored: Callable[[], Iterable[
     reports = [msgspec.msgpack.decode(one, type=_OfferPost) for one in posts]
     agreed = agree(location, [report.match for report in reports], stored)
     handles = usable_handles([report.offer for report in reports])
-    sketches = [report.sketch for report in reports if report.sketch is not None]
-    return msgspec.msgpack.encode(Answer(*agreed, handles, reads_twice(sketches)))
+    return msgspec.msgpack.encode(Answer(*agreed, handles))
 
 
 def usable_handles(offers: Sequence[Offer | None]) -> tuple[Handle, ...]:

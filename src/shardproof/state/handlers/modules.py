@@ -100,6 +100,8 @@ class _Filling:
         """True if the load selects a value of the module."""
         self.keys: dict[str, str] = {}
         """Key by name, of the values of the state dict."""
+        self.adapted: dict[str, str] = {}
+        """Key by name, of the stored values that only the hooks get."""
         self.filled: set[int] = set()
         """Ids of the tensors of the module that the load fills."""
         self.absent: set[str] = set()
@@ -181,6 +183,7 @@ class _Filling:
                 known.add(key)
                 binder.binding.adapted.add(key)
                 name = prefix + key.removeprefix(above)
+                self.adapted[name] = key
                 if key in tensors:
                     dtype, shape = tensors[key]
                     fresh = binder.fresh(key, torch_dtype(dtype), tuple(shape), None)
@@ -223,14 +226,20 @@ class _Filling:
         }
 
     def _check_loaded(self, missing: Sequence[str], unexpected: Sequence[str]) -> None:
-        """Raises if values are neither stored nor supplied by hooks, or stored and not used."""
+        """Raises if values are neither stored nor supplied by hooks, or stored and not used.
+
+        A stored value that the module lacks may belong to another rank, such as one of another pipeline
+        stage. So the ranks compare those that all hooks left unused.
+        """
         tensors = dict(self.module.tensors()) if missing else {}
         missing = [
             name
             for name in missing
             if name in self.absent or (name in tensors and id(tensors[name]) not in self.filled)
         ]
-        if missing or unexpected:
+        if not missing and all(name in self.adapted for name in unexpected):
+            self.binder.binding.leftover.update(self.adapted[name] for name in unexpected)
+        else:
             lines = [f"{self.place.path}: the state dict does not fit the module after its load hooks."]
             for title, names in (("missing", missing), ("unexpected", unexpected)):
                 if names:

@@ -16,12 +16,16 @@ import torch
 from shardproof.errors import StructureError
 from shardproof.state.flat_parameters import FlatPart
 from shardproof.state.optimizer.slots import (
+    MASTER,
     LocalRange,
     ParameterSlots,
     Receipt,
     StoredSlot,
+    cast_slot,
+    destination_dtype,
     device_of_scalar,
     options_of,
+    slot_dtype,
     tensors_and_values,
 )
 from shardproof.state.visitor import Place
@@ -71,7 +75,11 @@ class FlatSlots:
         self._received: dict[int, dict[str, Any]] = {}
         """New state by the id of the trained parameter."""
         self._buffers: dict[tuple[int, str], torch.Tensor] = {}
-        """Destinations of slots with a range on this rank."""
+        """Destinations of slots with a range on this rank, by the id of the trained parameter."""
+        self._dtypes: dict[tuple[int, str], torch.dtype] = {}
+        """The dtypes that the optimizer steps with, of those that it has not made yet."""
+        self._exact: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Shards of parameters, and their values from masters."""
 
     def describe_slots(self) -> Iterator[ParameterSlots]:
         """The slots of the parameters with elements on this rank. Other ranks describe the others."""
@@ -108,21 +116,30 @@ class FlatSlots:
                     f"{self._path}: the stored slot {slot!r} of {part.name} is a tensor subclass, which the "
                     "flat parameters of FSDP1 cannot have. Use fully_shard (FSDP2)"
                 )
+            if slot == MASTER:  # see "masters" in `bind.py`
+                if like.dtype == part.shard.dtype:
+                    stop = part.start + part.shard.numel()
+                    tensors[slot] = LocalRange(torch.empty_like(part.shard), part.start, stop)
+                continue
             if not like.shape and parameter.dim():
                 device = device_of_scalar(slot, self._groups[id(parameter)], part.trained.device)
                 tensors[slot] = torch.zeros((), dtype=like.dtype, device=device)
             else:
-                tensors[slot] = self._range(part, slot, self._buffer(part, slot, like.dtype))
+                tensors[slot] = self._range(part, slot, self._buffer(part, slot, like))
         return Receipt(self.kind, tensors, partial(self._attach, part, tensors))
 
-    def _buffer(self, part: FlatPart, slot: str, dtype: torch.dtype) -> torch.Tensor:
+    def _buffer(self, part: FlatPart, slot: str, like: StoredSlot) -> torch.Tensor:
         """The whole slot of the trained parameter: the present one, or a new one. Padding is zero."""
-        present = (self.optimizer.state.get(part.trained) or {}).get(slot)
-        if isinstance(present, torch.Tensor) and present.numel() == part.trained.numel():
-            return present
         key = id(part.trained), slot
         if key not in self._buffers:
-            self._buffers[key] = torch.zeros(part.trained.shape, dtype=dtype, device=part.trained.device)
+            present = (self.optimizer.state.get(part.trained) or {}).get(slot)
+            if isinstance(present, torch.Tensor) and present.numel() == part.trained.numel():
+                self._buffers[key] = present
+            else:
+                dtype = self._dtypes[key] = slot_dtype(self.optimizer, part.trained, like)
+                self._buffers[key] = torch.zeros(
+                    part.trained.shape, dtype=destination_dtype(like, dtype), device=part.trained.device
+                )
         return self._buffers[key]
 
     def _attach(
@@ -137,7 +154,10 @@ class FlatSlots:
         state = self._received.setdefault(id(part.trained), {})
         for slot in filled:
             item = tensors[slot]
-            new = self._buffer(part, slot, item.buffer.dtype) if isinstance(item, LocalRange) else item
+            if slot == MASTER and isinstance(item, LocalRange):
+                self._exact.append((part.shard, item.buffer))
+                continue
+            new = self._buffers[id(part.trained), slot] if isinstance(item, LocalRange) else item
             self._set(state, part, slot, new)
         for slot, value in values.items():
             self._set(state, part, slot, value)
@@ -160,12 +180,20 @@ class FlatSlots:
     def receive_shared(self, state: Mapping[str, Any]) -> None:
         """Does nothing; see `describe_shared`."""
 
+    @torch.no_grad()
     def apply(self) -> None:
-        """Sets the optimizer's state and options to the received ones."""
+        """Sets the optimizer's state and options to the received ones, and the weights to masters."""
+        for shard, exact in self._exact:
+            shard.copy_(exact)
         for group, mine in zip(self.optimizer.param_groups, self.param_groups, strict=True):
             group.update(options_of(mine))
             for trained in group["params"]:
                 if state := self._received.get(id(trained)):
-                    self.optimizer.state[trained] = state
+                    self.optimizer.state[trained] = {
+                        slot: cast_slot(item, dtype)
+                        if (dtype := self._dtypes.get((id(trained), slot)))
+                        else item
+                        for slot, item in state.items()
+                    }
                 elif id(trained) in self._received:
                     self.optimizer.state.pop(trained, None)

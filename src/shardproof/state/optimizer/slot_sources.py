@@ -22,8 +22,11 @@ from shardproof.state.optimizer.slots import (
     Receiver,
     SlotProvider,
     StoredSlot,
+    cast_slot,
+    destination_dtype,
     device_of_scalar,
     options_of,
+    slot_dtype,
     tensors_and_values,
 )
 from shardproof.state.optimizer.zero_redundancy import is_zero_redundancy, owned_receiver, owned_slots
@@ -96,9 +99,8 @@ def _receive(
         elif like.wrapper is not None:
             tensors[slot] = like.wrapper.new(parameter)
         elif slot != MASTER:
-            dtypes[slot] = _slot_dtype(optimizer, parameter, like)
-            widens = torch.promote_types(like.dtype, dtypes[slot]) == dtypes[slot]
-            destination = like if widens else replace(like, dtype=dtypes[slot])
+            dtypes[slot] = slot_dtype(optimizer, parameter, like)
+            destination = replace(like, dtype=destination_dtype(like, dtypes[slot]))
             tensors[slot] = _new_slot(parameter, group, slot, destination)
     attach = partial(_attach, optimizer, parameter, tensors, dtypes)
     return Receipt(type(optimizer).__qualname__, tensors, attach)
@@ -115,33 +117,17 @@ def _attach(
     current = optimizer.state.get(parameter) or {}
     state = {slot: item for slot, item in current.items() if slot in filled or slot in values}
     state.update(
-        {slot: _cast(item, dtypes.get(slot, item.dtype)) for slot, item in tensors.items() if slot in filled}
+        {
+            slot: cast_slot(item, dtypes.get(slot, item.dtype))
+            for slot, item in tensors.items()
+            if slot in filled
+        }
     )
     state.update(values)
     if state:
         optimizer.state[parameter] = state
     else:
         optimizer.state.pop(parameter, None)
-
-
-def _slot_dtype(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, like: StoredSlot) -> torch.dtype:
-    """The dtype in which the optimizer makes a slot, or the stored dtype if that is unknown.
-
-    Torch's classes make shaped slots in the parameter's dtype, and most fail to step with another. The stored
-    dtype differs if the saved optimizer had a master, or narrower state.
-    """
-    known = type(optimizer).__module__.startswith("torch.optim.") and like.shape != ()
-    floating = parameter.dtype.is_floating_point and like.dtype.is_floating_point
-    return parameter.dtype if known and floating else like.dtype
-
-
-@torch.inference_mode(False)
-def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    if tensor.dtype == dtype:
-        return tensor
-    new = empty_like_layout(tensor, dtype)
-    local_tensor(new).copy_(local_tensor(tensor))
-    return new
 
 
 def _new_slot(parameter: torch.Tensor, group: Mapping[str, Any], slot: str, like: StoredSlot) -> torch.Tensor:

@@ -14,7 +14,9 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 
+from shardproof.state.dtensor import local_tensor
 from shardproof.state.subclass_binding import StoredWrapper
+from shardproof.state.tensors import empty_like_layout
 
 __all__ = [
     "EMPTY_GROUP",
@@ -27,8 +29,11 @@ __all__ = [
     "Receiver",
     "SlotProvider",
     "StoredSlot",
+    "cast_slot",
+    "destination_dtype",
     "device_of_scalar",
     "options_of",
+    "slot_dtype",
     "tensors_and_values",
 ]
 
@@ -174,3 +179,37 @@ class SlotProvider(Protocol):
 
     def receive_shared(self, state: Mapping[str, Any]) -> None:
         """Restores the result of `describe_shared`."""
+
+
+def slot_dtype(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, like: StoredSlot) -> torch.dtype:
+    """The dtype in which the optimizer makes a slot, or the stored dtype if that is unknown.
+
+    Torch's classes make shaped slots in the parameter's dtype, and most fail to step with another. The stored
+    dtype differs if the saved optimizer had a master, or narrower state.
+    """
+    known = type(optimizer).__module__.startswith("torch.optim.") and like.shape != ()
+    floating = parameter.dtype.is_floating_point and like.dtype.is_floating_point
+    return parameter.dtype if known and floating else like.dtype
+
+
+def destination_dtype(like: StoredSlot, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the memory that a load fills, before `cast_slot` gives the slot the dtype of `slot_dtype`.
+
+    A stored slot widens without ``cast=True``. A narrower destination needs it, as any other tensor does.
+
+    >>> destination_dtype(StoredSlot(torch.bfloat16, (2,)), torch.float32)
+    torch.bfloat16
+    >>> destination_dtype(StoredSlot(torch.float32, (2,)), torch.bfloat16)
+    torch.bfloat16
+    """
+    return like.dtype if torch.promote_types(like.dtype, dtype) == dtype else dtype
+
+
+@torch.inference_mode(False)
+def cast_slot(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The slot in a dtype: a new tensor of the same layout, or the slot itself if it has the dtype."""
+    if tensor.dtype == dtype:
+        return tensor
+    new = empty_like_layout(tensor, dtype)
+    local_tensor(new).copy_(local_tensor(tensor))
+    return new

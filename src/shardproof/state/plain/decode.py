@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import math
+import re
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from shardproof._utils.json_objects import objects_with
 from shardproof.errors import PlainDataError
 from shardproof.state.plain.by_name import ByName
 from shardproof.state.plain.encode import DEPTH, FACTORIES
@@ -24,6 +26,8 @@ from shardproof.state.tensors import array_dtype, torch_dtype
 
 __all__ = ["decode", "references"]
 
+_STRINGS = re.compile("<U[1-9][0-9]{0,8}|\\|S[1-9][0-9]{0,8}")
+_LAST_CODE_POINT = 0x10FFFF
 _KINDS: dict[str, Callable[[np.ndarray[Any, Any]], Any]] = {
     "array": lambda array: array,
     "bytes": lambda array: array.tobytes(),
@@ -58,19 +62,11 @@ def references(data: Any) -> Iterator[tuple[str, str]]:
     >>> list(references({"a": {"$tensor": "object.a", "kind": "bytes"}}))
     [('object.a', 'bytes')]
     """
-    pending = [data]
-    while pending:
-        item = pending.pop()
-        if isinstance(item, dict):
-            if "$tensor" in item:
-                key, kind = item["$tensor"], item.get("kind", "tensor")
-                if type(key) is not str or type(kind) is not str or (kind != "tensor" and kind not in _KINDS):
-                    raise PlainDataError(f"malformed reference to a tensor: {str(item)[:200]}")
-                yield key, kind
-            else:
-                pending.extend(item.values())
-        elif isinstance(item, list):
-            pending.extend(item)
+    for item in objects_with(data, "$tensor"):
+        key, kind = item["$tensor"], item.get("kind", "tensor")
+        if type(key) is not str or type(kind) is not str or (kind != "tensor" and kind not in _KINDS):
+            raise PlainDataError(f"malformed reference to a tensor: {str(item)[:200]}")
+        yield key, kind
 
 
 class _Decoder:
@@ -112,6 +108,21 @@ class _Decoder:
         name, shape, text = data
         raw = np.frombuffer(base64.b64decode(text, validate=True), _numpy_dtype(name))
         return raw.reshape(_shape(shape)).copy()
+
+    def strings(self, data: Any, depth: int) -> Any:
+        name, stored = data
+        if type(name) is not str or not _STRINGS.fullmatch(name):
+            raise ValueError(f"{name!r} is not a dtype of texts")
+        dtype, raw = np.dtype(name), self.decode(stored, depth)
+        if not isinstance(raw, np.ndarray) or raw.dtype != np.uint8 or raw.ndim == 0:
+            raise ValueError("the bytes of the texts are not an array of uint8")
+        if not raw.size:  # also while a load checks the value, before it reads the bytes
+            return np.zeros(raw.shape[:-1], dtype)
+        if raw.shape[-1] != dtype.itemsize or (
+            dtype.kind == "U" and raw.view("<u4").max() > _LAST_CODE_POINT
+        ):
+            raise ValueError(f"{raw.shape[-1]} bytes are not a text of dtype {name}")
+        return raw.view(dtype).reshape(raw.shape[:-1])
 
     def scalar(self, data: Any, depth: int) -> Any:
         name, text = data
@@ -216,6 +227,7 @@ _DECODERS: dict[str, Callable[[_Decoder, Any, int], Any]] = {
     "$defaultdict": _Decoder.default,
     "$scalar": _Decoder.scalar,
     "$array": _Decoder.array,
+    "$strings": _Decoder.strings,
     "$value": _Decoder.value,
     "$dtype": lambda d, data, depth: torch_dtype(data),
     "$size": lambda d, data, depth: torch.Size(_shape(data)),

@@ -17,6 +17,8 @@ themselves. Every other value is an object with one member whose name starts wit
 ``{"$defaultdict": [factory, [[k, v], ...]]}`` defaultdict of a builtin type, or of nothing
 ``{"$scalar": [dtype, base64]}``               numpy scalar
 ``{"$array": [dtype, shape, base64]}``         numpy array
+``{"$strings": [dtype, array]}``               numpy array of texts or bytes of fixed width, as "<U3" or
+                                               "|S3"; its bytes are an array with one more dimension
 ``{"$value": [dtype, shape, base64]}``         small tensor, stored inline
 ``{"$dtype": name}``, ``{"$size": [...]}``     torch dtype, torch size
 ``{"$device": text}``                          torch device
@@ -58,7 +60,7 @@ from shardproof.state.plain.registry import name_of
 from shardproof.state.plain.stream_bytes import StreamBytes
 from shardproof.state.tensors import array_dtype, as_bytes, check_memory, is_in_host_memory
 
-__all__ = ["DEPTH", "FACTORIES", "INLINE_BYTES", "Hoist", "encode"]
+__all__ = ["DEPTH", "FACTORIES", "INLINE_BYTES", "TEXT_KINDS", "Hoist", "encode"]
 
 INLINE_BYTES = 64
 """Maximum size of arrays and bytes in the JSON. Larger ones become tensors, if there is a `Hoist`."""
@@ -77,6 +79,8 @@ DEPTH = 190
 the levels around the value (the manifest, an optimizer's options) and the tags of the innermost value."""
 FACTORIES: dict[str, Any] = {cls.__name__: cls for cls in (list, dict, set, int, float, str, tuple, bool)}
 """Supported factories of a defaultdict."""
+TEXT_KINDS = ("U", "S")
+"""Kinds of numpy's dtypes of texts and of bytes, both of fixed width."""
 _NATIVE = (type(None), bool)
 
 
@@ -196,11 +200,18 @@ class _Encoder:
 
     def array(self, value: np.ndarray[Any, Any], at: str, depth: int) -> Any:
         name = array_dtype(value)
+        if value.dtype.kind in TEXT_KINDS:
+            return self.strings(value, at, depth)
         if name is None:
             raise self.refuse(at, f"arrays of dtype {value.dtype} cannot be stored")
         if self.hoists and value.nbytes > INLINE_BYTES:
             return self.outside("array", at, value)
         return {"$array": [name, list(value.shape), base64.b64encode(value.tobytes()).decode()]}
+
+    def strings(self, value: np.ndarray[Any, Any], at: str, depth: int) -> Any:
+        little = value.dtype.newbyteorder("<") if value.dtype.itemsize else np.dtype(f"<{value.dtype.kind}1")
+        raw = np.ascontiguousarray(value.astype(little)[..., None]).view(np.uint8)
+        return {"$strings": [little.str, self.array(raw, at, depth + 2)]}
 
     def tensor(self, value: torch.Tensor, at: str) -> Any:
         if self.hoist is not None:
@@ -229,6 +240,8 @@ class _Encoder:
             return self.encode(int(value), at, depth)
         if isinstance(value, torch.Tensor):
             return self.tensor(value, at)
+        if isinstance(value, (np.str_, np.bytes_)):
+            return self.encode(value.item(), at, depth)
         if isinstance(value, np.generic) and array_dtype(np.asarray(value)) is not None:
             return {"$scalar": [value.dtype.name, base64.b64encode(value.tobytes()).decode()]}
         if isinstance(value, enum.Enum):

@@ -1,0 +1,39 @@
+"""Logs that an operation still waits."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+__all__ = ["logged_wait"]
+
+
+@contextmanager
+def logged_wait(log: logging.Logger, text: str, every: float) -> Iterator[None]:
+    """Logs a text and the seconds so far, until the block ends.
+
+    Args:
+        log: the logger.
+        text: the operation, and what it waits for.
+        every: seconds between two records. A shorter block logs nothing.
+
+    Example:
+        >>> with logged_wait(logging.getLogger("example"), "restore waits for s3://bucket/run", 60.0):
+        ...     pass
+    """
+    ended, begun = threading.Event(), time.monotonic()
+
+    def tell() -> None:
+        while not ended.wait(every):
+            log.warning("%s, for %.0f s", text, time.monotonic() - begun)
+
+    thread = threading.Thread(target=tell, name="shardproof-waits", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
