@@ -73,3 +73,18 @@ def test_undeclared_layouts_are_refused(tmp_path: Path) -> None:
     facts = run_peer(ENVIRONMENT, SCRIPT, "undeclared", tmp_path, *cases, nproc=2).facts
     assert "shardproof.layouts.experts.sequential" in facts[cases[0]]
     assert "shardproof.layouts.swiglu(MODULE, NAME, SIZE, rank=RANK, ranks=RANKS)" in facts[cases[1]]
+
+
+def test_numbers_of_experts_on_a_rank_are_refused_for_torch(tmp_path: Path) -> None:
+    """Megatron-Core's function renames them in `save` and `load_dcp`, as the error says, and nothing is lost.
+
+    Rank 0 cannot tell: its experts have the same numbers in the whole model.
+    """
+    errors = run_peer(ENVIRONMENT, SCRIPT, "local_names", tmp_path, "x:stage3-ep", nproc=2).facts["x"]
+    assert errors[0] == ""
+    assert "In the whole model it is decoder.layers.0.mlp.experts.local_experts.2." in errors[1]
+    assert "handle_experts_in_state_dict(STATE_DICT, NUM_EXPERTS) first" in errors[1]
+    before = run_peer(ENVIRONMENT, SCRIPT, "save", tmp_path, "x:stage3-ep", nproc=2, timeout=300)
+    for case, ranks in (("x:stage3-ep", 2), ("x:stage3-moe", 1)):
+        after = run_peer(ENVIRONMENT, SCRIPT, "load_dcp", tmp_path, case, nproc=ranks, timeout=300)
+        assert_same_tensors(after.tensors, before.tensors)

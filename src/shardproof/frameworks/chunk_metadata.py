@@ -60,7 +60,8 @@ def attach_chunk_metadata(
 
     Raises:
         StructureError: a DTensor belongs to no parameter of the model, or has another shape; the parts do not
-            have the rows of their weight; the model is not of Megatron-FSDP.
+            have the rows of their weight; the model is not of Megatron-FSDP; a key has the number that this
+            rank gives to an expert, and `optimizer` has its number in the whole model.
     """
     inner = megatron_fsdp_of(model)
     parameters = uneven_dtensors(inner)
@@ -87,6 +88,8 @@ class _StateDict:
         self._by_name = dict(parameters)
         self._by_number: list[UnevenDTensor | None] = []
         self._rows = {id(parameters[name]): rows for name, rows in parts.items()}
+        self._renamed: dict[str, str] = {}
+        """Names of experts on this rank, to their names in the whole model where these differ."""
 
     def name_by(self, optimizer: Any) -> None:
         """Adds the numbers and names that an optimizer gives to its parameters."""
@@ -97,7 +100,10 @@ class _StateDict:
             self._by_number = [found.get(identity) for identity in tensors]
             for identity, tensor in tensors.items():
                 if name_of is not None and identity in found:
-                    self._by_name[name_of(tensor)] = found[identity]
+                    whole = _without_prefix(name_of(tensor))
+                    self._by_name[whole] = found[identity]
+                    if whole != found[identity].name:
+                        self._renamed[found[identity].name] = whole
 
     def described(self, value: Any, key: str, owner: UnevenDTensor | None = None) -> Any:
         """`value` with positions and with parts. The same object if nothing below it is fused."""
@@ -120,6 +126,8 @@ class _StateDict:
         for name, item in value.items():
             path = f"{key}.{name}" if key else str(name)
             found = owner or self._named(name, key)
+            if owner is None and found is not None:
+                self._check_expert(name, path)
             rows = self._rows.get(id(found)) if owner is None else None
             if rows is None:
                 result[name] = self.described(item, path, found)
@@ -130,6 +138,18 @@ class _StateDict:
         same = result.keys() == value.keys() and all(map(_is, result.values(), value.values()))
         return value if same and isinstance(value, dict) else result
 
+    def _check_expert(self, name: Any, key: str) -> None:
+        """Refuses the name of an expert on this rank. Other ranks give it to other experts."""
+        whole = self._renamed.get(_without_prefix(name)) if isinstance(name, str) else None
+        if whole is not None:
+            raise sp.StructureError(
+                f"{key} is a name that each expert parallel rank gives to another expert: all but one would "
+                f"be lost. In the whole model it is {whole}. Pass the model's state dict through "
+                "megatron.core.transformer.fsdp_dtensor_checkpoint.handle_experts_in_state_dict(STATE_DICT, "
+                "NUM_EXPERTS) first",
+                key=key,
+            )
+
     def _named(self, name: Any, key: str) -> UnevenDTensor | None:
         if isinstance(name, int) and key.rpartition(".")[2] == "state":
             return self._by_number[name] if name < len(self._by_number) else None
@@ -139,6 +159,13 @@ class _StateDict:
             prefix, _, rest = name.partition(".")
             name = rest if prefix == "module" else None
         return None
+
+
+def _without_prefix(name: str) -> str:
+    """A name without the ``module.`` of wrappers."""
+    while name.startswith("module."):
+        name = name.removeprefix("module.")
+    return name
 
 
 def _part(value: Any, key: str, owner: UnevenDTensor, suffix: str, rows: Mapping[str, int]) -> Any:

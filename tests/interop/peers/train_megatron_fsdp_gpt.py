@@ -21,6 +21,7 @@ import cpu_stubs
 import megatron_stubs
 import offload_stubs
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from peer_result import Result, join_ranks, leave_ranks
 from torch.distributed.device_mesh import DeviceMesh
@@ -43,6 +44,10 @@ from megatron.core import parallel_state, tensor_parallel  # noqa: E402
 from megatron.core.distributed import DistributedDataParallelConfig  # noqa: E402
 from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel  # noqa: E402
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
+from megatron.core.transformer.fsdp_dtensor_checkpoint import (  # noqa: E402
+    expert_param_local_key,
+    handle_experts_in_state_dict,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 import shardproof as sp  # noqa: E402
@@ -161,8 +166,9 @@ def state_of(model: Any, optimizer: Any) -> dict[str, Any]:
 def raw_state(model: Any, optimizer: Any, is_loading: bool = False) -> dict[str, Any]:
     """The state dict that Megatron-Core makes for `fsdp_dtensor`."""
     weights = model.state_dict_for_save_checkpoint()
+    weights = {key: item for key, item in weights.items() if not key.endswith("_extra_state")}
     return {
-        "model": {key: item for key, item in weights.items() if not key.endswith("_extra_state")},
+        "model": handle_experts_in_state_dict(weights, model.config.num_moe_experts),
         "optimizer": optimizer.sharded_state_dict({}, is_loading, metadata=METADATA),
     }
 
@@ -198,7 +204,9 @@ def load_dcp(path: str, name: str, words: set[str], result: Result) -> None:
     model, optimizer = built(words, seed=1)
     state = raw_state(model, optimizer, is_loading=True)
     dcp.load(adapter.attach_chunk_metadata(state, model, optimizer), checkpoint_id=f"{path}-dcp")
-    model.module.load_state_dict(state["model"], strict=False)
+    count = model.config.num_moe_experts
+    weights = {expert_param_local_key(key, count): item for key, item in state["model"].items()}
+    model.module.load_state_dict(weights, strict=False)
     optimizer.load_state_dict(state["optimizer"])
     add(result, name, model, optimizer)
     result.facts[f"{name}.losses"] = train(model, optimizer, 2, first=2)
@@ -211,6 +219,20 @@ def released(path: str, name: str, words: set[str], result: Result) -> None:
         train(model, optimizer, 1)
     except RuntimeError as error:
         result.facts["released"] = str(error)
+
+
+def local_names(path: str, name: str, words: set[str], result: Result) -> None:
+    """The state dict of the model has the numbers of experts on each rank. The last rank has others."""
+    model, optimizer = built(words, seed=0)
+    error = ""
+    try:
+        state = {"model": model.state_dict_for_save_checkpoint()}
+        adapter.attach_chunk_metadata(state, model, optimizer)
+    except sp.StructureError as refused:
+        error = str(refused)
+    errors: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, error)
+    result.facts[name] = errors
 
 
 def undeclared(path: str, name: str, words: set[str], result: Result) -> None:
