@@ -31,6 +31,23 @@ def test_low_bit_optimizer_state_is_resharded(optimizer: str, tmp_path: Path) ->
         assert_same_tensors(_before_the_step(loaded.tensors), _before_the_step(saved.tensors))
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1300)
+@pytest.mark.parametrize("optimizer", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
+def test_low_bit_optimizer_state_of_compiled_steps_is_resharded(
+    optimizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each optimizer has a folder of its own for compiled code, as the page says."""
+    if shutil.which("c++") is None:
+        pytest.skip("torch.compile needs a C++ compiler on a CPU")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
+    kind, folder = f"{optimizer} compiled", tmp_path / "c"
+    saved = run_peer("torchao", SCRIPT, "save", kind, folder, nproc=2, timeout=600)
+    assert (tmp_path / "compiled").exists()
+    loaded = run_peer("torchao", SCRIPT, "load", kind, folder, nproc=1, timeout=600)
+    assert_same_tensors(_before_the_step(loaded.tensors), _before_the_step(saved.tensors))
+
+
 def test_low_bit_optimizer_state_of_columns_is_resharded(tmp_path: Path) -> None:
     """FSDP2 over tensor parallelism, to fewer ranks and back to more."""
     saved = run_peer("torchao", SCRIPT, "save", "AdamW8bit columns", tmp_path / "c", nproc=2, timeout=180)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from safetensors.torch import load_file
 
 import shardproof as sp
 from tests.interop.checkpoints import assert_same_checkpoints
-from tests.interop.peer import assert_same_tensors
+from tests.interop.peer import assert_same_tensors, python_of, run_peer
 from tests.interop.training import EXAMPLES, SCRIPTS, train
 
 pytestmark = [pytest.mark.interop, pytest.mark.processes]
@@ -66,3 +67,17 @@ def test_the_page_shows_the_example() -> None:
     (added,) = [line for line in page.splitlines() if line.startswith(prefix)]
     name = added.removeprefix(prefix).removesuffix(" as FSDPCheckpointManager")
     assert f"class {name}(FSDPCheckpointManager):" in example and "](../../examples/verl_manager.py)" in page
+
+
+def test_megatron_fsdp_is_saved_and_loaded_by_the_diffs_of_the_page(tmp_path: Path) -> None:
+    """The methods of verl's manager after the diffs, on another number of ranks."""
+    page = (EXAMPLES.parent / "docs" / "frameworks" / "verl.md").read_text()
+    section = page.split("## Megatron-FSDP")[1].split("\n## ")[0]
+    diffs = [block.split("```")[0].strip().splitlines() for block in section.split("```diff")[1:]]
+    (site,) = python_of("megatron_fsdp").parents[1].glob("lib/python*/site-packages")
+    arguments = (tmp_path / "c", json.dumps(diffs), site)
+    saved = run_peer("verl", "train_verl_megatron.py", "save", *arguments, nproc=2, timeout=200)
+    loaded = run_peer("verl", "train_verl_megatron.py", "load", *arguments, nproc=3, timeout=200)
+    assert_same_tensors(loaded.tensors, saved.tensors)
+    # The gradients are added in another order, in bfloat16.
+    assert loaded.facts["losses"] == pytest.approx(saved.facts["losses"], rel=2e-2, abs=0)

@@ -48,15 +48,18 @@ def step(state: State) -> None:
     state["optimizer"].zero_grad()
 
 
-def low_bit(name: str, build: Callable[[int], nn.Module] = sharded) -> Callable[[int], State]:
-    """A model with one of torchao's optimizers. Its steps run without compilation, which takes minutes."""
+def low_bit(
+    name: str, build: Callable[[int], nn.Module] = sharded, compiled: bool = False
+) -> Callable[[int], State]:
+    """A model with one of torchao's optimizers. Compiled steps take minutes."""
 
     def make(seed: int) -> State:
         import torchao.optim
 
         import shardproof.frameworks.torchao  # noqa: F401
 
-        torch.compile = lambda function, **_: function  # type: ignore[assignment]
+        if not compiled:
+            torch.compile = lambda function, **_: function  # type: ignore[assignment]
         model = build(seed)
         return {"model": model, "optimizer": getattr(torchao.optim, name)(model.parameters(), lr=1e-2)}
 
@@ -125,6 +128,9 @@ KINDS: dict[str, Callable[[int], State]] = {
     "AdamW8bit": low_bit("AdamW8bit"),
     "AdamW4bit": low_bit("AdamW4bit"),
     "AdamWFp8": low_bit("AdamWFp8"),
+    "AdamW8bit compiled": low_bit("AdamW8bit", compiled=True),
+    "AdamW4bit compiled": low_bit("AdamW4bit", compiled=True),
+    "AdamWFp8 compiled": low_bit("AdamWFp8", compiled=True),
     "AdamW8bit columns": low_bit("AdamW8bit", columns),
     "float8": float8,
     "Int8WeightOnlyConfig": quantised("Int8WeightOnlyConfig"),
