@@ -11,7 +11,7 @@ import hashlib
 import json
 import shutil
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -96,12 +96,17 @@ def test_the_files_are_what_the_format_says(name: str, folder: str, originals: P
     assert found["objects"].keys() == expected["objects"].keys()
 
 
+def shown(keys: Iterable[str]) -> list[str]:
+    """The keys without those of tensors that hold the bytes of a plain value."""
+    return [key for key in keys if not key.endswith("@data")]
+
+
 @pytest.mark.parametrize(("name", "folder"), FOLDERS)
 def test_open_reads_every_value(name: str, folder: str, originals: Path) -> None:
     expected = EXPECTED[name]["folders"][folder]
     tensors, aliases = expected["tensors"], expected["aliases"]
     with sp.open(originals / name / "run" / folder) as checkpoint:
-        assert checkpoint.keys() == sorted([*tensors, *aliases, *expected["objects"]])
+        assert checkpoint.keys() == sorted(shown([*tensors, *aliases, *expected["objects"]]))
         assert checkpoint.step == expected["step"]
         assert states.spelled(checkpoint.metadata) == expected["metadata"]
         for key, tensor in (tensors | {key: tensors[to] for key, to in aliases.items()}).items():
@@ -130,7 +135,7 @@ def test_inspect_shows_every_layout(
     assert code == 0
     for member in ("step", "attempt", "world_size", "repaired"):
         assert summary[member] == expected[member]
-    assert summary["tensors"] == len(expected["tensors"])
+    assert summary["tensors"] == len(shown(expected["tensors"]))
     files = expected["files"]
     for key, tensor in expected["tensors"].items():
         code, detail = run_command(capsys, "inspect", path, key)

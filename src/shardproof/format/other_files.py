@@ -34,6 +34,8 @@ _RECORDS = (
     (b"serialized_exported_program", f"is an exported program of torch.export. {_PROGRAM}"),
     (b".npy", "holds arrays of numpy. Load it with numpy.load, and save them with torch.save"),
 )
+_MODELS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
+"""Ends of names of files that are downloaded. Other empty files have errors of their own."""
 _END_OF_ZIP = b"PK\x05\x06"
 
 
@@ -58,7 +60,7 @@ def other_file(storage: Storage, name: str) -> str | None:
     if size is None:
         return None
     if not size:
-        return f"is empty. {_AGAIN}"
+        return f"is empty. {_AGAIN}" if name.endswith(_MODELS) else None
     begin = storage.read(name, 0, min(size, _FIRST_BYTES))
     if pointer := _LFS.match(begin):
         return (

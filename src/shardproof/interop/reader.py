@@ -168,6 +168,9 @@ class Unreadable:
     remedy: str
     """What the user can do, a sentence without its full stop."""
 
+    def __repr__(self) -> str:
+        return f"<{self.kind}>"
+
 
 class UnsupportedError(ValueError):
     """Part of a checkpoint has a feature that this version does not read, and is not damaged."""

@@ -15,7 +15,6 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -369,29 +368,25 @@ def _object_changes(
     Values are compared as JSON text: 1, 1.0 and true are three values. Values with different texts that refer
     to tensors are decoded and encoded again with all their bytes inside.
     """
-    (place_a, one), (place_b, other) = a, b
+    (_, one), (_, other) = a, b
     changes, uncompared = [], []
     with ExitStack() as opened:
-
-        @cache
-        def checkpoints() -> tuple[Checkpoint, Checkpoint]:
-            from shardproof.loading import open_storage  # imports torch
-
-            first, second = (
-                opened.enter_context(
-                    open_storage(place, format=side.stored.format, trust_pickle=trust_pickle, warn=False)
-                )
-                for place, side in ((place_a, one), (place_b, other))
-            )
-            return first, second
-
+        checkpoints: list[Checkpoint] = []
+        """Both checkpoints, once a value needs them."""
         for key in sorted(one.objects.keys() & other.objects.keys()):
             try:
                 left, right = one.encoded(key), other.encoded(key)
                 if _text(left) != _text(right) and (_has_tensors(left) or _has_tensors(right)):
+                    if not checkpoints:
+                        from shardproof.loading import open_storage  # imports torch
+
+                        for place, side in (a, b):
+                            name = side.stored.format
+                            opening = open_storage(place, format=name, trust_pickle=trust_pickle, warn=False)
+                            checkpoints.append(opened.enter_context(opening))
                     left, right = (
                         _with_bytes(checkpoint, key, data)
-                        for checkpoint, data in zip(checkpoints(), (left, right), strict=True)
+                        for checkpoint, data in zip(checkpoints, (left, right), strict=True)
                     )
             except PlainDataError as error:
                 uncompared.append(Uncompared(key, error.message))
