@@ -142,7 +142,7 @@ def _value(parts: list[bytes], names: list[str], at: int, random: Random) -> Non
 
 def _doubled(parts: list[bytes], names: list[str], at: int, random: Random) -> None:
     """Inserts a value that holds the former twice, many times."""
-    parts[at] += random.choice([b"", b"0]", b"0}", b"0)"]) + b"2\x86" * random.choice([1, 30, 190, 300])
+    parts[at] += random.choice([b"", b"0]", b"0}", b"0)"]) + b"2\x86" * random.choice([1, 28, 28, 300])
 
 
 def _dropped(parts: list[bytes], names: list[str], at: int, random: Random) -> None:
@@ -164,5 +164,6 @@ def _reference(parts: list[bytes], names: list[str], at: int, random: Random) ->
 
 _Change = Callable[[list[bytes], list[str], int, Random], None]
 _PICKLE_CHANGES: list[_Change] = [
-    _number, _number, _number, _text, _text, _value, _doubled, _dropped, _repeated, _swapped, _reference,
+    _number, _number, _number, _text, _text, _value, _doubled, _doubled, _dropped, _repeated, _swapped,
+    _reference,
 ]  # fmt: skip
