@@ -13,7 +13,8 @@ __all__ = ["inner_tensors"]
 def inner_tensors(objects: Mapping[str, Any], keys: Iterable[str]) -> set[str]:
     """Of the keys of tensors, those that hold an array, bytes, a text or a long list of a plain value.
 
-    A tensor inside a plain value is not one of them: it has a key of its own in the user's state.
+    A tensor inside a plain value is not one of them: it has a key of its own. A value that
+    is a tensor as a whole, such as the state of a generator, has only the key of the value.
 
     Args:
         objects: encoded plain values by key.
@@ -33,7 +34,11 @@ def inner_tensors(objects: Mapping[str, Any], keys: Iterable[str]) -> set[str]:
                 continue
             if above not in inner:
                 parts = objects_with(objects[above], "$tensor")
-                inner[above] = {part["$tensor"] for part in parts if part.get("kind", "tensor") != "tensor"}
+                inner[above] = {
+                    part["$tensor"]
+                    for part in parts
+                    if part.get("kind", "tensor") != "tensor" or part["$tensor"] == f"{above}.@data"
+                }
             if key in inner[above]:
                 found.add(key)
                 break
