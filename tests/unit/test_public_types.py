@@ -26,6 +26,7 @@ BUILT_INSIDE = {
     "Phase.__init__",
     "Reservation.__init__",
     "Subscription.__init__",
+    "UnshardHandle.__init__",
 }
 """Constructors that only shardproof calls. Users get these objects and make none."""
 

@@ -22,7 +22,7 @@ from shardproof.errors import FormatError
 from shardproof.interop.dcp_reader import DcpEntry, DcpReader
 from shardproof.interop.extents import FileRange
 from shardproof.interop.pickle_data import Opaque
-from shardproof.interop.reader import Foreign, StoredView
+from shardproof.interop.reader import Foreign, StoredView, Unreadable
 from shardproof.interop.torch_file import TorchFile
 from shardproof.interop.torch_tensors import TorchTensor, read_torch_pickle, torch_storage
 
@@ -102,8 +102,9 @@ class ByteCheckpointReader(DcpReader):
                 (kind, shape) == (dtype, sizes) and expected == entry.nbytes and _is_within(found, expected)
             ):
                 return StoredView(extent, found.offset, found.stride)
+        kind = found.kind if isinstance(found, Unreadable) else brief(found)
         raise FormatError(
-            f"{path}: the entry of {key} at {offsets} has {entry.nbytes} bytes and is {brief(found)}, "
+            f"{path}: the entry of {key} at {offsets} has {entry.nbytes} bytes and is {kind}, "
             f"expected a tensor of dtype {dtype} and shape {sizes} with {expected} bytes",
             file=path,
             key=key,

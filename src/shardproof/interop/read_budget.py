@@ -138,7 +138,7 @@ def check_repeats(value: Any) -> None:
         ...     nested = [nested, nested]
         >>> check_repeats(nested)
         Traceback (most recent call last):
-        ValueError: the value repeats its objects too often: 122 items and bytes become more than ...
+        ValueError: the value repeats its objects too often: 121 items and bytes become more than ...
     """
     sizes: dict[int, int] = {}
     """By id, the size with all references; 1 while the object is being measured, so that a cycle ends."""

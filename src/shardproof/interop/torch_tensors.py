@@ -138,9 +138,9 @@ def _tensor(
     metadata: Mapping[str, bool] | None,
 ) -> TorchTensor | Unreadable:
     """A tensor whose elements all lie in its storage."""
+    shape, stride = shape_of(shape), shape_of(stride)
     if dtype not in DTYPES or storage.itemsize is None:
         return Unreadable(f"a tensor of {dtype} and shape {list(shape)}", CONVERT)
-    shape, stride = shape_of(shape), shape_of(stride)
     (offset,) = shape_of((offset,))
     if len(shape) != len(stride):
         raise ValueError("shape, strides or offset of a tensor are not valid")
@@ -186,7 +186,7 @@ def _without_elements(what: str, remedy: str) -> Callable[..., Unreadable]:
 
 
 def _quantised(storage: TorchStorage, offset: Any, shape: Any, *args: Any) -> Unreadable:
-    return Unreadable(f"a quantised tensor of {storage.dtype} and shape {list(shape)}", _DEQUANTISE)
+    return Unreadable(f"a quantised tensor of {storage.dtype} and shape {list(shape_of(shape))}", _DEQUANTISE)
 
 
 def _rebuild_subclass(function: Any, kind: Any, args: Any, state: Any) -> Any:

@@ -68,7 +68,7 @@ def test_a_description_of_another_tensor_is_an_error(golden: Golden) -> None:
     replaced(
         golden.checkpoint / "model" / ".metadata", b"FloatStorage", b"Int__Storage".replace(b"__", b"32")
     )
-    message = r"is <a tensor of torch\.Int32Storage and shape \[6, 6\]>, expected a tensor of dtype float32"
+    message = r"is a tensor of torch\.Int32Storage and shape \[6, 6\], expected a tensor of dtype float32"
     with sp.open(golden.checkpoint) as checkpoint, pytest.raises(FormatError, match=message):
         checkpoint["model.emb.weight"].read()
 
