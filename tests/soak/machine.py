@@ -470,7 +470,7 @@ class RunMachine(RuleBasedStateMachine):
 
     def _retention_works(self, goes: set[int]) -> None:
         """At most one of the removable steps stays: the last that is proved readable."""
-        stays = (goes - set(self.model.pins)) & set(self.model.observer().steps())
+        stays = (goes - set(self.model.pins)) & self.model.listed()
         assert len(stays) <= 1, f"retention left {stays}"
 
     def _restore(self, step: int | str | None) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 import shardproof as sp
+from shardproof.checkpointer.step_folders import folders_in
 from shardproof.errors import FormatError, NotCommittedError, ShardproofError
 from shardproof.format import MANIFEST_NAME, read_manifest
 from shardproof.rendezvous import LocalRendezvous
@@ -138,6 +139,12 @@ class Model:
     def storage(self) -> Storage:
         return storage_at(self.root, self.options)
 
+    def listed(self) -> set[int]:
+        """Steps with a manifest, restorable or not."""
+        run = self.storage()
+        folders = [folder for folder in folders_in(run) if not folder.suspect]
+        return {folder.step for folder in folders if run.size(f"{folder.name}/{MANIFEST_NAME}") is not None}
+
     def observer(self) -> sp.Checkpointer:
         """A checkpointer that only reads."""
         return sp.Checkpointer(
@@ -240,7 +247,7 @@ class Model:
         """
         observer = self.observer()
         run = self.storage()
-        listed = set(observer.steps())
+        listed = self.listed()
         lost = {step for step, one in self.steps.items() if one.sure} - listed - self.may_go
         assert not lost, f"steps {sorted(lost)} are lost: {sorted(listed)} are there"
         for step in (listed - set(self.steps)) & set(self.ghosts):

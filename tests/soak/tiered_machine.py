@@ -296,10 +296,10 @@ class TieredMachine(RunMachine):
 
     def _retention_works(self, goes: set[int]) -> None:
         """The step of the running upload stays, too, and waiting steps that the second tier keeps."""
-        here = set(self.model.observer().steps())
+        here = self.model.listed()
         stays = (goes - set(self.model.pins)) & here
         if self.keep_then is not None:
-            waits = here - set(self.far.observer().steps())
+            waits = here - self.far.listed()
             policy = self.keep_then
             line = self._line(here)
             stays -= waits if policy.best else waits & (policy.kept(here, {}) | policy.kept(line, {}))
@@ -386,7 +386,7 @@ class UploadMachine(TieredMachine):
             # Each rank adds operations to the save, and the failure is to come in the upload after it.
             self.arm(20 * self._job.ranks + a % (30 * self._job.ranks), ["kill", "power"][b % 2])
             self.save(1)
-            if self.now not in self.far.observer().steps():
+            if self.now not in self.far.listed():
                 self._damage_shards(self.far, self.now)
         elif what == "damage and restore":
             if self.model.steps:

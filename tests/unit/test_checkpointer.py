@@ -167,7 +167,7 @@ def test_retention_keeps_the_steps_after_a_rollback(tmp_path: Path, caplog: pyte
         checkpointer.save(110, state(110)).result()
         checkpointer.save(120, state(120)).result()
     assert checkpointer.steps() == [110, 120, 190, 200]
-    assert f"`shardproof prune {tmp_path} --after 120 --yes`" in caplog.text
+    assert f"`shardproof prune {tmp_path} --after 120 --dry-run`" in caplog.text
 
 
 def test_a_step_that_another_checkpointer_saved_meanwhile_is_no_branch(
@@ -208,17 +208,46 @@ def test_the_command_that_restore_names_removes_an_abandoned_branch(
     assert len(commands) == 2
     for command in commands:
         assert run_cli(shlex.split(command)) == 0
+    assert sp.Checkpointer(near).steps() == sp.Checkpointer(far).steps() == [10, 11, 20, 30]
+    assert "with --yes in place of --dry-run" in warning
+    for command in commands:
+        assert run_cli(shlex.split(command.replace("--dry-run", "--yes"))) == 0
     caplog.clear()
     assert sp.Checkpointer(near, then=far).restore(state(0)) == 11
     assert sp.Checkpointer(near).steps() == sp.Checkpointer(far).steps() == [10, 11]
     assert "branch" not in caplog.text
-    sp.Checkpointer(near).pin(11, "good")
-    assert run_cli(["prune", str(near), "--after", "10", "--yes"]) == 1
+    capsys.readouterr()
+    assert run_cli(["prune", str(near), "--after", "10", "--yes"]) == 0  # once more removes nothing
+    assert "step-00000011" in capsys.readouterr().out
     assert run_cli(["prune", str(near), "--after", "9", "--yes"]) == 1
+    assert sp.Checkpointer(near).steps() == [10, 11]
+
+
+def test_a_pinned_step_of_an_abandoned_branch_stays_until_it_is_unpinned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = sp.Checkpointer(tmp_path)
+    for step in (10, 20, 11, 12):
+        run.save(step, state(step)).result()
+    run.pin(20, "good")
+    assert run_cli(["prune", str(tmp_path), "--after", "11", "--yes"]) == 1
     assert "unpin the step first" in capsys.readouterr().err
-    sp.Checkpointer(near).unpin(11)
-    assert run_cli(["prune", str(near), "--after", "10", "--yes"]) == 0
-    assert sp.Checkpointer(near).steps() == [10]
+    run.unpin(20)
+    assert run_cli(["prune", str(tmp_path), "--after", "11", "--yes"]) == 0
+    assert run.steps() == [10, 11, 12]  # step 12 was saved after step 11
+
+
+def test_a_restore_that_succeeded_stays_so_if_the_look_for_a_branch_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = sp.Checkpointer(tmp_path)
+    run.save(1, state(1)).result()
+
+    def refused(*_: Any) -> None:
+        raise StorageError("503")
+
+    monkeypatch.setattr("shardproof.checkpointer.open_run.folders_in", refused)
+    assert run.restore(state(0)) == 1
 
 
 def test_restore_fails_if_an_older_step_leaves_values_of_a_damaged_one(tmp_path: Path) -> None:

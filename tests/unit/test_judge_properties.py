@@ -249,6 +249,8 @@ def _branch_is_removed(run: Path, commands: list[str]) -> None:
             make_old(one)
             words[1] = str(one)
             named = int(words[words.index("--after") + 1])
+            assert run_cli(words) == 0, words
+            words[words.index("--dry-run")] = "--yes"
             assert run_cli(words) == 0 and restored(one) == named, words
 
 

@@ -15,6 +15,7 @@ from shardproof.checkpointer.nodes.file_service import FileService
 from shardproof.checkpointer.nodes.network_choice import chosen_address, combined_secret, own_secret
 from shardproof.checkpointer.nodes.peer_frames import PeerConnection
 from shardproof.checkpointer.nodes.peer_storage import Peer, PeerStorage
+from shardproof.errors import StorageError
 from shardproof.storage import LocalStorage
 
 OF_STORE, OF_USER = b"s" * 32, b"u" * 32
@@ -83,6 +84,9 @@ def test_the_interface_is_one_of_this_machine(service: FileService, tmp_path: Pa
     assert chosen_address({"SHARDPROOF_NODES_INTERFACE": "lo"}) == "127.0.0.1"
     with pytest.raises(sp.StorageError, match=r"no such interface .* It has .*lo"):
         chosen_address({"SHARDPROOF_NODES_INTERFACE": "nothing0"})
+    for address in ("0.0.0.0", "::"):
+        with pytest.raises(StorageError, match="no address that other nodes can connect to"):
+            chosen_address({"SHARDPROOF_NODES_INTERFACE": address})
     everywhere = FileService(LocalStorage(tmp_path), lambda: 60.0)
     for one, is_reached in ((everywhere, True), (service, False)):
         try:

@@ -1452,3 +1452,37 @@ def test_invalid_options_are_refused(
     with pytest.raises(ValueError, match=message):
         sp.Checkpointer("near", **options)
     sp.Checkpointer("near", then="near2")
+
+
+class RemoteFolder(LocalStorage):
+    """A folder that stands for a bucket: a load reads it in requests."""
+
+    def read_buffer(self, name: str, start: int, count: int) -> memoryview:
+        """Reads a range into new memory."""
+        buffer = memoryview(bytearray(count))
+        LocalStorage.read_into(self, name, start, buffer)
+        return buffer
+
+    def with_contents(self, files: Any) -> RemoteFolder:
+        """This storage."""
+        return self
+
+    def within(self, prefix: str) -> RemoteFolder:
+        """The storage in a folder."""
+        return RemoteFolder(self._path(prefix))
+
+    def sibling(self, folder: str) -> RemoteFolder:
+        """The storage in a sibling folder."""
+        return RemoteFolder(self._root.parent / folder)
+
+
+def test_a_step_whose_files_lie_on_a_disk_and_in_a_bucket_is_restored(tmp_path: Path) -> None:
+    run = sp.Checkpointer(tmp_path / "near", then=RemoteFolder(tmp_path / "far"), incremental=True)
+    whole = torch.randn(1 << 18)
+    for step in (1, 2):
+        run.save(step, {"a": whole, "b": torch.full((1 << 17,), float(step))}).durable(60)
+    (shard,) = (tmp_path / "near" / "step-00000002" / "shards").iterdir()
+    shard.write_bytes(shard.read_bytes()[:-100] + bytes(100))
+    target = {"a": torch.zeros(1 << 18), "b": torch.zeros(1 << 17)}
+    assert run.restore(target) == 2
+    assert torch.equal(target["a"], whole) and target["b"].eq(2).all()

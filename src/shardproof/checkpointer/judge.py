@@ -307,9 +307,11 @@ class RestorableSteps:
         if found is not None and found.verdict is Verdict.COMMITTED and seal is not None:
             self._known[folder] = seal
             return True
-        if found is not None and found.verdict is Verdict.UNREADABLE:
+        if found is None or found.verdict is Verdict.LEFTOVER:
+            return False  # another process removed it since it was listed
+        if found.verdict is Verdict.UNREADABLE:
             self._unreadable[step] = found.error
-        reason = "it has no manifest" if found is None else f"{found.verdict}: {found.reason}"
+        reason = f"{found.verdict}: {found.reason}"
         if (folder, reason) not in self._reported:
             self._reported.add((folder, reason))
             _log.warning(

@@ -6,7 +6,7 @@ import logging
 import math
 import shlex
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import msgspec
@@ -33,8 +33,8 @@ _log = logging.getLogger("shardproof")
 
 _LOG_SECONDS = 10.0
 """Seconds between two records of a wait for a tier."""
-_EARLIER_STEPS = 8
-"""Steps before a restored one whose times are compared with its own. A run keeps few steps."""
+_EARLIER_STEPS = 64
+"""Steps before a restored one, at most, whose times are compared with its own."""
 
 
 class OpenRun:
@@ -94,7 +94,7 @@ class OpenRun:
             yield
         except StorageError as error:
             file = str(error.details.get("file", ""))
-            is_second = any(file.startswith(tier.location) for tier in self.tiers[1:])
+            is_second = any(f"{file}/".startswith(f"{tier.location}/") for tier in self.tiers[1:])
             if not is_second or not tells_nothing(error.details):
                 raise
             raise StorageError(
@@ -198,15 +198,20 @@ class OpenRun:
         return msgspec.msgpack.decode(meetings.meet("choose", bytes, decide), type=int | None)
 
     def branch_removal(self, step: int) -> str:
-        """The command that removes the steps after one, for messages."""
-        commands = branch_removal([tier.location for tier in self.tiers], step)
-        return commands if self.nodes is None else f"{commands} (that of the folder on each node)"
+        """How to list and remove an abandoned branch on the tiers that have the step, for messages."""
+        commands = branch_removal([tier.location for tier in self.holders(step)], step)
+        return commands if self.nodes is None else f"On each node, with its folder: {commands}"
 
     def warn_of_branch(self, view: Storage, restored: int) -> None:
         """Logs that a restored step was saved before a step with a lower number. Rank 0 calls it.
 
-        Then a rollback gave up the restored step. Reads the manifests of the newest earlier steps.
+        Then a rollback gave up the restored step. Reads the manifests of the newest earlier steps. The
+        restore has succeeded, so a storage that fails here is no error of it.
         """
+        with suppress(StorageError):
+            self._warn_of_branch(view, restored)
+
+    def _warn_of_branch(self, view: Storage, restored: int) -> None:
         earlier = [
             folder.step for folder in folders_in(view) if not folder.suspect and folder.step < restored
         ]
@@ -222,8 +227,8 @@ class OpenRun:
             return
         _log.warning(
             "%s: step %d was restored, and was saved before step %d: the run was rolled back, and the "
-            "restored step is of the branch that was given up. To continue from step %d, run %s and restore "
-            "again",
+            "restored step is of the branch that was given up, or a clock was behind. To continue from step "
+            "%d, remove the steps of that branch and restore again. %s",
             self.location,
             restored,
             last,

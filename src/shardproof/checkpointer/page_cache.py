@@ -4,8 +4,9 @@ Note: one thread, at a bounded rate
     A save in the background writes past the page cache. After the commit a thread of each rank reads the file
     that the rank wrote, at `BYTES_PER_SECOND` or less. The kernel reads it into the cache and copies nothing
     into the process, so training keeps its processors. The next save stops the thread. It also stops if the
-    rest does not fit (`shardproof.storage.cache_rule`), so that it displaces no pages of training. The commit
-    of a newer step drops the pages of the older one.
+    rest does not fit (`shardproof.storage.cache_rule`). Cached pages of other files count as available memory
+    there, so the step may take the place of pages that were not used for long. The commit of a newer step
+    drops the pages of the older one.
 
 Note: when a read costs little
     Reading each file once more costs a local disk little. Storage that many nodes share would serve the

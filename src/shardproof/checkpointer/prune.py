@@ -1,7 +1,9 @@
 """Removes leftovers and uploads of dead saves, steps beyond the number to keep, and steps past repair.
 
-Note "A branch": after a rollback, the run has steps that are newer than those of the run that continues, and
-a restore takes them. A removal of the steps after one ends that. Suspects and pinned steps stay.
+Note "A branch": after a rollback, the run has steps with higher numbers than those of the run that continues,
+and a restore takes them. Such a step was saved before the newest step of the run that continues. So the
+removal after a step takes only steps with higher numbers that were saved before it, and running it again
+removes nothing that was saved since. Suspects stay, and a pinned step is an error.
 """
 
 from __future__ import annotations
@@ -74,7 +76,10 @@ class PrunePlan:
     misplaced: tuple[str, ...] = ()
     """These stay: folders with the checkpoint of another step."""
     branch: tuple[str, ...] = ()
-    """To remove: folders of steps newer than the one that ends the run (note "A branch")."""
+    """To remove: folders of steps that a rollback gave up (note "A branch")."""
+    newer: tuple[str, ...] = ()
+    """These stay: folders of other steps with a higher number than `after`. They were saved after that step,
+    are links, or may be written to."""
 
     @property
     def bytes(self) -> int:
@@ -116,7 +121,8 @@ def plan_prune(
         now: Unix seconds, by the clock that `modified` uses.
         keep: number of the newest committed steps to keep, in addition to pinned ones. Damaged steps do not
             count. None: all steps and all suspects.
-        after: removes the steps newer than this one (note "A branch"). None: no step for this reason.
+        after: removes the steps with higher numbers that were saved before the newest restorable step up to
+            this one (note "A branch"). None: no step for this reason.
         damaged: True to remove damaged steps, if another step of the run can be restored.
         complete: True to remove also saves whose shard files are all there, and that no manifest names. Those
             of a step that is newer than the last restorable one stay.
@@ -207,20 +213,28 @@ def plan_prune(
         complete=tuple(unnamed),
         misplaced=tuple(info.name for info in scanned.values() if info.status == Verdict.MISPLACED),
         branch=tuple(dropped),
+        newer=tuple(
+            scanned[step].name
+            for step in sorted(committed + branch)
+            if after is not None and step > after and scanned[step].name not in dropped
+        ),
     )
 
 
 def _branch(run: str, scanned: Mapping[int, StepInfo], after: int) -> list[int]:
-    """The steps newer than `after` that a restore takes (note "A branch")."""
+    """The steps with a higher number than `after` that a rollback gave up (note "A branch")."""
     restorable = (Verdict.COMMITTED, Verdict.PARTIAL)
     steps = [step for step, info in scanned.items() if info.status in restorable]
-    newer = [step for step in steps if step > after]
-    if newer == steps:
+    last = max((step for step in steps if step <= after), default=None)
+    if last is None:
         raise NotCommittedError(
             f"{run} has no restorable step up to {after}, so the steps after it stay: name the newest step "
             "of the run that continues (`shardproof ls`)",
             path=run,
         )
+    saved = scanned[last].time
+    times = {step: scanned[step].time for step in steps if step > after}
+    newer = [step for step, time in times.items() if time is not None and saved is not None and time < saved]
     pinned = next((scanned[step] for step in newer if scanned[step].pinned is not None), None)
     if pinned is not None:
         raise StorageError(

@@ -279,7 +279,7 @@ def retain(
         protect: takes the steps to remove, and returns those that stay because they wait for their upload. No
             upload of the others begins. None: no step waits.
         is_restorable: see `RestorableSteps`.
-        branch_removal: the command that removes the steps after a step, for messages.
+        branch_removal: the commands that list and remove an abandoned branch, for messages.
 
     Returns:
         Folders of the steps that were removed.
@@ -289,11 +289,11 @@ def retain(
         folders = [one for one in folders_in(run) if not one.suspect and not damaged(one.step)]
         sizes = map_requests(run, partial(_manifest_size, run), [folder.name for folder in folders])
         steps = [folder.step for folder, size in zip(folders, sizes, strict=True) if size is not None]
-        abandoned = _abandoned(facts, newest, sorted(step for step in steps if step > newest))
+        abandoned = _abandoned(run, facts, newest, sorted(step for step in steps if step > newest))
         if abandoned:
             _log.warning(
-                "%s: steps %s are newer than step %d, which was just saved, and were saved before it: the "
-                "run was rolled back. restore() takes them, until they are removed with %s",
+                "%s: steps %s have higher numbers than step %d, which was just saved, and were saved before "
+                "it: the run was rolled back, or a clock was behind. restore() takes them. %s",
                 run.location,
                 abandoned,
                 newest,
@@ -334,18 +334,23 @@ def retain(
 
 
 def branch_removal(places: Sequence[str], step: int) -> str:
-    """The commands that remove the steps after one, for messages.
+    """The commands that list an abandoned branch, for messages, and the option that removes it.
 
-    >>> print(branch_removal(["runs/a", "s3://b/a"], 7))
-    `shardproof prune runs/a --after 7 --yes` and `shardproof prune s3://b/a --after 7 --yes`
+    >>> print(branch_removal(["a"], 7))
+    `shardproof prune a --after 7 --dry-run` lists them, and with --yes in place of --dry-run removes them
     """
-    return " and ".join(f"`shardproof prune {shlex.quote(place)} --after {step} --yes`" for place in places)
+    commands = " and ".join(
+        f"`shardproof prune {shlex.quote(place)} --after {step} --dry-run`" for place in places
+    )
+    verbs = ("lists", "removes") if len(places) == 1 else ("list", "remove")
+    return f"{commands} {verbs[0]} them, and with --yes in place of --dry-run {verbs[1]} them"
 
 
-def _abandoned(facts: StepFacts, newest: int, newer: Sequence[int]) -> list[int]:
+def _abandoned(run: Storage, facts: StepFacts, newest: int, newer: Sequence[int]) -> list[int]:
     """The newer steps that a rollback gave up: those that were saved before the newest one."""
     saved = facts.time_of(newest) if newer else None
-    times = {step: facts.time_of(step) for step in newer} if saved is not None else {}
+    found = map_requests(run, facts.time_of, newer) if saved is not None else ()
+    times = dict(zip(newer, found, strict=False))
     return [step for step, time in times.items() if time is not None and saved is not None and time < saved]
 
 

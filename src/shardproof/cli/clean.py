@@ -32,8 +32,8 @@ _REMOVE = "; --damaged removes such steps, if another step can be restored"
     "--after",
     type=click.IntRange(min=0),
     metavar="STEP",
-    help="Also remove committed steps newer than STEP, such as those of a branch that a rollback gave up. "
-    "A step up to STEP has to be restorable.",
+    help="Also remove the branch that a rollback gave up: committed steps with a higher number than STEP "
+    "that were saved before the newest restorable step up to STEP.",
 )
 @older_than_option("Leave files that changed within this time: they may belong to a save in progress.")
 @click.option(
@@ -169,7 +169,7 @@ def _show_plan(plan: PrunePlan, now: float, older_than: float, damaged: bool) ->
         for upload in plan.uploads
     ]
     rows += [(name, "committed, beyond those to keep", "", "") for name in plan.steps]
-    rows += [(name, "committed, newer than the step of --after", "", "") for name in plan.branch]
+    rows += [(name, "committed, of the branch that a rollback gave up", "", "") for name in plan.branch]
     rows += [(name, "settled suspect, older than a step that stays", "", "") for name in plan.settled]
     rows += [(name, "damaged, cannot be repaired", "", "") for name in plan.damaged_removed]
     if rows:
@@ -194,6 +194,13 @@ def _show_plan(plan: PrunePlan, now: float, older_than: float, damaged: bool) ->
             for one in plan.complete
         ),
         *((one.name, f"an upload that did not complete, {busy}") for one in plan.recent_uploads),
+        *(
+            (
+                name,
+                "newer than the step of --after: it was saved after that step, is a link, or may be in use",
+            )
+            for name in plan.newer
+        ),
         *(
             ("parts of uploads that did not complete, if any", fault)
             for fault in (plan.uploads_fault,)

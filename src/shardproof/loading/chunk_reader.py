@@ -199,8 +199,11 @@ class Chunks:
 
     @property
     def is_remote(self) -> bool:
-        """True if a request of the storage takes long, so that small chunks should share large requests."""
-        return bool(self.file) and isinstance(self._files[self.file[0]][0], RemoteStorage)
+        """True if requests of a storage take long, so that small chunks should share large requests.
+
+        Copies of some files may be in a bucket, and others on a disk.
+        """
+        return any(isinstance(self._files[file][0], RemoteStorage) for file in set(self.file))
 
     def look_for_pages(self, batches: Sequence[range]) -> None:
         """Sets `is_cold` if the page cache lacks one of `_SAMPLES` batches, spread evenly over all."""

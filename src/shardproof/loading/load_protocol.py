@@ -315,9 +315,12 @@ class _Loader:
     def _choose_cache(self, phase: events.Phase) -> None:
         """Decides whether this rank reads past the page cache."""
         checkpoint = self._checkpoint
-        if isinstance(checkpoint, NativeCheckpoint) and isinstance(checkpoint.storage, LocalStorage):
+        if not isinstance(checkpoint, NativeCheckpoint):
+            return
+        local = next((storage for storage, _ in checkpoint.files if isinstance(storage, LocalStorage)), None)
+        if local is not None:
             whole = int(checkpoint.table.byte_count.sum())
-            choice = choose_cache(self._needed, most=whole, direct=checkpoint.storage.direct)
+            choice = choose_cache(self._needed, most=whole, direct=local.direct)
             phase.note(cache=str(choice))
             if not choice.through:
                 checkpoint.bypass_cache()

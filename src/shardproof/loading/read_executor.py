@@ -124,7 +124,7 @@ class _Job:
 
     def run(self, batch: range) -> None:
         """Reads one batch and verifies every digest. Copies from scratch memory follow the verification."""
-        if self._chunks.is_remote:
+        if isinstance(self._chunks.place(batch)[0], RemoteStorage):
             read = self._fetch(batch)
         elif self._direct[batch.start]:
             address, begin, nbytes = (column[batch.start] for column in self._straight)

@@ -18,6 +18,8 @@ __all__ = [
     "wrong_bytes",
 ]
 
+_CALLS = ("save", "load", "restore")
+"""Operations that a program calls on all ranks."""
 _LISTED = 16
 """Ranks that a message lists with their own text."""
 _LONGEST_CAUSE = 4000
@@ -100,8 +102,8 @@ def silence(
         "deadline), so the operation failed on every rank."
     ]
     lines += _listed(states)
-    if all(text == NO_PROGRESS for text in progress.values()):
-        verb = operation.partition(" ")[0]
+    verb = operation.partition(" ")[0]
+    if verb in _CALLS and all(text == NO_PROGRESS for text in progress.values()):
         lines.append(
             f"These ranks may not have called {verb}: all ranks call it, and `if rank == 0: {verb}(...)` "
             "waits for the others. Remove the condition. For state of one rank only, pass rendezvous="

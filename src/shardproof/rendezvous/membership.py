@@ -258,7 +258,7 @@ def _delete_place(store: Any, base: JoinKeys, rank: int, place: RankKeys) -> Non
 
 
 def _delete_rendezvous(store: Any, base: JoinKeys, rank: int) -> None:
-    """Delete all keys of a rank at a rendezvous of a former process. No process uses its name again."""
+    """Delete all keys of a rank at a rendezvous of a former process, whose name no process uses again."""
     places = _read_trace(store, base.trace(rank))
     if any(place.incarnation in _alive for place in places):
         return  # this process still uses it

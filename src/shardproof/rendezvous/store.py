@@ -266,7 +266,8 @@ class StoreRendezvous:
             server=self._server,
         )
         with suppress(RuntimeError):  # the first meeting reports it
-            self._open().note_other(other._name)
+            if not name.startswith("schedule "):  # a restarted process uses this name again
+                self._open().note_other(other._name)
             other._open()
         return other
 

@@ -632,6 +632,7 @@ def test_prune(call: Any, ckpt: Path) -> None:
         "writing", "repairable", "damaged", "damaged_removed",
         "damaged_bytes", "referenced", "unknown", "settled",
         "suspect", "uploads", "recent_uploads", "uploads_fault", "complete", "misplaced", "branch",
+        "newer",
     }  # fmt: skip
     assert (report["dry_run"], report["removed"]) == (True, False)
     assert [left["folder"] for left in report["leftovers"]] == ["step-00000007", "step-00000008"]

@@ -119,6 +119,14 @@ def test_a_load_of_more_than_half_of_the_memory_reads_past_the_cache(
     assert torch.equal(target["w"], torch.arange(1 << 20))
 
 
+def test_a_restore_of_two_tiers_follows_the_rule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = sp.Checkpointer(tmp_path / "near", then=tmp_path / "far")
+    run.save(1, {"w": torch.ones(1 << 16)}).durable(60)
+    monkeypatch.setattr(cache_rule, "available_memory", lambda: 1 << 16)
+    noted = phases(lambda: run.restore({"w": torch.zeros(1 << 16)}))
+    assert noted["read"].startswith("past: more than half")
+
+
 def test_a_file_system_without_direct_writes_is_an_error_only_if_the_user_asked_for_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -73,7 +73,7 @@ def chosen_address(environment: Mapping[str, str] = os.environ) -> str | None:
     """The address of SHARDPROOF_NODES_INTERFACE, an interface or a numeric address; None if it is not set.
 
     Raises:
-        StorageError: there is no such interface, or it has no IPv4 address.
+        StorageError: there is no such interface, it has no IPv4 address, or the address is unspecified.
 
     >>> chosen_address({}), chosen_address({"SHARDPROOF_NODES_INTERFACE": "::1"})
     (None, '::1')
@@ -82,9 +82,16 @@ def chosen_address(environment: Mapping[str, str] = os.environ) -> str | None:
     if not name:
         return None
     try:
-        return str(ipaddress.ip_address(name))
+        address = ipaddress.ip_address(name)
     except ValueError:
         pass  # the name of an interface
+    else:
+        if address.is_unspecified:
+            raise StorageError(
+                f"{_INTERFACE}={name} is no address that other nodes can connect to. Unset it to listen on "
+                "all interfaces, or name one of them"
+            )
+        return str(address)
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             request = struct.pack("256s", os.fsencode(name)[:15])

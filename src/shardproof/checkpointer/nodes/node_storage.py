@@ -39,7 +39,15 @@ from shardproof.format import (
     read_manifest_text,
     read_seal,
 )
-from shardproof.storage import FreeSpace, LocalStorage, NameFlush, Sink, Storage
+from shardproof.storage import (
+    FreeSpace,
+    LocalStorage,
+    NameFlush,
+    Sink,
+    Storage,
+    choose_cache,
+    past_cache,
+)
 
 __all__ = ["NodeSink", "NodeStorage", "NodesView"]
 
@@ -155,8 +163,12 @@ class NodeStorage(NodesView):
         super().__init__(group, None)
 
     def create(self, name: str) -> Sink:
-        """Begin a new file on this node, and with `replicas` on its partner."""
-        own = self.own.create(name)
+        """Begin a new file on this node, and with `replicas` on its partner.
+
+        Only saves beside training create files here, so the page cache is chosen for them.
+        """
+        is_through = choose_cache(0, direct=self.own.direct, beside_training=True).through
+        own = (self.own if is_through else past_cache(self.own)).create(name)
         partner = self.group.partner_of(self.group.own)
         if partner is None:
             return own
