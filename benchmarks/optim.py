@@ -1,5 +1,8 @@
 """Time and memory of a training step: shardproof and torch, and the hybrid optimizer by its fraction.
 
+The last table has the step of the hybrid optimizer alone, with all parameters on the CPU. Its floor is
+torch's fused step of copies of the parameters, with a copy of each gradient and parameter.
+
 All ways train copies of one transformer on the same batches, and take turns in the same run. The floor is
 forward, backward and step on every rank without communication. The benchmark runs on an accelerator if there
 is one, else on the CPU with gloo.
@@ -139,6 +142,80 @@ OFFLOADED = (
     Way("AdamW", adamw),
     *(Way(f"hybrid, {part:.0%} on CPU", partial(hybrid, fraction=part), "AdamW") for part in FRACTIONS),
 )
+
+
+SMALL = (1000, 1024)
+LARGE = (8, 1 << 20)
+"""Numbers of parameters, and elements of each, for the step of the hybrid optimizer alone."""
+
+
+def parameters_of(count: int, elements: int) -> list[nn.Parameter]:
+    """Parameters on the CPU with gradients."""
+    parameters = [nn.Parameter(torch.randn(elements)) for _ in range(count)]
+    for parameter in parameters:
+        parameter.grad = torch.randn(elements)
+    return parameters
+
+
+def fused_with_copies(parameters: list[nn.Parameter]) -> Callable[[], object]:
+    """The floor: torch's fused step of copies on the host."""
+    copies = [parameter.detach().clone() for parameter in parameters]
+    gradients = [torch.empty_like(copy) for copy in copies]
+    optimizer = torch.optim.AdamW(copies, fused=True, **OPTIONS)
+
+    @torch.no_grad()
+    def step() -> None:
+        torch._foreach_copy_(gradients, [parameter.grad for parameter in parameters])
+        for copy, gradient in zip(copies, gradients, strict=True):
+            copy.grad = gradient
+        optimizer.step()
+        torch._foreach_copy_(parameters, copies)
+
+    return step
+
+
+def step_of(
+    make: Callable[..., torch.optim.Optimizer], **options: Any
+) -> Callable[..., Callable[[], object]]:
+    return lambda parameters: make(parameters, **options, **OPTIONS).step
+
+
+ALONE: dict[str, Callable[[list[nn.Parameter]], Callable[[], object]]] = {
+    "floor: fused AdamW and copies": fused_with_copies,
+    "AdamW, fused": step_of(torch.optim.AdamW, fused=True),
+    "AdamW": step_of(torch.optim.AdamW),
+    "hybrid": step_of(HybridDeviceOptimizer, optimizer_class=torch.optim.AdamW, cpu_fraction=1.0),
+    "hybrid, fused=False": step_of(
+        HybridDeviceOptimizer, optimizer_class=torch.optim.AdamW, cpu_fraction=1.0, fused=False
+    ),
+}
+
+
+def measure_alone(count: int, elements: int, options: argparse.Namespace) -> dict[str, list[float]]:
+    """Seconds of a step for each parameter, by way."""
+    steps = {name: make(parameters_of(count, elements)) for name, make in ALONE.items()}
+
+    def several(step: Callable[[], object], _round: int) -> None:
+        for _ in range(options.steps):
+            step()
+
+    measured = rounds({name: partial(several, step) for name, step in steps.items()}, options.repeats)
+    return {
+        name: [seconds / options.steps / count for seconds in each.seconds] for name, each in measured.items()
+    }
+
+
+def print_alone(title: str, measured: dict[str, list[float]]) -> None:
+    """The step of each parameter as a Markdown table."""
+    floor = measured[next(iter(ALONE))]
+    print(f"\n### {title}\n")
+    print("| way | median µs a parameter | min | max | time / floor |")
+    print("| --- | --- | --- | --- | --- |")
+    for name, seconds in measured.items():
+        times = " | ".join(f"{1e6 * of(seconds):.1f}" for of in (statistics.median, min, max))
+        ratio = statistics.median(one / other for one, other in zip(seconds, floor, strict=True))
+        print(f"| {name} | {times} | {ratio:.2f} |")
+    sys.stdout.flush()
 
 
 @dataclass
@@ -304,7 +381,7 @@ def parse() -> argparse.Namespace:
     options.add_argument("--batch", type=int, default=4, help="windows a rank and step (default 4)")
     options.add_argument("--length", type=int, default=64, help="bytes in a window (default 64)")
     options.add_argument(
-        "--only", help="measure the floor and the ways with this in their name, and their peers"
+        "--only", help="measure the ways with this in their name, and their peers; `alone` for the last table"
     )
     json_option(options)
     options.set_defaults(folder=None)
@@ -346,6 +423,13 @@ def main() -> None:
             record(options.json, title, figures_of(trained))
         del trained
         gc.collect()
+    for count, elements in (SMALL, LARGE) if options.only is None or options.only == "alone" else ():
+        found = measure_alone(count, elements, options)
+        title = f"step alone, {options.ranks} ranks, {count:,} parameters of {elements:,} elements"
+        facts["tables"].append({"title": title, "seconds": found})
+        if dist.get_rank() == 0 and options.json != STDOUT:
+            print_alone(title, found)
+            record(options.json, title, [(f"{name}: a parameter", "s", each) for name, each in found.items()])
     if dist.get_rank() == 0:
         print(json.dumps(facts) if options.json == STDOUT else f"\n{facts['machine']}", flush=True)
     dist.destroy_process_group()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -80,10 +80,17 @@ def streams_that_log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         events.append(f"copy on {now()}" + ("" if non_blocking else ", blocking"))
         return original_copy(self, source)
 
+    def foreach_copy(
+        destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], non_blocking: bool = False
+    ) -> None:
+        for destination, source in zip(destinations, sources, strict=True):
+            destination.copy_(source, non_blocking)
+
     def contiguous(self: torch.Tensor) -> torch.Tensor:
         events.append(f"layout on {now()}")
         return original_contiguous(self)
 
     monkeypatch.setattr(torch.Tensor, "copy_", copy_)
+    monkeypatch.setattr(torch, "_foreach_copy_", foreach_copy)
     monkeypatch.setattr(torch.Tensor, "contiguous", contiguous)
     return events

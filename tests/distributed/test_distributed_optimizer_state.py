@@ -246,6 +246,7 @@ def with_hybrid(source: Path | None, target: Path, fraction: float, more: int) -
             module,
             partial(HybridDeviceOptimizer, optimizer_class=torch.optim.AdamW, cpu_fraction=fraction),
             lr=1e-2,
+            fused=False,
             bucket_bytes=128,
         )
         state = {"model": module, "optimizer": optimizer}
@@ -257,7 +258,7 @@ def with_hybrid(source: Path | None, target: Path, fraction: float, more: int) -
 
 def test_a_hybrid_optimizer_within_keeps_the_same_state(tmp_path: Path) -> None:
     plain, half, back = (tmp_path / name for name in ("plain", "half", "back"))
-    on_ranks(2, save_trained, plain, 3, torch.float32, {})
+    on_ranks(2, save_trained, plain, 3, torch.float32, {"fused": False})
     on_ranks(2, with_hybrid, None, half, 0.5, 3)
     assert stored(half) == stored(plain), "it trains alike, and its state is an AdamW's"
     on_ranks(3, with_hybrid, half, back, 1.0, 0)

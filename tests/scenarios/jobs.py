@@ -191,7 +191,8 @@ class Job:
 
     def _optimizer(self) -> Any:
         setup = self.setup
-        options: dict[str, Any] = {"lr": LEARNING_RATE, "weight_decay": 0.1}
+        # Without fused steps, every layout trains to equal bits.
+        options: dict[str, Any] = {"lr": LEARNING_RATE, "weight_decay": 0.1, "fused": False}
         if setup.optimizer == "adamw":
             return torch.optim.AdamW(self._groups(), **options)
         narrow = {"exp_avg": torch.bfloat16} if setup.aware else None

@@ -134,7 +134,7 @@ def test_up_waits_for_main(transfers: SideStreams) -> None:
     with simulated.held(main):
         doubled = parameter * 2
         transfers.begin()
-        transfers.up(parameter, new, transfers.event())
+        transfers.up([parameter], [new], transfers.event())
         assert not is_done_soon(transfers._up)
         transfers.end()
     assert all_are(doubled, 2)
@@ -145,7 +145,7 @@ def test_main_waits_for_up(transfers: SideStreams) -> None:
     parameter, new = device_memory(1.0), page_locked(2)
     with simulated.held(transfers._up):
         transfers.begin()
-        transfers.up(parameter, new, transfers.event())
+        transfers.up([parameter], [new], transfers.event())
         transfers.end()
         doubled = parameter * 2
         assert not is_done_soon(torch.accelerator.current_stream())
@@ -157,7 +157,7 @@ def test_main_waits_for_down(transfers: SideStreams) -> None:
     gradient, arrived = device_memory(1.0), page_locked(0)
     with simulated.held(transfers._down):
         transfers.begin()
-        transfers.down(arrived, gradient, transfers.event())
+        transfers.down([arrived], [gradient], transfers.event())
         transfers.end()
         gradient.zero_()
         assert not is_done_soon(torch.accelerator.current_stream())

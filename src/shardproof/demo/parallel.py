@@ -163,7 +163,12 @@ def make_optimizer(model: nn.Module, layout: RankLayout, place: RankPosition) ->
     groups = [{"params": group, **_options(group[0])} for group in (matrices, vectors)]
     if layout.optimizer == "hybrid":
         return optim.HybridDeviceOptimizer(
-            groups, torch.optim.AdamW, cpu_fraction=layout.cpu_fraction, lr=LEARNING_RATE, betas=BETAS
+            groups,
+            torch.optim.AdamW,
+            cpu_fraction=layout.cpu_fraction,
+            lr=LEARNING_RATE,
+            betas=BETAS,
+            fused=False,  # equal bits in every layout
         )
     return torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=BETAS)
 

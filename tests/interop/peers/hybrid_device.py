@@ -67,6 +67,7 @@ def optimizer_of(kind: str, module: Any, run: dict[str, Any]) -> torch.optim.Opt
             cpu_fraction=fraction,
             overlap=overlap,
             master_dtype=torch.float32 if in_fp32 else None,
+            fused=False,  # as torch's AdamW, with which bits are compared
             **options,
         )
     return HybridDeviceOptimizer(

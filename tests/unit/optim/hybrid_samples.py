@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -41,10 +41,12 @@ class Lion(torch.optim.Optimizer):
                 state["exp_avg"].mul_(second).add_(weight.grad, alpha=1 - second)
 
 
+Tensors = Sequence[torch.Tensor]
+
 RULES: dict[str, tuple[Any, dict[str, Any]]] = {
-    "adamw": (torch.optim.AdamW, {"lr": 0.02, "weight_decay": 0.1}),
+    "adamw": (torch.optim.AdamW, {"lr": 0.02, "weight_decay": 0.1, "fused": True}),
     "amsgrad": (torch.optim.AdamW, {"lr": 0.02, "amsgrad": True, "foreach": True}),
-    "momentum": (torch.optim.SGD, {"lr": 0.02, "momentum": 0.9, "nesterov": True}),
+    "momentum": (torch.optim.SGD, {"lr": 0.02, "momentum": 0.9, "nesterov": True, "fused": True}),
     "lion": (Lion, {"lr": 0.02, "weight_decay": 0.1}),
 }
 
@@ -107,27 +109,29 @@ class LateTransfers:
         self.began = True
         self.log.append("begin")
 
-    def down(self, destination: torch.Tensor, source: torch.Tensor, event: Any) -> None:
+    def down(self, destinations: Tensors, sources: Tensors, event: Any) -> None:
         assert self.began, "a copy that does not wait for the gradient"
-        self._enqueue("down", destination, source, event)
+        self._enqueue("down", destinations, sources, event)
 
-    def up(self, destination: torch.Tensor, source: torch.Tensor, event: Any) -> None:
+    def up(self, destinations: Tensors, sources: Tensors, event: Any) -> None:
         assert self.began
-        self._enqueue("up", destination, source, event)
+        self._enqueue("up", destinations, sources, event)
 
     def end(self) -> None:
         self.log.append("end")
         self.began = False
         self._run("up", len(self.queues["up"]))
 
-    def _enqueue(self, queue: str, destination: torch.Tensor, source: torch.Tensor, event: Any) -> None:
-        destination.fill_(torch.nan)  # changes the version now, as a copy on a stream does
-        uncounted, weak = destination.data, weakref.ref(source)
+    def _enqueue(self, queue: str, destinations: Tensors, sources: Tensors, event: Any) -> None:
+        for destination in destinations:
+            destination.fill_(torch.nan)  # changes the version now, as a copy on a stream does
+        uncounted, weak = [item.data for item in destinations], [weakref.ref(item) for item in sources]
 
         def copy() -> None:
-            found = weak()
-            assert found is not None, "the source was freed before its copy ran"
-            uncounted.copy_(found)
+            for destination, reference in zip(uncounted, weak, strict=True):
+                found = reference()
+                assert found is not None, "the source was freed before its copy ran"
+                destination.copy_(found)
 
         self.queues[queue].append(copy)
         event.queue, event.place = queue, len(self.queues[queue])

@@ -31,7 +31,7 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range
 def by_hand(steps: range) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     """AdamW whose moments are rounded after each step."""
     model = model_of()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, fused=True)
     for step in steps:
         train(model, optimizer, range(step, step + 1))
         for state in optimizer.state.values():
@@ -42,7 +42,7 @@ def by_hand(steps: range) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 
 def narrow(model: torch.nn.Module, fraction: float) -> HybridDeviceOptimizer:
     return HybridDeviceOptimizer(
-        model.parameters(), torch.optim.AdamW, cpu_fraction=fraction, state_dtypes=NARROW, lr=0.02
+        model.parameters(), torch.optim.AdamW, cpu_fraction=fraction, state_dtypes=NARROW, lr=0.02, fused=True
     )
 
 
@@ -82,11 +82,11 @@ def test_narrow_slots_are_saved_and_loaded_in_their_dtypes(fraction: float, tmp_
 def test_narrow_slots_inside_a_distributed_optimizer(tmp_path: Path) -> None:
     make = partial(HybridDeviceOptimizer, optimizer_class=torch.optim.AdamW, state_dtypes=NARROW)
     model = model_of()
-    optimizer = DistributedOptimizer(model, make, lr=0.02)
+    optimizer = DistributedOptimizer(model, make, lr=0.02, fused=True)
     train(model, optimizer, range(3))
     sp.save(tmp_path / "step", {"model": model, "optimizer": optimizer})
     other = model_of(seed=1)
-    target = DistributedOptimizer(other, make, lr=0.02)
+    target = DistributedOptimizer(other, make, lr=0.02, fused=True)
     sp.load(tmp_path / "step", {"model": other, "optimizer": target})
     train(other, target, range(3, 5))
     expected, _ = by_hand(range(5))

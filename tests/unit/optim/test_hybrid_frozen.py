@@ -33,7 +33,7 @@ class Adapted(nn.Module):
 
 
 def hybrid(model: nn.Module, fraction: float = 0.5, **options: Any) -> HybridDeviceOptimizer:
-    options = {"master_dtype": torch.float32, "lr": 0.02, **options}
+    options = {"master_dtype": torch.float32, "lr": 0.02, "fused": True, **options}
     return HybridDeviceOptimizer(model.parameters(), torch.optim.AdamW, cpu_fraction=fraction, **options)
 
 
@@ -83,6 +83,7 @@ def test_a_parameter_that_is_unfrozen_later_is_stepped(fraction: float, dtype: t
         cpu_fraction=fraction,
         master_dtype=torch.float32,
         lr=0.02,
+        fused=True,
     )
     reference.frozen.requires_grad_(False)
     for start, module in enumerate(("", "frozen.1", "frozen.3")):

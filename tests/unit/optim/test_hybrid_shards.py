@@ -55,7 +55,7 @@ def run(model: torch.nn.Module, optimizer: torch.optim.Optimizer, start: int, st
 
 def hybrid(model: torch.nn.Module, fraction: float, **options: Any) -> HybridDeviceOptimizer:
     return HybridDeviceOptimizer(
-        model.parameters(), torch.optim.AdamW, cpu_fraction=fraction, lr=0.02, **options
+        model.parameters(), torch.optim.AdamW, cpu_fraction=fraction, lr=0.02, fused=True, **options
     )
 
 
@@ -66,7 +66,7 @@ def locals_of(model: torch.nn.Module) -> list[torch.Tensor]:
 def steps_over_fsdp2() -> dict[str, Any]:
     with process_group():
         plain_model = sharded()
-        expected = run(plain_model, torch.optim.AdamW(plain_model.parameters(), lr=0.02), 0, 4)
+        expected = run(plain_model, torch.optim.AdamW(plain_model.parameters(), lr=0.02, fused=True), 0, 4)
         for fraction in (0.0, 0.5, 1.0):
             model = sharded()
             optimizer = hybrid(model, fraction)

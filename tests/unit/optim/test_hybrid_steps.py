@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardproof.optim import HybridDeviceOptimizer
+from shardproof.optim.hybrid import cpu_bucket
 from shardproof.optim.hybrid.sides import DeviceSplit
 from shardproof.optim.hybrid.stepped_copy import SteppedCopy
 from tests.unit.optim.hybrid_samples import (
@@ -58,6 +59,7 @@ def test_masters_equal_a_run_in_float32(fraction: float) -> None:
 @pytest.mark.parametrize("fraction", FRACTIONS)
 def test_a_step_waits_for_its_copies(fraction: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies run only when they are waited for: a missing wait would leave NaN in the parameters."""
+    monkeypatch.setattr(cpu_bucket, "_BUCKET_BYTES", 1)  # each parameter is a bucket
     log = late_copies(monkeypatch)
     reference, model = model_of(torch.bfloat16), model_of(torch.bfloat16)
     optimizer = hybrid(model, fraction=fraction, master_dtype=torch.float32)
@@ -211,10 +213,10 @@ def test_a_learning_rate_that_is_a_tensor_changes_in_place() -> None:
     results = []
     for build in (
         torch.optim.AdamW,
-        lambda params, lr: HybridDeviceOptimizer(params, torch.optim.AdamW, lr=lr),
+        lambda params, **o: HybridDeviceOptimizer(params, torch.optim.AdamW, **o),
     ):
         model, rate = model_of(), torch.tensor(0.1)
-        optimizer = build(model.parameters(), lr=rate)
+        optimizer = build(model.parameters(), lr=rate, fused=True)
         train(model, optimizer, 0, 1)
         rate.fill_(0.01)
         train(model, optimizer, 1, 2)
@@ -246,7 +248,7 @@ def test_groups_keep_their_options_and_later_groups_join() -> None:
         lambda params, **o: HybridDeviceOptimizer(params, torch.optim.AdamW, **o),
     ):
         model = model_of()
-        optimizer = build([{"params": model[0].parameters(), "weight_decay": 0.5}], lr=0.1)
+        optimizer = build([{"params": model[0].parameters(), "weight_decay": 0.5}], lr=0.1, fused=True)
         train(model[0], optimizer, 0, 2)
         before = {weight: optimizer.is_on_cpu(weight) for weight in model[0].parameters()} if results else {}
         optimizer.add_param_group({"params": [*model[2].parameters(), *model[3].parameters()], "lr": 0.3})

@@ -16,9 +16,9 @@ def test_copies_run_on_their_streams_between_two_marks(monkeypatch: pytest.Monke
     down, up = transfers.event(), transfers.event()
     source, host, device = torch.arange(4.0), torch.zeros(4), torch.zeros(4)
     transfers.begin()
-    transfers.down(host, source, down)
+    transfers.down([host], [source], down)
     down.synchronize()
-    transfers.up(device, host, up)
+    transfers.up([device], [host], up)
     transfers.end()
     assert log == [
         "mark on main",
@@ -38,6 +38,6 @@ def test_main_is_current_again_after_a_copy_that_failed(monkeypatch: pytest.Monk
     log = streams_that_log(monkeypatch)
     transfers = SideStreams(torch.device("cpu"))
     with pytest.raises(RuntimeError):
-        transfers.down(torch.zeros(3), torch.zeros(4), transfers.event())
+        transfers.down([torch.zeros(3)], [torch.zeros(4)], transfers.event())
     assert torch.accelerator.current_stream().name == "main"  # type: ignore[attr-defined]
     assert "event on side" not in log

@@ -12,13 +12,14 @@ import torch
 
 from shardproof.errors import StructureError
 from shardproof.optim.hybrid import parameter_slots
+from shardproof.optim.hybrid.cpu_bucket import CpuBucket
 from shardproof.optim.hybrid.sides import DeviceSplit, Rules
 from shardproof.optim.hybrid.stepped_copy import SteppedCopy, master_dtype_of
 from shardproof.optim.hybrid.sub_optimizers import SubOptimizers
 from shardproof.optim.hybrid.transfers import Transfers, transfers_for
 from shardproof.optim.parameter_values import gradient_of
 from shardproof.optim.schema import Spec, check_slots
-from shardproof.state import ParameterSlots, Receipt, StoredSlot, options_of
+from shardproof.state import EXECUTION_OPTIONS, ParameterSlots, Receipt, StoredSlot, options_of
 
 __all__ = ["HybridDeviceOptimizer"]
 
@@ -26,9 +27,11 @@ __all__ = ["HybridDeviceOptimizer"]
 class HybridDeviceOptimizer(torch.optim.Optimizer):
     """Updates a fraction of the parameters on the CPU and the rest on the device, at the same time.
 
-    The CPU's part of the state is in host memory. Each parameter of the CPU's part has its own optimizer
-    step. Three operations overlap that step: copies of later gradients to the host, copies of earlier
-    parameters to the device, and the step of the device's part.
+    The CPU's part of the state is in host memory. The CPU steps its parameters in buckets: small parameters
+    together, a large one alone. Three operations overlap the step of a bucket: copies of later gradients to
+    the host, copies of earlier parameters to the device, and the step of the device's part. The CPU steps
+    torch's Adam, AdamW, SGD and Adagrad with ``fused=True`` unless an option selects ``fused`` or
+    ``foreach``. A fused step rounds in another way than the loop that these classes use by default.
 
     `DeviceSplit` selects the parameters of the CPU's part from the order and the global shapes of the
     parameters. A parameter that does not require a gradient has no copy, no master and no slots, and does not
@@ -56,7 +59,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         master_dtype: parameters of a narrower floating dtype are stepped as masters of this dtype (float32),
             on both sides. None: no masters.
         state_dtypes: dtypes in which to store slots, such as ``{"exp_avg": torch.bfloat16}``. A step converts
-            these slots to its own dtype: on the CPU one parameter at a time, on the device all together.
+            these slots to its own dtype: on the CPU one bucket at a time, on the device all together.
         device: expected device of the parameters; None for no check.
         **options: options of the optimizer, for example ``lr`` and ``betas``; defaults for groups. The CPU's
             class gets the options that it accepts.
@@ -167,20 +170,21 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         try:
             on_device, on_cpu = self._start_gradients(gradients)
             if on_device:
-                self._subs.step(on_device, self.state)
+                self._subs.step_device(on_device, self.state)
             for stepped in on_device:
                 stepped.write_back()
                 stepped.mark_stepped()
-            for stepped in on_cpu:
-                stepped.await_gradient()
-                self._subs.step([stepped], self.state)
-                stepped.send()
-                stepped.mark_stepped()
+            for bucket, copies in on_cpu:
+                bucket.await_gradients()
+                self._subs.step_bucket(bucket, copies, self.state)
+                bucket.send(copies)
+                for stepped in copies:
+                    stepped.mark_stepped()
         finally:
             for transfers in self._transfers.values():
                 transfers.end()
             for stepped in self._copies.values():
-                stepped.drop_gradient()
+                stepped.tensor.grad = None
             gradients.clear()  # because an exception's traceback keeps this frame alive
         self._subs.pull_options()
         return loss
@@ -263,7 +267,8 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         """Load the `state_dict` of a hybrid optimizer at any fraction, or of a plain optimizer of the class.
 
         A missing master is made from the parameter, so load the model first. Masters and fp32 values are
-        copied without a cast. Hooks for loading are not called.
+        copied without a cast. Options that say how a step is computed (``fused``, ``foreach``) do not change.
+        Hooks for loading are not called.
 
         Args:
             state_dict: a state dict in torch's form.
@@ -273,7 +278,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         """
         receipts = parameter_slots.receipts(state_dict, self.param_groups, self.receive_slots)
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update(deepcopy(options_of(saved)))
+            group.update(deepcopy(options_of(saved, EXECUTION_OPTIONS)))
         for attach in receipts:
             attach()
 
@@ -351,22 +356,19 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
 
     def _start_gradients(
         self, gradients: dict[SteppedCopy, torch.Tensor]
-    ) -> tuple[list[SteppedCopy], list[SteppedCopy]]:
+    ) -> tuple[list[SteppedCopy], list[tuple[CpuBucket, list[SteppedCopy]]]]:
         """Set the gradients of the device's copies, and start to copy those of the CPU's copies to the host.
 
         Removes the device's gradients from `gradients`, so that their memory can be freed.
 
         Returns:
-            The device's and the CPU's copies that have a gradient.
+            The device's copies that have a gradient, and the CPU's, by bucket.
         """
-        by_side: tuple[list[SteppedCopy], list[SteppedCopy]] = [], []
-        for stepped, gradient in gradients.items():
-            by_side[stepped.on_cpu].append(stepped)
-            if stepped.on_cpu:
-                stepped.fetch_gradient(gradient)
-        for stepped in by_side[False]:
+        fetched = [(bucket, bucket.fetch(gradients)) for bucket in self._subs.buckets]
+        on_device = [stepped for stepped in gradients if not stepped.on_cpu]
+        for stepped in on_device:
             stepped.cast_gradient(gradients.pop(stepped))
-        return by_side
+        return on_device, [(bucket, copies) for bucket, copies in fetched if copies]
 
 
 def _is_frozen(parameter: torch.Tensor) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from shardproof.optim.hybrid.transfers import Transfers
+from shardproof.optim.hybrid.transfers import CopyEvent, Event, Transfers
 from shardproof.optim.parameter_values import gradient_of, local_gradient, refreshed
 from shardproof.state import local_tensor
 
@@ -50,8 +50,8 @@ class SteppedCopy:
         self._pin = pin and on_cpu
         self._gradient: torch.Tensor | None = None
         self._outgoing: torch.Tensor | None = None
-        self._arrived = transfers.event()
-        self._sent = transfers.event()
+        self.sent: Event = CopyEvent()
+        """CPU side: the event of the last copy to the parameter."""
         self.tensor = local
         if self.owns_memory:
             if local.is_meta:
@@ -76,39 +76,25 @@ class SteppedCopy:
     def gradient(self) -> torch.Tensor | None:
         """The local gradient for the step."""
         gradient = gradient_of(self.parameter)
-        return None if gradient is None else local_gradient(gradient, self.parameter).detach()
+        return None if gradient is None else local_gradient(gradient, self.parameter)
 
     def cast_gradient(self, gradient: torch.Tensor) -> None:
         """Device side: set the gradient. See "The device's own gradients stay on main"."""
-        self.tensor.grad = gradient.to(self.tensor.dtype)
+        self.tensor.grad = gradient.detach().to(self.tensor.dtype)
 
-    def fetch_gradient(self, gradient: torch.Tensor) -> None:
-        """CPU side: start the copy of the gradient to the host. See "Down waits for main"."""
-        if gradient.layout != torch.strided:
-            raise ValueError("a sparse gradient cannot be stepped on the CPU side: use cpu_fraction=0")
+    def host_gradient(self) -> torch.Tensor:
+        """CPU side: the memory of the gradient."""
         if self._gradient is None:
             self._gradient = self._buffer(self.tensor.dtype)
-        self.transfers.down(self._gradient, gradient, self._arrived)
+        return self._gradient
 
-    def await_gradient(self) -> None:
-        """CPU side: wait until the tensor can be stepped. See the notes on the waits of the host."""
-        self._arrived.synchronize()
-        self._sent.synchronize()
-        self.tensor.grad = self._gradient
-
-    def drop_gradient(self) -> None:
-        """Clear the gradient after a step."""
-        self.tensor.grad = None
-
-    def send(self) -> None:
-        """CPU side: start the copy to the parameter, in the parameter's dtype."""
-        local = self.local
-        outgoing = self.tensor
-        if local.device.type != "cpu" and local.dtype != outgoing.dtype:
-            if self._outgoing is None:
-                self._outgoing = self._buffer(local.dtype)
-            outgoing = self._outgoing.copy_(self.tensor)
-        self.transfers.up(local, outgoing, self._sent)
+    def outgoing(self, local: torch.Tensor) -> torch.Tensor:
+        """CPU side: the stepped values, rounded to the dtype of the local tensor for a device."""
+        if local.device.type == "cpu" or local.dtype == self.tensor.dtype:
+            return self.tensor
+        if self._outgoing is None:
+            self._outgoing = self._buffer(local.dtype)
+        return self._outgoing.copy_(self.tensor)
 
     def write_back(self) -> None:
         """Device side: round the master into the parameter."""
@@ -144,7 +130,7 @@ class SteppedCopy:
 
     def take_values(self, values: torch.Tensor) -> None:
         """Copy values into the tensor, and take them as those of the parameter."""
-        self._sent.synchronize()
+        self.sent.synchronize()
         self.tensor.copy_(values)
         self._seen = self._now()
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from shardproof.optim.hybrid.cpu_bucket import CpuBucket, cut
 from shardproof.optim.hybrid.sides import Rules
 from shardproof.optim.hybrid.stepped_copy import SteppedCopy
 from shardproof.state import options_of
@@ -66,10 +68,9 @@ def _same(one: Any, other: Any) -> bool:
 
 
 class SubOptimizers:
-    """One optimizer for all device parameters, and one for each CPU parameter.
+    """One optimizer for all device parameters, and one for each bucket of CPU parameters.
 
-    The device optimizer has a group for each `add`. Each CPU parameter is stepped as soon as its gradient
-    arrives.
+    The device optimizer has a group for each `add`. A bucket is stepped as soon as its gradients arrive.
 
     Args:
         rules: factories of the optimizers.
@@ -81,6 +82,8 @@ class SubOptimizers:
         self._dtypes = dtypes
         self.on_device: torch.optim.Optimizer | None = None
         """None until the device steps a parameter."""
+        self.buckets: list[CpuBucket] = []
+        """The CPU's side, in the order of the parameters."""
         self._rules = rules
         self._links: dict[int, list[GroupLink]] = {}
         """By id of the program's group. Options flow back from the first link of each group."""
@@ -90,15 +93,13 @@ class SubOptimizers:
 
         The device optimizer takes the copies last: it outlives the call, and a CPU optimizer may raise.
         """
-        links: list[GroupLink] = []
-        for stepped in copies:
-            if stepped.on_cpu:
-                without = self._rules.not_of_cpu
-                stepped.optimizer = self._rules.on_cpu(
-                    [{**options_of(group, without), "params": [stepped.tensor]}]
-                )
-                (cpu_group,) = stepped.optimizer.param_groups
-                links.append(GroupLink(group, cpu_group, on_cpu=True, without=without))
+        without = self._rules.not_of_cpu
+        buckets = []
+        for content in cut([stepped for stepped in copies if stepped.on_cpu]):
+            tensors = [stepped.tensor for stepped in content]
+            optimizer = self._rules.on_cpu([{**options_of(group, without), "params": tensors}])
+            buckets.append(CpuBucket(content, optimizer))
+        links = [GroupLink(group, bucket.group, on_cpu=True, without=without) for bucket in buckets]
         on_device = [stepped for stepped in copies if not stepped.on_cpu]
         if on_device:
             inner = {**options_of(group), "params": [stepped.tensor for stepped in on_device]}
@@ -109,32 +110,62 @@ class SubOptimizers:
             links.insert(0, GroupLink(group, self.on_device.param_groups[-1], on_cpu=False, without=()))
         for stepped in on_device:
             stepped.optimizer = self.on_device
+        self.buckets += buckets
         self._links.setdefault(id(group), []).extend(links)
 
-    def step(self, copies: Sequence[SteppedCopy], state: dict[torch.Tensor, Any]) -> None:
-        """Steps copies of one optimizer, all that have a gradient, with the program's `state`."""
-        self._hand_over(state, copies)
+    def step_device(self, copies: Sequence[SteppedCopy], state: dict[torch.Tensor, Any]) -> None:
+        """Steps the device's copies that have a gradient, with the program's `state`."""
+        assert self.on_device is not None
+        with self._handed_over(copies, state):
+            self.on_device.step()
+
+    def step_bucket(
+        self, bucket: CpuBucket, copies: Sequence[SteppedCopy], state: dict[torch.Tensor, Any]
+    ) -> None:
+        """Steps the copies of a bucket that have a gradient, with the program's `state`."""
+        with self._handed_over(copies, state) as states:
+            bucket.step(copies, states)
+
+    @contextmanager
+    def _handed_over(
+        self, copies: Sequence[SteppedCopy], state: dict[torch.Tensor, Any]
+    ) -> Iterator[list[dict[str, Any] | None]]:
+        states = self._hand_over(state, copies)
         try:
-            copies[0].optimizer.step()
+            yield states
         finally:
             self._take_back(state, copies)
 
-    def _hand_over(self, state: Mapping[torch.Tensor, Any], copies: Sequence[SteppedCopy]) -> None:
-        """Gives the program's `state` to the sub-optimizer, cast to the dtype of the step."""
+    def _hand_over(
+        self, state: Mapping[torch.Tensor, Any], copies: Sequence[SteppedCopy]
+    ) -> list[dict[str, Any] | None]:
+        """Gives the program's `state` to the sub-optimizer, cast to the dtype of the step.
+
+        Returns:
+            The state of each copy, None before its first step.
+        """
+        inner = copies[0].optimizer.state
+        handed: list[dict[str, Any] | None] = []
         for stepped in copies:
-            if stepped.parameter in state:
-                dtypes = dict.fromkeys(self._dtypes, stepped.tensor.dtype)
-                stepped.optimizer.state[stepped.tensor] = _cast(state[stepped.parameter], dtypes)
+            slots = state.get(stepped.parameter)
+            if slots is None:
+                inner.pop(stepped.tensor, None)
             else:
-                stepped.optimizer.state.pop(stepped.tensor, None)
+                if self._dtypes:
+                    slots = _cast(slots, dict.fromkeys(self._dtypes, stepped.tensor.dtype))
+                inner[stepped.tensor] = slots
+            handed.append(slots)
+        return handed
 
     def _take_back(self, state: dict[torch.Tensor, Any], copies: Sequence[SteppedCopy]) -> None:
         """Moves the stepped state to the program's `state`, cast to the stored dtype."""
+        inner = copies[0].optimizer.state
         for stepped in copies:
-            if stepped.tensor in stepped.optimizer.state:
-                state[stepped.parameter] = _cast(stepped.optimizer.state[stepped.tensor], self._dtypes)
+            slots = inner.get(stepped.tensor)
+            if slots is not None:
+                state[stepped.parameter] = _cast(slots, self._dtypes)
                 if self._dtypes:
-                    del stepped.optimizer.state[stepped.tensor]  # frees the memory in the step's dtype
+                    del inner[stepped.tensor]  # frees the memory in the step's dtype
 
     def push_options(self) -> None:
         """Copies the options that the program changed to all sub-optimizers."""

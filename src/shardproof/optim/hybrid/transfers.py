@@ -10,13 +10,13 @@ Note: Down waits for main
     nothing later, so it overlaps the device's step, which follows on main. The device's step does not access
     the memory that down reads, because each parameter is on one side only.
 
-Note: The host waits for one gradient
-    Each parameter has its own event, which down records after the gradient's copy. The host waits for it
-    right before it steps that parameter, while later copies continue. The destination buffer is free,
-    because its only reader, the host's previous step of that parameter, has finished. `step` keeps a
-    redistributed gradient alive until it ends. When `step` returns, the host has waited for every event of
-    down. The program may then free or zero gradients without `record_stream` on down. After an error, main
-    waits for down.
+Note: The host waits for the gradients of one bucket
+    Each bucket of parameters has its own event, which down records after the copies of the bucket's
+    gradients. The host waits for it right before it steps the bucket, while later copies continue. The
+    destination buffers are free, because their only reader, the host's previous step, has finished. `step`
+    keeps a redistributed gradient alive until it ends. When `step` returns, the host has waited for every
+    event of down. The program may then free or zero gradients without `record_stream` on down. After an
+    error, main waits for down.
 
 Note: Up waits for main
     Forward and backward, enqueued on main before the mark, read the parameters that up overwrites. The
@@ -27,10 +27,10 @@ Note: Main waits for up
     Work after `step` on main reads the new parameters. Before `step` returns, it makes main wait for up. The
     host does not wait.
 
-Note: The host waits for a sent parameter
-    A copy up may still be reading the host's tensor after `step` has returned. The next step, a load or a
-    refresh writes to that tensor again. Before it does, the host waits for the event that up recorded after
-    the copy.
+Note: The host waits for a sent bucket
+    A copy up may still be reading the host's tensors after `step` has returned. The next step, a load or a
+    refresh writes to them again. Before it does, the host waits for the event that up recorded after the
+    copies of the bucket.
 
 Note: The device's own gradients stay on main
     Where the device steps an fp32 master, its gradient is cast on main, right before the step that reads
@@ -48,7 +48,9 @@ import torch
 from shardproof._utils.accelerator import is_on_accelerator
 from shardproof._utils.streams import on_stream
 
-__all__ = ["SideStreams", "Transfers", "transfers_for"]
+__all__ = ["CopyEvent", "Event", "SideStreams", "Transfers", "transfers_for"]
+
+Tensors: TypeAlias = list[torch.Tensor]
 
 
 class CopyEvent:
@@ -68,19 +70,19 @@ class Transfers:
     """
 
     def event(self) -> Event:
-        """An event for one parameter, reused at each step. A wait before its first record returns at once."""
+        """An event for one bucket, reused at each step. A wait before its first record returns at once."""
         return CopyEvent()
 
     def begin(self) -> None:
         """Records the mark on main."""
 
-    def down(self, destination: torch.Tensor, source: torch.Tensor, event: Event) -> None:
-        """Copies to the host."""
-        destination.copy_(source)
+    def down(self, destinations: Tensors, sources: Tensors, event: Event) -> None:
+        """Copies tensors to the host."""
+        torch._foreach_copy_(destinations, sources)
 
-    def up(self, destination: torch.Tensor, source: torch.Tensor, event: Event) -> None:
-        """Copies to the device."""
-        destination.copy_(source)
+    def up(self, destinations: Tensors, sources: Tensors, event: Event) -> None:
+        """Copies tensors to the device."""
+        torch._foreach_copy_(destinations, sources)
 
     def end(self) -> None:
         """Makes main wait for the copies."""
@@ -104,13 +106,13 @@ class SideStreams(Transfers):
         self._down.wait_event(mark)
         self._up.wait_event(mark)
 
-    def down(self, destination: torch.Tensor, source: torch.Tensor, event: Event) -> None:
-        """Enqueues a copy to the host. Down casts the dtype on the device."""
-        self._enqueue(self._down, destination, source, event)
+    def down(self, destinations: Tensors, sources: Tensors, event: Event) -> None:
+        """Enqueues copies to the host. Down casts dtypes on the device."""
+        self._enqueue(self._down, destinations, sources, event)
 
-    def up(self, destination: torch.Tensor, source: torch.Tensor, event: Event) -> None:
-        """Enqueues a copy to the device."""
-        self._enqueue(self._up, destination, source, event)
+    def up(self, destinations: Tensors, sources: Tensors, event: Event) -> None:
+        """Enqueues copies to the device."""
+        self._enqueue(self._up, destinations, sources, event)
 
     def end(self) -> None:
         """See "Main waits for up". Down is complete, unless an error ended the step early."""
@@ -118,12 +120,10 @@ class SideStreams(Transfers):
         main.wait_stream(self._down)
         main.wait_stream(self._up)
 
-    def _enqueue(
-        self, stream: torch.Stream, destination: torch.Tensor, source: torch.Tensor, event: Event
-    ) -> None:
+    def _enqueue(self, stream: torch.Stream, destinations: Tensors, sources: Tensors, event: Event) -> None:
         assert isinstance(event, torch.Event)
         with on_stream(stream, self._device):
-            destination.copy_(source, non_blocking=True)
+            torch._foreach_copy_(destinations, sources, non_blocking=True)
             event.record(stream)
 
 
