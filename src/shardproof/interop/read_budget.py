@@ -17,7 +17,12 @@ __all__ = ["ReadBudget", "check_repeats", "key_units"]
 _FREE = 1 << 22
 """Units that metadata of any size may use."""
 _PER_BYTE = 16
-"""Units for each byte of metadata. Honest checkpoints of the tested formats use at most 2."""
+"""Units for each byte of metadata. Honest checkpoints use at most 7: a dict from small integers to True has the
+smallest values."""
+_FREE_TEXT = 1 << 26
+"""Characters that the whole keys of metadata of any size may have."""
+_TEXT_PER_BYTE = 64
+"""Characters of whole keys for each byte of metadata. The text above a large dict is in each key below it."""
 _VALUE = 16
 """Units of a value: about the memory that describing it takes, counted in pointers."""
 _ITEM = 4
@@ -34,7 +39,9 @@ _KINDS = (*_TEXTS, *_SEQUENCES, dict, np.ndarray)
 
 
 class ReadBudget:
-    """Counts what is made of metadata. A unit is a byte that is copied, or a character of a key.
+    """Counts what is made of metadata. A unit is a byte that is copied, or a character of a key of a dict.
+
+    The text of whole keys, which name a value by all the keys above it, has a bound of its own.
 
     Example:
         >>> budget = ReadBudget()
@@ -47,6 +54,7 @@ class ReadBudget:
     def __init__(self) -> None:
         self._granted = 0
         self._used = 0
+        self._text = 0
 
     def grant(self, nbytes: int) -> None:
         """Adds the bytes of metadata that were read."""
@@ -56,7 +64,7 @@ class ReadBudget:
         """Counts units.
 
         Args:
-            units: bytes, or characters of keys.
+            units: bytes, or characters of keys of a dict.
             read: bytes of metadata that were read beside the granted ones.
 
         Raises:
@@ -68,6 +76,20 @@ class ReadBudget:
             raise ValueError(
                 f"it repeats itself too often: {self._granted + read} bytes of metadata ask for more than "
                 f"{most} units of copied bytes, values and text of keys"
+            )
+
+    def charge_text(self, characters: int) -> None:
+        """Counts the characters of a whole key, which names a value by all the keys above it.
+
+        Raises:
+            ValueError: the whole keys have far more text than the metadata.
+        """
+        self._text += characters
+        most = _FREE_TEXT + _TEXT_PER_BYTE * self._granted
+        if self._text > most:
+            raise ValueError(
+                f"it repeats itself too often: {self._granted} bytes of metadata ask for more than {most} "
+                "characters of whole keys"
             )
 
     def charge_values(self, count: int, read: int = 0) -> None:

@@ -479,7 +479,7 @@ def leaves(
         path, item = found
         text = texts[-1] + (key_units(path[-1]) + 1 if path else 0)
         budget.charge_values(1)
-        budget.charge(text + len(path))
+        budget.charge_text(text + len(path))
         inside = _inside(item, len(path), lists, budget)
         if isinstance(item, TorchStorage):
             yield path, Unreadable("a storage without a tensor", "Save a tensor of it instead")

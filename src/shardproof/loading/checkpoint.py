@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from types import EllipsisType, TracebackType
 from typing import Any, Protocol, Self, SupportsIndex
@@ -103,7 +103,7 @@ class Checkpoint(ABC):
 
     @functools.cached_property
     def _keys(self) -> frozenset[str]:
-        inner = inner_tensors(self.objects, self._row)
+        inner = self.inner_tensors(self.objects, self._row)
         return frozenset([*self._row, *self.aliases, *self.objects]) - inner
 
     def __enter__(self) -> Self:
@@ -124,6 +124,15 @@ class Checkpoint(ABC):
         """Recorded paths of keys in the nested state dict that was saved. Other keys have no entry."""
         recorded = [self[key] for key in self.objects if is_paths_key(key)]
         return {key: path for nested in recorded for key, path in paths_in(nested)}
+
+    def inner_tensors(self, objects: Mapping[str, Any], keys: Iterable[str]) -> set[str]:
+        """Of keys of tensors, those that hold the bytes of a plain value. Most formats have none.
+
+        Args:
+            objects: encoded plain values by key, of this checkpoint or renamed.
+            keys: keys of tensors, of this checkpoint or renamed.
+        """
+        return set()
 
     @abstractmethod
     def close(self) -> None:
@@ -319,6 +328,10 @@ class NativeCheckpoint(Checkpoint):
         self.blocks = BlockDigests(self.files, self.manifest, self.table)
         self._sized: set[int] = set()
         self._index()
+
+    def inner_tensors(self, objects: Mapping[str, Any], keys: Iterable[str]) -> set[str]:
+        """Tensors that hold the bytes of plain values; see `Checkpoint.inner_tensors`."""
+        return inner_tensors(objects, keys)
 
     def close(self) -> None:
         """Closes the files that reading opened."""

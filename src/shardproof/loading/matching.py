@@ -19,7 +19,6 @@ from shardproof.errors import (
     StorageError,
     StructureError,
 )
-from shardproof.format import inner_tensors
 from shardproof.loading.checkpoint import Checkpoint
 from shardproof.loading.destinations import Destination
 from shardproof.loading.selection import (
@@ -188,7 +187,7 @@ def match(checkpoint: Checkpoint, state: Any, options: LoadOptions, rank: int, w
         rows = [row_of[entry.key] for entry in fitting]
     used, parts = binding.used if options.strict else binding.used - binding.adapted, binding.parts
     unasked = (catalogue.tensors.keys() - used) | (catalogue.objects.keys() - used)
-    unasked -= inner_tensors(catalogue.objects, unasked - catalogue.objects.keys())
+    unasked -= checkpoint.inner_tensors(catalogue.objects, unasked - catalogue.objects.keys())
     unexpected = sorted(filter(selected, unasked))
     spare = {key for key in unexpected if not parts.issuperset(parts_of(key))}
     report = MatchReport(

@@ -18,6 +18,7 @@ import numpy as np
 
 from shardproof.dtypes import DTYPES
 from shardproof.format import Manifest, TensorRecord, inner_tensors, tensor_bytes
+from shardproof.interop import NATIVE
 from shardproof.planning import ChunkTable
 
 __all__ = [
@@ -218,7 +219,7 @@ def summarise(
     *,
     prefix: str | None = None,
     depth: int = 2,
-    format: str = "shardproof",  # noqa: A002 as in sp.open
+    format: str = NATIVE,  # noqa: A002 as in sp.open
     notes: Sequence[str] = (),
     unreadable: Mapping[str, str] = MappingProxyType({}),
 ) -> Summary:
@@ -236,7 +237,8 @@ def summarise(
     """
     chosen = [row for row, record in enumerate(manifest.tensors) if is_below(record.key, prefix)]
     stored = [manifest.tensors[row] for row in chosen]
-    inner = inner_tensors(manifest.objects, [record.key for record in stored])
+    # Other formats store each value whole, and to look into one might read a file.
+    inner = inner_tensors(manifest.objects, [record.key for record in stored]) if format == NATIVE else set()
     records = [record for record in stored if record.key not in inner]
     among = np.zeros(len(manifest.tensors), bool)
     among[chosen] = True

@@ -195,5 +195,11 @@ def test_honest_values_are_far_from_the_bound(tmp_path: Path) -> None:
         assert checkpoint["state.2999.step"] == 2999
         assert checkpoint["places.(7, 'a')"] == 7
         assert checkpoint["same.2999.(1, 2)"] == 2999
+    seen = dict.fromkeys(range(60_000), True)
+    loader = {"_snapshot": {"_main_snapshot": {"_sampler_iter_state": {"already_seen_sample_indices": seen}}}}
+    state = {"train_dataloader": {"dataset_state_dict": {"sampler_state_dict": loader}}}
+    torch.save(state, tmp_path / "loader.pt")
+    with sp.open(tmp_path / "loader.pt") as checkpoint:
+        assert len(checkpoint) == 60_000
     data = pickle.dumps([{(1, 2): at} for at in range(100_000)])
     assert len(read_pickle(data, plain_builders(), file="a").value) == 100_000

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import shardproof as sp
+from shardproof.cli.group import run
 from shardproof.errors import FormatError, KeyMismatchError, PlainDataError
 from shardproof.interop import foreign_of
 from shardproof.interop.safetensors_header import dtype_of_code
@@ -60,7 +61,9 @@ def check_that_only_one_key_is_an_error(path: Path, key: str, kind: str) -> None
     assert report.ok
     assert any(key in note and kind in note for note in report.notes)
     stored = describe(foreign_of(path))
-    summary = summarise(path.name, stored.manifest, stored.table, unreadable=stored.unreadable)
+    summary = summarise(
+        path.name, stored.manifest, stored.table, format=stored.format, unreadable=stored.unreadable
+    )
     assert (summary.tensors, summary.objects) == (1, ())
     assert kind in summary.unreadable[key]
     with pytest.raises(PlainDataError, match=f"{key} is .*{kind}"):
@@ -76,6 +79,32 @@ def test_a_value_of_torch_save_that_cannot_be_read(tmp_path: Path, kind: str, is
     value = {**QUANTISED, **OTHERS}[kind]()
     torch.save({"q": value, "w": WEIGHT}, tmp_path / "a.pt", _use_new_zipfile_serialization=is_zip)
     check_that_only_one_key_is_an_error(tmp_path / "a.pt", "q", kind)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_tensor_below_the_key_of_an_unreadable_value(tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    torch.save({"w": torch.eye(3).to_sparse(), "w.scale": WEIGHT, "b": WEIGHT}, path)
+    with sp.open(path) as checkpoint:
+        assert checkpoint.keys() == ["b", "w", "w.scale"]
+    target = {"b": torch.zeros(3)}
+    assert sp.load(path, target, strict=False).unexpected == ("w", "w.scale")
+    assert bits(target["b"]) == bits(WEIGHT)
+    assert run(["inspect", str(path)]) == 0
+    with pytest.raises(PlainDataError, match="w is a sparse tensor.*exclude="):
+        sp.convert(path, tmp_path / "all", to="shardproof")
+    sp.convert(path, tmp_path / "rest", to="shardproof", exclude="w")
+    assert sp.open(tmp_path / "rest").keys() == ["b"]
+
+
+def test_keys_and_the_summary_of_another_format_read_no_plain_value(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.save({"a": {"b": ([1], 2)}, "a.b.c": WEIGHT}, tmp_path / "a.pt")
+    monkeypatch.setattr("shardproof.loading.foreign_checkpoint.encode_plain", None)
+    with sp.open(tmp_path / "a.pt") as checkpoint:
+        assert checkpoint.keys() == ["a.b", "a.b.c"]
+    assert run(["inspect", str(tmp_path / "a.pt")]) == 0
 
 
 REMEDIES: dict[str, Callable[[Any], Any]] = {
