@@ -6,7 +6,8 @@
 
 Note "The folder is private": a conversion believes the records in this folder, and writes and removes files
 in it. So the folder has the mode 0700. One that another user made, that others can write to, or that is a
-link is refused before anything in it is read.
+link is refused before anything in it is read. A file system may map owners or have fixed modes, as CIFS does,
+so owner and mode are compared with those of a new private folder beside it.
 
 A record is published when the files of its unit are durable. A conversion that was interrupted, even by
 SIGKILL, continues with the units that have no record.
@@ -123,16 +124,16 @@ class WorkFolder:
                 self.path.mkdir(0o700)
                 return
             except FileExistsError:
-                found, owner = self.path.lstat(), _owner_of_new(self.path.parent)
+                found, new = self.path.lstat(), _new_private(self.path.parent)
         except OSError as error:
             failure = storage_error(error, "make the work folder", self.path)
             advice = self.destination.work_advice
             raise StorageError(f"{failure.message} {advice}.", **failure.details) from error
         if not stat.S_ISDIR(found.st_mode):
             fault = "is a link or a file, where the conversion needs a folder of its own"
-        elif found.st_uid != owner:
+        elif found.st_uid != new.st_uid:
             fault = f"belongs to another user (user {found.st_uid})"
-        elif found.st_mode & 0o022:
+        elif found.st_mode & ~new.st_mode & 0o022:
             fault = f"has the mode {stat.S_IMODE(found.st_mode):04o}, so that other users can write to it"
         else:
             return
@@ -210,10 +211,10 @@ class WorkFolder:
             self._lock = None
 
 
-def _owner_of_new(folder: Path) -> int:
-    """The owner of folders that this process makes in a folder. Some file systems map owners."""
+def _new_private(folder: Path) -> os.stat_result:
+    """Owner and mode of a private folder that this process makes in a folder, and removes."""
     probe = tempfile.mkdtemp(prefix=".shardproof-", dir=folder)
     try:
-        return os.lstat(probe).st_uid
+        return os.lstat(probe)
     finally:
         os.rmdir(probe)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardproof.errors import FormatError, PlainDataError, StructureError
-from shardproof.interop.reader import TensorDescription
+from shardproof.interop.reader import TensorDescription, Unreadable
 from shardproof.interop.writer import Contents
 from shardproof.state import decode_plain, encode_plain
 
@@ -69,6 +69,8 @@ class EmbeddedValues:
     objects: Mapping[str, Any]
     """Plain values, encoded."""
     aliases: Mapping[str, str]
+    unreadable: Mapping[str, Unreadable]
+    """Keys that are tied to a tensor that cannot be read."""
     step: int | None
     metadata: Mapping[str, Any]
 
@@ -76,6 +78,7 @@ class EmbeddedValues:
     def of(
         members: Mapping[str, Any],
         tensors: Mapping[str, TensorDescription],
+        unreadable: Mapping[str, Unreadable],
         fault: Callable[[str], FormatError],
     ) -> EmbeddedValues:
         """Checks and decodes the values that a file has under the names of this module.
@@ -83,6 +86,7 @@ class EmbeddedValues:
         Args:
             members: JSON values by name. Other names are ignored.
             tensors: tensors of the checkpoint.
+            unreadable: its tensors that cannot be read.
             fault: returns the error for a message.
 
         Raises:
@@ -92,10 +96,11 @@ class EmbeddedValues:
         step = members.get(STEP)
         if not isinstance(objects, dict) or not isinstance(aliases, dict):
             raise fault(f"{OBJECTS} and {ALIASES} are not JSON objects")
+        known = tensors.keys() | unreadable.keys()
         for alias, key in aliases.items():
-            if alias in tensors or not isinstance(key, str) or key not in tensors:
+            if alias in known or not isinstance(key, str) or key not in known:
                 raise fault(f"{ALIASES} ties {alias!r} to {key!r}")
-        if clash := objects.keys() & (tensors.keys() | aliases.keys()):
+        if clash := objects.keys() & (known | aliases.keys()):
             raise fault(f"{min(clash)!r} is a tensor and a value of {OBJECTS}")
         if step is not None and (type(step) is not int or not 0 <= step <= _MOST_STEP):
             raise fault(f"{STEP} is {step!r}")
@@ -105,7 +110,9 @@ class EmbeddedValues:
             raise fault(error.message) from error
         if not isinstance(metadata, dict):
             raise fault(f"{METADATA} is not a dict")
-        return EmbeddedValues(objects, aliases, step, metadata)
+        readable = {alias: key for alias, key in aliases.items() if key in tensors}
+        tied = {alias: unreadable[key] for alias, key in aliases.items() if key in unreadable}
+        return EmbeddedValues(objects, readable, tied, step, metadata)
 
     def object(self, key: str) -> Any:
         """Decodes a plain value.

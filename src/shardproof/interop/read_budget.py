@@ -17,8 +17,8 @@ __all__ = ["ReadBudget", "check_repeats", "key_units"]
 _FREE = 1 << 22
 """Units that metadata of any size may use."""
 _PER_BYTE = 16
-"""Units for each byte of metadata. Honest checkpoints use at most 7: a dict from small integers to True has the
-smallest values."""
+"""Units for each byte of metadata. Honest checkpoints use at most 7: a dict from small integers to True
+has the smallest values."""
 _FREE_TEXT = 1 << 26
 """Characters that the whole keys of metadata of any size may have."""
 _TEXT_PER_BYTE = 64

@@ -18,7 +18,7 @@ from shardproof._utils.humanize import brief, printable
 from shardproof.errors import FormatError, NotCommittedError, StorageError
 from shardproof.geometry import flat_range_pairs, row_major_strides
 from shardproof.interop.extents import Extent
-from shardproof.storage import LocalStorage, Location, Storage, is_url, storage_at
+from shardproof.storage import LocalStorage, Location, RemoteStorage, Storage, is_url, storage_at
 
 __all__ = [
     "Foreign",
@@ -371,12 +371,14 @@ class FormatReader(ABC):
     def read_small(self, file: str) -> bytes:
         """Reads a whole file of metadata, or one that holds a plain value.
 
+        A remote storage is not asked for the size, because that takes one more request.
+
         Raises:
-            FormatError: the file has more than 1 GiB. Nothing is read.
+            FormatError: the file, in a folder, has more than 1 GiB. Nothing is read.
             StorageError: the file is missing, or the storage failed.
         """
-        size = self.storage.size(file)
-        if size is not None and size > _MOST_METADATA:
+        size = 0 if isinstance(self.storage, RemoteStorage) else self.storage.size(file) or 0
+        if size > _MOST_METADATA:
             raise self.fault(
                 file,
                 f"it has {size} bytes, expected at most {_MOST_METADATA}: it is damaged, or not a file of "

@@ -176,7 +176,11 @@ class SafetensorsReader(FormatReader):
             members = {key: json.loads(text) for key, text in texts.items()}
         except (ValueError, RecursionError) as error:
             raise self.fault(file, f"the texts {', '.join(texts)} are not JSON ({error})") from error
-        embedded = EmbeddedValues.of(members, self.tensors, lambda text: self.fault(file, text))
+        embedded = EmbeddedValues.of(
+            members, self.tensors, self.unreadable, lambda text: self.fault(file, text)
+        )
+        self.aliases = dict(embedded.aliases)
+        self.unreadable |= embedded.unreadable
         others = {key: text for key, text in self.user_metadata.items() if key not in texts}
         self.step, self.user_metadata = embedded.step, {**others, **embedded.metadata}
         return embedded

@@ -212,8 +212,11 @@ class ZarrReader(FormatReader):
                 )
             folders[key] = folder
             self.add(key, arrays.describe(folder, key, every_chunk=lambda _: is_whole))
-        self._embedded = EmbeddedValues.of(attributes, self.tensors, lambda text: self.fault(_V3, text))
+        self._embedded = EmbeddedValues.of(
+            attributes, self.tensors, self.unreadable, lambda text: self.fault(_V3, text)
+        )
         self.aliases = dict(self._embedded.aliases)
+        self.unreadable |= self._embedded.unreadable
         self.step, self.user_metadata = self._embedded.step, dict(self._embedded.metadata)
         self.notes += arrays.notes
         self.identity = arrays.identity

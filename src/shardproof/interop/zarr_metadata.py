@@ -182,14 +182,18 @@ def parse_array(
 
 
 def _checked_chunks(array: ArrayMetadata) -> ArrayMetadata:
-    """Refuses chunks that are far larger than the array: a read decodes a whole chunk."""
+    """Refuses chunks that are far larger than the array: a read decodes a whole chunk.
+
+    An array without elements has no chunk to decode. It may have large ones, so that a
+    program can append to it.
+    """
     layout = array.layout
     while layout.inner is not None:
         layout = layout.inner
     itemsize = DTYPES[array.dtype].itemsize
     chunk, whole = (math.prod(sizes) * itemsize for sizes in (layout.sizes, array.shape))
-    if chunk > _PADDING_BYTES + _MOST_PADDING * whole:
-        raise ValueError(
+    if whole and chunk > _PADDING_BYTES + _MOST_PADDING * whole:
+        raise UnsupportedError(
             f"a chunk of {layout.sizes} has {chunk} bytes, but the array of {array.shape} has {whole}"
         )
     return array

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import stat
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -51,6 +53,23 @@ def test_a_work_folder_that_others_can_write_to_is_refused(source: Path, tmp_pat
     (tmp_path / "new.converting").chmod(0o777)
     with pytest.raises(StorageError, match=r"has the mode 0777, so that other users can write to it"):
         convert(source)
+
+
+def test_a_work_folder_of_a_file_system_with_fixed_modes_is_used_again(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = tempfile.mkdtemp
+
+    def fixed(**options: Any) -> str:
+        """In place of a mount of CIFS with dir_mode=0777, where a new private folder has this mode."""
+        os.chmod(folder := made(**options), 0o777)
+        return folder
+
+    monkeypatch.setattr(tempfile, "mkdtemp", fixed)
+    (tmp_path / "new.converting").mkdir()
+    (tmp_path / "new.converting").chmod(0o777)
+    convert(source)
+    assert sp.open(tmp_path / "new").keys() == ["w"]
 
 
 def test_only_the_user_reads_the_work_folder(source: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import gzip
 import json
 import lzma
 import os
+import shutil
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,9 @@ import numpy as np
 import pytest
 
 import shardproof as sp
-from shardproof.errors import FormatError
+from shardproof.errors import FormatError, PlainDataError
+from shardproof.interop.reader import Foreign
+from shardproof.interop.zarr import ZarrReader
 from shardproof.interop.zarr_codecs import Codec, Codecs
 from shardproof.storage import LocalStorage
 
@@ -42,9 +45,9 @@ def test_a_sparse_file_of_metadata_is_refused_before_it_is_read(
         sp.open(tmp_path)
 
 
-def zarr_array(folder: Path, chunk: int, compressor: Any, data: bytes) -> Path:
+def zarr_array(folder: Path, chunk: int, compressor: Any, data: bytes, shape: int = 4) -> Path:
     document = {
-        "zarr_format": 2, "shape": [4], "chunks": [chunk], "dtype": "|u1", "compressor": compressor,
+        "zarr_format": 2, "shape": [shape], "chunks": [chunk], "dtype": "|u1", "compressor": compressor,
         "fill_value": 0, "filters": None, "order": "C",
     }  # fmt: skip
     (folder / "a").mkdir(parents=True)
@@ -59,9 +62,35 @@ def test_a_chunk_that_is_far_larger_than_the_array_is_refused(tmp_path: Path) ->
     with sp.open(small) as checkpoint:
         assert checkpoint["a"].read().tolist() == [0, 0, 0, 0]
     large = zarr_array(tmp_path / "large", 1 << 30, {"id": "zlib"}, b"")
-    with pytest.raises(FormatError, match="a chunk of .* but the array of .* has 4") as caught:
-        sp.open(large)
-    assert caught.value.details["key"] == "a"
+    shutil.copytree(small / "a", large / "b")
+    with sp.open(large) as checkpoint:
+        assert checkpoint["b"].read().tolist() == [0, 0, 0, 0]
+        with pytest.raises(PlainDataError, match="a is .*a chunk of .* but the array of .* has 4"):
+            checkpoint["a"]
+
+
+def test_an_array_without_elements_may_have_large_chunks(tmp_path: Path) -> None:
+    with sp.open(zarr_array(tmp_path, 1 << 30, None, b"", shape=0)) as checkpoint:
+        assert checkpoint["a"].read().shape == (0,)
+
+
+def test_metadata_in_an_object_store_takes_one_request(tmp_path: Path) -> None:
+    class Remote(LocalStorage):
+        """In place of a bucket: it has the methods of one, and a size takes a request."""
+
+        def read_buffer(self, name: str, start: int, count: int) -> memoryview:
+            raise NotImplementedError
+
+        def with_contents(self, files: object) -> Remote:
+            return self
+
+        def size(self, name: str) -> int | None:
+            raise AssertionError("a request for the size")
+
+    (tmp_path / "a.json").write_text("{}")
+    reader = ZarrReader(Foreign(LocalStorage(zarr_array(tmp_path / "z", 4, None, bytes(4)))))
+    reader.storage = Remote(tmp_path)
+    assert reader.read_small("a.json") == b"{}"
 
 
 @pytest.mark.parametrize("name", ["gzip", "bz2", "lzma", "zlib"])

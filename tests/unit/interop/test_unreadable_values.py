@@ -161,6 +161,22 @@ def test_a_safetensors_dtype_that_torch_lacks(
         sp.open(tmp_path / "a.safetensors")
 
 
+def test_a_tie_to_a_safetensors_dtype_that_torch_lacks(tmp_path: Path) -> None:
+    header = {
+        "__metadata__": {"shardproof:aliases": '{"tied": "q", "v": "w"}'},
+        "w": {"dtype": "F32", "shape": [3], "data_offsets": [0, 12]},
+        "q": {"dtype": "F9", "shape": [4], "data_offsets": [12, 16]},
+    }
+    text = json.dumps(header).encode()
+    data = len(text).to_bytes(8, "little") + text + WEIGHT.numpy().tobytes() + bytes(4)
+    (tmp_path / "a.safetensors").write_bytes(data)
+    with sp.open(tmp_path / "a.safetensors") as checkpoint:
+        assert checkpoint.keys() == ["q", "tied", "v", "w"]
+        assert bits(checkpoint["v"].read()) == bits(WEIGHT)
+        with pytest.raises(PlainDataError, match="tied is .*F9"):
+            checkpoint["tied"]
+
+
 def test_only_dtypes_of_this_torch_are_read() -> None:
     """Torch 2.6 lacks float8_e8m0fnu and float4_e2m1fn_x2."""
     for code in ("F8_E8M0", "F4", "F8_E4M3"):

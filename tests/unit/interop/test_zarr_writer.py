@@ -194,6 +194,22 @@ def test_plain_values_and_ties_are_attributes_of_the_group(tmp_path: Path) -> No
         assert checkpoint["head"].read().tolist() == [1, 1, 1]
 
 
+def test_a_tie_to_a_tensor_that_cannot_be_read_is_an_error_of_its_key_alone(tmp_path: Path) -> None:
+    state = {"embed": torch.ones(3), "w": torch.ones(2)}
+    write_all(writer(contents_of(state, aliases={"head": "embed"})), state, tmp_path)
+    array = json.loads((tmp_path / "embed" / "zarr.json").read_text())
+    (tmp_path / "embed" / "zarr.json").write_text(json.dumps({**array, "data_type": "float7"}))
+    group = json.loads((tmp_path / "zarr.json").read_text())
+    del group["consolidated_metadata"]
+    (tmp_path / "zarr.json").write_text(json.dumps(group))
+    with sp.open(tmp_path) as checkpoint:
+        assert checkpoint.keys() == ["embed", "head", "w"]
+        assert checkpoint["w"].read().tolist() == [1, 1]
+        for key in ("embed", "head"):
+            with pytest.raises(PlainDataError, match=f"{key} is .*float7"):
+                checkpoint[key]
+
+
 @pytest.mark.parametrize(
     "attributes",
     [

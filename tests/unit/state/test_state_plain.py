@@ -495,6 +495,7 @@ def test_undecodable_objects_are_refused_before_anything_is_changed() -> None:
         ["<U1", {"$array": ["uint8", [1, 4], "////fw=="]}],
         ["<U1", {"$array": ["int32", [1, 1], "AAAAAA=="]}],
         ["<U1", "abcd"],
+        ["<U9", {"$array": ["uint8", [1_000_000_000_000, 0], ""]}],
     ],
 )
 def test_malformed_texts_are_refused(data: Any) -> None:

@@ -117,6 +117,8 @@ class _Decoder:
         if not isinstance(raw, np.ndarray) or raw.dtype != np.uint8 or raw.ndim == 0:
             raise ValueError("the bytes of the texts are not an array of uint8")
         if not raw.size:  # also while a load checks the value, before it reads the bytes
+            if math.prod(raw.shape[:-1]):
+                raise ValueError(f"texts of shape {raw.shape[:-1]} have no bytes")
             return np.zeros(raw.shape[:-1], dtype)
         if raw.shape[-1] != dtype.itemsize or (
             dtype.kind == "U" and raw.view("<u4").max() > _LAST_CODE_POINT
