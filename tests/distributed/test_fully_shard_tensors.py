@@ -288,3 +288,30 @@ def shared_gradient() -> None:
 
 def test_one_gradient_of_two_parameters_has_the_rows_of_both() -> None:
     values(run_ranks(2, shared_gradient))
+
+
+def views() -> None:
+    from shardproof import fsdp
+
+    with process_group():
+        reference, model = Penalised(), fsdp.fully_shard(Penalised(), mesh=mesh_of())
+        for of in (
+            lambda m: m.b[:3] + m.a,
+            lambda m: m.a.view(5, 3).view(3, 5) + m.a,
+            lambda m: torch.cat([m.b[1:], m.a]),
+            lambda m: m.a[:2] * m.frozen,
+        ):
+            model.zero_grad()
+            reference.zero_grad()
+            found, expected = of(model), of(reference)
+            assert torch.equal(found.full_tensor(), expected)
+            found.square().sum().backward()
+            expected.square().sum().backward()
+            for parameter, other in zip(model.parameters(), reference.parameters(), strict=True):
+                assert (parameter.grad is None) == (other.grad is None)
+                if other.grad is not None:
+                    assert torch.allclose(parameter.grad.full_tensor(), other.grad)
+
+
+def test_a_view_and_a_parameter_are_operands_in_any_order() -> None:
+    values(run_ranks(2, views))

@@ -319,7 +319,10 @@ def _loaded(
 
 
 class GatheredView(DTensor):
-    """A view of a gathered copy of a `RowSharded`. An operation that writes to it raises."""
+    """A view of a gathered copy of a `RowSharded`. An operation that writes to it raises.
+
+    Other arguments may be a `RowSharded`: torch calls the class of the leftmost argument.
+    """
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -333,8 +336,7 @@ class GatheredView(DTensor):
                     "shardproof.fsdp. The view is a gathered copy, so the parameter would not change. Change "
                     "the whole value (parameter.full_tensor()), and load it with load_full_state_dict"
                 )
-        out = func(*tree_map(_plain_dtensor, args), **tree_map(_plain_dtensor, kwargs))
-        return tree_map(_as_view, out) if func.is_view else out
+        return _with_gathered(func, args, kwargs)
 
 
 class _Gather(torch.autograd.Function):
