@@ -34,7 +34,7 @@ def theirs_of(model: Any, **options: Any) -> Any:
 
 
 def ignored() -> None:
-    from shardproof.fsdp import fully_shard
+    from shardproof.fsdp import full_state_dict, fully_shard
 
     with process_group():
         models = []
@@ -46,6 +46,8 @@ def ignored() -> None:
             loss_of(model, words_of(0, rank())).backward()
         theirs, ours = ([p.grad for p in (m.blocks[0].scale, m.head.weight)] for m in models)
         assert all(map(torch.equal, ours, theirs))  # of this rank's batch alone
+        ours_whole = full_state_dict(model, on_all_ranks=False)
+        assert set(ours_whole) == (set() if rank() else set(model.state_dict()))
         with pytest.raises(TypeError, match="takes one module, found a list.*the module around them"):
             fully_shard(list(made().blocks), mesh=mesh_of())
 
@@ -88,6 +90,28 @@ def whole() -> None:
 
 def test_unshard_and_reshard_show_what_those_of_fsdp2_show() -> None:
     values(run_ranks(2, whole))
+
+
+def unsharded_loss() -> None:
+    from shardproof.fsdp import unshard
+
+    with process_group():
+        reference, model = made(blocks=1), flat(made(blocks=1), mesh_of())
+        optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, reference)]
+        for one, optimizer in zip((model, reference), optimizers, strict=True):
+            if one is model:
+                unshard(one.blocks[0])
+            one.blocks[0].up.weight.square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses = [loss_of(one, words_of(0, rank())) for one in (model, reference)]
+        assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-6)
+        losses[0].backward()
+        assert hasattr(model.blocks[0].up.weight, "placements")
+
+
+def test_the_backward_of_a_loss_of_unsharded_parameters_reshards_them() -> None:
+    values(run_ranks(2, unsharded_loss))
 
 
 def prefetched() -> None:

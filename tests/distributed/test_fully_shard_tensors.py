@@ -214,3 +214,104 @@ def scaled() -> None:
 
 def test_a_grad_scaler_skips_the_step_of_all_ranks_for_an_infinity_on_one() -> None:
     values(run_ranks(2, scaled))
+
+
+class Penalised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.arange(1.0, 1 + rows * 5).view(rows, 5) / 9) for rows in (3, 4))
+        self.bias, self.frozen = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2, 5), False)
+
+    def penalty(self, factor: torch.Tensor) -> torch.Tensor:
+        of_gathered = (self.a @ self.b.t()).square().sum() + (3 * self.bias).sum()
+        return (factor * self.a.t()).square().sum() + of_gathered + self.frozen.sum()
+
+    def second_order(self) -> torch.Tensor:
+        (gradient,) = torch.autograd.grad((self.b @ self.b.t()).pow(3).sum(), self.b, create_graph=True)
+        return gradient.square().sum() * 1e-6
+
+
+def penalised() -> None:
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    from shardproof import fsdp
+
+    factor = torch.arange(15.0).view(5, 3)
+    with process_group():
+        mesh = mesh_of()
+        for fused in (False, True):
+            reference, model = Penalised(), fsdp.fully_shard(Penalised(), mesh=mesh)
+            model.frozen.requires_grad_(True)
+            reference.frozen.requires_grad_(True)
+            factors = factor, distribute_tensor(factor, mesh, [Replicate()])
+            optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1, fused=fused) for m in (reference, model)]
+            for step in range(2):
+                for one, of, optimizer in zip((reference, model), factors, optimizers, strict=True):
+                    optimizer.zero_grad()
+                    loss = one.penalty(of) + (one.second_order() if step else 0)
+                    loss.backward()
+                for parameter, expected in zip(model.parameters(), reference.parameters(), strict=True):
+                    assert parameter.grad.placements == parameter.placements
+                    local = parameter.grad._local_tensor
+                    assert local.shape == parameter._local_tensor.shape
+                    assert local.is_contiguous()
+                    assert torch.allclose(parameter.grad.full_tensor(), expected.grad, rtol=1e-5)
+                gradients = [parameter.grad for parameter in reference.parameters()]
+                norm = torch.nn.utils.get_total_norm(gradients).item()
+                found = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
+                assert found.full_tensor().item() == pytest.approx(norm, rel=1e-5)
+                assert fsdp.clip_grad_norm_(model, float("inf")).item() == pytest.approx(norm, rel=1e-5)
+                for optimizer in optimizers:
+                    optimizer.step()
+            for parameter, expected in zip(model.parameters(), reference.parameters(), strict=True):
+                assert torch.allclose(parameter.full_tensor(), expected, rtol=1e-4)
+
+
+def test_gradients_of_penalties_have_the_rows_of_their_parameters() -> None:
+    values(run_ranks(2, penalised))
+
+
+def shared_gradient() -> None:
+    from shardproof import fsdp
+
+    with process_group():
+        model = nn.Linear(5, 3, device="meta")
+        model.other = nn.Linear(5, 3, bias=False, device="meta")
+        fsdp.materialize(fsdp.fully_shard(model, mesh=mesh_of()), "cpu")
+        for create_graph in (False, True):
+            model.zero_grad()
+            joined = (model.weight + model.other.weight).sin().sum() + (model.bias * 2).sum()
+            joined.backward(create_graph=create_graph)
+            for parameter in model.parameters():
+                assert parameter.grad.placements == parameter.placements
+
+
+def test_one_gradient_of_two_parameters_has_the_rows_of_both() -> None:
+    values(run_ranks(2, shared_gradient))
+
+
+def views() -> None:
+    from shardproof import fsdp
+
+    with process_group():
+        reference, model = Penalised(), fsdp.fully_shard(Penalised(), mesh=mesh_of())
+        for of in (
+            lambda m: m.b[:3] + m.a,
+            lambda m: m.a.view(5, 3).view(3, 5) + m.a,
+            lambda m: torch.cat([m.b[1:], m.a]),
+            lambda m: m.a[:2] * m.frozen,
+        ):
+            model.zero_grad()
+            reference.zero_grad()
+            found, expected = of(model), of(reference)
+            assert torch.equal(found.full_tensor(), expected)
+            found.square().sum().backward()
+            expected.square().sum().backward()
+            for parameter, other in zip(model.parameters(), reference.parameters(), strict=True):
+                assert (parameter.grad is None) == (other.grad is None)
+                if other.grad is not None:
+                    assert torch.allclose(parameter.grad.full_tensor(), other.grad)
+
+
+def test_a_view_and_a_parameter_are_operands_in_any_order() -> None:
+    values(run_ranks(2, views))

@@ -37,6 +37,9 @@ def unshard(module: nn.Module, *, async_op: bool = False) -> UnshardHandle | Non
     They stay until the end of the unit's next forward or backward, or until `reshard`. Not recursive. A loss
     that is computed with them outside of the unit's forward needs its backward before they are freed.
 
+    The forward of the outermost unit gathers its parameters again, because they may have changed. So
+    `unshard` before that forward costs one more gather.
+
     Args:
         module: a unit.
         async_op: True to return before the gather ends.

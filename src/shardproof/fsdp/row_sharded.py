@@ -37,7 +37,7 @@ from torch.utils._pytree import tree_map
 from shardproof.collectives import all_gather
 from shardproof.geometry import Boxes, IndexMap, compose
 
-__all__ = ["RowLayout", "RowSharded"]
+__all__ = ["RowLayout", "RowSharded", "in_layout"]
 
 aten = torch.ops.aten
 
@@ -223,6 +223,8 @@ class RowSharded(DTensor):
             return _permute(func, args)
         if packet in _NORMS and not _along_dimensions(func, args):
             return _norms(func, args, kwargs)
+        if packet is aten.new_empty_strided and tuple(args[1]) == tuple(args[0].shape):
+            return _new_rows(args[0], kwargs)
         if packet in _OF_PARTS:
             return func(*tree_map(_plain_dtensor, args), **tree_map(_plain_dtensor, kwargs))
         if _is_elementwise(func):
@@ -317,7 +319,10 @@ def _loaded(
 
 
 class GatheredView(DTensor):
-    """A view of a gathered copy of a `RowSharded`. An operation that writes to it raises."""
+    """A view of a gathered copy of a `RowSharded`. An operation that writes to it raises.
+
+    Other arguments may be a `RowSharded`: torch calls the class of the leftmost argument.
+    """
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -331,8 +336,7 @@ class GatheredView(DTensor):
                     "shardproof.fsdp. The view is a gathered copy, so the parameter would not change. Change "
                     "the whole value (parameter.full_tensor()), and load it with load_full_state_dict"
                 )
-        out = func(*tree_map(_plain_dtensor, args), **tree_map(_plain_dtensor, kwargs))
-        return tree_map(_as_view, out) if func.is_view else out
+        return _with_gathered(func, args, kwargs)
 
 
 class _Gather(torch.autograd.Function):
@@ -343,7 +347,35 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return ctx.layout.wrap(ctx.layout.take(gradients[0]).contiguous())
+        return in_layout(ctx.layout, gradients[0])
+
+
+class _Take(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: DTensor, layout: RowLayout) -> RowSharded:
+        ctx.layout = layout
+        return layout.wrap(layout.take(whole).contiguous())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return _Gather.apply(in_layout(ctx.layout, gradients[0])), None  # type: ignore[no-untyped-call]
+
+
+def in_layout(layout: RowLayout, tensor: DTensor) -> RowSharded:
+    """The tensor with these rows and contiguous local tensors. A collective, if its placements are others.
+
+    A gradient that autograd computes for a sharded parameter may be gathered, or have the strides of a
+    transposed tensor. Fused optimizers read the memory of parameters and gradients in one order, and norms
+    count the gradient with the placements of the parameter.
+    """
+    if not isinstance(tensor, RowSharded):
+        taken: RowSharded = _Take.apply(_plain_dtensor(tensor), layout)  # type: ignore[no-untyped-call]
+        return taken
+    if not layout.equals(tensor.row_layout):
+        return in_layout(layout, _Gather.apply(tensor))  # type: ignore[no-untyped-call]
+    if not tensor._local_tensor.is_contiguous():
+        return tensor.clone(memory_format=torch.contiguous_format)  # type: ignore[return-value]
+    return tensor
 
 
 class _ToLocal(torch.autograd.Function):
@@ -502,6 +534,12 @@ def _permute(func: Any, args: tuple[Any, ...]) -> Any:
     dims = tuple(_PERMUTATIONS[func.overloadpacket](tensor.ndim, *args[1:]))
     made = tensor.row_layout.permuted(dims).wrap(func(tensor._local_tensor, *args[1:]))
     return return_and_correct_aliasing(func, args, {}, made)  # type: ignore[no-untyped-call]
+
+
+def _new_rows(like: RowSharded, options: dict[str, Any]) -> RowSharded:
+    """A tensor with the same rows, for the gradient that autograd copies into its own memory."""
+    options = {name: value for name, value in options.items() if value is not None}
+    return like.row_layout.wrap(like._local_tensor.new_empty(like._local_tensor.shape, **options))
 
 
 def _with_gathered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -113,6 +113,7 @@ class UnitSchedule:
             self._end_unit(unit)
         for unit in self.units:
             unit.calls = 0
+            unit.show_sharded()  # `unshard` may have shown the whole parameters
             unit.free()
         self._set_gradients()
         self._ending = False
@@ -177,9 +178,8 @@ class UnitSchedule:
             other.gather()
 
     def _end_unit(self, unit: ShardedUnit) -> None:
-        if unit.in_backward:
-            unit.in_backward = False
-            unit.show_sharded()
+        unit.in_backward = False
+        unit.show_sharded()
         unit.free()
         if unit in self._to_reduce:
             del self._to_reduce[unit]

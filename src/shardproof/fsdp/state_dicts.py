@@ -23,7 +23,8 @@ def full_state_dict(
     Args:
         module: a module with units.
         device: device of the result; None: device of the parameters.
-        on_all_ranks: False to return the parameters of each unit only on the first rank of its mesh.
+        on_all_ranks: False to return the parameters of each unit only on the first rank of its mesh, and
+            values outside of units (buffers, ignored parameters) only on the first rank of all meshes.
 
     Returns:
         Copies, under the names of `module.state_dict()`.
@@ -32,8 +33,10 @@ def full_state_dict(
         ValueError: the module has no units.
     """
     whole: dict[int, torch.Tensor] = {}
+    is_first = True
     for unit in units_in(module):
         wanted = on_all_ranks or not any(unit.ranks.mesh.get_coordinate() or [])
+        is_first = is_first and wanted
         for buffer in unit.buffers:
             gathered = buffer.gathered()
             for parameter in buffer.parameters if wanted else ():
@@ -44,7 +47,7 @@ def full_state_dict(
     for name, value in module.state_dict(keep_vars=True).items():
         if id(value) in whole:
             taken[name] = whole[id(value)]
-        elif id(value) not in sharded and on_all_ranks and isinstance(value, torch.Tensor):
+        elif id(value) not in sharded and is_first and isinstance(value, torch.Tensor):
             taken[name] = value.detach().to(device=device, copy=True)
     return taken
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from shardproof.fsdp.mesh_ranks import TensorSpec
 from shardproof.fsdp.packing import Packing
-from shardproof.fsdp.row_sharded import RowSharded
+from shardproof.fsdp.row_sharded import RowSharded, in_layout
 
 __all__ = ["UnitParameter"]
 
@@ -92,8 +93,12 @@ class UnitParameter:
             fresh = nn.Parameter(self.layout.wrap(self.local), requires_grad=requires_grad)
         if self.sharded is None:
             self.sharded = fresh
+            if fresh.is_floating_point():  # also if frozen, because that may change
+                fresh.requires_grad_(True).register_hook(partial(in_layout, self.layout))  # type: ignore[no-untyped-call]
+                fresh.requires_grad_(requires_grad)
         else:
             torch.utils.swap_tensors(self.sharded, fresh)  # type: ignore[no-untyped-call]
+            self.sharded._backward_hooks = self.sharded._backward_hooks  # swap_tensors drops them
         self.local = self.sharded._local_tensor
         self.show_sharded()
 
