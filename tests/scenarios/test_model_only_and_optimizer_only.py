@@ -97,7 +97,9 @@ def zero_redundancy(variant: str, seed: int) -> Job:
 def hybrid(variant: str, seed: int) -> Job:
     net = Net(variant, seed)
     options = options_of(seed)
-    return net, HybridDeviceOptimizer(trained(net, variant), torch.optim.AdamW, cpu_fraction=0.5, **options)
+    return net, HybridDeviceOptimizer(
+        trained(net, variant), torch.optim.AdamW, cpu_fraction=0.5, fused=False, **options
+    )
 
 
 def distributed(variant: str, seed: int) -> Job:
@@ -109,7 +111,7 @@ def distributed(variant: str, seed: int) -> Job:
 def distributed_hybrid(variant: str, seed: int) -> Job:
     net = Net(variant, seed)
     groups = [{"params": trained(net, variant)}]
-    inner = partial(HybridDeviceOptimizer, optimizer_class=torch.optim.AdamW, cpu_fraction=0.5)
+    inner = partial(HybridDeviceOptimizer, optimizer_class=torch.optim.AdamW, cpu_fraction=0.5, fused=False)
     return net, DistributedOptimizer(net, inner, param_groups=groups, **options_of(seed))
 
 
