@@ -77,7 +77,7 @@ test-torch: $(OTHER_TORCH)/.installed  ## the tests with another torch: make tes
 	$(OTHER_TORCH)/bin/python -m pytest -n 3 -p tests.newer_torch -m "not slow and not interop" $(ARGS)
 
 bench: $(STAMP)  ## compare with torch's own checkpoints, optimizers and sharding
-	@set -e; for script in save load reshard crossover small_tensors costs planning; do \
+	@set -e; for script in save load save_load_again reshard crossover small_tensors costs planning; do \
 		echo "== $$script"; $(BIN)/python benchmarks/$$script.py $(ARGS); \
 	done
 	@echo "== optim"; $(BIN)/python benchmarks/optim.py
