@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -17,7 +16,7 @@ from shardproof.checkpointer.judge import RestorableSteps, Verdict, judge
 from shardproof.checkpointer.marks import Pin, pinned_steps
 from shardproof.checkpointer.nodes import MissingCopies, NodeStorage, NodesView
 from shardproof.checkpointer.policies import BestStep, KeepBest, Retention
-from shardproof.checkpointer.retention import StepFacts, branch_removal
+from shardproof.checkpointer.retention import StepFacts, abandoned, branch_removal
 from shardproof.checkpointer.scrub import Scrub
 from shardproof.checkpointer.step_folders import StepFolder, folders_in, parse_folder, step_name
 from shardproof.checkpointer.tiers import TieredRun
@@ -218,11 +217,11 @@ class OpenRun:
         steps = [restored, *earlier[-_EARLIER_STEPS:]]
         facts = StepFacts(view)
         found = zip(steps, map_requests(view, facts.time_of, steps), strict=True)
-        times = {step: time for step, time in found if time is not None}
-        later = sorted(
-            (step for step in times if times[step] > times.get(restored, math.inf)), key=times.__getitem__
+        times = dict(found)
+        later = [(time, step) for step, time in times.items() if time and restored in abandoned(times, step)]
+        last = next(
+            (step for _, step in sorted(later, reverse=True) if self._is_restorable(view, step)), None
         )
-        last = next((step for step in reversed(later) if self._is_restorable(view, step)), None)
         if last is None:
             return
         _log.warning(

@@ -18,6 +18,7 @@ from shardproof.checkpointer.marks import pinned_steps, read_pin, read_settled
 from shardproof.checkpointer.policies import KeepLatest
 from shardproof.checkpointer.retention import (
     Leftover,
+    abandoned,
     delete_steps,
     leftovers,
     plan_removal,
@@ -232,17 +233,15 @@ def _branch(run: str, scanned: Mapping[int, StepInfo], after: int) -> list[int]:
             "of the run that continues (`shardproof ls`)",
             path=run,
         )
-    saved = scanned[last].time
-    times = {step: scanned[step].time for step in steps if step > after}
-    newer = [step for step, time in times.items() if time is not None and saved is not None and time < saved]
-    pinned = next((scanned[step] for step in newer if scanned[step].pinned is not None), None)
+    branch = abandoned({step: scanned[step].time for step in steps}, last)
+    pinned = next((scanned[step] for step in branch if scanned[step].pinned is not None), None)
     if pinned is not None:
         raise StorageError(
             f"{run}/{pinned.name} is pinned ({pinned.pinned}), so nothing was removed: unpin the step first "
             f"(sp.Checkpointer({run!r}).unpin({pinned.step}))",
             file=f"{run}/{pinned.name}",
         )
-    return newer
+    return branch
 
 
 def _step_of(leftover: Leftover) -> int:

@@ -56,6 +56,7 @@ __all__ = [
     "Leftover",
     "Removal",
     "StepFacts",
+    "abandoned",
     "branch_removal",
     "delete_steps",
     "leftovers",
@@ -289,13 +290,16 @@ def retain(
         folders = [one for one in folders_in(run) if not one.suspect and not damaged(one.step)]
         sizes = map_requests(run, partial(_manifest_size, run), [folder.name for folder in folders])
         steps = [folder.step for folder, size in zip(folders, sizes, strict=True) if size is not None]
-        abandoned = _abandoned(run, facts, newest, sorted(step for step in steps if step > newest))
-        if abandoned:
+        newer = sorted(step for step in steps if step > newest)
+        looked = [newest, *newer] if newer else []
+        times = dict(zip(looked, map_requests(run, facts.time_of, looked), strict=True))
+        given_up = abandoned(times, newest) if newer else []
+        if given_up:
             _log.warning(
                 "%s: steps %s have higher numbers than step %d, which was just saved, and were saved before "
                 "it: the run was rolled back, or a clock was behind. restore() takes them. %s",
                 run.location,
-                abandoned,
+                given_up,
                 newest,
                 branch_removal(newest),
             )
@@ -346,12 +350,21 @@ def branch_removal(places: Sequence[str], step: int) -> str:
     return f"{commands} {verbs[0]} them, and with --yes in place of --dry-run {verbs[1]} them"
 
 
-def _abandoned(run: Storage, facts: StepFacts, newest: int, newer: Sequence[int]) -> list[int]:
-    """The newer steps that a rollback gave up: those that were saved before the newest one."""
-    saved = facts.time_of(newest) if newer else None
-    found = map_requests(run, facts.time_of, newer) if saved is not None else ()
-    times = dict(zip(newer, found, strict=False))
-    return [step for step, time in times.items() if time is not None and saved is not None and time < saved]
+def abandoned(times: Mapping[int, float | None], last: int) -> list[int]:
+    """The steps that a rollback gave up for the step `last`: with a higher number, and saved before it.
+
+    Args:
+        times: times of the saves, that of `last` too; None for a time that cannot be read. Its step counts as
+            not given up.
+        last: a step of the run that continues.
+
+    >>> abandoned({10: 1.0, 11: 4.0, 12: 5.0, 20: 2.0, 30: None}, 11)
+    [20]
+    """
+    saved = times[last]
+    if saved is None:
+        return []
+    return [step for step, time in times.items() if step > last and time is not None and time < saved]
 
 
 def _kept(

@@ -189,8 +189,8 @@ def check_end(data: bytes, file: str) -> str:
     seal = _SEAL.fullmatch(data, max(0, len(data) - SEAL_LENGTH))
     if seal is None:
         raise FormatError(
-            f"{file}: the end is not that of a manifest. The file was cut short or edited; `shardproof "
-            "repair` can write it again from the shard files.",
+            f"{file}: the end is not that of a manifest. The file was cut short or edited. If all shard "
+            "files of a save without references are there, `shardproof repair` writes it again.",
             file=file,
         )
     return seal[1].decode()

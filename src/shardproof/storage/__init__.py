@@ -40,7 +40,7 @@ from shardproof.storage.remote_requests import file_sizes as file_sizes  # not l
 from shardproof.storage.remote_requests import map_requests as map_requests  # not listed in __all__: internal
 from shardproof.storage.sink import LocalSink
 from shardproof.storage.store_time import time_at as time_at  # not listed in __all__: internal
-from shardproof.storage.store_time import time_without_writes as time_without_writes
+from shardproof.storage.store_time import time_without_writes as time_without_writes  # internal
 from shardproof.storage.uncached import UncachedStorage
 from shardproof.storage.uncached import past_cache as past_cache  # not listed in __all__: internal
 
