@@ -176,11 +176,23 @@ class Training:
         return found
 
 
+def trained(state: dict[str, Any]) -> dict[str, Any]:
+    """The same tensors as parameters of a module, and as the state of its optimizer."""
+    module = torch.nn.Module()
+    for key, tensor in state["model"].items():
+        module.register_parameter(key.replace(".", "_"), torch.nn.Parameter(tensor))
+    optimizer = torch.optim.AdamW(module.parameters(), fused=True)
+    for parameter, slots in zip(module.parameters(), state["optimizer"].values(), strict=True):
+        optimizer.state[parameter] = slots
+    return {"model": module, "optimizer": optimizer}
+
+
 def background(given: Any, state: dict[str, Any], target: dict[str, Any]) -> None:
-    """The second table."""
+    """The second table. shardproof saves a module and its optimizer, DCP a dict of the same tensors."""
     training = Training(given.step, state)
     group = dist.new_group(backend="gloo")
     figures: dict[str, Measured] = {}
+    ours, our_target = trained(state), trained(target)
 
     def note(name: str, seconds: float) -> None:
         slowest = torch.tensor(seconds, dtype=torch.float64)
@@ -201,7 +213,7 @@ def background(given: Any, state: dict[str, Any], target: dict[str, Any]) -> Non
         if name == "torch DCP":
             dcp.load(target, checkpoint_id=place)
         else:
-            sp.Checkpointer(place).restore(target)
+            sp.Checkpointer(place).restore(our_target)
         restore = time.perf_counter() - begun
         for what, seconds in (
             ("held", held),
@@ -221,7 +233,7 @@ def background(given: Any, state: dict[str, Any], target: dict[str, Any]) -> Non
             measure(
                 f"shardproof, cache={cache}",
                 folder() / f"run-{cache}",
-                lambda saver=saver, number=number: saver.save(number + 2, state),
+                lambda saver=saver, number=number: saver.save(number + 2, ours),
                 saver.fence,
             )
         measure(
