@@ -87,6 +87,12 @@ def test_wrong_use_says_what_to_change(tmp_path: Path) -> None:
     assert "after fully_shard_model" in errors["x.2"]
 
 
+def test_fp8_weights_are_refused(tmp_path: Path) -> None:
+    """`test_fp8_weights_of_transformer_engine_are_refused` has real ones."""
+    error = run_peer("megatron", "train_megatron_fsdp.py", "fp8", tmp_path, "x:3:bfloat16").facts["x"]
+    assert "is stored in fp8" in error and "save with Megatron-FSDP's own state_dict" in error
+
+
 def test_the_example_is_killed_and_resumes_on_other_ranks(tmp_path: Path) -> None:
     with pytest.raises(PeerFailed, match="exit code -9"):
         run_peer("megatron", "run_sharded_example.py", EXAMPLE, 4, tmp_path / "run", 6, nproc=3)

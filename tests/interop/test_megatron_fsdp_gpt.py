@@ -6,11 +6,13 @@ The model, its wrapper and the optimizer are what released Megatron-Core makes o
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.interop.peer import PeerResult, assert_same_tensors, run_peer
+from tests.interop.peer import PeerResult, assert_same_tensors, python_of, run_peer
 
 pytestmark = [pytest.mark.interop, pytest.mark.processes, pytest.mark.timeout(900)]
 ENVIRONMENT, SCRIPT = "megatron_fsdp", "train_megatron_fsdp_gpt.py"
@@ -73,6 +75,17 @@ def test_undeclared_layouts_are_refused(tmp_path: Path) -> None:
     facts = run_peer(ENVIRONMENT, SCRIPT, "undeclared", tmp_path, *cases, nproc=2).facts
     assert "shardproof.layouts.experts.sequential" in facts[cases[0]]
     assert "shardproof.layouts.swiglu(MODULE, NAME, SIZE, rank=RANK, ranks=RANKS)" in facts[cases[1]]
+
+
+@pytest.mark.gpu
+def test_fp8_weights_of_transformer_engine_are_refused(tmp_path: Path) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("fp8 weights need a GPU of CUDA")
+    engine = [python_of(ENVIRONMENT), "-c", "import transformer_engine"]
+    if subprocess.run(engine, capture_output=True).returncode:
+        pytest.skip(f"fp8 weights need transformer_engine in {ENVIRONMENT}, which is built for a CPU")
+    facts = run_peer(ENVIRONMENT, SCRIPT, "undeclared", tmp_path, "stage3-fp8").facts
+    assert "is stored in fp8" in facts["stage3-fp8"]
 
 
 def test_numbers_of_experts_on_a_rank_are_refused_for_torch(tmp_path: Path) -> None:

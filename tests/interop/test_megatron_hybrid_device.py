@@ -52,17 +52,26 @@ def values(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("in_fp32", [True, False])
 def test_each_fraction_loads_from_each(environment: str, dtype: str, in_fp32: bool, tmp_path: Path) -> None:
-    """Fresh and stepped optimizers, with overlap and without. The step counts come back, too."""
+    """Fresh and stepped optimizers, with overlap and without. The step counts come back, too.
+
+    Some are saved and loaded by themselves, and some as `OptimizerState`.
+    """
     how: Run = {"optimizer": "megatron", "dtype": dtype, "in_fp32": in_fp32}
     fractions = [0, 0.5, 1]
     runs = [
-        {**how, "fraction": at, "train": 3, "save": tmp_path / str(at), "overlap": at != 1}
+        {**how, "fraction": at, "train": 3, "save": tmp_path / str(at), "overlap": at != 1, "named": at == 0}
         for at in fractions
     ]
     runs += [{**run, "train": 5, "save": tmp_path / f"{run['fraction']}-on"} for run in runs]
     pairs = [(source, target) for source in fractions for target in fractions]
     for source, target in pairs:
-        load = {"fraction": target, "load": tmp_path / str(source), "first": 3, "train": 2}
+        load = {
+            "fraction": target,
+            "load": tmp_path / str(source),
+            "first": 3,
+            "train": 2,
+            "named": target == 0.5,
+        }
         runs.append({**how, **load, "ahead": 2 if target == 1 else 0, "overlap": source != 1})
     result = run_all(*runs, environment=environment)
     assert not result.facts

@@ -146,13 +146,14 @@ def test_sharding_types_of_megatron_with_the_drop_in(kind: str, tmp_path: Path) 
         assert_same_tensors(tensors(tmp_path / str(ranks)), tensors(at["live"]))
 
 
-def test_an_error_names_what_loads_instead(tmp_path: Path) -> None:
+@pytest.mark.parametrize("environment", ENVIRONMENTS)
+def test_an_error_names_what_loads_instead(environment: str, tmp_path: Path) -> None:
     """Megatron's own load fails for float32 main weights. What the error advises loads them."""
     at = {name: tmp_path / name for name in ("first", "live", "loaded")}
     options = {**SMALL, **UNAWARE, "offload": 0.5}
     steps = [("train", 1), ("save", at["first"]), ("save_live", at["live"])]
-    train("megatron", steps, dict(DP4), nproc=1, **options)
+    train(environment, steps, dict(DP4), nproc=1, **options)
     steps = [("refused", at["first"]), ("load_live", at["first"]), ("save_live", at["loaded"])]
-    errors = train("megatron", steps, dict(DP4), nproc=1, seed=1, **options).facts["errors"]
+    errors = train(environment, steps, dict(DP4), nproc=1, seed=1, **options).facts["errors"]
     assert "`live_state` and `load_live_state`" in errors["refused"]
     assert_same_tensors(tensors(at["loaded"]), tensors(at["live"]))

@@ -25,7 +25,9 @@ from megatron_fsdp.uneven_dtensor import gather_and_compute_chunk_metadata  # no
 
 from shardproof.layouts import experts as expert_layouts  # noqa: E402
 
-__all__ = ["sharded_model", "sharded_optimizer", "train", "whole_state"]
+__all__ = ["DEVICE", "sharded_model", "sharded_optimizer", "train", "whole_state"]
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def sharded_model(words: set[str], seed: int, **options: Any) -> Any:
@@ -66,13 +68,13 @@ def sharded_model(words: set[str], seed: int, **options: Any) -> Any:
                 parameter.partition_dim = int("fc2" in name)
     (stage,) = (int(word[-1]) for word in words if word.startswith("stage"))
     model = fully_shard_model(
-        module.to(dtype),
+        module.to(DEVICE, dtype),
         device_mesh=mesh,
         dp_shard_dim="dp",
         tp_dim="tp",
         fsdp_unit_modules=[GatedLayer] if {"gated", "dense"} & words else [nn.Linear],
         zero_dp_strategy=stage,
-        device=torch.device("cpu"),
+        device=DEVICE,
         calculate_per_token_loss=True,  # gloo has no product with a scale
         **options,
     )
@@ -85,10 +87,10 @@ def _mesh(words: set[str], options: dict[str, Any]) -> DeviceMesh:
     is_expert = "experts" in words
     tp = 2 if {"tp", "core"} & words else 1
     if is_expert and "ep" in words:
-        return init_device_mesh("cpu", (2, world_size() // 2, 1), mesh_dim_names=("ep", "dp", "tp"))
+        return init_device_mesh(DEVICE.type, (2, world_size() // 2, 1), mesh_dim_names=("ep", "dp", "tp"))
     if not {"hybrid", "outer"} & words:
-        return init_device_mesh("cpu", (world_size() // tp, tp), mesh_dim_names=("dp", "tp"))
-    mesh = init_device_mesh("cpu", (2, world_size() // 2, 1), mesh_dim_names=("outer", "dp", "tp"))
+        return init_device_mesh(DEVICE.type, (world_size() // tp, tp), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(DEVICE.type, (2, world_size() // 2, 1), mesh_dim_names=("outer", "dp", "tp"))
     both = mesh["outer", "dp"]._flatten("both").get_group()
     options["dp_outer_dim"] = "outer"
     options["outer_dp_sharding_strategy"] = int("outer" in words)
@@ -105,7 +107,7 @@ def train(model: Any, optimizer: torch.optim.Optimizer, steps: int, first: int =
     """Trains, with the same tokens on any number of ranks, and returns the losses."""
     losses = []
     for step in range(first, first + steps):
-        tokens = (torch.arange(12).reshape(2, 6) * (step + 3)) % 11
+        tokens = (torch.arange(12, device=DEVICE).reshape(2, 6) * (step + 3)) % 11
         loss = nn.functional.cross_entropy(model(tokens).float().flatten(0, 1), tokens.flatten())
         (loss / world_size()).backward()  # the gradients of all ranks are added
         optimizer.step()
@@ -147,9 +149,9 @@ def whole_state(
         for slot, item in stored.items():
             key = f"optimizer.{_global(model, name)}{slot}" if slot else f"model.{_global(model, name)}"
             whole = list(parameter.shape) if item.dim() else []
-            own[key] = (whole, list(offsets) if item.dim() else [], item.detach().clone())
+            own[key] = (whole, list(offsets) if item.dim() else [], item.detach().clone().cpu())
     for name, item in model.module.named_buffers():
-        own[f"model.{name}"] = (list(item.shape), [0] * item.dim(), item.clone())
+        own[f"model.{name}"] = (list(item.shape), [0] * item.dim(), item.clone().cpu())
     everyone: list[Any] = [None] * world_size()
     dist.all_gather_object(everyone, own)
     found: dict[str, torch.Tensor] = {}

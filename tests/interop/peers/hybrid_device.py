@@ -14,6 +14,7 @@ RUNS is a JSON list of runs, in order. Each is a dict of these:
     first       number of the first step
     train       steps to take
     save        where to save
+    named       true to give the optimizer as `shardproof.OptimizerState(optimizer, module)`
     sharded     "fsdp1" or "fsdp2" of torch, with one group; such a run has no result
 
 The result has the state of the run after the load and at its end, as `<number>.loaded.<key>` and
@@ -119,7 +120,8 @@ def train_and_save(number: int, run: dict[str, Any], result: Result) -> None:
             else fully_shard(module, mesh=init_device_mesh("cpu", (world_size(),)))
         )
     optimizer = optimizer_of(run["optimizer"], module, run)
-    state = {"model": module, "optimizer": optimizer}
+    given = sp.OptimizerState(optimizer, module) if run.get("named") else optimizer
+    state = {"model": module, "optimizer": given}
     if "sharded" in run:
         save_sharded(module, optimizer, run)
         return

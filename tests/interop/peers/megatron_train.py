@@ -5,7 +5,7 @@ STEPS is a JSON list of what to do, in order:
     ["load", PATH]       fill model and optimizer with `shardproof.frameworks.megatron_core`
     ["train", N]         take N steps
     ["save", PATH]       save with `shardproof.frameworks.megatron_core`
-    ["save_live", PATH]  save with `live_state`; "load_live" loads so
+    ["save_live", PATH]  save with `live_state`; "load_live" loads so. Neither may run a collective
     ["queue", PATH]      save through Megatron's queue of asynchronous calls
     ["nvrx", PATH]       the same with requests of nvidia-resiliency-ext
     ["begin", PATH]      save in the background, train a step meanwhile, and wait
@@ -38,6 +38,7 @@ import megatron_gpt
 import numpy as np
 import torch
 import torch.distributed as dist
+from collective_count import without_collectives
 from megatron.core import dist_checkpointing as mcore
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.core import CheckpointingException
@@ -50,7 +51,7 @@ from megatron.core.rerun_state_machine import (
     get_rerun_state_machine,
     initialize_rerun_state_machine,
 )
-from peer_result import Result, join_ranks, leave_ranks, rank, world_size
+from peer_result import Result, join_ranks_on_devices, leave_ranks, rank, world_size
 
 import shardproof as sp
 from shardproof.frameworks import megatron_core as ours
@@ -216,13 +217,15 @@ class Steps:
             self.errors[kind] = str(error)
 
     def save_live(self, path: str) -> None:
-        state = ours.live_state(self.run.model.module, self.run.optimizer) | {"step": self.done}
-        ours.save(state, path, self.strategy)
+        with without_collectives():
+            state = ours.live_state(self.run.model.module, self.run.optimizer) | {"step": self.done}
+            ours.save(state, path, self.strategy)
 
     def load_live(self, path: str) -> None:
         module, optimizer = self.run.model.module, self.run.optimizer
-        state = ours.live_state(module, optimizer, checkpoint_dir=path)
-        self.done = ours.load_live_state(module, optimizer, state, path)["step"]
+        with without_collectives():
+            state = ours.live_state(module, optimizer, checkpoint_dir=path)
+            self.done = ours.load_live_state(module, optimizer, state, path)["step"]
 
     def queue(self, path: str, async_strategy: str = "mcore") -> None:
         queue = AsyncCallsQueue()
@@ -313,11 +316,7 @@ def _described(value: Any) -> Any:
 
 def main() -> None:
     steps, layout, *options = map(json.loads, sys.argv[1:])
-    if torch.cuda.is_available():
-        torch.cuda.set_device(rank())
-        join_ranks("cpu:gloo,cuda:nccl")
-    else:
-        join_ranks()
+    join_ranks_on_devices()
     it = Steps(layout, options[0] if options else {})
     for name, argument in steps:
         getattr(it, name)(argument)

@@ -27,10 +27,13 @@ _MADE_FROM = ("clone", "detach", "float")
 
 def install() -> None:
     """Puts the stand-ins in place, beside those of `megatron_stubs`."""
+    if torch.cuda.is_available():
+        return
+    torch.cuda.get_device_capability = lambda device=None: (8, 0)  # torch asks it for tensors on a device
     optimizers = importlib.import_module("megatron.core.optimizer.cpu_offloading.hybrid_optimizer")
     kind = optimizers.HybridDeviceOptimizer
     split = kind._get_sub_optimizer_param_groups
-    if torch.cuda.is_available() or hasattr(split, "__wrapped__"):
+    if hasattr(split, "__wrapped__"):
         return
 
     @functools.wraps(split)

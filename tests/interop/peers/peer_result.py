@@ -95,6 +95,17 @@ def join_ranks(backend: str = "gloo") -> None:
     dist.init_process_group(backend, store=store, rank=rank(), world_size=world_size(), timeout=limit)
 
 
+def join_ranks_on_devices() -> None:
+    """Does as `join_ranks`. Where there is CUDA, each rank takes a device, and NCCL serves its tensors."""
+    import torch
+
+    if not torch.cuda.is_available():
+        join_ranks()
+        return
+    torch.cuda.set_device(rank())
+    join_ranks("cpu:gloo,cuda:nccl")
+
+
 def leave_ranks(result: Result) -> NoReturn:
     """Writes the result on rank 0, and ends this process when every rank is here.
 

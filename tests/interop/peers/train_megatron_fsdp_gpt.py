@@ -5,7 +5,7 @@ The optimizer is offloaded to the CPU, with every option on: `optimizer_cpu_offl
 `megatron_fsdp_use_decoupled_grad`, and gradients and parameters communicated in the background. A case is
 `name` or `name:words`, with words joined by `-`: `pin` for `pin_cpu_params`, and `stage1` to `stage3`; `moe`
 for experts, and `ep` for experts over two ranks; `tp` for tensor parallelism over two ranks; `undeclared` to
-declare neither.
+declare neither; `fp8` for layers and fp8 weights of Transformer Engine.
 
 `megatron_stubs`, `offload_stubs` and this script stand for CUDA: meshes of `cuda` are of `cpu`, so that gloo
 serves them, and the wrapper is told that the current device has the number 0.
@@ -23,12 +23,11 @@ import offload_stubs
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from peer_result import Result, join_ranks, leave_ranks
+from peer_result import Result, join_ranks_on_devices, leave_ranks
 from torch.distributed.device_mesh import DeviceMesh
 
 megatron_stubs.install(fused=False)
 offload_stubs.install()
-torch.cuda.get_device_capability = lambda device=None: (8, 0)  # torch asks it for tensors on a device
 _from_group = DeviceMesh.from_group
 
 
@@ -36,10 +35,11 @@ def on_cpu(group: Any, device_type: str, *args: Any, **options: Any) -> DeviceMe
     return _from_group(group, "cpu", *args, **options)
 
 
-DeviceMesh.from_group = staticmethod(on_cpu)
+if not torch.cuda.is_available():
+    DeviceMesh.from_group = staticmethod(on_cpu)
 
 import megatron_gpt  # noqa: E402
-from fsdp_models import whole_state  # noqa: E402
+from fsdp_models import DEVICE, whole_state  # noqa: E402
 from megatron.core import parallel_state, tensor_parallel  # noqa: E402
 from megatron.core.distributed import DistributedDataParallelConfig  # noqa: E402
 from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel  # noqa: E402
@@ -87,6 +87,7 @@ def built(words: set[str], seed: int) -> tuple[Any, Any]:
         bias_dropout_fusion=False,
         calculate_per_token_loss=True,  # gloo has no product with a scale
         **layout,
+        **({"fp8": "hybrid", "fp8_param": True} if "fp8" in words else {}),
         **(EXPERTS if {"moe", "ep"} & words else {}),
     )
     (stage,) = (STAGES[word] for word in words if word in STAGES)
@@ -99,10 +100,10 @@ def built(words: set[str], seed: int) -> tuple[Any, Any]:
         megatron_fsdp_use_decoupled_grad=True,
     )
     cpu_stubs.install(current_device=0)
-    module = megatron_gpt._model(config, None, engine=False)
+    module = megatron_gpt._model(config, None, engine="fp8" in words)
     if "undeclared" not in words:
         declare(module, words)
-    model = FullyShardedDataParallel(config, sharding, module, device=torch.device("cpu"))
+    model = FullyShardedDataParallel(config, sharding, module, device=DEVICE)
     cpu_stubs.install(current_device="cpu")
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
@@ -245,7 +246,7 @@ def undeclared(path: str, name: str, words: set[str], result: Result) -> None:
 
 def main() -> None:
     mode, folder, *cases = sys.argv[1:]
-    join_ranks()
+    join_ranks_on_devices()
     if mode != "released":
         adapter.enable_optimizer_offload()
     result = Result()

@@ -7,38 +7,24 @@ from __future__ import annotations
 
 import os
 import sys
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from collective_count import Collectives
 from fsdp_models import sharded_model, sharded_optimizer, train, whole_state
 from megatron.core import parallel_state
 from megatron.core.transformer.fsdp_dtensor_checkpoint import handle_swiglu_in_state_dict
 from megatron_fsdp.uneven_dtensor import preprocess_state_dict_for_uneven_dtensor
 from peer_result import Result, join_ranks, leave_ranks, rank, world_size
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardproof import StructureError
 from shardproof.frameworks import megatron_fsdp as adapter
 
 PLAIN = {"preproc_state_dict_for_dcp_ckpt": False}
 """So that `state_dict()` runs no collective."""
-
-
-class Collectives(TorchDispatchMode):
-    """Counts the collectives of process groups."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function.namespace in ("c10d", "_c10d_functional"):
-            self.counts[function._schema.name.partition("::")[2].rstrip("_")] += 1
-        return function(*args, **(kwargs or {}))
 
 
 def built(words: set[str], seed: int) -> tuple[Any, torch.optim.Optimizer]:
