@@ -52,6 +52,13 @@ def gathers() -> None:
             assert torch.equal(parameter.full_tensor(), 2 * expected)
         with pytest.raises(RuntimeError, match="writes to a view.*load_full_state_dict"):
             model.head.weight.detach().view(-1).zero_()
+        square = model.head.weight.detach().clone()
+        with pytest.raises(RuntimeError, match=r"t_.*changes the shape.*full_tensor"):
+            square.t_()
+        square.T.contiguous().zero_()  # a copy
+        assert torch.equal(square.full_tensor(), model.head.weight.full_tensor())
+        mixed = torch._foreach_norm([square, square.bfloat16()])
+        assert [norm.dtype for norm in mixed] == [torch.float32, torch.bfloat16]
         with pytest.raises(ValueError, match="must be a DTensor of its mesh"):
             model.head.weight.data = torch.zeros(17, 10)
         penalty = sum(parameter.square().sum() for parameter in model.parameters())
@@ -111,11 +118,68 @@ def test_state_dicts_of_torch_are_whole_and_load(tmp_path: Path) -> None:
     values(run_ranks(2, state_dicts, str(tmp_path / "saved")))
 
 
+def broadcasts() -> None:
+    from torch.distributed.checkpoint import state_dict as dcp
+
+    options = dcp.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    with process_group():
+        reference, model = made(blocks=1), flat(made(blocks=1), mesh_of())
+        other, optimizer = adamw(reference.parameters()), adamw(model.parameters())
+        plain(reference, other, 2)
+        whole = dcp.get_optimizer_state_dict(reference, other)
+        is_first = rank() == 0
+        dcp.set_model_state_dict(model, reference.state_dict() if is_first else {}, options=options)
+        dcp.set_optimizer_state_dict(
+            model, optimizer, copy.deepcopy(whole) if is_first else {}, options=options
+        )
+        same(model, reference)
+        for name, parameter in model.named_parameters():
+            slot = optimizer.state[parameter]["exp_avg"]
+            assert slot._local_tensor.shape == parameter._local_tensor.shape  # no communication in a step
+            assert torch.equal(slot.full_tensor(), whole["state"][name]["exp_avg"])
+        with torch.device("meta"):
+            unmaterialised = flat(made(blocks=1), mesh_of())
+        dcp.set_model_state_dict(unmaterialised, reference.state_dict() if is_first else {}, options=options)
+        same(unmaterialised, reference)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_state_dict_that_the_first_rank_broadcasts_is_whole(ranks: int) -> None:
+    values(run_ranks(ranks, broadcasts))
+
+
+def torch_checkpoints(path: str) -> None:
+    from torch.distributed import checkpoint as dcp
+
+    with process_group():
+        reference, model = made(blocks=1), flat(made(blocks=1), mesh_of())
+        dcp.save({"model": model.state_dict()}, checkpoint_id=path)
+        whole = {"model": {name: torch.zeros_like(value) for name, value in reference.state_dict().items()}}
+        dcp.load(whole, checkpoint_id=path)
+        for name, value in reference.state_dict().items():
+            assert torch.equal(whole["model"][name], value)
+        later = flat(made(blocks=1), mesh_of())
+        for parameter in later.parameters():
+            parameter.detach().zero_()
+        dcp.load({"model": later.state_dict()}, checkpoint_id=path)
+        same(later, reference)
+
+
+def test_checkpoints_of_torch_have_the_rows(tmp_path: Path) -> None:
+    values(run_ranks(2, torch_checkpoints, str(tmp_path / "saved")))
+
+
 def norms() -> None:
     from torch.nn.utils import clip_grad_norm_, get_total_norm
 
     with process_group():
         reference, model = made(blocks=1), flat(made(blocks=1), mesh_of())
+        for norm_type in (1.0, 0.0, -1.0, float("-inf")):
+            for ours, theirs in pairs(model, reference):
+                expected = torch.linalg.vector_norm(theirs + 3, norm_type).item()
+                (listed,) = torch._foreach_norm([ours.detach() + 3], norm_type)
+                for found in (torch.linalg.vector_norm(ours.detach() + 3, norm_type), listed):
+                    assert found.item() == pytest.approx(expected, rel=1e-4)
         for norm_type in (2.0, float("inf")):
             for foreach in (False, True):
                 train(model, torch.optim.SGD(model.parameters(), lr=0.0), 1)
@@ -315,3 +379,32 @@ def views() -> None:
 
 def test_a_view_and_a_parameter_are_operands_in_any_order() -> None:
     values(run_ranks(2, views))
+
+
+def compiled_steps() -> None:
+    from shardproof import fsdp
+
+    with process_group():
+        reference, model = Penalised(), fsdp.fully_shard(Penalised(), mesh=mesh_of())
+        steps = []
+        for one in (reference, model):
+            optimizer = torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9, foreach=True)
+            steps.append(optimizer.step)
+            for step in range(3):
+                optimizer.zero_grad()
+                (one.a.square().sum() + one.b.sum() + one.bias.sum()).backward()
+                if one is model and step == 1:  # the first step makes the slots
+                    steps[-1] = torch.compile(optimizer.step, backend="aot_eager")
+                steps[-1]()
+        for parameter, expected in zip(model.parameters(), reference.parameters(), strict=True):
+            assert torch.equal(parameter.full_tensor(), expected)
+        optimizers = [torch.optim.Adafactor([model.a]) for _ in range(2)]
+        with pytest.raises(Exception, match=r"cannot gather.*Call optimizer.step\(\) without torch.compile"):
+            torch.compile(optimizers[0].step, backend="eager")()
+        before = model.a.full_tensor().clone()
+        optimizers[1].step()
+        assert not torch.equal(model.a.full_tensor(), before)
+
+
+def test_a_compiled_step_changes_the_rows_or_names_the_remedy() -> None:
+    values(run_ranks(2, compiled_steps, timeout=200))

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from shardproof.errors import StructureError
-from shardproof.fsdp.row_sharded import RowLayout
-from shardproof.geometry import IndexMap
+from shardproof.fsdp.row_layout import RowLayout
+from shardproof.geometry import IndexMap, row_major_strides
 from shardproof.state import dtensor_index_map
 
 __all__ = ["MeshRanks", "TensorSpec", "spec_of"]
@@ -94,7 +94,10 @@ class TensorSpec:
             bounds: rows [first, stop) of the packed tensor in each range.
             index: this rank's range.
         """
-        return RowLayout(self.mesh, self.placements, self.shape, bounds, self.shard_dim, index, self.outer)
+        strides = tuple(row_major_strides(self.shape))
+        return RowLayout(
+            self.mesh, self.placements, self.shape, bounds, self.shard_dim, index, self.outer, strides
+        )
 
 
 def _dtensor(

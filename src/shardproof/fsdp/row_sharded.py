@@ -12,32 +12,36 @@ Note: rows that torch would not compute
 
     The way depends only on what all ranks know, so all ranks run the same collectives. A view other than a
     permutation of the dimensions is a `GatheredView`, which refuses writes, because they would be lost.
+
+Note: placements that compute rows
+    `torch.distributed.checkpoint` computes the part of a rank from `tensor.placements`, by its function
+    `compute_local_shape_and_global_offset`. A function that names it gets placements that compute the rows.
+    Other functions get `Shard(0)`, because they make tensors with torch's rows: `redistribute`, and torch's
+    functions that make a tensor for a parameter on the meta device.
 """
 
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import Placement
 from torch.optim.optimizer import _foreach_supported_types as _types_of_optimizers
 from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map
 
-from shardproof.collectives import all_gather
-from shardproof.geometry import Boxes, IndexMap, compose
+from shardproof.fsdp.row_layout import RowLayout, dtensor
+from shardproof.geometry import Boxes, IndexMap
 
-__all__ = ["RowLayout", "RowSharded", "in_layout"]
+__all__ = ["RowSharded", "in_layout", "row_sharded"]
 
 aten = torch.ops.aten
 
@@ -72,133 +76,11 @@ def _swapped(n: int, one: int, other: int) -> list[int]:
     return dims
 
 
-@dataclass(frozen=True, eq=False)
-class RowLayout:
-    """The rows of each rank, and what a gathered tensor is."""
-
-    mesh: DeviceMesh
-    placements: tuple[Placement, ...]
-    shape: tuple[int, ...]
-    """Shape of the whole tensor."""
-    bounds: tuple[tuple[int, int], ...]
-    """Rows [first, stop) of each rank, ascending; (0, 0) if it has none."""
-    mesh_dim: int
-    """Dimension of the mesh whose ranks share the rows."""
-    index: int
-    """This rank's index in it."""
-    outer: IndexMap
-    """Position of the gathered local tensor in the whole tensor."""
-    dim: int = 0
-    """Dimension of the tensor that is cut."""
-    _permuted: dict[tuple[int, ...], RowLayout] = field(default_factory=dict, repr=False)
-
-    def __deepcopy__(self, memo: Any) -> RowLayout:
-        return self
-
-    def equals(self, other: RowLayout) -> bool:
-        """True if all ranks have the same rows of tensors with either layout."""
-        if self is other:
-            return True
-        mine = (self.bounds, self.dim, self.shape, self.placements, self.mesh)
-        return mine == (other.bounds, other.dim, other.shape, other.placements, other.mesh)
-
-    @property
-    def rows(self) -> tuple[int, int]:
-        """This rank's rows."""
-        return self.bounds[self.index]
-
-    @property
-    def gathered(self) -> tuple[Placement, ...]:
-        """Placements of a gathered tensor."""
-        return tuple(Replicate() if dim == self.mesh_dim else p for dim, p in enumerate(self.placements))
-
-    @cached_property
-    def index_map(self) -> IndexMap:
-        """Position of this rank's rows in the whole tensor."""
-        packed, (first, stop) = self.outer.local_shape, self.rows
-        local = (*packed[: self.dim], stop - first, *packed[self.dim + 1 :])
-        boxes, offsets = Boxes.whole(local), np.zeros((1, len(packed)), np.int64)
-        offsets[0, self.dim] = first
-        if 0 in local:
-            boxes, offsets = Boxes.empty(len(packed)), offsets[:0]
-        return compose(self.outer, IndexMap(local, packed, boxes, offsets))
-
-    def permuted(self, dims: tuple[int, ...]) -> RowLayout:
-        """The layout after a permutation of the dimensions, the same object for the same permutation."""
-        if dims not in self._permuted:
-            made = self._permute(dims)
-            self._permuted[dims] = made
-            made._permuted[tuple(map(dims.index, range(len(dims))))] = self
-        return self._permuted[dims]
-
-    def _permute(self, dims: tuple[int, ...]) -> RowLayout:
-        def moved(placement: Placement) -> Placement:
-            if isinstance(placement, _StridedShard):
-                return _StridedShard(dims.index(placement.dim), split_factor=placement.split_factor)
-            return Shard(dims.index(placement.dim)) if isinstance(placement, Shard) else placement
-
-        order, outer = list(dims), self.outer
-        return RowLayout(
-            self.mesh,
-            tuple(map(moved, self.placements)),
-            tuple(self.shape[dim] for dim in dims),
-            self.bounds,
-            self.mesh_dim,
-            self.index,
-            IndexMap(
-                tuple(outer.local_shape[dim] for dim in dims),
-                tuple(outer.global_shape[dim] for dim in dims),
-                Boxes(outer.local.offsets[:, order], outer.local.sizes[:, order]),
-                outer.offsets[:, order],
-            ),
-            dims.index(self.dim),
-        )
-
-    def wrap(self, local: torch.Tensor, like: RowSharded | None = None) -> RowSharded:
-        """The tensor with this local tensor. `like` may be a tensor of the same layout."""
-        spec = like._spec if like is not None and like.dtype == local.dtype else None
-        if spec is None:
-            spec = _spec(local, self.mesh, self.placements, self.shape)
-        made: RowSharded = _tensor(RowSharded, local, spec)
-        made.row_layout = self
-        return made
-
-    def gather(self, local: torch.Tensor) -> DTensor:
-        """The gathered tensor, a copy. A collective over the ranks that share the rows."""
-        most = max(stop - first for first, stop in self.bounds)
-        with torch.no_grad():
-            rows = local.detach().movedim(self.dim, 0)
-            part = rows.new_zeros((most, *rows.shape[1:]))
-            part[: rows.shape[0]].copy_(rows)
-            parts = part.new_empty((len(self.bounds), *part.shape))
-            if part.numel():
-                all_gather(parts.view(-1), part.view(-1), self.mesh.get_group(self.mesh_dim)).wait()
-            known = [parts[rank, : stop - first] for rank, (first, stop) in enumerate(self.bounds)]
-            joined = torch.cat(known).movedim(0, self.dim).contiguous()
-            spec = _spec(joined, self.mesh, self.gathered, self.shape)
-            whole: DTensor = _tensor(DTensor, joined, spec)
-            return whole
-
-    def take(self, whole: DTensor) -> torch.Tensor:
-        """This rank's rows of a DTensor on the same mesh. A collective, unless it is gathered."""
-        with torch.no_grad():
-            if tuple(whole.placements) != self.gathered:
-                whole = whole.redistribute(placements=self.gathered)
-        first, stop = self.rows
-        return whole._local_tensor.narrow(self.dim, first, stop - first)
-
-
-def _tensor(kind: Any, local: torch.Tensor, spec: Any) -> Any:
-    """A DTensor without a gradient. `DTensor.__init__` does nothing, and takes longer than all the rest."""
-    return kind.__new__(kind, local, spec, requires_grad=False)
-
-
-def _spec(
-    local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...]
-) -> Any:
-    whole = torch.empty(shape, dtype=local.dtype, device="meta")
-    meta = TensorMeta(whole.shape, whole.stride(), local.dtype)
-    return DTensorSpec(mesh, placements, tensor_meta=meta)
+def row_sharded(layout: RowLayout, local: torch.Tensor) -> RowSharded:
+    """The tensor with these rows, of which this rank has the local tensor."""
+    made: RowSharded = dtensor(RowSharded, local, layout.spec(local.dtype))
+    made.row_layout = layout
+    return made
 
 
 class RowSharded(DTensor):
@@ -207,11 +89,34 @@ class RowSharded(DTensor):
     row_layout: RowLayout
 
     @property
+    def placements(self) -> tuple[Placement, ...]:
+        """As `DTensor.placements` (see "placements that compute rows")."""
+        names = sys._getframe(1).f_code.co_names
+        if "compute_local_shape_and_global_offset" not in names or self.is_meta:
+            return self._spec.placements
+        if "from_local" in names and "to_local" not in names:
+            return self._spec.placements
+        return self.row_layout.placements_of_part
+
+    @property
     def _shardproof_local(self) -> IndexMap:
         return self.row_layout.index_map
 
     def _shardproof_like(self, local: torch.Tensor) -> RowSharded:
-        return self.row_layout.wrap(local, self)
+        return row_sharded(self.row_layout, local)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner_tensors: dict[str, torch.Tensor], flatten_spec: Any, outer_size: Any, outer_stride: Any
+    ) -> RowSharded:
+        _, meta, _, requires_grad = flatten_spec
+        made = row_sharded(meta.layout, inner_tensors["_local_tensor"])
+        made.requires_grad_(requires_grad)
+        return made
+
+    def _stable_hash_for_caching(self) -> str:
+        layout = self.row_layout
+        return f"{super()._stable_hash_for_caching()} {layout.bounds} {layout.index} {layout.dim}"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -219,6 +124,11 @@ class RowSharded(DTensor):
     ) -> Any:
         kwargs = kwargs or {}
         packet = func.overloadpacket
+        if torch.Tag.inplace_view in func.tags:
+            raise RuntimeError(
+                f"{func} changes the shape of a parameter of shardproof.fsdp, which is a part of a flat "
+                "buffer. Change the shape of parameter.full_tensor()"
+            )
         if packet in _PERMUTATIONS:
             return _permute(func, args)
         if packet in _NORMS and not _along_dimensions(func, args):
@@ -227,10 +137,13 @@ class RowSharded(DTensor):
             return _new_rows(args[0], kwargs)
         if packet in _OF_PARTS:
             return func(*tree_map(_plain_dtensor, args), **tree_map(_plain_dtensor, kwargs))
-        if _is_elementwise(func):
-            run = _lists_elementwise if func.__name__.startswith(_OF_LISTS) else _elementwise
+        is_of_lists = func.__name__.startswith(_OF_LISTS) and _is_tensor_list(args[0])
+        if is_of_lists and func.__name__.split(".")[0] not in _REDUCTIONS_OF_LISTS:
             with suppress(_OtherRowsError):
-                return run(func, args, kwargs)
+                return _lists_elementwise(func, args, kwargs)
+        elif packet in _ELEMENTWISE or (torch.Tag.pointwise in func.tags and packet not in _WITH_COLLECTIVE):
+            with suppress(_OtherRowsError):
+                return _elementwise(func, args, kwargs)
         return _with_gathered(func, args, kwargs)
 
     def redistribute(
@@ -275,7 +188,7 @@ class RowSharded(DTensor):
         if id(self) in memo:
             known: torch.Tensor = memo[id(self)]
             return known
-        made: torch.Tensor = self.row_layout.wrap(self._local_tensor.detach().clone(), self)
+        made: torch.Tensor = row_sharded(self.row_layout, self._local_tensor.detach().clone())
         if isinstance(self, torch.nn.Parameter):
             made = torch.nn.Parameter(made, self.requires_grad)
         memo[id(self)] = made.requires_grad_(self.requires_grad)
@@ -287,7 +200,15 @@ class RowSharded(DTensor):
         layout, outer = self.row_layout, self.row_layout.outer
         columns = (outer.local.offsets.tolist(), outer.local.sizes.tolist(), outer.offsets.tolist())
         shapes = (outer.local_shape, outer.global_shape)
-        known = (layout.mesh, layout.placements, layout.shape, layout.bounds, layout.mesh_dim, layout.index)
+        known = (
+            layout.mesh,
+            layout.placements,
+            layout.shape,
+            layout.bounds,
+            layout.mesh_dim,
+            layout.index,
+            layout.strides,
+        )
         is_parameter = isinstance(self, torch.nn.Parameter)
         return _loaded, (
             self._local_tensor,
@@ -311,10 +232,10 @@ def _loaded(
 ) -> torch.Tensor:
     """The tensor that `torch.load` reads."""
     starts, sizes, offsets = (np.array(one, np.int64).reshape(-1, len(shapes[0])) for one in columns)
-    mesh, placements, shape, bounds, mesh_dim, index = known
+    mesh, placements, shape, bounds, mesh_dim, index, strides = known
     outer = IndexMap(*shapes, Boxes(starts, sizes), offsets)
-    layout = RowLayout(mesh, placements, shape, bounds, mesh_dim, index, outer, dim)
-    made = layout.wrap(local)
+    layout = RowLayout(mesh, placements, shape, bounds, mesh_dim, index, outer, strides, dim)
+    made = row_sharded(layout, local)
     return torch.nn.Parameter(made, requires_grad) if is_parameter else made.requires_grad_(requires_grad)
 
 
@@ -354,7 +275,7 @@ class _Take(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, whole: DTensor, layout: RowLayout) -> RowSharded:
         ctx.layout = layout
-        return layout.wrap(layout.take(whole).contiguous())
+        return row_sharded(layout.contiguous, layout.take(whole).contiguous())
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -386,27 +307,21 @@ class _ToLocal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return ctx.layout.wrap(gradients[0].contiguous())
-
-
-def _is_elementwise(func: Any) -> bool:
-    packet, name = func.overloadpacket, func.__name__
-    if name.startswith(_OF_LISTS):
-        return name.split(".")[0] not in _REDUCTIONS_OF_LISTS
-    return packet in _ELEMENTWISE or (torch.Tag.pointwise in func.tags and packet not in _WITH_COLLECTIVE)
+        return row_sharded(ctx.layout.contiguous, gradients[0].contiguous())
 
 
 def _plain_dtensor(value: Any) -> Any:
     """A DTensor of torch's class with the same local tensor and placements."""
     if isinstance(value, RowSharded | GatheredView):
-        return _tensor(DTensor, value._local_tensor, value._spec)
+        return dtensor(DTensor, value._local_tensor, value._spec)
     return value
 
 
-def _part(value: Any) -> Any:
-    """As `_plain_dtensor`. A rank without rows has a zero, because some norms of nothing are undefined."""
+def _part(value: Any, order: float) -> Any:
+    """As `_plain_dtensor`. A rank without rows has one element that does not change the norm."""
     if isinstance(value, RowSharded) and not value._local_tensor.numel():
-        return _tensor(DTensor, value._local_tensor.new_zeros((1,) * value.ndim), value._spec)
+        neutral = value._local_tensor.new_full((1,) * value.ndim, float("inf") if order < 0 else 0.0)
+        return dtensor(DTensor, neutral, value._spec)
     return _plain_dtensor(value)
 
 
@@ -415,15 +330,16 @@ def _norms(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     torch's DTensor would leave the reduction to the next operation, and `item()` reads the norm of one part.
     """
+    order = 2 if len(args) < 2 or args[1] is None else args[1]
     if isinstance(args[0], torch.Tensor):
-        return _reduced([func(*tree_map(_part, args), **kwargs)])[0]
+        return _reduced([func(_part(args[0], order), *args[1:], **kwargs)])[0]
     found: dict[int, Any] = {}
     kinds: dict[Any, list[int]] = {}
     for index, tensor in enumerate(args[0]):
-        kind = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+        kind = (tensor.device_mesh, tensor.placements, tensor.dtype) if isinstance(tensor, DTensor) else None
         kinds.setdefault(kind, []).append(index)
     for kind, indices in kinds.items():
-        norms = func([_part(args[0][index]) for index in indices], *args[1:], **kwargs)
+        norms = func([_part(args[0][index], order) for index in indices], *args[1:], **kwargs)
         found.update(zip(indices, norms if kind is None else _reduced(norms), strict=True))
     return [found[index] for index in range(len(args[0]))]
 
@@ -442,7 +358,7 @@ def _along_dimensions(func: Any, args: tuple[Any, ...]) -> bool:
 
 def _as_view(value: Any) -> Any:
     if type(value) is DTensor:
-        return _tensor(GatheredView, value._local_tensor, value._spec)
+        return dtensor(GatheredView, value._local_tensor, value._spec)
     return value
 
 
@@ -491,9 +407,11 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     )
     if func._schema.is_mutable:
         return next(_written(func, args, kwargs))
+    if kwargs.get("memory_format") is torch.contiguous_format:
+        layout = layout.contiguous
     if not isinstance(out, torch.Tensor):
-        return tree_map(lambda one: layout.wrap(one, like) if isinstance(one, torch.Tensor) else one, out)
-    wrapped = layout.wrap(out, like)
+        return tree_map(lambda one: row_sharded(layout, one) if isinstance(one, torch.Tensor) else one, out)
+    wrapped = row_sharded(layout, out)
     if func.is_view:
         return return_and_correct_aliasing(func, args, kwargs, wrapped)  # type: ignore[no-untyped-call]
     return wrapped
@@ -521,7 +439,8 @@ def _lists_elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     if out is None:
         return None
     return [
-        one if like is None else like.row_layout.wrap(one, like) for one, like in zip(out, likes, strict=True)
+        one if like is None else row_sharded(like.row_layout, one)
+        for one, like in zip(out, likes, strict=True)
     ]
 
 
@@ -532,14 +451,16 @@ def _is_tensor_list(value: Any) -> bool:
 def _permute(func: Any, args: tuple[Any, ...]) -> Any:
     tensor = args[0]
     dims = tuple(_PERMUTATIONS[func.overloadpacket](tensor.ndim, *args[1:]))
-    made = tensor.row_layout.permuted(dims).wrap(func(tensor._local_tensor, *args[1:]))
+    made = row_sharded(tensor.row_layout.permuted(dims), func(tensor._local_tensor, *args[1:]))
     return return_and_correct_aliasing(func, args, {}, made)  # type: ignore[no-untyped-call]
 
 
 def _new_rows(like: RowSharded, options: dict[str, Any]) -> RowSharded:
     """A tensor with the same rows, for the gradient that autograd copies into its own memory."""
     options = {name: value for name, value in options.items() if value is not None}
-    return like.row_layout.wrap(like._local_tensor.new_empty(like._local_tensor.shape, **options))
+    return row_sharded(
+        like.row_layout.contiguous, like._local_tensor.new_empty(like._local_tensor.shape, **options)
+    )
 
 
 def _with_gathered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

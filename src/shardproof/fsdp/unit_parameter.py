@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from shardproof.fsdp.mesh_ranks import TensorSpec
 from shardproof.fsdp.packing import Packing
-from shardproof.fsdp.row_sharded import RowSharded, in_layout
+from shardproof.fsdp.row_sharded import RowSharded, in_layout, row_sharded
 
 __all__ = ["UnitParameter"]
 
@@ -90,7 +90,7 @@ class UnitParameter:
         """Makes the sharded parameter a view of the rank's range. An existing one keeps its identity."""
         self.local = self.part(shard)
         with torch.no_grad():
-            fresh = nn.Parameter(self.layout.wrap(self.local), requires_grad=requires_grad)
+            fresh = nn.Parameter(row_sharded(self.layout, self.local), requires_grad=requires_grad)
         if self.sharded is None:
             self.sharded = fresh
             if fresh.is_floating_point():  # also if frozen, because that may change
@@ -164,9 +164,9 @@ class UnitParameter:
         """Sets the gradient from a reduced buffer, or adds to the gradient that the parameter has."""
         local = self.part(part)
         if self.sharded.grad is None:
-            self.sharded.grad = self.layout.wrap(local, self.sharded)
+            self.sharded.grad = row_sharded(self.layout, local)
         else:
-            self.sharded.grad.add_(self.layout.wrap(local, self.sharded))
+            self.sharded.grad.add_(row_sharded(self.layout, local))
 
     def _arrived(self, whole: Any) -> None:
         gradient, whole.grad = whole.grad, None
