@@ -22,6 +22,7 @@ from shardproof.storage.cache_rule import CacheChoice, choose_cache
 from shardproof.storage.cache_rule import fits_cache as fits_cache  # not listed in __all__: internal
 from shardproof.storage.direct_io import ALIGNMENT, aligned_buffer
 from shardproof.storage.durable import publish_path as publish_path  # not listed in __all__: internal
+from shardproof.storage.file_modes import make_folders as make_folders  # not listed in __all__: internal
 from shardproof.storage.file_writer import FileWriter as FileWriter  # not listed in __all__: internal
 from shardproof.storage.fsspec_storage import FsspecStorage
 from shardproof.storage.local import LocalStorage
