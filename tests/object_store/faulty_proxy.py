@@ -32,6 +32,10 @@ class FaultyProxy:
         """Connections to cut. Later ones are forwarded."""
         self.stalled = threading.Event()
         """While it is set, no byte is forwarded."""
+        self.stall_at: str | None = None
+        """Sets `stalled` at the first request whose method and path contain this."""
+        self.unanswered: list[str] = []
+        """Method and path of each request that `stalled` held back."""
         self.sent = 0
         """Bytes forwarded to the server so far."""
         self.requests: list[str] = []
@@ -92,6 +96,10 @@ class FaultyProxy:
                 if is_request and not moved:
                     with self._lock:
                         self.requests.append(" ".join(data.split(b"\r\n", 1)[0].decode().split()[:2]))
+                        if self.stall_at is not None and self.stall_at in self.requests[-1]:
+                            self.stalled.set()
+                        if self.stalled.is_set():
+                            self.unanswered.append(self.requests[-1])
                 while self.stalled.is_set():
                     if self._release.wait(0.05):
                         return

@@ -11,6 +11,9 @@ import pytest
 import torch
 
 import shardproof as sp
+from shardproof.errors import FormatError
+from shardproof.interop import read_json
+from shardproof.storage import ObjectStorage
 
 pytestmark = pytest.mark.processes
 REQUESTS = ("get", "get_range", "head", "list", "list_with_delimiter", "put", "delete")
@@ -42,6 +45,17 @@ def growth(checkpointer: sp.Checkpointer, sent: Counter[str]) -> float:
         checkpointer.wait_for_uploads()
         totals[step] = sent.total()
     return (totals[9] - totals[3]) / 6
+
+
+def test_a_small_file_is_read_with_a_bound_in_one_request(url: str, sent: Counter[str]) -> None:
+    storage = ObjectStorage(url)
+    storage.publish("a.json", b'{"a": 1}')
+    sent.clear()
+    assert read_json(storage, "a.json")[1] == {"a": 1}
+    assert sent == {"get": 1}
+    with pytest.raises(FormatError, match="it has 8 bytes, expected at most 7"):
+        read_json(storage, "a.json", 7)
+    assert sent == {"get": 2}
 
 
 def test_a_save_sends_few_requests_for_each_step_of_the_run(

@@ -1123,6 +1123,35 @@ def test_all_ranks_wait_for_a_tier_at_the_same_time(near: Path, far: Path) -> No
     assert first == other and "no answer" in first and "leave out then=" in first
 
 
+def test_a_tier_that_does_not_answer_one_rank_is_not_asked_by_another(near: Path, far: Path) -> None:
+    """Rank 1 gets no answer when it reads a shard, and rank 0 does not begin another choice of a step."""
+    checkpointer(near, far).save(1, state(1)).durable(WAIT)
+    shutil.rmtree(near / "step-00000001")
+    store, asked = HashStore(), []
+
+    class Counted(LocalStorage):
+        def size(self, name: str) -> int | None:
+            asked.append(name)
+            return super().size(name)
+
+    def fault(operation: str, name: str) -> None:
+        if "/shards/" in name and operation.startswith("read"):
+            raise sp.StorageError("no answer", file=f"{far}/{name}", damaged=False, unanswered=True)
+
+    seconds = [Counted(far), FaultyStorage(LocalStorage(far), lambda: True, fault)]
+
+    def restore(rank: int) -> str:
+        rendezvous = StoreRendezvous(store, rank, 2, deadline=WAIT)
+        with pytest.raises(sp.StorageError) as caught:
+            sp.Checkpointer(near, then=seconds[rank], rendezvous=rendezvous).restore(blank())
+        return caught.value.message
+
+    with ThreadPoolExecutor(2) as pool:
+        first, other = pool.map(restore, range(2))
+    assert first == other and "rank 1: no answer" in first and "leave out then=" in first
+    assert asked == ["manifest.json"]
+
+
 def test_steps_that_a_rollback_gave_up_displace_no_others(near: Path, far: Path) -> None:
     keep = sp.KeepLatest(2)
     run = checkpointer(near, far, keep_then=keep)

@@ -24,7 +24,7 @@ from shardproof.errors import FormatError, NotCommittedError, StorageError, tell
 from shardproof.format import MANIFEST_NAME, read_manifest
 from shardproof.rendezvous import MeetingSequence, Rendezvous
 from shardproof.saving import Saver
-from shardproof.storage import Storage, map_requests
+from shardproof.storage import Storage, map_requests, with_one_wait
 
 __all__ = ["OpenRun"]
 
@@ -66,10 +66,11 @@ class OpenRun:
         return self.storage.location
 
     def view(self) -> Storage:
-        """A read-only view of the run over all tiers."""
+        """A read-only view of the run over all tiers, for one restore: it waits once for a silent tier."""
+        tiers = [with_one_wait(tier) for tier in self.tiers]
         if self.nodes is not None:
-            return NodesView(self.nodes.group, self.tiers[1] if len(self.tiers) > 1 else None)
-        return TieredRun(self.tiers) if len(self.tiers) > 1 else self.storage
+            return NodesView(self.nodes.group, tiers[1] if len(tiers) > 1 else None)
+        return TieredRun(tiers) if len(tiers) > 1 else tiers[0]
 
     def check_tiers(self) -> None:
         """Refuses a tier that is a checkpoint, or that does not respond. Rank 0 calls it for a restore.
@@ -97,9 +98,9 @@ class OpenRun:
             if not is_second or not tells_nothing(error.details):
                 raise
             raise StorageError(
-                f"{error.message}\nNothing was restored, because the second tier may have a newer step. To "
-                f"restore the newest step of {self.location} now, leave out then=. A later restart with "
-                "then= uploads the steps that the second tier lacks",
+                f"{error.message}\nThe restore did not succeed, because the second tier may have the newest "
+                f"step. To restore the newest step of {self.location} now, leave out then=. A later restart "
+                "with then= uploads the steps that the second tier lacks",
                 **error.details,
             ) from error
 

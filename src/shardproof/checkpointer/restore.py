@@ -5,8 +5,9 @@ saw committed is then visible to rank 0, or a newer step replaced it. If rank 0 
 see one run. The opposite case needs no rule: a rank that does not see the chosen step cannot open it, and the
 load fails on all ranks.
 
-Note "One wait for a tier": rank 0 asks all tiers before its report, while the other ranks list them. So a
-tier that does not respond delays a restore by the deadline of one request.
+Note "One wait for a tier": a tier that does not respond delays a restore by the deadline of one request.
+Rank 0 asks all tiers before its report, while the other ranks list them. After a request without an answer, a
+rank sends that tier no other one (`OpenRun.view`), and no rank chooses another step.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Restore:
         suspect: True if unsettled suspects count as steps.
         options: options of the load.
         check_tiers: raises if a tier is no run. Called on rank 0.
-        explained: adds the remedy to the errors of tiers. Entered on rank 0.
+        explained: adds the remedy to the errors of tiers.
     """
 
     def __init__(
@@ -113,6 +114,9 @@ class Restore:
                     raise
                 raise _mixed(error.message, self._overwritten, chosen.folder) from error
             except UNREADABLE as error:
+                if error.details.get("unanswered"):  # equal on all ranks
+                    with self._explained():
+                        raise
                 if error.details.get("overwritten"):
                     untouched = set(error.details["untouched"])
                     self._untouched = untouched & (self._untouched if self._overwritten else untouched)

@@ -29,7 +29,7 @@ import msgspec
 from shardproof.conversion.destination import FILES, BucketDestination, destination_at
 from shardproof.conversion.mapped_source import HashedBox
 from shardproof.errors import FormatError, StorageError, StructureError
-from shardproof.storage import LocalStorage, storage_error
+from shardproof.storage import LocalStorage, make_folders, storage_error
 
 __all__ = ["UnitRecord", "WorkFolder"]
 
@@ -119,7 +119,7 @@ class WorkFolder:
     def _make_private(self) -> None:
         """Makes the folder, or checks the one that is there; see note "The folder is private"."""
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            make_folders(self.path.parent)
             try:
                 self.path.mkdir(0o700)
                 return

@@ -11,7 +11,7 @@ from shardproof.format.manifest import FileRecord, Manifest
 from shardproof.format.manifest_text import MAX_MANIFEST, SEAL_LENGTH, check_end, decode_manifest
 from shardproof.format.other_files import naming_other_files
 from shardproof.planning import ChunkTable
-from shardproof.storage import CopiedStorage, RemoteStorage, Storage, file_sizes
+from shardproof.storage import BoundedStorage, CopiedStorage, Storage, file_sizes, too_large
 
 __all__ = [
     "check_size",
@@ -58,17 +58,19 @@ def read_manifest(storage: Storage) -> Manifest:
 def read_manifest_text(storage: Storage) -> bytes:
     """The bytes of `manifest.json`, which `decode_manifest` checks.
 
-    Of a large file it reads the end first, so that a file that is no manifest needs no memory. A remote
-    storage is not asked for the size, because that takes one more request.
+    Of a large file it reads the end first, so that a file that is no manifest needs no memory. A storage that
+    can bound a read is sent one request.
 
     Raises:
         FormatError: the file has more than 4 GiB, or more than 64 MiB and not the end of a manifest.
         StorageError: the manifest is missing or cannot be read.
     """
-    size = 0 if isinstance(storage, RemoteStorage) else storage.size(MANIFEST_NAME) or 0
+    if isinstance(storage, BoundedStorage):
+        return storage.read_at_most(MANIFEST_NAME, MAX_MANIFEST)
+    size = storage.size(MANIFEST_NAME) or 0
     path = f"{storage.location}/{MANIFEST_NAME}"
     if size > MAX_MANIFEST:
-        raise FormatError(f"{path}: {size} bytes; a manifest has at most {MAX_MANIFEST}.", file=MANIFEST_NAME)
+        raise too_large(path, size, MAX_MANIFEST)
     if size > _LARGE_MANIFEST:
         check_end(storage.read(MANIFEST_NAME, size - SEAL_LENGTH, size), path)
     return storage.read(MANIFEST_NAME)

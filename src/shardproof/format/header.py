@@ -50,6 +50,8 @@ class ShardHeader:
     """First byte of the data."""
     raw: bytes
     """All bytes before the data."""
+    size: int
+    """Bytes of the file."""
 
 
 class _ReadEntry(msgspec.Struct, forbid_unknown_fields=True, gc=False):
@@ -63,7 +65,9 @@ _METADATA = msgspec.json.Decoder(dict[str, str])
 _ENTRIES = msgspec.json.Decoder(dict[str, _ReadEntry])
 
 
-def read_shard_header(storage: Storage, name: str, *, any_dtype: bool = False) -> ShardHeader:
+def read_shard_header(
+    storage: Storage, name: str, *, any_dtype: bool = False, may_be_cut: bool = False
+) -> ShardHeader:
     """Reads and checks the header of a safetensors file.
 
     Reads and allocates no more than the size of the header, at most `MAX_HEADER`, whatever the file claims.
@@ -72,6 +76,7 @@ def read_shard_header(storage: Storage, name: str, *, any_dtype: bool = False) -
         storage: holds the file.
         name: name of the file.
         any_dtype: True to accept entries of unknown dtypes, whose bytes cannot be compared with their shape.
+        may_be_cut: True to accept a file that ends before its last entry does.
 
     Raises:
         FormatError: the header breaks a rule of safetensors, or does not fit the size of the file.
@@ -83,13 +88,16 @@ def read_shard_header(storage: Storage, name: str, *, any_dtype: bool = False) -
             f"{storage.location}/{name} is missing, so the checkpoint is incomplete.", file=name, missing=True
         )
     length = _header_length(storage.read(name, 0, min(size, _LENGTH)), size, name)
-    return parse_header(storage.read(name, 0, _LENGTH + length), size, name, any_dtype=any_dtype)
+    data = storage.read(name, 0, _LENGTH + length)
+    return parse_header(data, size, name, any_dtype=any_dtype, may_be_cut=may_be_cut)
 
 
-def parse_header(data: bytes, size: int, file: str, *, any_dtype: bool = False) -> ShardHeader:
+def parse_header(
+    data: bytes, size: int, file: str, *, any_dtype: bool = False, may_be_cut: bool = False
+) -> ShardHeader:
     """Checks the header at the beginning of `data`, which has at least the whole header of such a file.
 
-    `any_dtype` is that of `read_shard_header`.
+    `any_dtype` and `may_be_cut` are those of `read_shard_header`.
 
     Raises:
         FormatError: the header breaks a rule of safetensors, or does not fit the size of the file.
@@ -128,14 +136,14 @@ def parse_header(data: bytes, size: int, file: str, *, any_dtype: bool = False) 
             )
         end = stop
         found.append((name, entry.dtype, entry.shape, data_start + start, data_start + stop))
-    if data_start + end != size:
+    if data_start + end != size and not (may_be_cut and size < data_start + end):
         raise FormatError(
             f"{file}: the file has {size} bytes, but its header describes "
             f"{data_start + end}. It was cut short or is another file: copy or download it again.",
             file=file,
         )
     texts = {} if metadata is None else decode_strictly(_METADATA, bytes(metadata), file)
-    return ShardHeader(metadata=texts, entries=found, data_start=data_start, raw=raw)
+    return ShardHeader(metadata=texts, entries=found, data_start=data_start, raw=raw, size=size)
 
 
 def _header_length(first: bytes, size: int, file: str) -> int:

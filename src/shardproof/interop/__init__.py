@@ -5,7 +5,16 @@ cuts a checkpoint into units and writes them. Nothing that a pickle names is imp
 """
 
 from shardproof.interop.extents import Extent, FileRange
-from shardproof.interop.formats import NATIVE, READERS, WRITERS, format_of, open_reader, writer_of
+from shardproof.interop.formats import (
+    NATIVE,
+    READERS,
+    WRITERS,
+    format_of,
+    keeps_tensors_of_values,
+    open_reader,
+    tensors_in_values,
+    writer_of,
+)
 from shardproof.interop.json_files import read_json
 from shardproof.interop.pickle_data import Opaque, opaque_names, parts_of
 from shardproof.interop.pickle_writer import Named, PickledCall, write_pickle
@@ -51,6 +60,7 @@ __all__ = [
     "foreign_of",
     "format_of",
     "is_paths_key",
+    "keeps_tensors_of_values",
     "opaque_names",
     "open_reader",
     "parts_of",
@@ -59,6 +69,7 @@ __all__ = [
     "read_json",
     "renamed_path",
     "state_paths",
+    "tensors_in_values",
     "write_pickle",
     "writer_of",
 ]

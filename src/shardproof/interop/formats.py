@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib import import_module
 from typing import Any
 
 from shardproof._utils.humanize import listed
 from shardproof.errors import FormatError
-from shardproof.format import MANIFEST_NAME, naming_other_files, shard_name
+from shardproof.format import MANIFEST_NAME, inner_tensors, naming_other_files, shard_name
 from shardproof.interop.reader import Foreign, FormatReader, foreign_faults
 from shardproof.interop.writer import FormatWriter
 
-__all__ = ["NATIVE", "READERS", "WRITERS", "format_of", "open_reader", "writer_of"]
+__all__ = [
+    "NATIVE",
+    "READERS",
+    "WRITERS",
+    "format_of",
+    "keeps_tensors_of_values",
+    "open_reader",
+    "tensors_in_values",
+    "writer_of",
+]
 
 NATIVE = "shardproof"
 """Name of the project's own format."""
@@ -103,6 +112,28 @@ def format_of(foreign: Foreign) -> str:
                 file=foreign.location,
             )
     return name or NATIVE
+
+
+def keeps_tensors_of_values(format: str) -> bool:  # noqa: A002 as in sp.open
+    """True if a format keeps arrays, bytes and long lists of plain values as tensors with keys of their own.
+
+    Other formats store each value whole, and to look into one might read a file.
+    """
+    return format == NATIVE
+
+
+def tensors_in_values(format: str, objects: Mapping[str, Any], keys: Iterable[str]) -> set[str]:  # noqa: A002
+    """Of the keys of tensors, those that are parts of plain values, which users see as the values.
+
+    Args:
+        format: name of the format.
+        objects: encoded plain values by key.
+        keys: keys of tensors.
+
+    >>> tensors_in_values("shardproof", {"a": {"$tensor": "a.@data", "kind": "array"}}, ["a.@data", "w"])
+    {'a.@data'}
+    """
+    return inner_tensors(objects, keys) if keeps_tensors_of_values(format) else set()
 
 
 def open_reader(foreign: Foreign, name: str) -> FormatReader:

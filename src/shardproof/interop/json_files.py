@@ -11,7 +11,7 @@ import xxhash
 
 from shardproof.errors import FormatError, StorageError
 from shardproof.interop.reader import Foreign
-from shardproof.storage import Storage, check_name
+from shardproof.storage import Storage, check_name, read_at_most
 
 __all__ = ["HfIndex", "parse_json", "read_json", "top_level_files"]
 
@@ -100,12 +100,8 @@ def read_json(storage: Storage, name: str, most: int = _MOST_JSON_BYTES) -> tupl
         FormatError: the file is not a JSON object, has a name twice in one object, or is too large.
         StorageError: the file is missing or unreadable.
     """
-    path = f"{storage.location}/{name}"
-    size = storage.size(name)
-    if size is not None and size > most:
-        raise FormatError(f"{path}: it has {size} bytes, expected at most {most}", file=path)
-    data = storage.read(name)
-    return data, parse_json(data, path)
+    data = read_at_most(storage, name, most)
+    return data, parse_json(data, f"{storage.location}/{name}")
 
 
 def parse_json(data: bytes, path: str) -> dict[str, Any]:

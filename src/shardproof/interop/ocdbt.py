@@ -1,174 +1,125 @@
 """Zarr arrays in an OCDBT database, the key-value store of TensorStore that Orbax uses.
 
-A database is the file ``manifest.ocdbt`` and a tree of data files, which only TensorStore reads. Its entries
-are the files of Zarr arrays. This module parses their metadata, like the metadata of arrays in folders, and
-TensorStore reads the chunks. TensorStore reads zeros for a chunk without an entry. This module raises an
-error for it if the writer stores every chunk.
+A database is the file ``manifest.ocdbt`` and data files with nodes of a tree and with values. Its entries are
+the files of Zarr arrays. This module parses the tree (`read_ocdbt_tree`). Metadata and chunks are then read
+like those in folders, from ranges of data files. TensorStore reads the fill value for a chunk without an
+entry. This module raises an error for it if the writer stores every chunk.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
-import numpy as np
-
-from shardproof.dtypes import DTYPES
-from shardproof.errors import FormatError, ShardproofError, StorageError
-from shardproof.interop.extents import DecodedExtent
+from shardproof._utils.humanize import printable
+from shardproof.errors import FormatError, StorageError
 from shardproof.interop.json_files import parse_json
+from shardproof.interop.ocdbt_tree import OcdbtValue, read_ocdbt_tree
+from shardproof.interop.read_budget import ReadBudget
 from shardproof.interop.reader import StoredBox, StoredView
+from shardproof.interop.stream_transforms import MemoryFile
 from shardproof.interop.zarr import ZarrArrays
 from shardproof.interop.zarr_chunks import ZarrChunks, chunks_in_shard, clipped, leaf
-from shardproof.interop.zarr_codecs import import_extra
-from shardproof.interop.zarr_metadata import ArrayMetadata
-from shardproof.storage import LocalStorage, Storage
+from shardproof.interop.zarr_metadata import MOST_METADATA_BYTES, ArrayMetadata
+from shardproof.storage import Storage, check_name, read_at_most, too_large
 
 __all__ = ["MANIFEST", "OcdbtArrays"]
 
 MANIFEST = "manifest.ocdbt"
-_CACHED_BYTES = 64 << 20
-"""Bytes of the tree that TensorStore caches. Without a cache, it reads the tree again for each entry."""
+_MOST_MANIFEST = 64 << 20
+"""Bytes of ``manifest.ocdbt``, at most."""
 
 
 class OcdbtArrays(ZarrArrays):
     """The arrays in an OCDBT database; see `ZarrArrays`.
 
     Args:
-        storage: the folder of the database, which has to be a local folder.
+        storage: the folder of the database.
 
     Raises:
-        FormatError: tensorstore is not installed, or the database or the metadata of an array is damaged.
+        FormatError: the database or the metadata of an array is damaged, or a package is not installed.
         StorageError: a file is missing or unreadable.
     """
 
     def __init__(self, storage: Storage) -> None:
-        self._tensorstore = import_extra("tensorstore", "orbax", f"{storage.location}/{MANIFEST}")
-        if not isinstance(storage, LocalStorage):
-            raise FormatError(f"{storage.location}: OCDBT is read from local folders only", file=MANIFEST)
         self._path = f"{storage.location}/{MANIFEST}"
-        self._spec = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{storage.path}/"}}
-        self._context = self._tensorstore.Context({"cache_pool": {"total_bytes_limit": _CACHED_BYTES}})
-        self._store = self.call(
-            "the database", lambda: self._tensorstore.KvStore.open(self._spec, context=self._context).result()
-        )
-        self._arrays: dict[str, Any] = {}
+
+        def read(file: str, start: int, stop: int) -> bytes:
+            return storage.read(check_name(file, storage.location), start, stop)
+
+        try:
+            self._values = read_ocdbt_tree(
+                lambda: read_at_most(storage, MANIFEST, _MOST_MANIFEST), read, ReadBudget()
+            )
+        except ValueError as error:
+            raise FormatError(
+                f"{self._path}: the database is damaged, or was made to use up memory: {error}. Restore the "
+                "folder from a copy",
+                file=self._path,
+            ) from error
         super().__init__(storage)
 
     def listed(self) -> frozenset[str]:
         """The keys of all entries."""
-        keys = self.call("the list of entries", lambda: self._store.list().result())
-        return frozenset(key.decode("utf-8", "surrogateescape") for key in keys)
+        return frozenset(self._values)
 
     def read(self, name: str) -> tuple[bytes, dict[str, Any]]:
         """The bytes of the metadata in an entry, and its object."""
-        data = bytes(self.call(name, lambda: self._store.read(name).result()).value)
-        return data, parse_json(data, f"{self._path}/{name}")
+        value, path = self._values[name], printable(f"{self._path}/{name}")
+        if value.nbytes > MOST_METADATA_BYTES:
+            raise too_large(path, value.nbytes, MOST_METADATA_BYTES)
+        data = value.inline
+        if value.file:
+            data = self.storage.read(self._name(value), value.start, value.start + value.nbytes)
+        return data, parse_json(data, path)
 
     def chunks_of(self, names: frozenset[str]) -> ZarrChunks:
         """Describes the chunks among some entries."""
-        return _OcdbtChunks(self, names)
+        return _OcdbtChunks(self.storage, self._values)
 
     @property
     def files(self) -> dict[str, int | None]:
-        """The file ``manifest.ocdbt``. The tree names the other files, which only TensorStore reads."""
-        return {MANIFEST: None}
+        """The manifest and the data files that hold values."""
+        return {MANIFEST: None, **{self._name(value): None for value in self._values.values() if value.file}}
 
-    def array(self, folder: str) -> Any:
-        """An array of TensorStore, opened once."""
-        if folder not in self._arrays:
-            driver = "zarr3" if self.metadata[folder][0].endswith("zarr.json") else "zarr"
-            spec = {"driver": driver, "kvstore": {**self._spec, "path": f"{folder}/"}}
-            self._arrays[folder] = self.call(
-                folder, lambda: self._tensorstore.open(spec, open=True, context=self._context).result()
-            )
-        return self._arrays[folder]
-
-    def call(self, what: str, function: Callable[[], Any]) -> Any:
-        """Calls TensorStore.
-
-        Args:
-            what: what the call reads, for the message.
-            function: the call.
-
-        Raises:
-            FormatError: TensorStore finds damage.
-            StorageError: a file is missing.
-        """
-        try:
-            return function()
-        except ShardproofError:
-            raise
-        except Exception as error:  # TensorStore raises ValueError and others; the message has an error code
-            text = str(error).partition(" [tensorstore_spec=")[0].partition(" [source locations=")[0]
-            is_missing = text.startswith("NOT_FOUND")
-            kind = StorageError if is_missing else FormatError
-            raise kind(
-                f"{self._path}: TensorStore cannot read {what}: {text}. A file was changed, cut or removed: "
-                "restore the folder from a copy",
-                file=self._path,
-                **({"missing": True} if is_missing else {}),
-            ) from error
-
-
-@dataclass(frozen=True, slots=True)
-class _OcdbtExtent(DecodedExtent):
-    """A box of an array that TensorStore reads."""
-
-    storage: Storage
-    file: str
-    start: int
-    """Number of the box. Only TensorStore knows the position of the bytes."""
-    nbytes: int
-    read: Callable[[], Any] = field(compare=False)
-    """Returns the box as a NumPy array."""
-
-    def decode(self) -> memoryview:
-        """The elements in row-major order; see `DecodedExtent.decode`."""
-        return np.ascontiguousarray(self.read()).reshape(-1).view(np.uint8).data
+    def _name(self, value: OcdbtValue) -> str:
+        return check_name(value.file, self.storage.location)
 
 
 class _OcdbtChunks(ZarrChunks):
     """Describes the chunks of the arrays in a database; see `ZarrChunks`."""
 
-    def __init__(self, arrays: OcdbtArrays, names: frozenset[str]) -> None:
-        super().__init__(arrays.storage, names)
-        self._arrays = arrays
-        self._count = 0
+    def __init__(self, storage: Storage, values: dict[str, OcdbtValue]) -> None:
+        super().__init__(storage, values)
+        self._values = values
 
     def lost_box(self, key: str, array: ArrayMetadata, offsets: tuple[int, ...], name: str) -> StoredBox:
         """The box of a chunk that was stored and has no entry. Reading it raises an error."""
-        self._count += 1
         sizes = clipped(offsets, array.layout.sizes, array.shape)
-        return StoredBox(
-            offsets, sizes, MANIFEST, self._count, 0, partial(self._entry_lost, name, key, offsets)
-        )
+        return StoredBox(offsets, sizes, MANIFEST, 0, 0, partial(self._entry_lost, name, key, offsets))
 
     def chunk_boxes(
         self, key: str, array: ArrayMetadata, offsets: tuple[int, ...], name: str, metadata: str
     ) -> Iterator[StoredBox]:
         """The boxes of a chunk that is stored, or that reads as the fill value."""
-        if name not in self._names:
-            sizes = clipped(offsets, array.layout.sizes, array.shape)
+        layout = array.layout
+        if name not in self._values:
+            sizes = clipped(offsets, layout.sizes, array.shape)
             yield StoredBox.of(offsets, sizes, self.filled_view(array, sizes, MANIFEST))
             return
-        folder = metadata.rpartition("/")[0]
-        for begin, _ in chunks_in_shard(array.layout, offsets):
-            sizes = clipped(begin, leaf(array.layout).sizes, array.shape)
+        value, file, chunks = self._values[name], MANIFEST, self
+        if value.file:
+            file = check_name(value.file, self._storage.location)
+        else:
+            memory = MemoryFile(self._storage.location, MANIFEST, bytearray(value.inline))
+            chunks = _OcdbtChunks(cast(Storage, memory), self._values)
+        for begin, places in chunks_in_shard(layout, offsets):
+            sizes = clipped(begin, leaf(layout).sizes, array.shape)
             if all(size > 0 for size in sizes):
-                self._count += 1
-                nbytes = math.prod(sizes) * DTYPES[array.dtype].itemsize
-                read = partial(self._read, folder, key, begin, sizes)
-                extent = _OcdbtExtent(self._storage, MANIFEST, self._count, nbytes, read)
-                yield StoredBox.of(begin, sizes, StoredView.dense(sizes, extent))
-
-    def _read(self, folder: str, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> Any:
-        box = tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
-        what = f"the part of {key} that begins at {tuple(offsets)}"
-        return self._arrays.call(what, lambda: self._arrays.array(folder)[box].read().result())
+                stop = value.start + value.nbytes
+                view = partial(chunks.find, array, key, sizes, file, places, MANIFEST, value.start, stop)
+                yield StoredBox(begin, sizes, file, value.start, value.nbytes, view)
 
     def _entry_lost(self, name: str, key: str, offsets: tuple[int, ...]) -> StoredView:
         path = f"{self._storage.location}/{MANIFEST}"

@@ -14,11 +14,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from shardproof._utils.humanize import brief, printable
+from shardproof._utils.humanize import brief, listed, printable
 from shardproof.errors import FormatError, NotCommittedError, StorageError
 from shardproof.geometry import flat_range_pairs, row_major_strides
 from shardproof.interop.extents import Extent
-from shardproof.storage import LocalStorage, Location, RemoteStorage, Storage, is_url, storage_at
+from shardproof.storage import LocalStorage, Location, Storage, is_url, read_at_most, storage_at
 
 __all__ = [
     "Foreign",
@@ -336,6 +336,27 @@ class FormatReader(ABC):
         """Files that the checkpoint needs: name to expected size; None if the format does not record it."""
         return dict.fromkeys(box.file for tensor in self.tensors.values() for box in tensor.boxes)
 
+    def note_cut(self, file: str, size: int, needed: int, tensors: Mapping[str, TensorDescription]) -> None:
+        """Notes a file that was cut, so that only the tensors before the cut can be read.
+
+        Args:
+            file: name of the file.
+            size: its bytes.
+            needed: the bytes that it had, or fewer if it was not cut.
+            tensors: tensors by key, those of the file among them.
+        """
+        if size < needed:
+            lost = {
+                key
+                for key, tensor in tensors.items()
+                for box in tensor.boxes
+                if box.file == file and box.start + box.nbytes > size
+            }
+            self.notes.append(
+                f"{file} has {size} bytes, expected {needed}: it was cut. It lacks bytes of {listed(lost)}. "
+                "The other tensors can be read."
+            )
+
     def missing(self, file: str) -> StorageError:
         """The error of a missing file of `files`. It names the tensor that needs the file."""
         path = f"{self.storage.location}/{file}"
@@ -371,20 +392,11 @@ class FormatReader(ABC):
     def read_small(self, file: str) -> bytes:
         """Reads a whole file of metadata, or one that holds a plain value.
 
-        A remote storage is not asked for the size, because that takes one more request.
-
         Raises:
-            FormatError: the file, in a folder, has more than 1 GiB. Nothing is read.
+            FormatError: the file has more than 1 GiB. Nothing is read.
             StorageError: the file is missing, or the storage failed.
         """
-        size = 0 if isinstance(self.storage, RemoteStorage) else self.storage.size(file) or 0
-        if size > _MOST_METADATA:
-            raise self.fault(
-                file,
-                f"it has {size} bytes, expected at most {_MOST_METADATA}: it is damaged, or not a file of "
-                "metadata",
-            )
-        return self.storage.read(file)
+        return read_at_most(self.storage, file, _MOST_METADATA)
 
     def read_commit(self, file: str, what: str) -> bytes:
         """Reads the file that the writer writes last.

@@ -147,7 +147,7 @@ class SafetensorsReader(FormatReader):
 
     def _header(self, name: str, index: HfIndex | None) -> SafetensorsHeader:
         try:
-            return read_safetensors_header(self.storage, name)
+            return read_safetensors_header(self.storage, name, may_be_cut=True)
         except StorageError as error:
             if not error.details.get("missing") or index is None:
                 raise
@@ -166,6 +166,7 @@ class SafetensorsReader(FormatReader):
         self.tensors |= found
         self.unreadable |= header.unreadable
         self._sizes[name] = header.data_end
+        self.note_cut(name, header.size, header.data_end, found)
         self._tensor_bytes += header.data_end - header.data_start
         self.user_metadata = {**header.metadata, **self.user_metadata}
 

@@ -1,8 +1,9 @@
 """Reads the header of a foreign safetensors file, with torch's names of the dtypes.
 
 A file of another project passes the same checks as a shard file of shardproof (`read_shard_header`). The
-header has at most 100 MB, no entry lies outside of the file or overlaps another, and the entries fill the
-file without a hole. A tensor of a dtype that torch does not have is listed, and cannot be read.
+header has at most 100 MB, no entry overlaps another, and the entries fill the file without a hole. A file
+may be cut: then the tensors before the cut are whole. A tensor of a dtype that torch does not have is listed,
+and cannot be read.
 """
 
 from __future__ import annotations
@@ -61,6 +62,8 @@ class SafetensorsHeader:
     """First byte after the header."""
     data_end: int
     """One past the last byte of the last tensor. The tensors fill the file from `data_start` to here."""
+    size: int
+    """Bytes of the file; fewer than `data_end` if it was cut."""
     raw: bytes
     """All bytes before the data, as input of digests."""
 
@@ -90,7 +93,7 @@ def dtype_of_code(code: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ..
     return None if name is None else (name, shape)
 
 
-def read_safetensors_header(storage: Storage, file: str) -> SafetensorsHeader:
+def read_safetensors_header(storage: Storage, file: str, *, may_be_cut: bool = False) -> SafetensorsHeader:
     """Reads and checks the header of a safetensors file.
 
     It reads and allocates no more than the header, whatever sizes the file declares.
@@ -98,6 +101,7 @@ def read_safetensors_header(storage: Storage, file: str) -> SafetensorsHeader:
     Args:
         storage: the storage that holds the file.
         file: name of the file.
+        may_be_cut: True to accept a file that ends before its last tensor does.
 
     Raises:
         FormatError: the header breaks a rule of safetensors, or does not fit the size of the file.
@@ -114,7 +118,7 @@ def read_safetensors_header(storage: Storage, file: str) -> SafetensorsHeader:
         >>> tensor.dtype, tensor.shape, tensor.end - tensor.begin
         ('bfloat16', (2, 3), 12)
     """
-    header = read_shard_header(storage, file, any_dtype=True)
+    header = read_shard_header(storage, file, any_dtype=True, may_be_cut=may_be_cut)
     tensors, unreadable = {}, {}
     for key, code, shape, begin, end in header.entries:
         found = dtype_of_code(code, shape)
@@ -124,5 +128,13 @@ def read_safetensors_header(storage: Storage, file: str) -> SafetensorsHeader:
             tensors[key] = SafetensorsTensor(*found, begin, end)
     data_end = header.entries[-1][4] if header.entries else header.data_start
     return SafetensorsHeader(
-        storage, file, header.metadata, tensors, unreadable, header.data_start, data_end, header.raw
+        storage,
+        file,
+        header.metadata,
+        tensors,
+        unreadable,
+        header.data_start,
+        data_end,
+        header.size,
+        header.raw,
     )

@@ -15,7 +15,7 @@ from shardproof.errors import FormatError
 from shardproof.interop.extents import DecodedExtent, Extent
 from shardproof.storage import Storage
 
-__all__ = ["DecodedPart", "decoded_storage"]
+__all__ = ["DecodedPart", "MemoryFile", "decoded_storage"]
 
 _ZSTD = "stream.zstd"
 _PIECE_BYTES = 1 << 20
@@ -58,7 +58,7 @@ def decoded_storage(
             )
         data = _decompressed(read, count, most, path, start)
         read, count = _reader_of(data), len(data)
-    return cast(Storage, _MemoryFile(storage.location, file, data))
+    return cast(Storage, MemoryFile(storage.location, file, data))
 
 
 def _reader_of(data: bytearray) -> Callable[[int, int], bytes]:
@@ -100,8 +100,8 @@ def _decompressed(
     return data
 
 
-class _MemoryFile:
-    """A decoded entry. It has the methods of `Storage` that `TorchFile` and `FileRange` use."""
+class MemoryFile:
+    """Bytes in memory as one file. It has the methods of `Storage` that reads of an extent use."""
 
     def __init__(self, location: str, file: str, data: bytearray) -> None:
         self.location = location
@@ -112,8 +112,12 @@ class _MemoryFile:
         """Bytes of the decoded entry."""
         return len(self._data) if name == self._file else None
 
+    def read(self, name: str, start: int, stop: int | None = None) -> bytes:
+        """Bytes `start` to `stop` of the file."""
+        return bytes(memoryview(self._data)[start:stop])
+
     def read_into(self, name: str, start: int, buffer: memoryview) -> None:
-        """Fills `buffer` from byte `start` of the decoded entry on."""
+        """Fills `buffer` from byte `start` on."""
         piece = memoryview(self._data)[start : start + len(buffer)]
         if len(piece) != len(buffer):
             path = f"{self.location}/{name}"

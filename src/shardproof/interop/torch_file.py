@@ -129,6 +129,11 @@ class TorchFile:
     """True for the zip format, False for the format before it."""
     pickled_bytes: int
     """Bytes of the pickles."""
+    size: int
+    """Bytes of the file, or of the range of it."""
+    cut_from: int | None
+    """Bytes that the file needs for all storages, if it has fewer; otherwise None. Tensors whose storages lie
+    before the cut can be read. Only the format before zip has its index before the storages."""
     digest: str
     """Digest of the pickles. Two files with equal tensors but other names of classes differ in it."""
 
@@ -148,10 +153,10 @@ class TorchFile:
         if whole is None:
             raise StorageError(f"{self.path} is missing", file=self.path, missing=True)
         self._start = start
-        self._size = whole - start if size is None else size
-        if start < 0 or self._size < 0 or start + self._size > whole:
+        self.size = whole - start if size is None else size
+        if start < 0 or self.size < 0 or start + self.size > whole:
             raise StorageError(
-                f"{self.path} has {whole} bytes, expected {self._size} from byte {start} on: it was cut or "
+                f"{self.path} has {whole} bytes, expected {self.size} from byte {start} on: it was cut or "
                 "replaced. Restore it from a copy",
                 file=self.path,
                 missing=False,
@@ -161,7 +166,8 @@ class TorchFile:
         self._last_extent: tuple[Extent, bytearray] | None = None
         """The extent that was read last, and its bytes."""
         self._swapped = False
-        self._file = FileWindow(storage, file, start, self._size)
+        self.cut_from = None
+        self._file = FileWindow(storage, file, start, self.size)
         self.is_zip = self._bytes(0, 4) == b"PK\x03\x04"
         if self.is_zip:
             self._open_zip(tensors)
@@ -204,7 +210,7 @@ class TorchFile:
 
     def stream(self) -> io.BufferedReader:
         """The archive as a file object."""
-        return io.BufferedReader(FileWindow(self._storage, self._name, self._start, self._size))
+        return io.BufferedReader(FileWindow(self._storage, self._name, self._start, self.size))
 
     @property
     def storages(self) -> Iterable[str]:
@@ -237,7 +243,7 @@ class TorchFile:
 
     def _open_zip(self, tensors: SmallPickles | None) -> None:
         try:
-            records = read_zip_directory(self._bytes, self._size)
+            records = read_zip_directory(self._bytes, self.size)
         except (ValueError, struct.error) as error:
             raise self._fault(f"the zip archive is damaged or cut ({error})") from error
         entries = {record.name.partition("/")[2]: record for record in records}
@@ -255,7 +261,7 @@ class TorchFile:
             if len(local) < _LOCAL_HEADER.size or local[:4] != b"PK\x03\x04":
                 raise self._fault(f"the record {name} does not begin at byte {header} of the archive")
             offset = header + _LOCAL_HEADER.size + sum(_LOCAL_HEADER.unpack(local))
-            if offset + nbytes > self._size:
+            if offset + nbytes > self.size:
                 raise self._fault(f"the record {name} ends past the end of the file")
             self._records[name] = self._range(offset, nbytes, crc if self.has_checksums else None)
         order = bytes(self._verified("byteorder")) if "byteorder" in self._records else b"little"
@@ -286,7 +292,7 @@ class TorchFile:
 
     def _open_legacy(self) -> None:
         self.has_checksums = False
-        pieces = WindowBytes(self._file, min(self._size, _MOST_PICKLE_BYTES))
+        pieces = WindowBytes(self._file, min(self.size, _MOST_PICKLE_BYTES))
         head = []
         at = 0
         for _ in range(3):
@@ -311,13 +317,17 @@ class TorchFile:
         self.pickled_bytes = keys.end
 
     def _take_storages(self, keys: Pickle) -> None:
-        """Finds the storages of the format before zip. Each storage follows its number of elements."""
+        """Finds the storages of the format before zip. Each storage follows its number of elements.
+
+        Storages past the end of a file that was cut have the places that they had.
+        """
         at = keys.end
         for key in keys.value:
             storage = self._storages.get(key) if isinstance(key, str) else None
-            if storage is None or at + 8 > self._size:
-                raise self._fault(f"the storage {brief(key)} is unknown or past the end of the file")
-            (numel,) = struct.unpack("<q", self._bytes(at, 8))
+            if storage is None:
+                raise self._fault(f"the storage {brief(key)} is unknown")
+            counted = self._bytes(at, 8)
+            numel = struct.unpack("<q", counted)[0] if len(counted) == 8 else storage.numel
             if numel != storage.numel:
                 raise self._fault(f"the storage {key} has {numel} elements, expected {storage.numel}")
             if storage.nbytes is None:
@@ -327,8 +337,8 @@ class TorchFile:
                 )
             self._records[key] = self._range(at + 8, storage.nbytes, None)
             at += 8 + storage.nbytes
-            if at > self._size:
-                raise self._fault(f"the storage {key} ends past the end of the file")
+        if at > self.size:
+            self.cut_from = at
 
     def _persistent(self, identifier: Any) -> TorchStorage:
         storage = torch_storage(self.path, identifier)

@@ -192,6 +192,7 @@ class TorchFilesReader(FormatReader):
         """
         digest = xxhash.xxh3_128("\0".join(digests).encode())
         for name, file in self._files.items():
+            self.note_cut(name, file.size, file.cut_from or 0, self.tensors)
             digest.update(f"{name}\0{file.digest}\0".encode())
         self.identity = digest.hexdigest()
         legacy = [name for name, file in self._files.items() if not file.is_zip]
@@ -222,8 +223,8 @@ class TorchFilesReader(FormatReader):
         return with_tensors(self._files[found.file], found.value)
 
     def files(self) -> Mapping[str, int | None]:
-        """All files; torch.save records no sizes."""
-        return dict.fromkeys(self._files) | dict(super().files())
+        """All files. torch.save records no sizes, so that only a file that was cut has one."""
+        return dict(super().files()) | {name: file.cut_from for name, file in self._files.items()}
 
     def verify_extra(self) -> int:
         """Verifies the storages of tensors in objects, and those that no tensor uses."""

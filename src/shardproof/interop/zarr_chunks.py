@@ -159,7 +159,7 @@ class ZarrChunks:
             yield StoredBox.of(offsets, sizes, self.filled_view(array, sizes, metadata))
         elif layout.inner is None:
             self.sizes[name] = None if layout.codecs.codecs else layout.codecs.nbytes
-            view = self._located(array, layout, sizes, name, 0, None)
+            view = self.located(array, layout, sizes, name, 0, None)
             yield StoredBox(offsets, sizes, name, 0, layout.codecs.nbytes, view)
         else:
             self.sizes[name] = None
@@ -168,7 +168,7 @@ class ZarrChunks:
             for begin, places in chunks_in_shard(layout, offsets):
                 sizes = clipped(begin, leaf(layout).sizes, array.shape)
                 if all(size > 0 for size in sizes):
-                    found = partial(self._find, array, key, sizes, name, places, metadata)
+                    found = partial(self.find, array, key, sizes, name, places, metadata)
                     yield StoredBox(begin, sizes, name, 0, layout.codecs.nbytes, found)
 
     def _lost(self, name: str, key: str, offsets: tuple[int, ...]) -> StoredView:
@@ -180,7 +180,7 @@ class ZarrChunks:
         fill = bytes(itemsize) if array.fill is None else array.fill
         return StoredView.dense(sizes, FillExtent(self._storage, metadata, math.prod(sizes) * itemsize, fill))
 
-    def _located(
+    def located(
         self,
         array: ArrayMetadata,
         layout: ChunkLayout,
@@ -209,7 +209,7 @@ class ZarrChunks:
             extent = FileRange(self._storage, name, start, nbytes, swap=layout.swap)
         return StoredView(extent, 0, stride)
 
-    def _find(
+    def find(
         self,
         array: ArrayMetadata,
         key: str,
@@ -217,6 +217,8 @@ class ZarrChunks:
         name: str,
         places: Sequence[int],
         metadata: str,
+        start: int = 0,
+        stop: int | None = None,
     ) -> StoredView:
         """The view of the part of a chunk in a shard that lies in the array.
 
@@ -227,8 +229,10 @@ class ZarrChunks:
             name: name of the file.
             places: row of the chunk in the index of the shard, and of each shard inside it.
             metadata: name of the file of the metadata.
+            start: first byte of the outermost shard in the file.
+            stop: end of that shard; None for that of the file.
         """
-        layout, start, stop = array.layout, 0, None
+        layout = array.layout
         for row in places:
             assert layout.inner is not None
             index = self._index(layout, name, start, stop)
@@ -246,7 +250,7 @@ class ZarrChunks:
                 file=path,
                 key=key,
             )
-        return self._located(array, layout, sizes, name, start, stop - start)
+        return self.located(array, layout, sizes, name, start, stop - start)
 
     def _read_index(self, layout: ChunkLayout, name: str, start: int, stop: int | None) -> NDArray[np.uint64]:
         """(chunks, 2) offset and bytes of the chunks of a shard; checked to lie in the shard."""

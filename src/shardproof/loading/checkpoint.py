@@ -22,12 +22,11 @@ from shardproof.format import (
     Manifest,
     TensorRecord,
     check_sizes,
-    inner_tensors,
     locate_files,
     read_index,
     read_manifest,
 )
-from shardproof.interop import is_paths_key, paths_in
+from shardproof.interop import NATIVE, is_paths_key, paths_in, tensors_in_values
 from shardproof.loading.block_reader import BlockDigests
 from shardproof.loading.chunk_reader import Chunks
 from shardproof.loading.destinations import Destination, DestinationWriter
@@ -78,6 +77,8 @@ class Checkpoint(ABC):
     `shardproof.open` makes one. Its class depends on the format, and its interface does not.
     """
 
+    format: str
+    """Name of its format."""
     location: str
     """The path, for messages."""
     attempt: str
@@ -126,13 +127,13 @@ class Checkpoint(ABC):
         return {key: path for nested in recorded for key, path in paths_in(nested)}
 
     def inner_tensors(self, objects: Mapping[str, Any], keys: Iterable[str]) -> set[str]:
-        """Of keys of tensors, those that hold the bytes of a plain value. Most formats have none.
+        """Of keys of tensors, those that hold the bytes of a plain value; see `tensors_in_values`.
 
         Args:
             objects: encoded plain values by key, of this checkpoint or renamed.
             keys: keys of tensors, of this checkpoint or renamed.
         """
-        return set()
+        return tensors_in_values(self.format, objects, keys)
 
     @abstractmethod
     def close(self) -> None:
@@ -316,7 +317,7 @@ class NativeCheckpoint(Checkpoint):
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
-        self.location = storage.location
+        self.format, self.location = NATIVE, storage.location
         self.manifest: Manifest = read_manifest(storage)
         self.attempt, self.step = self.manifest.attempt, self.manifest.step
         self.world_size = self.manifest.world_size
@@ -328,10 +329,6 @@ class NativeCheckpoint(Checkpoint):
         self.blocks = BlockDigests(self.files, self.manifest, self.table)
         self._sized: set[int] = set()
         self._index()
-
-    def inner_tensors(self, objects: Mapping[str, Any], keys: Iterable[str]) -> set[str]:
-        """Tensors that hold the bytes of plain values; see `Checkpoint.inner_tensors`."""
-        return inner_tensors(objects, keys)
 
     def close(self) -> None:
         """Closes the files that reading opened."""

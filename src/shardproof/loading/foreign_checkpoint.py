@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from shardproof._utils.humanize import listed
 from shardproof._utils.lazy_mapping import LazyMapping
 from shardproof.dtypes import DTYPES
 from shardproof.errors import PlainDataError, StorageError
@@ -60,7 +61,7 @@ class ForeignCheckpoint(Checkpoint):
 
     def __init__(self, reader: FormatReader, *, trust_pickle: bool = False) -> None:
         self.reader = reader
-        self.location = reader.location
+        self.format, self.location = reader.name, reader.location
         self.attempt, self.step, self.world_size = reader.identity, reader.step, reader.world_size
         self.aliases = reader.aliases
         self.tensors = [TensorRecord(key, item.dtype, item.shape) for key, item in reader.tensors.items()]
@@ -92,22 +93,44 @@ class ForeignCheckpoint(Checkpoint):
         self.reader.close()
 
     def check_files(self, rows: NDArray[np.int64] | None = None) -> None:
-        """Checks that files exist, with the size that the format records; see `Checkpoint.check_files`."""
+        """Checks that files exist, with the size that the format records; see `Checkpoint.check_files`.
+
+        A file that was cut may hold the whole boxes of some rows.
+        """
         sizes = self._files
         needed = sizes.keys() if rows is None else {self.boxes[row].file for row in rows.tolist()}
         for name in sorted(needed - self._sized):
             found, expected = self.reader.storage.size(name), sizes.get(name)
             if found is None:
                 raise self.reader.missing(name)
-            path = f"{self.reader.storage.location}/{name}"
             if expected is not None and found != expected:
-                raise StorageError(
-                    f"{path} has {found} bytes, expected {expected}: it was cut or replaced. Restore it from "
-                    "a copy",
-                    file=path,
-                    missing=False,
-                )
+                self._check_cut(name, found, expected, rows)
+                continue
             self._sized.add(name)
+
+    def _check_cut(self, name: str, found: int, expected: int, rows: NDArray[np.int64] | None) -> None:
+        """Raises unless a file that was cut holds the whole boxes of some rows."""
+        lost = {
+            self.tensors[tensor].key
+            for row, tensor in enumerate(self.table.tensor.tolist())
+            if (box := self.boxes[row]).file == name and box.start + box.nbytes > found
+        }
+        if found < expected and rows is not None:
+            wanted = {self.tensors[tensor].key for tensor in self.table.tensor[rows].tolist()}
+            if wanted.isdisjoint(lost):
+                return
+        path = f"{self.reader.storage.location}/{name}"
+        advice = "Restore it from a copy"
+        if found < expected and lost:
+            advice += (
+                f". It lacks bytes of {listed(lost)}. The other values can be read: leave these out with "
+                "exclude= (--exclude)"
+            )
+        raise StorageError(
+            f"{path} has {found} bytes, expected {expected}: it was cut or replaced. {advice}",
+            file=path,
+            missing=False,
+        )
 
     def open_files(self, rows: NDArray[np.int64]) -> None:
         """Opens the first files of some boxes; see `Checkpoint.open_files`."""

@@ -40,7 +40,15 @@ from shardproof.interop import NATIVE, Foreign
 from shardproof.loading.checkpoint import Checkpoint, NativeCheckpoint, Reads
 from shardproof.loading.destinations import DestinationWriter
 from shardproof.loading.leftover_keys import HookReport, check_hooks
-from shardproof.loading.matching import DEFAULTS, LoadOptions, Matched, MatchReport, from_rank, match
+from shardproof.loading.matching import (
+    DEFAULTS,
+    LoadOptions,
+    Matched,
+    MatchReport,
+    from_rank,
+    match,
+    selected_rows,
+)
 from shardproof.loading.opening import open_storage
 from shardproof.loading.read_once import offers
 from shardproof.loading.read_once.agreement import UNREADABLE, ReadOnceExchange
@@ -190,7 +198,8 @@ class _Loader:
     def share_metadata(self, meetings: MeetingSequence) -> None:
         """Rank 0 reads manifest and index of a remote storage, and sends small ones to all ranks.
 
-        If rank 0 cannot read them, each rank reads them itself and reports its error in the next meeting.
+        If rank 0 cannot read them, each rank reads them itself and reports its error in the next meeting. If
+        the storage did not answer rank 0, the load fails, because the other ranks would wait as long again.
         """
         source = self._source
         if isinstance(source, Foreign) and source.file is not None:
@@ -199,14 +208,21 @@ class _Loader:
         if self._rendezvous.world_size == 1 or not isinstance(storage, RemoteStorage):
             return
         files: dict[str, bytes] = {}
+        silence: ShardproofError | None = None
         if self._rendezvous.rank == 0:
             try:
                 files = metadata_files(storage)
-            except UNREADABLE:
-                pass
+            except UNREADABLE as error:
+                silence = error if error.details.get("unanswered") else None
         is_small = sum(map(len, files.values())) <= _SHARED_METADATA_BYTES
         post = msgspec.msgpack.encode(files if is_small else {})
-        answer = meetings.meet("metadata", lambda: post, lambda posts: posts[0])
+
+        def decide(posts: Sequence[bytes]) -> bytes:
+            if silence is not None:
+                raise silence
+            return posts[0]
+
+        answer = meetings.meet("metadata", lambda: post, decide)
         files = files or msgspec.msgpack.decode(answer, type=dict[str, bytes])
         if files:
             self._source = storage.with_contents(files)
@@ -228,7 +244,7 @@ class _Loader:
                 self._opened.callback(checkpoint.close)
                 self._check_kind(checkpoint, check)
                 if self._rendezvous.rank == 0:
-                    checkpoint.check_files()
+                    checkpoint.check_files(selected_rows(checkpoint, options))
                 matched = self._matched = match(
                     checkpoint, state, options, self._rendezvous.rank, self._rendezvous.world_size
                 )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from shardproof._utils.arguments import check_boolean, check_mapping, check_texts
 from shardproof.errors import (
@@ -126,6 +127,20 @@ class Matched:
     destinations: list[Destination]
     plan: ReadPlan | None
     """None after a mismatch, because then no rank reads."""
+
+
+def selected_rows(checkpoint: Checkpoint, options: LoadOptions) -> NDArray[np.int64] | None:
+    """Rows of the chunk table that any rank may want; None for all.
+
+    Raises:
+        StructureError: a rename matches no key.
+    """
+    if options.include is None and not options.exclude:
+        return None
+    catalogue, stored_of = renamed(checkpoint.catalogue(), options.rename)
+    keys = filter(selects(options.include, options.exclude), catalogue.tensors)
+    rows = checkpoint.rows([stored_of.get(key, key) for key in keys])
+    return np.flatnonzero(np.isin(checkpoint.table.tensor, rows))
 
 
 def match(checkpoint: Checkpoint, state: Any, options: LoadOptions, rank: int, world_size: int) -> Matched:

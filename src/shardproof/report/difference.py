@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 
 from shardproof._utils.json_objects import objects_with
 from shardproof.errors import PlainDataError, StorageError, tells_nothing
-from shardproof.format import FileRecord, Manifest, inner_tensors, locate_files, size_error
+from shardproof.format import FileRecord, Manifest, locate_files, size_error
 from shardproof.geometry import Boxes, cut
-from shardproof.interop import Foreign
+from shardproof.interop import Foreign, keeps_tensors_of_values, tensors_in_values
 from shardproof.planning import ChunkTable
 from shardproof.report.description import Stored, describe
 from shardproof.report.detail import rows_of
@@ -119,10 +119,12 @@ class _Side:
         self.objects: dict[str, Any] = dict.fromkeys(stored.manifest.objects)
         """Keys of plain values. A part of a value has its encoded data; None for a whole value."""
         rows = {record.key: row for row, record in enumerate(stored.manifest.tensors)}
-        inner = inner_tensors(stored.manifest.objects, rows) if stored.has_digests else set()
+        inner = tensors_in_values(stored.format, stored.manifest.objects, rows)
         self.tensors: dict[str, int] = {key: row for key, row in rows.items() if key not in inner}
         """Row of every tensor. A tied tensor has the row of the key it is stored under."""
         self.tensors |= {key: rows[target] for key, target in stored.manifest.aliases.items()}
+        self._references: dict[str, set[str]] = {}
+        """Keys of the tensors that a plain value refers to, by its key."""
 
     def split(self, other: _Side) -> None:
         """Splits the dicts that the other checkpoint stores as separate values.
@@ -165,8 +167,12 @@ class _Side:
                     break
 
     def _refers(self, value: str, key: str) -> bool:
-        parts = objects_with(self.encoded(value), "$tensor") if self.stored.has_digests else ()
-        return any(part["$tensor"] == key for part in parts)
+        if not keeps_tensors_of_values(self.stored.format):
+            return False
+        if value not in self._references:
+            parts = objects_with(self.encoded(value), "$tensor")
+            self._references[value] = {part["$tensor"] for part in parts}
+        return key in self._references[value]
 
     def encoded(self, key: str) -> Any:
         """The encoded data of a plain value. Raises `PlainDataError` if it cannot be read."""

@@ -17,8 +17,8 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from shardproof.dtypes import DTYPES
-from shardproof.format import Manifest, TensorRecord, inner_tensors, tensor_bytes
-from shardproof.interop import NATIVE
+from shardproof.format import Manifest, TensorRecord, tensor_bytes
+from shardproof.interop import NATIVE, tensors_in_values
 from shardproof.planning import ChunkTable
 
 __all__ = [
@@ -237,8 +237,7 @@ def summarise(
     """
     chosen = [row for row, record in enumerate(manifest.tensors) if is_below(record.key, prefix)]
     stored = [manifest.tensors[row] for row in chosen]
-    # Other formats store each value whole, and to look into one might read a file.
-    inner = inner_tensors(manifest.objects, [record.key for record in stored]) if format == NATIVE else set()
+    inner = tensors_in_values(format, manifest.objects, [record.key for record in stored])
     records = [record for record in stored if record.key not in inner]
     among = np.zeros(len(manifest.tensors), bool)
     among[chosen] = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shardproof.storage.base import (
+    BoundedStorage,
     CachedStorage,
     ClockedStorage,
     CopiedStorage,
@@ -17,11 +18,14 @@ from shardproof.storage.base import (
     check_name,
 )
 from shardproof.storage.base import check_folder as check_folder  # not listed in __all__: internal
+from shardproof.storage.base import read_at_most as read_at_most  # not listed in __all__: internal
+from shardproof.storage.base import too_large as too_large  # not listed in __all__: internal
 from shardproof.storage.base import write_file as write_file  # not listed in __all__: internal
 from shardproof.storage.cache_rule import CacheChoice, choose_cache
 from shardproof.storage.cache_rule import fits_cache as fits_cache  # not listed in __all__: internal
 from shardproof.storage.direct_io import ALIGNMENT, aligned_buffer
 from shardproof.storage.durable import publish_path as publish_path  # not listed in __all__: internal
+from shardproof.storage.file_modes import make_folders as make_folders  # not listed in __all__: internal
 from shardproof.storage.file_writer import FileWriter as FileWriter  # not listed in __all__: internal
 from shardproof.storage.fsspec_storage import FsspecStorage
 from shardproof.storage.local import LocalStorage
@@ -29,6 +33,7 @@ from shardproof.storage.locations import Location, is_url, storage_at
 from shardproof.storage.locations import check_location as check_location  # not listed in __all__: internal
 from shardproof.storage.locations import is_bucket_url as is_bucket_url  # not listed in __all__: internal
 from shardproof.storage.locations import is_same_place as is_same_place  # not listed in __all__: internal
+from shardproof.storage.locations import with_one_wait as with_one_wait  # not listed in __all__: internal
 from shardproof.storage.memory_link import keepers_here as keepers_here
 from shardproof.storage.memory_sink import MemorySink
 from shardproof.storage.memory_store import MemoryStorage, MemoryUsage
@@ -46,6 +51,7 @@ from shardproof.storage.uncached import past_cache as past_cache  # not listed i
 
 __all__ = [
     "ALIGNMENT",
+    "BoundedStorage",
     "CacheChoice",
     "CachedStorage",
     "ClockedStorage",

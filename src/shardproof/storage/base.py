@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from shardproof.errors import StorageError
+from shardproof.errors import FormatError, StorageError
 
 __all__ = [
+    "BoundedStorage",
     "CachedStorage",
     "ClockedStorage",
     "CopiedStorage",
@@ -22,6 +23,8 @@ __all__ = [
     "check_folder",
     "check_name",
     "name_fault",
+    "read_at_most",
+    "too_large",
     "write_file",
 ]
 
@@ -209,6 +212,18 @@ class RemoteStorage(Protocol):
 
 
 @runtime_checkable
+class BoundedStorage(Protocol):
+    """A storage that learns the size of a file with its bytes. This method is optional for a `Storage`.
+
+    Without it, `read_at_most` asks for the size first.
+    """
+
+    def read_at_most(self, name: str, most: int) -> bytes:
+        """All bytes of a file as it is now; see the function `read_at_most`."""
+        ...
+
+
+@runtime_checkable
 class ReplacingStorage(Protocol):
     """A storage that can replace a large file in one step. This method is optional for a `Storage`.
 
@@ -287,6 +302,34 @@ class CopiedStorage(Protocol):
             StorageError: a place cannot be listed.
         """
         ...
+
+
+def read_at_most(storage: Storage, name: str, most: int) -> bytes:
+    """All bytes of a file that has a few.
+
+    Args:
+        storage: holds the file.
+        name: name of the file.
+        most: its bytes, at most.
+
+    Raises:
+        FormatError: it has more. They are not read.
+        StorageError: the file is missing, or the storage failed.
+    """
+    if isinstance(storage, BoundedStorage):
+        return storage.read_at_most(name, most)
+    size = storage.size(name) or 0
+    if size > most:
+        raise too_large(f"{storage.location}/{name}", size, most)
+    return storage.read(name)
+
+
+def too_large(path: str, size: int, most: int) -> FormatError:
+    """The error of a file with more bytes than any of its kind."""
+    return FormatError(
+        f"{path}: it has {size} bytes, expected at most {most}: it is damaged, or another file has this name",
+        file=path,
+    )
 
 
 def write_file(storage: Storage, name: str, data: bytes) -> None:

@@ -27,6 +27,7 @@ from pathlib import Path
 
 from shardproof._utils import libc
 from shardproof.errors import AlreadyCommittedError
+from shardproof.storage.file_modes import create_file
 from shardproof.storage.paths import storage_error
 from shardproof.storage.real_folders import RealFolder
 
@@ -54,6 +55,7 @@ def open_new(root: Path, path: Path, flags: int) -> tuple[int, RealFolder]:
 
     Raises:
         FileExistsError: there is a file at `path`.
+        StorageError: the mode for new files in the environment is not valid.
         OSError: the system refused, or a folder below the root is a link.
     """
     made: list[Path] = []
@@ -62,7 +64,7 @@ def open_new(root: Path, path: Path, flags: int) -> tuple[int, RealFolder]:
         try:
             folder = RealFolder(root, path.parent, make=True)
             flags |= os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-            descriptor = os.open(path.name, flags, 0o666, dir_fd=folder.number)
+            descriptor = create_file(path.name, flags, folder.number)
         except BaseException as error:
             if folder is not None:
                 made += folder.made

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from shardproof._utils.forks import lock
 from shardproof._utils.humanize import without_credentials
 from shardproof.errors import AlreadyCommittedError, StorageError
-from shardproof.storage.base import Sink, check_folder, check_name
+from shardproof.storage.base import Sink, check_folder, check_name, too_large
 from shardproof.storage.object_sink import ObjectSink
 from shardproof.storage.remote_requests import request_error, short_remote_read
 
@@ -205,12 +205,25 @@ class FsspecStorage:
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         """Bytes `start` to `stop`; see `Storage.read`."""
-        key, size = self._key(name), self.size(name)
+        size = self.size(name)
         if size is None:
             raise self._missing(name)
         end = size if stop is None else stop
         if start > size or end > size:
             raise short_remote_read(self._file(name), start, end, size)
+        return self._range(name, start, end)
+
+    def read_at_most(self, name: str, most: int) -> bytes:
+        """All bytes of a file; see `BoundedStorage.read_at_most`."""
+        size = self.size(name)
+        if size is None:
+            raise self._missing(name)
+        if size > most:
+            raise too_large(self._file(name), size, most)
+        return self._range(name, 0, size)
+
+    def _range(self, name: str, start: int, end: int) -> bytes:
+        key = self._key(name)
         if end <= start:
             return b""
         try:

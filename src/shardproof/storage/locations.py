@@ -16,7 +16,15 @@ from shardproof.storage.memory_store import MEMORY_SCHEME, MemoryStorage
 from shardproof.storage.object_store import SCHEMES, ObjectStorage
 from shardproof.storage.paths import StrOrBytesPath
 
-__all__ = ["Location", "check_location", "is_bucket_url", "is_same_place", "is_url", "storage_at"]
+__all__ = [
+    "Location",
+    "check_location",
+    "is_bucket_url",
+    "is_same_place",
+    "is_url",
+    "storage_at",
+    "with_one_wait",
+]
 
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 """The beginning of a URL, also after `pathlib` has joined its slashes."""
@@ -109,6 +117,14 @@ def is_same_place(one: Storage, other: Storage) -> bool:
     True
     """
     return _place(one) == _place(other)
+
+
+def with_one_wait(storage: Storage) -> Storage:
+    """The same storage for one operation of many requests, which waits once if it does not answer.
+
+    Folders are returned as they are: the operating system decides how long they wait.
+    """
+    return storage.with_one_wait() if isinstance(storage, ObjectStorage) else storage
 
 
 def _place(storage: Storage) -> str:

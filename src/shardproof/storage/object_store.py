@@ -10,7 +10,8 @@ the first. So if the object has the bytes to write, the PUT counts as done. A ma
 its attempt, so no other committer writes the same bytes.
 
 Note "Deadlines": obstore repeats a request after a failure of the server or the connection, with growing
-pauses, for at most `retry_timeout`. An error after that names this time.
+pauses, for at most `retry_timeout`. An error after that names this time. An operation of many requests can
+have one such wait in place of several: see `ObjectStorage.with_one_wait`.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardproof._utils.forks import lock
 from shardproof._utils.humanize import without_credentials
-from shardproof.errors import AlreadyCommittedError, StorageError
-from shardproof.storage.base import Sink, check_folder, check_name
+from shardproof.errors import AlreadyCommittedError, ShardproofError, StorageError
+from shardproof.storage.base import Sink, check_folder, check_name, too_large
 from shardproof.storage.multipart_uploads import MultipartUploads, Upload
 from shardproof.storage.object_sink import ObjectSink
 from shardproof.storage.remote_requests import request_error, short_remote_read
@@ -48,7 +49,16 @@ _REQUEST_BYTES = 16 << 20
 _HONOURING: set[str] = set()
 """Buckets that honour conditional PUTs, by endpoint and URL; see note "What commits"."""
 
+_Result = TypeVar("_Result")
+
 _log = logging.getLogger("shardproof")
+
+
+@dataclass(slots=True)
+class _Silence:
+    """The first error of a store that does not answer; see `ObjectStorage.with_one_wait`."""
+
+    error: StorageError | None = None
 
 
 class ObjectStorage:
@@ -93,6 +103,7 @@ class ObjectStorage:
         self._endpoint = _endpoint(settings)
         self._store = _open(self._bucket, settings, self._endpoint, self._retry)
         self._known: Mapping[str, bytes] = {}
+        self._silence: _Silence | None = None
 
     @classmethod
     def _of(cls, other: ObjectStorage, prefix: str) -> ObjectStorage:
@@ -100,13 +111,22 @@ class ObjectStorage:
         storage = cls.__new__(cls)
         storage._bucket, storage._prefix = other._bucket, prefix
         storage._retry, storage._store, storage._endpoint = other._retry, other._store, other._endpoint
-        storage._known = {}
+        storage._known, storage._silence = {}, other._silence
         return storage
 
     def with_contents(self, files: Mapping[str, bytes]) -> ObjectStorage:
         """The same storage with the bytes of some files; see `RemoteStorage.with_contents`."""
         storage = ObjectStorage._of(self, self._prefix)
         storage._known = dict(files)
+        return storage
+
+    def with_one_wait(self) -> ObjectStorage:
+        """The same storage for one operation, which waits once for a store that does not answer.
+
+        After a request without an answer, all later requests raise its error at once.
+        """
+        storage = ObjectStorage._of(self, self._prefix)
+        storage._silence = _Silence()
         return storage
 
     def __repr__(self) -> str:
@@ -247,14 +267,27 @@ class ObjectStorage:
             return b""
         return bytes(self._range(name, start, stop))
 
-    def _read_to_end(self, name: str, start: int) -> bytes:
-        """All bytes from `start` on, of one version of the object."""
+    def read_at_most(self, name: str, most: int) -> bytes:
+        """All bytes of an object; see `BoundedStorage.read_at_most`. The answer begins with its size."""
+        if name in self._known and len(self._known[name]) <= most:
+            return self._known[name]
+        return self._whole(name, most)
+
+    def _whole(self, name: str, most: int | None = None) -> bytes:
+        """All bytes of one version of the object. Raises FormatError if there are more than `most`."""
         import obstore
 
-        try:
-            data = bytes(obstore.get(self._store, self._key(name)).bytes())
-        except Exception as error:
-            raise self._error(error, "read", name) from error
+        def request() -> bytes:
+            found = obstore.get(self._store, self._key(name))
+            if most is not None and found.meta["size"] > most:
+                raise too_large(f"{self.location}/{name}", found.meta["size"], most)
+            return bytes(found.bytes())
+
+        return self._ask("read", name, request)
+
+    def _read_to_end(self, name: str, start: int) -> bytes:
+        """All bytes from `start` on, of one version of the object."""
+        data = self._whole(name)
         if start > len(data):
             raise short_remote_read(f"{self.location}/{name}", start, start, len(data))
         return data[start:]
@@ -280,14 +313,19 @@ class ObjectStorage:
     def _range(self, name: str, start: int, stop: int) -> memoryview:
         import obstore
 
+        def request() -> memoryview:
+            return memoryview(obstore.get_range(self._store, self._key(name), start=start, end=stop))
+
         try:
-            data = memoryview(obstore.get_range(self._store, self._key(name), start=start, end=stop))
-        except Exception as error:
+            data = self._ask("read", name, request)
+        except StorageError as error:
             # Only such an answer is worth a second request, which may take as long as the first.
-            size = self.size(name) if "status code: 416 " in _first_line(error) else None
+            cause = error.__cause__
+            is_short = isinstance(cause, Exception) and "status code: 416 " in _first_line(cause)
+            size = self.size(name) if is_short else None
             if size is not None and size <= start:
                 raise short_remote_read(f"{self.location}/{name}", start, stop, size) from error
-            raise self._error(error, "read", name) from error
+            raise
         if len(data) != stop - start:
             raise short_remote_read(f"{self.location}/{name}", start, stop, start + len(data))
         return data
@@ -299,23 +337,23 @@ class ObjectStorage:
         if name in self._known:
             return len(self._known[name])
         try:
-            return int(obstore.head(self._store, self._key(name))["size"])
-        except Exception as error:
-            if _is_missing(error):
-                self._check_bucket(error)
+            return int(self._ask("look at", name, lambda: obstore.head(self._store, self._key(name)))["size"])
+        except StorageError as error:
+            if error.details["missing"]:
                 return None
-            raise self._error(error, "look at", name) from error
+            raise
 
     def modified(self, name: str) -> float | None:
         """Time of the last write to an object, Unix seconds; None if there is none of this name."""
         import obstore
 
         try:
-            return float(obstore.head(self._store, self._key(name))["last_modified"].timestamp())
-        except Exception as error:
-            if _is_missing(error):
+            found = self._ask("look at", name, lambda: obstore.head(self._store, self._key(name)))
+        except StorageError as error:
+            if error.details["missing"]:
                 return None
-            raise self._error(error, "look at", name) from error
+            raise
+        return float(found["last_modified"].timestamp())
 
     def now(self, *, writes: bool = True) -> float | None:
         """The time by the clock of the store, Unix seconds; see `ClockedStorage.now`.
@@ -345,13 +383,13 @@ class ObjectStorage:
         import obstore
 
         try:
-            found = obstore.list_with_delimiter(self._store, self._prefix or None)["common_prefixes"]
-        except Exception as error:
-            if _is_missing(error):
-                self._check_bucket(error)
+            below = self._prefix or None
+            found = self._ask("list", "", lambda: obstore.list_with_delimiter(self._store, below))
+        except StorageError as error:
+            if error.details["missing"]:
                 return []
-            raise self._error(error, "list", "") from error
-        return sorted(one.rstrip("/").rpartition("/")[2] for one in found)
+            raise
+        return sorted(one.rstrip("/").rpartition("/")[2] for one in found["common_prefixes"])
 
     def siblings(self) -> list[str]:
         """Sorted names of the sibling folders, with this storage's own folder if it exists."""
@@ -363,24 +401,27 @@ class ObjectStorage:
 
         below = self._key(prefix) if prefix else self._prefix
         start = len(self._prefix) + 1 if self._prefix else 0
-        try:
+
+        def request() -> builtins.list[str]:
             batches = obstore.list(self._store, below or None)
             return sorted(item["path"][start:] for batch in batches for item in batch)
-        except Exception as error:
-            if _is_missing(error):
-                self._check_bucket(error)
+
+        try:
+            return self._ask("list", prefix, request)
+        except StorageError as error:
+            if error.details["missing"]:
                 return []
-            raise self._error(error, "list", prefix) from error
+            raise
 
     def delete(self, name: str) -> None:
         """Remove the object. A missing one is no error."""
         import obstore
 
         try:
-            obstore.delete(self._store, self._key(name))
-        except Exception as error:
-            if not _is_missing(error):
-                raise self._error(error, "delete", name) from error
+            self._ask("delete", name, lambda: obstore.delete(self._store, self._key(name)))
+        except StorageError as error:
+            if not error.details["missing"]:
+                raise
 
     def uploads(self, parts_before: float) -> builtins.list[Upload]:
         """Multipart uploads below this prefix that did not complete, whose parts no listing shows.
@@ -447,16 +488,22 @@ class ObjectStorage:
     def _put(self, name: str, data: Any, doing: str, **how: Any) -> None:
         import obstore
 
-        key = self._key(name)
-        try:
-            obstore.put(self._store, key, data, **how)
-        except Exception as error:
-            raise self._error(error, doing, name) from error
+        self._ask(doing, name, lambda: obstore.put(self._store, self._key(name), data, **how))
 
-    def _check_bucket(self, error: Exception) -> None:
-        """Raises if an object is missing because its bucket is."""
-        if _has_no_bucket(error):
-            raise self._error(error, "look at", "") from error
+    def _ask(self, doing: str, name: str, request: Callable[[], _Result]) -> _Result:
+        """The answer to a request. Raises the `StorageError` for any error of obstore."""
+        silence = self._silence
+        if silence is not None and silence.error is not None:
+            raise StorageError(silence.error.message, **silence.error.details) from silence.error
+        try:
+            return request()
+        except ShardproofError:
+            raise
+        except Exception as error:
+            failed = self._error(error, doing, name)
+            if silence is not None and failed.details.get("unanswered"):
+                silence.error = failed
+            raise failed from error
 
     def _missing(self, name: str) -> StorageError:
         file = f"{self.location}/{name}"

@@ -14,6 +14,7 @@ import stat
 from pathlib import Path
 from types import TracebackType
 
+from shardproof.storage.file_modes import make_folder, make_folders
 from shardproof.storage.paths import printable
 
 __all__ = ["RealFolder"]
@@ -41,7 +42,7 @@ class RealFolder:
         self.made: list[Path] = []
         """The folders that were made."""
         if make:
-            self._make_root(root)
+            self.made += make_folders(root)
         self.number = os.open(root, _FLAGS)
         above = root
         for part in path.relative_to(root).parts:
@@ -70,16 +71,6 @@ class RealFolder:
         if number >= 0:
             os.close(number)
 
-    def _make_root(self, root: Path) -> None:
-        above = root
-        while not above.exists():
-            self.made.append(above)
-            above = above.parent
-        try:
-            root.mkdir(parents=True, exist_ok=True)
-        except FileExistsError as error:  # callers take FileExistsError to mean the file
-            raise NotADirectoryError(errno.ENOTDIR, "Not a directory", str(root)) from error
-
     def _open(self, part: str, path: Path, *, make: bool) -> int:
         """Opens a folder in this one."""
         try:
@@ -92,7 +83,7 @@ class RealFolder:
                     if attempt == _TRIES - 1:
                         raise
                 try:
-                    os.mkdir(part, dir_fd=self.number)
+                    make_folder(part, self.number)
                     self.made.append(path)
                 except FileExistsError:
                     pass

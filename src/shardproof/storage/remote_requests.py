@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from itertools import chain, pairwise
+from threading import Event
 from typing import TypeVar
 
 from shardproof.errors import StorageError
@@ -87,11 +88,22 @@ def _map_in_threads(
     remaining = iter(items)
     futures: deque[Future[_Result]] = deque()
     refused: list[_Item] = []
+    failed = Event()
+
+    def ask(item: _Item) -> _Result:
+        if failed.is_set():  # items begin in order, so the caller never sees this error
+            raise CancelledError
+        try:
+            return request(item)
+        except BaseException:
+            failed.set()
+            raise
+
     with ThreadPoolExecutor(threads, "shardproof-requests") as pool:
         try:
             for item in remaining:
                 try:
-                    futures.append(pool.submit(request, item))
+                    futures.append(pool.submit(ask, item))
                 except RuntimeError:
                     refused.append(item)
                     break

@@ -109,7 +109,7 @@ def test_every_missing_cut_or_changed_file_of_a_database_is_found_or_harmless(tm
                     )
             else:
                 found += 1
-                assert "ocdbt" in report.faults[0].message
+                assert "ocdbt" in report.faults[0].message or "/d/" in report.faults[0].message
             file.write_bytes(whole)
     assert found >= 10
 
@@ -134,8 +134,7 @@ def test_a_lost_data_file_of_a_database_is_an_error(compressor: Any, tmp_path: P
     largest = max((tmp_path / "d").iterdir(), key=lambda file: file.stat().st_size)
     assert largest.stat().st_size > 5_000, "the chunks lie in files of their own"
     largest.unlink()
-    # The largest file may hold the list of entries, too.
-    with pytest.raises(ShardproofError, match="TensorStore cannot read the (part of w|list of entries)"):
+    with pytest.raises(ShardproofError, match=largest.name):  # it may hold nodes of the tree, too
         opened(tmp_path)["w"].read()
     assert not verify_any(foreign_of(tmp_path), format="orbax").ok
     (tmp_path / "manifest.ocdbt").unlink()
@@ -158,7 +157,7 @@ def test_an_absent_entry_is_the_fill_value_where_the_writer_skips_such_chunks(tm
         assert "2 absent chunks, such as w/c/0, read as the fill value" in checkpoint.reader.notes[0]
         assert {type(box.located().extent).__name__ for box in checkpoint.boxes} == {
             "FillExtent",
-            "_OcdbtExtent",
+            "FileRange",
         }
 
 

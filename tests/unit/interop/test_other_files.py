@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 
 import shardproof as sp
 from shardproof.errors import FormatError
@@ -54,14 +53,13 @@ def test_a_pointer_in_a_folder_is_named(tmp_path: Path, name: str) -> None:
         sp.open(tmp_path)
 
 
-def test_cut_files_are_named(tmp_path: Path) -> None:
+def test_a_cut_archive_is_named(tmp_path: Path) -> None:
+    """Its directory was at the end. Formats with the directory in front: `test_cut_files`."""
     torch.save({"w": torch.ones(1000)}, tmp_path / "a.pt")
-    save_file({"w": torch.ones(1000)}, tmp_path / "a.safetensors")
-    for name, message in (("a.pt", "it was cut. Download or copy it again"), ("a.safetensors", "cut short")):
-        data = (tmp_path / name).read_bytes()
-        (tmp_path / name).write_bytes(data[: len(data) // 2])
-        with pytest.raises(FormatError, match=rf"{name}.*{message}"):
-            sp.open(tmp_path / name)
+    data = (tmp_path / "a.pt").read_bytes()
+    (tmp_path / "a.pt").write_bytes(data[: len(data) // 2])
+    with pytest.raises(FormatError, match=r"a.pt.*it was cut. Download or copy it again"):
+        sp.open(tmp_path / "a.pt")
 
 
 def script(path: Path, module: torch.nn.Module) -> None:

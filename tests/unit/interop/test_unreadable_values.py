@@ -156,8 +156,8 @@ def test_a_safetensors_dtype_that_torch_lacks(
     data = len(text).to_bytes(8, "little") + text + WEIGHT.numpy().tobytes() + bytes(nbytes)
     (tmp_path / "a.safetensors").write_bytes(data)
     check_that_only_one_key_is_an_error(tmp_path / "a.safetensors", "q", f"dtype {code}")
-    (tmp_path / "a.safetensors").write_bytes(data[:-1])
-    with pytest.raises(FormatError, match="cut short"):
+    (tmp_path / "a.safetensors").write_bytes(data + b"0")
+    with pytest.raises(FormatError, match="is another file"):
         sp.open(tmp_path / "a.safetensors")
 
 

@@ -33,7 +33,7 @@ from shardproof.checkpointer.nodes.network_choice import (
 from shardproof.checkpointer.nodes.peer_storage import Peer, PeerStorage
 from shardproof.errors import ShardproofError, StorageError, StructureError
 from shardproof.rendezvous import MeetingSequence, Rendezvous, format_rank_ranges
-from shardproof.storage import LocalStorage, Storage
+from shardproof.storage import LocalStorage, Storage, make_folders
 
 __all__ = ["NodeGroup", "join_nodes"]
 
@@ -162,7 +162,7 @@ def join_nodes(rendezvous: Rendezvous, root: LocalStorage, replicas: int) -> Nod
         nonlocal service, own_part
         own_part, address = own_secret(), chosen_address()
         try:
-            root.path.mkdir(parents=True, exist_ok=True)
+            make_folders(root.path)
             found = os.stat(root.path)
             service = FileService(root, patience, address)
         except OSError as error:
