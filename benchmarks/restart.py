@@ -39,11 +39,11 @@ def main() -> None:
     options = parser(__doc__, device=False)
     given = options.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="shardproof-bench-", dir=given.folder))
-    memory = MemoryStorage(f"memory://{folder.name}")
+    url = f"memory://{folder.name}"
     found: dict[str, list[dict[str, float]]] = {"cold": [], "warm": [], "memory": []}
-    roots = {"memory": memory.location}
+    roots = {"memory": url}
     try:
-        for root in (str(folder / "run"), memory.location):
+        for root in (str(folder / "run"), url):
             start(given, folder, "save", root)
         for number in range(1 + given.repeats):
             for way, runs in found.items():
@@ -56,7 +56,7 @@ def main() -> None:
                 if number:
                     runs.append({name: max(rank[name] for rank in ranks) for name in (*PHASES, "all")})
     finally:
-        memory.drop()
+        MemoryStorage(url).drop()
         shutil.rmtree(folder, ignore_errors=True)
     medians = {
         way: {name: statistics.median(run[name] for run in runs) for name in runs[0]}

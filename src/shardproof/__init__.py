@@ -137,12 +137,6 @@ _HOMES = {
 }
 """Public names by the module that they come from. The imports above say the same to type checkers."""
 
-_RENAMED = {
-    "Committed": ("SaveResult", "it is what a save returns"),
-    "ShardedTensor": ("LocalShards", "torch has another class of the old name"),
-}
-"""Old names that still work: the new one, and why."""
-
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = sorted(["__version__", *_PACKAGES, *_HOME_OF])
@@ -152,16 +146,6 @@ def __getattr__(name: str) -> Any:
     """The public name, loaded from its home and kept for the next use (PEP 562)."""
     from importlib import import_module
 
-    if name in _RENAMED:
-        import warnings
-
-        new, reason = _RENAMED[name]
-        warnings.warn(
-            f"shardproof.{name} is now shardproof.{new}, because {reason}: use that name",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        name = new
     if name in _PACKAGES:
         return import_module(f"shardproof.{name}")
     if name not in _HOME_OF:

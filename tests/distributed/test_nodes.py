@@ -109,11 +109,16 @@ class Stage:
         meetings = StoreRendezvous(
             self._store, rank, len(places), deadline=options.pop("deadline", 60.0), name=name
         )
-        run = sp.Checkpointer(
-            self.root / places[rank],
-            **{"node_local": True, "rendezvous": meetings, "cache": "none", **options},
-        )
-        return work(run, rank, len(places))
+        options = {"rendezvous": meetings, "cache": "none", **options}
+        return work(self.checkpointer(places[rank], options), rank, len(places))
+
+    def checkpointer(self, node: str, options: dict[str, Any]) -> sp.Checkpointer:
+        """The run of a rank on a node."""
+        return sp.Checkpointer(self.root / node, node_local=True, **options)
+
+    def folder(self, node: str) -> Path:
+        """The run's folder on a node."""
+        return self.root / node
 
     def save(self, places: Sequence[str], step: int, salt: int | None = None, **options: Any) -> None:
         """A job that saves one step."""
@@ -140,7 +145,7 @@ class Stage:
 
     def shards(self, node: str, step: int) -> set[int]:
         """Ranks whose files of a step a node has."""
-        return {int(path.name[:5]) for path in (self.root / node / f"step-{step:08d}" / "shards").glob("*")}
+        return {int(path.name[:5]) for path in (self.folder(node) / f"step-{step:08d}" / "shards").glob("*")}
 
 
 def _flip(root: Path, step: int, writer: int | None) -> None:

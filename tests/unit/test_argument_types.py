@@ -116,8 +116,6 @@ def test_a_checkpointer_names_the_option(name: str, value: Any, tmp_path: Path) 
         (lambda: sp.Preemption(reserve=None), "reserve"),  # type: ignore[arg-type]
         (lambda: sp.Preemption(end_time="noon"), "end_time"),  # type: ignore[arg-type]
         (lambda: sp.Preemption(exit_code="85"), "exit_code"),  # type: ignore[arg-type]
-        (lambda: sp.storage.MemoryStorage("memory://types", budget="1GB"), "budget"),  # type: ignore[arg-type]
-        (lambda: sp.storage.MemoryStorage("memory://types", budget=1.5), "budget"),  # type: ignore[arg-type]
     ],
 )
 def test_other_arguments_are_named(call: Callable[[], object], name: str) -> None:

@@ -429,7 +429,7 @@ def test_options_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     for root, options, text in (
         (tmp_path, {"replicas": 1}, "pass node_local=True, too"),
         (tmp_path, {"replicas": 2, "node_local": True}, "replicas is 0 or 1, not 2"),
-        ("memory://run", {"node_local": True}, "needs a folder on the disk of each node, not memory://run"),
+        ("s3://bucket/run", {"node_local": True}, "needs a folder on the disk of each node, not s3://bucket"),
     ):
         with pytest.raises(ValueError, match=text):
             sp.Checkpointer(root, rendezvous=LocalRendezvous(), **options)

@@ -38,7 +38,6 @@ INTERNAL = {
     "Checkpoint.tensors",
     "Damage.is_in",
     "LocalSink.__init__",
-    "MemorySink.__init__",
 }
 """Members that other packages of shardproof use, and that no page offers to users."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 import threading
 import time
@@ -30,6 +29,7 @@ from shardproof.rendezvous import LocalRendezvous, StoreRendezvous
 from shardproof.storage import LocalStorage, MemoryStorage, ObjectStorage
 from tests.faulty_storage import FaultyStorage
 from tests.golden.reader import read
+from tests.in_memory import private_tmpfs
 
 WAIT = 60.0
 
@@ -172,19 +172,18 @@ def test_damaged_files_of_the_first_tier_are_read_from_the_second(
     assert verify(LocalStorage(far / "step-00000002")).ok
 
 
-def test_the_second_tier_is_restored_if_the_first_one_in_memory_is_lost(far: Path) -> None:
-    url = f"memory://tiers-{os.getpid()}"
-    try:
+def test_the_second_tier_is_restored_if_the_first_one_in_memory_is_lost(
+    far: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = "memory://run"
+    with private_tmpfs(monkeypatch):
         run = checkpointer(url, far)
         for step in (1, 2):
             run.save(step, state(step)).durable(WAIT)
-        assert assert_restores(checkpointer(url, far), 2).tier == url
-    finally:
-        MemoryStorage(url).drop()
-    try:
+        memory = MemoryStorage(url)
+        assert assert_restores(checkpointer(url, far), 2).tier == memory.location
+        assert memory.drop()
         assert assert_restores(checkpointer(url, far), 2).tier == str(far)
-    finally:
-        MemoryStorage(url).drop()
 
 
 def test_storage_options_are_for_the_tier_in_a_bucket(far: Path) -> None:

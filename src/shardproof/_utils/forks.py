@@ -4,8 +4,8 @@ A child has one thread: the one that forked. A lock that another thread had acqu
 child for ever. So this module creates every lock that outlives a call, and releases all of them in the child.
 The state that they guard stays consistent, because each update is a single step of the interpreter.
 
-A child also has every open file of its parent. A file in memory that the parent drops would take its memory
-until the child ends. So descriptors of such files are closed in the child (`close_in_child`).
+A child also has every open file of its parent. A file that the parent removes would take its space, on a disk
+or in memory, until the child ends. So descriptors of files are closed in the child (`close_in_child`).
 
 Nothing else is reset. The child recognises threads, saves and connections of its parent by their process id,
 and creates its own when it needs them.

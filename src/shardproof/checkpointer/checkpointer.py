@@ -21,6 +21,7 @@ from shardproof.checkpointer.policies import MetricCheck, Retention, is_count
 from shardproof.checkpointer.preemption import Preemption
 from shardproof.checkpointer.restore import Restore
 from shardproof.checkpointer.restored_step import RestoredStep
+from shardproof.checkpointer.retention import remove_dead_saves
 from shardproof.checkpointer.run_marks import change_pin, checked_step, parse_argument, settle_suspect
 from shardproof.checkpointer.schedules import Schedule
 from shardproof.checkpointer.scrub import Scrub
@@ -32,7 +33,7 @@ from shardproof.loading import Cast, LoadOptions, LoadReport, Patterns, ReadOnce
 from shardproof.reentrance import guarded, refuse_inside
 from shardproof.rendezvous import Rendezvous, check_deadline, check_group, connect
 from shardproof.saving import CheckReplicas, PendingSave, Saver, WhenBusy
-from shardproof.storage import LocalStorage, Location, Storage, check_location, is_url
+from shardproof.storage import LocalStorage, Location, MemoryStorage, Storage, check_location, is_url
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -106,15 +107,16 @@ class Checkpointer:
         upload_bandwidth: bytes a second that all ranks together send to `then`. None: no bound.
         node_local: True if `root` is a folder on the local disk of each node, which other nodes do not see.
             Each rank writes to its node, and reads what its node lacks from the nodes that have it, over the
-            network. All ranks make the `Checkpointer` together. See docs/tiers.md.
+            network. All ranks make the `Checkpointer` together. See docs/tiers.md. A run in memory
+            (``memory://run``) is always of this kind; see docs/memory_tier.md.
         replicas: 1 to store a second copy of each file on a partner node. After the loss of a node, a restore
             then needs no second tier. After a restore, the ranks replace lost copies in the background; see
-            `wait_for_copies`. Needs `node_local`.
+            `wait_for_copies`. Needs `node_local`, or a run in memory.
 
     Raises:
         TypeError: an argument has a wrong type.
         ValueError: an argument has an invalid value.
-        RankFailure, RankSilent: with `node_local`, a rank failed or fell silent.
+        RankFailure, RankSilent: with `node_local` or a run in memory, a rank failed or fell silent.
 
     Example:
         >>> import shardproof as sp, tempfile, torch
@@ -175,6 +177,8 @@ class Checkpointer:
         self.passed_over: tuple[PassedOver, ...] = ()
         """Newer steps that the last `restore` passed over, with the reasons; newest first."""
         first, second = open_tiers(root, then, keep_then, upload_bandwidth, storage_options)
+        in_memory = isinstance(first, MemoryStorage)
+        node_local = node_local or in_memory
         check_node_local(first, node_local, replicas)
         self._rendezvous = rendezvous or connect(deadline=deadline)
         self._found_rendezvous = rendezvous is None
@@ -183,7 +187,9 @@ class Checkpointer:
         if node_local and isinstance(first, LocalStorage):
             storage = NodeStorage(join_nodes(self._rendezvous, first, replicas))
             self._copies = MissingCopies(storage, self._rendezvous)
-            if incremental and scrub is not None and self._rendezvous.rank == 0:
+            if isinstance(first, MemoryStorage):
+                remove_dead_saves(storage, first)
+            elif incremental and scrub is not None and self._rendezvous.rank == 0:
                 _log.warning(
                     "%s: there is no scrub with node_local=True, because rank 0 does not have all files. Run "
                     "`shardproof doctor FOLDER --scrub` on each node, and pass scrub=None",
@@ -207,7 +213,7 @@ class Checkpointer:
         self._full_every = full_every
         self._check_replicas = check_replicas
         self._newest: NewestStep | None = None
-        if cache != "none" and isinstance(first, LocalStorage):
+        if cache != "none" and isinstance(first, LocalStorage) and not in_memory:
             self._newest = NewestStep(drop_older=not incremental, only_if_local=cache == "auto")
         self._due = DueSaves(every, preemption, mtbf_hours, self._rendezvous, storage.location)
         self._uploader: Uploader | None = None

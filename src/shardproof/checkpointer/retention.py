@@ -37,7 +37,7 @@ from shardproof.checkpointer.step_folders import (
     is_ours,
     step_name,
 )
-from shardproof.errors import FormatError, NotCommittedError, StorageError
+from shardproof.errors import FormatError, NotCommittedError, ShardproofError, StorageError
 from shardproof.format import (
     MANIFEST_NAME,
     FileRecord,
@@ -50,7 +50,7 @@ from shardproof.format import (
     unreadable_manifests_message,
     unreferenced_files,
 )
-from shardproof.storage import Storage, map_requests
+from shardproof.storage import MemoryStorage, Storage, map_requests
 
 __all__ = [
     "Leftover",
@@ -61,6 +61,7 @@ __all__ = [
     "delete_steps",
     "leftovers",
     "plan_removal",
+    "remove_dead_saves",
     "remove_leftover",
     "retain",
     "times_of",
@@ -498,6 +499,32 @@ def remove_leftover(storage: Storage, leftover: Leftover) -> bool:
     for file in leftover.files:
         storage.delete(f"{leftover.folder}/{file}")
     return True
+
+
+def remove_dead_saves(run: Storage, own: MemoryStorage) -> None:
+    """Removes from the memory of this node the files of saves that died, before the first save of a job.
+
+    On a disk they stay for `prune`. In memory they would take the room of the next save. Does nothing if
+    another process uses the run. A failure costs space only, so it is logged.
+
+    Args:
+        run: the run on all nodes. A manifest on any of them may name a file of this node.
+        own: the run on this node.
+    """
+    try:
+        alone = own.hold()
+        if alone is None:
+            return
+        for leftover in leftovers(own, own.modified):
+            if leftover.older_than(0, alone) and remove_leftover(run, leftover):
+                _log.info(
+                    "%s/%s: removed %d files of a save that died",
+                    own.location,
+                    leftover.folder,
+                    len(leftover.files),
+                )
+    except ShardproofError as error:
+        _log.warning("%s: the files of dead saves stay in memory: %s", own.location, error)
 
 
 def _needed(storage: Storage, folder: str, references: References) -> set[str] | None:

@@ -1,11 +1,12 @@
-"""``shardproof prune`` and ``shardproof memory``: remove dead saves and old steps; free runs in memory."""
+"""``shardproof prune`` and ``shardproof memory``: remove dead saves, old steps, and runs in memory."""
 
 from __future__ import annotations
 
 import os
 import sys
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -14,6 +15,7 @@ from shardproof.cli.options import folder_argument, json_option, older_than_opti
 
 if TYPE_CHECKING:
     from shardproof.checkpointer import PrunePlan
+    from shardproof.storage import MemoryRun
 
 __all__ = ["memory_command", "prune_command"]
 
@@ -102,7 +104,7 @@ def prune_command(
     carried_out = not dry_run and not plan.empty and (yes or _agreed(plan))
     committed_meanwhile = prune(storage, plan) if carried_out else []
     if not dry_run and isinstance(storage, LocalStorage):
-        _remove_empty_folders(run, older_than, now)
+        _remove_empty_folders(storage.path, older_than, now)
     if as_json:
         print_json(
             {
@@ -128,7 +130,7 @@ def _agreed(plan: PrunePlan) -> bool:
     return click.confirm(f"remove {gigabytes(plan.bytes)}?", err=True)
 
 
-def _remove_empty_folders(run: str, older_than: float, now: float) -> None:
+def _remove_empty_folders(run: Path, older_than: float, now: float) -> None:
     """Removes the empty folders of saves that died before their first file. Storages list files only."""
     from shardproof.checkpointer import parse_folder
 
@@ -234,55 +236,85 @@ def _show_plan(plan: PrunePlan, now: float, older_than: float, damaged: bool) ->
         out.print(printable(f"not removed: {name}: {reasons}"))
 
 
-@click.command("memory", short_help="List the runs that this node holds in memory, or free one.")
+@click.command("memory", short_help="List the runs in the memory of this node, or drop one.")
 @click.option(
-    "--drop", metavar="RUN", help="End the keeper of a run (RUN or memory://RUN), and free all that it holds."
+    "--drop", metavar="RUN", help="Remove a run of this user (RUN or memory://RUN), with all its steps."
 )
 @json_option
 def memory_command(drop: str | None, as_json: bool) -> int:
-    """List the runs that this user has in the memory of this node (`memory://RUN` of a Checkpointer).
+    """List the runs in the memory of this node (`memory://RUN` of a Checkpointer), those of all users.
 
-    Exit code 1: there is no such run to drop.
+    Only their user sees the bytes and steps of a run. Exit code 1: there is no such run to drop.
     """
-    from dataclasses import asdict
-
     from shardproof._utils.humanize import gigabytes
     from shardproof.cli.terminal import console, table
     from shardproof.errors import StorageError
-    from shardproof.storage import MemoryStorage, keepers_here
+    from shardproof.storage import MemoryStorage, memory_runs
 
     if drop is not None:
         try:
-            storage = MemoryStorage(f"memory://{drop.removeprefix('memory://')}")
+            storage = MemoryStorage(f"memory://{(name := drop.removeprefix('memory://'))}")
         except StorageError as error:
             raise BadPath(f"--drop: {error.message}") from error
-        name = storage.location.removeprefix("memory://")
         if "/" in name:
-            raise BadPath(
-                f"--drop: {storage.location} is a part of a run: name the run, {name.split('/')[0]}"
-            )
+            raise BadPath(f"--drop: {drop} is a part of a run: name the run, {name.split('/')[0]}")
         dropped = storage.drop()
         if as_json:
-            print_json({"run": name, "dropped": dropped})
+            print_json({"run": name, "location": storage.location, "dropped": dropped})
         else:
-            click.echo(f"{storage.location} {'was dropped' if dropped else 'has no keeper on this node'}")
+            click.echo(f"{storage.location} {'was dropped' if dropped else 'does not exist'}")
         return YES if dropped else BAD
-    found = {name: MemoryStorage(f"memory://{name}").usage() for name in keepers_here()}
-    usages = {name: usage for name, usage in found.items() if usage is not None}
+    found = [_facts_of(run) for run in memory_runs()]
     if as_json:
-        print_json([{"run": name, **asdict(usage)} for name, usage in usages.items()])
-    elif not usages:
+        print_json(found)
+    elif not found:
         click.echo("no run is in the memory of this node")
     else:
-        titles = ("run", "used", "budget", "files", "processes", "keeper")
+        titles = ("run", "user", "size", "last step", "in use", "folder")
         rows = [
             (
-                f"memory://{name}",
-                gigabytes(usage.used),
-                gigabytes(usage.budget),
-                *map(str, (usage.files, usage.processes, usage.keeper)),
+                f"memory://{one['run']}",
+                one["user"],
+                "-" if one["bytes"] is None else gigabytes(one["bytes"]),
+                "-" if one["last_step"] is None else str(one["last_step"]),
+                "-" if one["in_use"] is None else "yes" if one["in_use"] else "no",
+                one["location"],
             )
-            for name, usage in usages.items()
+            for one in found
         ]
-        console().print(table(titles, rows, right=titles[1:]))
+        console().print(table(titles, rows, right=("size", "last step")))
     return YES
+
+
+def _facts_of(run: MemoryRun) -> dict[str, Any]:
+    """A run in memory, for people and as JSON. None: the run belongs to another user, or has no step."""
+    import pwd
+
+    from shardproof.checkpointer import parse_step
+    from shardproof.errors import StorageError
+    from shardproof.format import MANIFEST_NAME
+    from shardproof.storage import MemoryStorage
+
+    facts: dict[str, Any] = {
+        "run": run.name,
+        "user": str(run.user),
+        "location": run.location,
+        "bytes": None,
+        "last_step": None,
+        "in_use": None,
+    }
+    with suppress(KeyError):  # the system does not know the user, as in a container
+        facts["user"] = pwd.getpwuid(run.user).pw_name
+    if run.user == os.geteuid():
+        with suppress(StorageError):  # another process drops it
+            storage = MemoryStorage(f"memory://{run.name}")
+            files = storage.list()
+            facts["bytes"] = sum(storage.size(name) or 0 for name in files)
+            steps = [
+                parse_step(folder)
+                for folder, _, name in (file.partition("/") for file in files)
+                if name == MANIFEST_NAME
+            ]
+            facts["last_step"] = max((step for step in steps if step is not None), default=None)
+            facts["in_use"] = storage.in_use()
+    return facts

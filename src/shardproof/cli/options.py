@@ -7,7 +7,6 @@ import os
 import re
 import stat
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, TypeVar
 
 import click
@@ -133,10 +132,10 @@ def _is_url(parameter: click.Parameter, text: str, *, is_stored: bool = True) ->
     Args:
         parameter: has the text.
         text: a path or a URL.
-        is_stored: True if something is stored there. A run in memory then has a keeper.
+        is_stored: True if something is stored there. A run in memory then has a folder.
 
     Raises:
-        BadPath: the URL is of no known store, or no keeper has the run.
+        BadPath: the URL is of no known store, or of a run that is not in the memory of this node.
     """
     if ":/" not in text:
         return False
@@ -147,14 +146,14 @@ def _is_url(parameter: click.Parameter, text: str, *, is_stored: bool = True) ->
         storage = storage_at(text)
     except StorageError as error:
         raise BadPath(f"{_name_of(parameter)}: {error.message}") from error
-    if is_stored and isinstance(storage, MemoryStorage):
-        with suppress(StorageError):  # the command reports it with its cause
-            if storage.usage() is None:
-                raise BadPath(
-                    f"{_name_of(parameter)}: {storage.location}: there is no keeper of this run on "
-                    "this node (`shardproof memory` lists the runs in memory)"
-                )
-    return not isinstance(storage, LocalStorage)
+    if not isinstance(storage, MemoryStorage):
+        return not isinstance(storage, LocalStorage)
+    if is_stored and not storage.path.exists():
+        raise BadPath(
+            f"{_name_of(parameter)}: {text}: {storage.location} does not exist (`shardproof memory` lists "
+            "the runs in the memory of this node)"
+        )
+    return True
 
 
 def _name_of(parameter: click.Parameter) -> str:

@@ -7,7 +7,6 @@ intersect and compare boxes, prove that they tile tensors, and map them from loc
 
 from __future__ import annotations
 
-from shardproof._utils.deprecation import renamed
 from shardproof.geometry.boxes import Boxes, cut, row_major_strides, stable_order
 from shardproof.geometry.flat_range import flat_range_boxes, flat_range_of, flat_range_pairs
 from shardproof.geometry.index_map import IndexMap, axis_weights, compose, flat_shard, split_axes
@@ -36,6 +35,3 @@ __all__ = [
     "stable_order",
     "tiling_faults",
 ]
-
-__getattr__ = renamed(__name__, {"Embedding": "IndexMap"})
-"""Resolves old names."""

@@ -22,7 +22,6 @@ import logging
 import socket
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -99,14 +98,6 @@ class LoadReport(msgspec.Struct, frozen=True):
     dropped: tuple[str, ...] = ()
     """Per-rank values of the checkpoint that no rank loads, as ``<key>.@rank-<rank that saved>``: fewer ranks
     load than saved, or the target of a rank lacks the key. Equal on all ranks. A warning names them too."""
-
-    @property
-    def kept(self) -> tuple[str, ...]:
-        """The deprecated name of `unchanged`."""
-        warnings.warn(
-            "LoadReport.kept is now LoadReport.unchanged: use that name", DeprecationWarning, stacklevel=2
-        )
-        return self.unchanged
 
     @property
     def speed(self) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from shardproof._utils.deprecation import renamed
 from shardproof.rendezvous.connection import check_deadline, check_group, connect, connected
 from shardproof.rendezvous.meeting_errors import format_rank_ranges
 from shardproof.rendezvous.ordering import Operation, Reservation
@@ -24,6 +23,3 @@ __all__ = [
     "connected",
     "format_rank_ranges",
 ]
-
-__getattr__ = renamed(__name__, {"Meetings": "MeetingSequence"})
-"""Resolves deprecated names."""

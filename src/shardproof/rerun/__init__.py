@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from shardproof._utils.deprecation import renamed
 from shardproof.rerun.attribution import Attribution, DeviceIdentity, Suspect
 from shardproof.rerun.comparison import relative_difference, reproduced
 from shardproof.rerun.injection import FaultInjector, FaultKind
@@ -50,6 +49,3 @@ __all__ = [
     "reproduced",
     "steps_to_skip",
 ]
-
-__getattr__ = renamed(__name__, {"Kept": "StepState"})
-"""Resolves deprecated names."""

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from types import TracebackType
@@ -72,11 +71,9 @@ class RerunMachine:
             (StructureError), or "drop" it.
         log: the log of rejected results, which rank 0 writes: a `ResultLog` or its path.
         inject: replaces results by wrong ones, for tests.
-        kept: the deprecated name of `step_state`.
 
     Raises:
         ValueError: an argument has an invalid value.
-        TypeError: both `step_state` and `kept` are given.
 
     >>> import math, torch
     >>> weight, data = torch.ones(2, requires_grad=True), ReplayableIterator([torch.ones(2)] * 3)
@@ -106,17 +103,7 @@ class RerunMachine:
         pending: Literal["refuse", "drop"] = "refuse",
         log: ResultLog | str | os.PathLike[str] | None = None,
         inject: FaultInjector | None = None,
-        kept: Sequence[StepState] | None = None,
     ) -> None:
-        if kept is not None:
-            if step_state:
-                raise TypeError("RerunMachine takes step_state= or its deprecated name kept=, not both")
-            warnings.warn(
-                "RerunMachine(kept=) is now RerunMachine(step_state=): use that name",
-                DeprecationWarning,
-                stacklevel=2,
-            )
-            step_state = kept
         check_deadline(rendezvous, deadline)
         if pending not in ("refuse", "drop"):
             raise ValueError(f"pending is {pending!r}, not 'refuse' or 'drop'")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, nullcontext
@@ -187,27 +186,9 @@ class PendingSave:
                 "process; restore finds the newest committed step"
             )
 
-    def settle(self, tick: Callable[[], None] | None = None) -> None:
-        """The deprecated name of `wait_for_end`."""
-        warnings.warn(
-            "PendingSave.settle is now PendingSave.wait_for_end: use that name",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        self.wait_for_end(tick)
-
     def mark_reported(self) -> None:
         """Marks a failure as reported, because the caller receives it directly."""
         self._reported = True
-
-    def tell(self) -> None:
-        """The deprecated name of `mark_reported`."""
-        warnings.warn(
-            "PendingSave.tell is now PendingSave.mark_reported: use that name",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        self.mark_reported()
 
     def take_failure(self) -> ShardproofError | None:
         """Returns the error of the save once; None if it has none, or it was returned before."""

@@ -242,8 +242,7 @@ class Save:
         report = _result_of(self._report)
         with self.progress.bounded(False):  # the storage may hang here
             space = free_space(self._storage)
-        seen = None if space is None else (space.file_system, space.free, space.upper_bound)
-        return msgspec.msgpack.encode(msgspec.structs.replace(report, space=seen))
+        return msgspec.msgpack.encode(msgspec.structs.replace(report, space=space))
 
     @contextmanager
     def _local_steps(self) -> Iterator[None]:

@@ -1,9 +1,9 @@
 """Checks, before a save writes, that its bytes fit into the file systems of the ranks.
 
 Note "No false refusal": a save is refused only if it certainly fails. The check counts the bytes of the
-chunks, and no headers, digests or objects. A save with a base is not checked, because unchanged chunks are
-not written. A file system may free blocks some time after their file is removed, so the check waits a few
-seconds for space before it refuses.
+chunks and of their second copies, and no headers, digests or objects. A save with a base is not checked,
+because unchanged chunks are not written. A file system may free blocks some time after their file is removed,
+so the check waits a few seconds for space before it refuses.
 """
 
 from __future__ import annotations
@@ -55,37 +55,42 @@ def check_space(
     by_system: dict[int, list[int]] = {}
     for rank, space in enumerate(spaces):
         if space is not None and needed[rank] > 0:
-            by_system.setdefault(space.file_system, []).append(rank)
+            for system in (space.file_system, space.copies_on):
+                if system is not None:
+                    by_system.setdefault(system, []).append(rank)
     for system, ranks in by_system.items():
         total = int(needed[ranks].sum())
-        seen = [space for rank in ranks if (space := spaces[rank]) is not None]
+        seen = [space for space in spaces if space is not None and space.file_system == system]
+        if not seen:
+            continue
         free = max(space.free for space in seen)
         bound = max((space.upper_bound for space in seen if space.upper_bound is not None), default=None)
         if bound is not None and total > bound:
             if spaces[0] is None or spaces[0].file_system != system or not _grows(total, measure):
-                raise _no_space(location, ranks, total, bound)
+                raise _no_space(location, sorted(set(ranks)), total, bound, seen[0].advice)
         elif total > free:
             _log.warning(
                 "%s: the save writes %s to a file system with %s free, and may fail. If it does, %s",
                 location,
                 gigabytes(total),
                 gigabytes(free),
-                _advice(location),
+                _advice(location, seen[0].advice),
             )
 
 
-def _advice(location: str) -> str:
-    """The way to more space, for a save at `location`.
+def _advice(location: str, more: str) -> str:
+    """The way to more space, for a save at `location`, and what else makes room in its storage.
 
     A smaller ``keep=`` is none: retention removes steps only after a commit.
     """
     run, _, folder = location.rpartition("/")
+    end = f", or {more}" if more else ""
     if STEP_FOLDER.fullmatch(folder) is None:
-        return "remove other files of this file system, or save to another one"
+        return f"remove other files of this file system, or save to another one{end}"
     return (
         f"remove all steps but the newest with `shardproof prune {shlex.quote(run)} --keep 1 --yes` (keep= "
         "of the Checkpointer removes steps only after a commit, so a smaller one does not help now), or save "
-        "to another file system"
+        f"to another file system{end}"
     )
 
 
@@ -100,12 +105,12 @@ def _grows(total: int, measure: Callable[[], FreeSpace | None]) -> bool:
     return False
 
 
-def _no_space(location: str, ranks: Sequence[int], needed: int, free: int) -> NoSpaceError:
+def _no_space(location: str, ranks: Sequence[int], needed: int, free: int, advice: str) -> NoSpaceError:
     who = f"ranks {listed(map(str, ranks))}" if len(ranks) > 1 else f"rank {ranks[0]}"
     return NoSpaceError(
         f"{location}: the save needs {gigabytes(needed)} on the file system of {who}, and {gigabytes(free)} "
         f"is free there: {gigabytes(needed - free)} is missing. Nothing was written. To save again, "
-        f"{_advice(location)}",
+        f"{_advice(location, advice)}",
         file=location,
         errno="ENOSPC",
         needed=needed,

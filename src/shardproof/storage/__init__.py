@@ -27,6 +27,7 @@ from shardproof.storage.direct_io import ALIGNMENT, aligned_buffer
 from shardproof.storage.durable import publish_path as publish_path  # not listed in __all__: internal
 from shardproof.storage.file_modes import make_folders as make_folders  # not listed in __all__: internal
 from shardproof.storage.file_writer import FileWriter as FileWriter  # not listed in __all__: internal
+from shardproof.storage.free_space import file_system_number as file_system_number  # internal
 from shardproof.storage.fsspec_storage import FsspecStorage
 from shardproof.storage.local import LocalStorage
 from shardproof.storage.locations import Location, is_url, storage_at
@@ -34,9 +35,9 @@ from shardproof.storage.locations import check_location as check_location  # not
 from shardproof.storage.locations import is_bucket_url as is_bucket_url  # not listed in __all__: internal
 from shardproof.storage.locations import is_same_place as is_same_place  # not listed in __all__: internal
 from shardproof.storage.locations import with_one_wait as with_one_wait  # not listed in __all__: internal
-from shardproof.storage.memory_link import keepers_here as keepers_here
-from shardproof.storage.memory_sink import MemorySink
-from shardproof.storage.memory_store import MemoryStorage, MemoryUsage
+from shardproof.storage.memory_store import MemoryRun as MemoryRun  # not listed in __all__: internal
+from shardproof.storage.memory_store import MemoryStorage
+from shardproof.storage.memory_store import memory_runs as memory_runs  # not listed in __all__: internal
 from shardproof.storage.multipart_uploads import Upload
 from shardproof.storage.object_store import ObjectStorage
 from shardproof.storage.paths import StrOrBytesPath
@@ -63,9 +64,7 @@ __all__ = [
     "LocalSink",
     "LocalStorage",
     "Location",
-    "MemorySink",
     "MemoryStorage",
-    "MemoryUsage",
     "NameFlush",
     "ObjectStorage",
     "RemoteStorage",

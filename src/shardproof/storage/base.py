@@ -256,6 +256,10 @@ class FreeSpace:
     upper_bound: int | None
     """Bytes above which a write certainly fails. None: not known, for example because the file system may
     compress."""
+    advice: str = ""
+    """What else makes room here: the end of the message of `NoSpaceError` that begins "To save again"."""
+    copies_on: int | None = None
+    """Number of the file system that gets a second copy of each file; None: there is none."""
 
 
 @runtime_checkable

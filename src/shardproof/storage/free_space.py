@@ -21,7 +21,7 @@ import xxhash
 from shardproof._utils import libc
 from shardproof.storage.base import FreeSpace
 
-__all__ = ["local_free_space"]
+__all__ = ["file_system_number", "is_tmpfs", "local_free_space"]
 
 _EXT, _XFS, _TMPFS = 0xEF53, 0x58465342, 0x01021994
 _EXACT = (_EXT, _XFS, _TMPFS)
@@ -41,25 +41,49 @@ def local_free_space(folder: Path) -> FreeSpace | None:
         None if it is unknown.
     """
     try:
-        there = next(above for above in (folder, *folder.parents) if os.path.lexists(above))
-        return _measured(there)
+        return _measured(_there(folder))
     except OSError:
         return None
+
+
+def is_tmpfs(folder: Path) -> bool:
+    """True if the files of a folder are in memory.
+
+    Raises:
+        OSError: there is no such folder, or the system does not tell.
+    """
+    return _type_of(folder) == _TMPFS
+
+
+def file_system_number(folder: Path) -> int:
+    """The number of the file system of a folder, which need not exist yet; see `FreeSpace.file_system`.
+
+    Raises:
+        OSError: the system does not tell.
+    """
+    there = _there(folder)
+    found, device, kind = os.statvfs(there), os.stat(there).st_dev, _type_of(there)
+    if kind in _EXACT:
+        # The first part is equal for all processes of one running system, also in containers.
+        identity = f"{Path('/proc/sys/kernel/random/boot_id').read_text()} {device}"
+    else:  # devices have other numbers on other machines
+        identity = f"{kind} {found.f_fsid} {found.f_blocks * found.f_frsize}"
+    return xxhash.xxh64_intdigest(identity.encode())
+
+
+def _there(folder: Path) -> Path:
+    """The lowest folder of a path that exists."""
+    return next(above for above in (folder, *folder.parents) if os.path.lexists(above))
 
 
 def _measured(there: Path) -> FreeSpace | None:
     found, device, kind = os.statvfs(there), os.stat(there).st_dev, _type_of(there)
     if found.f_blocks == 0:  # the file system has no limit, or does not know it
         return None
-    if kind in _EXACT:
-        # The first part is equal for all processes of one running system, also in containers.
-        identity = f"{Path('/proc/sys/kernel/random/boot_id').read_text()} {device}"
-    else:  # devices have other numbers on other machines
-        identity = f"{kind} {found.f_fsid} {found.f_blocks * found.f_frsize}"
     bound = None
     if kind in _EXACT and not _has_project_quota(there):
         bound = found.f_frsize * (found.f_bfree if _may_use_reserve(device) else found.f_bavail)
-    return FreeSpace(xxhash.xxh64_intdigest(identity.encode()), found.f_bavail * found.f_frsize, bound)
+    return FreeSpace(file_system_number(there), found.f_bavail * found.f_frsize, bound)
 
 
 def _type_of(path: Path) -> int | None:

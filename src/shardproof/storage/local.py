@@ -6,7 +6,6 @@ import os
 import secrets
 import stat
 from pathlib import Path
-from typing import TypeVar
 
 from shardproof.errors import AlreadyCommittedError, StorageError
 from shardproof.storage.base import FreeSpace, check_folder, check_name
@@ -20,6 +19,7 @@ from shardproof.storage.durable import (
     unlink_quietly,
     write_all,
 )
+from shardproof.storage.file_modes import make_folders
 from shardproof.storage.free_space import local_free_space
 from shardproof.storage.open_files import OpenFiles
 from shardproof.storage.paths import (
@@ -35,8 +35,6 @@ from shardproof.storage.real_folders import RealFolder
 from shardproof.storage.sink import LocalSink
 
 __all__ = ["LocalStorage"]
-
-_Part = TypeVar("_Part", bound="LocalStorage")
 
 
 class LocalStorage:
@@ -315,18 +313,33 @@ class LocalStorage:
         """The space for new files; see `LimitedStorage.free_space`."""
         return local_free_space(self._root)
 
+    def make_folder(self) -> None:
+        """Make the folder, and those above it, unless they exist.
+
+        Raises:
+            StorageError: the system refused.
+        """
+        try:
+            make_folders(self._root)
+        except OSError as error:
+            raise storage_error(error, "make", self._root) from error
+
     def within(self, prefix: str) -> LocalStorage:
         """The storage in the folder `prefix` of this one."""
-        return self._part_of(LocalStorage(self._path(prefix), direct=self.direct))
+        return self._part_of(self._at(self._path(prefix)))
 
     def sibling(self, folder: str) -> LocalStorage:
         """The storage in the sibling folder of this name; see `Storage.sibling`."""
         place = self._root.parent / check_folder(folder, printable(self._root.parent))
-        found = self._part_of(LocalStorage(place, direct=self.direct))
+        found = self._part_of(self._at(place))
         found._open_files = self._open_files
         return found
 
-    def _part_of(self, part: _Part) -> _Part:
+    def _at(self, path: Path) -> LocalStorage:
+        """A storage in another folder, with the same choices."""
+        return LocalStorage(path, direct=self.direct)
+
+    def _part_of(self, part: LocalStorage) -> LocalStorage:
         """A storage in a folder below this one, or beside it, with the same folder above for links."""
         part._base = self._base if part._root.is_relative_to(self._base) else self._root.parent
         return part

@@ -1,74 +1,86 @@
-"""`MemoryStorage`: files in the memory of a node. A keeper process has them, and outlives training.
+"""`MemoryStorage`: the folder of a run on a tmpfs, in the memory of a node. It outlives the training process.
 
-    write_at --pwrite--> anonymous file (memfd) --seals, descriptor--> keeper --descriptor--> preadv
+Note: whose folder it is
+    Every user may write to the tmpfs, and may have made the folder first, or a link in its place. So the
+    folder of a run is used only if it is a real folder of this user that no other user can open. The sticky
+    bit of the tmpfs then keeps other users from replacing it.
 
-Note: descriptors
-    A file's memory is free when no process has it open. So a descriptor is open during a write, or while a
-    load reads, and forked children close their copies (`forks.close_in_child`).
+Note: files of ended processes
+    Each process that saves to a run holds a shared lock on its folder, which the kernel releases when the
+    process ends. A process that gets the lock alone knows that no save is in progress. The files that no
+    manifest names then belong to saves that died.
 """
 
 from __future__ import annotations
 
-import logging
+import copy
+import errno
+import fcntl
+import os
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+import shlex
+import shutil
+import stat
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
 
-from shardproof._utils.arguments import check_number, check_whole
-from shardproof.errors import AlreadyCommittedError, StorageError
-from shardproof.storage.base import check_folder, check_name
-from shardproof.storage.memory_link import RUN_NAME, MemoryLink, keepers_here
-from shardproof.storage.memory_sink import AnonymousFile, MemorySink, check_room, short_read
-from shardproof.storage.open_files import OpenFiles
-from shardproof.storage.paths import printable
+from shardproof._utils import forks
+from shardproof._utils.topology import available_memory
+from shardproof.errors import StorageError
+from shardproof.storage.base import FreeSpace, check_name
+from shardproof.storage.free_space import file_system_number, is_tmpfs
+from shardproof.storage.local import LocalStorage
+from shardproof.storage.paths import absolute, printable, storage_error
+from shardproof.storage.sink import LocalSink
 
-__all__ = ["MEMORY_SCHEME", "MemoryStorage", "MemoryUsage"]
+__all__ = ["MEMORY_SCHEME", "MemoryRun", "MemoryStorage", "memory_runs"]
 
 MEMORY_SCHEME = "memory"
 
-_log = logging.getLogger("shardproof")
+VARIABLE = "SHARDPROOF_TMPFS"
+"""The environment variable that names another tmpfs than /dev/shm."""
+
+_RUN_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
+_FOLDER = re.compile(rf"shardproof-([0-9]+)-({_RUN_NAME})")
+"""The folder of a run: the number of its user, and the name of the run."""
+
+_TRIES, _PAUSE = 100, 0.01
+"""Attempts to remove a run, or to get the shared lock, which another process may hold alone for microseconds.
+Seconds between two attempts to get the lock."""
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryUsage:
-    """The memory that the keeper of a run uses."""
+class MemoryRun:
+    """A run in the memory of this node."""
 
-    keeper: int
-    """Number of the process."""
-    budget: int
-    """Bytes that it holds at most."""
-    used: int
-    """Bytes of its files, and of those that are being written."""
-    files: int
-    processes: int
-    """Processes that have written to it, and still run."""
+    name: str
+    user: int
+    """Number of the user that it belongs to."""
+    location: str
+    """Path of its folder."""
 
 
-class MemoryStorage:
+class MemoryStorage(LocalStorage):
     """Files in the memory of this node; see `Storage` for the methods.
 
-    The files are in anonymous memory of a keeper process, one for each run and node, which the first write
-    starts. They outlive the training process, and end with the keeper and the node. Only processes of the
-    same user on the same node see them. docs/memory_tier.md has what that means for a run.
+    The files of a run are in one folder of a tmpfs: ``/dev/shm/shardproof-USER-RUN``, with the number of the
+    user. The environment variable SHARDPROOF_TMPFS names another tmpfs. The first file makes the folder, with
+    the mode 0700. The files outlive the training process, and end with the node. Only processes of the same
+    user on the same node see them. docs/memory_tier.md has what that means for a run.
 
     Args:
         url: ``memory://run``, or ``memory://run/folder``. The name of the run has letters, digits, ".", "-"
             and "_", at most 64.
-        budget: bytes that the keeper holds at most; a write beyond them fails. None: half of the memory
-            that is available when the keeper starts. A value also changes the budget of a running keeper.
-        idle_timeout: seconds without a connected process after which the keeper ends and frees everything.
-            None: four hours; `math.inf`: never. A value also changes that of a running keeper.
 
     Raises:
-        StorageError: the URL is not valid.
-        TypeError: budget is no whole number, or idle_timeout no number.
-        ValueError: budget or idle_timeout are not positive.
+        StorageError: the URL is not valid, there is no tmpfs, or the folder is not one that only this user
+            can open.
 
     Example:
         >>> import os, shardproof as sp, torch
         >>> url = f"memory://example-{os.getpid()}"
-        >>> storage = sp.storage.MemoryStorage(url, budget=1 << 30, idle_timeout=60)
+        >>> storage = sp.storage.MemoryStorage(url)
         >>> checkpointer = sp.Checkpointer(storage, keep=sp.KeepLatest(1))
         >>> checkpointer.save(1, {"w": torch.ones(2)}).result().step
         1
@@ -78,251 +90,226 @@ class MemoryStorage:
         True
     """
 
-    def __init__(self, url: str, *, budget: int | None = None, idle_timeout: float | None = None) -> None:
+    def __init__(self, url: str) -> None:
         scheme, _, rest = str(url).partition("://")
-        run, _, prefix = rest.partition("/")
-        if scheme.lower() != MEMORY_SCHEME or not re.fullmatch(RUN_NAME, run):
+        run, _, inside = rest.partition("/")
+        if scheme.lower() != MEMORY_SCHEME or not re.fullmatch(_RUN_NAME, run):
             raise StorageError(
                 f"{url!r} names no run in memory. Give memory://RUN, where RUN begins with a letter or digit "
                 'and has at most 64 letters, digits, ".", "-" and "_"',
                 file=str(url),
             )
-        check_whole("budget", budget, "of bytes")
-        check_number("idle_timeout", idle_timeout, "of seconds")
-        for what, value in (("budget", budget), ("idle_timeout", idle_timeout)):
-            if value is not None and not value > 0:
-                raise ValueError(f"{what} is a positive number or None, not {value!r}")
-        budget = None if budget is None else int(budget)
-        idle_timeout = None if idle_timeout is None else float(idle_timeout)
-        self._start(
-            MemoryLink(run, budget, idle_timeout), "/".join(part for part in prefix.split("/") if part)
-        )
-        if self._prefix:
-            check_name(self._prefix, self._link.location)
-
-    def _start(self, link: MemoryLink, prefix: str) -> None:
-        self._link, self._prefix = link, prefix
-        self._open_files = OpenFiles[AnonymousFile]()
-        self._seen: set[str] = set()
-        """Unpublished files that this storage wrote or saw. They disappear with their writer process."""
-
-    @classmethod
-    def _of(cls, link: MemoryLink, prefix: str) -> MemoryStorage:
-        storage = cls.__new__(cls)
-        storage._start(link, prefix)
-        return storage
+        inside = "/".join(part for part in inside.split("/") if part)
+        self._tmpfs = _tmpfs()
+        folder = self._tmpfs / f"shardproof-{os.geteuid()}-{run}"
+        super().__init__(folder / check_name(inside, str(url)) if inside else folder, direct=False)
+        self._base = self._run
+        self._lock: _RunLock | None = None
+        self._is_there()
 
     def __repr__(self) -> str:
         return f"MemoryStorage({self.location!r})"
 
     @property
-    def location(self) -> str:
-        """The URL."""
-        return f"{self._link.location}/{printable(self._prefix)}" if self._prefix else self._link.location
+    def _run(self) -> Path:
+        """The folder of the run."""
+        return self._tmpfs / self._root.relative_to(self._tmpfs).parts[0]
 
-    @property
-    def folder(self) -> str:
-        """The last part of the URL."""
-        return self._prefix.rpartition("/")[2] or self._link.name
+    def _at(self, path: Path) -> MemoryStorage:
+        part = copy.copy(self)
+        LocalStorage.__init__(part, path, direct=False)
+        part._is_there()
+        return part
 
-    @property
-    def linked(self) -> bool:
-        """False: memory has no links."""
-        return False
+    def make_folder(self) -> None:
+        """Make the folder of the run, unless there is one (note "whose folder it is").
 
-    def create(self, name: str) -> MemorySink:
-        """Begin a new file; see `Storage.create`."""
-        key = self._key(name)
-        self._forget(name)
-        return MemorySink(self._link.writer(), key, self._place(name), self._seen)
+        Raises:
+            StorageError: the folder is not one that only this user can open, or the system refused.
+        """
+        try:
+            os.mkdir(self._run, 0o700)
+        except FileExistsError:
+            self._is_there()
+        except OSError as error:
+            raise storage_error(error, "make", self._run) from error
+
+    def _is_there(self) -> bool:
+        """True if the run has a folder. Refuses a folder of the name that is not this user's own."""
+        try:
+            found = os.lstat(self._run)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise storage_error(error, "look at", self._run) from error
+        where, fix = printable(self._run), "remove it, or choose another name for the run"
+        if not stat.S_ISDIR(found.st_mode):
+            fault = "it is a symbolic link" if stat.S_ISLNK(found.st_mode) else "it is no folder"
+        elif found.st_uid != os.geteuid():
+            fault, fix = f"it belongs to user {found.st_uid}", "choose another name for the run"
+        elif found.st_mode & 0o077:
+            fault = f"its mode is {stat.S_IMODE(found.st_mode):04o}, so other users may open it"
+            fix = f"`chmod 700 {shlex.quote(where)}`, if no other user has written to it"
+        else:
+            return True
+        raise StorageError(
+            f"{where} cannot hold a run in memory: {fault}; {fix}", file=where, missing=False, damaged=False
+        )
+
+    def _sink(self, name: str, *, replace: bool) -> LocalSink:
+        self.make_folder()
+        return super()._sink(name, replace=replace)
 
     def publish(self, name: str, data: bytes, *, replace: bool = False) -> None:
-        """Make `data` appear under `name`; see `Storage.publish`.
-
-        Fails if this storage has seen an unpublished file in the folder of `name`, and the file disappeared
-        because the process that wrote it ended.
-        """
-        key, place = self._key(name), self._place(name)
-        self._forget(name)
-        folder = key[: key.rfind("/") + 1]
-        seen = [other for other in sorted(self._seen) if other.startswith(folder)]
-        memory = AnonymousFile(place)
-        try:
-            memory.write(memoryview(data), 0)
-            memory.seal(len(data))
-            writer = self._link.writer()
-            answer, _ = writer.ask("publish", memory.number, name=key, replace=replace, seen=seen)
-        finally:
-            memory.close()
-        if answer.get("error") == "exists":
-            raise AlreadyCommittedError(
-                f"{place} exists. It was not touched: choose another place or step, or ask for overwriting.",
-                path=place,
-                file=place,
-            )
-        self._seen.difference_update(seen)
-        if answer.get("error") == "gone":
-            raise self._gone(f"publish {place}", answer["names"])
-        check_room(answer, place)
-
-    def flush(self, name: str) -> None:
-        """Does nothing: a flush cannot make memory more durable. A missing file is an error."""
-        if self.size(name) is None:
-            raise self._missing(name)
-
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
-        """Bytes `start` to `stop` of the file as it is now; see `Storage.read`."""
-        memory = self._opened(name)
-        try:
-            stop = memory.size if stop is None else stop
-            if not 0 <= start <= stop <= memory.size:
-                raise short_read(memory, start, stop - start, max(0, memory.size - start))
-            data = bytearray(stop - start)
-            memory.fill(start, memoryview(data))
-            return bytes(data)
-        finally:
-            memory.close()
-
-    def read_into(self, name: str, start: int, buffer: memoryview) -> None:
-        """Fill `buffer` from byte `start` on; see `Storage.read_into`."""
-        data = buffer.cast("B") if buffer.format != "B" or buffer.ndim != 1 else buffer
-        self._file(name).fill(start, data)
-
-    def is_cached(self, name: str, start: int, count: int) -> bool:
-        """True: all of it is in memory; see `CachedStorage.is_cached`."""
-        self._file(name)
-        return True
-
-    def size(self, name: str) -> int | None:
-        """Bytes of the file; None if there is none.
-
-        Raises:
-            StorageError: this storage has seen the file, and it disappeared before it was published.
-        """
-        key, found = self._key(name), self._status(name)
-        if found is None:
-            if key in self._seen:
-                self._seen.discard(key)
-                raise self._gone(f"look at {self._place(name)}", [key])
-            return None
-        if found["pending"]:
-            self._seen.add(key)
-        return int(found["size"])
-
-    def modified(self, name: str) -> float | None:
-        """Time at which the file got its name, Unix seconds; None if there is none of this name."""
-        found = self._status(name)
-        return None if found is None else float(found["time"])
-
-    def folders(self) -> list[str]:
-        """Sorted names of the folders directly in this storage."""
-        return sorted({name.partition("/")[0] for name in self.list() if "/" in name})
+        """Make `data` appear under `name`, whole or not at all; see `Storage.publish`."""
+        self.make_folder()
+        super().publish(name, data, replace=replace)
 
     def siblings(self) -> list[str]:
-        """Sorted names of the sibling folders; for a run, the names of all runs on this node."""
-        if not self._prefix:
-            return keepers_here()
-        return MemoryStorage._of(self._link, self._prefix.rpartition("/")[0]).folders()
+        """Sorted names of the sibling folders; for a run, the folders of all runs of this user."""
+        if self._root != self._run:
+            return super().siblings()
+        runs = memory_runs()
+        return sorted(os.path.basename(run.location) for run in runs if run.user == os.geteuid())
 
-    def list(self, prefix: str = "") -> list[str]:
-        """Sorted names of all files in the folder `prefix` and below. Empty if there is no keeper."""
-        below = self._key(prefix) if prefix else self._prefix
-        got = self._link.read("names", prefix=f"{below}/" if below else "")
-        if got is None:
-            _log.info("%s: no keeper process on this node, so nothing is in memory", self._link.location)
-            return []
-        start = len(self._prefix) + 1 if self._prefix else 0
-        return sorted(name[start:] for name in got[0]["names"])
+    def free_space(self) -> FreeSpace | None:
+        """The space for new files: that of the tmpfs, and at most the available memory of the node."""
+        found, available = super().free_space(), available_memory()
+        drop = (
+            "drop a run that has ended (`shardproof memory` lists the runs in the memory of a node, and "
+            "`shardproof memory --drop RUN` drops one)"
+        )
+        if found is None or available < found.free:
+            number = file_system_number(self._tmpfs)
+            return FreeSpace(number, available, available, f"{drop}: the node has no more available memory")
+        mount = next(above for above in (self._tmpfs, *self._tmpfs.parents) if os.path.ismount(above))
+        enlarge = f"mount -o remount,size=SIZE {shlex.quote(printable(mount))}"
+        return replace(
+            found,
+            advice=f"{drop}, or enlarge the tmpfs (as root, `{enlarge}`; of a container, --shm-size)",
+        )
 
-    def delete(self, name: str) -> None:
-        """Remove the file. A missing one is no error."""
-        key = self._key(name)
-        self._forget(name)
-        self._seen.discard(key)
-        self._link.read("delete", name=key)
-
-    def within(self, prefix: str) -> MemoryStorage:
-        """The part of this storage below the folder `prefix`, as a storage."""
-        return MemoryStorage._of(self._link, self._key(prefix))
-
-    def sibling(self, folder: str) -> MemoryStorage:
-        """The storage in the sibling folder of this name; for a run, the run of this name."""
-        check_folder(folder, self._link.location)
-        if not self._prefix:
-            return MemoryStorage(f"{MEMORY_SCHEME}://{folder}")
-        above = self._prefix.rpartition("/")[0]
-        found = MemoryStorage._of(self._link, f"{above}/{folder}" if above else folder)
-        found._open_files = self._open_files
-        return found
-
-    def close(self) -> None:
-        """Close the descriptors that reads keep open, also those of the siblings of this storage."""
-        self._open_files.close()
-
-    def usage(self) -> MemoryUsage | None:
-        """The memory that the keeper of the run uses; None if there is no keeper.
-
-        Raises:
-            StorageError: the keeper cannot be reached.
-        """
-        got = self._link.read("status")
-        if got is None:
-            return None
-        return MemoryUsage(*(got[0][name] for name in ("process", "budget", "used", "files", "writers")))
-
-    def drop(self) -> bool:
-        """End the keeper of the run, and so free all its files.
+    def hold(self) -> float | None:
+        """Mark the run as in use by this process (note "files of ended processes").
 
         Returns:
-            False if there is no keeper.
+            Unix seconds at which no process used the run; None if another one uses it.
 
         Raises:
-            StorageError: the keeper cannot be reached.
+            StorageError: the folder cannot be made or opened.
         """
+        self.make_folder()
+        lock = self._lock = _RunLock(self._run)
+        for _ in range(_TRIES):
+            alone = time.time() if lock.get(fcntl.LOCK_EX) else None
+            if lock.get(fcntl.LOCK_SH):
+                return alone
+            time.sleep(_PAUSE)
+        return None
+
+    def in_use(self) -> bool:
+        """True if a process that saves to the run exists."""
+        return self._is_there() and not _RunLock(self._run).get(fcntl.LOCK_EX)
+
+    def drop(self) -> bool:
+        """Remove the run, and so free the memory of all its files.
+
+        Returns:
+            False if there is none.
+
+        Raises:
+            StorageError: a file could not be removed.
+        """
+        if not self._is_there():
+            return False
         self.close()
-        self._link.close()
-        return self._link.drop()
+        for attempt in range(_TRIES):
+            try:
+                shutil.rmtree(self._run)
+                break
+            except OSError as error:
+                if not os.path.lexists(self._run):
+                    break
+                # A process that uses the run adds or removes a file meanwhile.
+                is_busy = error.errno in (errno.ENOENT, errno.ENOTEMPTY)
+                if not is_busy or attempt == _TRIES - 1:
+                    raise storage_error(error, "remove", self._run) from error
+        return True
 
-    def _key(self, name: str) -> str:
-        check_name(name, self.location)
-        return f"{self._prefix}/{name}" if self._prefix else name
 
-    def _place(self, name: str) -> str:
-        return f"{self.location}/{printable(name)}"
+def memory_runs() -> list[MemoryRun]:
+    """The runs of all users in the memory of this node, by name.
 
-    def _status(self, name: str) -> dict[str, Any] | None:
-        got = self._link.read("size", name=self._key(name))
-        return got[0] if got is not None and got[0] else None
+    Raises:
+        StorageError: there is no tmpfs, or it cannot be listed.
+    """
+    tmpfs = _tmpfs()
+    found = []
+    try:
+        with os.scandir(tmpfs) as entries:
+            for entry in entries:
+                named = _FOLDER.fullmatch(entry.name)
+                if named is None or not entry.is_dir(follow_symlinks=False):
+                    continue
+                user = int(named[1])
+                if entry.stat(follow_symlinks=False).st_uid == user:  # or another user made it
+                    found.append(MemoryRun(named[2], user, printable(entry.path)))
+    except OSError as error:
+        raise storage_error(error, "list", tmpfs) from error
+    return sorted(found, key=lambda run: (run.name, run.user))
 
-    def _file(self, name: str) -> AnonymousFile:
-        """The open file of this name, from the cache or newly opened."""
-        found = self._open_files.get((self._prefix, name), lambda: self._opened(name))
-        if found.number < 0:  # closed in a forked child
-            self._forget(name)
-            found = self._open_files.get((self._prefix, name), lambda: self._opened(name))
-        return found
 
-    def _opened(self, name: str) -> AnonymousFile:
-        got = self._link.read("open", name=self._key(name))
-        if got is None or got[1] is None:
-            raise self._missing(name)
-        return AnonymousFile(self._place(name), got[1], int(got[0]["size"]))
+def _tmpfs() -> Path:
+    """The tmpfs for the folders of runs.
 
-    def _forget(self, name: str) -> None:
-        self._open_files.forget((self._prefix, name))
-
-    def _gone(self, doing: str, keys: Sequence[str]) -> StorageError:
-        return StorageError(
-            f"cannot {doing}: {', '.join(map(printable, keys))} went before the commit, with the process "
-            "that wrote it or with the keeper process of this node. Nothing was published; save again",
-            file=self.location,
+    Raises:
+        StorageError: it does not exist, is no tmpfs, or lets other users replace folders.
+    """
+    folder = absolute(os.environ.get(VARIABLE) or "/dev/shm")
+    where = printable(folder)
+    try:
+        mode = os.stat(folder).st_mode
+        fault = "" if is_tmpfs(folder) else "is no tmpfs"
+    except OSError as error:
+        fault = f"cannot be used: {error.strerror or error}"
+    else:
+        if mode & 0o022 and not mode & stat.S_ISVTX:
+            fault = fault or "lets other users replace folders (`chmod +t` sets its sticky bit)"
+    if fault:
+        raise StorageError(
+            f"no run can be in the memory of this node: {where} {fault}. Name a folder on a tmpfs in the "
+            f"environment variable {VARIABLE}",
+            file=where,
+            damaged=False,
         )
+    return folder
 
-    def _missing(self, name: str) -> StorageError:
-        place = self._place(name)
-        return StorageError(
-            f"cannot read {place}: there is no such file in the memory of this node. The keeper process may "
-            "have ended: restore from another tier",
-            file=place,
-            missing=True,
-        )
+
+class _RunLock:
+    """A lock on the folder of a run, which ends with this object or the process."""
+
+    def __init__(self, folder: Path) -> None:
+        self._number = -1
+        try:
+            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+            self._number = os.open(folder, flags)
+        except OSError as error:
+            raise storage_error(error, "open", folder) from error
+        forks.close_in_child(self)
+
+    def get(self, how: int) -> bool:
+        """True if the lock is there: shared (`fcntl.LOCK_SH`), or alone (`fcntl.LOCK_EX`). Does not wait."""
+        try:
+            fcntl.flock(self._number, how | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Closes the descriptor. The second call does nothing."""
+        number, self._number = self._number, -1
+        if number >= 0:
+            os.close(number)
+
+    def __del__(self) -> None:
+        self.close()

@@ -33,6 +33,7 @@ class OpenFiles(Generic[F]):
     def __init__(self) -> None:
         self._files: dict[tuple[str, str], F] = {}
         self._lock = forks.lock()
+        forks.close_in_child(self)
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._most = _MOST if limit < 0 else max(1, min(_MOST, limit // _SHARE))
 

@@ -8,6 +8,7 @@ import os
 import secrets
 from pathlib import Path
 
+from shardproof._utils import forks
 from shardproof._utils.memcpy import address
 from shardproof.errors import StorageError
 from shardproof.storage.direct_io import ALIGNMENT, O_DIRECT
@@ -57,6 +58,7 @@ class LocalSink:
         except OSError as error:
             raise storage_error(error, "create", self._path) from error
         self._write_back = WriteBack(self._buffered)
+        forks.close_in_child(self)
         try:
             if direct:
                 self._direct = self._open_direct()
@@ -139,6 +141,12 @@ class LocalSink:
                 self._close()
             unlink_quietly(self._path.name, self._folder.number)
             self._folder.close()
+
+    def close(self) -> None:
+        """Close the descriptors without an effect on the file, which another process writes."""
+        if self._open:
+            with contextlib.suppress(OSError):
+                self._close()
 
     def _topmost(self) -> Path:
         """The highest folder that may have got a new entry (see "durable names")."""

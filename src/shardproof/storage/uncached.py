@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
-from shardproof.storage.base import Storage, check_folder
+from shardproof.storage.base import Storage
 from shardproof.storage.direct_io import aligned_buffer, memory_for
 from shardproof.storage.local import LocalStorage, fill
-from shardproof.storage.paths import StrOrBytesPath, printable, storage_error
+from shardproof.storage.paths import StrOrBytesPath, storage_error
 
 __all__ = ["UncachedStorage", "past_cache"]
 
@@ -76,17 +77,8 @@ class UncachedStorage(LocalStorage):
         """False: every read goes to the device."""
         return False
 
-    def within(self, prefix: str) -> UncachedStorage:
-        """The storage in the folder `prefix` of this one."""
-        return self._part_of(UncachedStorage(self._path(prefix), before_read=self._before_read))
-
-    def sibling(self, folder: str) -> UncachedStorage:
-        """The storage in the sibling folder of this name; see `Storage.sibling`."""
-        above = self.path.parent
-        place = above / check_folder(folder, printable(above))
-        found = self._part_of(UncachedStorage(place, before_read=self._before_read))
-        found._open_files = self._open_files
-        return found
+    def _at(self, path: Path) -> UncachedStorage:
+        return UncachedStorage(path, before_read=self._before_read)
 
 
 def past_cache(storage: Storage) -> Storage:

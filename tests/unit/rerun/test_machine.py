@@ -615,12 +615,3 @@ def test_a_rejected_result_enters_the_statistics_only_once_it_is_found_to_be_cor
         load({"rerun": second}, checkpoint)
         step(second, level, [value])
         assert level.accepted == accepted
-
-
-def test_the_old_name_of_step_state_works_and_warns() -> None:
-    buffers = rerun.BufferState(torch.nn.BatchNorm1d(1))
-    with pytest.warns(DeprecationWarning, match="step_state=") as caught:
-        RerunMachine(kept=[buffers])
-    assert [warning.filename for warning in caught] == [__file__]
-    with pytest.raises(TypeError, match="not both"):
-        RerunMachine(kept=[buffers], step_state=[buffers])

@@ -33,7 +33,7 @@ from shardproof.checkpointer.nodes.network_choice import (
 from shardproof.checkpointer.nodes.peer_storage import Peer, PeerStorage
 from shardproof.errors import ShardproofError, StorageError, StructureError
 from shardproof.rendezvous import MeetingSequence, Rendezvous, format_rank_ranges
-from shardproof.storage import LocalStorage, Storage, make_folders
+from shardproof.storage import LocalStorage, Storage, file_system_number
 
 __all__ = ["NodeGroup", "join_nodes"]
 
@@ -48,6 +48,8 @@ class _Report(msgspec.Struct, frozen=True, array_like=True):
     place: tuple[str, int, int]
     """The running system, the device and the inode of the folder."""
     location: str
+    file_system: int
+    """See `FreeSpace.file_system`."""
     replicas: int
     host: str
     addresses: tuple[str, ...]
@@ -64,6 +66,7 @@ class _Node(msgspec.Struct, frozen=True, array_like=True):
     name: str
     """Host and folder."""
     location: str
+    file_system: int
     addresses: tuple[str, ...]
     port: int
     service: str
@@ -100,6 +103,8 @@ class NodeGroup:
     """File service of this rank. It ends with this object."""
     meetings: Rendezvous
     """A rendezvous of all ranks."""
+    file_systems: Sequence[int] = ()
+    """Number of the file system of each folder; see `FreeSpace.file_system`. Empty: not known."""
 
     def __post_init__(self) -> None:
         weakref.finalize(self, self.service.stop)
@@ -162,10 +167,10 @@ def join_nodes(rendezvous: Rendezvous, root: LocalStorage, replicas: int) -> Nod
         nonlocal service, own_part
         own_part, address = own_secret(), chosen_address()
         try:
-            make_folders(root.path)
-            found = os.stat(root.path)
+            root.make_folder()
+            found, file_system = os.stat(root.path), file_system_number(root.path)
             service = FileService(root, patience, address)
-        except OSError as error:
+        except (OSError, StorageError) as error:
             raise StorageError(
                 f"{root.location}: this rank cannot use the folder of its node: {error}", file=root.location
             ) from error
@@ -174,6 +179,7 @@ def join_nodes(rendezvous: Rendezvous, root: LocalStorage, replicas: int) -> Nod
             _Report(
                 place,
                 root.location,
+                file_system,
                 replicas,
                 socket.gethostname(),
                 _addresses() if address is None else (address,),
@@ -194,7 +200,10 @@ def join_nodes(rendezvous: Rendezvous, root: LocalStorage, replicas: int) -> Nod
     assert service is not None
     answer = msgspec.msgpack.decode(encoded, type=_NodeAnswer)
     secret = combined_secret(answer.secret, own_part)
-    service.start(secret)
+    if len(answer.nodes) > 1:
+        service.start(secret)
+    else:
+        service.stop()  # no other node asks
     own = answer.node_of_rank[rendezvous.rank]
     if answer.node_of_rank.index(own) == rendezvous.rank:  # the lowest rank of its node
         names = tuple(node.name for node in answer.nodes)
@@ -211,7 +220,15 @@ def join_nodes(rendezvous: Rendezvous, root: LocalStorage, replicas: int) -> Nod
             folders.append(PeerStorage(peer, node.location))
     meetings = rendezvous.new_rendezvous(f"nodes/{answer.name}")
     group = NodeGroup(
-        own, folders, answer.node_of_rank, answer.location, answer.arbiter, replicas, service, meetings
+        own,
+        folders,
+        answer.node_of_rank,
+        answer.location,
+        answer.arbiter,
+        replicas,
+        service,
+        meetings,
+        tuple(node.file_system for node in answer.nodes),
     )
     if rendezvous.rank == 0:
         _log.info("%s: the ranks are on %d nodes", answer.location, len(folders))
@@ -256,8 +273,8 @@ def _decide(posts: Sequence[bytes]) -> list[bytes]:
             report = reports[members[at % len(members)]]
             label = f"node {number} ({report.host}, rank {format_rank_ranges(members)})"
             where = f"{report.host}:{report.location}"
-            node = _Node(label, where, report.location, report.addresses, report.port, report.service)
-            nodes.append(node)
+            reach = (report.addresses, report.port, report.service)
+            nodes.append(_Node(label, where, report.location, report.file_system, *reach))
         return _NodeAnswer(name, secret, reports[0].location, tuple(nodes), node_of_rank, arbiter)
 
     return [msgspec.msgpack.encode(known_to(rank)) for rank in range(len(reports))]

@@ -19,6 +19,7 @@ before the first shard file. A node that was absent still has the old step, whic
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
@@ -228,8 +229,11 @@ class NodeStorage(NodesView):
         self._ask("delete", lambda place: place.delete(name), name)
 
     def free_space(self) -> FreeSpace | None:
-        """The space for new files on this node."""
-        return self.own.free_space()
+        """The space for new files on this node, and the file system of the partner that gets their copies."""
+        found, partner = self.own.free_space(), self.group.partner_of(self.group.own)
+        if found is None or partner is None or not self.group.file_systems:
+            return found
+        return dataclasses.replace(found, copies_on=self.group.file_systems[partner])
 
     def confirm(self, restored: NodesView) -> bytes | None:
         """Gives the manifest and the pin of a restored step to the nodes that lack them (note "The commit").

@@ -30,7 +30,10 @@ def check_node_local(first: Storage, node_local: bool, replicas: int) -> None:
     if isinstance(replicas, bool) or replicas not in (0, 1):
         raise ValueError(f"replicas is 0 or 1, not {replicas!r}")
     if replicas and not node_local:
-        raise ValueError("replicas=1 is for local disks of several nodes: pass node_local=True, too")
+        raise ValueError(
+            "replicas=1 is for the local disks or the memory of several nodes: pass node_local=True, too, or "
+            "memory://RUN as the root"
+        )
     if node_local and not isinstance(first, LocalStorage):
         raise ValueError(f"node_local=True needs a folder on the disk of each node, not {first.location}")
 
