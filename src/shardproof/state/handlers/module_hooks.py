@@ -150,6 +150,23 @@ class LoadHooks:
         if not _overrides(self.module, "load_state_dict"):
             return _Protocol(self.path, metadata).run(self.module, filled)
         filled._metadata = metadata  # type: ignore[attr-defined]
+        return self._call(filled)
+
+    def give(self, state: Mapping[str, Any]) -> list[str]:
+        """Gives the module values for its own ``load_state_dict``, whose class may be this library's.
+
+        Args:
+            state: the values that are not memory of the module, by name.
+
+        Returns:
+            The names that the module did not take.
+
+        Raises:
+            StructureError: the module raised. The message names it.
+        """
+        return self._call(OrderedDict(state))[1]
+
+    def _call(self, filled: dict[str, Any]) -> tuple[list[str], list[str]]:
         load: Callable[..., Any] = self.module.load_state_dict
         accepts = inspect.signature(load).parameters
         call = partial(load, filled, strict=False) if "strict" in accepts else partial(load, filled)

@@ -198,6 +198,12 @@ class _Filling:
             for name, value in computed.items():
                 inside(self.module.module.get_submodule(name.rpartition(".")[0])).set_extra_state(value)
             return
+        if any(isinstance(item, (LocalShards, FlatShard)) for item in self.state.values()):
+            # A module that describes its shards gets only the other values: the load fills the shards.
+            lost = self.hooks.give(computed)
+            if self.binder.strict:
+                self._check_loaded([], lost)
+            return
         absent = set(self.binder.binding.missing)
         state = {
             name: item
@@ -210,9 +216,7 @@ class _Filling:
         missing, unexpected = self.hooks.run(
             {**unknown, **state, **computed}, getattr(self.state, "_metadata", {})
         )
-        # A module that describes its shards gets only the other values: the load fills the shards.
-        describes_itself = any(isinstance(item, (LocalShards, FlatShard)) for item in self.state.values())
-        if self.binder.strict and not describes_itself:
+        if self.binder.strict:
             self._check_loaded(missing, [name for name in unexpected if name in computed])
 
     def _unexpected(self) -> dict[str, Any]:
