@@ -139,7 +139,9 @@ def test_the_added_lines_of_a_page_are_those_of_its_example(page: str) -> None:
     name = {"deepspeed": "deepspeed_zero"}.get(page, page)
     example = [line.strip() for line in (root / "examples" / f"{name}.py").read_text().splitlines()]
     text = (root / "docs" / "frameworks" / f"{page}.md").read_text()
-    diff = re.findall(r"```diff\n(.*?)```", text, re.DOTALL)[0]  # the others are other ways than the example's
+    diff = re.findall(r"```diff\n(.*?)```", text, re.DOTALL)[
+        0
+    ]  # the others are other ways than the example's
     added = [line[1:].strip() for line in diff.splitlines() if line.startswith("+") and line[1:].strip()]
     assert added and [line for line in added if line not in example] == []
 

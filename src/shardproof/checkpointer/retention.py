@@ -512,11 +512,8 @@ def remove_dead_saves(run: Storage, own: MemoryStorage) -> None:
         own: the run on this node.
     """
     try:
-        alone = own.hold()
-        if alone is None:
-            return
-        for leftover in leftovers(own, own.modified):
-            if leftover.older_than(0, alone) and remove_leftover(run, leftover):
+        for leftover in own.hold(lambda: leftovers(own, own.modified)):
+            if remove_leftover(run, leftover):
                 _log.info(
                     "%s/%s: removed %d files of a save that died",
                     own.location,

@@ -240,8 +240,9 @@ def _show_plan(plan: PrunePlan, now: float, older_than: float, damaged: bool) ->
 @click.option(
     "--drop", metavar="RUN", help="Remove a run of this user (RUN or memory://RUN), with all its steps."
 )
+@click.option("--force", is_flag=True, help="With --drop: also remove a run that a job uses.")
 @json_option
-def memory_command(drop: str | None, as_json: bool) -> int:
+def memory_command(drop: str | None, force: bool, as_json: bool) -> int:
     """List the runs in the memory of this node (`memory://RUN` of a Checkpointer), those of all users.
 
     Only their user sees the bytes and steps of a run. Exit code 1: there is no such run to drop.
@@ -258,6 +259,10 @@ def memory_command(drop: str | None, as_json: bool) -> int:
             raise BadPath(f"--drop: {error.message}") from error
         if "/" in name:
             raise BadPath(f"--drop: {drop} is a part of a run: name the run, {name.split('/')[0]}")
+        if not force and storage.in_use():
+            raise BadPath(
+                f"--drop: a job uses {storage.location}. End the job first, or remove its steps with --force"
+            )
         dropped = storage.drop()
         if as_json:
             print_json({"run": name, "location": storage.location, "dropped": dropped})

@@ -187,16 +187,20 @@ class PartitionedModule(torch.nn.Module):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **options: Any) -> Any:
-        """Loads the values that are not partitions."""
+        """Loads the values that are not partitions. A hook of the framework may then read the masters."""
+        self._update_memory()
         rest = {name: value for name, value in state_dict.items() if name not in self._partitions}
         return self._inner[0].load_state_dict(rest, strict=False)
 
     def state_loaded(self) -> None:
         """Called after a load: masters and other memory follow the loaded weights."""
+        self._update_memory()
+        self._loaded()
+
+    def _update_memory(self) -> None:
         for partition in {id(item): item for item in self._partitions.values()}.values():
             partition.update_copies()
             partition.update_master()
-        self._loaded()
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True

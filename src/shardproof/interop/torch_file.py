@@ -103,6 +103,7 @@ class TorchFile:
         start: first byte, if the archive is a part of the file.
         size: bytes of the archive; None for all bytes up to the end of the file.
         tensors: cache of the pickles of archives of one tensor; changed in place.
+        may_be_cut: True to open a file that lacks its last storages; see `cut_from`.
 
     Raises:
         StorageError: the file is missing, short or unreadable.
@@ -145,7 +146,9 @@ class TorchFile:
         start: int = 0,
         size: int | None = None,
         tensors: SmallPickles | None = None,
+        may_be_cut: bool = False,
     ) -> None:
+        self._may_be_cut = may_be_cut
         self.path = f"{storage.location}/{file}"
         self._storage = storage
         self._name = file
@@ -338,6 +341,8 @@ class TorchFile:
             self._records[key] = self._range(at + 8, storage.nbytes, None)
             at += 8 + storage.nbytes
         if at > self.size:
+            if not self._may_be_cut:
+                raise self._fault(f"it needs {at} bytes and has {self.size}, so its last storage")
             self.cut_from = at
 
     def _persistent(self, identifier: Any) -> TorchStorage:

@@ -86,7 +86,7 @@ class TorchFilesReader(FormatReader):
             FormatError: the file is damaged.
         """
         if name not in self._files:
-            self._files[name] = TorchFile(self.storage, name)
+            self._files[name] = TorchFile(self.storage, name, may_be_cut=True)
             self._used[name] = set()
             self._budget.grant(self._files[name].pickled_bytes)
         return self._files[name]

@@ -73,7 +73,7 @@ class Coordinator:
             and all(report.cached_plan == cached.id for report in reports)
         )
         self._nodes = [report.node for report in reports]
-        self._spaces = [report.space for report in reports]
+        self._spaces = [None if report.space is None else FreeSpace(*report.space) for report in reports]
         metadata = msgspec.json.decode(reports[0].metadata)
         choice = BaseChoice(self._storage, self._request.base, self._cache.base if reuse_plan else None)
         is_cached = choice.use_cached([report.cached_digests for report in reports])

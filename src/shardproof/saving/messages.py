@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardproof.rendezvous import format_rank_ranges
-from shardproof.storage import FreeSpace
 
 __all__ = [
     "Agreement",
@@ -58,8 +57,8 @@ class RankReport(msgspec.Struct, frozen=True, array_like=True):
     """The error of the previous save, if this rank's caller has not received it."""
     full_every: int | None = None
     """See `SaveRequest`."""
-    space: FreeSpace | None = None
-    """The space that the rank sees; None: not known."""
+    space: tuple[int, int, int | None, str, int | None] | None = None
+    """The fields of the `FreeSpace` that the rank sees, without their names; None: not known."""
 
     def request_text(self) -> str:
         """The caller's request, for messages."""

@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import astuple
 from functools import partial
 from typing import Any, TypeVar
 
@@ -242,7 +243,8 @@ class Save:
         report = _result_of(self._report)
         with self.progress.bounded(False):  # the storage may hang here
             space = free_space(self._storage)
-        return msgspec.msgpack.encode(msgspec.structs.replace(report, space=space))
+        seen = None if space is None else astuple(space)
+        return msgspec.msgpack.encode(msgspec.structs.replace(report, space=seen))
 
     @contextmanager
     def _local_steps(self) -> Iterator[None]:

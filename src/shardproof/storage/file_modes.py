@@ -66,6 +66,9 @@ def make_folder(name: str | Path, above: int | None = None) -> None:
     descriptor = os.open(name, flags, dir_fd=above)
     try:
         _give(descriptor, mode | (mode & 0o444) >> 2)
+    except BaseException:
+        os.rmdir(name, dir_fd=above)
+        raise
     finally:
         os.close(descriptor)
 
@@ -89,9 +92,11 @@ def make_folders(path: Path) -> list[Path]:
     for folder in [*reversed(missing)] or [path]:
         try:
             make_folder(folder)
-        except FileExistsError as error:  # callers take FileExistsError to mean the file
-            if not folder.is_dir():
+        except OSError as error:
+            if isinstance(error, FileExistsError) and not folder.is_dir():  # callers take it to mean the file
                 raise NotADirectoryError(errno.ENOTDIR, "Not a directory", str(folder)) from error
+            if not folder.is_dir():  # a system may refuse before it looks, such as a read-only one
+                raise
     return missing
 
 

@@ -6,9 +6,10 @@ Note: whose folder it is
     bit of the tmpfs then keeps other users from replacing it.
 
 Note: files of ended processes
-    Each process that saves to a run holds a shared lock on its folder, which the kernel releases when the
+    Each storage that writes to a run holds a shared lock on its folder, which the kernel releases when the
     process ends. A process that gets the lock alone knows that no save is in progress. The files that no
-    manifest names then belong to saves that died.
+    manifest names at that moment belong to saves that died. A run that was dropped under a job is a new
+    folder, which the next write locks.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ import shlex
 import shutil
 import stat
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 from shardproof._utils import forks
 from shardproof._utils.topology import available_memory
@@ -32,9 +35,12 @@ from shardproof.storage.base import FreeSpace, check_name
 from shardproof.storage.free_space import file_system_number, is_tmpfs
 from shardproof.storage.local import LocalStorage
 from shardproof.storage.paths import absolute, printable, storage_error
+from shardproof.storage.real_folders import RealFolder
 from shardproof.storage.sink import LocalSink
 
 __all__ = ["MEMORY_SCHEME", "MemoryRun", "MemoryStorage", "memory_runs"]
+
+_Found = TypeVar("_Found")
 
 MEMORY_SCHEME = "memory"
 
@@ -104,7 +110,7 @@ class MemoryStorage(LocalStorage):
         folder = self._tmpfs / f"shardproof-{os.geteuid()}-{run}"
         super().__init__(folder / check_name(inside, str(url)) if inside else folder, direct=False)
         self._base = self._run
-        self._lock: _RunLock | None = None
+        self._use = _Use()
         self._is_there()
 
     def __repr__(self) -> str:
@@ -122,17 +128,42 @@ class MemoryStorage(LocalStorage):
         return part
 
     def make_folder(self) -> None:
-        """Make the folder of the run, unless there is one (note "whose folder it is").
+        """Make the folder, and that of the run, unless they exist (note "whose folder it is").
 
         Raises:
             StorageError: the folder is not one that only this user can open, or the system refused.
         """
+        self._make_run()
+        try:
+            RealFolder(self._run, self._root, make=True).close()
+        except OSError as error:
+            raise storage_error(error, "make", self._root) from error
+
+    def _make_run(self) -> None:
         try:
             os.mkdir(self._run, 0o700)
         except FileExistsError:
             self._is_there()
         except OSError as error:
             raise storage_error(error, "make", self._run) from error
+
+    def _share_run(self) -> None:
+        """Make the folder of the run, and hold the shared lock on it."""
+        self._make_run()
+        for _ in range(_TRIES):
+            if self._use.lock is None or not self._use.lock.is_of(self._run):
+                self._use.lock = _RunLock(self._run)
+            if self._use.lock.get(fcntl.LOCK_SH):
+                return
+            time.sleep(_PAUSE)
+        where = printable(self._run)
+        raise StorageError(
+            f"{where}: another process has locked the run alone for {_TRIES * _PAUSE:.0f} s. Is it stopped "
+            "while it starts a Checkpointer? End it, and try again",
+            file=where,
+            missing=False,
+            damaged=False,
+        )
 
     def _is_there(self) -> bool:
         """True if the run has a folder. Refuses a folder of the name that is not this user's own."""
@@ -157,12 +188,12 @@ class MemoryStorage(LocalStorage):
         )
 
     def _sink(self, name: str, *, replace: bool) -> LocalSink:
-        self.make_folder()
+        self._share_run()
         return super()._sink(name, replace=replace)
 
     def publish(self, name: str, data: bytes, *, replace: bool = False) -> None:
         """Make `data` appear under `name`, whole or not at all; see `Storage.publish`."""
-        self.make_folder()
+        self._share_run()
         super().publish(name, data, replace=replace)
 
     def siblings(self) -> list[str]:
@@ -189,23 +220,24 @@ class MemoryStorage(LocalStorage):
             advice=f"{drop}, or enlarge the tmpfs (as root, `{enlarge}`; of a container, --shm-size)",
         )
 
-    def hold(self) -> float | None:
+    def hold(self, look: Callable[[], list[_Found]]) -> list[_Found]:
         """Mark the run as in use by this process (note "files of ended processes").
 
+        Args:
+            look: called while no process uses the run.
+
         Returns:
-            Unix seconds at which no process used the run; None if another one uses it.
+            What `look` returned; an empty list if another process, or another storage here, uses the run.
 
         Raises:
             StorageError: the folder cannot be made or opened.
         """
-        self.make_folder()
-        lock = self._lock = _RunLock(self._run)
-        for _ in range(_TRIES):
-            alone = time.time() if lock.get(fcntl.LOCK_EX) else None
-            if lock.get(fcntl.LOCK_SH):
-                return alone
-            time.sleep(_PAUSE)
-        return None
+        self._make_run()
+        lock = self._use.lock = _RunLock(self._run)
+        try:
+            return look() if lock.get(fcntl.LOCK_EX) else []
+        finally:
+            self._share_run()
 
     def in_use(self) -> bool:
         """True if a process that saves to the run exists."""
@@ -223,6 +255,7 @@ class MemoryStorage(LocalStorage):
         if not self._is_there():
             return False
         self.close()
+        self._use.lock = None
         for attempt in range(_TRIES):
             try:
                 shutil.rmtree(self._run)
@@ -268,13 +301,16 @@ def _tmpfs() -> Path:
     folder = absolute(os.environ.get(VARIABLE) or "/dev/shm")
     where = printable(folder)
     try:
-        mode = os.stat(folder).st_mode
+        found = os.stat(folder)
+        mode = found.st_mode
         fault = "" if is_tmpfs(folder) else "is no tmpfs"
     except OSError as error:
         fault = f"cannot be used: {error.strerror or error}"
     else:
         if mode & 0o022 and not mode & stat.S_ISVTX:
             fault = fault or "lets other users replace folders (`chmod +t` sets its sticky bit)"
+        if found.st_uid not in (0, os.geteuid()):
+            fault = fault or f"belongs to user {found.st_uid}, who may replace folders in it"
     if fault:
         raise StorageError(
             f"no run can be in the memory of this node: {where} {fault}. Name a folder on a tmpfs in the "
@@ -283,6 +319,13 @@ def _tmpfs() -> Path:
             damaged=False,
         )
     return folder
+
+
+class _Use:
+    """The lock that the parts of a storage share."""
+
+    def __init__(self) -> None:
+        self.lock: _RunLock | None = None
 
 
 class _RunLock:
@@ -304,6 +347,13 @@ class _RunLock:
         except BlockingIOError:
             return False
         return True
+
+    def is_of(self, folder: Path) -> bool:
+        """True if the folder is still the one that was opened, and a fork has not closed the lock."""
+        try:
+            return self._number >= 0 and os.path.samestat(os.fstat(self._number), os.lstat(folder))
+        except OSError:
+            return False
 
     def close(self) -> None:
         """Closes the descriptor. The second call does nothing."""

@@ -339,7 +339,7 @@ class ObjectStorage:
         try:
             return int(self._ask("look at", name, lambda: obstore.head(self._store, self._key(name)))["size"])
         except StorageError as error:
-            if error.details["missing"]:
+            if error.details.get("missing"):
                 return None
             raise
 
@@ -350,7 +350,7 @@ class ObjectStorage:
         try:
             found = self._ask("look at", name, lambda: obstore.head(self._store, self._key(name)))
         except StorageError as error:
-            if error.details["missing"]:
+            if error.details.get("missing"):
                 return None
             raise
         return float(found["last_modified"].timestamp())
@@ -386,7 +386,7 @@ class ObjectStorage:
             below = self._prefix or None
             found = self._ask("list", "", lambda: obstore.list_with_delimiter(self._store, below))
         except StorageError as error:
-            if error.details["missing"]:
+            if error.details.get("missing"):
                 return []
             raise
         return sorted(one.rstrip("/").rpartition("/")[2] for one in found["common_prefixes"])
@@ -409,7 +409,7 @@ class ObjectStorage:
         try:
             return self._ask("list", prefix, request)
         except StorageError as error:
-            if error.details["missing"]:
+            if error.details.get("missing"):
                 return []
             raise
 
@@ -420,7 +420,7 @@ class ObjectStorage:
         try:
             self._ask("delete", name, lambda: obstore.delete(self._store, self._key(name)))
         except StorageError as error:
-            if not error.details["missing"]:
+            if not error.details.get("missing"):
                 raise
 
     def uploads(self, parts_before: float) -> builtins.list[Upload]:
@@ -514,7 +514,7 @@ class ObjectStorage:
         file = f"{self.location}/{name}" if name else self.location
         no_bucket = _has_no_bucket(error)
         missing = _is_missing(error) and not no_bucket
-        unanswered = type(error).__name__ == "GenericError"
+        unanswered = type(error).__name__ == "GenericError" and not _REFUSED.search(str(error))
         advice = _ADVICE.get(type(error).__name__, "")
         if no_bucket:
             advice = "There is no such bucket: make it, or check the URL and the endpoint."
@@ -531,6 +531,9 @@ _PROBE_LOCK = lock()
 
 _XML_PARTS = re.compile(r"<(Code|Message)>\s*([^<]*?)\s*</")
 """The parts of the XML answer of a store that say what it refused, in their order."""
+
+_REFUSED = re.compile(r"status code: 4\d\d")
+"""The part of an error that is the answer of a store which refuses the request."""
 
 _OPEN_SETTINGS = frozenset({"region", "aws_region", "endpoint", "aws_endpoint", "bucket", "account_name"})
 """Settings that are no secrets."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from itertools import chain, pairwise
-from threading import Event
 from typing import TypeVar
 
 from shardproof.errors import StorageError
@@ -88,22 +88,22 @@ def _map_in_threads(
     remaining = iter(items)
     futures: deque[Future[_Result]] = deque()
     refused: list[_Item] = []
-    failed = Event()
+    failed = [math.inf]
 
-    def ask(item: _Item) -> _Result:
-        if failed.is_set():  # items begin in order, so the caller never sees this error
+    def ask(number: int, item: _Item) -> _Result:
+        if number > failed[0]:  # the caller sees the error of the earlier item
             raise CancelledError
         try:
             return request(item)
         except BaseException:
-            failed.set()
+            failed[0] = min(failed[0], number)
             raise
 
     with ThreadPoolExecutor(threads, "shardproof-requests") as pool:
         try:
-            for item in remaining:
+            for number, item in enumerate(remaining):
                 try:
-                    futures.append(pool.submit(ask, item))
+                    futures.append(pool.submit(ask, number, item))
                 except RuntimeError:
                     refused.append(item)
                     break

@@ -40,5 +40,39 @@ def test_a_value_that_the_module_does_not_take_is_an_error(tmp_path: Path) -> No
         return Extra(made._inner[0], made._partitions, lambda: None)
 
     sp.save(tmp_path / "ckpt", {"model": extra()})
-    with pytest.raises(sp.KeyMismatchError, match=r"unexpected \(1\): more"):
+    with pytest.raises(sp.KeyMismatchError, match=r"did not take 1 stored values: more"):
         sp.load(tmp_path / "ckpt", {"model": extra()})
+
+
+def test_a_hook_of_the_framework_reads_masters_that_follow_the_weights(tmp_path: Path) -> None:
+    """Megatron-FSDP copies its main weights to the weights after each load of the state dict."""
+
+    def install(module: Framework, _: object) -> None:
+        module.weight.data.copy_(module.master)
+
+    install.__module__ = "megatron_fsdp.module"
+
+    class Framework(torch.nn.Module):
+        def __init__(self, value: float) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.full((4,), value, dtype=torch.bfloat16))
+            self.extra = value
+            self.master = torch.full((4,), value)
+            self.register_load_state_dict_post_hook(install)
+
+        def get_extra_state(self) -> float:
+            return self.extra
+
+        def set_extra_state(self, state: float) -> None:
+            self.extra = state
+
+    def made(value: float) -> PartitionedModule:
+        module = Framework(value)
+        part = Partition("weight", (4,), 0, 4, module.weight.detach(), module.master)
+        return PartitionedModule(module, {"weight": part}, lambda: None)
+
+    sp.save(tmp_path / "ckpt", {"model": made(3)})
+    target = made(1)
+    sp.load(tmp_path / "ckpt", {"model": target})
+    module = target._inner[0]
+    assert module.weight.eq(3).all() and module.master.eq(3).all() and module.extra == 3

@@ -20,7 +20,7 @@ import shardproof as sp
 from shardproof.cli.group import run
 from shardproof.errors import StorageError
 from shardproof.saving import space_check
-from shardproof.storage import MemoryStorage, memory_runs, memory_store, storage_at
+from shardproof.storage import LocalStorage, MemoryStorage, memory_runs, memory_store, storage_at
 from shardproof.storage.conformance import StorageConformance
 from tests.harness import open_files
 from tests.in_memory import VARIABLE, private_tmpfs
@@ -228,7 +228,7 @@ def test_the_files_of_a_dead_save_go_when_the_next_job_begins(
 def test_the_files_of_a_save_in_progress_stay(storage: MemoryStorage) -> None:
     """The process with the first `Checkpointer` may be in a save."""
     first = sp.Checkpointer(URL)
-    write(storage, "step-00000002/shards/00000-1111111111111111.safetensors", b"1")
+    write(LocalStorage(storage.path), "step-00000002/shards/00000-1111111111111111.safetensors", b"1")
     assert storage.in_use()
     sp.Checkpointer(URL)
     assert storage.folders() == ["step-00000002"]
@@ -236,6 +236,24 @@ def test_the_files_of_a_save_in_progress_stay(storage: MemoryStorage) -> None:
     assert not storage.in_use()
     sp.Checkpointer(URL)
     assert storage.folders() == []
+
+
+def test_the_files_of_a_save_without_a_checkpointer_stay(storage: MemoryStorage) -> None:
+    name = "shards/00000-1111111111111111.safetensors"
+    step = storage.within("step-00000002")
+    write(step, name, b"1")
+    sp.Checkpointer(URL)
+    assert step.list() == [name]
+    assert storage.drop() and not storage.in_use()
+    write(step, name, b"1")
+    assert storage.in_use(), "the folder is a new one"
+    sp.Checkpointer(URL)
+    assert step.list() == [name]
+
+
+def test_a_folder_of_a_run_takes_a_checkpointer(storage: MemoryStorage) -> None:
+    assert sp.Checkpointer(f"{URL}/inside").save(1, state(1)).result().step == 1
+    assert storage.within("inside").folders() == ["step-00000001"]
 
 
 def test_a_save_that_does_not_fit_is_refused_and_each_remedy_helps(
@@ -246,6 +264,7 @@ def test_a_save_that_does_not_fit_is_refused_and_each_remedy_helps(
         monkeypatch.setenv(VARIABLE, str(small))
         part = state(1, (5 << 20) // 8)  # 2.5 MiB
         sp.Checkpointer("memory://ended").save(1, part).result()
+        gc.collect()  # its job has ended
         checkpointer = sp.Checkpointer("memory://run")
         for step in (1, 2):
             checkpointer.save(step, part).result()
@@ -301,8 +320,8 @@ def test_no_byte_goes_past_the_page_cache(storage: MemoryStorage, monkeypatch: p
 def test_a_forked_child_keeps_no_removed_file_in_memory(storage: MemoryStorage) -> None:
     write(storage, "a", b"0123")
     storage.read_into("a", 0, memoryview(bytearray(4)))
-    sink, held = storage.create("b"), storage.hold()
-    assert held is not None
+    sink = storage.create("b")
+    assert storage.in_use()
     child = os.fork()
     if not child:
         code = 1
@@ -342,7 +361,7 @@ def test_commands(storage: MemoryStorage, tmpfs: Path, capsys: pytest.CaptureFix
     assert shardproof("memory") == (0, "no run is in the memory of this node\n")
     checkpointer = sp.Checkpointer(URL)
     checkpointer.save(1, state(1)).result()
-    write(storage, "step-00000002/shards/00000-1111111111111111.safetensors", b"1")
+    write(LocalStorage(storage.path), "step-00000002/shards/00000-1111111111111111.safetensors", b"1")
     (tmpfs / f"shardproof-{OTHER}-fake").mkdir()  # its owner is not the user in its name
     (tmpfs / FOLDER.replace("run", "link")).symlink_to(tmpfs / FOLDER)
     code, listed = shardproof("memory", "--json")
@@ -365,7 +384,8 @@ def test_commands(storage: MemoryStorage, tmpfs: Path, capsys: pytest.CaptureFix
     assert shardproof("memory", "--drop", "run")[0] == 1
     assert shardproof("memory", "--json") == (0, "[]\n")
     write(storage, "a", b"1")
-    code, dropped = shardproof("memory", "--drop", URL, "--json")
+    assert shardproof("memory", "--drop", URL)[0] == 2, "a job uses it"
+    code, dropped = shardproof("memory", "--drop", URL, "--force", "--json")
     assert code == 0 and json.loads(dropped) == {"run": "run", "location": storage.location, "dropped": True}
     assert not (tmpfs / FOLDER).exists()
 

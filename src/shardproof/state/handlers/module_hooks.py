@@ -24,8 +24,9 @@ import torch
 from torch.nn.modules.module import _IncompatibleKeys, _WrappedHook
 from torch.nn.parameter import is_lazy
 
-from shardproof.errors import ShardproofError, StructureError
+from shardproof.errors import KeyMismatchError, ShardproofError, StructureError
 from shardproof.state.dtensor import is_dtensor
+from shardproof.state.local_shards import FlatShard, LocalShards
 from shardproof.state.module_names import EXTRA_STATE, NamedModule
 from shardproof.state.visitor import Place
 
@@ -152,19 +153,33 @@ class LoadHooks:
         filled._metadata = metadata  # type: ignore[attr-defined]
         return self._call(filled)
 
-    def give(self, state: Mapping[str, Any]) -> list[str]:
-        """Gives the module values for its own ``load_state_dict``, whose class may be this library's.
+    def give(self, state: Mapping[str, Any], needed: Collection[str]) -> None:
+        """Calls the ``load_state_dict`` of a module that describes its shards, which the load has filled.
+
+        The method of `torch.nn.Module` gets the other values, and a method of the class also the shards.
 
         Args:
-            state: the values that are not memory of the module, by name.
-
-        Returns:
-            The names that the module did not take.
+            state: the values by name.
+            needed: the names of those that are not memory of the module.
 
         Raises:
+            KeyMismatchError: the module did not take a needed value, which would be lost.
             StructureError: the module raised. The message names it.
         """
-        return self._call(OrderedDict(state))[1]
+        kind = type(self.module)
+        if kind.load_state_dict is torch.nn.Module.load_state_dict:
+            shards = (LocalShards, FlatShard)
+            state = {name: item for name, item in state.items() if not isinstance(item, shards)}
+        lost = [name for name in self._call(OrderedDict(state))[1] if name in needed]
+        if lost:
+            raise KeyMismatchError(
+                f"{self.path}: load_state_dict of {kind.__qualname__} did not take {len(lost)} stored "
+                f"values: {', '.join(lost[:20])}. Define it on the class, so that it takes what state_dict "
+                "returns, or exclude these keys",
+                missing=[],
+                unexpected=lost,
+                mismatched=[],
+            )
 
     def _call(self, filled: dict[str, Any]) -> tuple[list[str], list[str]]:
         load: Callable[..., Any] = self.module.load_state_dict

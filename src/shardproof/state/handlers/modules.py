@@ -199,10 +199,13 @@ class _Filling:
                 inside(self.module.module.get_submodule(name.rpartition(".")[0])).set_extra_state(value)
             return
         if any(isinstance(item, (LocalShards, FlatShard)) for item in self.state.values()):
-            # A module that describes its shards gets only the other values: the load fills the shards.
-            lost = self.hooks.give(computed)
-            if self.binder.strict:
-                self._check_loaded([], lost)
+            memory = (torch.Tensor, LocalShards, FlatShard)
+            selected = {
+                name: item
+                for name, item in self.state.items()
+                if isinstance(item, memory) or self.binder.selected(self.keys[name])
+            }
+            self.hooks.give({**selected, **computed}, computed)
             return
         absent = set(self.binder.binding.missing)
         state = {
