@@ -342,7 +342,9 @@ class TorchFile:
             at += 8 + storage.nbytes
         if at > self.size:
             if not self._may_be_cut:
-                raise self._fault(f"it needs {at} bytes and has {self.size}, so its last storage")
+                raise self._fault(
+                    f"it needs {at} bytes and has {self.size}: it was cut. Restore it from a copy"
+                )
             self.cut_from = at
 
     def _persistent(self, identifier: Any) -> TorchStorage:

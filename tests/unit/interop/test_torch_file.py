@@ -95,7 +95,16 @@ def test_a_cut_file_is_an_error(tmp_path: Path, is_zip: bool) -> None:
         with pytest.raises((FormatError, StorageError)):
             read_from(opened(tmp_path / "b.pt"), "a")
         if not is_zip and size > len(whole) - 800:  # the cut is in the tensor
-            assert opened(tmp_path / "b.pt").cut_from == len(whole)
+            cut = TorchFile(LocalStorage(tmp_path), "b.pt", may_be_cut=True)
+            assert cut.cut_from == len(whole)
+
+
+def test_a_cut_range_of_a_file_does_not_read_the_bytes_behind_it(tmp_path: Path) -> None:
+    torch.save(torch.arange(4.0), tmp_path / "a.pt", _use_new_zipfile_serialization=False)
+    whole = (tmp_path / "a.pt").read_bytes()
+    (tmp_path / "many.bin").write_bytes(whole[:-8] + bytes(8))
+    with pytest.raises(FormatError, match=f"needs {len(whole)} bytes and has {len(whole) - 8}"):
+        TorchFile(LocalStorage(tmp_path), "many.bin", size=len(whole) - 8)
 
 
 @pytest.mark.parametrize("is_zip", [True, False])

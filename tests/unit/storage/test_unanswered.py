@@ -72,6 +72,22 @@ def test_a_refusal_removes_the_files(tmp_path: Path) -> None:
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
+def test_a_store_that_refuses_a_request_has_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("obstore")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setenv("AWS_REGION", "region")
+    storage = sp.storage.ObjectStorage("s3://bucket/run")
+
+    class GenericError(Exception):
+        pass
+
+    refused = GenericError("Server returned non-2xx status code: 416 Range Not Satisfiable")
+    assert not storage._error(refused, "read", "a").details.get("unanswered")
+    busy = GenericError("after 10 retries: Server returned non-2xx status code: 503 Slow Down")
+    assert storage._error(busy, "read", "a").details["unanswered"]
+
+
 def test_only_timeouts_are_without_an_answer() -> None:
     from shardproof.storage.paths import storage_error
 
