@@ -16,7 +16,7 @@ from shardproof.format import read_manifest
 from shardproof.storage import LocalStorage, cache_rule
 from tests.thread_limit import limit_threads
 
-SIZE = 17 << 20
+SIZE = 49 << 20  # more than a request and what the kernel reads ahead of it
 
 
 @pytest.fixture
