@@ -115,11 +115,6 @@ def save_and_loads(given: Any, state: dict[str, Any], target: dict[str, Any]) ->
             remove(folder() / "none")
         elif name.endswith("save"):
             remove(ours if name.startswith("shardproof") else theirs)
-        else:
-            return
-        if dist.get_rank() == 0:
-            os.sync()  # the disk has finished with the removed files
-        dist.barrier()
 
     measured = rounds(ways, given.repeats, prepare=prepare)
     median = {name: one.median for name, one in measured.items()}

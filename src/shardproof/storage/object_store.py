@@ -514,7 +514,9 @@ class ObjectStorage:
         file = f"{self.location}/{name}" if name else self.location
         no_bucket = _has_no_bucket(error)
         missing = _is_missing(error) and not no_bucket
-        unanswered = type(error).__name__ == "GenericError" and not _REFUSED.search(str(error))
+        # A refused write may follow an earlier attempt that the store carries out later.
+        is_refused = doing in _READS and _REFUSED.search(str(error)) is not None
+        unanswered = type(error).__name__ == "GenericError" and not is_refused
         advice = _ADVICE.get(type(error).__name__, "")
         if no_bucket:
             advice = "There is no such bucket: make it, or check the URL and the endpoint."
@@ -532,8 +534,9 @@ _PROBE_LOCK = lock()
 _XML_PARTS = re.compile(r"<(Code|Message)>\s*([^<]*?)\s*</")
 """The parts of the XML answer of a store that say what it refused, in their order."""
 
-_REFUSED = re.compile(r"status code: 4\d\d")
-"""The part of an error that is the answer of a store which refuses the request."""
+_READS = frozenset({"read", "look at", "list"})
+_REFUSED = re.compile(r"status code: 4(?!08|29)\d\d")
+"""The part of an error that is the answer of a store which refuses the request for good."""
 
 _OPEN_SETTINGS = frozenset({"region", "aws_region", "endpoint", "aws_endpoint", "bucket", "account_name"})
 """Settings that are no secrets."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 import shardproof as sp
 from shardproof.cli.group import run as run_cli
 from shardproof.rendezvous import LocalRendezvous
-from shardproof.storage import LocalStorage
+from shardproof.storage import LocalStorage, make_folders
 
 VARIABLE = "SHARDPROOF_FILE_MODE"
 
@@ -117,3 +118,26 @@ def test_a_file_system_that_does_not_keep_modes_is_an_error(
     with pytest.raises(sp.StorageError, match=r"the mode 0600, and SHARDPROOF_FILE_MODE requires 0640"):
         LocalStorage(tmp_path).publish("a", b"bytes")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_get_the_mode_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, "0640")
+    monkeypatch.setattr(os, "fchmod", lambda descriptor, mode: None)  # a file system with fixed modes
+    for _ in range(2):
+        with pytest.raises(PermissionError, match="requires 0750"):
+            make_folders(tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_that_exists_needs_no_right_to_make_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object, **options: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(os, "mkdir", refuse)
+    assert make_folders(tmp_path) == []
+    with pytest.raises(OSError, match="Read-only"):
+        make_folders(tmp_path / "run")

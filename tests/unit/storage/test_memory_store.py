@@ -50,7 +50,7 @@ def storage(tmpfs: Path) -> MemoryStorage:
     return MemoryStorage(URL)
 
 
-def write(storage: MemoryStorage, name: str, data: bytes) -> None:
+def write(storage: LocalStorage, name: str, data: bytes) -> None:
     sink = storage.create(name)
     sink.write_at(0, memoryview(data))
     sink.finish(len(data))
@@ -238,13 +238,21 @@ def test_the_files_of_a_save_in_progress_stay(storage: MemoryStorage) -> None:
     assert storage.folders() == []
 
 
+@only_root
+def test_a_tmpfs_of_another_user_is_refused(tmpfs: Path) -> None:
+    """The sticky bit does not keep the owner of the tmpfs from replacing folders."""
+    os.chown(tmpfs, OTHER, OTHER)
+    with pytest.raises(StorageError, match=f"belongs to user {OTHER}, who may replace folders in it"):
+        MemoryStorage(URL)
+
+
 def test_the_files_of_a_save_without_a_checkpointer_stay(storage: MemoryStorage) -> None:
     name = "shards/00000-1111111111111111.safetensors"
     step = storage.within("step-00000002")
     write(step, name, b"1")
     sp.Checkpointer(URL)
     assert step.list() == [name]
-    assert storage.drop() and not storage.in_use()
+    assert MemoryStorage(URL).drop() and not storage.in_use()  # as a command does
     write(step, name, b"1")
     assert storage.in_use(), "the folder is a new one"
     sp.Checkpointer(URL)

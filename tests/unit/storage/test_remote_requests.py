@@ -5,7 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +17,7 @@ import torch
 import shardproof as sp
 from shardproof.errors import StorageError
 from shardproof.format import FileRecord, check_sizes
-from shardproof.storage import LocalStorage, file_sizes, map_requests
+from shardproof.storage import LocalStorage, file_sizes, map_requests, remote_requests
 from tests.gate import LIMIT
 from tests.thread_limit import limit_threads
 
@@ -80,6 +84,34 @@ def test_requests_without_enough_threads_are_all_made(
     assert list(map_requests(Remote(tmp_path), lambda number: -number, range(20))) == [
         -number for number in range(20)
     ]
+
+
+class Reversed(ThreadPoolExecutor):
+    """Begins the last task first, as a system may that suspends the other threads."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(1)
+        self.tasks: list[tuple[Future[Any], Callable[[], Any]]] = []
+
+    def submit(self, work: Any, /, *args: Any, **options: Any) -> Future[Any]:
+        self.tasks.append((Future(), partial(work, *args, **options)))
+        if len(self.tasks) == 2:
+            for future, task in reversed(self.tasks):
+                try:
+                    future.set_result(task())
+                except BaseException as error:
+                    future.set_exception(error)
+        return self.tasks[-1][0]
+
+
+def test_the_first_failed_request_is_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_requests, "ThreadPoolExecutor", Reversed)
+
+    def fail(number: int) -> None:
+        raise StorageError(f"request {number}")
+
+    with pytest.raises(StorageError, match="request 0"):
+        list(map_requests(Remote(tmp_path), fail, range(2)))
 
 
 def meeting_threads(count: int, monkeypatch: pytest.MonkeyPatch) -> None:

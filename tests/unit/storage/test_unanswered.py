@@ -72,20 +72,28 @@ def test_a_refusal_removes_the_files(tmp_path: Path) -> None:
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
-def test_a_store_that_refuses_a_request_has_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+def bucket(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, type[Exception]]:
+    """A bucket that is not asked, and an error with the name of the one that obstore raises."""
     pytest.importorskip("obstore")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     monkeypatch.setenv("AWS_REGION", "region")
-    storage = sp.storage.ObjectStorage("s3://bucket/run")
+    return sp.storage.ObjectStorage("s3://bucket/run"), type("GenericError", (Exception,), {})
 
-    class GenericError(Exception):
-        pass
 
-    refused = GenericError("Server returned non-2xx status code: 416 Range Not Satisfiable")
+def test_a_store_that_refuses_a_read_has_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    storage, generic_error = bucket(monkeypatch)
+    refused = generic_error("Server returned non-2xx status code: 416 Range Not Satisfiable")
     assert not storage._error(refused, "read", "a").details.get("unanswered")
-    busy = GenericError("after 10 retries: Server returned non-2xx status code: 503 Slow Down")
-    assert storage._error(busy, "read", "a").details["unanswered"]
+    for code in (408, 429, 503):
+        busy = generic_error(f"after 10 retries: Server returned non-2xx status code: {code}")
+        assert storage._error(busy, "read", "a").details["unanswered"]
+
+
+def test_a_refused_write_may_follow_one_that_the_store_carries_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    storage, generic_error = bucket(monkeypatch)
+    refused = generic_error("after 2 retries: Server returned non-2xx status code: 400 Bad Request")
+    assert storage._error(refused, "publish", "manifest.json").details["unanswered"]
 
 
 def test_only_timeouts_are_without_an_answer() -> None:

@@ -147,13 +147,11 @@ class LoadHooks:
         Raises:
             StructureError: a hook raised, or a value does not fit. The message names the module.
         """
-        filled = OrderedDict(state)
         if not _overrides(self.module, "load_state_dict"):
-            return _Protocol(self.path, metadata).run(self.module, filled)
-        filled._metadata = metadata  # type: ignore[attr-defined]
-        return self._call(filled)
+            return _Protocol(self.path, metadata).run(self.module, OrderedDict(state))
+        return self._call(state, metadata)
 
-    def give(self, state: Mapping[str, Any], needed: Collection[str]) -> None:
+    def give(self, state: Mapping[str, Any], needed: Collection[str], metadata: Mapping[str, Any]) -> None:
         """Calls the ``load_state_dict`` of a module that describes its shards, which the load has filled.
 
         The method of `torch.nn.Module` gets the other values, and a method of the class also the shards.
@@ -161,6 +159,7 @@ class LoadHooks:
         Args:
             state: the values by name.
             needed: the names of those that are not memory of the module.
+            metadata: as for `run`.
 
         Raises:
             KeyMismatchError: the module did not take a needed value, which would be lost.
@@ -170,7 +169,7 @@ class LoadHooks:
         if kind.load_state_dict is torch.nn.Module.load_state_dict:
             shards = (LocalShards, FlatShard)
             state = {name: item for name, item in state.items() if not isinstance(item, shards)}
-        lost = [name for name in self._call(OrderedDict(state))[1] if name in needed]
+        lost = [name for name in self._call(state, metadata)[1] if name in needed]
         if lost:
             raise KeyMismatchError(
                 f"{self.path}: load_state_dict of {kind.__qualname__} did not take {len(lost)} stored "
@@ -181,7 +180,9 @@ class LoadHooks:
                 mismatched=[],
             )
 
-    def _call(self, filled: dict[str, Any]) -> tuple[list[str], list[str]]:
+    def _call(self, state: Mapping[str, Any], metadata: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+        filled = OrderedDict(state)
+        filled._metadata = metadata  # type: ignore[attr-defined]
         load: Callable[..., Any] = self.module.load_state_dict
         accepts = inspect.signature(load).parameters
         call = partial(load, filled, strict=False) if "strict" in accepts else partial(load, filled)

@@ -198,27 +198,21 @@ class _Filling:
             for name, value in computed.items():
                 inside(self.module.module.get_submodule(name.rpartition(".")[0])).set_extra_state(value)
             return
-        if any(isinstance(item, (LocalShards, FlatShard)) for item in self.state.values()):
-            memory = (torch.Tensor, LocalShards, FlatShard)
-            selected = {
-                name: item
-                for name, item in self.state.items()
-                if isinstance(item, memory) or self.binder.selected(self.keys[name])
-            }
-            self.hooks.give({**selected, **computed}, computed)
-            return
         absent = set(self.binder.binding.missing)
+        memory = (torch.Tensor, LocalShards, FlatShard)
         state = {
             name: item
             for name, item in self.state.items()
             if name not in self.absent
             and self.keys[name] not in absent
-            and (isinstance(item, torch.Tensor) or self.binder.selected(self.keys[name]))
+            and (isinstance(item, memory) or self.binder.selected(self.keys[name]))
         }
+        metadata = getattr(self.state, "_metadata", {})
+        if _describes_itself(self.state):
+            self.hooks.give({**state, **computed}, computed, metadata)
+            return
         unknown = {} if self.binder.strict else self._unexpected()
-        missing, unexpected = self.hooks.run(
-            {**unknown, **state, **computed}, getattr(self.state, "_metadata", {})
-        )
+        missing, unexpected = self.hooks.run({**unknown, **state, **computed}, metadata)
         if self.binder.strict:
             self._check_loaded(missing, [name for name in unexpected if name in computed])
 
@@ -257,9 +251,14 @@ class _Filling:
             )
 
 
+def _describes_itself(state: Mapping[str, Any]) -> bool:
+    """True for the state dict of a module that describes its shards."""
+    return any(isinstance(item, (LocalShards, FlatShard)) for item in state.values())
+
+
 def _hooks_of(module: NamedModule, place: Place, state: Mapping[str, Any]) -> LoadHooks:
     """The load hooks of a module. A module that describes its shards itself has ``state_loaded`` instead."""
-    if any(isinstance(item, (LocalShards, FlatShard)) for item in state.values()):
+    if _describes_itself(state):
         refuse_hooks(
             module.parts,
             place,
