@@ -51,6 +51,9 @@ _RUN_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 _FOLDER = re.compile(rf"shardproof-([0-9]+)-({_RUN_NAME})")
 """The folder of a run: the number of its user, and the name of the run."""
 
+_ASKED = 5
+"""Attempts to get the lock alone before a run counts as in use."""
+
 _TRIES, _PAUSE = 100, 0.01
 """Attempts to remove a run, or to get the shared lock, which another process may hold alone for microseconds.
 Seconds between two attempts to get the lock."""
@@ -235,13 +238,13 @@ class MemoryStorage(LocalStorage):
         self._make_run()
         lock = self._use.lock = _RunLock(self._run)
         try:
-            return look() if lock.get(fcntl.LOCK_EX) else []
+            return look() if lock.get_alone() else []
         finally:
             self._share_run()
 
     def in_use(self) -> bool:
         """True if a process that saves to the run exists."""
-        return self._is_there() and not _RunLock(self._run).get(fcntl.LOCK_EX)
+        return self._is_there() and not _RunLock(self._run).get_alone()
 
     def drop(self) -> bool:
         """Remove the run, and so free the memory of all its files.
@@ -347,6 +350,14 @@ class _RunLock:
         except BlockingIOError:
             return False
         return True
+
+    def get_alone(self) -> bool:
+        """Gets the lock alone. Asks again, because another caller of this has it for microseconds."""
+        for _ in range(_ASKED):
+            if self.get(fcntl.LOCK_EX):
+                return True
+            time.sleep(_PAUSE)
+        return False
 
     def is_of(self, folder: Path) -> bool:
         """True if the folder is still the one that was opened, and a fork has not closed the lock."""

@@ -259,6 +259,16 @@ def test_the_files_of_a_save_without_a_checkpointer_stay(storage: MemoryStorage)
     assert step.list() == [name]
 
 
+def test_another_question_whether_a_run_is_in_use_is_no_use(
+    storage: MemoryStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage.make_folder()
+    other = memory_store._RunLock(storage.path)
+    assert other.get_alone()
+    monkeypatch.setattr(memory_store.time, "sleep", lambda seconds: other.close())
+    assert not storage.in_use()
+
+
 def test_a_folder_of_a_run_takes_a_checkpointer(storage: MemoryStorage) -> None:
     assert sp.Checkpointer(f"{URL}/inside").save(1, state(1)).result().step == 1
     assert storage.within("inside").folders() == ["step-00000001"]
