@@ -6,6 +6,7 @@ other steps. Index and shard files are the same in both.
 
 from __future__ import annotations
 
+from shardproof.format.block_reader import BlockDigests, Extents, Files
 from shardproof.format.checkpoint_files import (
     check_size,
     check_sizes,
@@ -103,11 +104,14 @@ __all__ = [
     "REFERENCES_VERSION",
     "SEAL_LENGTH",
     "STEP_FOLDER",
+    "BlockDigests",
     "ChunkHasher",
     "ChunkVerifier",
     "Declared",
     "Entries",
+    "Extents",
     "FileRecord",
+    "Files",
     "HeaderEntry",
     "Manifest",
     "References",

@@ -18,6 +18,7 @@ from shardproof.dtypes import DTYPES
 from shardproof.errors import FormatError
 from shardproof.format import (
     MANIFEST_NAME,
+    BlockDigests,
     FileRecord,
     Manifest,
     TensorRecord,
@@ -27,7 +28,6 @@ from shardproof.format import (
     read_manifest,
 )
 from shardproof.interop import NATIVE, is_paths_key, paths_in, tensors_in_values
-from shardproof.loading.block_reader import BlockDigests
 from shardproof.loading.chunk_reader import Chunks
 from shardproof.loading.destinations import Destination, DestinationWriter
 from shardproof.loading.read_executor import ChunkReads

@@ -18,8 +18,16 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from shardproof.format import BLOCK_BYTES, ChunkVerifier, Manifest, block_digests, digest_of_blocks
-from shardproof.loading.block_reader import BlockDigests, Extents, Files
+from shardproof.format import (
+    BLOCK_BYTES,
+    BlockDigests,
+    ChunkVerifier,
+    Extents,
+    Files,
+    Manifest,
+    block_digests,
+    digest_of_blocks,
+)
 from shardproof.planning import ChunkTable
 from shardproof.storage import CachedStorage, RemoteStorage, Storage
 

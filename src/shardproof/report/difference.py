@@ -13,28 +13,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardproof._utils.json_objects import objects_with
+from shardproof.dtypes import DTYPES
 from shardproof.errors import PlainDataError, StorageError, tells_nothing
-from shardproof.format import FileRecord, Manifest, locate_files, size_error
+from shardproof.format import FileRecord, Manifest, TensorRecord, locate_files, size_error
 from shardproof.geometry import Boxes, cut
 from shardproof.interop import Foreign, keeps_tensors_of_values, tensors_in_values
 from shardproof.planning import ChunkTable
 from shardproof.report.description import Stored, describe
 from shardproof.report.detail import rows_of
+from shardproof.report.stored_bits import StoredBits, open_bits
 from shardproof.report.summary import tensor_bytes
 from shardproof.storage import LocalStorage, Storage, map_requests
-
-if TYPE_CHECKING:
-    import torch
-
-    from shardproof.loading import Checkpoint
 
 __all__ = ["Difference", "compare_tensors", "diff"]
 
@@ -245,16 +242,17 @@ def diff(
     unlike, values = [], []
     for key, row_a, row_b in pairs:
         different = None
-        record = one.manifest.tensors[row_a]
+        kept = one.manifest.tensors[row_a]
+        record = TensorRecord(key, kept.dtype, kept.shape)
         if one.has_digests and other.has_digests:
             different = _different_chunks(one.table, row_a, other.table, row_b, len(record.shape))
         if different is None:
-            unlike.append((key, tensor_bytes(record)))
+            unlike.append(record)
         elif different.any():
             values.append(ValueDifference(key, "digest", int(different.sum()), len(different)))
     objects, uncompared = _object_changes((a, side_a), (b, side_b), trust_pickle=trust_pickle)
     if unlike:
-        values += _read_differences((a, one.format), (b, other.format), unlike, on_progress)
+        values += _read_differences((a, one), (b, other), unlike, on_progress)
     return Difference(
         one.location,
         other.location,
@@ -266,7 +264,7 @@ def diff(
         len(pairs) - len(values),
         len(pairs) - len(unlike),
         len(unlike),
-        2 * sum(nbytes for _, nbytes in unlike),
+        2 * sum(tensor_bytes(record) for record in unlike),
         tuple(uncompared),
     )
 
@@ -300,33 +298,29 @@ def _check_files(storage: Storage, manifest: Manifest) -> None:
 
 
 def _read_differences(
-    a: tuple[Storage | Foreign, str],
-    b: tuple[Storage | Foreign, str],
-    tensors: Sequence[tuple[str, int]],
+    a: tuple[Storage | Foreign, Stored],
+    b: tuple[Storage | Foreign, Stored],
+    tensors: Sequence[TensorRecord],
     on_progress: Callable[[int, int], None] | None,
 ) -> list[ValueDifference]:
     """Reads tensors in both checkpoints and compares them.
 
     Args:
-        a: one checkpoint, and the name of its format.
+        a: one checkpoint, and its description.
         b: the other.
-        tensors: key and bytes of each.
+        tensors: key, dtype and shape of each.
         on_progress: as of `diff`.
     """
-    from shardproof.loading import open_storage  # imports torch
-
-    values, done, total = [], 0, 2 * sum(nbytes for _, nbytes in tensors)
+    values, done, total = [], 0, 2 * sum(tensor_bytes(record) for record in tensors)
     with ExitStack() as opened:
-        one, other = (
-            opened.enter_context(open_storage(place, format=name, warn=False)) for place, name in (a, b)
-        )
-        for key, nbytes in tensors:
-            for step in compare_tensors(one, other, key):
+        one, other = (opened.enter_context(closing(open_bits(place, stored))) for place, stored in (a, b))
+        for record in tensors:
+            for step in compare_tensors(one, other, record):
                 if on_progress is not None:
                     on_progress(done + step.bytes, total)
-            done += 2 * nbytes
+            done += 2 * tensor_bytes(record)
             if step.different:
-                values.append(ValueDifference(key, "read", step.different, step.elements))
+                values.append(ValueDifference(record.key, "read", step.different, step.elements))
     return values
 
 
@@ -372,28 +366,21 @@ def _object_changes(
     """Plain values under a key of both that differ, and those that cannot be read.
 
     Values are compared as JSON text: 1, 1.0 and true are three values. Values with different texts that refer
-    to tensors are decoded and encoded again with all their bytes inside.
+    to tensors are compared with the bytes of their tensors inside.
     """
     (_, one), (_, other) = a, b
     changes, uncompared = [], []
     with ExitStack() as opened:
-        checkpoints: list[Checkpoint] = []
-        """Both checkpoints, once a value needs them."""
+        bits: list[StoredBits] = []
+        """Those of both checkpoints, once a value needs them."""
         for key in sorted(one.objects.keys() & other.objects.keys()):
             try:
                 left, right = one.encoded(key), other.encoded(key)
                 if _text(left) != _text(right) and (_has_tensors(left) or _has_tensors(right)):
-                    if not checkpoints:
-                        from shardproof.loading import open_storage  # imports torch
-
-                        for place, side in (a, b):
-                            name = side.stored.format
-                            opening = open_storage(place, format=name, trust_pickle=trust_pickle, warn=False)
-                            checkpoints.append(opened.enter_context(opening))
-                    left, right = (
-                        _with_bytes(checkpoint, key, data)
-                        for checkpoint, data in zip(checkpoints, (left, right), strict=True)
-                    )
+                    for place, side in () if bits else (a, b):
+                        opening = open_bits(place, side.stored, trust_pickle=trust_pickle)
+                        bits.append(opened.enter_context(closing(opening)))
+                    left, right = bits[0].inlined(key, left), bits[1].inlined(key, right)
             except PlainDataError as error:
                 uncompared.append(Uncompared(key, error.message))
                 continue
@@ -414,13 +401,6 @@ def _has_tensors(data: Any) -> bool:
     return any(True for _ in objects_with(data, "$tensor"))
 
 
-def _with_bytes(checkpoint: Checkpoint, key: str, data: Any) -> Any:
-    """An encoded plain value with the bytes of its tensors inside."""
-    from shardproof.state import encode_plain  # imports torch
-
-    return encode_plain(checkpoint.decoded(data), key)
-
-
 @dataclass(frozen=True, slots=True)
 class Compared:
     """The progress of the comparison of a tensor."""
@@ -434,44 +414,31 @@ class Compared:
 
 
 def compare_tensors(
-    a: Checkpoint, b: Checkpoint, key: str, *, box_bytes: int = BOX_BYTES
+    a: StoredBits, b: StoredBits, tensor: TensorRecord, *, box_bytes: int = BOX_BYTES
 ) -> Iterator[Compared]:
     """Compares a tensor that both have with the same dtype and shape. Yields after each box.
 
     The last value is the result. For a tensor without elements it is the only value.
 
     Args:
-        a: one checkpoint.
-        b: the other.
-        key: of the tensor.
+        a: the bits of one checkpoint.
+        b: those of the other.
+        tensor: key, dtype and shape.
         box_bytes: bytes of the boxes that are read, at most, unless a single row is larger.
 
     Raises:
         CorruptChunkError: stored bytes do not match their digest.
         TilingError: the chunks of one of the two do not cover the tensor exactly once.
     """
-    one, other = a[key], b[key]
-    itemsize = one.dtype.itemsize
+    itemsize = DTYPES[tensor.dtype].itemsize
     yield Compared(0, 0, 0)
-    if 0 in one.shape:
+    if 0 in tensor.shape:
         return
-    boxes, _ = cut(Boxes.whole(one.shape), np.array([max(box_bytes // itemsize, 1)]))
+    boxes, _ = cut(Boxes.whole(tensor.shape), np.array([max(box_bytes // itemsize, 1)]))
     elements = different = 0
     for offsets, sizes in zip(boxes.offsets.tolist(), boxes.sizes.tolist(), strict=True):
-        box = tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
-        left, right = one[box], other[box]
-        different += _different(left, right)
-        elements += left.numel()
+        left, right = a.box(tensor.key, offsets, sizes), b.box(tensor.key, offsets, sizes)
+        if not np.array_equal(left, right):
+            different += int((left != right).any(axis=1).sum())
+        elements += len(left)
         yield Compared(elements, different, 2 * elements * itemsize)
-
-
-def _different(a: torch.Tensor, b: torch.Tensor) -> int:
-    """Number of elements that differ in a bit."""
-    import torch
-
-    left, right = (
-        tensor.contiguous().reshape(-1, 1).view(torch.uint8).reshape(tensor.numel(), -1) for tensor in (a, b)
-    )
-    if torch.equal(left, right):
-        return 0
-    return int((left != right).any(dim=1).sum())

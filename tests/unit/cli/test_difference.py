@@ -15,9 +15,11 @@ import torch
 import shardproof as sp
 from shardproof.cli.group import run
 from shardproof.errors import CorruptChunkError, NotCommittedError, StorageError
+from shardproof.format import TensorRecord
 from shardproof.interop import foreign_of
 from shardproof.report import Difference, describe, diff, spelled, summarise
 from shardproof.report.difference import compare_tensors
+from shardproof.report.stored_bits import open_bits
 from shardproof.storage import LocalStorage
 from tests.faulty_storage import FaultyStorage
 from tests.unit.cli.samples import Sample, model, rows_cut, write
@@ -197,8 +199,9 @@ def test_memory_is_bounded_by_the_box(tmp_path: Path, box_bytes: int) -> None:
     other[3, 5] ^= 1
     write(LocalStorage(tmp_path / "a"), cut({"w": array}, 16, 0))
     write(LocalStorage(tmp_path / "b"), cut({"w": other}, 16, 1))
-    with sp.open(tmp_path / "a") as one, sp.open(tmp_path / "b") as two:
-        steps = list(compare_tensors(one, two, "w", box_bytes=box_bytes))
+    places = [LocalStorage(tmp_path / name) for name in "ab"]
+    one, two = (open_bits(place, describe(place)) for place in places)
+    steps = list(compare_tensors(one, two, TensorRecord("w", "int32", (64, 64)), box_bytes=box_bytes))
     assert len(steps) == 1 + max(array.nbytes // box_bytes, 1)
     assert max(after.bytes - before.bytes for before, after in pairwise(steps)) <= 2 * max(box_bytes, 256)
     assert (steps[-1].elements, steps[-1].different) == (array.size, 1)

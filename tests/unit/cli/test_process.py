@@ -86,12 +86,15 @@ def test_help_is_shown() -> None:
 def test_commands_that_only_read_need_no_torch(tmp_path: Path) -> None:
     write(tmp_path / "step-00000001", ONE)
     step = tmp_path / "step-00000001"
+    cut = Sample(ONE.tensors, cuts={"w": rows_cut((4, 3), 2, 1)}, world_size=2)
+    write(tmp_path / "other_layout", cut)
     for arguments in (
         ["ls", tmp_path],
         ["inspect", step],
         ["inspect", step, "w"],
         ["verify", step],
         ["diff", step, step],
+        ["diff", step, tmp_path / "other_layout"],
         ["doctor", tmp_path],
         ["doctor", tmp_path, "--scrub"],
         ["prune", tmp_path],

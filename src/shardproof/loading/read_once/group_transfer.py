@@ -15,9 +15,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from shardproof.format import Manifest
+from shardproof.format import Files, Manifest
 from shardproof.geometry import row_pointers
-from shardproof.loading.block_reader import Files
 from shardproof.loading.chunk_reader import Chunks
 from shardproof.loading.destinations import DestinationWriter, can_view, part_of, shaped
 from shardproof.loading.read_once.group_collectives import Exchange, PendingExchange

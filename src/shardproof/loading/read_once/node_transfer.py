@@ -26,8 +26,7 @@ from contextlib import suppress
 import numpy as np
 import torch
 
-from shardproof.format import Manifest
-from shardproof.loading.block_reader import Files
+from shardproof.format import Files, Manifest
 from shardproof.loading.chunk_reader import Chunks
 from shardproof.loading.destinations import DestinationWriter
 from shardproof.loading.read_once.group_transfer import PeerFailed

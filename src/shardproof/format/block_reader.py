@@ -16,16 +16,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardproof.errors import FormatError, StorageError
-from shardproof.format import (
+from shardproof.format.digests import (
     BLOCK_BYTES,
-    BLOCKS,
-    Manifest,
     block_counts,
     digest_of_blocks,
     digests_as_bytes,
     digests_from_table,
-    read_shard_header,
 )
+from shardproof.format.header import read_shard_header
+from shardproof.format.manifest import Manifest
+from shardproof.format.shards import BLOCKS
 from shardproof.planning import ChunkTable
 from shardproof.storage import Storage
 
