@@ -83,10 +83,7 @@ def test_ranks_are_refused_together_if_their_files_do_not_fit_together(tmp_path:
         shared = seen["shared"]
         assert (shared["needed"], shared["free"], shared["ranks"]) == (2 * PART, ALONE, [0, 1])
         assert shared["errno"] == "ENOSPC"
-        assert (
-            "needs 0.00210 GB on the file system of ranks 0, 1, and 0.00157 GB is free there"
-            in shared["text"]
-        )
+        assert "needs 2.10 MB on the file system of ranks 0, 1, and 1.57 MB is free there" in shared["text"]
         one = seen["one full"]
         assert (one["needed"], one["free"], one["ranks"]) == (PART, PART // 2, [1])
         assert seen["folders after refusals"] == [], "nothing is written"

@@ -63,7 +63,7 @@ def test_prune_removes_the_uploads_of_dead_saves_and_nothing_else(
 
     code, report = answer(capsys, "doctor", url, "--older-than", "0s")
     ((kind, where, what),) = [(one["kind"], one["where"], one["what"]) for one in report["findings"]]
-    assert (code, kind, where) == (1, "uploads", "step-00000002") and what.startswith("0.0168 GB in 1 upl")
+    assert (code, kind, where) == (1, "uploads", "step-00000002") and what.startswith("16.8 MB in 1 upl")
     assert run(["prune", url, "--older-than", "0s", "--dry-run"]) == 0
     assert "shards/00000-dead.safetensors, whose upload did not complete" in " ".join(
         capsys.readouterr().out.split()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import math
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -30,26 +29,26 @@ _FEW = 10
 
 
 def gigabytes(count: float) -> str:
-    """A number of bytes in GB (10^9 bytes) with three significant digits; small numbers in kB or B.
+    """A number of bytes with three significant digits, in B, kB, MB, GB or TB (powers of 1000).
 
-    >>> gigabytes(12_345_678_901), gigabytes(5_123_456), gigabytes(20_480), gigabytes(12)
-    ('12.3 GB', '0.00512 GB', '20.5 kB', '12 B')
+    >>> gigabytes(12_345_678_901), gigabytes(5_123_456), gigabytes(20_480), gigabytes(12), gigabytes(999_999)
+    ('12.3 GB', '5.12 MB', '20.5 kB', '12 B', '1.00 MB')
     """
     if count < 1000:
         return f"{count:.0f} B"
-    if count < 1_000_000:
-        return f"{count / 1e3:.1f} kB"
-    digits = max(2 - math.floor(math.log10(count / 1e9)), 0)
-    return f"{count / 1e9:,.{digits}f} GB"
+    # The exponent of the number as it is shown: 999,999 is shown as 1.00e+06.
+    exponent = int(f"{count:.2e}".partition("e")[2])
+    unit = min(exponent // 3, 4)
+    return f"{count / 1000**unit:,.{max(2 - exponent + 3 * unit, 0)}f} {'kMGT'[unit - 1]}B"
 
 
 def gigabytes_per_second(count: float, seconds: float) -> str:
-    """A speed in GB/s.
+    """A speed.
 
-    >>> gigabytes_per_second(3e9, 2.0)
-    '1.50 GB/s'
+    >>> gigabytes_per_second(3e9, 2.0), gigabytes_per_second(12, 0.001)
+    ('1.50 GB/s', '12.0 kB/s')
     """
-    return f"{count / 1e9 / max(seconds, 1e-9):.2f} GB/s"
+    return f"{gigabytes(count / max(seconds, 1e-9))}/s"
 
 
 def span(seconds: float) -> str:

@@ -15,6 +15,8 @@ from shardproof.checkpointer.doctor import compare_tiers as compare_tiers
 from shardproof.checkpointer.doctor import examine_run as examine_run
 from shardproof.checkpointer.doctor import probe_storage as probe_storage
 from shardproof.checkpointer.doctor import scrub_run as scrub_run
+from shardproof.checkpointer.judge import Verdict as Verdict
+from shardproof.checkpointer.judge import judge as judge
 from shardproof.checkpointer.marks import Pin, read_settled
 from shardproof.checkpointer.marks import read_node_mark as read_node_mark
 from shardproof.checkpointer.node_findings import find_missing_copies as find_missing_copies

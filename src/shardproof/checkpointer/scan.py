@@ -58,6 +58,9 @@ class StepInfo:
     """The label of its pin; None if it has none."""
     stored_step: int | None = None
     """The step that its manifest names. It differs from `step` if the folder was renamed or copied."""
+    file_bytes: int = 0
+    """Bytes of the files in its folder that it names, or of a leftover's files. An incremental step also uses
+    files of other steps."""
 
     @property
     def committed(self) -> bool:
@@ -125,6 +128,7 @@ def _folder_info(
     pin = read_pin(place) if PINNED_NAME in ours else None
     manifest = found.manifest
     named = set() if manifest is None else {MANIFEST_NAME, manifest.index.name, *_names(manifest.own_files)}
+    nbytes = _bytes(place, found, files, referenced)
     has_leftovers = manifest is not None or found.verdict is Verdict.REFERENCED
     return StepInfo(
         name=folder,
@@ -132,7 +136,7 @@ def _folder_info(
         status=found.verdict.value,
         reason=found.reason or None,
         time=None if manifest is None else manifest.time,
-        bytes=_bytes(place, found, files, referenced),
+        bytes=nbytes,
         tensors=0 if manifest is None else len(manifest.tensors),
         objects=0 if manifest is None else len(manifest.objects),
         world_size=None if manifest is None else manifest.world_size,
@@ -148,6 +152,9 @@ def _folder_info(
         linked=folder != "." and place.linked,
         pinned=None if pin is None else pin.label,
         stored_step=None if manifest is None else manifest.step,
+        file_bytes=nbytes
+        if manifest is None
+        else manifest.index.size + sum(record.size for record in manifest.own_files),
     )
 
 

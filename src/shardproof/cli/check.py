@@ -9,10 +9,12 @@ import click
 
 from shardproof.cli.failures import BAD, UNEXPECTED, YES
 from shardproof.cli.options import (
+    checkpoint_of,
     format_option,
     json_option,
     other_format_option,
     path_argument,
+    path_or_run_argument,
     print_json,
     register_option,
     trust_pickle_option,
@@ -26,14 +28,24 @@ if TYPE_CHECKING:
 __all__ = ["diff_command", "verify_command"]
 
 FAULTS_SHOWN = 20
+UNPROVED = "consistent, unproved"
+"""All that the format can prove holds, and it has no checksum."""
 
 
 @click.command("verify", short_help="Read every byte and compare it with its digest.")
-@path_argument("ckpt")
+@path_or_run_argument("ckpt")
+@click.argument("step", required=False, type=click.IntRange(min=0))
 @format_option
 @json_option
-def verify_command(ckpt: str, format: str | None, as_json: bool) -> int:  # noqa: A002 the name of the option
+def verify_command(
+    ckpt: str,
+    step: int | None,
+    format: str | None,  # noqa: A002 the name of the option
+    as_json: bool,
+) -> int:
     """Compare every byte of CKPT with what was saved; prove that the chunks tile every tensor.
+
+    CKPT is a checkpoint, or a run: then STEP of it, or its newest step that can be restored.
 
     For another format, the command checks what the format can prove, and reports what it cannot.
 
@@ -44,7 +56,7 @@ def verify_command(ckpt: str, format: str | None, as_json: bool) -> int:  # noqa
     from shardproof.errors import NotCommittedError
     from shardproof.interop import foreign_of
 
-    foreign = foreign_of(ckpt)
+    foreign = foreign_of(checkpoint_of(ckpt, step))
     with bytes_progress("verify", shown=not as_json) as on_progress:
         from shardproof.maintenance import verify_any
 
@@ -99,19 +111,21 @@ def _nothing_there(location: str, fault: dict[str, Any]) -> dict[str, Any]:
 
 
 def _show_report(report: dict[str, Any]) -> None:
-    from shardproof._utils.humanize import counted, gigabytes, gigabytes_per_second, printable
+    from shardproof._utils.humanize import counted, gigabytes, gigabytes_per_second, printable, span
 
     step = "" if report["step"] is None else f", step {report['step']}"
-    read = (
-        f"{counted(report['chunks'], 'chunk')} in {counted(report['files'], 'file')}, "
-        f"{gigabytes(report['bytes'])} read in "
-        f"{report['seconds']:.1f} s at {gigabytes_per_second(report['bytes'], report['seconds'])}"
-    )
     unproved = report.get("unproved", 0)
+    nbytes = report["bytes"] + unproved
+    read = (
+        f"{counted(report['chunks'], 'chunk')} in {counted(report['files'], 'file')}, {gigabytes(nbytes)} "
+        f"read in {span(report['seconds'])} at {gigabytes_per_second(nbytes, report['seconds'])}"
+    )
     if unproved:
-        read += f", and {gigabytes(unproved)} that the format {report['format']} has no checksum for"
+        most = "none" if not report["bytes"] else f"{gigabytes(report['bytes'])}"
+        read += f"; the format {report['format']} has checksums for {most} of it"
     if report["ok"]:
-        click.echo(printable(f"whole: {report['location']}{step}: {read}"))
+        title = "whole" if not unproved else "consistent, partly proved" if report["bytes"] else UNPROVED
+        click.echo(printable(f"{title}: {report['location']}{step}: {read}"))
         for note in report.get("notes", ()):
             click.echo(printable(f"note: {note}"))
         return

@@ -6,6 +6,7 @@ The modules of the commands import click and nothing heavier. A command imports 
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import os
 import sys
@@ -43,6 +44,22 @@ class Commands(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
         """The names, in the order of the help."""
         return list(COMMANDS)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """The command of the first word. ``help COMMAND`` is ``COMMAND --help``."""
+        if args[0] == "help" and not ctx.resilient_parsing:
+            words = [word for word in args[1:] if not word.startswith("-")]
+            if not words:
+                click.echo(ctx.get_help())
+                ctx.exit()
+            args = [words[0], "--help"]
+        if self.get_command(ctx, args[0]) is None and not args[0].startswith("-"):
+            near = difflib.get_close_matches(args[0], COMMANDS)
+            meant = f" Did you mean {' or '.join(near)}?" if near else ""
+            ctx.fail(f"No such command {args[0]!r}.{meant}")
+        return super().resolve_command(ctx, args)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """The command of this name; None if there is none."""

@@ -10,13 +10,15 @@ import click
 
 from shardproof.cli.failures import YES
 from shardproof.cli.options import (
+    checkpoint_of,
     folder_argument,
     format_option,
     json_option,
-    path_argument,
+    path_or_run_argument,
     print_json,
     register_option,
     span,
+    steps_of_run,
     trust_pickle_option,
 )
 
@@ -41,7 +43,8 @@ def ls_command(run: str, mtbf: float | None, as_json: bool) -> int:
 
     An uncommitted step is listed with the reason: the save died or is still in progress (a leftover, see
     prune), or the checkpoint is damaged (see verify and repair). A suspect is the checkpoint of a step that
-    failed validation. The list shows the verdict of a settled suspect.
+    failed validation. The list shows the verdict of a settled suspect. "state" is the bytes of a step's
+    tensors, and "files" those of the files in its folder: less for an incremental step.
 
     The suggestion of --mtbf uses the times of the listed steps, and the time from the agreement of the ranks
     to the commit. Training that continues during a save is blocked for less time.
@@ -78,7 +81,8 @@ def ls_command(run: str, mtbf: float | None, as_json: bool) -> int:
             "-" if info.step is None else str(info.step),
             info.name,
             "-" if info.time is None else age(now - info.time),
-            gigabytes(info.bytes),
+            gigabytes(info.bytes) if info.whole else "-",
+            gigabytes(info.file_bytes),
             str(info.tensors) if info.whole else "-",
             "-" if info.world_size is None else str(info.world_size),
             info.status + (", repaired" if info.repaired else ""),
@@ -89,8 +93,8 @@ def ls_command(run: str, mtbf: float | None, as_json: bool) -> int:
         )
         for info in infos
     ]
-    headings = ("step", "folder", "age", "size", "tensors", "ranks", "status", "")
-    out.print(table(headings, rows, right=("step", "age", "size", "tensors", "ranks")))
+    headings = ("step", "folder", "age", "state", "files", "tensors", "ranks", "status", "")
+    out.print(table(headings, rows, right=("step", "age", "state", "files", "tensors", "ranks")))
     if advice is not None:
         interval, cost, between, suggested = map(
             duration, (advice.interval, advice.cost, advice.mtbf, advice.suggested)
@@ -112,8 +116,8 @@ FOLDERS_SHOWN = 4
 
 
 @click.command("inspect", short_help="Show what a checkpoint contains, and which rank wrote it.")
-@path_argument("ckpt")
-@click.argument("key", required=False)
+@path_or_run_argument("ckpt")
+@click.argument("words", nargs=-1, metavar="[STEP] [KEY]")
 @click.option(
     "--depth",
     type=click.IntRange(min=1),
@@ -127,7 +131,7 @@ FOLDERS_SHOWN = 4
 @json_option
 def inspect_command(
     ckpt: str,
-    key: str | None,
+    words: tuple[str, ...],
     depth: int,
     format: str | None,  # noqa: A002 the name of the option
     trust_pickle: bool,
@@ -136,13 +140,21 @@ def inspect_command(
 ) -> int:
     """Show what CKPT contains, of any known format: tensors with layers folded, bytes by part and by file.
 
+    CKPT is a checkpoint, or a run: then STEP of it, or its newest step that can be restored.
+
     With KEY, show a tensor with its shape, its dtype and the place of each chunk; or a plain value; or the
     summary of a part of the tree.
     """
     from shardproof.interop import foreign_of
     from shardproof.report import describe, detail, summarise
 
-    stored = describe(foreign_of(ckpt), format=format, trust_pickle=trust_pickle)
+    steps = steps_of_run(ckpt)
+    step = int(words[0]) if steps and words and words[0].isdecimal() else None
+    keys = words if step is None else words[1:]
+    if len(keys) > 1:
+        raise click.UsageError(f"expected one KEY, found {len(keys)}: {' '.join(keys)}")
+    key = keys[0] if keys else None
+    stored = describe(foreign_of(checkpoint_of(ckpt, step)), format=format, trust_pickle=trust_pickle)
     manifest, table = stored.manifest, stored.table
     found = detail(manifest, table, key) if key is not None else None
     if found is not None:

@@ -16,6 +16,7 @@ from shardproof.cli.failures import BadPath
 
 __all__ = [
     "checkpoint_argument",
+    "checkpoint_of",
     "destination_argument",
     "existing_folder",
     "folder_argument",
@@ -24,10 +25,12 @@ __all__ = [
     "older_than_option",
     "other_format_option",
     "path_argument",
+    "path_or_run_argument",
     "print_json",
     "register_option",
     "size",
     "span",
+    "steps_of_run",
     "trust_pickle_option",
 ]
 
@@ -103,22 +106,28 @@ def folder_argument(name: str) -> Callable[[Function], Function]:
 
 
 def checkpoint_argument(name: str) -> Callable[[Function], Function]:
-    """An argument for a checkpoint. A missing folder, or the folder of a run, is bad usage (exit code 2)."""
-    return click.argument(name, callback=_checkpoint)
+    """An argument for a checkpoint. A missing folder, a file, or a run, is bad usage (exit code 2)."""
+
+    def callback(context: click.Context, parameter: click.Parameter, path: str) -> str:
+        existing_folder(context, parameter, path)
+        return _checkpoint(context, parameter, path)
+
+    return click.argument(name, callback=callback)
 
 
 def path_argument(name: str) -> Callable[[Function], Function]:
     """An argument for a checkpoint of any format, a folder or a file. A missing one is bad usage."""
-    return click.argument(name, callback=_path)
+    return click.argument(name, callback=_checkpoint)
+
+
+def path_or_run_argument(name: str) -> Callable[[Function], Function]:
+    """As `path_argument`, or for a run, of which `checkpoint_of` chooses a step."""
+    return click.argument(name, callback=_checkpoint_or_run)
 
 
 def destination_argument(name: str) -> Callable[[Function], Function]:
     """An argument for a new folder or file. A URL of no known store is bad usage (exit code 2)."""
     return click.argument(name, type=click.Path(), callback=_destination)
-
-
-def _path(context: click.Context, parameter: click.Parameter, path: str) -> str:
-    return path if os.path.isfile(path) else _checkpoint(context, parameter, path)
 
 
 def _destination(_context: click.Context, parameter: click.Parameter, path: str) -> str:
@@ -190,23 +199,76 @@ def _shown(path: str) -> str:
     return f"{path!r}" + (f" ({whole})" if whole != path else "")
 
 
-def _checkpoint(_context: click.Context, parameter: click.Parameter, path: str) -> str:
-    if not _is_url(parameter, path):
+def _checkpoint(context: click.Context, parameter: click.Parameter, path: str) -> str:
+    path = _checkpoint_or_run(context, parameter, path)
+    if steps := steps_of_run(path):
+        step = f"{path.rstrip('/')}/{steps[-1]}"
+        raise BadPath(
+            f"{parameter.human_readable_name}: this is a run: give a step, e.g. {step} "
+            f"(`shardproof ls {path}`)"
+        )
+    return path
+
+
+def _checkpoint_or_run(_context: click.Context, parameter: click.Parameter, path: str) -> str:
+    if not os.path.isfile(path) and not _is_url(parameter, path):
         _check_folder(parameter, path)
+    return path
+
+
+def steps_of_run(path: str) -> list[str]:
+    """The folders of a run's committed steps, or of all steps if none is committed; empty if it is no run."""
     from shardproof.errors import StorageError
     from shardproof.storage import storage_at
 
+    if os.path.isfile(path):
+        return []
     storage = storage_at(path)
     try:
         steps = [name for name in storage.folders() if re.fullmatch(r"step-[0-9]{8,18}", name)]
         if not steps or storage.size(MANIFEST) is not None or storage.list("shards"):
-            return path
+            return []
         whole = [step for step in steps if storage.size(f"{step}/{MANIFEST}") is not None]
     except StorageError:  # the command reports it with its cause
+        return []
+    return sorted(whole or steps, key=lambda name: int(name[5:]))
+
+
+def checkpoint_of(path: str, step: int | None) -> str:
+    """The checkpoint that a command means: `path` itself, or a step of the run `path`.
+
+    Without a number, it is the newest step that a restore would take. A line on standard error names it.
+
+    Raises:
+        click.UsageError: `path` is a checkpoint, and a step is given; or the run has no such step.
+        NotCommittedError: no step of the run can be restored.
+    """
+    steps = steps_of_run(path)
+    if not steps:
+        if step is not None:
+            raise click.UsageError(f"{path} is no run, so it has no step {step}: leave the number out")
         return path
-    step = f"{path.rstrip('/')}/{max(whole or steps, key=lambda name: int(name[5:]))}"
-    raise BadPath(
-        f"{parameter.human_readable_name}: this is a run: give a step, e.g. {step} (`shardproof ls {path}`)"
+    run = path.rstrip("/")
+    if step is not None:
+        if not any(int(name[5:]) == step for name in steps):
+            raise click.UsageError(f"{path} has no step {step} (`shardproof ls {path}` lists its steps)")
+        return f"{run}/step-{step:08d}"
+    from shardproof.checkpointer import Verdict, judge, read_node_mark
+    from shardproof.errors import NotCommittedError
+    from shardproof.storage import storage_at
+
+    storage, passed = storage_at(path), []
+    mark = read_node_mark(storage)
+    for name in reversed(steps):
+        if (found := judge(storage, name, mark=mark)) is None:
+            continue
+        if found.verdict is Verdict.COMMITTED:
+            click.echo(f"{name}: the newest step that can be restored", err=True)
+            return f"{run}/{name}"
+        passed.append(f"{name}: {found.verdict}, {found.reason}")
+        click.echo(passed[-1], err=True)
+    raise NotCommittedError(
+        f"{path}: no step can be restored:\n" + "\n".join(f"  {line}" for line in passed), path=path
     )
 
 

@@ -34,7 +34,7 @@ def show(file: TextIO | None = None, *, every: float = 5.0) -> Subscription:
     >>> from shardproof import events
     >>> with events.show(sys.stdout), events.phase("save runs/a", "write") as phase:
     ...     phase.progress(2_000_000, 2_000_000)  # doctest: +ELLIPSIS
-    save runs/a: write 0.00200 GB in ... ms, ... GB/s
+    save runs/a: write 2.00 MB in ... ms, ...B/s
     """
     file = file or sys.stderr
     if not file.isatty():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 import time
 from dataclasses import replace
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 
 import shardproof.cli.failures
+from shardproof._utils.humanize import gigabytes
 from shardproof.cli.group import COMMANDS, run
 from shardproof.format import MANIFEST_NAME
 from tests.unit.cli.samples import Sample, cut, model, rows_cut, write
@@ -184,7 +186,51 @@ def test_a_file_of_no_known_format_is_no_checkpoint(call: Any, ckpt: Path, name:
     assert "is not a checkpoint of a known format" in out + err
 
 
-@pytest.mark.parametrize("name", ["inspect", "verify", "diff", "repair"])
+@pytest.mark.parametrize("name", ["inspect", "verify"])
+def test_the_newest_restorable_step_of_a_run_is_taken_and_named(call: Any, ckpt: Path, name: str) -> None:
+    run = ckpt.parent
+    write(run / "step-00000006", SPREAD)
+    write(run / "step-00000008", SPREAD)
+    cut(run / "step-00000008")
+    code, out, err = call(name, run)
+    assert code == 0
+    assert f"{ckpt}, step 7" in out or f"{ckpt}: step 7" in out
+    assert err.splitlines()[0].startswith("step-00000008: damaged, ")
+    assert err.splitlines()[1:] == ["step-00000007: the newest step that can be restored"]
+    write(run / "step-00000007", Sample(STATE, step=9, attempt="b"))  # the checkpoint of another step
+    code, out, err = call(name, run, 6, "--json")
+    assert (code, err, json.loads(out)["location"]) == (0, "", str(run / "step-00000006"))
+    code, _, err = call(name, run, 5)
+    assert code == 2
+    assert f"{run} has no step 5 (`shardproof ls {run}` lists its steps)" in err
+    (run / "step-00000006" / MANIFEST_NAME).write_text("{")
+    code, _, err = call(name, run)
+    assert code == 1
+    assert f"{run}: no step can be restored:" in err
+
+
+def test_a_number_behind_a_checkpoint_is_a_key_or_an_error(call: Any, ckpt: Path) -> None:
+    code, _, err = call("verify", ckpt, 7)
+    assert code == 2
+    assert "is no run, so it has no step 7" in err
+    assert "has no key '7'" in call("inspect", ckpt, 7)[2]
+    code, _, err = call("inspect", ckpt.parent, 7, "model", "embed")
+    assert code == 2
+    assert "expected one KEY, found 2: model embed" in err
+    assert call("inspect", ckpt.parent, 7, "model.embed.weight")[0] == 0
+
+
+def test_a_misspelt_command_names_those_like_it_and_help_is_a_command(call: Any) -> None:
+    code, _, err = call("verfy", "x")
+    assert code == 2
+    assert "No such command 'verfy'. Did you mean verify?" in err
+    assert "No such command 'xyz'.\n" in call("xyz")[2]
+    assert call("help") == call("--help")
+    assert call("help", "verify") == call("verify", "--help")
+    assert call("help", "verfy")[0] == 2
+
+
+@pytest.mark.parametrize("name", ["diff", "repair"])
 def test_a_run_is_no_checkpoint_and_a_step_is_named(call: Any, ckpt: Path, name: str) -> None:
     write(ckpt.parent / "step-00000006", SPREAD)
     write(ckpt.parent / "step-00000008", SPREAD, commit=False)
@@ -340,16 +386,10 @@ def test_ls(call: Any, ckpt: Path) -> None:
     assert code == 0
     committed, leftover = out.splitlines()[1:]
     size = sum(array.nbytes for array in STATE.values())
-    assert committed.split()[:8] == [
-        "7",
-        "step-00000007",
-        "2",
-        "h",
-        f"{size / 1e3:.1f}",
-        "kB",
-        str(len(STATE)),
-        "2",
-    ]
+    files = sum(file.stat().st_size for file in ckpt.rglob("*-a1*"))
+    cells = ["7", "step-00000007", "2", "h", *gigabytes(size).split(), *gigabytes(files).split()]
+    assert committed.split()[:10] == [*cells, str(len(STATE)), "2"]
+    assert size < files
     assert "committed" in committed
     assert "leftover" in leftover
     assert "no manifest" in leftover
@@ -373,6 +413,7 @@ def test_ls(call: Any, ckpt: Path) -> None:
         "repaired": False,
         "unnamed": 0,
         "stored_step": 7,
+        "file_bytes": files,
         "references": [],
         "referenced_by": [],
         "suspect": False,
@@ -507,7 +548,7 @@ def test_verify(call: Any, ckpt: Path) -> None:
     code, out, err = call("verify", ckpt)
     assert (code, err) == (0, "")
     assert out.startswith(f"whole: {ckpt}, step 7")
-    assert "GB/s" in out
+    assert re.search(r" read in \S+ m?s at \S+ kB/s", out)
     code, out, _ = call("verify", ckpt, "--json")
     report = json.loads(out)
     assert code == 0

@@ -120,7 +120,7 @@ def test_bars_show_phases_under_way_and_leave_a_line_each() -> None:
         phase.progress(1 * 10**9, 4 * 10**9)
         (task,) = bars._progress.tasks
         assert (task.description, task.completed, task.total) == ("save a: write", 1e9, 4e9)
-        assert task.fields["text"] == "1.00 GB of 4.00 GB, 0.50 GB/s, ETA 6.00 s"
+        assert task.fields["text"] == "1.00 GB of 4.00 GB, 500 MB/s, ETA 6.00 s"
         bench.hub.publish_waiting("save a", "write", 2, lambda: {1: (10**9, 2 * 10**9)})
         assert [one.fields["text"] for one in bars._progress.tasks][1] == (
             "waits for 1 of 2 ranks, slowest rank 1: 1.00 GB of 2.00 GB"
@@ -129,7 +129,7 @@ def test_bars_show_phases_under_way_and_leave_a_line_each() -> None:
     assert bars._progress is None and bars._rows == {}
     text = file.getvalue()
     assert "ETA 6.00 s" in text
-    assert "save a: write 1.00 GB in 2.00 s, 0.50 GB/s\n" in text
+    assert "save a: write 1.00 GB in 2.00 s, 500 MB/s\n" in text
     assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1  # the cursor is back
 
 
@@ -176,6 +176,6 @@ def test_on_a_real_terminal_bars_are_drawn_and_removed() -> None:
     finally:
         os.close(ours)
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text.decode())
-    assert "verify: read" in plain and "0.500 GB of 2.00 GB" in plain and "GB/s, ETA" in plain
+    assert "verify: read" in plain and "500 MB of 2.00 GB" in plain and "GB/s, ETA" in plain
     assert plain.rstrip().endswith("done")
     assert text.count(b"\x1b[?25l") == text.count(b"\x1b[?25h")
