@@ -23,7 +23,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-unit test-all test-interop test-torch bench bench-peers check format clean
+.PHONY: help venv demo test test-unit test-all test-interop test-torch bench bench-peers check check-wheel format clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -105,11 +105,19 @@ bench-peers: $(PEERS_STAMP)  ## compare with every released peer, in an environm
 	@echo "== peers_save, small"; $(PEERS)/bin/python benchmarks/peers_save.py --state small --repeats 3
 	@echo "== peers_load, small"; $(PEERS)/bin/python benchmarks/peers_load.py --state small --repeats 3
 
-check: $(STAMP)  ## format, lint, types, layers, docs
+check: $(STAMP) check-wheel  ## format, lint, types, layers, docs, and the built wheel
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/unit/test_layers.py tests/unit/test_docs.py
+
+check-wheel: $(STAMP)  ## the example of the README from a built wheel, in an environment with nothing else
+	rm -rf build/wheel
+	$(BIN)/python -m pip wheel --quiet --no-deps -w build/wheel .
+	$(PYTHON) -m venv build/wheel/venv
+	build/wheel/venv/bin/python -m pip install --quiet -c constraints.txt torch build/wheel/*.whl
+	sed -n '/^```python/,/^```/p' README.md | grep -v '^```' > build/wheel/example.py
+	cd build/wheel && venv/bin/python example.py && venv/bin/shardproof verify runs/example
 
 format: $(STAMP)  ## format the code, and fix what ruff can fix
 	$(BIN)/ruff check --fix .

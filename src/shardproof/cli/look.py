@@ -199,7 +199,7 @@ def _show_summary(summary: Summary) -> None:
     where = summary.location + (f", {summary.prefix}" if summary.prefix else "")
     step = "no step" if summary.step is None else f"step {summary.step}"
     repaired = ", manifest rebuilt by repair" if summary.repaired else ""
-    if summary.format == "shardproof":
+    if summary.time is not None:
         out.print(printable(f"{where}: {step}, saved {age(time.time() - summary.time)} ago"), end="")
         out.print(f" by {counted(summary.world_size, 'rank')} ({printable(summary.writer)}){repaired}")
     else:

@@ -55,6 +55,12 @@ KEYS_SHOWN = 20
     help="Key map, such as megatron-to-hf:llama?heads=32&groups=8, or a TOML file.",
 )
 @click.option(
+    "--like",
+    type=click.Path(),
+    metavar="FOLDER",
+    help="Model whose configuration and tokenizer are copied, for --to hf.",
+)
+@click.option(
     "--max-file-size",
     "max_file_bytes",
     callback=size,

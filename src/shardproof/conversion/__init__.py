@@ -41,6 +41,7 @@ def convert(
     exclude: str | Sequence[str] | None = None,
     rename: Mapping[str, str] | None = None,
     key_map: KeyMap | None = None,
+    like: str | os.PathLike[str] | None = None,
     max_file_bytes: int | None = None,
     memory_bytes: int = 4 << 30,
     workers: int = 1,
@@ -76,6 +77,8 @@ def convert(
             TOML file, or a function. The function gets the dtype and shape of each stored tensor by key, and
             the plain values. It returns a `MappedTensor` for each key to write. With a key map, plain values
             are not written. With several worker processes, pickle must be able to send the function to them.
+        like: for the format "hf", the local folder of a model that ``from_pretrained`` loads. Its
+            configuration and tokenizer are copied beside the weights. The first rank reads it.
         max_file_bytes: bytes of tensors in one file, at most; None for the format's default.
         memory_bytes: memory of all processes together, above that of their libraries.
         workers: processes that write units, on each machine.
@@ -129,6 +132,10 @@ def convert(
         raise wrong_type("on_progress", on_progress, "a function of two numbers, or None")
     if on not in get_args(Where):
         raise ValueError(f"on is 'processes' or 'ray', not {on!r}")
+    if not (like is None or isinstance(like, (str, os.PathLike))):
+        raise wrong_type("like", like, "the path of a folder, or None")
+    if like is not None and to != "hf":
+        raise ValueError(f"like (--like) goes with the format hf, not with {to}")
     if max_file_bytes is not None and max_file_bytes < 1:
         raise ValueError(f"max_file_bytes (--max-file-size) is at least 1 or None, not {max_file_bytes}")
     if workers < 1:
@@ -150,6 +157,7 @@ def convert(
         workers=index(workers),
         trust_pickle=trust_pickle,
         register=[register] if isinstance(register, str) else list(register),
+        like="" if like is None else os.fsdecode(like),
         temporary=tempfile.gettempdir() if is_url(os.fsdecode(destination)) else "",
     )
     return carry_out(

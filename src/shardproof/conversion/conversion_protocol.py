@@ -25,6 +25,7 @@ from shardproof.conversion.executors import (
     RayExecutor,
     Task,
 )
+from shardproof.conversion.model_files import NOTE, copy_model_files, model_files
 from shardproof.conversion.request import ConversionRequest
 from shardproof.conversion.work import ConversionWork
 from shardproof.errors import StructureError
@@ -149,6 +150,8 @@ class _Conversion:
                     ranks=[0, rank],
                 )
         plan, folder = self._work.plan, self._work.folder
+        if self._request.like:
+            folder.destination.check_files(len(plan.writer.units) + len(model_files(self._request.like)))
         folder.begin(plan.digest, plan.nbytes)
         written = folder.records()
         todo = [at for at, unit in enumerate(plan.writer.units) if unit.name not in written]
@@ -178,6 +181,8 @@ class _Conversion:
             )
         written: Mapping[str, dict[str, object]] = {name: record.written for name, record in records.items()}
         self._work.plan.writer.commit(written, self._work.folder.files)
+        if self._request.like:
+            copy_model_files(self._request.like, self._work.folder.files)
         return b""
 
     def verify(self) -> bytes:
@@ -214,6 +219,7 @@ class _Conversion:
         """What was converted."""
         plan, checkpoint = self._work.plan, self._work.checkpoint
         read_notes = checkpoint.reader.notes if isinstance(checkpoint, ForeignCheckpoint) else []
+        own_notes = [NOTE] if self._request.to == "hf" and not self._request.like else []
         return ConversionReport(
             checkpoint.location,
             self._work.folder.destination.location,
@@ -226,7 +232,7 @@ class _Conversion:
             self._verified,
             time.monotonic() - begun,
             plan.left_out,
-            (*read_notes, *plan.writer.notes),
+            (*read_notes, *plan.writer.notes, *own_notes),
             dry_run,
         )
 

@@ -51,6 +51,8 @@ _FORMATS_OF_FILES = {
     ".ckpt": ("torch",),
 }
 """Suffix of the name of a file to the formats that it can have. Other names are those of folders."""
+_UNWRITTEN = frozenset({".gguf", ".ggml", ".onnx", ".h5", ".keras", ".npy", ".npz", ".msgpack", ".tflite"})
+"""Suffixes of files of formats that are not written. A folder of such a name would be taken for a file."""
 _log = logging.getLogger("shardproof")
 _PIECE_BYTES = 8 << 20
 """Bytes of one read of a file, and of one request that reads its object again."""
@@ -83,6 +85,11 @@ class NewCheckpoint(ABC):
             StructureError: the name is of a file, and the format has other files.
         """
         suffix = os.path.splitext(self.location)[1]
+        if suffix in _UNWRITTEN:
+            raise StructureError(
+                f"{self.location} names a file of a format that is not written: for the format {to}, choose "
+                f"a name without {suffix}"
+            )
         if self.is_file and to not in _FORMATS_OF_FILES[suffix]:
             formats = " or ".join(_FORMATS_OF_FILES[suffix])
             raise StructureError(

@@ -84,5 +84,7 @@ class ConversionRequest:
     """True to unpickle values that are not plain data. This may run code in the checkpoint."""
     register: Sequence[str] = ()
     """Names for `shardproof.state.register_by_name`, which each process calls first."""
+    like: str = ""
+    """Folder of a model whose configuration and tokenizer are copied (format "hf"); empty for none."""
     temporary: str = ""
     """Folder for the work folder of a destination in an object store. Equal in all processes."""

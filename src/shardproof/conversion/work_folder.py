@@ -96,9 +96,8 @@ class WorkFolder:
             ) from error
         except OSError as error:
             raise storage_error(error, "make", self.path) from error
-        if self.storage.size(_PLAN) is None:
-            self.storage.publish(_PLAN, digest.encode())
-        elif (found := self.storage.read(_PLAN).decode(errors="replace")) != digest:
+        is_new = self.storage.size(_PLAN) is None
+        if not is_new and (found := self.storage.read(_PLAN).decode(errors="replace")) != digest:
             raise StructureError(
                 f"{self.path} is left from an interrupted conversion with another source or other options "
                 f"(plan {found[:32]}, now {digest}). Repeat that conversion, or remove the folder"
@@ -106,12 +105,16 @@ class WorkFolder:
         written = sum(record.nbytes for record in self.records().values())
         free = shutil.disk_usage(self.path).free
         if free < nbytes - written + _SPARE_BYTES:
+            if is_new:
+                shutil.rmtree(self.path)
             raise StorageError(
                 f"{self.path}: {free:,} bytes are free, and the conversion writes {nbytes - written:,}. Free "
                 f"some space, or {self.destination.space_advice}",
                 file=str(self.path),
                 errno="ENOSPC",
             )
+        if is_new:
+            self.storage.publish(_PLAN, digest.encode())
         for name in self.files.list():
             if name.endswith(".tmp"):  # a process was killed in the `publish` of this file
                 self.files.delete(name)

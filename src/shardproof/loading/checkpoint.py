@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from shardproof._utils.humanize import counted, gigabytes
 from shardproof.dtypes import DTYPES
 from shardproof.errors import FormatError
 from shardproof.format import (
@@ -26,6 +27,7 @@ from shardproof.format import (
     locate_files,
     read_index,
     read_manifest,
+    tensor_bytes,
 )
 from shardproof.interop import NATIVE, is_paths_key, paths_in, tensors_in_values
 from shardproof.loading.chunk_reader import Chunks
@@ -106,6 +108,15 @@ class Checkpoint(ABC):
     def _keys(self) -> frozenset[str]:
         inner = self.inner_tensors(self.objects, self._row)
         return frozenset([*self._row, *self.aliases, *self.objects]) - inner
+
+    def __repr__(self) -> str:
+        step = "" if self.step is None else f", step={self.step}"
+        nbytes = gigabytes(sum(map(tensor_bytes, self.tensors)))
+        return (
+            f"<{type(self).__name__} {self.location!r}, format={self.format!r}{step}, "
+            f"{counted(len(self.tensors) + len(self.aliases), 'tensor')} of {nbytes}, "
+            f"{counted(len(self.objects), 'plain value')}>"
+        )
 
     def __enter__(self) -> Self:
         return self

@@ -175,7 +175,7 @@ class Summary:
     prefix: str | None
     """The part of the tree that is summarised; None for all."""
     step: int | None
-    time: float
+    time: float | None
     writer: str
     attempt: str
     repaired: bool
@@ -249,7 +249,7 @@ def summarise(
         notes=tuple(notes),
         prefix=prefix,
         step=manifest.step,
-        time=manifest.time,
+        time=manifest.time if format == "shardproof" else None,
         writer=manifest.writer,
         attempt=manifest.attempt,
         repaired=manifest.repaired,

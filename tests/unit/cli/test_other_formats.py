@@ -57,6 +57,7 @@ def test_inspect_shows_the_metadata_as_of_a_step(call: Any, tmp_path: Path, to: 
     sp.convert(tmp_path / "step", tmp_path / "there", to=to)
     step, there = (call("inspect", tmp_path / name)[1] for name in ("step", "there"))
     assert there["format"] == to
+    assert there["time"] is None and step["time"] > 0
     assert {key: there["metadata"][key] for key in metadata} == step["metadata"]
 
 

@@ -107,6 +107,12 @@ def test_commands_that_only_read_need_no_torch(tmp_path: Path) -> None:
         )
 
 
+def test_a_shell_can_complete_commands() -> None:
+    words = {"_SHARDPROOF_COMPLETE": "bash_complete", "COMP_WORDS": "shardproof ver", "COMP_CWORD": "1"}
+    done = shardproof(env=os.environ | words)
+    assert done.stdout == "plain,verify\n"
+
+
 def test_the_exit_code_is_that_of_the_process(tmp_path: Path) -> None:
     write(tmp_path / "a", ONE)
     write(tmp_path / "b", Sample({"w": np.zeros((4, 3), np.float32)}))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -203,6 +205,47 @@ def test_a_file_name_of_another_format_is_refused_before_any_work(
     with pytest.raises(StructureError, match=f"names a file of the format .* to write is {to}"):
         sp.convert(tmp_path / "missing", tmp_path / name, to=to, dry_run=dry_run)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("to", ["safetensors", "shardproof"])
+def test_a_file_name_of_a_format_that_is_not_written_makes_no_folder(tmp_path: Path, to: str) -> None:
+    with pytest.raises(StructureError, match="o.gguf names a file of a format that is not written"):
+        sp.convert(tmp_path / "missing", tmp_path / "o.gguf", to=to)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_conversion_that_lacks_space_leaves_nothing_in_the_way_of_the_next(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
+        with pytest.raises(StorageError, match="0 bytes are free"):
+            sp.convert(source, tmp_path / "there", to="torch")
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+    sp.convert(source, tmp_path / "there", to="dcp")
+
+
+def test_the_configuration_and_tokenizer_of_a_model_are_copied(source: Path, tmp_path: Path) -> None:
+    like = tmp_path / "like"
+    like.mkdir()
+    with pytest.raises(StructureError, match="like: .* has no config.json"):
+        sp.convert(source, tmp_path / "there", to="hf", include="model", like=like)
+    copied = ["config.json", "generation_config.json", "merges.txt", "spiece.model", "tokenizer_config.json"]
+    for name in (*copied, "model.safetensors", "pytorch_model.bin", "modeling_x.py", "README.md"):
+        (like / name).write_text(name)
+    report = sp.convert(source, tmp_path / "there", to="hf", include="model", like=like)
+    there = {path.name for path in (tmp_path / "there").iterdir()}
+    assert there == {*copied, "model.safetensors"}
+    assert all((tmp_path / "there" / name).read_text() == name for name in copied)
+    assert not any("--like" in note for note in report.notes)
+    assert tensors_of(tmp_path / "there") == tensors_of(source)
+    without = sp.convert(source, tmp_path / "bare", to="hf", include="model")
+    assert any("config.json" in note and "--like FOLDER" in note for note in without.notes)
+    with pytest.raises(ValueError, match="like .* goes with the format hf, not with torch"):
+        sp.convert(source, tmp_path / "other", to="torch", like=like)
+    with pytest.raises(StructureError, match="names a file, and the checkpoint has 6 files"):
+        sp.convert(source, tmp_path / "x.safetensors", to="hf", include="model", like=like)
+    assert not (tmp_path / "x.safetensors.converting").exists()
 
 
 @pytest.mark.parametrize(("name", "to"), [("x.pt", "torch"), ("x.ckpt", "torch"), ("x.safetensors", "hf")])

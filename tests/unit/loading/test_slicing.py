@@ -292,3 +292,15 @@ def test_reading_a_tensor_accesses_no_other(tmp_path: Path) -> None:
         ckpt.manifest = replace(ckpt.manifest, tensors=only)
         assert torch.equal(ckpt["t5"].read(), tree["t5"])
         assert ckpt["t5"][1:].tolist() == [5.0, 5.0]
+
+
+def test_the_representation_names_place_format_step_and_sizes(tmp_path: Path) -> None:
+    sp.save(tmp_path / "c", {"w": torch.ones(1000), "lr": 0.1}, step=3)
+    with sp.open(tmp_path / "c") as checkpoint:
+        assert repr(checkpoint) == (
+            f"<NativeCheckpoint {str(tmp_path / 'c')!r}, format='shardproof', step=3, 1 tensor of 4.00 kB, "
+            "1 plain value>"
+        )
+    torch.save({"w": torch.ones(1000)}, tmp_path / "w.pt")
+    with sp.open(tmp_path / "w.pt") as checkpoint:
+        assert repr(checkpoint).endswith(", 1 tensor of 4.00 kB, 0 plain values>")

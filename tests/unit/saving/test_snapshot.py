@@ -512,10 +512,15 @@ def test_a_child_made_by_fork_trains_without_the_parents_fence(gate: Gate, tmp_p
     assert gate.reached.wait(LIMIT)
     child = os.fork()
     if child == 0:
-        signal.alarm(60)
-        torch.set_num_threads(1)  # the threads of OpenMP did not come along
-        train_step(net, optimizer)
-        os._exit(0)
+        try:
+            signal.alarm(60)
+            torch.set_num_threads(1)  # the threads of OpenMP and of autograd did not come along
+            for parameter in net.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+            os._exit(0)
+        finally:
+            os._exit(1)
     assert os.waitpid(child, 0)[1] == 0
     assert checkpointer._saver._under_way._snapshot.staged_bytes <= 4096
     gate.open()
@@ -528,15 +533,18 @@ def test_a_child_made_by_fork_waits_for_no_save_of_its_parent(gate: Gate, tmp_pa
     pending = checkpointer.save(1, {"w": torch.ones(10)})
     child = os.fork()
     if child == 0:
-        signal.alarm(30)
-        torch.set_num_threads(1)
-        gate.open()
-        checkpointer.wait()
-        with pytest.raises(RuntimeError, match="began in the parent of this forked process"):
-            pending.result()
-        assert not checkpointer.save(2, {"w": torch.ones(10)}, when_busy="skip").skipped
-        checkpointer.wait()
-        os._exit(0)
+        try:
+            signal.alarm(30)
+            torch.set_num_threads(1)
+            gate.open()
+            checkpointer.wait()
+            with pytest.raises(RuntimeError, match="began in the parent of this forked process"):
+                pending.result()
+            assert not checkpointer.save(2, {"w": torch.ones(10)}, when_busy="skip").skipped
+            checkpointer.wait()
+            os._exit(0)
+        finally:
+            os._exit(1)
     assert os.waitpid(child, 0)[1] == 0
     gate.open()
     pending.result(LIMIT)

@@ -148,7 +148,14 @@ def _gpt() -> Iterable[Rule]:
 
 
 def _family(*rules: Iterable[Rule], ignored: Iterable[str] = ()) -> KeyRules:
-    return KeyRules("megatron", "hf", tuple(chain(*rules)), tuple(ignored), r"(?:(?:model|module)\.)*")
+    return KeyRules(
+        "megatron",
+        "hf",
+        tuple(chain(*rules)),
+        tuple(ignored),
+        first_prefix=r"(?:(?:model|module)\.)*",
+        first_optimizer=r"(?:chained_[0-9]+\.)?optimizer\.",
+    )
 
 
 _ROTARY = (f"{_LAYER}self_attn.rotary_emb.inv_freq", "rotary_pos_emb.inv_freq")

@@ -125,7 +125,8 @@ def match_keys(
     patterns = list(_patterns(rules, joined_is_stored))
     ignored_patterns = [KeyPattern(text, prefix=rules.first_prefix) for text in rules.ignored]
     found: dict[tuple[str, int], MatchedRule] = {}
-    ignored, unknown = [], []
+    ignored: list[str] = []
+    unknown: list[str] = []
     for key, (dtype, shape) in stored.items():
         prefix = next((f"{at}." for at in options.prefixes if key.startswith(f"{at}.")), "")
         name = key.removeprefix(prefix)
@@ -140,7 +141,8 @@ def match_keys(
                 _add(found[at], part, key, dtype, shape, numbers)
                 break
         else:
-            unknown.append(key)
+            is_optimizer = joined_is_stored and rules.first_optimizer and re.match(rules.first_optimizer, key)
+            (ignored if is_optimizer else unknown).append(key)
     if unknown:
         raise StructureError(
             f"key map: no rule takes {len(unknown)} of {len(stored)} keys. Leave them out (--exclude KEY, or "

@@ -134,6 +134,9 @@ class KeyRules:
     """Patterns of keys, of either project, that are ignored: buffers, for example."""
     first_prefix: str = ""
     """Regular expression of text that keys of the first project may begin with."""
+    first_optimizer: str = ""
+    """Regular expression of the beginning of keys of the first project's optimizers; empty for none. They are
+    ignored if no rule takes them."""
 
     @property
     def directions(self) -> tuple[str, str]:

@@ -146,7 +146,9 @@ def _rules(table: dict[str, Any]) -> tuple[KeyRules, dict[str, str]]:
     texts = {name: str(value) for name, value in options.items()}
     if "direction" in table:
         texts["direction"] = str(table["direction"])
-    found = KeyRules(*sides, (*declared, *base.rules), (*ignored, *base.ignored), base.first_prefix)
+    found = KeyRules(
+        *sides, (*declared, *base.rules), (*ignored, *base.ignored), base.first_prefix, base.first_optimizer
+    )
     return found, texts
 
 
