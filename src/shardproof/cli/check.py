@@ -22,7 +22,7 @@ from shardproof.cli.options import (
 from shardproof.errors import tells_nothing
 
 if TYPE_CHECKING:
-    from shardproof.report import Difference
+    from shardproof.report import Difference, ValueDifference
     from shardproof.storage import Storage
 
 __all__ = ["diff_command", "verify_command"]
@@ -152,6 +152,7 @@ _NOUNS = {"digest": "chunk", "read": "element"}
 @path_argument("b")
 @format_option
 @other_format_option
+@click.option("--measure", is_flag=True, help="Measure by how much tensors differ. Reads those that do.")
 @trust_pickle_option
 @register_option
 @json_option
@@ -160,6 +161,7 @@ def diff_command(
     b: str,
     format: str | None,  # noqa: A002 the name of the option
     other_format: str | None,
+    measure: bool,
     trust_pickle: bool,
     register: Sequence[str],
     as_json: bool,
@@ -186,6 +188,7 @@ def diff_command(
                 format=format,
                 other_format=other_format,
                 trust_pickle=trust_pickle,
+                measure=measure,
                 on_progress=on_progress,
             )
     except StorageError:
@@ -217,7 +220,9 @@ def _show_difference(difference: Difference) -> None:
             folded = fold((change.key, (_short(change.a), _short(change.b))) for change in changes)
             rows_of_changes = [(row.pattern, f"{row.count:,}", *row.label) for row in folded]
             out.print(table((title, "count", "A", "B"), rows_of_changes, right=("count",)), end="\n\n")
-    if difference.values:
+    if any(value.measured for value in difference.values):
+        _show_measures(difference.values)
+    elif difference.values:
         rows_of_values = [
             (
                 row.pattern,
@@ -243,6 +248,29 @@ def _show_difference(difference: Difference) -> None:
         out.print(f"and {len(difference.uncompared) - VALUES_SHOWN:,} more (--json lists all)")
     rest = ", apart from what could not be compared" if difference.uncompared else ""
     out.print("the states differ" if difference.differs else f"the same state{rest}")
+
+
+def _show_measures(values: Sequence[ValueDifference]) -> None:
+    """The tensors that differ, with the largest relative difference first."""
+    from shardproof.cli.terminal import console, table
+
+    measured = [(value, value.measured) for value in values if value.measured is not None]
+    measured.sort(key=lambda pair: -pair[1].relative)
+    rows = [
+        (
+            value.key,
+            f"{value.different:,} of {value.total:,}",
+            f"{found.relative:.3g}",
+            f"{found.largest:.3g}",
+            *(f"{a:,}, {b:,}" if a or b else "" for a, b in (found.nan, found.inf)),
+        )
+        for value, found in measured[:VALUES_SHOWN]
+    ]
+    titles = ("tensor", "elements", "relative", "largest", "NaN in A, B", "Inf in A, B")
+    out = console()
+    out.print(table(titles, rows, right=titles[1:]), end="\n\n")
+    if len(measured) > VALUES_SHOWN:
+        out.print(f"and {len(measured) - VALUES_SHOWN:,} more (--json lists all)\n")
 
 
 def _short(text: str) -> str:

@@ -26,6 +26,7 @@ COMMANDS = {
     "inspect": "look",
     "verify": "check",
     "diff": "check",
+    "stats": "look",
     "convert": "rewrite",
     "repair": "rewrite",
     "prune": "clean",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from shardproof.cli.failures import YES
+from shardproof.cli.failures import BAD, YES
 from shardproof.cli.options import (
     checkpoint_of,
     folder_argument,
@@ -23,10 +23,10 @@ from shardproof.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from shardproof.format import Manifest
-    from shardproof.report import ObjectDetail, Summary, TensorDetail
+    from shardproof.format import Manifest, TensorRecord
+    from shardproof.report import Measure, ObjectDetail, Summary, TensorDetail
 
-__all__ = ["inspect_command", "ls_command"]
+__all__ = ["inspect_command", "ls_command", "stats_command"]
 
 
 @click.command("ls", short_help="List the checkpoints of a run.")
@@ -332,3 +332,92 @@ def _box(offsets: Iterable[int], sizes: Iterable[int]) -> str:
 
 def _share(part: int, whole: int) -> str:
     return f"{100 * part / whole:.1f} %" if whole else "-"
+
+
+TENSORS_SHOWN = 100
+LONGEST_BAR = 40
+
+
+@click.command("stats", short_help="Measure the numbers of the tensors of a checkpoint.")
+@path_or_run_argument("ckpt")
+@click.argument("keys", nargs=-1, metavar="[STEP] [KEY]...")
+@format_option
+@json_option
+def stats_command(
+    ckpt: str,
+    keys: tuple[str, ...],
+    format: str | None,  # noqa: A002 the name of the option
+    as_json: bool,
+) -> int:
+    """Measure the tensors of CKPT: smallest, largest, mean, norm, zeros, NaN and infinities.
+
+    CKPT is a checkpoint of any known format, or a run: then STEP of it, or its newest step that can be
+    restored. A KEY names a tensor, a part of the tree, or a pattern. For one tensor, the numbers are also
+    counted by magnitude.
+
+    Exit code 0: no tensor has NaN or infinities. 1: one has, or the checkpoint is damaged.
+    """
+    from shardproof.cli.terminal import bytes_progress
+    from shardproof.interop import foreign_of
+    from shardproof.report import measure_tensors
+
+    is_step = bool(keys and keys[0].isdecimal() and steps_of_run(ckpt))
+    place = foreign_of(checkpoint_of(ckpt, int(keys[0]) if is_step else None))
+    patterns = keys[1:] if is_step else keys
+    with bytes_progress("stats", shown=not as_json) as on_progress:
+        found = measure_tensors(place, patterns, format=format, on_progress=on_progress)
+    bad = any(measure.nan or measure.inf for _, measure in found)
+    if as_json:
+        print_json(
+            {
+                "location": place.location,
+                "tensors": [
+                    {
+                        "key": tensor.key,
+                        "dtype": tensor.dtype,
+                        "shape": list(tensor.shape),
+                        **measure.to_json(),
+                    }
+                    for tensor, measure in found
+                ],
+            }
+        )
+    else:
+        _show_measures(found)
+    return BAD if bad else YES
+
+
+def _show_measures(found: Sequence[tuple[TensorRecord, Measure]]) -> None:
+    from shardproof._utils.humanize import counted
+    from shardproof.cli.terminal import console, table
+
+    out = console()
+    # Tensors with NaN or infinities first.
+    order = sorted(found, key=lambda pair: not (pair[1].nan or pair[1].inf))
+    rows = [
+        (
+            tensor.key,
+            tensor.dtype,
+            f"{measure.count:,}",
+            *("-" if value is None else f"{value:.4g}" for value in (measure.low, measure.high)),
+            f"{measure.mean:.4g}",
+            f"{measure.norm:.4g}",
+            *(f"{count:,}" if count else "" for count in (measure.zeros, measure.nan, measure.inf)),
+        )
+        for tensor, measure in order[:TENSORS_SHOWN]
+    ]
+    numbers = ("numbers", "min", "max", "mean", "norm", "zeros", "NaN", "Inf")
+    out.print(table(("tensor", "dtype", *numbers), rows, right=numbers))
+    if len(found) > TENSORS_SHOWN:
+        out.print(f"and {len(found) - TENSORS_SHOWN:,} more (--json lists all)")
+    bad = sum(bool(measure.nan or measure.inf) for _, measure in found)
+    out.print(f"\n{counted(len(found), 'tensor')}, {bad:,} with NaN or infinities")
+    if len(found) == 1:
+        bins = found[0][1].to_json()["magnitudes"]
+        most = max(bins.values(), default=1)
+        cells = [
+            (f"2^{power}", f"{count:,}", "█" * max(1, round(LONGEST_BAR * count / most)))
+            for power, count in bins.items()
+        ]
+        out.print()
+        out.print(table(("magnitude from", "numbers", ""), cells, right=("magnitude from", "numbers")))

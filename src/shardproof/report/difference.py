@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,7 @@ from shardproof.interop import Foreign, keeps_tensors_of_values, tensors_in_valu
 from shardproof.planning import ChunkTable
 from shardproof.report.description import Stored, describe
 from shardproof.report.detail import rows_of
+from shardproof.report.measures import MeasuredDifference, numbers
 from shardproof.report.stored_bits import StoredBits, open_bits
 from shardproof.report.summary import tensor_bytes
 from shardproof.storage import LocalStorage, Storage, map_requests
@@ -67,6 +68,8 @@ class ValueDifference:
     """"digest": `different` of `total` chunks differ. "read": `different` of `total` elements do."""
     different: int
     total: int
+    measured: MeasuredDifference | None = None
+    """By how much the numbers differ, if that was asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +108,17 @@ class Difference:
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""
-        return {"same": self.same, **asdict(self)}
+        values = [
+            {
+                "key": value.key,
+                "how": value.how,
+                "different": value.different,
+                "total": value.total,
+                "measured": value.measured and value.measured.to_json(),
+            }
+            for value in self.values
+        ]
+        return {"same": self.same, **asdict(replace(self, values=())), "values": values}
 
 
 class _Side:
@@ -204,6 +217,7 @@ def diff(
     format: str | None = None,  # noqa: A002 as in sp.open
     other_format: str | None = None,
     trust_pickle: bool = False,
+    measure: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Difference:
     """Compares the states in two checkpoints of any formats.
@@ -217,6 +231,7 @@ def diff(
         format: name of the format of `a`; None to find it.
         other_format: name of the format of `b`; None to find it.
         trust_pickle: True to unpickle values of other formats that are no plain data.
+        measure: True to read the tensors whose digests differ, and to measure by how much numbers differ.
         on_progress: called with the bytes read so far and in all.
 
     Raises:
@@ -246,13 +261,13 @@ def diff(
         record = TensorRecord(key, kept.dtype, kept.shape)
         if one.has_digests and other.has_digests:
             different = _different_chunks(one.table, row_a, other.table, row_b, len(record.shape))
-        if different is None:
+        if different is None or (measure and different.any()):
             unlike.append(record)
         elif different.any():
             values.append(ValueDifference(key, "digest", int(different.sum()), len(different)))
     objects, uncompared = _object_changes((a, side_a), (b, side_b), trust_pickle=trust_pickle)
     if unlike:
-        values += _read_differences((a, one), (b, other), unlike, on_progress)
+        values += _read_differences((a, one), (b, other), unlike, measure, on_progress)
     return Difference(
         one.location,
         other.location,
@@ -301,6 +316,7 @@ def _read_differences(
     a: tuple[Storage | Foreign, Stored],
     b: tuple[Storage | Foreign, Stored],
     tensors: Sequence[TensorRecord],
+    measure: bool,
     on_progress: Callable[[int, int], None] | None,
 ) -> list[ValueDifference]:
     """Reads tensors in both checkpoints and compares them.
@@ -309,18 +325,20 @@ def _read_differences(
         a: one checkpoint, and its description.
         b: the other.
         tensors: key, dtype and shape of each.
+        measure: as of `diff`.
         on_progress: as of `diff`.
     """
     values, done, total = [], 0, 2 * sum(tensor_bytes(record) for record in tensors)
     with ExitStack() as opened:
         one, other = (opened.enter_context(closing(open_bits(place, stored))) for place, stored in (a, b))
         for record in tensors:
-            for step in compare_tensors(one, other, record):
+            measured = MeasuredDifference() if measure else None
+            for step in compare_tensors(one, other, record, measured=measured):
                 if on_progress is not None:
                     on_progress(done + step.bytes, total)
             done += 2 * tensor_bytes(record)
             if step.different:
-                values.append(ValueDifference(record.key, "read", step.different, step.elements))
+                values.append(ValueDifference(record.key, "read", step.different, step.elements, measured))
     return values
 
 
@@ -414,7 +432,12 @@ class Compared:
 
 
 def compare_tensors(
-    a: StoredBits, b: StoredBits, tensor: TensorRecord, *, box_bytes: int = BOX_BYTES
+    a: StoredBits,
+    b: StoredBits,
+    tensor: TensorRecord,
+    *,
+    measured: MeasuredDifference | None = None,
+    box_bytes: int = BOX_BYTES,
 ) -> Iterator[Compared]:
     """Compares a tensor that both have with the same dtype and shape. Yields after each box.
 
@@ -424,6 +447,7 @@ def compare_tensors(
         a: the bits of one checkpoint.
         b: those of the other.
         tensor: key, dtype and shape.
+        measured: takes the numbers of both.
         box_bytes: bytes of the boxes that are read, at most, unless a single row is larger.
 
     Raises:
@@ -440,5 +464,7 @@ def compare_tensors(
         left, right = a.box(tensor.key, offsets, sizes), b.box(tensor.key, offsets, sizes)
         if not np.array_equal(left, right):
             different += int((left != right).any(axis=1).sum())
+        if measured is not None:
+            measured.add(numbers(left, tensor.dtype), numbers(right, tensor.dtype))
         elements += len(left)
         yield Compared(elements, different, 2 * elements * itemsize)

@@ -94,6 +94,7 @@ def test_commands_that_only_read_need_no_torch(tmp_path: Path) -> None:
         ["inspect", step, "w"],
         ["verify", step],
         ["diff", step, step],
+        ["stats", step],
         ["diff", step, tmp_path / "other_layout"],
         ["doctor", tmp_path],
         ["doctor", tmp_path, "--scrub"],
@@ -103,6 +104,7 @@ def test_commands_that_only_read_need_no_torch(tmp_path: Path) -> None:
         assert imported("torch,rich", *arguments, "--json") == [] or arguments[0] in (
             "diff",
             "doctor",
+            "stats",
             "verify",
         )
 
