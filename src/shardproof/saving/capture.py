@@ -33,29 +33,29 @@ class Capture:
     """Copies of the pieces' current values, by device."""
     watch: WriteWatch | None
     """Detects writes to the pieces; None: the caller waits, so no memory changes."""
-    is_complete: bool
-    """True if all unfenced memory is copied, so that only fenced memory can change."""
+    goes_ahead: bool
+    """True if all unfenced memory is copied. Only fenced memory can change, so the caller may continue."""
 
     @staticmethod
-    def of(collected: Collected, stepped: Sequence[Stepped], *, guarded: bool, complete: bool) -> Capture:
+    def of(collected: Collected, stepped: Sequence[Stepped], *, guarded: bool, goes_ahead: bool) -> Capture:
         """Records the collected state.
 
         Args:
             collected: collected state of this rank.
             stepped: the optimizers whose steps the fence delays.
             guarded: True if memory may change before the save is over.
-            complete: True to copy the unfenced memory, if it is small.
+            goes_ahead: True to copy the unfenced memory, if it is small.
         """
         pieces = [piece for entry in collected.tensors for piece in entry.pieces]
         watch = WriteWatch(pieces, stepped) if guarded else None
-        is_complete = complete and _copy_unfenced(pieces, watch)
+        goes_ahead = goes_ahead and _copy_unfenced(pieces, watch)
         return Capture(
             pieces,
             [entry.key for entry in collected.tensors for _ in entry.pieces],
             _encoded(collected.objects),
             copies_of(piece.view for piece in pieces),
             watch,
-            is_complete,
+            goes_ahead,
         )
 
     def object_digests(self) -> tuple[bytes, dict[str, bytes]]:

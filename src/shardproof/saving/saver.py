@@ -119,7 +119,7 @@ class Saver:
             return self._begin(storage, state, request, background=False).outcome()
         except BaseException as error:  # the caller may change the state from here on
             if self._under_way is not None and self._under_way is not before:
-                self._under_way.give_up(error)
+                self._under_way.fail(error)
                 self._under_way.pending.mark_reported()
             raise
 
@@ -224,13 +224,20 @@ class Saver:
                 return PendingSave(request.step, None)
             cache = self._own_cache()
             self.wait_for_end()
+            save = Save(self._rendezvous, storage, request, cache, self._limits)
             failed = self._take_failure()
-            save = Save(self._rendezvous, storage, request, cache, self._limits, failed)
             try:
-                submit = partial(self._submit, save)
-                save.start(state, operation, submit, background=background, stage_all=stage_all, after=after)
+                save.start(
+                    state,
+                    operation,
+                    partial(self._submit, save),
+                    background=background,
+                    stage_all=stage_all,
+                    after=after,
+                    failed=failed,
+                )
             except BaseException as error:  # the caller may change memory that was not copied
-                save.give_up(error)
+                save.fail(error)
                 save.pending.mark_reported()
                 if operation.claim():  # the save thread has not claimed it, and does not end the save
                     self._under_way = None

@@ -99,7 +99,7 @@ class Snapshot:
 
         Raises:
             StructureError: the memory of the tensor was freed.
-            BaseException: the error for which the save was given up.
+            BaseException: the error with which the save failed.
         """
         with self._changed:
             if self._failure is not None:
@@ -154,7 +154,7 @@ class Snapshot:
             if fenced:
                 self._check_watch()
         except BaseException as error:
-            self.give_up(error)
+            self.fail(error)
             if not isinstance(error, Exception):
                 raise
         self.waited += time.monotonic() - begun
@@ -164,7 +164,7 @@ class Snapshot:
 
         Raises:
             StructureError: code that no fence delays wrote to the memory.
-            BaseException: the error for which the save was given up.
+            BaseException: the error with which the save failed.
         """
         with self._changed:
             if self._failure is not None:
@@ -179,7 +179,7 @@ class Snapshot:
         if piece is not None:
             raise self._was_changed(piece)
 
-    def give_up(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
         """Makes the writer fail with this error, and ends the wait of staging threads."""
         with self._changed:
             if not self._over:
@@ -217,7 +217,7 @@ class Snapshot:
             try:
                 return self._stage_each(rows)
             except BaseException as error:
-                self.give_up(error)  # before the writer can take a chunk whose copy failed
+                self.fail(error)  # before the writer can take a chunk whose copy failed
                 raise
 
     def _stage_each(self, rows: Sequence[int]) -> bool:
