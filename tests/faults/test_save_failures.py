@@ -366,7 +366,7 @@ def one_is_interrupted(root: str, within: str, begin: bool) -> tuple[CallResult 
     with ExitStack() as stack:
         if rank() == 1:
             error = KeyboardInterrupt(INTERRUPTED)
-            stack.enter_context(mock.patch(f"shardproof.saving.save_protocol.{within}", side_effect=error))
+            stack.enter_context(mock.patch(f"shardproof.saving.{within}", side_effect=error))
         try:
             result = attempt(save)
         except KeyboardInterrupt as caught:
@@ -375,7 +375,9 @@ def one_is_interrupted(root: str, within: str, begin: bool) -> tuple[CallResult 
 
 
 @pytest.mark.parametrize("begin", [False, True])
-@pytest.mark.parametrize("within", ["prepare_shard", "hash_replicas"])
+@pytest.mark.parametrize(
+    "within", ["save_protocol.prepare_shard", "replica_check.replica_option.hash_replicas"]
+)
 def test_a_rank_interrupted_between_two_meetings_tells_the_others(
     within: str, begin: bool, tmp_path: Path
 ) -> None:

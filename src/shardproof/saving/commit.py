@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import compress
 from typing import Any
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
-from shardproof.errors import (
-    AlreadyCommittedError,
-    StorageError,
-    StructureError,
-)
+from shardproof.errors import AlreadyCommittedError, StorageError, StructureError
 from shardproof.format import (
     MANIFEST_NAME,
     FileRecord,
@@ -28,16 +27,61 @@ from shardproof.format import (
     publish,
     shard_name,
 )
-from shardproof.planning import WritePlan, remedy_of_difference
-from shardproof.saving.incremental import Base
+from shardproof.geometry import row_pointers
+from shardproof.planning import ChunkTable, WritePlan, chunk_table, remedy_of_difference
 from shardproof.saving.messages import Attempt, WriteReport
-from shardproof.saving.placement import place_chunks
 from shardproof.storage import Storage
 from shardproof.version import __version__
 
-__all__ = ["commit", "warn_of_orders"]
+__all__ = [
+    "Committed",
+    "PlaceChunks",
+    "Placement",
+    "check_counts",
+    "commit",
+    "place_chunks",
+    "place_written",
+    "warn_of_orders",
+]
 
 _log = logging.getLogger("shardproof")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Placement:
+    """The file and byte of each chunk of a plan, in the order of the plan."""
+
+    writers: tuple[int, ...]
+    """Ranks that wrote a file, ascending. Their files are the first rows of the new file table."""
+    referenced: tuple[FileRecord, ...]
+    """Files of other steps, which are the following rows."""
+    file: NDArray[np.int64]
+    """(n,) row of the new file table."""
+    byte_start: NDArray[np.int64]
+    """(n,) first byte in the file."""
+    digest: NDArray[np.uint64]
+    """(n, 2) digest of the bytes."""
+
+    def table(self, plan: WritePlan) -> ChunkTable:
+        """The chunk table of the new index."""
+        row_of = np.cumsum(plan.is_stored) - 1  # in the manifest, of each merged tensor that is stored
+        columns = self.file, self.byte_start, plan.byte_count, self.digest
+        boxes = plan.boxes.start, plan.boxes.offsets, plan.boxes.sizes
+        return chunk_table(row_of[plan.tensor], *columns, *boxes)
+
+
+PlaceChunks = Callable[[WritePlan, Sequence[WriteReport]], Placement]
+"""Finds each chunk of a plan after the ranks have written."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Committed:
+    """A committed checkpoint."""
+
+    manifest: Manifest
+    placement: Placement
+    seal: bytes
+    """See `shardproof.format.read_seal`."""
 
 
 def commit(
@@ -47,14 +91,11 @@ def commit(
     reports: Sequence[WriteReport],
     *,
     overwrite: bool,
-    base: Base | None = None,
-) -> tuple[Manifest, Base]:
+    place: PlaceChunks | None = None,
+) -> Committed:
     """Checks that the ranks wrote what was planned, then writes the index and, last, the manifest.
 
-    `base` stores the chunks that were not written.
-
-    Returns:
-        The manifest; and the new step as the base of the next save by the same plan.
+    `place` finds the chunks. None: `place_chunks`.
 
     Raises:
         StructureError: the value of an object differs between ranks that share it, or a rank did not write
@@ -64,7 +105,7 @@ def commit(
     """
     _check_objects_agree(reports)
     _check_planned(plan, reports)
-    placed = place_chunks(plan, reports, base)
+    placed = (place or place_chunks)(plan, reports)
     own = tuple(
         FileRecord(
             shard_name(rank, attempt.id),
@@ -109,7 +150,49 @@ def commit(
             path=storage.location,
         ) from error
     seal = publish(storage, manifest, index, overwrite=overwrite)
-    return manifest, placed.as_base(manifest, storage.folder, seal)
+    return Committed(manifest, placed, seal)
+
+
+def place_chunks(plan: WritePlan, reports: Sequence[WriteReport]) -> Placement:
+    """Finds each chunk of a full save in the file of its rank.
+
+    Raises:
+        StructureError: a rank reports another number of chunks than planned, or no file for its chunks.
+    """
+    check_counts(plan, reports)
+    return place_written(plan, reports, np.ones(len(plan.tensor), bool))
+
+
+def check_counts(plan: WritePlan, reports: Sequence[WriteReport]) -> None:
+    """Checks that each rank reports as many chunks as were planned for it."""
+    for rank, (report, count) in enumerate(zip(reports, np.diff(plan.writer_start).tolist(), strict=True)):
+        if len(report.digests) != 16 * count:
+            raise StructureError(
+                f"rank {rank} reports {len(report.digests) // 16} chunks, but {count} were planned for it; "
+                "nothing was committed",
+                rank=rank,
+            )
+
+
+def place_written(plan: WritePlan, reports: Sequence[WriteReport], wrote: NDArray[np.bool_]) -> Placement:
+    """Finds the written chunks, which are in the file of their rank without gaps, in the order of the plan.
+
+    The other chunks get the row -1.
+    """
+    writers = tuple(rank for rank, report in enumerate(reports) if report.size)
+    rank_of = np.repeat(np.arange(len(reports)), np.diff(plan.writer_start))
+    file_of = np.full(len(reports), -1, np.int64)
+    file_of[list(writers)] = np.arange(len(writers))
+    data_start = np.array([report.data_start for report in reports], np.int64)
+    starts = row_pointers(np.where(wrote, plan.byte_count, 0))
+    before = starts[:-1] - starts[plan.writer_start[:-1]][rank_of]
+    file = np.where(wrote, file_of[rank_of], -1)
+    byte_start = np.where(wrote, data_start[rank_of] + before, 0)
+    if (file[wrote] < 0).any():
+        rank = int(rank_of[wrote][int((file[wrote] < 0).argmax())])
+        raise StructureError(f"rank {rank} wrote chunks, but no file; nothing was committed", rank=rank)
+    digest = np.frombuffer(b"".join([report.digests for report in reports]), np.uint64).reshape(-1, 2)
+    return Placement(writers, (), file, byte_start, digest)
 
 
 def _check_planned(plan: WritePlan, reports: Sequence[WriteReport]) -> None:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import operator
 import socket
 import zlib
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 
 from shardproof._utils.arguments import check_boolean, check_mapping
 from shardproof.errors import ShardproofError, StructureError
 from shardproof.planning import Structure
-from shardproof.saving.cache import CachedStructure, SaveCache, SaveRequest
+from shardproof.saving.cache import CachedStructure, SaveCache
 from shardproof.saving.messages import RankReport
-from shardproof.saving.replica_check import CheckReplicas
+from shardproof.saving.save_request import SaveRequest
 from shardproof.state import Collected, canonical_json, encode_plain
 
 __all__ = ["fits_cached_plan", "report_rank", "structure_of"]
@@ -34,8 +34,7 @@ def structure_of(collected: Collected, cache: SaveCache) -> tuple[Structure, byt
 
 def fits_cached_plan(request: SaveRequest, cache: SaveCache, digest: bytes) -> bool:
     """True if this rank can reuse its cached plan, and its request needs no answer of the coordinator."""
-    is_plain = request.base is None and not request.check_replicas
-    return is_plain and cache.plan is not None and cache.plan.digest == digest
+    return not request.options and cache.plan is not None and cache.plan.digest == digest
 
 
 def report_rank(
@@ -46,26 +45,21 @@ def report_rank(
     `failed` is the error of the previous save, if this rank's caller has not received it.
 
     Raises:
-        StructureError: the step or `check_replicas` is invalid.
+        StructureError: the step or an option is invalid.
         TypeError: the metadata or `overwrite` have a wrong type.
         PlainDataError: the metadata are not plain data.
     """
     check_mapping("metadata", request.metadata, "a dict of plain data, or None")
     check_boolean("overwrite", request.overwrite)
-    if request.check_replicas not in (None, *get_args(CheckReplicas)):
-        raise StructureError(f"check_replicas is 'sample', 'all' or None, not {request.check_replicas!r}")
     return RankReport(
         digest,
         cache.plan.id if cache.plan else "",
         _checked_step(request.step),
         canonical_json(encode_plain({} if request.metadata is None else request.metadata, "metadata")),
         request.overwrite,
-        request.base is not None,
-        cache.digests.attempt if cache.digests else "",
+        {option.name: option.report() for option in request.options},
         zlib.crc32(socket.gethostname().encode()),
-        request.check_replicas or "",
         msgspec.json.encode(failed.to_wire()) if failed is not None else b"",
-        request.full_every,
     )
 
 

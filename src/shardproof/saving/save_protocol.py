@@ -2,8 +2,8 @@
 
 Two threads execute the steps. `Save.start` lists the steps of the caller's thread, which collects and stages.
 `Save._save` lists the steps of the save thread, which attends all meetings and writes. No interrupt reaches
-this thread. `_CallerSteps` and `_ThreadSteps` have the steps in their order. `_BothThreads` has what both use,
-and what they tell each other.
+this thread. `_CallerSteps` and `_ThreadSteps` have the steps in their order. `_BothThreads` has what both
+use, and what they tell each other.
 
 A rank *goes ahead* if it returns to its caller before the ranks agree. It does so if it can reuse its cached
 plan and has copied all memory that no fence protects. Each rank decides this without the other ranks,
@@ -28,8 +28,6 @@ from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from shardproof import events
 from shardproof._utils.gc_pause import no_garbage_collection
@@ -38,17 +36,16 @@ from shardproof.format import shard_name
 from shardproof.planning import RankPlan, Structure
 from shardproof.rendezvous import MeetingSequence, Operation, Rendezvous, Reservation
 from shardproof.saving.background import Progress, wait_while_moving
-from shardproof.saving.cache import CachedDigests, CachedPlan, Limits, SaveCache, SaveRequest
+from shardproof.saving.cache import CachedPlan, Limits, SaveCache
 from shardproof.saving.capture import Capture
 from shardproof.saving.coordinator import Coordinator
 from shardproof.saving.failed_commit import remove_own_files
-from shardproof.saving.incremental import BaseDigests
-from shardproof.saving.messages import Agreement, RankReport, SaveResult, WriteReport, pack_rows
+from shardproof.saving.messages import Agreement, RankReport, SaveResult, WriteReport
 from shardproof.saving.pending import PendingSave
 from shardproof.saving.prepared_shard import prepare_shard
 from shardproof.saving.rank_report import fits_cached_plan, report_rank, structure_of
-from shardproof.saving.replica_check import chosen_slices, hash_replicas, warn_of_divergences
-from shardproof.saving.shard_writer import BufferPool, WrittenShard, write_shard
+from shardproof.saving.save_request import SaveRequest
+from shardproof.saving.shard_writer import BufferPool, Output, WriteShard, WrittenShard, write_shard
 from shardproof.saving.snapshot import Snapshot
 from shardproof.saving.space_check import free_space
 from shardproof.state import Fence, collect
@@ -72,6 +69,8 @@ class Save:
     ) -> None:
         self.future: Future[SaveResult] = Future()
         self._shared = shared = _BothThreads(rendezvous, storage, request, cache)
+        for option in request.options:
+            option.begin(storage, cache)
         self._caller = _CallerSteps(shared)
         self._thread = _ThreadSteps(shared, Coordinator(storage, request, cache, limits))
         self.operation, self.progress, self.patience = shared.operation, shared.progress, shared.patience
@@ -110,12 +109,12 @@ class Save:
         thread = self._thread
         with ExitStack() as order:
             order.enter_context(operation)
-            part = thread.agree(exclusive=not background)  # meetings: collect [plan] [base]
+            part = thread.agree(exclusive=not background)  # meetings: collect [plan], those of options
             if background:
                 thread.continue_in_background()
             with thread.local_steps():
                 thread.prepare(part)
-                thread.hash_replicas()
+                thread.read_state()
             self._shared.release_caller()
             if background:
                 order.close()  # the caller's next meeting may begin
@@ -340,10 +339,8 @@ class _ThreadSteps:
         self._coordinator = coordinator
         self._begun = time.monotonic()
         self._rendezvous = shared.rendezvous
+        self._options = shared.request.options
         self._agreement: Agreement
-        self._base: BaseDigests | None = None
-        self._replica_digests = b""
-        self._chunk_digests: NDArray[np.uint64] | None = None
 
     def agree(self, *, exclusive: bool) -> bytes | None:
         """Agrees with the other ranks, at the reserved place in the order of meetings.
@@ -375,16 +372,11 @@ class _ThreadSteps:
         agreement = self._agreement = msgspec.msgpack.decode(answer, type=Agreement)
         part = None
         if not agreement.reuse_plan:
-            cache.plan = cache.digests = None
+            cache.plan = None
             with shared.phase("plan"):
                 part = meeting.meet("plan", self._collected().structure.encode, self._coordinator.plan)
-        if agreement.send_base:
-            with shared.phase("plan"):
-                base = meeting.meet("base", lambda: b"", self._coordinator.send_base)
-                self._base = BaseDigests.decode(base)
-        elif agreement.attempt.base:
-            assert cache.digests is not None
-            self._base = cache.digests.digests
+        for option in self._options:
+            option.meet(agreement.options[option.name], agreement.attempt, meeting, shared.phase)
         return part
 
     def _first_report(self) -> bytes:
@@ -432,21 +424,18 @@ class _ThreadSteps:
         if shared.failure is not None:
             shared.snapshot.fail(shared.failure)
 
-    def hash_replicas(self) -> None:
-        """Hashes the replicas that the request selects."""
-        shared, collected = self._shared, self._collected()
-        if not shared.request.check_replicas:
-            return
+    def read_state(self) -> None:
+        """Lets the options of the save read the state before the caller may change it."""
+        collected = self._collected()
+        for option in self._options:
+            option.read_state(collected.capture.pieces, collected.structure, self._track)
+
+    @contextmanager
+    def _track(self, name: str, total: int) -> Iterator[Callable[[int], None]]:
+        """A phase of an option, with the callback for its progress."""
         self._rendezvous.start_heartbeat()  # other ranks may wait there already
-        with shared.phase("replicas") as phase:
-            plan = shared.cache.plan
-            assert plan is not None
-            slices = plan.shared_slices(collected.structure)
-            turn = None if shared.request.check_replicas == "all" else self._agreement.turn
-            rows = chosen_slices(slices, plan.shard.plan.shared.turns, turn)
-            on_progress = self._progress_of(phase, int(slices.byte_count[rows].sum()))
-            pieces, staging = collected.capture.pieces, shared.cache.staging
-            self._replica_digests = hash_replicas(pieces, slices, rows, staging, on_progress)
+        with self._shared.phase(name) as phase:
+            yield self._progress_of(phase, total)
 
     def write(self, background: bool) -> bytes | BaseException:
         """Writes this rank's shard file, if it has one. Returns the report for the commit, or the error."""
@@ -469,22 +458,21 @@ class _ThreadSteps:
                 phase.note(cache=str(choice))
                 storage = storage if choice.through else past_cache(storage)
             rank, attempt = shared.rendezvous.rank, self._agreement.attempt
-            file = write_shard(
-                partial(storage.create, shard_name(rank, attempt.id)),
+            write: WriteShard = write_shard
+            for option in self._options:
+                write = option.writer(write)
+            create = partial(storage.create, shard_name(rank, attempt.id))
+            on_progress = self._progress_of(phase, shard.data_bytes)
+            file = write(
                 shard,
                 partial(shard.header, attempt, rank, owned),
                 shared.snapshot,
-                self._base,
-                buffers,
-                cache.writers,
-                self._progress_of(phase, shard.data_bytes),
+                Output(create, buffers, cache.writers, on_progress),
             )
             shared.check()
             cache.buffers = buffers
             shared.snapshot.check_unchanged()
             phase.note(staged=shared.snapshot.staged_bytes, waited=shared.snapshot.waited)
-        if shared.request.base is not None:
-            self._chunk_digests = file.digests
         digests, orders = capture.object_digests()
         report = WriteReport(
             file.size,
@@ -494,8 +482,7 @@ class _ThreadSteps:
             owned,
             tuple(capture.objects),
             digests,
-            b"" if file.written.all() else pack_rows(file.written),
-            self._replica_digests,
+            {option.name: option.report_write(file) for option in self._options},
             time.monotonic() - begun,
             orders,
         )
@@ -512,17 +499,14 @@ class _ThreadSteps:
                     answer = meeting.meet("write", partial(_result_of, report), commit)
                 result = msgspec.msgpack.decode(answer, type=SaveResult)
                 phase.note(**self._coordinator.facts)
-                if shared.request.check_replicas:
-                    phase.note(diverged=result.diverged_count)
+                for option in self._options:
+                    option.committed(result, phase, shared.rendezvous.rank)
         except RankSilent:
             raise  # note "Whose files" in `remove_own_files`
         except ShardproofError as error:
             if error.details.get("committed", False) is False:
                 remove_own_files(shared.storage, shared.rendezvous.rank, attempt.id)
             raise
-        warn_of_divergences(result, shared.rendezvous.rank)
-        if self._chunk_digests is not None:
-            shared.cache.digests = CachedDigests(attempt.id, BaseDigests.of(self._chunk_digests))
         return msgspec.structs.replace(result, seconds=time.monotonic() - self._begun)
 
     def _progress_of(self, phase: events.Phase, total: int) -> Callable[[int], None]:

@@ -18,14 +18,15 @@ from shardproof.planning import CHUNK_BYTES, SAMPLE_BYTES
 from shardproof.reentrance import guarded, refuse_inside
 from shardproof.rendezvous import MeetingSequence, Rendezvous
 from shardproof.saving.background import Workers, unfinished
-from shardproof.saving.cache import Limits, SaveCache, SaveRequest
+from shardproof.saving.cache import Limits, SaveCache
 from shardproof.saving.device_copy import pinned_buffer
 from shardproof.saving.failed_commit import Unconfirmed
-from shardproof.saving.incremental import FindBase
+from shardproof.saving.incremental import BaseCache, FindBase, IncrementalOption
 from shardproof.saving.messages import SaveResult
 from shardproof.saving.pending import PendingSave, wait_for_end
-from shardproof.saving.replica_check import CheckReplicas
+from shardproof.saving.replica_check import CheckReplicas, ReplicaCache, ReplicaOption
 from shardproof.saving.save_protocol import After, Save
+from shardproof.saving.save_request import SaveOption, SaveRequest
 from shardproof.saving.staging import StagingPool, default_budget
 from shardproof.state import Fence
 from shardproof.storage import Storage
@@ -72,6 +73,8 @@ class Saver:
         self.unconfirmed = Unconfirmed()
         """Commits that are not known to be durable; empty on ranks other than 0."""
         self._cache: SaveCache | None = None
+        self._bases = BaseCache()
+        self._replicas = ReplicaCache()
         self._process = os.getpid()
         self._thread: Workers
         self._under_way: Save | None = None
@@ -101,14 +104,8 @@ class Saver:
             StorageError: the storage failed.
         """
         refuse_inside("save")
-        request = SaveRequest(
-            step,
-            metadata,
-            overwrite,
-            check_replicas=check_replicas,
-            check_place=check_place,
-            on_commit=on_commit,
-        )
+        options = self._options(None, None, check_replicas)
+        request = SaveRequest(step, metadata, overwrite, options, check_place, on_commit=on_commit)
         with self._turn:  # serialises the threads of a rank; deadlines bound the wait
             return self._save(storage, state, request)
 
@@ -177,17 +174,8 @@ class Saver:
         """
         refuse_inside("save")
         begun = time.monotonic()
-        request = SaveRequest(
-            step,
-            metadata,
-            overwrite,
-            base,
-            check_replicas,
-            full_every,
-            check_place,
-            record_overwrite,
-            on_commit,
-        )
+        options = self._options(base, full_every, check_replicas)
+        request = SaveRequest(step, metadata, overwrite, options, check_place, record_overwrite, on_commit)
         with self._turn:
             pending = self._begin(
                 storage,
@@ -244,6 +232,17 @@ class Saver:
                     save.end()
                 raise
             return save.pending
+
+    def _options(
+        self, base: FindBase | None, full_every: int | None, check_replicas: CheckReplicas | None
+    ) -> tuple[SaveOption, ...]:
+        """The optional parts of a save."""
+        options: list[SaveOption] = []
+        if base is not None:
+            options.append(IncrementalOption(base, full_every, self._bases))
+        if check_replicas is not None:
+            options.append(ReplicaOption(check_replicas, self._replicas))
+        return tuple(options)
 
     def _submit(self, save: Save, work: Callable[[], SaveResult]) -> None:
         self._under_way = save
