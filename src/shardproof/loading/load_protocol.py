@@ -349,7 +349,7 @@ class _Loader:
 
     def stored(self) -> Iterator[str]:
         """Selected keys of the checkpoint, under the names of the target."""
-        catalogue = self._matched.catalogue
+        catalogue = self._matched.binding.catalogue
         return filter(
             selects(self._options.include, self._options.exclude), (*catalogue.tensors, *catalogue.objects)
         )
