@@ -22,7 +22,7 @@ import torch
 import shardproof as sp
 from shardproof.format import MANIFEST_NAME
 from shardproof.rendezvous import StoreRendezvous
-from shardproof.saving import Saver
+from shardproof.saving import Saver, SaveRequest
 from shardproof.storage import LocalStorage
 from shardproof.storage.paths import storage_error
 from tests.faulty_storage import FaultyStorage
@@ -359,7 +359,7 @@ def one_is_interrupted(root: str, within: str, begin: bool) -> tuple[CallResult 
     def save() -> Any:
         state = plain_state(rank(), world_size(), 1)
         if begin:
-            return saver.begin(storage, state, check_replicas="all").result()
+            return saver.begin(storage, state, SaveRequest(check_replicas="all")).result()
         return saver.save(storage, state, check_replicas="all")
 
     result: CallResult | str

@@ -27,7 +27,7 @@ from shardproof.format import TensorRecord
 from shardproof.geometry import row_major_strides
 from shardproof.interop import Extent, StoredBox, StoredView
 from shardproof.loading.destinations import DestinationWriter, can_view
-from shardproof.loading.threads import Scratch, in_threads, reading_threads
+from shardproof.loading.read_executor import Scratch, in_threads, reading_threads
 from shardproof.planning import LARGE_BYTES, ChunkTable
 
 __all__ = ["BoxReads"]

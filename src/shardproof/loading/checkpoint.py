@@ -27,8 +27,7 @@ from shardproof.format import (
     read_manifest,
 )
 from shardproof.interop import NATIVE, is_paths_key, paths_in, tensors_in_values
-from shardproof.loading.block_reader import BlockDigests
-from shardproof.loading.chunk_reader import Chunks
+from shardproof.loading.chunk_reader import BlockDigests, Chunks
 from shardproof.loading.destinations import Destination, DestinationWriter
 from shardproof.loading.read_executor import ChunkReads
 from shardproof.planning import OWN_ADVICE, ChunkTable, ReadPlan, RequestedBoxes, plan_reads

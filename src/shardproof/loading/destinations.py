@@ -15,7 +15,7 @@ from shardproof._utils.streams import CurrentStreams, has_streams
 from shardproof.dtypes import DTYPES
 from shardproof.format import TensorRecord
 from shardproof.geometry import row_major_strides
-from shardproof.loading.block_reader import Extents
+from shardproof.loading.chunk_reader import Extents
 from shardproof.loading.uploads import DeviceRange
 from shardproof.planning import ChunkTable, ReadPlan
 from shardproof.state import is_plain_memory

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DEFAULTS",
+    "AgreedKeys",
     "LoadOptions",
     "MatchReport",
     "Matched",
@@ -339,16 +340,23 @@ def _planned(
     return destinations, plan
 
 
-def agree(
-    location: str, reports: Sequence[MatchReport], stored: Callable[[], Iterable[str]]
-) -> tuple[_Keys, _Keys, _Keys, _Keys]:
+class AgreedKeys(msgspec.Struct, frozen=True, array_like=True):
+    """The keys that do not fit, and that the load accepts. Equal on all ranks."""
+
+    missing: _Keys
+    """Keys of the targets that the checkpoint lacks."""
+    unexpected: _Keys
+    """Keys of the checkpoint that no rank requests."""
+    dropped: _Keys
+    """Per-rank values of the checkpoint that no rank loads."""
+    only_adapted: _Keys
+    """Keys of the checkpoint that load hooks of some ranks get, and that belong to no rank's target."""
+
+
+def agree(location: str, reports: Sequence[MatchReport], stored: Callable[[], Iterable[str]]) -> AgreedKeys:
     """Coordinator: checks that all ranks see one checkpoint, and that its keys fit their targets.
 
     `stored` returns the selected keys of the checkpoint. It is called only for some checks.
-
-    Returns:
-        The keys `missing`, `unexpected` and `dropped` of the `LoadReport`; and the keys that only load hooks
-        get, on all ranks that ask for them.
 
     Raises:
         ShardproofError: the error of the first rank that reports one.
@@ -373,7 +381,9 @@ def agree(
         )
     if missing:
         _check_overlap(location, reports, missing, sorted(leftover), stored)
-    return tuple(missing), tuple(sorted(leftover)), tuple(_dropped(reports, stored)), _only_adapted(reports)
+    return AgreedKeys(
+        tuple(missing), tuple(sorted(leftover)), tuple(_dropped(reports, stored)), _only_adapted(reports)
+    )
 
 
 def _check_same(location: str, reports: Sequence[MatchReport]) -> None:

@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 from shardproof.planning import CHUNK_BYTES, SAMPLE_BYTES, Structure, WritePlan
 from shardproof.rendezvous import Rendezvous
 from shardproof.saving.background import Workers
-from shardproof.saving.failed_commit import Unconfirmed
-from shardproof.saving.prepared_shard import PreparedShard
-from shardproof.saving.shard_writer import BufferPool
+from shardproof.saving.commit import Unconfirmed
+from shardproof.saving.shard_writer import BufferPool, PreparedShard
 from shardproof.saving.staging import StagingPool
-from shardproof.state import LastWalk
+from shardproof.state import Collected, LastWalk
 
 __all__ = [
     "CachedPlan",
@@ -90,6 +89,14 @@ class SaveCache:
     """That rendezvous and its name."""
     reordered: set[str] = field(default_factory=set)
     """Coordinator: keys of objects for which it has warned that the ranks' dicts differ in their order."""
+
+    def structure_of(self, collected: Collected) -> tuple[Structure, bytes]:
+        """The structure of a state and its digest, from the cache if the structure has not changed."""
+        cached, objects = self.structure, tuple([entry.key for entry in collected.objects])
+        if cached is None or cached.token is not collected.token or cached.structure.objects != objects:
+            structure = Structure.of(collected)
+            cached = self.structure = CachedStructure(collected.token, structure, structure.digest())
+        return cached.structure, cached.digest
 
     def background_rendezvous(self, rendezvous: Rendezvous, name: str) -> Rendezvous:
         """The rendezvous for meetings in the background, separate from that of the saver.

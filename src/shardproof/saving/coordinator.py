@@ -23,9 +23,9 @@ from shardproof.errors import (
 from shardproof.format import MANIFEST_NAME, overwrite_attempt, read_manifest
 from shardproof.planning import Structure, WritePlan, plan_writes
 from shardproof.saving.cache import CoordinatorPlan, Limits, SaveCache
-from shardproof.saving.commit import PlaceChunks, commit, place_chunks, warn_of_orders
-from shardproof.saving.failed_commit import is_in_place
+from shardproof.saving.commit import PlaceChunks, commit, is_in_place, place_chunks, warn_of_orders
 from shardproof.saving.messages import Agreement, Attempt, RankReport, SaveResult, WriteReport
+from shardproof.saving.save_option import SaveOption
 from shardproof.saving.save_request import SaveRequest
 from shardproof.saving.space_check import check_space, free_space
 from shardproof.storage import FreeSpace, Storage
@@ -49,9 +49,17 @@ _OUTCOMES = {
 class Coordinator:
     """The coordinator's side of one save. Each method takes the posts of all ranks and returns the answer."""
 
-    def __init__(self, storage: Storage, request: SaveRequest, cache: SaveCache, limits: Limits) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        request: SaveRequest,
+        options: Sequence[SaveOption],
+        cache: SaveCache,
+        limits: Limits,
+    ) -> None:
         self._storage = storage
         self._request = request
+        self._options = options
         self._cache = cache
         self._limits = limits
         self.facts: dict[str, float] = {}
@@ -79,7 +87,7 @@ class Coordinator:
         name = overwrite_attempt(name) if self._request.record_overwrite else name
         attempt = Attempt(name, now, reports[0].step, len(reports), metadata)
         answers: dict[str, Any] = {}
-        for option in self._request.options:
+        for option in self._options:
             posts_of_option = [report.options[option.name].post for report in reports]
             attempt, answers[option.name] = option.decide(attempt, posts_of_option, reuse_plan)
         self._attempt = attempt
@@ -151,7 +159,7 @@ class Coordinator:
     @no_garbage_collection()
     def commit(self, posts: Sequence[bytes]) -> bytes:
         """Commits what the ranks wrote. An error of the coordinator becomes a `RankFailure` of rank 0."""
-        attempt, options = self._attempt, self._request.options
+        attempt, options = self._attempt, self._options
         assert self._cache.coordinator_plan is not None
         reports = [msgspec.msgpack.decode(post, type=WriteReport) for post in posts]
         plan = self._cache.coordinator_plan.plan

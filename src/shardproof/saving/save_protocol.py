@@ -35,18 +35,22 @@ from shardproof.errors import RankFailure, RankSilent, SaveSkipped, ShardproofEr
 from shardproof.format import shard_name
 from shardproof.planning import RankPlan, Structure
 from shardproof.rendezvous import MeetingSequence, Operation, Rendezvous, Reservation
-from shardproof.saving.background import Progress, wait_while_moving
+from shardproof.saving.background import PendingSave, Progress, wait_while_moving
 from shardproof.saving.cache import CachedPlan, Limits, SaveCache
-from shardproof.saving.capture import Capture
+from shardproof.saving.commit import remove_own_files
 from shardproof.saving.coordinator import Coordinator
-from shardproof.saving.failed_commit import remove_own_files
 from shardproof.saving.messages import Agreement, RankReport, SaveResult, WriteReport
-from shardproof.saving.pending import PendingSave
-from shardproof.saving.prepared_shard import prepare_shard
-from shardproof.saving.rank_report import fits_cached_plan, report_rank, structure_of
-from shardproof.saving.save_request import SaveRequest
-from shardproof.saving.shard_writer import BufferPool, Output, WriteShard, WrittenShard, write_shard
-from shardproof.saving.snapshot import Snapshot
+from shardproof.saving.save_option import SaveOption
+from shardproof.saving.save_request import SaveRequest, report_rank
+from shardproof.saving.shard_writer import (
+    BufferPool,
+    Output,
+    WriteShard,
+    WrittenShard,
+    prepare_shard,
+    write_shard,
+)
+from shardproof.saving.snapshot import Capture, Snapshot
 from shardproof.saving.space_check import free_space
 from shardproof.state import Fence, collect
 from shardproof.storage import LocalStorage, Storage, choose_cache, past_cache
@@ -65,14 +69,20 @@ class Save:
     """One save on one rank, which updates the cache: the steps of its two threads, in their order."""
 
     def __init__(
-        self, rendezvous: Rendezvous, storage: Storage, request: SaveRequest, cache: SaveCache, limits: Limits
+        self,
+        rendezvous: Rendezvous,
+        storage: Storage,
+        request: SaveRequest,
+        options: Sequence[SaveOption],
+        cache: SaveCache,
+        limits: Limits,
     ) -> None:
         self.future: Future[SaveResult] = Future()
-        self._shared = shared = _BothThreads(rendezvous, storage, request, cache)
-        for option in request.options:
+        self._shared = shared = _BothThreads(rendezvous, storage, request, options, cache)
+        for option in options:
             option.begin(storage, cache)
         self._caller = _CallerSteps(shared)
-        self._thread = _ThreadSteps(shared, Coordinator(storage, request, cache, limits))
+        self._thread = _ThreadSteps(shared, Coordinator(storage, request, options, cache, limits))
         self.operation, self.progress, self.patience = shared.operation, shared.progress, shared.patience
         self.pending = PendingSave(request.step, self.future, self.progress, self.patience)
 
@@ -156,11 +166,17 @@ class _BothThreads:
     """What both threads of a save use, and its outcome on this rank: `agreed`, then perhaps `failure`."""
 
     def __init__(
-        self, rendezvous: Rendezvous, storage: Storage, request: SaveRequest, cache: SaveCache
+        self,
+        rendezvous: Rendezvous,
+        storage: Storage,
+        request: SaveRequest,
+        options: Sequence[SaveOption],
+        cache: SaveCache,
     ) -> None:
         self.rendezvous = rendezvous
         self.storage = storage
         self.request = request
+        self.options = options
         self.cache = cache
         self.progress = Progress()
         self.patience = 2 * rendezvous.deadline
@@ -273,9 +289,10 @@ class _CallerSteps:
             with no_garbage_collection():
                 last = cache.walk if guarded else None  # `sp.save` has no next save
                 found = collect(state, rank=rank, world_size=world_size, last=last)
-                structure, digest = structure_of(found, cache)
-                report = report_rank(request, cache, digest, failed)
-                goes_ahead = succeeded and fits_cached_plan(request, cache, digest)
+                structure, digest = cache.structure_of(found)
+                report = report_rank(request, shared.options, cache, digest, failed)
+                has_plan = cache.plan is not None and cache.plan.digest == digest
+                goes_ahead = succeeded and has_plan and not shared.options  # they need an answer
                 stepped = () if stage_all else found.stepped
                 capture = Capture.of(found, stepped, guarded=guarded, goes_ahead=goes_ahead)
                 if capture.watch:
@@ -339,7 +356,7 @@ class _ThreadSteps:
         self._coordinator = coordinator
         self._begun = time.monotonic()
         self._rendezvous = shared.rendezvous
-        self._options = shared.request.options
+        self._options = shared.options
         self._agreement: Agreement
 
     def agree(self, *, exclusive: bool) -> bytes | None:

@@ -1,4 +1,6 @@
-"""Writes one shard file: one thread copies and hashes, other threads write.
+"""The shard file of a rank: its header, which is prepared once for a plan, and the write of the file.
+
+One thread copies and hashes, other threads write:
 
     memory --copy, hash--> aligned buffer --write_at--> storage
 
@@ -15,20 +17,124 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Self
+from typing import Any, Self, cast
 
+import msgspec
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
 from shardproof._utils.memcpy import address
-from shardproof.format import BLOCK_BYTES, ChunkHasher, digests_from_bytes, file_digest, shard_tail
+from shardproof.dtypes import DTYPES
+from shardproof.format import (
+    BLOCK_BYTES,
+    FORMAT_VERSION,
+    REFERENCES_VERSION,
+    ChunkHasher,
+    Declared,
+    Entries,
+    box_name,
+    declared_header,
+    digests_from_bytes,
+    encode_chunks,
+    file_digest,
+    shard_tail,
+)
+from shardproof.planning import RankPlan, Structure
 from shardproof.saving.background import Workers
-from shardproof.saving.prepared_shard import PreparedShard
+from shardproof.saving.messages import Attempt
 from shardproof.saving.snapshot import Snapshot
 from shardproof.storage import Sink, aligned_buffer
 
-__all__ = ["BufferPool", "Output", "ShardStream", "WriteShard", "WrittenShard", "write_shard"]
+__all__ = [
+    "BufferPool",
+    "Output",
+    "PreparedShard",
+    "ShardStream",
+    "WriteShard",
+    "WrittenShard",
+    "prepare_shard",
+    "write_shard",
+]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PreparedShard:
+    """The parts of a rank's shard that depend only on the plan."""
+
+    plan: RankPlan
+    names: tuple[str, ...]
+    """Names of the chunks' entries, in the order of `codes` and `shapes`."""
+    codes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    entries: Entries
+    """Entries of a file with all chunks."""
+    tensors: msgspec.Raw
+    """Encoded mapping of key to dtype and global shape, for the tensors of the file and the empty tensors
+    that it declares."""
+    data_bytes: int
+
+    @property
+    def is_written(self) -> bool:
+        """True if the plan gives this rank a file."""
+        return len(self.plan.piece) > 0 or len(self.plan.objects) > 0
+
+    def header(
+        self, attempt: Attempt, rank: int, objects: dict[str, bytes], entries: Entries, *, size: int = 0
+    ) -> bytes:
+        """The whole header of the shard of one attempt, padded to at least `size` bytes.
+
+        `objects` are those of the file, as JSON.
+        """
+        declared = Declared(
+            version=FORMAT_VERSION if attempt.is_full else REFERENCES_VERSION,
+            attempt=attempt.id,
+            step=attempt.step,
+            time=attempt.time,
+            rank=rank,
+            world_size=attempt.world_size,
+            files=self.plan.files,
+            tensors=cast(Any, self.tensors),
+            aliases=self.plan.aliases,
+            objects={key: msgspec.Raw(value) for key, value in objects.items()},
+            metadata=attempt.metadata,
+            base=attempt.base,
+        )
+        return declared_header(declared, entries, size=size)
+
+
+def prepare_shard(structure: Structure, plan: RankPlan) -> PreparedShard:
+    """Names the chunks of a plan and encodes their entries."""
+    table = structure.tensors()
+    rows = structure.box_tensor[plan.piece].tolist()
+    dtypes = {name: DTYPES[name] for name in set(table.dtypes)}
+    boxes: dict[tuple[int, ...], tuple[str, tuple[int, ...]]] = {}  # few, because most cuts are alike
+    names: list[str] = []
+    codes: list[str] = []
+    shapes: list[tuple[int, ...]] = []
+    offsets, sizes = plan.box_offsets.tolist(), plan.box_sizes.tolist()
+    at = 0
+    for row in rows:
+        dtype, ndim = dtypes[table.dtypes[row]], len(table.shapes[row])
+        box = *offsets[at : at + ndim], *sizes[at : at + ndim], dtype.parts
+        named = boxes.get(box)
+        if named is None:
+            shape = box[ndim:] if dtype.parts > 1 else box[ndim:-1]
+            named = boxes[box] = box_name(box[:ndim], box[ndim:-1]), shape
+        names.append(table.keys[row] + named[0])
+        codes.append(dtype.code)
+        shapes.append(named[1])
+        at += ndim
+    declared = {table.keys[row]: (table.dtypes[row], table.shapes[row]) for row in np.unique(rows).tolist()}
+    return PreparedShard(
+        plan,
+        tuple(names),
+        tuple(codes),
+        tuple(shapes),
+        encode_chunks(names, codes, shapes, plan.byte_count),
+        msgspec.Raw(msgspec.json.encode(declared | plan.empty)),
+        int(plan.byte_count.sum()),
+    )
 
 
 class BufferPool:

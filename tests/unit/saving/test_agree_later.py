@@ -15,7 +15,7 @@ import shardproof as sp
 from shardproof.errors import AlreadyCommittedError, StorageError
 from shardproof.rendezvous import LocalRendezvous, StoreRendezvous
 from shardproof.saving.background import Workers
-from shardproof.saving.capture import Capture
+from shardproof.saving.snapshot import Capture
 from shardproof.state import Fence, Stepped, collect
 from shardproof.storage import LocalStorage
 

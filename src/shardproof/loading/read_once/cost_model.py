@@ -39,8 +39,8 @@ from numpy.typing import NDArray
 
 from shardproof._utils.topology import processors
 from shardproof.loading.chunk_reader import Chunks
+from shardproof.loading.read_executor import reading_threads
 from shardproof.loading.read_once.orders import Loads
-from shardproof.loading.threads import reading_threads
 
 __all__ = ["Sampled", "expected", "memory_speed", "pays", "sample", "worth_measuring"]
 

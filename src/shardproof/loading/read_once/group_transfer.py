@@ -17,12 +17,11 @@ import torch
 
 from shardproof.format import Manifest
 from shardproof.geometry import row_pointers
-from shardproof.loading.block_reader import Files
-from shardproof.loading.chunk_reader import Chunks
+from shardproof.loading.chunk_reader import Chunks, Files
 from shardproof.loading.destinations import DestinationWriter, can_view, part_of, shaped
+from shardproof.loading.read_executor import in_threads
 from shardproof.loading.read_once.group_collectives import Exchange, PendingExchange
 from shardproof.loading.read_once.orders import Orders
-from shardproof.loading.threads import in_threads
 from shardproof.planning import ChunkTable
 from shardproof.state import as_bytes
 

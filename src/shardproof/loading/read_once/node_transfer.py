@@ -27,8 +27,7 @@ import numpy as np
 import torch
 
 from shardproof.format import Manifest
-from shardproof.loading.block_reader import Files
-from shardproof.loading.chunk_reader import Chunks
+from shardproof.loading.chunk_reader import Chunks, Files
 from shardproof.loading.destinations import DestinationWriter
 from shardproof.loading.read_once.group_transfer import PeerFailed
 from shardproof.loading.read_once.node_memory import Message, MessageKind, NodeMemory, PeerMemory

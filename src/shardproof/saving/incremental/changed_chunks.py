@@ -7,6 +7,7 @@ that the base stores is copied and hashed before it is known whether it has to b
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import compress
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,15 +16,16 @@ from shardproof._utils.memcpy import address
 from shardproof.format import (
     BLOCK_BYTES,
     ChunkHasher,
+    Entries,
     digests_as_bytes,
     digests_from_bytes,
+    encode_chunks,
     file_digest,
     shard_tail,
     start_in_page,
 )
 from shardproof.saving.incremental.base_chunks import BaseDigests
-from shardproof.saving.prepared_shard import PreparedShard
-from shardproof.saving.shard_writer import Output, ShardStream, WrittenShard
+from shardproof.saving.shard_writer import Output, PreparedShard, ShardStream, WrittenShard
 from shardproof.saving.snapshot import Snapshot
 from shardproof.storage import ALIGNMENT
 
@@ -67,7 +69,7 @@ def write_changed(
         if not stream.is_open and not shard.plan.objects:
             return WrittenShard(0, 0, "", digests), written
         changed.open(len(written))
-        entries = shard.entries_of(written)
+        entries = _entries_of(shard, written)
         stream.put(shard_tail(entries.padding, stream.blocks, digests[written]))
         length = reserved + changed.spaces
         head = header(entries, size=length)
@@ -75,6 +77,16 @@ def write_changed(
             raise AssertionError(f"the header takes {len(head)} bytes, {length} are reserved")
         size = stream.finish(head[:reserved])
     return WrittenShard(size, len(head), file_digest(head, digests[written]), digests), written
+
+
+def _entries_of(shard: PreparedShard, written: NDArray[np.bool_]) -> Entries:
+    """The entries of a file with some of the chunks: those where `written`, (chunks,), is True."""
+    if written.all():
+        return shard.entries
+    chosen = written.tolist()
+    columns = (list(compress(column, chosen)) for column in (shard.names, shard.codes, shard.shapes))
+    names, codes, shapes = columns
+    return encode_chunks(names, codes, shapes, shard.plan.byte_count[written])  # type: ignore[arg-type]
 
 
 class _ChangedChunks:

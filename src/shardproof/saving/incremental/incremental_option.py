@@ -19,9 +19,8 @@ from shardproof.saving.incremental.base_choice import BaseChoice, CachedBase, Fi
 from shardproof.saving.incremental.base_chunks import NAME, Base, BaseDigests, place_with_base
 from shardproof.saving.incremental.changed_chunks import write_changed
 from shardproof.saving.messages import Attempt, OptionReport, SaveResult, pack_rows
-from shardproof.saving.prepared_shard import PreparedShard
-from shardproof.saving.save_request import SaveOption
-from shardproof.saving.shard_writer import Output, WriteShard, WrittenShard
+from shardproof.saving.save_option import SaveOption
+from shardproof.saving.shard_writer import Output, PreparedShard, WriteShard, WrittenShard
 from shardproof.saving.snapshot import Snapshot
 from shardproof.storage import aligned_buffer
 

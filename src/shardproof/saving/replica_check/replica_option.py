@@ -22,7 +22,7 @@ from shardproof.saving.replica_check.replica_digests import (
     hash_replicas,
     warn_of_divergences,
 )
-from shardproof.saving.save_request import SaveOption, Track
+from shardproof.saving.save_option import SaveOption, Track
 from shardproof.saving.shard_writer import WrittenShard
 from shardproof.state import Piece
 
