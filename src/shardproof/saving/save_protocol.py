@@ -251,7 +251,7 @@ class _BothThreads:
     def end(self) -> None:
         """See `Save.end`."""
         if self.reservation is not None:
-            self.reservation.give_up()
+            self.reservation.release()
         self.release_caller()
         if self.fence is not None:
             self.fence.close()
@@ -374,7 +374,7 @@ class _ThreadSteps:
                 shared.reservation.__enter__()
                 part = self._meet()
                 if not exclusive:
-                    shared.reservation.give_up()
+                    shared.reservation.release()
             except BaseException as error:
                 shared.fail(error)
                 shared.is_refused = True
