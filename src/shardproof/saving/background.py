@@ -93,7 +93,7 @@ class Progress:
 
     def __init__(self) -> None:
         self.is_bounded = False
-        """True if the current step has a deadline of its own, as a meeting has."""
+        """True if the current step has its own deadline. A meeting has one."""
         self.count = 0
         """Number of steps so far."""
 
@@ -369,7 +369,7 @@ class PendingSave:
 
 
 class _SaveFuture(Future[SaveResult]):
-    """A future that asks a pending save for its outcome, so that an error counts as reported.
+    """The future of a pending save. It calls `PendingSave.result`, which marks an error as reported.
 
     The state of the base class is only used by `done` and the callbacks. It has neither result nor error.
     `ended` is done when the save is over; None if it was skipped.

@@ -25,9 +25,9 @@ Track = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
 class SaveOption:
     """An optional part of one save, on one rank. A plain save has none.
 
-    The methods are in the order of the save, and the defaults do nothing. Those marked with *coordinator* run
-    only there, within its meetings. A post or an answer is plain data of msgpack. The methods of different
-    options do not depend on each other.
+    The methods are in the order of the steps, and the defaults do nothing. Every rank calls them, except
+    those whose text begins with *Coordinator*: they run in its meetings. Posts and answers are plain data of
+    msgpack. Options do not depend on each other.
     """
 
     name = ""
@@ -60,7 +60,7 @@ class SaveOption:
         """Reads the state before the caller may change it."""
 
     def writer(self, write: WriteShard) -> WriteShard:
-        """The function that writes this rank's file, made of the function of a full save."""
+        """Returns the function that writes this rank's file. `write` writes the file of a full save."""
         return write
 
     def report_write(self, file: WrittenShard) -> Any:
@@ -71,7 +71,7 @@ class SaveOption:
         """Coordinator: checks the posts of `report_write` before the commit."""
 
     def placer(self, place: PlaceChunks) -> PlaceChunks:
-        """Coordinator: the function that finds each chunk after the save, made of that of a full save."""
+        """Coordinator: returns the function that finds each chunk in a file. `place` serves a full save."""
         return place
 
     def complete(self, result: SaveResult, committed: Committed) -> SaveResult:

@@ -89,9 +89,11 @@ class Base:
         return BaseDigests(known, np.where(known[:, None], self.digest[rows], np.uint64(0)))
 
     def without(self, lost: Sequence[int], folder: str) -> Base:
-        """This base without the chunks in `lost` rows of `files`, and in `folder`, that of the new step.
+        """This base without the chunks of some files.
 
-        A step does not refer to itself.
+        Args:
+            lost: rows of `files`.
+            folder: folder of the new step. A step does not refer to itself.
         """
         bad = np.zeros(len(self.files) + 1, bool)
         bad[list(lost)] = True
