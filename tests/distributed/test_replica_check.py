@@ -18,7 +18,7 @@ import shardproof as sp
 from shardproof import events
 from shardproof.errors import ShardproofError
 from shardproof.planning import SAMPLE_BYTES
-from shardproof.saving import Saver, SaveResult
+from shardproof.saving import Saver, SaveRequest, SaveResult
 from shardproof.storage import LocalStorage
 from tests.gate import Gate
 from tests.harness import process_group, rank, rendezvous, run_ranks, world_size
@@ -133,7 +133,9 @@ def saves_with_a_flip(
                 earlier = LocalStorage(f"{root}/{number - 1}") if number else None
                 base = lambda earlier=earlier: earlier  # noqa: E731
             done = saver.begin(
-                LocalStorage(f"{root}/{number}"), job.state, step=number, base=base, check_replicas="all"
+                LocalStorage(f"{root}/{number}"),
+                job.state,
+                SaveRequest(number, base=base, check_replicas="all"),
             ).result(LIMIT)
             assert len(done.diverged) == done.diverged_count
             assert flips or done.diverged == ()
@@ -211,7 +213,7 @@ def samples(root: str, culprit: int) -> list[tuple[int, list[str], int]]:
         for number in range(20):
             meetings.met.clear()
             done = saver.begin(
-                LocalStorage(f"{root}/{number}"), state, step=number, check_replicas="sample"
+                LocalStorage(f"{root}/{number}"), state, SaveRequest(number, check_replicas="sample")
             ).result(LIMIT)
             results.append((compared[-1], [one.key for one in done.diverged], len(meetings.met)))
     return results
@@ -251,7 +253,9 @@ def flip_while_training(root: str) -> list[list[str]]:
         results = []
         for number in range(4):
             gate.close()  # nothing is written until it is opened
-            pending = saver.begin(LocalStorage(f"{root}/{number}"), job.state, check_replicas="all")
+            pending = saver.begin(
+                LocalStorage(f"{root}/{number}"), job.state, SaveRequest(check_replicas="all")
+            )
             if number == 2 and rank() == 1:
                 saver.fence()  # otherwise the save fails: its memory was written to
                 flip(norm(job))
@@ -280,7 +284,7 @@ def modes(root: str, asked: list[Any]) -> list[tuple[list[str], int, bool]]:
     for number, mode in enumerate(asked):
         meetings.met.clear()
         storage = LocalStorage(f"{root}/{number}")
-        done: SaveResult = saver.begin(storage, state, check_replicas=mode).result(LIMIT)
+        done: SaveResult = saver.begin(storage, state, SaveRequest(check_replicas=mode)).result(LIMIT)
         results.append(([one.key for one in done.diverged], done.diverged_count, "plan" in str(meetings.met)))
     done = saver.save(LocalStorage(f"{root}/waited"), state, check_replicas="all")
     results.append(([one.key for one in done.diverged], done.diverged_count, False))
@@ -301,8 +305,10 @@ def test_the_mode_may_change_with_a_cached_plan(tmp_path: Path) -> None:
 def asked_differently(root: str, asked: list[Any]) -> tuple[str, str]:
     saver = Saver(rendezvous(deadline=20.0))
     with pytest.raises(ShardproofError) as failed:
-        saver.begin(LocalStorage(f"{root}/0"), state_of(1.0), check_replicas=asked[rank()])
-    done = saver.begin(LocalStorage(f"{root}/1"), state_of(1.0), check_replicas="all").result(LIMIT)
+        saver.begin(LocalStorage(f"{root}/0"), state_of(1.0), SaveRequest(check_replicas=asked[rank()]))
+    done = saver.begin(LocalStorage(f"{root}/1"), state_of(1.0), SaveRequest(check_replicas="all")).result(
+        LIMIT
+    )
     assert done.diverged == ()
     return type(failed.value).__name__, str(failed.value)
 
@@ -367,21 +373,23 @@ def test_rank_0_and_the_ranks_at_fault_log_the_differences(tmp_path: Path) -> No
 
 
 def hashing_fails(root: str, culprit: int) -> tuple[str, str]:
-    from shardproof.saving import save_protocol
+    from shardproof.saving.replica_check import replica_option
 
     saver = Saver(rendezvous(deadline=20.0))
-    hash_replicas = save_protocol.hash_replicas
+    hash_replicas = replica_option.hash_replicas
     if rank() == culprit:
 
         def fails(*_: Any) -> bytes:
             raise MemoryError("no room to hash")
 
-        save_protocol.hash_replicas = fails  # type: ignore[assignment]
-    pending = saver.begin(LocalStorage(f"{root}/0"), state_of(1.0), check_replicas="all")
+        replica_option.hash_replicas = fails  # type: ignore[assignment]
+    pending = saver.begin(LocalStorage(f"{root}/0"), state_of(1.0), SaveRequest(check_replicas="all"))
     with pytest.raises(ShardproofError) as failed:
         pending.result(LIMIT)
-    save_protocol.hash_replicas = hash_replicas
-    assert saver.begin(LocalStorage(f"{root}/1"), state_of(1.0), check_replicas="all").result(LIMIT)
+    replica_option.hash_replicas = hash_replicas
+    assert saver.begin(LocalStorage(f"{root}/1"), state_of(1.0), SaveRequest(check_replicas="all")).result(
+        LIMIT
+    )
     return type(failed.value).__name__, str(failed.value)
 
 
@@ -415,7 +423,7 @@ def hashes_slowly(root: str) -> int:
     if rank() == 1:
         replicas.xxhash = Slow  # type: ignore[assignment]
     state = {f"w{number}": torch.ones(4) for number in range(10)}
-    pending = saver.begin(LocalStorage(f"{root}/1"), state, check_replicas="all")
+    pending = saver.begin(LocalStorage(f"{root}/1"), state, SaveRequest(check_replicas="all"))
     return len(pending.result(LIMIT).diverged)
 
 

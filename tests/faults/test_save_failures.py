@@ -22,7 +22,7 @@ import torch
 import shardproof as sp
 from shardproof.format import MANIFEST_NAME
 from shardproof.rendezvous import StoreRendezvous
-from shardproof.saving import Saver
+from shardproof.saving import Saver, SaveRequest
 from shardproof.storage import LocalStorage
 from shardproof.storage.paths import storage_error
 from tests.faulty_storage import FaultyStorage
@@ -359,14 +359,14 @@ def one_is_interrupted(root: str, within: str, begin: bool) -> tuple[CallResult 
     def save() -> Any:
         state = plain_state(rank(), world_size(), 1)
         if begin:
-            return saver.begin(storage, state, check_replicas="all").result()
+            return saver.begin(storage, state, SaveRequest(check_replicas="all")).result()
         return saver.save(storage, state, check_replicas="all")
 
     result: CallResult | str
     with ExitStack() as stack:
         if rank() == 1:
             error = KeyboardInterrupt(INTERRUPTED)
-            stack.enter_context(mock.patch(f"shardproof.saving.save_protocol.{within}", side_effect=error))
+            stack.enter_context(mock.patch(f"shardproof.saving.{within}", side_effect=error))
         try:
             result = attempt(save)
         except KeyboardInterrupt as caught:
@@ -375,7 +375,9 @@ def one_is_interrupted(root: str, within: str, begin: bool) -> tuple[CallResult 
 
 
 @pytest.mark.parametrize("begin", [False, True])
-@pytest.mark.parametrize("within", ["prepare_shard", "hash_replicas"])
+@pytest.mark.parametrize(
+    "within", ["save_protocol.prepare_shard", "replica_check.replica_option.hash_replicas"]
+)
 def test_a_rank_interrupted_between_two_meetings_tells_the_others(
     within: str, begin: bool, tmp_path: Path
 ) -> None:

@@ -32,7 +32,7 @@ from shardproof.interop import foreign_of
 from shardproof.loading import Cast, LoadOptions, LoadReport, Patterns, ReadOnce, load_from
 from shardproof.reentrance import guarded, refuse_inside
 from shardproof.rendezvous import Rendezvous, check_deadline, check_group, connect
-from shardproof.saving import CheckReplicas, PendingSave, Saver, WhenBusy
+from shardproof.saving import CheckReplicas, PendingSave, Saver, SaveRequest, WhenBusy
 from shardproof.storage import LocalStorage, Location, MemoryStorage, Storage, check_location, is_url
 
 if TYPE_CHECKING:
@@ -279,20 +279,23 @@ class Checkpointer:
             self._uploader.prepare()
             upload = UploadRequest(overwrite or number in self._run.damaged_everywhere)
         with self._run.phase(number, folder, "blocked"):
-            pending = self._saver.begin(
-                self._run.storage.within(folder),
-                state,
-                step=number,
-                metadata=metadata,
+            request = SaveRequest(
+                number,
+                metadata,
                 # A wrong type reaches the first meeting as it is, which refuses it on all ranks.
                 overwrite=(suspect or number in self._run.damaged) if overwrite is False else overwrite,
-                when_busy=when_busy,
-                stage_all=self._stage_all,
                 base=partial(self._run.base_of, number) if self._incremental and not suspect else None,
                 full_every=self._full_every,
                 check_replicas=self._check_replicas,
                 check_place=partial(self._run.check_is_run, self._run.storage),
                 record_overwrite=upload is not None and upload.overwrite,
+            )
+            pending = self._saver.begin(
+                self._run.storage.within(folder),
+                state,
+                request,
+                when_busy=when_busy,
+                stage_all=self._stage_all,
                 after=None if suspect else partial(self._after, upload),
             )
         if self._rendezvous.rank == 0 and not suspect:

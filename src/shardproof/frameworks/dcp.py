@@ -45,6 +45,7 @@ from shardproof.frameworks.storage_writer import (
 from shardproof.interop import Foreign, foreign_of
 from shardproof.loading import UNREADABLE, Checkpoint, open_storage
 from shardproof.rendezvous import LocalRendezvous, Rendezvous, connect
+from shardproof.saving import SaveRequest
 from shardproof.storage import LocalStorage
 
 __all__ = ["ShardproofReader", "ShardproofWriter", "async_save", "load", "save"]
@@ -187,7 +188,7 @@ def async_save(
     rendezvous = _rendezvous_of(process_group, no_dist)
     tree = _tree_to_save(rendezvous, storage, state_dict, planner)
     pending = _last.at(rendezvous, storage.location).begin(
-        storage, tree, stage_all=True, **_at(storage, storage_writer)
+        storage, tree, SaveRequest(**_at(storage, storage_writer)), stage_all=True
     )
     pending.set_error_context(raised_as)
     future: Future[Any] = pending.future()

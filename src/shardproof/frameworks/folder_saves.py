@@ -25,7 +25,7 @@ from shardproof.format import MANIFEST_NAME, read_manifest
 from shardproof.frameworks.rank_work import on_rank_0
 from shardproof.loading import LoadOptions, load_from
 from shardproof.rendezvous import Rendezvous, check_group, connect
-from shardproof.saving import Saver
+from shardproof.saving import Saver, SaveRequest
 from shardproof.storage import LocalStorage
 
 __all__ = [
@@ -138,7 +138,7 @@ class FolderSaves:
         saver.wait_for_end()  # the previous save has called `_committed`, or failed
         with self._lock:
             self._uncommitted = True
-        saver.begin(storage, state, step=step, overwrite=True, after=after)
+        saver.begin(storage, state, SaveRequest(step, overwrite=True), after=after)
         if not self._background:
             saver.wait()
 

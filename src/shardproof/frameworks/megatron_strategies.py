@@ -41,6 +41,7 @@ from shardproof.frameworks.megatron_tensors import (
     save_tree,
 )
 from shardproof.frameworks.rank_work import on_every_rank, on_rank_0
+from shardproof.saving import SaveRequest
 from shardproof.state import references
 
 __all__ = ["LoadStrategy", "SaveStrategy", "agree_if_ours", "is_ours", "takes"]
@@ -173,10 +174,12 @@ class SaveStrategy(torch_strategies.TorchDistSaveShardedStrategy):
         pending = saver.begin(
             sp.storage.LocalStorage(location),
             tree,
-            step=int(number[1]) if number else None,
-            overwrite=True,
+            SaveRequest(
+                int(number[1]) if number else None,
+                overwrite=True,
+                on_commit=partial(publish_for_megatron, Path(location), common),
+            ),
             stage_all=background,
-            on_commit=partial(publish_for_megatron, Path(location), common),
         )
         pending.set_error_context(as_in_megatron)
         return pending

@@ -2,9 +2,9 @@
 
     sort boxes by file and byte -> cut into batches -> each thread: locate, read, verify, fill
 
-A large part that is contiguous in the file and in its destination is read straight into the destination,
-unless a checksum covers other bytes, too. All other bytes pass through scratch memory of the thread. There,
-neighbours in a file share one read, and extents are verified.
+A large part is read straight into its destination if it is contiguous in both, and no checksum covers other
+bytes, too. All other bytes pass through scratch memory of the thread. There, neighbours in a file share one
+read, and extents are verified.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shardproof.format import TensorRecord
 from shardproof.geometry import row_major_strides
 from shardproof.interop import Extent, StoredBox, StoredView
 from shardproof.loading.destinations import DestinationWriter, can_view
-from shardproof.loading.threads import Scratch, in_threads, reading_threads
+from shardproof.loading.read_executor import Scratch, in_threads, reading_threads
 from shardproof.planning import LARGE_BYTES, ChunkTable
 
 __all__ = ["BoxReads"]

@@ -29,41 +29,41 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from shardproof import events
 from shardproof._utils.gc_pause import no_garbage_collection
-from shardproof.errors import ShardproofError, StructureError
+from shardproof.errors import KeyMismatchError, ShardproofError, StructureError
 from shardproof.format import Manifest, metadata_files
 from shardproof.interop import NATIVE, Foreign
-from shardproof.loading.checkpoint import Checkpoint, NativeCheckpoint, Reads
+from shardproof.loading.checkpoint import Checkpoint, NativeCheckpoint
 from shardproof.loading.destinations import DestinationWriter
-from shardproof.loading.leftover_keys import HookReport, check_hooks
 from shardproof.loading.matching import (
     DEFAULTS,
+    AgreedKeys,
     LoadOptions,
     Matched,
     MatchReport,
+    agree,
     from_rank,
     match,
     selected_rows,
 )
 from shardproof.loading.opening import open_storage
-from shardproof.loading.read_once import offers
+from shardproof.loading.read_executor import reading_threads
 from shardproof.loading.read_once.agreement import UNREADABLE, ReadOnceExchange
 from shardproof.loading.read_once.group_collectives import can_exchange
 from shardproof.loading.read_once.group_transfer import PeerFailed
 from shardproof.loading.read_once.node_memory import Handle, NodeMemory
+from shardproof.loading.read_once.offers import Offer, usable_handles
 from shardproof.loading.selection import selects
 from shardproof.loading.shared_destinations import check_shared_memory
-from shardproof.loading.threads import reading_threads
 from shardproof.planning import ReadPlan
 from shardproof.reentrance import guarded
 from shardproof.rendezvous import MeetingSequence, Rendezvous
 from shardproof.state import open_all
 from shardproof.storage import LocalStorage, RemoteStorage, Storage, choose_cache
 
-__all__ = ["LoadReport", "load_from"]
+__all__ = ["HookReport", "LoadReport", "load_from"]
 
 _SHARED_METADATA_BYTES = 4 << 20
 """Bytes of manifest and index for all ranks, at most. The store serves larger ones faster."""
@@ -130,15 +130,10 @@ def load_from(
     try:
         with loader.phase("match"):
             loader.share_metadata(meetings)
-            agreed = msgspec.msgpack.decode(
-                meetings.meet(
-                    "match",
-                    lambda: loader.match(state, check),
-                    lambda posts: offers.answer(location, posts, loader.stored),
-                ),
-                type=offers.Answer,
-            )
-            loader.share(meetings, agreed.handles)
+            all_matched = partial(_all_matched, location, loader.stored)
+            answer = meetings.meet("match", lambda: loader.match(state, check), all_matched)
+            agreed, handles = msgspec.msgpack.decode(answer, type=tuple[AgreedKeys, tuple[Handle, ...]])
+            loader.share(meetings, handles)
         try:
             with loader.phase("read") as phase:
                 more = meetings.meet("read", lambda: loader.read(phase), _all_read)
@@ -244,9 +239,10 @@ class _Loader:
                     self._writer = DestinationWriter(
                         checkpoint.tensors, checkpoint.table, matched.plan, matched.destinations
                     )
-            return offers.post(self._matched.report, self._offer())
+            post = _MatchPost(matched.report, self._offer())
         except UNREADABLE as error:
-            return offers.post(MatchReport("", options.strict, options.read_once, error=error.to_wire()))
+            post = _MatchPost(MatchReport("", options.strict, options.read_once, error=error.to_wire()))
+        return msgspec.msgpack.encode(post)
 
     def _check_kind(self, checkpoint: Checkpoint, check: Callable[[Manifest], None] | None) -> None:
         """Checks that the checkpoint is one that this load can read."""
@@ -260,7 +256,7 @@ class _Loader:
                 "convert` makes one. sp.load without read_once reads this one"
             )
 
-    def _offer(self) -> offers.Offer | None:
+    def _offer(self) -> Offer | None:
         """Shared memory for the ranks of this node; None if no rank sends tensors to another."""
         options = self._options
         if options.read_once and self._rendezvous.world_size > 1 and can_exchange(options.group):
@@ -268,7 +264,7 @@ class _Loader:
         if self._memory is None:
             return None
         self._opened.callback(self._memory.close)
-        return offers.Offer(socket.gethostname(), self._memory.handle)
+        return Offer(socket.gethostname(), self._memory.handle)
 
     def share(self, meetings: MeetingSequence, handles: Sequence[Handle]) -> None:
         """With `read_once`: agrees which rank reads each range that several ranks want."""
@@ -309,7 +305,11 @@ class _Loader:
             open_all()
             progress = _ByteProgress(self._rendezvous, phase)
             self._choose_cache(phase)
-            reads = self._own_reads(np.unique(plan.chunk))
+            rows = np.unique(plan.chunk)
+            if exchange is not None:  # it moves these
+                rows = np.setdiff1d(rows, exchange.shared_chunks())
+            with no_garbage_collection():
+                reads = self._checkpoint.reads(self._writer, rows)
             progress.total = reads.nbytes + (exchange.total_bytes if exchange is not None else 0)
         except BaseException:
             if exchange is not None:
@@ -332,13 +332,6 @@ class _Loader:
             if not choice.through:
                 checkpoint.bypass_cache()
 
-    def _own_reads(self, rows: NDArray[np.int64]) -> Reads:
-        """The reads of the chunks that this rank wants and no exchange moves."""
-        if self._exchange is not None:
-            rows = np.setdiff1d(rows, self._exchange.shared_chunks())
-        with no_garbage_collection():
-            return self._checkpoint.reads(self._writer, rows)
-
     def finish(self) -> bytes:
         """Sets plain values, attaches new optimizer state and gives objects their state."""
         binding = self._matched.binding
@@ -349,7 +342,7 @@ class _Loader:
 
     def stored(self) -> Iterator[str]:
         """Selected keys of the checkpoint, under the names of the target."""
-        catalogue = self._matched.catalogue
+        catalogue = self._matched.binding.catalogue
         return filter(
             selects(self._options.include, self._options.exclude), (*catalogue.tensors, *catalogue.objects)
         )
@@ -358,7 +351,7 @@ class _Loader:
         """Keys of this rank's target that the checkpoint does not fill."""
         return sorted({*missing, *self._matched.binding.unchanged})
 
-    def report(self, begun: float, agreed: offers.Answer) -> LoadReport:
+    def report(self, begun: float, agreed: AgreedKeys) -> LoadReport:
         """The report of this rank."""
         checkpoint = self._checkpoint
         return LoadReport(
@@ -396,6 +389,20 @@ class _ByteProgress:
         self._phase.progress(done, self.total)
 
 
+class _MatchPost(msgspec.Struct, frozen=True, array_like=True):
+    """The post of a rank when it has matched its target: its report, and shared memory for `read_once`."""
+
+    report: MatchReport
+    offer: Offer | None = None
+
+
+def _all_matched(location: str, stored: Callable[[], Iterator[str]], posts: Sequence[bytes]) -> bytes:
+    """Coordinator: the keys that all ranks agree on, and the handles of shared memory; errors as `agree`."""
+    decoded = [msgspec.msgpack.decode(post, type=_MatchPost) for post in posts]
+    agreed = agree(location, [post.report for post in decoded], stored)
+    return msgspec.msgpack.encode((agreed, usable_handles([post.offer for post in decoded])))
+
+
 class ReadReport(msgspec.Struct, frozen=True, array_like=True):
     """The report of a rank after its read."""
 
@@ -424,13 +431,26 @@ def _all_read(posts: Sequence[bytes]) -> bytes:
     return b"more" if any(report.more for report in reports) else b""
 
 
-def _all_applied(location: str, only_adapted: tuple[str, ...], posts: Sequence[bytes]) -> bytes:
-    """Coordinator: checks what the load hooks of all ranks left.
+def _all_applied(location: str, only_adapted: Sequence[str], posts: Sequence[bytes]) -> bytes:
+    """Coordinator: checks that each stored key belongs to a target, or that the hooks of a rank used it.
+
+    `only_adapted` are the keys that belong to no target.
 
     Raises:
-        KeyMismatchError: see `check_hooks`.
+        KeyMismatchError: keys are left.
     """
-    check_hooks(location, [msgspec.msgpack.decode(post, type=HookReport) for post in posts], only_adapted)
+    reports = [msgspec.msgpack.decode(post, type=HookReport) for post in posts]
+    used = {key for report in reports for key in report.used}
+    leftover = {key for report in reports for key in report.leftover}.intersection(only_adapted) - used
+    if leftover:
+        keys = sorted(leftover)
+        raise KeyMismatchError(
+            f"{location}: the checkpoint does not fit the state after the load hooks of its modules.\n"
+            f"  unexpected ({len(keys)}): {', '.join(keys[:20])}\nstrict=False ignores these keys.",
+            missing=[],
+            unexpected=keys,
+            mismatched=[],
+        )
     return b""
 
 
@@ -442,3 +462,12 @@ def _overwritten(error: BaseException, location: str, untouched: list[str]) -> B
         return type(error)(f"{error.message}\n{text}", **details)
     error.add_note(text)
     return error
+
+
+class HookReport(msgspec.Struct, frozen=True, array_like=True):
+    """The report of one rank, after its load hooks have run."""
+
+    leftover: tuple[str, ...] = ()
+    """Keys of the checkpoint that the hooks got and did not use."""
+    used: tuple[str, ...] = ()
+    """Keys that they got and used."""

@@ -34,13 +34,14 @@ from shardproof.loading.selection import (
     unused_renames,
 )
 from shardproof.planning import ReadPlan, RequestedBoxes, plan_reads
-from shardproof.state import Binding, Catalogue, TensorEntry, bind, owner_of, parts_of
+from shardproof.state import Binding, TensorEntry, bind, owner_of, parts_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 __all__ = [
     "DEFAULTS",
+    "AgreedKeys",
     "LoadOptions",
     "MatchReport",
     "Matched",
@@ -57,6 +58,8 @@ checkpoint's."""
 
 ReadOnce: TypeAlias = bool | Literal["auto"]
 _Keys: TypeAlias = tuple[str, ...]
+_Mismatch: TypeAlias = tuple[str, str, str]
+"""A key, the target's value and the checkpoint's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,16 +98,18 @@ class MatchReport(msgspec.Struct, frozen=True, array_like=True):
     strict: bool
     read_once: ReadOnce
     missing: tuple[str, ...] = ()
+    """Keys of this rank's target that the checkpoint lacks."""
     unexpected: tuple[str, ...] = ()
-    mismatched: tuple[tuple[str, str, str], ...] = ()
-    spare: tuple[str, ...] = ()
-    """Unexpected keys of optional parts that this rank's target lacks."""
+    """Keys of the checkpoint that this rank's target does not request, those of absent parts left out."""
+    mismatched: tuple[_Mismatch, ...] = ()
+    of_absent_parts: tuple[str, ...] = ()
+    """Keys of the checkpoint in optional parts that this rank's target lacks."""
     declined: tuple[str, ...] = ()
     """Parts of the target that declined the stored state."""
-    own: tuple[str, ...] = ()
+    per_rank: tuple[str, ...] = ()
     """Keys of the per-rank values that the checkpoint and this rank's target both have."""
     gathered: tuple[str, ...] = ()
-    """The keys in `own` for which this rank gathers the values of ranks that do not load."""
+    """The keys in `per_rank` for which this rank gathers the values of ranks that do not load."""
     error: dict[str, Any] | None = None
     unused_excludes: tuple[str, ...] = ()
     """Patterns of `exclude` that match no key of this rank's target or of the checkpoint."""
@@ -122,7 +127,6 @@ class Matched:
 
     report: MatchReport
     binding: Binding
-    catalogue: Catalogue
     """The contents of the checkpoint, under the target's names."""
     destinations: list[Destination]
     plan: ReadPlan | None
@@ -154,14 +158,13 @@ def match(checkpoint: Checkpoint, state: Any, options: LoadOptions, rank: int, w
         raise StructureError(
             "include: it is empty, so that the load would fill nothing. Pass None for all keys"
         )
-    catalogue, stored_of = renamed(checkpoint.catalogue(), options.rename)
-    selected, may_cast = selects(options.include, options.exclude), casts(options.cast)
-    asked: set[str] | None = set() if options.exclude or options.rename else None
-    """Keys of the target, selected or not. None: they are not needed."""
+    catalogue, stored_names = renamed(checkpoint.catalogue(), options.rename)
+    selected = selects(options.include, options.exclude)
+    requested: set[str] = set()
+    """Keys that the target requests, selected or not; found only for the checks of `exclude` and `rename`."""
 
-    def noted(key: str) -> bool:
-        assert asked is not None
-        asked.add(key)
+    def remember(key: str) -> bool:
+        requested.add(key)
         return selected(key)
 
     binding = bind(
@@ -169,62 +172,126 @@ def match(checkpoint: Checkpoint, state: Any, options: LoadOptions, rank: int, w
         catalogue,
         rank=rank,
         world_size=world_size,
-        selected=selected if asked is None else noted,
+        selected=remember if options.exclude or options.rename else selected,
         strict=options.strict,
     )
-    catalogue = binding.catalogue
+    _check_selection(options, binding)
+    entries, mismatched = _of_loadable_dtypes(binding, casts(options.cast))
+    names = [binding.stored_keys.get(entry.key, entry.key) for entry in entries]
+    rows = checkpoint.rows([stored_names.get(name, name) for name in names])
+    entries, rows, differing = _without_tied(checkpoint, entries, rows)
+    mismatched += differing
+    report = _report(checkpoint, binding, options, mismatched, requested)
+    if binding.refused or mismatched or (options.strict and binding.missing):
+        return Matched(report, binding, [], None)
+    return Matched(report, binding, *_planned(checkpoint, entries, rows))
+
+
+def _check_selection(options: LoadOptions, binding: Binding) -> None:
+    """Raises StructureError for a pattern of `include` or `cast` that matches no key of either side."""
     for option, patterns in (("include", options.include), ("cast", options.cast)):
         if patterns is not None and not isinstance(patterns, bool):
+            catalogue = binding.catalogue
             known = (*catalogue.tensors, *catalogue.objects, *binding.missing, *binding.unchanged)
             check_patterns(option, patterns, known)
+
+
+def _of_loadable_dtypes(
+    binding: Binding, may_cast: Callable[[str], bool]
+) -> tuple[list[TensorEntry], list[_Mismatch]]:
+    """The destinations that the load can fill; and all mismatches, those of dtypes among them."""
     mismatched = [(item.key, item.expected, item.found) for item in binding.mismatched]
-    fitting = binding.tensors
-    if binding.converts:
-        fitting = []
-        for entry in binding.tensors:
-            difference = _difference(entry, catalogue.tensors[entry.key][0], may_cast)
-            if difference is None:
-                fitting.append(entry)
-            else:
-                mismatched.append((entry.key, *difference))
-    keys = [binding.stored_keys.get(entry.key, entry.key) for entry in fitting]
-    rows = checkpoint.rows([stored_of.get(key, key) for key in keys])
+    if not binding.converts:
+        return binding.tensors, mismatched
+    entries: list[TensorEntry] = []
+    for entry in binding.tensors:
+        difference = _difference(entry, binding.catalogue.tensors[entry.key][0], may_cast)
+        if difference is None:
+            entries.append(entry)
+        else:
+            mismatched.append((entry.key, *difference))
+    return entries, mismatched
+
+
+def _without_tied(
+    checkpoint: Checkpoint, entries: list[TensorEntry], rows: list[int]
+) -> tuple[list[TensorEntry], list[int], list[_Mismatch]]:
+    """The destinations without those that are tied to another one, which need no read of their own.
+
+    Args:
+        checkpoint: the checkpoint.
+        entries: destinations.
+        rows: the stored tensor of each.
+
+    Returns:
+        The destinations that are left, their rows, and the tied ones whose stored tensors differ.
+    """
     # Empty shards that are views of one buffer look like tied tensors. They need no read.
-    tied = [entry for entry in fitting if entry.alias_of and entry.pieces]
-    if tied:
-        row_of = {entry.key: row for entry, row in zip(fitting, rows, strict=True)}
-        for entry in tied:
-            other = entry.alias_of
-            if other in row_of and not _same_chunks(checkpoint, row_of[entry.key], row_of[other]):
-                found = "two tensors in the checkpoint whose chunks differ (exclude one of them)"
-                mismatched.append((entry.key, f"one tensor with {other!r}", found))
-        fitting = [entry for entry in fitting if entry.alias_of not in row_of]
-        rows = [row_of[entry.key] for entry in fitting]
-    used, parts = binding.used if options.strict else binding.used - binding.adapted, binding.parts
-    unasked = (catalogue.tensors.keys() - used) | (catalogue.objects.keys() - used)
-    unasked -= checkpoint.inner_tensors(catalogue.objects, unasked - catalogue.objects.keys())
-    unexpected = sorted(filter(selected, unasked))
-    spare = {key for key in unexpected if not parts.issuperset(parts_of(key))}
-    report = MatchReport(
+    tied = [(entry.key, entry.alias_of) for entry in entries if entry.alias_of and entry.pieces]
+    if not tied:
+        return entries, rows, []
+    row_of = {entry.key: row for entry, row in zip(entries, rows, strict=True)}
+    found = "two tensors in the checkpoint whose chunks differ (exclude one of them)"
+    differing = [
+        (key, f"one tensor with {other!r}", found)
+        for key, other in tied
+        if other in row_of and not _same_chunks(checkpoint, row_of[key], row_of[other])
+    ]
+    left = [entry for entry in entries if entry.alias_of not in row_of]
+    return left, [row_of[entry.key] for entry in left], differing
+
+
+def _report(
+    checkpoint: Checkpoint,
+    binding: Binding,
+    options: LoadOptions,
+    mismatched: Sequence[_Mismatch],
+    requested: set[str],
+) -> MatchReport:
+    """This rank's report of its matches."""
+    catalogue = binding.catalogue
+    unexpected, of_absent_parts = _unrequested(checkpoint, binding, options)
+    unused_excludes: list[str] = []
+    if options.exclude:
+        known = (*catalogue.tensors, *catalogue.objects, *requested)
+        unused_excludes = unused_patterns(options.exclude, known)
+    return MatchReport(
         checkpoint.attempt,
         options.strict,
         options.read_once,
         tuple(binding.missing),
-        tuple(key for key in unexpected if key not in spare),
+        tuple(unexpected),
         tuple(mismatched),
-        tuple(sorted(spare)),
+        tuple(of_absent_parts),
         tuple(sorted(binding.declined)),
         tuple(binding.own),
         tuple(binding.gathered),
         next((error.to_wire() for error in binding.refused), None),
-        tuple(unused_patterns(options.exclude, (*catalogue.tensors, *catalogue.objects, *(asked or ())))),
-        unused_renames(options.rename, asked | used) if asked is not None else {},
+        tuple(unused_excludes),
+        unused_renames(options.rename, requested | binding.used) if options.rename else {},
         sum(key in catalogue.tensors or key in catalogue.objects for key in binding.used),
         tuple(sorted(binding.adapted)),
     )
-    if binding.refused or mismatched or (options.strict and binding.missing):
-        return Matched(report, binding, catalogue, [], None)
-    return Matched(report, binding, catalogue, *_planned(checkpoint, fitting, rows))
+
+
+def _unrequested(
+    checkpoint: Checkpoint, binding: Binding, options: LoadOptions
+) -> tuple[list[str], list[str]]:
+    """Selected keys of the checkpoint that the target does not request, sorted.
+
+    Returns:
+        The unexpected keys, and those of optional parts that the target lacks.
+    """
+    catalogue = binding.catalogue
+    used = binding.used if options.strict else binding.used - binding.adapted
+    unused = (catalogue.tensors.keys() - used) | (catalogue.objects.keys() - used)
+    unused -= checkpoint.inner_tensors(catalogue.objects, unused - catalogue.objects.keys())
+    unexpected: list[str] = []
+    of_absent_parts: list[str] = []
+    for key in sorted(filter(selects(options.include, options.exclude), unused)):
+        is_expected_part = binding.parts.issuperset(parts_of(key))
+        (unexpected if is_expected_part else of_absent_parts).append(key)
+    return unexpected, of_absent_parts
 
 
 def _difference(entry: TensorEntry, dtype: str, may_cast: Callable[[str], bool]) -> tuple[str, str] | None:
@@ -273,22 +340,57 @@ def _planned(
     return destinations, plan
 
 
-def agree(
-    location: str, reports: Sequence[MatchReport], stored: Callable[[], Iterable[str]]
-) -> tuple[_Keys, _Keys, _Keys, _Keys]:
+class AgreedKeys(msgspec.Struct, frozen=True, array_like=True):
+    """The keys that do not fit, and that the load accepts. Equal on all ranks."""
+
+    missing: _Keys
+    """Keys of the targets that the checkpoint lacks."""
+    unexpected: _Keys
+    """Keys of the checkpoint that no rank requests."""
+    dropped: _Keys
+    """Per-rank values of the checkpoint that no rank loads."""
+    only_adapted: _Keys
+    """Keys of the checkpoint that load hooks of some ranks get, and that belong to no rank's target."""
+
+
+def agree(location: str, reports: Sequence[MatchReport], stored: Callable[[], Iterable[str]]) -> AgreedKeys:
     """Coordinator: checks that all ranks see one checkpoint, and that its keys fit their targets.
 
     `stored` returns the selected keys of the checkpoint. It is called only for some checks.
-
-    Returns:
-        The keys `missing`, `unexpected` and `dropped` of the `LoadReport`; and the keys that only load hooks
-        get, on all ranks that ask for them.
 
     Raises:
         ShardproofError: the error of the first rank that reports one.
         StructureError: the ranks pass different options, or decline different parts.
         StorageError: the ranks see different checkpoints.
         KeyMismatchError: the state and the checkpoint do not fit.
+    """
+    _check_same(location, reports)
+    excludes = set.intersection(*(set(report.unused_excludes) for report in reports))
+    if excludes:
+        _log.warning("%s: %s", location, no_match("exclude", sorted(excludes), list(stored())))
+    renames = dict(set.intersection(*(set(report.unused_renames.items()) for report in reports)))
+    strict = reports[0].strict
+    missing = sorted({key for report in reports for key in report.missing})
+    mismatched = sorted({item for report in reports for item in report.mismatched})
+    # A key is left over if no rank requests it. It is no mismatch if its part is absent on all ranks.
+    leftover = set.intersection(*({*report.unexpected, *report.of_absent_parts} for report in reports))
+    unexpected = sorted(leftover.intersection(key for report in reports for key in report.unexpected))
+    if mismatched or (strict and (missing or unexpected)):
+        raise _mismatch(
+            location, missing if strict else [], unexpected if strict else [], mismatched, renames
+        )
+    if missing:
+        _check_overlap(location, reports, missing, sorted(leftover), stored)
+    return AgreedKeys(
+        tuple(missing), tuple(sorted(leftover)), tuple(_dropped(reports, stored)), _only_adapted(reports)
+    )
+
+
+def _check_same(location: str, reports: Sequence[MatchReport]) -> None:
+    """Checks that no rank has an error, and that options, parts and checkpoint are the same on all ranks.
+
+    Raises:
+        ShardproofError, StructureError, StorageError: see `agree`.
     """
     for rank, report in enumerate(reports):
         if report.error is not None:
@@ -316,22 +418,6 @@ def agree(
             file=location,
             damaged=False,
         )
-    excludes = set.intersection(*(set(report.unused_excludes) for report in reports))
-    if excludes:
-        _log.warning("%s: %s", location, no_match("exclude", sorted(excludes), list(stored())))
-    renames = dict(set.intersection(*(set(report.unused_renames.items()) for report in reports)))
-    strict = reports[0].strict
-    missing = sorted({key for report in reports for key in report.missing})
-    mismatched = sorted({item for report in reports for item in report.mismatched})
-    unasked = set.intersection(*({*report.unexpected, *report.spare} for report in reports))
-    unexpected = sorted(unasked.intersection(key for report in reports for key in report.unexpected))
-    if mismatched or (strict and (missing or unexpected)):
-        raise _mismatch(
-            location, missing if strict else [], unexpected if strict else [], mismatched, renames
-        )
-    if missing:
-        _check_overlap(location, reports, missing, sorted(unasked), stored)
-    return tuple(missing), tuple(sorted(unasked)), tuple(_dropped(reports, stored)), _only_adapted(reports)
 
 
 def _only_adapted(reports: Sequence[MatchReport]) -> _Keys:
@@ -339,7 +425,7 @@ def _only_adapted(reports: Sequence[MatchReport]) -> _Keys:
     if not any(report.adapted for report in reports):
         return ()
     adapted = {key for report in reports for key in report.adapted}
-    without = ({*report.adapted, *report.unexpected, *report.spare} for report in reports)
+    without = ({*report.adapted, *report.unexpected, *report.of_absent_parts} for report in reports)
     return tuple(sorted(adapted.intersection(*without)))
 
 
@@ -347,7 +433,7 @@ def _check_overlap(
     location: str,
     reports: Sequence[MatchReport],
     missing: Sequence[str],
-    unasked: Sequence[str],
+    leftover: Sequence[str],
     stored: Callable[[], Iterable[str]],
 ) -> None:
     """Without `strict`: checks that the target and the checkpoint have keys in common.
@@ -360,17 +446,17 @@ def _check_overlap(
     found = sum(report.found for report in reports)
     wanted = found + sum(len(report.missing) for report in reports)
     count = len(list(stored()))
-    used = count - len(unasked)
+    used = count - len(leftover)
     if found and (_FEW * found >= wanted or _FEW * used >= count):
         return
     text = (
         f"{location}: the load fills {found} of {wanted} keys of the target, from {used} of {count} keys of "
-        f"the checkpoint. The target has {_first(missing)}; the checkpoint has {_first(unasked)}. If the "
+        f"the checkpoint. The target has {_first(missing)}; the checkpoint has {_first(leftover)}. If the "
         "names differ only by a prefix, rename= maps them"
     )
     if not found:
         raise KeyMismatchError(
-            f"{text}. Nothing was changed", missing=list(missing), unexpected=list(unasked), mismatched=[]
+            f"{text}. Nothing was changed", missing=list(missing), unexpected=list(leftover), mismatched=[]
         )
     _log.warning("%s", text)
 
@@ -381,18 +467,18 @@ def _first(keys: Sequence[str]) -> str:
 
 def _dropped(reports: Sequence[MatchReport], stored: Callable[[], Iterable[str]]) -> list[str]:
     """Per-rank values of the checkpoint that no rank loads, although a target has their key."""
-    own = [frozenset(report.own) for report in reports]
-    places = frozenset[str]().union(*own)
-    if not places:
+    per_rank = [frozenset(report.per_rank) for report in reports]
+    keys = frozenset[str]().union(*per_rank)
+    if not keys:
         return []
     gathered = {key for report in reports for key in report.gathered}
-    owners = {owner for owner in map(owner_of, stored()) if owner is not None and owner[0] in places}
+    owners = {owner for owner in map(owner_of, stored()) if owner is not None and owner[0] in keys}
     dropped = [
-        (place, rank)
-        for place, rank in sorted(owners)
-        if (place not in own[rank] if rank < len(reports) else place not in gathered)
+        (key, rank)
+        for key, rank in sorted(owners)
+        if key not in (per_rank[rank] if rank < len(reports) else gathered)
     ]
-    return [f"{place}.@rank-{rank}" if place else f"@rank-{rank}" for place, rank in dropped]
+    return [f"{key}.@rank-{rank}" if key else f"@rank-{rank}" for key, rank in dropped]
 
 
 def from_rank(rank: int, world_size: int, wire: dict[str, Any]) -> ShardproofError:
@@ -422,7 +508,7 @@ def _mismatch(
     location: str,
     missing: list[str],
     unexpected: list[str],
-    mismatched: list[tuple[str, str, str]],
+    mismatched: list[_Mismatch],
     renames: Mapping[str, str],
 ) -> KeyMismatchError:
     """One error that lists all mismatches.

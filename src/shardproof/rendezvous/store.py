@@ -211,7 +211,7 @@ class StoreRendezvous:
                 error,
             )
         finally:
-            place.give_up()
+            place.release()
 
     def _next_number(self) -> int:
         """The number of the next meeting, after the meetings that this rank gave up by leaving operations."""

@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardproof.rendezvous import Rendezvous, connected
+from shardproof.saving.background import PendingSave, Workers
 from shardproof.saving.background import Progress as Progress  # not listed in __all__: internal
-from shardproof.saving.background import Workers
 from shardproof.saving.background import unfinished as unfinished
 from shardproof.saving.background import wait_while_moving as wait_while_moving
 from shardproof.saving.messages import Attempt, Divergence, SaveResult
-from shardproof.saving.pending import PendingSave
 from shardproof.saving.replica_check import CheckReplicas
+from shardproof.saving.save_request import SaveRequest as SaveRequest
 from shardproof.saving.saver import Saver, WhenBusy
 from shardproof.state import open_all
 from shardproof.storage import Location, check_location, storage_at

@@ -1,10 +1,11 @@
-"""The coordinator's side of the meetings of one save: agree, plan, send the base, commit."""
+"""The coordinator's side of the meetings of one save: agree, plan, commit."""
 
 from __future__ import annotations
 
 import secrets
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import xxhash
@@ -19,14 +20,13 @@ from shardproof.errors import (
     StorageError,
     StructureError,
 )
-from shardproof.format import MANIFEST_NAME, chain_attempt, overwrite_attempt, read_manifest
+from shardproof.format import MANIFEST_NAME, overwrite_attempt, read_manifest
 from shardproof.planning import Structure, WritePlan, plan_writes
-from shardproof.saving.cache import CoordinatorPlan, Limits, SaveCache, SaveRequest
-from shardproof.saving.commit import commit, warn_of_orders
-from shardproof.saving.failed_commit import is_in_place
-from shardproof.saving.incremental import BaseChoice, CachedBase
-from shardproof.saving.messages import Agreement, Attempt, Divergence, RankReport, SaveResult, WriteReport
-from shardproof.saving.replica_check import compare_replicas
+from shardproof.saving.cache import CoordinatorPlan, Limits, SaveCache
+from shardproof.saving.commit import PlaceChunks, commit, is_in_place, place_chunks, warn_of_orders
+from shardproof.saving.messages import Agreement, Attempt, RankReport, SaveResult, WriteReport
+from shardproof.saving.save_option import SaveOption
+from shardproof.saving.save_request import SaveRequest
 from shardproof.saving.space_check import check_space, free_space
 from shardproof.storage import FreeSpace, Storage
 
@@ -49,9 +49,17 @@ _OUTCOMES = {
 class Coordinator:
     """The coordinator's side of one save. Each method takes the posts of all ranks and returns the answer."""
 
-    def __init__(self, storage: Storage, request: SaveRequest, cache: SaveCache, limits: Limits) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        request: SaveRequest,
+        options: Sequence[SaveOption],
+        cache: SaveCache,
+        limits: Limits,
+    ) -> None:
         self._storage = storage
         self._request = request
+        self._options = options
         self._cache = cache
         self._limits = limits
         self.facts: dict[str, float] = {}
@@ -60,7 +68,6 @@ class Coordinator:
         self._replace = request.overwrite
         self._nodes: list[int] = []
         self._spaces: list[FreeSpace | None] = []
-        self._choice: BaseChoice
 
     def agree(self, posts: Sequence[bytes]) -> bytes:
         """Checks that the requests agree, names the attempt, and decides which caches the ranks use."""
@@ -75,21 +82,19 @@ class Coordinator:
         self._nodes = [report.node for report in reports]
         self._spaces = [None if report.space is None else FreeSpace(*report.space) for report in reports]
         metadata = msgspec.json.decode(reports[0].metadata)
-        choice = BaseChoice(self._storage, self._request.base, self._cache.base if reuse_plan else None)
-        is_cached = choice.use_cached([report.cached_digests for report in reports])
-        choice.bound_chain(self._request.full_every)
-        send_base, self._choice = bool(choice.folder) and not is_cached, choice
+        name, now = secrets.token_hex(8), self._time()
+        self._cache.background_name = self._cache.background_name or name
+        name = overwrite_attempt(name) if self._request.record_overwrite else name
+        attempt = Attempt(name, now, reports[0].step, len(reports), metadata)
+        answers: dict[str, Any] = {}
+        for option in self._options:
+            posts_of_option = [report.options[option.name].post for report in reports]
+            attempt, answers[option.name] = option.decide(attempt, posts_of_option, reuse_plan)
+        self._attempt = attempt
         if cached is not None and reuse_plan:
             self._check_space(cached.plan)
-        name, now = secrets.token_hex(8), self._time()
-        attempt = overwrite_attempt(name) if self._request.record_overwrite else name
-        attempt = chain_attempt(attempt, choice.length) if choice.folder else attempt
-        self._attempt = Attempt(attempt, now, reports[0].step, len(reports), metadata, choice.folder)
-        self._cache.background_name = self._cache.background_name or name
-        turn = self._turn() if self._request.check_replicas else 0
-        return msgspec.msgpack.encode(
-            Agreement(self._attempt, reuse_plan, send_base, self._cache.background_name, turn)
-        )
+        agreement = Agreement(attempt, reuse_plan, self._cache.background_name, answers)
+        return msgspec.msgpack.encode(agreement)
 
     def _time(self) -> float:
         """The time of this save, Unix seconds; later than that of the save that it replaces.
@@ -132,7 +137,7 @@ class Coordinator:
     @no_garbage_collection()
     def plan(self, posts: Sequence[bytes]) -> list[bytes]:
         """Proves that the boxes tile each tensor, makes the plan, and returns each rank's part of it."""
-        self._cache.coordinator_plan = self._cache.base = None
+        self._cache.coordinator_plan = None
         structures = [Structure.decode(post) for post in posts]
         plan = plan_writes(
             structures,
@@ -146,36 +151,26 @@ class Coordinator:
         return [part.encode() for part in plan.rank_plans()]
 
     def _check_space(self, plan: WritePlan) -> None:
-        """Raises if the files of a save without a base do not fit."""
-        if not self._choice.folder:
+        """Raises if the files of a full save do not fit."""
+        if self._attempt.is_full:
             location, storage = self._storage.location, self._storage
             check_space(location, self._spaces, plan.bytes_by_rank(), lambda: free_space(storage))
 
-    def send_base(self, posts: Sequence[bytes]) -> list[bytes]:
-        """Looks the planned chunks up in the base; returns the digests of each rank's chunks."""
-        assert self._cache.coordinator_plan is not None
-        plan = self._cache.coordinator_plan.plan
-        base = self._choice.look_up(plan)
-        return [base.part(plan, rank).encode() for rank in range(len(posts))]
-
     @no_garbage_collection()
     def commit(self, posts: Sequence[bytes]) -> bytes:
-        """Compares replicas and commits. An error of the coordinator becomes a `RankFailure` of rank 0."""
-        attempt = self._attempt
+        """Commits what the ranks wrote. An error of the coordinator becomes a `RankFailure` of rank 0."""
+        attempt, options = self._attempt, self._options
         assert self._cache.coordinator_plan is not None
         reports = [msgspec.msgpack.decode(post, type=WriteReport) for post in posts]
-        plan, base = self._cache.coordinator_plan.plan, self._choice.base
+        plan = self._cache.coordinator_plan.plan
+        place: PlaceChunks = place_chunks
         slowest = max(range(len(reports)), key=lambda rank: reports[rank].seconds)
         self.facts = {"slowest_rank": slowest, "slowest_seconds": reports[slowest].seconds}
         try:
-            diverged: tuple[Divergence, ...] = ()
-            count = 0
-            if self._request.check_replicas:
-                turn = self._turn() if self._request.check_replicas == "sample" else None
-                diverged, count = compare_replicas(plan, turn, [report.replicas for report in reports])
-            manifest, placed = commit(
-                self._storage, plan, attempt, reports, overwrite=self._replace, base=base
-            )
+            for option in options:
+                option.check(plan, [report.options[option.name] for report in reports])
+                place = option.placer(place)
+            done = commit(self._storage, plan, attempt, reports, overwrite=self._replace, place=place)
         except (AlreadyCommittedError, StructureError):
             raise
         except Exception as error:
@@ -183,23 +178,19 @@ class Coordinator:
         self._cache.unconfirmed.confirm(self._storage)
         self._complete()
         warn_of_orders(self._storage.location, reports, self._cache.reordered)
-        self._cache.base = CachedBase(attempt.id, placed) if self._request.base is not None else None
-        if self._request.check_replicas == "sample":
-            self._cache.turn = self._turn() + 1
-        own = manifest.own_files
-        size, reused = sum(record.size for record in own), plan.byte_count[placed.file >= len(own)].sum()
-        return msgspec.msgpack.encode(
-            SaveResult(
-                self._storage.location,
-                attempt.step,
-                attempt.id,
-                len(manifest.tensors),
-                size,
-                int(reused),
-                diverged=diverged,
-                diverged_count=count,
-            )
+        own = done.manifest.own_files
+        size, reused = sum(record.size for record in own), plan.byte_count[done.placement.file >= len(own)]
+        result = SaveResult(
+            self._storage.location,
+            attempt.step,
+            attempt.id,
+            len(done.manifest.tensors),
+            size,
+            int(reused.sum()),
         )
+        for option in options:
+            result = option.complete(result, done)
+        return msgspec.msgpack.encode(result)
 
     def _complete(self) -> None:
         """Calls `on_commit` of the request. Its error reaches all ranks; the checkpoint stays committed."""
@@ -215,12 +206,6 @@ class Coordinator:
                 causes={"0": cause},
                 committed=True,
             ) from error
-
-    def _turn(self) -> int:
-        """The number of this sample. The first is a hash of the step, so restarts compare other samples."""
-        if self._cache.turn is None:
-            self._cache.turn = xxhash.xxh32_intdigest(str(self._attempt.step).encode())
-        return self._cache.turn
 
     def _commit_failure(self, error: Exception) -> RankFailure:
         """The error of a failed commit, which says whether the manifest is in place."""

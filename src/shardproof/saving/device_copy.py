@@ -19,7 +19,7 @@ Note: Temporaries belong to side
     A strided, conjugated or negated tensor is first copied into row-major order on the device. Side is the
     current stream of the thread when this memory is allocated. So the allocator reuses it only for side,
     whose later work comes after the copy. It is no larger than one copied part. Small tensors are gathered
-    in such memory, too: a copy to the host of its own costs each of them more than its bytes.
+    in such memory, too: for them, the start of a copy to the host takes longer than the transfer.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ __all__ = [
     "Agreement",
     "Attempt",
     "Divergence",
+    "OptionReport",
     "RankReport",
     "SaveResult",
     "WriteReport",
@@ -35,6 +36,20 @@ class Attempt(msgspec.Struct, frozen=True):
     base: str = ""
     """Folder of the base, which stores the unchanged chunks; empty: no base."""
 
+    @property
+    def is_full(self) -> bool:
+        """True if the save writes all chunks."""
+        return not self.base
+
+
+class OptionReport(msgspec.Struct, frozen=True, array_like=True):
+    """A rank's report of one optional part of a save."""
+
+    request: str
+    """The caller's arguments, for messages. They must be equal on all ranks."""
+    post: Any = None
+    """Plain data for the coordinator."""
+
 
 class RankReport(msgspec.Struct, frozen=True, array_like=True):
     """A rank's first report: the structure of its state, and the request of its caller."""
@@ -46,27 +61,18 @@ class RankReport(msgspec.Struct, frozen=True, array_like=True):
     step: int | None
     metadata: bytes
     overwrite: bool
-    incremental: bool
-    cached_digests: str
-    """The attempt whose chunk digests the rank has cached; empty: none."""
+    options: dict[str, OptionReport]
+    """The optional parts of the save, by name."""
     node: int
     """Equal on all ranks of one host."""
-    check_replicas: str
-    """Empty: no replicas are compared."""
     failed: bytes = b""
     """The error of the previous save, if this rank's caller has not received it."""
-    full_every: int | None = None
-    """See `SaveRequest`."""
     space: tuple[int, int, int | None, str, int | None] | None = None
     """The fields of the `FreeSpace` that the rank sees, without their names; None: not known."""
 
     def request_text(self) -> str:
         """The caller's request, for messages."""
-        how = f"overwrite={self.overwrite}, incremental={self.incremental}"
-        if self.incremental:
-            how += f", full_every={self.full_every}"
-        if self.check_replicas:
-            how += f", check_replicas={self.check_replicas!r}"
+        how = ", ".join([f"overwrite={self.overwrite}", *(one.request for one in self.options.values())])
         return f"step {self.step}, {how}, metadata {self.metadata.decode()}"
 
 
@@ -76,12 +82,10 @@ class Agreement(msgspec.Struct, frozen=True, array_like=True):
     attempt: Attempt
     reuse_plan: bool
     """True if all ranks use their cached plan."""
-    send_base: bool
-    """True if the coordinator sends each rank the base's digests of its chunks, at a separate meeting."""
     background: str
     """Name of the rendezvous in the background: the name of the coordinator's first attempt."""
-    turn: int = 0
-    """Number of the sample of replicas that this save compares."""
+    options: dict[str, Any]
+    """The answer to each optional part of the save, by name."""
 
 
 class WriteReport(msgspec.Struct, frozen=True, array_like=True):
@@ -98,10 +102,8 @@ class WriteReport(msgspec.Struct, frozen=True, array_like=True):
     """Keys of all objects in this rank's state."""
     object_digests: bytes
     """16 bytes for each of `object_keys`. They do not depend on the insertion order of dicts."""
-    rows: bytes = b""
-    """`pack_rows` of the planned chunks that the file holds; empty: all of them."""
-    replicas: bytes = b""
-    """Digests of the replicas that this rank compares."""
+    options: dict[str, Any] = {}
+    """The post of each optional part of the save, by name."""
     seconds: float = 0.0
     """Time that the rank took to write."""
     orders: dict[str, bytes] = {}

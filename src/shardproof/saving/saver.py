@@ -17,15 +17,16 @@ from shardproof.errors import ShardproofError
 from shardproof.planning import CHUNK_BYTES, SAMPLE_BYTES
 from shardproof.reentrance import guarded, refuse_inside
 from shardproof.rendezvous import MeetingSequence, Rendezvous
-from shardproof.saving.background import Workers, unfinished
-from shardproof.saving.cache import Limits, SaveCache, SaveRequest
+from shardproof.saving.background import PendingSave, Workers, unfinished, wait_for_end
+from shardproof.saving.cache import Limits, SaveCache
+from shardproof.saving.commit import Unconfirmed
 from shardproof.saving.device_copy import pinned_buffer
-from shardproof.saving.failed_commit import Unconfirmed
-from shardproof.saving.incremental import FindBase
+from shardproof.saving.incremental import BaseCache, IncrementalOption
 from shardproof.saving.messages import SaveResult
-from shardproof.saving.pending import PendingSave, wait_for_end
-from shardproof.saving.replica_check import CheckReplicas
+from shardproof.saving.replica_check import CheckReplicas, ReplicaCache, ReplicaOption
+from shardproof.saving.save_option import SaveOption
 from shardproof.saving.save_protocol import After, Save
+from shardproof.saving.save_request import SaveRequest
 from shardproof.saving.staging import StagingPool, default_budget
 from shardproof.state import Fence
 from shardproof.storage import Storage
@@ -72,6 +73,8 @@ class Saver:
         self.unconfirmed = Unconfirmed()
         """Commits that are not known to be durable; empty on ranks other than 0."""
         self._cache: SaveCache | None = None
+        self._bases = BaseCache()
+        self._replicas = ReplicaCache()
         self._process = os.getpid()
         self._thread: Workers
         self._under_way: Save | None = None
@@ -91,7 +94,7 @@ class Saver:
     ) -> SaveResult:
         """Saves a state tree and returns once it is committed. All ranks call it.
 
-        The arguments are those of `begin`.
+        The arguments are those of `begin` and `SaveRequest`.
 
         Raises:
             AlreadyCommittedError: `storage` has a committed checkpoint and `overwrite` is False.
@@ -119,7 +122,7 @@ class Saver:
             return self._begin(storage, state, request, background=False).outcome()
         except BaseException as error:  # the caller may change the state from here on
             if self._under_way is not None and self._under_way is not before:
-                self._under_way.give_up(error)
+                self._under_way.fail(error)
                 self._under_way.pending.mark_reported()
             raise
 
@@ -127,18 +130,10 @@ class Saver:
         self,
         storage: Storage,
         state: Any,
+        request: SaveRequest | None = None,
         *,
-        step: int | None = None,
-        metadata: dict[str, Any] | None = None,
-        overwrite: bool = False,
         when_busy: WhenBusy = "wait",
         stage_all: bool = False,
-        base: FindBase | None = None,
-        full_every: int | None = None,
-        check_replicas: CheckReplicas | None = None,
-        check_place: Callable[[], None] | None = None,
-        record_overwrite: bool = False,
-        on_commit: Callable[[], None] | None = None,
         after: After | None = None,
     ) -> PendingSave:
         """Begins to save a state tree, and returns once the caller may change it. All ranks call it.
@@ -146,27 +141,10 @@ class Saver:
         Args:
             storage: storage of the step.
             state: the state tree.
-            step: stored in the manifest.
-            metadata: plain data, stored in the manifest.
-            overwrite: True to replace a committed checkpoint.
+            request: what is saved with the state, and how. None: the defaults.
             when_busy: "wait" for the current save, or "skip" this one. If one rank skips, all ranks skip.
             stage_all: True to copy all memory before this returns, including memory that only optimizers
                 write.
-            base: finds an earlier committed step in a sibling folder of `storage`. Its chunks are not written
-                again. Called on the coordinator. None: all chunks are written.
-            full_every: at least one of this many saves in a row with a `base` is written in full. None: no
-                bound.
-            check_replicas: ``"all"`` or ``"sample"`` to compare the bytes of boxes that several ranks have. A
-                sample has `sample_bytes` a rank, and successive saves cover all boxes. Differences are in
-                `SaveResult.diverged`, and logged. Some tensors differ by design, such as the statistics of an
-                unsynchronised BatchNorm: omit them, or wrap them in `PerRank`.
-            check_place: raises a `ShardproofError` if the place cannot take a save. Called on the
-                coordinator.
-            record_overwrite: True if the save may replace earlier saves of its step on other tiers. The name
-                of its attempt records this (see `shardproof.format.overwrite_attempt`).
-            on_commit: called on the coordinator after the commit and before any rank gets the result. So when
-                `PendingSave.done` is true on any rank, this function has returned. If it fails, all ranks get
-                the error, and the checkpoint stays committed.
             after: called on each rank in the background after the commit and before its `PendingSave.done`,
                 with the result and a function that takes the numbers of done and total steps.
 
@@ -177,22 +155,11 @@ class Saver:
         """
         refuse_inside("save")
         begun = time.monotonic()
-        request = SaveRequest(
-            step,
-            metadata,
-            overwrite,
-            base,
-            check_replicas,
-            full_every,
-            check_place,
-            record_overwrite,
-            on_commit,
-        )
         with self._turn:
             pending = self._begin(
                 storage,
                 state,
-                request,
+                request or SaveRequest(),
                 background=True,
                 stage_all=stage_all,
                 when_busy=when_busy,
@@ -224,19 +191,36 @@ class Saver:
                 return PendingSave(request.step, None)
             cache = self._own_cache()
             self.wait_for_end()
+            options = self._options(request)
+            save = Save(self._rendezvous, storage, request, options, cache, self._limits)
             failed = self._take_failure()
-            save = Save(self._rendezvous, storage, request, cache, self._limits, failed)
             try:
-                submit = partial(self._submit, save)
-                save.start(state, operation, submit, background=background, stage_all=stage_all, after=after)
+                save.start(
+                    state,
+                    operation,
+                    partial(self._submit, save),
+                    background=background,
+                    stage_all=stage_all,
+                    after=after,
+                    failed=failed,
+                )
             except BaseException as error:  # the caller may change memory that was not copied
-                save.give_up(error)
+                save.fail(error)
                 save.pending.mark_reported()
                 if operation.claim():  # the save thread has not claimed it, and does not end the save
                     self._under_way = None
                     save.end()
                 raise
             return save.pending
+
+    def _options(self, request: SaveRequest) -> list[SaveOption]:
+        """The optional parts of a save."""
+        options: list[SaveOption] = []
+        if request.base is not None:
+            options.append(IncrementalOption(request.base, request.full_every, self._bases))
+        if request.check_replicas is not None:
+            options.append(ReplicaOption(request.check_replicas, self._replicas))
+        return options
 
     def _submit(self, save: Save, work: Callable[[], SaveResult]) -> None:
         self._under_way = save

@@ -1,4 +1,6 @@
-"""Writes one shard file: one thread copies and hashes, other threads write.
+"""The shard file of a rank: its header, which is prepared once for a plan, and the write of the file.
+
+One thread copies and hashes, other threads write:
 
     memory --copy, hash--> aligned buffer --write_at--> storage
 
@@ -14,31 +16,125 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from types import TracebackType
+from typing import Any, Self, cast
 
+import msgspec
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
 from shardproof._utils.memcpy import address
+from shardproof.dtypes import DTYPES
 from shardproof.format import (
     BLOCK_BYTES,
+    FORMAT_VERSION,
+    REFERENCES_VERSION,
     ChunkHasher,
-    digests_as_bytes,
+    Declared,
+    Entries,
+    box_name,
+    declared_header,
     digests_from_bytes,
+    encode_chunks,
     file_digest,
     shard_tail,
-    start_in_page,
 )
+from shardproof.planning import RankPlan, Structure
 from shardproof.saving.background import Workers
-from shardproof.saving.incremental import BaseDigests
-from shardproof.saving.prepared_shard import PreparedShard
+from shardproof.saving.messages import Attempt
 from shardproof.saving.snapshot import Snapshot
-from shardproof.storage import ALIGNMENT, Sink, aligned_buffer
+from shardproof.storage import Sink, aligned_buffer
 
-__all__ = ["BufferPool", "WrittenShard", "write_shard"]
+__all__ = [
+    "BufferPool",
+    "Output",
+    "PreparedShard",
+    "ShardStream",
+    "WriteShard",
+    "WrittenShard",
+    "prepare_shard",
+    "write_shard",
+]
 
-_PADDING_ENTRY = 128
-"""Upper bound for the bytes of a padding entry in a header."""
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PreparedShard:
+    """The parts of a rank's shard that depend only on the plan."""
+
+    plan: RankPlan
+    names: tuple[str, ...]
+    """Names of the chunks' entries, in the order of `codes` and `shapes`."""
+    codes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    entries: Entries
+    """Entries of a file with all chunks."""
+    tensors: msgspec.Raw
+    """Encoded mapping of key to dtype and global shape, for the tensors of the file and the empty tensors
+    that it declares."""
+    data_bytes: int
+
+    @property
+    def is_written(self) -> bool:
+        """True if the plan gives this rank a file."""
+        return len(self.plan.piece) > 0 or len(self.plan.objects) > 0
+
+    def header(
+        self, attempt: Attempt, rank: int, objects: dict[str, bytes], entries: Entries, *, size: int = 0
+    ) -> bytes:
+        """The whole header of the shard of one attempt, padded to at least `size` bytes.
+
+        `objects` are those of the file, as JSON.
+        """
+        declared = Declared(
+            version=FORMAT_VERSION if attempt.is_full else REFERENCES_VERSION,
+            attempt=attempt.id,
+            step=attempt.step,
+            time=attempt.time,
+            rank=rank,
+            world_size=attempt.world_size,
+            files=self.plan.files,
+            tensors=cast(Any, self.tensors),
+            aliases=self.plan.aliases,
+            objects={key: msgspec.Raw(value) for key, value in objects.items()},
+            metadata=attempt.metadata,
+            base=attempt.base,
+        )
+        return declared_header(declared, entries, size=size)
+
+
+def prepare_shard(structure: Structure, plan: RankPlan) -> PreparedShard:
+    """Names the chunks of a plan and encodes their entries."""
+    table = structure.tensors()
+    rows = structure.box_tensor[plan.piece].tolist()
+    dtypes = {name: DTYPES[name] for name in set(table.dtypes)}
+    boxes: dict[tuple[int, ...], tuple[str, tuple[int, ...]]] = {}  # few, because most cuts are alike
+    names: list[str] = []
+    codes: list[str] = []
+    shapes: list[tuple[int, ...]] = []
+    offsets, sizes = plan.box_offsets.tolist(), plan.box_sizes.tolist()
+    at = 0
+    for row in rows:
+        dtype, ndim = dtypes[table.dtypes[row]], len(table.shapes[row])
+        box = *offsets[at : at + ndim], *sizes[at : at + ndim], dtype.parts
+        named = boxes.get(box)
+        if named is None:
+            shape = box[ndim:] if dtype.parts > 1 else box[ndim:-1]
+            named = boxes[box] = box_name(box[:ndim], box[ndim:-1]), shape
+        names.append(table.keys[row] + named[0])
+        codes.append(dtype.code)
+        shapes.append(named[1])
+        at += ndim
+    declared = {table.keys[row]: (table.dtypes[row], table.shapes[row]) for row in np.unique(rows).tolist()}
+    return PreparedShard(
+        plan,
+        tuple(names),
+        tuple(codes),
+        tuple(shapes),
+        encode_chunks(names, codes, shapes, plan.byte_count),
+        msgspec.Raw(msgspec.json.encode(declared | plan.empty)),
+        int(plan.byte_count.sum()),
+    )
 
 
 class BufferPool:
@@ -51,16 +147,9 @@ class BufferPool:
 
     def __init__(self, nbytes: int = 8 << 20, count: int = 3) -> None:
         self.nbytes = nbytes
-        self._scratch = memoryview(b"")
         self._free: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
         for _ in range(count):
             self._free.put(aligned_buffer(nbytes))
-
-    def scratch(self, nbytes: int) -> memoryview:
-        """Memory for one chunk that is compared with the base; the same memory at every call."""
-        if len(self._scratch) < nbytes:
-            self._scratch = aligned_buffer(nbytes)
-        return self._scratch
 
     def take(self) -> memoryview:
         """A free buffer; waits until a writer thread returns one."""
@@ -80,174 +169,129 @@ class WrittenShard:
     digest: str
     """`shardproof.format.file_digest` of its header and chunk digests."""
     digests: NDArray[np.uint64]
-    """(n, 2) digests of all chunks of the plan, in its order, written or not."""
-    written: NDArray[np.bool_]
-    """(n,) True if the file stores the chunk."""
+    """(n, 2) digests of all chunks of the plan, in its order."""
 
     @staticmethod
     def nothing() -> WrittenShard:
         """The shard of a rank that the plan gives no file."""
-        return WrittenShard(0, 0, "", np.zeros((0, 2), np.uint64), np.zeros(0, bool))
+        return WrittenShard(0, 0, "", np.zeros((0, 2), np.uint64))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Output:
+    """The file that a rank writes, and what writes it."""
+
+    create: Callable[[], Sink]
+    """Begins the file."""
+    buffers: BufferPool
+    """Buffers for the bytes to write."""
+    writers: Workers
+    """Threads that write buffers."""
+    on_progress: Callable[[int], None]
+    """Called with the bytes of chunks so far that need no more work."""
+
+
+WriteShard = Callable[[PreparedShard, Callable[..., bytes], Snapshot, Output], WrittenShard]
+"""The type of `write_shard`."""
 
 
 def write_shard(
-    create: Callable[[], Sink],
-    shard: PreparedShard,
-    header: Callable[..., bytes],
-    snapshot: Snapshot,
-    base: BaseDigests | None,
-    buffers: BufferPool,
-    writers: Workers,
-    on_progress: Callable[[int], None],
+    shard: PreparedShard, header: Callable[..., bytes], snapshot: Snapshot, output: Output
 ) -> WrittenShard:
-    """Writes header, chunks, padding and the tables of digests, and flushes them.
-
-    Without a base, all chunks are written after the header. With a base, only chunks that differ from the
-    base are written, and no file if no chunk differs. Then the header is written last, into reserved space,
-    because it lists the chunks of the file.
+    """Writes header, all chunks, padding and the tables of digests, and flushes them.
 
     Args:
-        create: begins the file.
         shard: shard of this rank.
         header: `PreparedShard.header` without its first arguments.
         snapshot: all chunks of the plan, in its order.
-        base: digests of the same chunks in the base.
-        buffers: buffers for the bytes to write.
-        writers: threads that write buffers.
-        on_progress: called with the bytes so far that are written, or equal to the base.
+        output: the file.
 
     Raises:
         StorageError: the error of the first write that failed.
         StructureError: memory was changed during the save (see `Snapshot.copy`).
     """
-    counts = snapshot.byte_counts
-    in_base = [b""] * len(counts)  # digest of each chunk that the base stores
-    if base is not None:
-        pairs = zip(digests_as_bytes(base.digest), base.known.tolist(), strict=True)
-        in_base = [digest if known else b"" for digest, known in pairs]
-    compared = [count for count, old in zip(counts, in_base, strict=True) if old]
-    scratch = buffers.scratch(max(compared, default=0))
-    head, spaces = header(shard.entries), b""
-    # A header that lists only some of the chunks exceeds `head` by at most one entry of padding.
-    reserved = -(-(len(head) + _PADDING_ENTRY) // ALIGNMENT) * ALIGNMENT
-    digests: list[bytes] = []
-    written = np.zeros(len(counts), bool)
-    byte_count = _ByteCount(on_progress)
-    sink: Sink | None = None
-    stream: _Stream | None = None
-
-    def begin(row: int) -> tuple[Sink, _Stream]:
-        """Opens the file, whose first chunk is `row`. Chunks begin at their place in a page."""
-        nonlocal spaces
-        if base is not None:
-            spaces = b" " * start_in_page(shard.plan.byte_count[row:])
-        file = create()
-        chunks = _Stream(file, buffers, writers, byte_count.add, start=0 if base is None else reserved)
-        return file, chunks
-
-    try:
-        try:
-            row = 0
-            while row < len(counts):
-                end = row + 1
-                hasher = _hash_into(scratch, snapshot, row) if in_base[row] else None
-                if hasher is not None and hasher.digest() == in_base[row]:
-                    digests.append(in_base[row])
-                    byte_count.add(counts[row])
-                    row = end
-                    continue
-                if sink is None or stream is None:
-                    sink, stream = begin(row)
-                    stream.put(head if base is None else spaces)
-                if hasher is not None:
-                    stream.put(scratch[: counts[row]])
-                    stream.blocks += hasher.blocks()
-                    digests.append(hasher.digest())
-                else:
-                    if base is None:
-                        end = len(counts)
-                    while end < len(counts) and not in_base[end]:
-                        end += 1
-                    digests += stream.put_chunks(snapshot, range(row, end))
-                written[row:end] = True
-                row = end
-            columns = digests_from_bytes(digests)
-            if sink is None or stream is None:
-                if base is not None and not shard.plan.objects:
-                    return WrittenShard(0, 0, "", columns, written)
-                sink, stream = begin(len(counts))
-                stream.put(head if base is None else spaces)
-            entries = shard.entries_of(written)
-            stream.put(shard_tail(entries.padding, stream.blocks, columns[written]))
-        finally:
-            if stream is not None:
-                stream.drain()
-        stream.check()
-        if base is not None:
-            head = header(entries, size=reserved + len(spaces))
-            if len(head) != reserved + len(spaces) or not head.endswith(spaces):
-                raise AssertionError(
-                    f"the header takes {len(head)} bytes, {reserved + len(spaces)} are reserved"
-                )
-            sink.write_at(0, memoryview(head)[:reserved])
-        sink.finish(stream.position)
-    except BaseException:
-        if sink is not None:
-            sink.abort()
-        raise
-    return WrittenShard(stream.position, len(head), file_digest(head, columns[written]), columns, written)
+    head = header(shard.entries)
+    with ShardStream(output) as stream:
+        stream.open()
+        stream.put(head)
+        chunks = stream.put_chunks(snapshot, range(len(snapshot.byte_counts)))
+        digests = digests_from_bytes(chunks)
+        stream.put(shard_tail(shard.entries.padding, stream.blocks, digests))
+        size = stream.finish()
+    return WrittenShard(size, len(head), file_digest(head, digests), digests)
 
 
-def _hash_into(scratch: memoryview, snapshot: Snapshot, row: int) -> ChunkHasher:
-    """Copies a chunk into scratch memory once, and hashes the copy: later writes do not change it."""
-    count, to = snapshot.byte_counts[row], address(scratch)
-    hasher = ChunkHasher()
-    for start in range(0, max(count, 1), BLOCK_BYTES):
-        size = min(BLOCK_BYTES, count - start)
-        snapshot.copy(row, start, size, to + start)
-        hasher.update(scratch[start : start + size])
-    return hasher
+class ShardStream:
+    """Bytes in file order, gathered into buffers.
 
+    An error that leaves the context aborts the file.
 
-class _ByteCount:
-    """Sums the bytes that several threads report."""
+    Args:
+        output: the file.
+        start: place of the first bytes; a multiple of the alignment of direct writes.
+    """
 
-    def __init__(self, on_progress: Callable[[int], None]) -> None:
-        self._lock = threading.Lock()
-        self._on_progress = on_progress
-        self._done = 0
-
-    def add(self, count: int) -> None:
-        with self._lock:
-            self._done += count
-            done = self._done
-        self._on_progress(done)
-
-
-class _Stream:
-    """Bytes in file order, gathered into buffers."""
-
-    def __init__(
-        self,
-        sink: Sink,
-        buffers: BufferPool,
-        writers: Workers,
-        on_bytes: Callable[[int], None],
-        *,
-        start: int,
-    ) -> None:
+    def __init__(self, output: Output, *, start: int = 0) -> None:
         self.position = start
         """The byte after the last that was put."""
         self.blocks: list[bytes] = []
         """Block digests of the chunks that have several blocks."""
-        self._sink = sink
-        self._buffers = buffers
-        self._writers = writers
-        self._on_bytes = on_bytes
+        self._output = output
+        self._buffers = output.buffers
+        self._sink: Sink | None = None
         self._pending: list[Future[None]] = []
         self._buffer: memoryview | None = None
         self._address = 0
         self._filled = 0
+        self._lock = threading.Lock()
+        self._done = 0
+        """Bytes that `count` counted."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and self._sink is not None:
+            try:
+                self._drain()
+            finally:
+                self._sink.abort()
+
+    @property
+    def is_open(self) -> bool:
+        """True if `open` was called."""
+        return self._sink is not None
+
+    def open(self) -> None:
+        """Begins the file; called before the first bytes are put."""
+        self._sink = self._output.create()
+
+    def count(self, nbytes: int) -> None:
+        """Reports bytes that are written or need no write. Any thread may call it."""
+        with self._lock:
+            self._done += nbytes
+            done = self._done
+        self._output.on_progress(done)
+
+    def finish(self, head: bytes = b"") -> int:
+        """Writes the last buffer, then `head` at the start of the file, and flushes the file.
+
+        Returns:
+            The size of the file.
+
+        Raises:
+            StorageError: the error of the first write that failed.
+        """
+        assert self._sink is not None
+        self._drain()
+        for write in self._pending:
+            write.result()
+        if head:
+            self._sink.write_at(0, memoryview(head))
+        self._sink.finish(self.position)
+        return self.position
 
     def put(self, data: bytes | memoryview) -> None:
         """Appends bytes."""
@@ -297,17 +341,12 @@ class _Stream:
         self.blocks += hasher.blocks()
         return hasher.digest()
 
-    def drain(self) -> None:
+    def _drain(self) -> None:
         """Writes the last buffer and waits for all writes, failed ones too."""
         if self._buffer is not None:
             self._write_buffer(self._buffer)
         for write in self._pending:
             write.exception()
-
-    def check(self) -> None:
-        """Raises the error of the first write that failed."""
-        for write in self._pending:
-            write.result()
 
     def _room(self) -> memoryview:
         """The free part of the current buffer; takes a new buffer if there is none."""
@@ -328,12 +367,13 @@ class _Stream:
     def _write_buffer(self, buffer: memoryview) -> None:
         start, count = self.position - self._filled, self._filled
         self._buffer = None
-        self._pending.append(self._writers.submit(partial(self._write, start, buffer, count)))
+        self._pending.append(self._output.writers.submit(partial(self._write, start, buffer, count)))
 
     def _write(self, start: int, buffer: memoryview, count: int) -> None:
         try:
+            assert self._sink is not None
             self._sink.write_at(start, buffer[:count])
-            self._on_bytes(count)
+            self.count(count)
         finally:
             self._buffers.give(buffer)
 

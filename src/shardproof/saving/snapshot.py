@@ -30,18 +30,105 @@ from __future__ import annotations
 import ctypes
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import torch
+import xxhash
 
 from shardproof._utils.memcpy import address
 from shardproof.errors import StorageError, StructureError
-from shardproof.geometry import row_pointers
 from shardproof.planning import RankPlan
 from shardproof.saving.background import Progress, Workers
-from shardproof.saving.capture import Capture
+from shardproof.saving.device_copy import DeviceCopies, copies_of
 from shardproof.saving.source import SliceSource
 from shardproof.saving.staging import SLOT_BYTES, Staged, StagingPool
+from shardproof.saving.write_watch import WriteWatch
+from shardproof.state import Collected, ObjectEntry, Piece, Stepped, canonical_json
 
-__all__ = ["Snapshot"]
+__all__ = ["Capture", "Snapshot"]
+
+_UNFENCED_BYTES = 1 << 20
+"""Largest size of unfenced tensors that a save copies before the ranks agree on a plan."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Capture:
+    """The state of one rank at the start of a save."""
+
+    pieces: Sequence[Piece]
+    """In the order of the structure."""
+    names: Sequence[str]
+    """Names of the pieces' tensors, for messages."""
+    objects: dict[str, bytes]
+    """As JSON, by key."""
+    copies: dict[torch.device, DeviceCopies]
+    """Copies of the pieces' current values, by device."""
+    watch: WriteWatch | None
+    """Detects writes to the pieces; None: the caller waits, so no memory changes."""
+    goes_ahead: bool
+    """True if all unfenced memory is copied. Only fenced memory can change, so the caller may continue."""
+
+    @staticmethod
+    def of(collected: Collected, stepped: Sequence[Stepped], *, guarded: bool, goes_ahead: bool) -> Capture:
+        """Records the collected state.
+
+        Args:
+            collected: collected state of this rank.
+            stepped: the optimizers whose steps the fence delays.
+            guarded: True if memory may change before the save is over.
+            goes_ahead: True to copy the unfenced memory, if it is small.
+        """
+        pieces = [piece for entry in collected.tensors for piece in entry.pieces]
+        watch = WriteWatch(pieces, stepped) if guarded else None
+        goes_ahead = goes_ahead and _copy_unfenced(pieces, watch)
+        return Capture(
+            pieces,
+            [entry.key for entry in collected.tensors for _ in entry.pieces],
+            _encoded(collected.objects),
+            copies_of(piece.view for piece in pieces),
+            watch,
+            goes_ahead,
+        )
+
+    def object_digests(self) -> tuple[bytes, dict[str, bytes]]:
+        """The fields `object_digests` and `orders` of `WriteReport`."""
+        known: dict[int, tuple[bytes, bytes]] = {}
+        for text in self.objects.values():
+            if id(text) not in known:
+                canonical = canonical_json(msgspec.json.decode(text))
+                order = b"" if text == canonical else xxhash.xxh3_64_digest(text)
+                known[id(text)] = xxhash.xxh3_128_digest(canonical), order
+        found = {key: known[id(text)] for key, text in self.objects.items()}
+        digests = b"".join([digest for digest, _ in found.values()])
+        return digests, {key: order for key, (_, order) in found.items() if order}
+
+
+def _copy_unfenced(pieces: list[Piece], watch: WriteWatch | None) -> bool:
+    """Replaces unfenced pieces with copies; False if they are too large, or none is fenced."""
+    if not watch:
+        return False
+    unfenced = [row for row in range(len(pieces)) if not watch.is_fenced(row)]
+    if sum(pieces[row].view.nbytes for row in unfenced) > _UNFENCED_BYTES:
+        return False
+    try:
+        for row in unfenced:
+            piece = pieces[row]
+            pieces[row] = Piece.of(piece.view.clone(), piece.offsets, piece.sizes)
+    except torch.OutOfMemoryError:  # staging through host memory takes no device memory
+        return False
+    return True
+
+
+def _encoded(objects: Sequence[ObjectEntry]) -> dict[str, bytes]:
+    """Objects as JSON, by key. A value that several keys share is encoded once."""
+    encoded: dict[int, bytes] = {}
+    for entry in objects:
+        if id(entry.value) not in encoded:
+            encoded[id(entry.value)] = msgspec.json.encode(entry.value)
+    return {entry.key: encoded[id(entry.value)] for entry in objects}
+
 
 _log = logging.getLogger("shardproof")
 _POLL_SECONDS = 0.1
@@ -71,7 +158,6 @@ class Snapshot:
         self.waited = 0.0
         """Seconds that training waited for copies."""
         self.staged_bytes = 0
-        self._names = capture.names
         self._pool = pool
         self._allocator = allocator
         self._patience = patience
@@ -80,16 +166,11 @@ class Snapshot:
         boxes = plan.box_offsets, plan.box_sizes
         columns = plan.piece, plan.piece_start, plan.byte_count, *boxes
         self._source = SliceSource(capture.pieces, *columns, capture.copies)
-        self._gathers = 0 in self._source.addresses
+        self._live = _LiveChunks(self._source, pool, capture.names)
         self.byte_counts: Sequence[int] = self._source.byte_counts
         """Sizes of the chunks, in the order of the file."""
-        self._before = row_pointers(plan.byte_count)
         self._watch = capture.watch
-        self._copies = capture.copies
         self._staged: dict[int, Staged] = {}
-        self._gathered = -1
-        """The chunk in the scratch memory."""
-        self._scratch = 0
         self._front = 0
         self._over = self._watch is None
         self._failure: BaseException | None = None
@@ -99,7 +180,7 @@ class Snapshot:
 
         Raises:
             StructureError: the memory of the tensor was freed.
-            BaseException: the error for which the save was given up.
+            BaseException: the error with which the save failed.
         """
         with self._changed:
             if self._failure is not None:
@@ -108,7 +189,7 @@ class Snapshot:
             if staged is not None:
                 ctypes.memmove(to, staged.address + start, count)
             else:
-                ctypes.memmove(to, self._live(row) + start, count)
+                ctypes.memmove(to, self._live.address_of(row) + start, count)
             if start + count == self.byte_counts[row]:
                 self._front = row + 1
                 if staged is not None:
@@ -127,11 +208,11 @@ class Snapshot:
         with self._changed:
             if self._failure is not None:
                 raise self._failure
-            gathered = self._gather(rows) if self._gathers else {}
+            gathered = self._live.gathered(row for row in rows if row not in staged)
             for row in rows:
                 copied = staged.pop(row, None) if staged else None
                 if copied is None:
-                    ctypes.memmove(to, gathered.get(row) or self._live(row), counts[row])
+                    ctypes.memmove(to, gathered.get(row) or self._live.address_of(row), counts[row])
                 else:
                     ctypes.memmove(to, copied.address, counts[row])
                     self._pool.give(copied)
@@ -154,7 +235,7 @@ class Snapshot:
             if fenced:
                 self._check_watch()
         except BaseException as error:
-            self.give_up(error)
+            self.fail(error)
             if not isinstance(error, Exception):
                 raise
         self.waited += time.monotonic() - begun
@@ -164,7 +245,7 @@ class Snapshot:
 
         Raises:
             StructureError: code that no fence delays wrote to the memory.
-            BaseException: the error for which the save was given up.
+            BaseException: the error with which the save failed.
         """
         with self._changed:
             if self._failure is not None:
@@ -175,11 +256,11 @@ class Snapshot:
         """Raises StructureError if code that no fence delays wrote to the memory."""
         with self._changed:
             watch, self._watch = self._watch, None
-            piece = watch.changed_piece(self._copies) if watch else None
+            piece = watch.changed_piece(self._source.copies) if watch else None
         if piece is not None:
-            raise self._was_changed(piece)
+            raise self._live.was_changed(piece)
 
-    def give_up(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
         """Makes the writer fail with this error, and ends the wait of staging threads."""
         with self._changed:
             if not self._over:
@@ -200,7 +281,7 @@ class Snapshot:
     def _from_the_last(self, fenced: bool) -> Iterator[list[int]]:
         """The chunks to stage, from the last to the first; small ones in batches."""
         watch, rows, size = self._watch, list[int](), 0
-        most = _DEVICE_BATCH_BYTES if self._copies else _BATCH_BYTES
+        most = _DEVICE_BATCH_BYTES if self._source.copies else _BATCH_BYTES
         for row in range(len(self.byte_counts) - 1, -1, -1):
             if fenced or watch is None or not watch.is_fenced(self._source.piece[row]):
                 if rows and size + self.byte_counts[row] > most:
@@ -217,7 +298,7 @@ class Snapshot:
             try:
                 return self._stage_each(rows)
             except BaseException as error:
-                self.give_up(error)  # before the writer can take a chunk whose copy failed
+                self.fail(error)  # before the writer can take a chunk whose copy failed
                 raise
 
     def _stage_each(self, rows: Sequence[int]) -> bool:
@@ -229,7 +310,7 @@ class Snapshot:
                 if row < self._front or self._over:
                     return False
         finally:
-            self._wait_for_copies()  # before other threads may use them
+            self._live.wait()  # before other threads may use them
         return True
 
     def _try_to_stage(self, row: int) -> bool:
@@ -241,7 +322,7 @@ class Snapshot:
         if staged is None:
             return False
         try:
-            self._check_memory(row)
+            self._live.check(row)
             self._source.read(row, staged.address, wait=False, segment=staged.segment)
         except BaseException:
             self._pool.give(staged)
@@ -252,7 +333,7 @@ class Snapshot:
 
     def _wait_to_stage(self, row: int) -> None:
         """Waits until a chunk is not live, or the save has failed. The caller holds `changed`."""
-        self._wait_for_copies()
+        self._live.wait()
         self._ask_for_memory(row)
         seen, since, waiting = -1, time.monotonic(), 0.0
         while row >= self._front and not self._over and not self._try_to_stage(row):
@@ -281,7 +362,7 @@ class Snapshot:
 
     def _ask_for_memory(self, row: int) -> None:
         """Lets the pool grow to the size of all live and staged chunks."""
-        live = int(self._before[row + 1] - self._before[self._front])
+        live = sum(self.byte_counts[self._front : row + 1])
         staged = sum(self.byte_counts[other] for other in self._staged)
         size, largest = live + staged, max(self.byte_counts)
         self._allocator.submit(lambda: self._grow(size, largest))
@@ -293,46 +374,64 @@ class Snapshot:
         except Exception as error:
             _log.warning("there is no more memory for the copies of a save: %s", error)
 
-    def _live(self, row: int) -> int:
-        """The address of the bytes of a live chunk: in the tensor, or in a gathered copy."""
-        self._check_memory(row)
+
+class _LiveChunks:
+    """The bytes of live chunks: in their tensors, or in copies that are gathered in scratch memory.
+
+    Callers hold `changed` of the pool. `names` are those of the pieces' tensors.
+    """
+
+    def __init__(self, source: SliceSource, pool: StagingPool, names: Sequence[str]) -> None:
+        self._source = source
+        self._pool = pool
+        self._names = names
+        self._gathers = 0 in source.addresses
+        self._row = -1
+        """The chunk in the scratch memory of `address_of`."""
+        self._scratch = 0
+
+    def address_of(self, row: int) -> int:
+        """The address of the bytes of one chunk."""
+        self.check(row)
         if (there := self._source.addresses[row]) != 0:
             return there
-        if self._gathered != row:
-            self._scratch = self._scratch or address(self._pool.scratch(max(self.byte_counts)))
+        if self._row != row:
+            self._scratch = self._scratch or address(self._pool.scratch(max(self._source.byte_counts)))
             self._source.read(row, self._scratch)
-            self._gathered = row
+            self._row = row
         return self._scratch
 
-    def _gather(self, rows: range) -> dict[int, int]:
-        """Copies the live chunks that have no address. Returns the addresses of the copies, by row."""
-        live = [row for row in rows if self._source.addresses[row] == 0 and row not in self._staged]
+    def gathered(self, rows: Iterable[int]) -> dict[int, int]:
+        """Copies the chunks that have no address. Returns the addresses of the copies, by row."""
+        live = [row for row in rows if self._source.addresses[row] == 0] if self._gathers else []
         if not live:
             return {}
-        self._scratch, self._gathered = 0, -1
-        slots = [-(-self.byte_counts[row] // SLOT_BYTES) * SLOT_BYTES for row in live]
+        self._scratch, self._row = 0, -1
+        slots = [-(-self._source.byte_counts[row] // SLOT_BYTES) * SLOT_BYTES for row in live]
         to = address(self._pool.scratch(max(1, sum(slots))))
-        gathered: dict[int, int] = {}
+        copies: dict[int, int] = {}
         try:
             for row, slot in zip(live, slots, strict=True):
-                self._check_memory(row)
+                self.check(row)
                 self._source.read(row, to, wait=False)
-                gathered[row] = to
+                copies[row] = to
                 to += slot
         finally:
-            self._wait_for_copies()
-        return gathered
+            self.wait()
+        return copies
 
-    def _wait_for_copies(self) -> None:
+    def wait(self) -> None:
         """Waits for all copies. Raises StructureError if the memory of a tensor was freed before."""
         if freed := self._source.wait():
-            raise self._was_changed(self._source.piece[freed[0]])
+            raise self.was_changed(self._source.piece[freed[0]])
 
-    def _check_memory(self, row: int) -> None:
+    def check(self, row: int) -> None:
+        """Raises StructureError if the memory of a tensor was freed."""
         if not self._source.is_in_place(row):
-            raise self._was_changed(self._source.piece[row])
+            raise self.was_changed(self._source.piece[row])
 
-    def _was_changed(self, piece: int) -> StructureError:
+    def was_changed(self, piece: int) -> StructureError:
+        """The error of a piece whose memory other code wrote to or freed."""
         return StructureError(
             f"{self._names[piece]} was changed while it was being saved, and not by the step of an optimizer "
             "in the state. Nothing was committed. Call checkpointer.fence() before code that writes to "

@@ -85,7 +85,7 @@ class SliceSource:
         self.addresses: list[int] = base.tolist()
         """Address of each slice in host memory; 0 if `read` has to gather its bytes."""
         self._columns = piece, offsets, sizes
-        self._devices = copies
+        self.copies = copies
         self._small: _SmallCopies | None = None
         """Slices of `read` without `wait` whose copies are not enqueued yet."""
         self._freed: list[int] = []
@@ -124,7 +124,7 @@ class SliceSource:
         try:
             self._copy_small()
         finally:
-            for copies in self._devices.values():
+            for copies in self.copies.values():
                 copies.wait()
         freed, self._freed = self._freed, []
         return freed
@@ -149,7 +149,7 @@ class SliceSource:
         ):
             if size != part.shape[dim]:
                 part = part.narrow(dim, offset - first, size)
-        copies = self._devices.get(part.device)
+        copies = self.copies.get(part.device)
         if copies is None:
             gathered = part.resolve_conj().resolve_neg().contiguous()
             ctypes.memmove(to, gathered.data_ptr(), count)

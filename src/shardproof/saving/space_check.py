@@ -79,9 +79,9 @@ def check_space(
 
 
 def _advice(location: str, more: str) -> str:
-    """The way to more space, for a save at `location`, and what else makes room in its storage.
+    """Says how to get more space for a save at `location`. `more` is the advice of its storage.
 
-    A smaller ``keep=`` is none: retention removes steps only after a commit.
+    It does not advise a smaller ``keep=``: retention removes steps only after a commit.
     """
     run, _, folder = location.rpartition("/")
     end = f", or {more}" if more else ""

@@ -13,7 +13,7 @@ import shardproof as sp
 from shardproof.errors import CorruptChunkError, FormatError, StorageError
 from shardproof.format import MANIFEST_NAME, read_manifest, read_shard_header
 from shardproof.loading import LoadReport
-from shardproof.loading.threads import Scratch
+from shardproof.loading.read_executor import Scratch
 from shardproof.maintenance import make_standalone, repair, verify
 from shardproof.rendezvous import LocalRendezvous
 from shardproof.saving import Saver

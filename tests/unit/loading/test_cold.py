@@ -19,7 +19,7 @@ from shardproof.format import read_manifest
 from shardproof.loading import LoadReport, chunk_reader, load_from
 from shardproof.loading.checkpoint import NativeCheckpoint
 from shardproof.loading.chunk_reader import COLD_BYTES, Chunks
-from shardproof.loading.threads import Scratch
+from shardproof.loading.read_executor import Scratch
 from shardproof.rendezvous import LocalRendezvous
 from shardproof.saving import Saver
 from shardproof.storage import LocalStorage

@@ -21,7 +21,7 @@ from shardproof.errors import CorruptChunkError
 from shardproof.loading import load_from, read_executor
 from shardproof.loading.checkpoint import NativeCheckpoint
 from shardproof.loading.chunk_reader import GAP, Chunks
-from shardproof.loading.threads import in_threads
+from shardproof.loading.read_executor import in_threads
 from shardproof.rendezvous import LocalRendezvous
 from shardproof.saving import Saver
 from shardproof.storage import LocalStorage

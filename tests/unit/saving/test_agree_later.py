@@ -15,7 +15,7 @@ import shardproof as sp
 from shardproof.errors import AlreadyCommittedError, StorageError
 from shardproof.rendezvous import LocalRendezvous, StoreRendezvous
 from shardproof.saving.background import Workers
-from shardproof.saving.capture import Capture
+from shardproof.saving.snapshot import Capture
 from shardproof.state import Fence, Stepped, collect
 from shardproof.storage import LocalStorage
 
@@ -76,7 +76,7 @@ def capture(state: dict[str, Any], stepped: tuple[Stepped, ...] | None = None, *
     return Capture.of(
         collected,
         collected.stepped if stepped is None else stepped,
-        **{"guarded": True, "complete": True} | options,
+        **{"guarded": True, "goes_ahead": True} | options,
     )
 
 
@@ -84,7 +84,7 @@ def test_a_capture_copies_small_tensors_that_no_step_writes_and_no_others() -> N
     running, strided = torch.arange(6.0), torch.arange(6.0).view(2, 3).t()
     state = trained() | {"running": running, "strided": strided}
     taken = capture(state)
-    assert taken.is_complete
+    assert taken.goes_ahead
     running.zero_()
     strided.zero_()
     views = dict(zip(taken.names, (piece.view for piece in taken.pieces), strict=True))
@@ -97,7 +97,7 @@ def test_a_capture_copies_small_tensors_that_no_step_writes_and_no_others() -> N
 def test_a_capture_copies_at_most_1_mib_of_tensors_that_no_step_writes(nbytes: int) -> None:
     loose = torch.zeros(nbytes, dtype=torch.uint8)
     taken = capture(trained() | {"loose": loose})
-    assert taken.is_complete is (nbytes == 1 << 20)
+    assert taken.goes_ahead is (nbytes == 1 << 20)
     view = taken.pieces[taken.names.index("loose")].view
     assert (view.data_ptr() == loose.data_ptr()) is (nbytes > 1 << 20)
 
@@ -109,16 +109,16 @@ def test_a_capture_without_device_memory_for_a_copy_is_incomplete(monkeypatch: p
     state = trained() | {"loose": torch.ones(3)}
     monkeypatch.setattr(torch.Tensor, "clone", full)
     taken = capture(state)
-    assert not taken.is_complete
+    assert not taken.goes_ahead
     assert taken.pieces[taken.names.index("loose")].view.data_ptr() == state["loose"].data_ptr()
 
 
 def test_a_capture_that_was_not_requested_or_not_fenced_is_incomplete() -> None:
     state = trained()
-    assert capture(state).is_complete
-    assert not capture(state, complete=False).is_complete
-    assert not capture(state, guarded=False).is_complete
-    assert not capture(state, stepped=()).is_complete
+    assert capture(state).goes_ahead
+    assert not capture(state, goes_ahead=False).goes_ahead
+    assert not capture(state, guarded=False).goes_ahead
+    assert not capture(state, stepped=()).goes_ahead
 
 
 def test_a_save_waits_for_its_turn_while_the_operation_before_it_makes_progress(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_a_save_waits_for_its_turn_while_the_operation_before_it_makes_progress(
         alone.report_waiting()
         pause.wait(0.02)
     assert stepping.is_alive()
-    held.give_up()
+    held.release()
     assert pending.result(LIMIT).step == 2
     stepping.join(LIMIT)
     alone.close()

@@ -291,7 +291,7 @@ def test_a_save_copies_small_tensors_together(tmp_path: Path, monkeypatch: pytes
 def test_no_chunk_is_written_whose_copy_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The save has failed before the writer can take the memory that was not filled."""
     state = {str(at): torch.full((8,), float(at), device=first_device()) for at in range(5)}
-    give_up, is_free = Snapshot.give_up, list[bool]()
+    fail_save, is_free = Snapshot.fail, list[bool]()
 
     def fail(*args: Any) -> None:
         raise torch.OutOfMemoryError("no room")
@@ -300,10 +300,10 @@ def test_no_chunk_is_written_whose_copy_failed(tmp_path: Path, monkeypatch: pyte
         if isinstance(error, torch.OutOfMemoryError):
             with ThreadPoolExecutor(1) as other:
                 is_free.append(other.submit(could_lock, snapshot._changed).result(60))
-        give_up(snapshot, error)
+        fail_save(snapshot, error)
 
     monkeypatch.setattr(DeviceCopies, "enqueue_together", fail)
-    monkeypatch.setattr(Snapshot, "give_up", check)
+    monkeypatch.setattr(Snapshot, "fail", check)
     checkpointer = sp.Checkpointer(tmp_path, snapshot="stage")
     with pytest.raises(sp.ShardproofError, match="no room"):
         checkpointer.save(1, state).result(60)

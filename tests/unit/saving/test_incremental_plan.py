@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from shardproof.errors import StructureError
 from shardproof.format import FileRecord, Manifest, TensorRecord, manifest_version, shard_name
 from shardproof.planning import ChunkTable, WritePlan, chunk_table, plan_writes
-from shardproof.saving.incremental import Base, BaseDigests, match_base
+from shardproof.saving.commit import Committed, Placement
+from shardproof.saving.incremental import Base, BaseDigests, match_base, place_with_base
 from shardproof.saving.messages import WriteReport, pack_rows
-from shardproof.saving.placement import Placement, place_chunks
 from tests.unit.planning.test_plans import Run, runs, slices
 
 HEADER = 4096
@@ -65,8 +65,10 @@ class Disk:
             columns = np.frombuffer(b"".join(digests), ">u8").astype(np.uint64).tobytes()
             size = at if any(chosen) else 0
             packed = b"" if all(chosen) else pack_rows(np.array(chosen, bool))
-            reports.append(WriteReport(size, HEADER if size else 0, "", columns, {}, (), b"", packed))
-        placed = place_chunks(plan, reports, base)
+            reports.append(
+                WriteReport(size, HEADER if size else 0, "", columns, {}, (), b"", {"incremental": packed})
+            )
+        placed = place_with_base(plan, reports, base)
         own = tuple(
             FileRecord(shard_name(rank, attempt), reports[rank].size, 32 * "0", HEADER, rank)
             for rank in placed.writers
@@ -176,7 +178,7 @@ def test_unchanged_chunks_are_references_and_all_others_are_written(
             assert disk.written == sum(len(chunk[-1]) for chunk in now - known)
         if how in ("same", "some") and number > 1:
             again = match_base(plan, manifest, table, f"step-{number:08d}", b"seal")
-            cached = placed.as_base(manifest, f"step-{number:08d}", b"seal")
+            cached = Base.of(Committed(manifest, placed, b"seal"), f"step-{number:08d}")
             solid = plan.byte_count > 0
             assert again.files == cached.files
             assert (again.file == cached.file)[solid].all() and (again.digest == cached.digest)[solid].all()
@@ -212,7 +214,7 @@ def two_ranks() -> tuple[WritePlan, Base, list[WriteReport]]:
     disk = Disk()
     first = np.arange(4, dtype="<u4")
     plan, placed, manifest, _ = disk.save(1, run, [first], 4, None)
-    base = placed.as_base(manifest, "step-00000001", b"seal")
+    base = Base.of(Committed(manifest, placed, b"seal"), "step-00000001")
     second = first + np.array([0, 9, 0, 9], "<u4")
     digests = [
         np.frombuffer(xxhash.xxh3_128_digest(value.tobytes()), ">u8").astype("<u8").tobytes()
@@ -220,37 +222,41 @@ def two_ranks() -> tuple[WritePlan, Base, list[WriteReport]]:
     ]
     rows = pack_rows(np.array([False, True]))
     written = [
-        WriteReport(HEADER + 4, HEADER, "", digests[0] + digests[1], {}, (), b"", rows),
-        WriteReport(HEADER + 4, HEADER, "", digests[2] + digests[3], {}, (), b"", rows),
+        WriteReport(HEADER + 4, HEADER, "", digests[0] + digests[1], {}, (), b"", {"incremental": rows}),
+        WriteReport(HEADER + 4, HEADER, "", digests[2] + digests[3], {}, (), b"", {"incremental": rows}),
     ]
     return plan, base, written
 
 
 def test_a_chunk_that_was_not_written_must_be_in_the_base() -> None:
     plan, base, written = two_ranks()
-    placed = place_chunks(plan, written, base)
+    placed = place_with_base(plan, written, base)
     assert placed.file.tolist() == [2, 0, 3, 1]
     assert [record.place for record in placed.referenced] == [
         "step-00000001/shards/00000-a1.safetensors",
         "step-00000001/shards/00001-a1.safetensors",
     ]
     with pytest.raises(StructureError, match="rank 0 did not write a chunk of 't0'"):
-        place_chunks(plan, written, None)
+        place_with_base(plan, written, None)
     lost = base.without([1], "step-00000009")
     with pytest.raises(StructureError, match="rank 1 did not write a chunk of 't0'"):
-        place_chunks(plan, written, lost)
+        place_with_base(plan, written, lost)
     itself = base.without([], "step-00000001")
     assert (itself.file == -1).all()
     forged = bytearray(written[1].digests)
     forged[0] ^= 1
 
     with pytest.raises(StructureError, match="rank 1 did not write"):
-        place_chunks(plan, [written[0], msgspec.structs.replace(written[1], digests=bytes(forged))], base)
+        place_with_base(plan, [written[0], msgspec.structs.replace(written[1], digests=bytes(forged))], base)
 
 
 def test_reports_that_do_not_match_the_plan_are_refused() -> None:
     plan, base, written = two_ranks()
 
-    for change in ({"digests": written[0].digests[:16]}, {"rows": b"\x01\x01"}, {"size": 0}):
+    for change in (
+        {"digests": written[0].digests[:16]},
+        {"options": {"incremental": b"\x01\x01"}},
+        {"size": 0},
+    ):
         with pytest.raises(StructureError, match="rank 0"):
-            place_chunks(plan, [msgspec.structs.replace(written[0], **change), written[1]], base)
+            place_with_base(plan, [msgspec.structs.replace(written[0], **change), written[1]], base)

@@ -10,7 +10,7 @@ import torch
 import shardproof as sp
 from shardproof.errors import RankFailure
 from shardproof.rendezvous import LocalRendezvous
-from shardproof.saving import Saver
+from shardproof.saving import Saver, SaveRequest
 from shardproof.storage import LocalStorage
 
 STATE = {"w": torch.ones(4)}
@@ -24,7 +24,10 @@ def test_it_sees_the_committed_checkpoint_and_precedes_the_end_of_the_save(tmp_p
 
     saver = Saver(LocalRendezvous())
     pending = saver.begin(
-        LocalStorage(tmp_path), STATE, on_commit=on_commit, after=lambda *_: calls.append("after")
+        LocalStorage(tmp_path),
+        STATE,
+        SaveRequest(on_commit=on_commit),
+        after=lambda *_: calls.append("after"),
     )
     assert pending.result(60).tensors == 1
     assert calls == ["on_commit 4", "after"]

@@ -139,17 +139,14 @@ class ReadOnceExchange:
         if (node := self._answer.node_orders) is not None:
             assert self._memory is not None
             return through_memory(
-                files,
-                manifest,
-                table,
+                checkpoint,
                 writer,
                 node,
                 self._memory,
                 self._peers,
+                self._rendezvous,
                 threads=threads,
-                deadline=self._rendezvous.deadline,
                 on_bytes=on_bytes,
-                on_wait=self._rendezvous.report_waiting,
             )
         orders = self._answer.orders
         assert orders is not None

@@ -39,8 +39,8 @@ from numpy.typing import NDArray
 
 from shardproof._utils.topology import processors
 from shardproof.loading.chunk_reader import Chunks
+from shardproof.loading.read_executor import reading_threads
 from shardproof.loading.read_once.orders import Loads
-from shardproof.loading.threads import reading_threads
 
 __all__ = ["Sampled", "expected", "memory_speed", "pays", "sample", "worth_measuring"]
 
@@ -175,7 +175,7 @@ def _speed(sampled: Sequence[Sampled]) -> float:
 
 
 def _again(sampled: Sequence[Sampled]) -> float:
-    """Storage time of the second read, as a fraction of that of the first, from 0 to 1."""
+    """Storage time of the second read divided by that of the first, from 0 to 1."""
     first, again, work = (sum(getattr(one, name) for one in sampled) for name in ("first", "again", "work"))
     if first <= _WAITS * work:  # the page cache had it before
         return 0.0
@@ -185,7 +185,7 @@ def _again(sampled: Sequence[Sampled]) -> float:
 def _copied(loads: Loads) -> NDArray[np.float64]:
     """(ranks,) bytes that a rank copies from shared memory.
 
-    It is assumed to copy the same fraction of its own reads as of the other ranks' reads.
+    The model assumes that the rank wants the same fraction of its own reads and of those of other ranks.
     """
     part = loads.received / np.maximum(loads.read_all - loads.read_once, 1)
     return np.asarray(loads.received + part * loads.read_once, np.float64)

@@ -16,6 +16,7 @@ chunk, or the parts that the receiver wants, row-major and in the order of the r
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -44,61 +45,76 @@ def plan_once(
     """
     world_size = len(requests)
     units = Units.of(table, requests, unit_bytes)
-    chunk, rows, reader, unit_start = units.chunk, units.requests, units.reader, units.start
-    pair_unit, pair_rank, pair_bytes = units.pair_unit, units.pair_rank, units.pair_bytes
     message = units.received
     rounds, unit_round = _rounds(
-        pair_unit[message],
-        pair_rank[message],
-        pair_bytes[message],
-        reader,
+        units.pair_unit[message],
+        units.pair_rank[message],
+        units.pair_bytes[message],
+        units.reader,
         units.size,
         world_size,
         round_bytes,
     )
-    pair_round = np.zeros(len(pair_unit), np.int64)
+    pair_round = np.zeros(len(units.pair_unit), np.int64)
     pair_round[message] = rounds
     last = int(rounds.max(initial=-1)) + 1
 
     parts = joined([request.parts for request in requests])
-    part_first = np.cumsum(parts) - parts
     width = max((request.sizes.shape[1] for request in requests), default=0)
     boxes = np.concatenate([_boxes(request, width) for request in requests])
-    orders = []
-    for number in range(world_size):
-        mine = np.flatnonzero(reader == number)
+    plan = _PlacedUnits(units, message, pair_round, unit_round, last, parts, width, boxes)
+    return [plan.orders(rank) for rank in range(world_size)], units.loads(table)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _PlacedUnits:
+    """Units whose messages have rounds."""
+
+    units: Units
+    message: Int64s
+    """Pairs whose rank receives the unit from another rank, in the order of the pairs."""
+    pair_round: Int64s
+    unit_round: Int64s
+    rounds: int
+    parts: Int64s
+    """By request, the number of its parts."""
+    width: int
+    """Dimensions of `boxes`."""
+    boxes: Int64s
+    """(p, 2, width) boxes of all parts, request by request."""
+
+    def orders(self, rank: int) -> Orders:
+        """The orders of one rank."""
+        units, message, parts = self.units, self.message, self.parts
+        reader, counts = units.reader, np.diff(units.start)
+        mine = np.flatnonzero(reader == rank)
         unit_place = np.zeros(len(reader), np.int64)
         unit_place[mine] = np.arange(len(mine))
-        out = message[reader[pair_unit[message]] == number]
-        into = message[pair_rank[message] == number]
+        out = message[reader[units.pair_unit[message]] == rank]
+        into = message[units.pair_rank[message] == rank]
         out_rows, in_rows = (
-            rows[consecutive(units.pair_first[side], units.pair_chunks[side])] for side in (out, into)
+            units.requests[consecutive(units.pair_first[side], units.pair_chunks[side])]
+            for side in (out, into)
         )
-        read = units.chunks[consecutive(unit_start[mine], np.diff(unit_start)[mine])]
-        sent = (
-            unit_place[pair_unit[out]],
-            pair_rank[out],
-            pair_round[out],
-            pair_bytes[out],
-            units.pair_chunks[out],
+        read = units.chunks[consecutive(units.start[mine], counts[mine])]
+        out_bytes, in_bytes = units.pair_bytes[out], units.pair_bytes[into]
+        unit, receiver = unit_place[units.pair_unit[out]], units.pair_rank[out]
+        sent = (unit, receiver, self.pair_round[out], out_bytes, units.pair_chunks[out])
+        received = (reader[units.pair_unit[into]], self.pair_round[into], in_bytes, units.pair_chunks[into])
+        part_first = np.cumsum(parts) - parts
+        return Orders(
+            self.rounds,
+            wire(self.unit_round[mine]),
+            wire(counts[mine]),
+            wire(read),
+            wire(np.column_stack(sent)),
+            wire(np.column_stack((units.chunk[out_rows], parts[out_rows]))),
+            self.width,
+            wire(self.boxes[consecutive(part_first[out_rows], parts[out_rows])]),
+            wire(np.column_stack(received)),
+            wire(np.column_stack((units.chunk[in_rows], parts[in_rows]))),
+            int(units.size[mine].sum() + out_bytes.sum() + in_bytes.sum()),
         )
-        received = (reader[pair_unit[into]], pair_round[into], pair_bytes[into], units.pair_chunks[into])
-        orders.append(
-            Orders(
-                last,
-                wire(unit_round[mine]),
-                wire(np.diff(unit_start)[mine]),
-                wire(read),
-                wire(np.column_stack(sent)),
-                wire(np.column_stack((chunk[out_rows], parts[out_rows]))),
-                width,
-                wire(boxes[consecutive(part_first[out_rows], parts[out_rows])]),
-                wire(np.column_stack(received)),
-                wire(np.column_stack((chunk[in_rows], parts[in_rows]))),
-                int(units.size[mine].sum() + pair_bytes[out].sum() + pair_bytes[into].sum()),
-            )
-        )
-    return orders, units.loads(table)
 
 
 def _rounds(

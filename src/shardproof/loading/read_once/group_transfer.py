@@ -10,18 +10,19 @@ verify it again: the process group protects these bytes like every other tensor 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from shardproof.format import Files, Manifest
 from shardproof.geometry import row_pointers
 from shardproof.loading.chunk_reader import Chunks
 from shardproof.loading.destinations import DestinationWriter, can_view, part_of, shaped
+from shardproof.loading.read_executor import in_threads
 from shardproof.loading.read_once.group_collectives import Exchange, PendingExchange
 from shardproof.loading.read_once.orders import Orders
-from shardproof.loading.threads import in_threads
 from shardproof.planning import ChunkTable
 from shardproof.state import as_bytes
 
@@ -41,8 +42,6 @@ class Sender:
         world_size: int,
         threads: int,
     ) -> None:
-        self.read = 0
-        """Bytes read from storage so far."""
         self.sizes = [[0] * world_size for _ in range(orders.rounds)]
         """Bytes for each rank, by round."""
         rows, counts, rounds, sent, sent_chunks, boxes = (
@@ -58,34 +57,24 @@ class Sender:
         )
         self._table = table
         self._dtypes: list[torch.dtype] = [getattr(torch, record.dtype) for record in manifest.tensors]
-        self._writer = writer
-        self._threads = threads
-        self._chunks = Chunks(files, manifest, table, rows)  # sorted by file, as the orders
-        self._parts = writer.parts_of(self._chunks.rows)
-        self._at = {row: at for at, row in enumerate(self._chunks.rows)}
-        ends = np.cumsum(counts).tolist()
-        self._units = [range(end - count, end) for end, count in zip(ends, counts.tolist(), strict=True)]
-        self._chunks.look_for_pages(self._units)
+        chunks = Chunks(files, manifest, table, rows)  # sorted by file, as the orders
+        self._reads = _UnitReads(chunks, counts, writer, threads)
+        self._at = {row: at for at, row in enumerate(chunks.rows)}
         self._begun: list[list[int]] = [[] for _ in range(orders.rounds)]
         for unit, number in enumerate(rounds.tolist()):
             self._begun[number].append(unit)
         self._last = list(rounds.tolist())
         self._messages: list[list[tuple[int, int, int, range]]] = [[] for _ in range(orders.rounds)]
         done = 0
-        for unit, rank, number, nbytes, chunks in sent.reshape(-1, 5).tolist():
-            self._messages[number].append((rank, unit, nbytes, range(done, done + chunks)))
+        for unit, rank, number, nbytes, chunk_count in sent.reshape(-1, 5).tolist():
+            self._messages[number].append((rank, unit, nbytes, range(done, done + chunk_count)))
             self.sizes[number][rank] += nbytes
             self._last[unit] = max(self._last[unit], number)
-            done += chunks
+            done += chunk_count
         self._sent_chunks: list[list[int]] = sent_chunks.reshape(-1, 2).tolist()
         box_of = row_pointers(sent_chunks.reshape(-1, 2)[:, 1])
         self._box_of: list[int] = box_of.tolist()
         self._boxes = boxes.reshape(int(box_of[-1]), 2, orders.sent_width)
-        self._in_memory: dict[int, torch.Tensor] = {}
-        """Units that later messages need."""
-        self._free: list[torch.Tensor] = []
-        self._lock = threading.Lock()
-        self._unit_bytes = max((self._chunks.span(unit) for unit in self._units), default=0)
         most = max((sum(sizes) for sizes in self.sizes), default=0)
         self._buffers = [torch.empty(most, dtype=torch.uint8, device="cpu") for _ in range(2)]
 
@@ -103,42 +92,30 @@ class Sender:
             CorruptChunkError: stored bytes do not match their digest.
             StorageError: a file is missing, short or unreadable.
         """
-        before = self.read
-        in_threads(self._read_unit, self._begun[number], self._threads, self._writer.streams.entered)
+        before = self._reads.nbytes
+        self._reads.read(self._begun[number])
         buffer, done = self.buffer(number), 0
         for _, unit, nbytes, rows in sorted(self._messages[number], key=lambda message: message[:2]):
             self._pack(unit, rows, buffer[done : done + nbytes])
             done += nbytes
-        for unit in [unit for unit in self._in_memory if self._last[unit] <= number]:
-            self._free.append(self._in_memory.pop(unit))
-        return self.read - before + done
+        self._reads.drop([unit for unit in self._reads.memory if self._last[unit] <= number])
+        return self._reads.nbytes - before + done
 
-    def _read_unit(self, unit: int) -> None:
-        batch = self._units[unit]
-        span = self._chunks.span(batch)
-        with self._lock:
-            memory = self._free.pop() if self._free else None
-        if memory is None:
-            memory = torch.empty(self._unit_bytes, dtype=torch.uint8, device="cpu")
-        self._chunks.read(batch, memoryview(memory.numpy().data)[:span])
-        base = self._chunks.start[batch.start]
-        for at in batch:
-            inside = self._chunks.start[at] - base
-            stored = memory[inside : inside + self._chunks.count[at]]
-            self._writer.put(self._chunks.rows[at], self._parts[at], stored)
-        with self._lock:
-            self._in_memory[unit] = memory
-            self.read += span
+    @property
+    def read(self) -> int:
+        """Bytes read so far."""
+        return self._reads.nbytes
 
     def _pack(self, unit: int, rows: range, message: torch.Tensor) -> None:
         """Fills one message. Whole chunks that are neighbours in the unit are one copy."""
-        memory, base = self._in_memory[unit], self._chunks.start[self._units[unit].start]
+        chunks, memory = self._reads.chunks, self._reads.memory[unit]
+        base = chunks.start[self._reads.units[unit].start]
         done = planned = 0  # bytes of the message that are filled, and bytes that are planned
         run = 0  # first byte in the unit of the bytes that are planned and not filled
         for row in rows:
             chunk, parts = self._sent_chunks[row]
             at = self._at[chunk]
-            inside, count = self._chunks.start[at] - base, self._chunks.count[at]
+            inside, count = chunks.start[at] - base, chunks.count[at]
             if planned > done and (parts or inside != run + planned - done):
                 message[done:planned].copy_(memory[run : run + planned - done])
                 done = planned
@@ -162,6 +139,61 @@ class Sender:
         else:
             into.copy_(as_bytes(part))
         return part.nbytes
+
+
+class _UnitReads:
+    """Reads units into memory, and fills this rank's own destinations from there.
+
+    Args:
+        chunks: the chunks of all units, unit by unit.
+        counts: number of chunks of each unit.
+        writer: destinations of this rank.
+        threads: reads in flight.
+    """
+
+    def __init__(
+        self, chunks: Chunks, counts: NDArray[np.int64], writer: DestinationWriter, threads: int
+    ) -> None:
+        self.nbytes = 0
+        """Bytes read so far."""
+        self.chunks = chunks
+        ends = np.cumsum(counts).tolist()
+        self.units = [range(end - count, end) for end, count in zip(ends, counts.tolist(), strict=True)]
+        """Positions in `chunks`, by unit."""
+        self.memory: dict[int, torch.Tensor] = {}
+        """Units that later messages need."""
+        self._writer = writer
+        self._threads = threads
+        self._parts = writer.parts_of(chunks.rows)
+        self._free: list[torch.Tensor] = []
+        self._lock = threading.Lock()
+        self._most = max((chunks.span(unit) for unit in self.units), default=0)
+        chunks.look_for_pages(self.units)
+
+    def read(self, units: Sequence[int]) -> None:
+        """Reads and verifies units; errors as `Sender.pack`."""
+        in_threads(self._read_unit, units, self._threads, self._writer.streams.entered)
+
+    def drop(self, units: Sequence[int]) -> None:
+        """Frees the memory of units for others."""
+        for unit in units:
+            self._free.append(self.memory.pop(unit))
+
+    def _read_unit(self, unit: int) -> None:
+        batch, chunks = self.units[unit], self.chunks
+        span = chunks.span(batch)
+        with self._lock:
+            memory = self._free.pop() if self._free else None
+        if memory is None:
+            memory = torch.empty(self._most, dtype=torch.uint8, device="cpu")
+        chunks.read(batch, memoryview(memory.numpy().data)[:span])
+        base = chunks.start[batch.start]
+        for at in batch:
+            inside = chunks.start[at] - base
+            self._writer.put(chunks.rows[at], self._parts[at], memory[inside : inside + chunks.count[at]])
+        with self._lock:
+            self.memory[unit] = memory
+            self.nbytes += span
 
 
 class Receiver:

@@ -27,13 +27,14 @@ import numpy as np
 import torch
 
 from shardproof.format import Files, Manifest
+from shardproof.loading.checkpoint import NativeCheckpoint
 from shardproof.loading.chunk_reader import Chunks
 from shardproof.loading.destinations import DestinationWriter
 from shardproof.loading.read_once.group_transfer import PeerFailed
 from shardproof.loading.read_once.node_memory import Message, MessageKind, NodeMemory, PeerMemory
 from shardproof.loading.read_once.node_plan import NodeOrders
 from shardproof.loading.read_once.wanted_parts import WantedParts
-from shardproof.planning import ChunkTable
+from shardproof.rendezvous import Rendezvous
 
 __all__ = ["MOST_RANKS", "through_memory"]
 
@@ -46,24 +47,22 @@ MOST_RANKS = 32
 
 
 def through_memory(
-    files: Files,
-    manifest: Manifest,
-    table: ChunkTable,
+    checkpoint: NativeCheckpoint,
     writer: DestinationWriter,
     orders: NodeOrders,
     memory: NodeMemory,
     peers: Sequence[PeerMemory | None],
+    rendezvous: Rendezvous,
     *,
     threads: int,
-    deadline: float,
     on_bytes: Callable[[int], None],
-    on_wait: Callable[[], None],
 ) -> tuple[int, int]:
     """Reads the rounds of this rank, and copies the parts that it wants. Every rank of the node calls this.
 
-    `peers` are the shared memories of all ranks, None for this one. The exchange fails after `deadline`
-    seconds without progress of any rank. Any thread calls `on_bytes` with the bytes read or copied since the
-    previous call. This rank calls `on_wait` from time to time while it waits and another rank makes progress.
+    `peers` are the shared memories of all ranks, None for this one. The exchange fails if no rank makes
+    progress for the deadline of the rendezvous. Any thread calls `on_bytes` with the bytes read or copied
+    since the previous call. While this rank waits, it reports to the rendezvous that another rank makes
+    progress.
 
     Returns:
         Bytes read and bytes received.
@@ -75,8 +74,8 @@ def through_memory(
     """
     with ThreadPoolExecutor(threads, "shardproof-read") as pool:
         try:
-            part = _NodeExchange(files, manifest, table, writer, orders, memory, peers, on_bytes)
-            return part.run(pool if threads > 1 else None, deadline, on_wait)
+            part = _NodeExchange(checkpoint, writer, orders, memory, peers, on_bytes)
+            return part.run(pool if threads > 1 else None, rendezvous.deadline, rendezvous.report_waiting)
         except BaseException:
             send_failed(peers)  # before the pool ends, which waits for its reads
             raise
@@ -91,50 +90,91 @@ def send_failed(peers: Sequence[PeerMemory | None]) -> None:
                 peer.outbox.send(failed)
 
 
+class _OwnRounds:
+    """The rounds that this rank reads.
+
+    A round is *free* when all ranks have copied their parts of it. Rounds share memory, so a round is read
+    once those before it in the same place are free.
+    """
+
+    def __init__(self, checkpoint: NativeCheckpoint, orders: NodeOrders, memory: NodeMemory) -> None:
+        self.read_bytes = 0
+        self._own = memory
+        rows = np.frombuffer(orders.read_chunks, np.int64)
+        self._chunks = Chunks(checkpoint.files, checkpoint.manifest, checkpoint.table, rows)
+        self._lock = threading.Lock()
+        rounds = np.frombuffer(orders.rounds, np.int64).reshape(-1, 2).tolist()
+        self._after = [after for _, after in rounds]
+        """By round, the number of free rounds that it needs."""
+        self.receivers: list[list[int]] = [[] for _ in rounds]
+        for number, rank in np.frombuffer(orders.receivers, np.int64).reshape(-1, 2).tolist():
+            self.receivers[number].append(rank)
+        self._left = [len(receivers) for receivers in self.receivers]
+        """By round, the number of ranks that have yet to copy from it."""
+        self._units: list[list[tuple[int, range]]] = [[] for _ in rounds]
+        done = 0
+        for number, byte, count in np.frombuffer(orders.read, np.int64).reshape(-1, 3).tolist():
+            self._units[number].append((rounds[number][0] + byte, range(done, done + count)))
+            done += count
+        self._chunks.look_for_pages([batch for units in self._units for _, batch in units])
+        self.unread = len(rounds)
+        """Rounds that are not read yet."""
+        self._begun = self._freed = 0
+        """Rounds, from the first on, whose read has begun, and that are free again."""
+
+    def may_begin(self) -> bool:
+        """True if the next round can be read."""
+        return self._begun < len(self._units) and self._after[self._begun] <= self._freed
+
+    def begin(self) -> int:
+        """Begins the next round, and returns its number."""
+        self._begun += 1
+        return self._begun - 1
+
+    def read(self, number: int, memory: torch.Tensor) -> int:
+        """Reads and verifies a round, in any thread. Returns the bytes read."""
+        done, into = 0, memoryview(memory.numpy().data)
+        for byte, batch in self._units[number]:
+            span = self._chunks.span(batch)
+            self._chunks.read(batch, into[byte : byte + span])
+            done += span
+        with self._lock:
+            self.read_bytes += done
+            self._own.tick()
+        return done
+
+    def on_copied(self, number: int) -> None:
+        """Called when a rank has copied its parts of a round."""
+        self._left[number] -= 1
+        while self._freed < self._begun and not self._left[self._freed]:
+            self._freed += 1
+
+
 class _NodeExchange:
     """The exchange, on one rank."""
 
     def __init__(
         self,
-        files: Files,
-        manifest: Manifest,
-        table: ChunkTable,
+        checkpoint: NativeCheckpoint,
         writer: DestinationWriter,
         orders: NodeOrders,
         memory: NodeMemory,
         peers: Sequence[PeerMemory | None],
         on_bytes: Callable[[int], None],
     ) -> None:
-        self._read_bytes = self._received_bytes = 0
+        self._received_bytes = 0
         self._nbytes = orders.nbytes
         self._own = memory
         self._peers = peers
         self._rank = peers.index(None)
         self._on_bytes = on_bytes
         self._memory: list[torch.Tensor | None] = [None] * len(peers)
-        self._out = [memory.inbox.outbox if peer is None else peer.outbox for peer in peers]
-        self._chunks = Chunks(files, manifest, table, np.frombuffer(orders.read_chunks, np.int64))
-        self._lock = threading.Lock()
         self._stopped = False
         self._error: BaseException | None = None
-
-        rounds = np.frombuffer(orders.rounds, np.int64).reshape(-1, 2).tolist()
-        self._begin = [byte for byte, _ in rounds]
-        self._after = [after for _, after in rounds]
-        self._receivers: list[list[int]] = [[] for _ in rounds]
-        for number, rank in np.frombuffer(orders.receivers, np.int64).reshape(-1, 2).tolist():
-            self._receivers[number].append(rank)
-        self._left = [len(receivers) for receivers in self._receivers]
-        """By own round, the number of ranks that have yet to copy from it."""
-        self._units: list[list[tuple[int, range]]] = [[] for _ in rounds]
-        done = 0
-        for number, byte, count in np.frombuffer(orders.read, np.int64).reshape(-1, 3).tolist():
-            self._units[number].append((self._begin[number] + byte, range(done, done + count)))
-            done += count
-        self._chunks.look_for_pages([batch for units in self._units for _, batch in units])
-
+        self._rounds = _OwnRounds(checkpoint, orders, memory)
         self._streams = writer.streams
-        self._wanted_parts = WantedParts(table, writer, np.frombuffer(orders.copies, np.int64), len(peers))
+        copies = np.frombuffer(orders.copies, np.int64)
+        self._wanted_parts = WantedParts(checkpoint.table, writer, copies, len(peers))
         self._wanted = sum(
             self._wanted_parts.rounds(rank) for rank in range(len(peers)) if rank != self._rank
         )
@@ -143,10 +183,6 @@ class _NodeExchange:
         """By reader, COPIED messages that are not sent yet."""
         self._unreported = 0
         """Bytes copied from other ranks since `on_bytes` was called."""
-        self._reading = len(rounds)
-        """Own rounds that are not read yet."""
-        self._begun = self._freed = 0
-        """Own rounds, from the first on, whose read has begun, and that are free again."""
 
     def run(
         self, pool: ThreadPoolExecutor | None, deadline: float, on_wait: Callable[[], None]
@@ -161,17 +197,16 @@ class _NodeExchange:
                 self._until_done(pool, deadline, on_wait)
         finally:
             self._stopped = True
-        return self._read_bytes, self._received_bytes
+        return self._rounds.read_bytes, self._received_bytes
 
     def _until_done(
         self, pool: ThreadPoolExecutor | None, deadline: float, on_wait: Callable[[], None]
     ) -> None:
-        inbox, ticks, quiet = self._own.inbox, self._ticks(), 0
-        while self._wanted or self._reading:
-            free = self._begun < len(self._units) and self._after[self._begun] <= self._freed
+        inbox, rounds, ticks, quiet = self._own.inbox, self._rounds, self._ticks(), 0
+        while self._wanted or rounds.unread:
+            free = rounds.may_begin()
             if free and pool is not None:
-                pool.submit(self._read_in_pool, self._begun)
-                self._begun += 1
+                pool.submit(self._read_in_pool, rounds.begin())
                 continue
             messages = inbox.take(0.0 if free else deadline / _LOOKS)
             for message in messages:
@@ -183,9 +218,9 @@ class _NodeExchange:
                 on_wait()
                 quiet = 0
             elif free:
-                self._begun += 1
-                self._read(self._begun - 1)
-                self._on_read(self._begun - 1)
+                number = rounds.begin()
+                self._read(number)
+                self._on_read(number)
             else:
                 before, ticks = ticks, self._ticks()
                 quiet = quiet + 1 if before == ticks else 0
@@ -208,7 +243,7 @@ class _NodeExchange:
         elif kind is MessageKind.READ:
             self._on_read(number)
         elif kind is MessageKind.COPIED:
-            self._on_copied(number)
+            self._rounds.on_copied(number)
         elif self._error is not None:
             raise self._error
         else:
@@ -216,15 +251,9 @@ class _NodeExchange:
 
     def _on_read(self, number: int) -> None:
         """Called when an own round is read, and this rank has copied its own parts."""
-        self._reading -= 1
-        if self._rank in self._receivers[number]:
-            self._on_copied(number)
-
-    def _on_copied(self, number: int) -> None:
-        """Called when a rank has copied its parts of an own round."""
-        self._left[number] -= 1
-        while self._freed < self._begun and not self._left[self._freed]:
-            self._freed += 1
+        self._rounds.unread -= 1
+        if self._rank in self._rounds.receivers[number]:
+            self._rounds.on_copied(number)
 
     def _read_in_pool(self, number: int) -> None:
         """Reads a round in a thread of the pool, and notifies the main thread."""
@@ -240,18 +269,9 @@ class _NodeExchange:
 
     def _read(self, number: int) -> None:
         """Reads and verifies a round, notifies the ranks that want parts, and copies the own parts."""
-        done = 0
-        memory = memoryview(self._of(self._rank).numpy().data)
-        for byte, batch in self._units[number]:
-            span = self._chunks.span(batch)
-            self._chunks.read(batch, memory[byte : byte + span])
-            done += span
-        with self._lock:
-            self._read_bytes += done
-            self._own.tick()
-        self._on_bytes(done)
+        self._on_bytes(self._rounds.read(number, self._of(self._rank)))
         read = Message(MessageKind.READ, self._rank, number)
-        for rank in self._receivers[number]:
+        for rank in self._rounds.receivers[number]:
             if rank != self._rank:
                 self._send(rank, read)
         self._wanted_parts.copy(self._rank, number, self._of(self._rank))
@@ -264,7 +284,8 @@ class _NodeExchange:
     def _send(self, rank: int, *messages: Message) -> None:
         """Sends messages to a rank, or to this one."""
         try:
-            self._out[rank].send(*messages)
+            peer = self._peers[rank]
+            (self._own.inbox.outbox if peer is None else peer.outbox).send(*messages)
         except BrokenPipeError:  # the rank has left the load
             raise PeerFailed from None
 

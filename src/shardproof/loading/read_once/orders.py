@@ -18,7 +18,7 @@ Int64s: TypeAlias = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkRequest:
-    """The chunks that one rank wants, ascending, and the parts of those of which it does not want all."""
+    """The chunks that one rank wants, ascending. If it does not want a whole chunk, also the parts."""
 
     node: str
     """Host name: the ranks of a node share its connection to the storage."""

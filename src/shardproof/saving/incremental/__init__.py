@@ -1,21 +1,21 @@
 """Incremental saves: a step refers to unchanged chunks of an earlier step, and does not write them again.
 
-A plain save uses this package in three places. The coordinator gets the base from `BaseChoice`, a rank passes
-`BaseDigests` to its shard writer, and `place_chunks` finds unwritten chunks in `Base`.
+`IncrementalOption` plugs into the steps of a save. The coordinator gets the base from `BaseChoice`, a rank
+passes `BaseDigests` to `write_changed`, and `place_with_base` finds unwritten chunks in `Base`.
 """
 
 from __future__ import annotations
 
-from shardproof.saving.incremental.base_choice import BaseChoice, CachedBase, FindBase
-from shardproof.saving.incremental.base_chunks import Base, BaseDigests, match_base, no_base, with_folders
+from shardproof.saving.incremental.base_choice import FindBase
+from shardproof.saving.incremental.base_chunks import Base, BaseDigests, match_base, place_with_base
+from shardproof.saving.incremental.incremental_option import BaseCache, IncrementalOption
 
 __all__ = [
     "Base",
-    "BaseChoice",
+    "BaseCache",
     "BaseDigests",
-    "CachedBase",
     "FindBase",
+    "IncrementalOption",
     "match_base",
-    "no_base",
-    "with_folders",
+    "place_with_base",
 ]

@@ -37,6 +37,8 @@ class CachedBase:
 
     attempt: str
     """Attempt of the last save. A rank that reports it has the digests of its chunks cached."""
+    plan: str
+    """Id of the plan of that save."""
     base: Base
 
 

@@ -1,6 +1,7 @@
 """The chunks that an earlier committed step, the base, already stores.
 
     manifest and index of the base --match_base--> Base --part--> BaseDigests of each rank
+    write reports --place_with_base--> Placement
 
 A planned chunk equals a chunk of the base if key, dtype, global shape, box and digest are equal. The new
 index then refers to the file that stores its bytes: a file of the base, or one of an older step that the base
@@ -10,18 +11,23 @@ refers to. So a reader follows a reference once.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from shardproof.errors import StructureError
 from shardproof.format import FileRecord, Manifest
 from shardproof.geometry import BoxTable, consecutive, row_major_strides, row_pointers
 from shardproof.planning import ChunkTable, WritePlan
-from shardproof.saving.messages import pack_rows, unpack_rows
+from shardproof.saving.commit import Committed, Placement, check_counts, place_written
+from shardproof.saving.messages import WriteReport, pack_rows, unpack_rows
 
-__all__ = ["Base", "BaseDigests", "match_base", "no_base", "with_folders"]
+__all__ = ["NAME", "Base", "BaseDigests", "match_base", "no_base", "place_with_base"]
+
+NAME = "incremental"
+"""The name of the option, and of its posts."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,6 +76,12 @@ class Base:
     digest: NDArray[np.uint64]
     """(n, 2) digest of the bytes."""
 
+    @staticmethod
+    def of(step: Committed, folder: str) -> Base:
+        """The committed step of a folder, as the base of the next save by the same plan."""
+        placed, files = step.placement, _with_folders(step.manifest.files, folder)
+        return Base(folder, step.seal, files, placed.file, placed.byte_start, placed.digest)
+
     def part(self, plan: WritePlan, rank: int) -> BaseDigests:
         """The digests for one rank."""
         rows = slice(int(plan.writer_start[rank]), int(plan.writer_start[rank + 1]))
@@ -77,9 +89,11 @@ class Base:
         return BaseDigests(known, np.where(known[:, None], self.digest[rows], np.uint64(0)))
 
     def without(self, lost: Sequence[int], folder: str) -> Base:
-        """This base without the chunks in `lost` rows of `files`, and in `folder`, that of the new step.
+        """This base without the chunks of some files.
 
-        A step does not refer to itself.
+        Args:
+            lost: rows of `files`.
+            folder: folder of the new step. A step does not refer to itself.
         """
         bad = np.zeros(len(self.files) + 1, bool)
         bad[list(lost)] = True
@@ -102,7 +116,7 @@ def match_base(plan: WritePlan, manifest: Manifest, table: ChunkTable, folder: s
     file[found] = table.file[same[found]]
     byte_start, digest = np.zeros(len(same), np.int64), np.zeros((len(same), 2), np.uint64)
     byte_start[found], digest[found] = table.byte_start[same[found]], table.digest[same[found]]
-    return Base(folder, seal, with_folders(manifest.files, folder), file, byte_start, digest)
+    return Base(folder, seal, _with_folders(manifest.files, folder), file, byte_start, digest)
 
 
 def no_base(plan: WritePlan, folder: str) -> Base:
@@ -112,7 +126,7 @@ def no_base(plan: WritePlan, folder: str) -> Base:
     return Base(folder, b"", (), zeros - 1, zeros, np.zeros((count, 2), np.uint64))
 
 
-def with_folders(files: Sequence[FileRecord], folder: str) -> tuple[FileRecord, ...]:
+def _with_folders(files: Sequence[FileRecord], folder: str) -> tuple[FileRecord, ...]:
     """The files of a step's manifest, each with its folder: `folder` for the step's own."""
     return tuple(msgspec.structs.replace(record, folder=record.folder or folder) for record in files)
 
@@ -168,3 +182,44 @@ def _find(old: _TensorBoxes, new: _TensorBoxes, shapes: Sequence[tuple[int, ...]
     found = np.full(len(new.tensor), -1, np.int64)
     found[rows] = candidate[rows]
     return found
+
+
+def place_with_base(plan: WritePlan, reports: Sequence[WriteReport], base: Base | None) -> Placement:
+    """Finds each chunk in the files that the ranks report, or in the base.
+
+    Raises:
+        StructureError: a rank reports chunks that were not planned for it. Or it left out a chunk that the
+            base lacks or stores with other bytes.
+    """
+    check_counts(plan, reports)
+    wrote = np.ones(len(plan.tensor), bool)
+    for rank, report in enumerate(reports):
+        first, end = int(plan.writer_start[rank]), int(plan.writer_start[rank + 1])
+        if rows := report.options.get(NAME, b""):
+            if len(rows) != -(-(end - first) // 8):
+                raise StructureError(
+                    f"rank {rank} reports {len(rows)} bytes of flags for {end - first} chunks; nothing was "
+                    "committed",
+                    rank=rank,
+                )
+            wrote[first:end] = unpack_rows(rows, end - first)
+    placed, unwritten = place_written(plan, reports, wrote), np.flatnonzero(~wrote)
+    if not len(unwritten):
+        return placed
+    good = np.zeros(len(unwritten), bool)
+    if base is not None:
+        good = (base.file[unwritten] >= 0) & (base.digest[unwritten] == placed.digest[unwritten]).all(axis=1)
+    if base is None or not good.all():
+        row = int(unwritten[int(good.argmin())])
+        rank = int(np.searchsorted(plan.writer_start, row, side="right")) - 1
+        key = plan.merged.keys[int(plan.tensor[row])]
+        raise StructureError(
+            f"rank {rank} did not write a chunk of {key!r}, but the base does not have it with the same "
+            "bytes; nothing was committed",
+            key=key,
+            rank=rank,
+        )
+    used, at = np.unique(base.file[unwritten], return_inverse=True)
+    placed.file[unwritten] = len(placed.writers) + at.reshape(-1)
+    placed.byte_start[unwritten] = base.byte_start[unwritten]
+    return replace(placed, referenced=tuple(base.files[row] for row in used.tolist()))

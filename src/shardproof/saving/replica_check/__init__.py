@@ -1,7 +1,7 @@
 """Replica checks: ranks hash their replicas of a box, and the coordinator compares the digests.
 
-The plain save calls this package twice. Each rank calls `hash_replicas` before its caller continues, and the
-coordinator calls `compare_replicas` before the commit.
+`ReplicaOption` plugs into the steps of a save. Each rank hashes before its caller continues, and the
+coordinator compares before the commit.
 """
 
 from __future__ import annotations
@@ -11,7 +11,14 @@ from shardproof.saving.replica_check.replica_digests import (
     chosen_slices,
     compare_replicas,
     hash_replicas,
-    warn_of_divergences,
 )
+from shardproof.saving.replica_check.replica_option import ReplicaCache, ReplicaOption
 
-__all__ = ["CheckReplicas", "chosen_slices", "compare_replicas", "hash_replicas", "warn_of_divergences"]
+__all__ = [
+    "CheckReplicas",
+    "ReplicaCache",
+    "ReplicaOption",
+    "chosen_slices",
+    "compare_replicas",
+    "hash_replicas",
+]
