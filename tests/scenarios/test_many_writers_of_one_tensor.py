@@ -140,6 +140,9 @@ class Turns:
 class HeldStorage:
     """A storage in which this rank waits for its turn in `create`, in its one write and in `finish`."""
 
+    path = None
+    """All writes are those of `create`."""
+
     def __init__(self, inner: Storage, turns: Turns) -> None:
         self._inner = inner
         self._turns = turns
@@ -177,6 +180,7 @@ class SharedChunk:
     writes back that chunk, as writers of an array with shared chunks do."""
 
     SLICE = 1 << 16
+    path = None
 
     def __init__(self, inner: Storage) -> None:
         self._inner = inner

@@ -1485,15 +1485,13 @@ def test_invalid_options_are_refused(
 class RemoteFolder(LocalStorage):
     """A folder that stands for a bucket: a load reads it in requests."""
 
+    is_remote = True
+
     def read_buffer(self, name: str, start: int, count: int) -> memoryview:
         """Reads a range into new memory."""
         buffer = memoryview(bytearray(count))
         LocalStorage.read_into(self, name, start, buffer)
         return buffer
-
-    def with_contents(self, files: Any) -> RemoteFolder:
-        """This storage."""
-        return self
 
     def within(self, prefix: str) -> RemoteFolder:
         """The storage in a folder."""

@@ -51,7 +51,7 @@ from shardproof.saving.shard_writer import BufferPool, WrittenShard, write_shard
 from shardproof.saving.snapshot import Snapshot
 from shardproof.saving.space_check import free_space
 from shardproof.state import Fence, collect
-from shardproof.storage import LocalStorage, Storage, choose_cache, past_cache
+from shardproof.storage import Storage, choose_cache
 
 __all__ = ["After", "Save"]
 
@@ -334,10 +334,10 @@ class Save:
         if shard.is_written:
             buffers, self._cache.buffers = self._cache.buffers or BufferPool(), None
             storage = self._storage
-            if isinstance(storage, LocalStorage):
+            if storage.path is not None:
                 cache = choose_cache(shard.data_bytes, direct=storage.direct, beside_training=background)
                 phase.note(cache=str(cache))
-                storage = storage if cache.through else past_cache(storage)
+                storage = storage if cache.through else storage.past_cache()
             file = write_shard(
                 partial(storage.create, shard_name(rendezvous.rank, self._attempt.id)),
                 shard,
