@@ -63,7 +63,7 @@ def test_the_bytes_do_not_depend_on_the_pieces(cuts: list[int]) -> None:
     pieces = (memoryview(DATA)[a:b] for a, b in itertools.pairwise(bounds))
     shard.put_chunks(pieces, COUNTS)
     record = shard.finish("a", rank=2)
-    assert bytes(file.data) == by_the_caller().data
+    assert hashlib.sha256(file.data).digest() == hashlib.sha256(by_the_caller().data).digest()
     digests = digests_from_bytes([one.digest() for one in hashed()])
     assert record == FileRecord("a", len(file.data), file_digest(HEADER, digests), len(HEADER), 2)
 

@@ -151,6 +151,14 @@ def test_a_run_needs_the_abstract_methods_alone(tmp_path: Path) -> None:
         Least(LocalStorage(tmp_path)).modified("step-00000003/manifest.json")
 
 
+def test_by_default_a_file_that_is_still_there_is_flushed_for_the_names(tmp_path: Path) -> None:
+    storage = FaultyStorage(LocalStorage(tmp_path), 0, sp.StorageError("gone", missing=True), only=("flush",))
+    for name in ("a/deep", "b", "c"):
+        storage.publish(name, b"bytes")
+    Least(storage).flush_names()
+    assert storage.operations == [("flush", "b"), ("flush", "c")]
+
+
 def _doors(tmp_path: Path) -> Iterator[Callable[[Any], object]]:
     state = {"w": torch.zeros(4)}
     yield lambda storage: sp.save(storage, state)
