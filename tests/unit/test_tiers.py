@@ -774,7 +774,7 @@ def test_retention_removes_no_step_whose_upload_begins(near: Path, far: Path) ->
     share = msgspec.msgpack.decode(answer, type=UploadAnswer).next
     assert share is not None and share.step == 2
     assert coordinator.protect([1, 2]) == {2}
-    coordinator.give_up()
+    coordinator.end_upload()
     assert coordinator.protect([1, 2]) == set()
 
 

@@ -41,13 +41,13 @@ class Reservation:
             self._turns.wait_for(self)
             self.thread = threading.get_ident()
         except BaseException:
-            self.give_up()  # else the frames of the error keep the place
+            self.release()  # else the frames of the error keep the place
             raise
 
     def __exit__(self, *error: object) -> None:
-        self.give_up()
+        self.release()
 
-    def give_up(self) -> None:
+    def release(self) -> None:
         """Let the next place have the turn. Calling it again does nothing."""
         self.thread = None
         self._turns.leave(self)
@@ -84,7 +84,7 @@ class Turns:
                 self._order.append(weakref.ref(reservation))
             return reservation
         except BaseException:
-            reservation.give_up()  # else the frames of the error keep the place
+            reservation.release()  # else the frames of the error keep the place
             raise
 
     def is_mine(self) -> bool:

@@ -213,7 +213,7 @@ class Save:
                 self._reservation.__enter__()
                 part = self._meet()
                 if not exclusive:
-                    self._reservation.give_up()
+                    self._reservation.release()
             except BaseException as error:
                 self._refusal = error
                 raise
@@ -396,7 +396,7 @@ class Save:
     def end(self) -> None:
         """Releases the state, the reservation and the store. Called once or more at the end of every save."""
         if self._reservation is not None:
-            self._reservation.give_up()
+            self._reservation.release()
         self.release_caller()
         if self._fence is not None:
             self._fence.close()

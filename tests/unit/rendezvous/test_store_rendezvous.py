@@ -449,8 +449,8 @@ def test_a_reservation_keeps_its_place_in_the_order() -> None:
 def test_a_reservation_that_is_given_up_lets_the_others_meet() -> None:
     alone = StoreRendezvous(HashStore(), 0, 1)
     reservation = alone.reserve()
-    reservation.give_up()
-    reservation.give_up()
+    reservation.release()
+    reservation.release()
     assert alone.meet("save", "plan", b"x", join) == b"x"
     with alone.reserve():
         assert alone.meet("save", "plan", b"y", join) == b"y"
@@ -467,7 +467,7 @@ def test_a_meeting_that_gave_up_waiting_for_its_turn_keeps_no_place_in_the_order
         alone.meet("vote", "vote", b"early", join)
     except RankSilent as error:
         errors.append(error)
-    held.give_up()
+    held.release()
     assert "cannot start a meeting" in str(errors)
     assert alone.meet("vote", "vote", b"late", join) == b"late"
     with pytest.raises(RuntimeError, match="after it was left"), held:

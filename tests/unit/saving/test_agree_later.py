@@ -136,7 +136,7 @@ def test_a_save_waits_for_its_turn_while_the_operation_before_it_makes_progress(
         alone.report_waiting()
         pause.wait(0.02)
     assert stepping.is_alive()
-    held.give_up()
+    held.release()
     assert pending.result(LIMIT).step == 2
     stepping.join(LIMIT)
     alone.close()
