@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-from shardproof.storage import ReplacingStorage, Sink, Storage
+from shardproof.storage import Sink, Storage
 
 __all__ = ["FaultyStorage", "kill_self"]
 
@@ -18,7 +18,7 @@ Hook = Callable[[str, str], None]
 """Called with the operation ("create", "write_at", ...) and the file's name."""
 
 
-class FaultyStorage:
+class FaultyStorage(Storage):
     """`inner`, with a fault before its `at`-th operation, counted from 0 over all sinks and parts.
 
     Args:
@@ -68,9 +68,7 @@ class FaultyStorage:
 
     def replace(self, name: str) -> Sink:
         """Counts as "create"."""
-        assert isinstance(self._inner, ReplacingStorage)
-        inner = self._inner
-        sink = self._do("create", name, lambda: inner.replace(name))
+        sink = self._do("create", name, lambda: self._inner.replace(name))
         return _FaultySink(sink, self._prefix + name, self._trigger)
 
     def publish(self, name: str, data: bytes, *, replace: bool = False) -> None:

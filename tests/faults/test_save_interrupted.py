@@ -87,7 +87,7 @@ def _save_apart(folder: str) -> str:
     """Saves to a folder of this rank alone, whose location is the same on all ranks."""
     meeting = rendezvous(deadline=10)
     storage = LocalStorage(f"{folder}/{rank()}")
-    named = _SameLocation(storage)
+    named = _SameLocation(storage.path)
     try:
         Saver(meeting).save(named, _state(1))
     except sp.RankFailure as error:
@@ -95,14 +95,8 @@ def _save_apart(folder: str) -> str:
     return "committed"
 
 
-class _SameLocation:
+class _SameLocation(LocalStorage):
     location = "/scratch/run"
-
-    def __init__(self, inner: LocalStorage) -> None:
-        self._inner = inner
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
 
 
 def test_a_storage_that_is_not_shared_is_refused_before_the_commit(tmp_path: Path) -> None:

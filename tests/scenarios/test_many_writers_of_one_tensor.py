@@ -30,6 +30,7 @@ from shardproof.geometry import Boxes, IndexMap
 from shardproof.loading import NativeCheckpoint, load_from
 from shardproof.saving import Saver
 from shardproof.storage import LocalStorage, Sink, Storage
+from tests.faulty_storage import FaultyStorage
 from tests.harness import rank, rendezvous, run_ranks
 from tests.scenarios.states import whole
 
@@ -137,11 +138,11 @@ class Turns:
         self.store.set(f"{self.name}/{turn}", b"through")
 
 
-class HeldStorage:
+class HeldStorage(FaultyStorage):
     """A storage in which this rank waits for its turn in `create`, in its one write and in `finish`."""
 
     def __init__(self, inner: Storage, turns: Turns) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._turns = turns
         self.created: list[str] = []
 
@@ -152,9 +153,6 @@ class HeldStorage:
         sinks: list[Sink] = []
         self._turns.take("create", lambda: sinks.append(self._inner.create(name)))
         return _HeldSink(sinks[0], self._turns)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
 
 
 class _HeldSink:
@@ -172,14 +170,11 @@ class _HeldSink:
         self._inner.abort()
 
 
-class SharedChunk:
+class SharedChunk(FaultyStorage):
     """A broken storage: the shard files of all ranks are slices of one chunk. Each rank reads, changes and
     writes back that chunk, as writers of an array with shared chunks do."""
 
     SLICE = 1 << 16
-
-    def __init__(self, inner: Storage) -> None:
-        self._inner = inner
 
     def create(self, name: str) -> Sink:
         if not name.startswith("shards/"):
@@ -203,9 +198,6 @@ class SharedChunk:
 
     def size(self, name: str) -> int | None:
         return int(self._inner.read(f"{name}.size")) if name.startswith("shards/") else self._inner.size(name)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
 
     def _start(self, name: str) -> int:
         return self.SLICE * int(name.removeprefix("shards/")[:5])
@@ -263,11 +255,11 @@ def repeat(
             name, salt = f"{repetition}-{again}", 10 * (2 * repetition + again)
             shape = f"shapes {repetition}"
             state, every = split(random.Random(shape), random.Random(f"cuts {repetition}"), salt, rank())
-            place: Any = LocalStorage(f"{root}/{name}")
-            storage: Any = SharedChunk(place) if shared else place
+            place = LocalStorage(f"{root}/{name}")
+            storage: Storage = SharedChunk(place) if shared else place
             turns = Turns(store, name, schedule(random.Random(f"orders {name}")))
             held = HeldStorage(storage, turns)
-            saver.save(held, state)  # type: ignore[arg-type]
+            saver.save(held, state)
             assert len(held.created) == 1
             if rank() == 0:
                 wrong += lost(storage, every)

@@ -774,7 +774,7 @@ def test_retention_removes_no_step_whose_upload_begins(near: Path, far: Path) ->
     share = msgspec.msgpack.decode(answer, type=UploadAnswer).next
     assert share is not None and share.step == 2
     assert coordinator.protect([1, 2]) == {2}
-    coordinator.give_up()
+    coordinator.end_upload()
     assert coordinator.protect([1, 2]) == set()
 
 
@@ -1485,15 +1485,13 @@ def test_invalid_options_are_refused(
 class RemoteFolder(LocalStorage):
     """A folder that stands for a bucket: a load reads it in requests."""
 
+    is_remote = True
+
     def read_buffer(self, name: str, start: int, count: int) -> memoryview:
         """Reads a range into new memory."""
         buffer = memoryview(bytearray(count))
         LocalStorage.read_into(self, name, start, buffer)
         return buffer
-
-    def with_contents(self, files: Any) -> RemoteFolder:
-        """This storage."""
-        return self
 
     def within(self, prefix: str) -> RemoteFolder:
         """The storage in a folder."""

@@ -59,8 +59,9 @@ class AfterCommit:
         if upload is not None and self.uploader is not None:
             self.uploader.committed(upload, committed.step, committed.attempt)
         own = run.storage if run.nodes is None else run.nodes.own
-        if self.newest is not None and isinstance(own, LocalStorage):
-            self.newest.committed(own.within(name), shard_name(run.rendezvous.rank, committed.attempt))
+        if self.newest is not None and own.path is not None:
+            file = shard_name(run.rendezvous.rank, committed.attempt)
+            self.newest.committed(LocalStorage(own.path / name), file)
         if run.rendezvous.rank:
             return
         run.facts.forget(committed.step)

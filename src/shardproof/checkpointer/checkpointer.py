@@ -33,7 +33,7 @@ from shardproof.loading import Cast, LoadOptions, LoadReport, Patterns, ReadOnce
 from shardproof.reentrance import guarded, refuse_inside
 from shardproof.rendezvous import Rendezvous, check_deadline, check_group, connect
 from shardproof.saving import CheckReplicas, PendingSave, Saver, SaveRequest, WhenBusy
-from shardproof.storage import LocalStorage, Location, MemoryStorage, Storage, check_location, is_url
+from shardproof.storage import LocalStorage, Location, Storage, check_location, is_url
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -177,7 +177,7 @@ class Checkpointer:
         self.passed_over: tuple[PassedOver, ...] = ()
         """Newer steps that the last `restore` passed over, with the reasons; newest first."""
         first, second = open_tiers(root, then, keep_then, upload_bandwidth, storage_options)
-        in_memory = isinstance(first, MemoryStorage)
+        in_memory = first.in_memory
         node_local = node_local or in_memory
         check_node_local(first, node_local, replicas)
         self._rendezvous = rendezvous or connect(deadline=deadline)
@@ -187,7 +187,7 @@ class Checkpointer:
         if node_local and isinstance(first, LocalStorage):
             storage = NodeStorage(join_nodes(self._rendezvous, first, replicas))
             self._copies = MissingCopies(storage, self._rendezvous)
-            if isinstance(first, MemoryStorage):
+            if in_memory:
                 remove_dead_saves(storage, first)
             elif incremental and scrub is not None and self._rendezvous.rank == 0:
                 _log.warning(
@@ -213,7 +213,7 @@ class Checkpointer:
         self._full_every = full_every
         self._check_replicas = check_replicas
         self._newest: NewestStep | None = None
-        if cache != "none" and isinstance(first, LocalStorage) and not in_memory:
+        if cache != "none" and first.path is not None and not in_memory:
             self._newest = NewestStep(drop_older=not incremental, only_if_local=cache == "auto")
         self._due = DueSaves(every, preemption, mtbf_hours, self._rendezvous, storage.location)
         self._uploader: Uploader | None = None
@@ -447,6 +447,8 @@ class Checkpointer:
                 step = self._run.best_step(self._keep)
             if step is None or step == "latest":
                 return self._restore(state, None, suspect, options)
+            if hasattr(step, "within"):
+                check_location("step", step)
             if isinstance(step, (str, bytes, os.PathLike, Storage)):
                 return self._restore_elsewhere(state, step, options)
             if isinstance(step, bool) or not hasattr(type(step), "__index__"):

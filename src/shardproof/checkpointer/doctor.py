@@ -26,12 +26,8 @@ from shardproof.checkpointer.step_folders import StepFolder
 from shardproof.errors import NotCommittedError, ShardproofError, StorageError
 from shardproof.format import MANIFEST_NAME
 from shardproof.storage import (
-    DatedStorage,
     FreeSpace,
-    LimitedStorage,
-    LocalStorage,
     Storage,
-    UncachedStorage,
     write_file,
 )
 
@@ -119,7 +115,7 @@ class Examination:
         }
 
 
-def examine_run(storage: DatedStorage, run: str, *, older_than: float, now: float) -> Examination:
+def examine_run(storage: Storage, run: str, *, older_than: float, now: float) -> Examination:
     """Examines a run. Reads manifests and sizes, and no tensors; writes nothing.
 
     Args:
@@ -146,7 +142,7 @@ def examine_run(storage: DatedStorage, run: str, *, older_than: float, now: floa
     partial = [info for info in infos if info.status == Verdict.PARTIAL and info.step is not None]
     newest = (committed or partial)[-1:]
     next_save = newest[0].bytes if newest else 0
-    space = storage.free_space() if isinstance(storage, LimitedStorage) else None
+    space = storage.free_space()
     steps = tuple(info.step for info in committed if info.step is not None)
     quoted = shlex.quote(run)
     findings = [
@@ -233,7 +229,7 @@ def _misplaced_step(info: StepInfo, infos: Sequence[StepInfo], run: str) -> Find
 
 
 def _of_leftovers(
-    storage: DatedStorage, infos: Sequence[StepInfo], run: str, older_than: float, now: float
+    storage: Storage, infos: Sequence[StepInfo], run: str, older_than: float, now: float
 ) -> Iterator[Finding]:
     try:
         plan = plan_prune(storage, storage.modified, older_than=older_than, now=now)
@@ -290,7 +286,7 @@ def _of_space(location: str, needed: int, space: FreeSpace | None, run: str, ste
         yield Finding("warning", "space", location, f"{have}: it may fail", fix)
 
 
-def _of_clocks(storage: DatedStorage, infos: Sequence[StepInfo], now: float) -> Iterator[Finding]:
+def _of_clocks(storage: Storage, infos: Sequence[StepInfo], now: float) -> Iterator[Finding]:
     for info in infos:
         if info.status == Verdict.UNREADABLE:
             continue
@@ -309,9 +305,9 @@ def _of_clocks(storage: DatedStorage, infos: Sequence[StepInfo], now: float) -> 
         yield Finding("warning", "clock", info.name, text, _SYNCHRONIZE)
 
 
-def _of_permissions(storage: DatedStorage, infos: Sequence[StepInfo]) -> Iterator[Finding]:
+def _of_permissions(storage: Storage, infos: Sequence[StepInfo]) -> Iterator[Finding]:
     """Folders in which this user can remove or make no files. Only a probe shows the rights in a bucket."""
-    if not isinstance(storage, LocalStorage):
+    if storage.path is None:
         return
     with suppress(OSError):  # the folder is gone
         if os.statvfs(storage.path).f_flag & _NO_CHANGE:
@@ -357,7 +353,7 @@ def _of_uploads(plan: PrunePlan, location: str, run: str, now: float) -> Iterato
         yield Finding("note", "uploads", location, plan.uploads_fault, fix)
 
 
-def probe_storage(storage: DatedStorage) -> list[Finding]:
+def probe_storage(storage: Storage) -> list[Finding]:
     """Writes, publishes, replaces, reads and removes a file of its own in a run, as a save does.
 
     Returns:
@@ -418,7 +414,7 @@ def scrub_run(
 
     findings = []
     mark = read_node_mark(storage)
-    uncached = UncachedStorage(storage.path) if isinstance(storage, LocalStorage) else storage
+    uncached = storage.past_cache()
     infos = [info for info in scan_run(storage) if info.whole or info.status == Verdict.PARTIAL]
     damaged: dict[str, Judgement] = {}
     whole: set[str] = set()

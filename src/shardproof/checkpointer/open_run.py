@@ -24,7 +24,7 @@ from shardproof.errors import FormatError, NotCommittedError, StorageError, tell
 from shardproof.format import MANIFEST_NAME, read_manifest
 from shardproof.rendezvous import MeetingSequence, Rendezvous
 from shardproof.saving import Saver
-from shardproof.storage import Storage, map_requests, with_one_wait
+from shardproof.storage import Storage, map_requests
 
 __all__ = ["OpenRun"]
 
@@ -67,7 +67,7 @@ class OpenRun:
 
     def view(self) -> Storage:
         """A read-only view of the run over all tiers, for one restore: it waits once for a silent tier."""
-        tiers = [with_one_wait(tier) for tier in self.tiers]
+        tiers = [tier.with_one_wait() for tier in self.tiers]
         if self.nodes is not None:
             return NodesView(self.nodes.group, tiers[1] if len(tiers) > 1 else None)
         return TieredRun(tiers) if len(tiers) > 1 else tiers[0]

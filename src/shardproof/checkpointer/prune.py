@@ -29,7 +29,7 @@ from shardproof.checkpointer.scan import StepInfo, scan_run
 from shardproof.checkpointer.step_folders import attempt_of, is_ours, parse_folder, parse_step
 from shardproof.errors import NotCommittedError, StorageError
 from shardproof.format import flush_manifests_in, references_in
-from shardproof.storage import ObjectStorage, Storage, Upload
+from shardproof.storage import Storage, Upload
 
 __all__ = ["PrunePlan", "plan_prune", "prune"]
 
@@ -264,8 +264,6 @@ def _with_uploads(
         before: Unix seconds. For uploads that began later, only the start time is known, not the time of the
             last part.
     """
-    if not isinstance(storage, ObjectStorage):
-        return found, [], ""
     try:
         uploads = [upload for upload in storage.uploads(before) if _attempt_of(upload)]
     except StorageError as error:
@@ -316,7 +314,6 @@ def prune(storage: Storage, plan: PrunePlan) -> list[str]:
 
 def _abort_uploads(storage: Storage, uploads: Sequence[Upload]) -> None:
     for at, upload in enumerate(uploads):
-        assert isinstance(storage, ObjectStorage)
         try:
             storage.abort_upload(upload)
         except StorageError as error:

@@ -50,7 +50,7 @@ from shardproof.format import (
     unreadable_manifests_message,
     unreferenced_files,
 )
-from shardproof.storage import MemoryStorage, Storage, map_requests
+from shardproof.storage import Storage, map_requests
 
 __all__ = [
     "Leftover",
@@ -501,7 +501,7 @@ def remove_leftover(storage: Storage, leftover: Leftover) -> bool:
     return True
 
 
-def remove_dead_saves(run: Storage, own: MemoryStorage) -> None:
+def remove_dead_saves(run: Storage, own: Storage) -> None:
     """Removes from the memory of this node the files of saves that died, before the first save of a job.
 
     On a disk they stay for `prune`. In memory they would take the room of the next save. Does nothing if

@@ -10,7 +10,7 @@ from shardproof._utils.humanize import listed
 from shardproof.checkpointer.judge import Verdict
 from shardproof.checkpointer.retention import Leftover, leftovers
 from shardproof.checkpointer.scan import StepInfo, scan_run
-from shardproof.storage import DatedStorage
+from shardproof.storage import Storage
 
 __all__ = ["RunWatch", "WatchedSave"]
 
@@ -62,7 +62,7 @@ class RunWatch:
         [(1, 'committed', 16)]
     """
 
-    def __init__(self, storage: DatedStorage, *, older_than: float, clock_offset: float = 0.0) -> None:
+    def __init__(self, storage: Storage, *, older_than: float, clock_offset: float = 0.0) -> None:
         self._storage = storage
         self._clock_offset = clock_offset
         self._older_than = older_than

@@ -25,7 +25,7 @@ from shardproof.errors import FormatError, NotCommittedError, ShardproofError, S
 from shardproof.format import has_no_references, read_index, read_manifest, read_seal
 from shardproof.maintenance import verify
 from shardproof.saving import Workers
-from shardproof.storage import LocalStorage, Storage, UncachedStorage
+from shardproof.storage import Storage, UncachedStorage
 
 __all__ = ["Scrub"]
 
@@ -49,7 +49,7 @@ class Scrub:
         self.damage: tuple[Damage, ...] = ()
         """The damage that the scrub found, oldest first."""
         self._run = run
-        self._rate = rate if isinstance(run, LocalStorage) else None
+        self._rate = rate if run.path is not None else None
         self._is_saving = is_saving
         self._process = -1
         self._lock: threading.Lock
@@ -121,7 +121,7 @@ class Scrub:
         try:
             if has_no_references(place):
                 return
-            assert isinstance(place, LocalStorage)
+            assert place.path is not None
             report = verify(UncachedStorage(place.path, before_read=self._yield), referenced_only=True)
         except ShardproofError:
             if read_seal(place) == seal:

@@ -80,7 +80,7 @@ def _of_nodes(storage: Storage) -> str | None:
     from shardproof.errors import StorageError
     from shardproof.storage import LocalStorage
 
-    if not isinstance(storage, LocalStorage):
+    if storage.path is None:
         return None
     try:
         mark = read_node_mark(LocalStorage(storage.path.parent))

@@ -73,7 +73,7 @@ def prune_command(
     the command asks first.
     """
     from shardproof.checkpointer import plan_prune, prune
-    from shardproof.storage import LocalStorage, storage_at, time_at
+    from shardproof.storage import storage_at, time_at
 
     given = {
         "--keep": keep is not None,
@@ -103,7 +103,7 @@ def prune_command(
         _show_plan(plan, now, older_than, damaged)
     carried_out = not dry_run and not plan.empty and (yes or _agreed(plan))
     committed_meanwhile = prune(storage, plan) if carried_out else []
-    if not dry_run and isinstance(storage, LocalStorage):
+    if not dry_run and storage.path is not None:
         _remove_empty_folders(storage.path, older_than, now)
     if as_json:
         print_json(

@@ -88,7 +88,7 @@ def doctor_command(
         scrub_run,
     )
     from shardproof.cli.terminal import bytes_progress
-    from shardproof.storage import is_same_place, storage_at, time_at, time_without_writes
+    from shardproof.storage import is_same_place, storage_at, time_at
 
     if bandwidth is not None and not scrub:
         raise click.UsageError("--bandwidth limits the reads of --scrub: add --scrub")
@@ -102,7 +102,7 @@ def doctor_command(
     second = None if then is None else storage_at(then)
     if second is not None and is_same_place(storage, second):
         raise click.UsageError(f"--then: {then} is RUN itself: name the second tier of the run")
-    told = time_at(storage) if probe else time_without_writes(storage)
+    told = time_at(storage) if probe else storage.now(writes=False)
     now = time.time() if told is None else told
     found = examine_run(storage, run, older_than=older_than, now=now)
     if told is None:
@@ -162,12 +162,12 @@ def watch_command(run: str, every: float, once: bool, older_than: float, as_json
     is one line.
     """
     from shardproof.checkpointer import RunWatch
-    from shardproof.storage import storage_at, time_without_writes
+    from shardproof.storage import storage_at
 
     if every <= 0:
         raise click.UsageError("--every is more than 0")
     storage = storage_at(run)
-    told = time_without_writes(storage)
+    told = storage.now(writes=False)
     if told is None:
         click.echo(f"note: {_NO_CLOCK}", err=True)
     offset = 0.0 if told is None else told - time.time()

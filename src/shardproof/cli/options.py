@@ -149,14 +149,16 @@ def _is_url(parameter: click.Parameter, text: str, *, is_stored: bool = True) ->
     if ":/" not in text:
         return False
     from shardproof.errors import StorageError
-    from shardproof.storage import LocalStorage, MemoryStorage, storage_at
+    from shardproof.storage import storage_at
 
     try:
         storage = storage_at(text)
     except StorageError as error:
         raise BadPath(f"{_name_of(parameter)}: {error.message}") from error
-    if not isinstance(storage, MemoryStorage):
-        return not isinstance(storage, LocalStorage)
+    if storage.path is None:
+        return True
+    if not storage.in_memory:
+        return False
     if is_stored and not storage.path.exists():
         raise BadPath(
             f"{_name_of(parameter)}: {text}: {storage.location} does not exist (`shardproof memory` lists "

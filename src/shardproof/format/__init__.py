@@ -63,6 +63,7 @@ from shardproof.format.manifest import (
     tensor_bytes,
 )
 from shardproof.format.manifest_text import SEAL_LENGTH, decode_manifest, encode_manifest
+from shardproof.format.new_manifest import new_manifest, with_files
 from shardproof.format.other_files import naming_other_files
 from shardproof.format.publication import publish
 from shardproof.format.references import (
@@ -76,6 +77,7 @@ from shardproof.format.references import (
     unreadable_manifests_message,
     unreferenced_files,
 )
+from shardproof.format.shard_file import ShardFileWriter
 from shardproof.format.shards import (
     BLOCKS,
     DIGESTS,
@@ -115,6 +117,7 @@ __all__ = [
     "HeaderEntry",
     "Manifest",
     "References",
+    "ShardFileWriter",
     "ShardHeader",
     "TensorRecord",
     "block_counts",
@@ -155,6 +158,7 @@ __all__ = [
     "metadata_files",
     "named_files",
     "naming_other_files",
+    "new_manifest",
     "overwrite_attempt",
     "parse_chunk_name",
     "parse_header",
@@ -179,4 +183,5 @@ __all__ = [
     "tensor_bytes",
     "unreadable_manifests_message",
     "unreferenced_files",
+    "with_files",
 ]

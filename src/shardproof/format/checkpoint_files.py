@@ -11,7 +11,7 @@ from shardproof.format.manifest import FileRecord, Manifest
 from shardproof.format.manifest_text import MAX_MANIFEST, SEAL_LENGTH, check_end, decode_manifest
 from shardproof.format.other_files import naming_other_files
 from shardproof.planning import ChunkTable
-from shardproof.storage import BoundedStorage, CopiedStorage, Storage, file_sizes, too_large
+from shardproof.storage import Storage, file_sizes, too_large
 
 __all__ = [
     "check_size",
@@ -65,7 +65,7 @@ def read_manifest_text(storage: Storage) -> bytes:
         FormatError: the file has more than 4 GiB, or more than 64 MiB and not the end of a manifest.
         StorageError: the manifest is missing or cannot be read.
     """
-    if isinstance(storage, BoundedStorage):
+    if storage.bounds_reads:
         return storage.read_at_most(MANIFEST_NAME, MAX_MANIFEST)
     size = storage.size(MANIFEST_NAME) or 0
     path = f"{storage.location}/{MANIFEST_NAME}"
@@ -109,8 +109,8 @@ def metadata_files(storage: Storage) -> dict[str, bytes]:
 def locate_files(storage: Storage, manifest: Manifest) -> list[tuple[Storage, str]]:
     """The storage and the name of each shard file, in the order of `manifest.files`.
 
-    Files of one folder share one storage, unless the folder has copies (`CopiedStorage`). To close all files,
-    close each storage once.
+    Files of one folder share one storage, unless the folder has copies (`Storage.nearest`). To close all
+    files, close each storage once.
     """
     storages = {"": storage}
     located = []
@@ -118,8 +118,7 @@ def locate_files(storage: Storage, manifest: Manifest) -> list[tuple[Storage, st
         if record.folder not in storages:
             storages[record.folder] = storage.sibling(record.folder)
         folder = storages[record.folder]
-        holder = folder.nearest(record.name) if isinstance(folder, CopiedStorage) else folder
-        located.append((holder, record.name))
+        located.append((folder.nearest(record.name), record.name))
     return located
 
 

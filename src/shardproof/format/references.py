@@ -26,7 +26,7 @@ from shardproof.format.checkpoint_files import read_manifest
 from shardproof.format.file_names import MANIFEST_NAME, STEP_FOLDER
 from shardproof.format.manifest import FileRecord, Manifest
 from shardproof.format.manifest_text import USUAL_BEGINNING, is_foreign
-from shardproof.storage import NameFlush, RemoteStorage, Storage, map_requests
+from shardproof.storage import Storage, map_requests
 
 __all__ = [
     "References",
@@ -149,15 +149,12 @@ def flush_manifests_of_siblings(storage: Storage) -> None:
 
 def _flush_manifests(places: Iterable[tuple[str, Storage]]) -> None:
     for name, storage in places:
-        if isinstance(storage, RemoteStorage):
+        if storage.is_remote:
             return  # changes there are durable when they return
         if name == _LOST_AND_FOUND or not _had_manifest(name, storage):
             continue
         try:
-            if isinstance(storage, NameFlush):
-                storage.flush_names()
-            else:
-                _flush_any_file(storage)
+            storage.flush_names()
         except StorageError:
             if _is_readable(storage):
                 raise
@@ -180,19 +177,6 @@ def _is_readable(storage: Storage) -> bool:
     except StorageError:
         return False
     return True
-
-
-def _flush_any_file(storage: Storage) -> None:
-    """Flushes the manifest of a step, or a file of an attempt, and with it the names in the folder."""
-    ours = (MANIFEST_NAME, "index-", "shards/")
-    files = sorted((name for name in storage.list() if name.startswith(ours)), key=MANIFEST_NAME.__ne__)
-    if not files:
-        return
-    try:
-        storage.flush(files[0])
-    except StorageError as error:
-        if not error.details.get("missing"):  # else another process removed the file
-            raise
 
 
 def named_files(storage: Storage) -> set[str] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,15 +19,12 @@ from shardproof.dtypes import DTYPES
 from shardproof.errors import StructureError
 from shardproof.format import (
     FORMAT_VERSION,
-    ChunkHasher,
     Declared,
     FileRecord,
+    ShardFileWriter,
     chunk_entries,
     declared_header,
-    digests_from_bytes,
-    file_digest,
     shard_name,
-    shard_tail,
 )
 from shardproof.frameworks.byte_streams import with_bytes
 from shardproof.geometry import BoxTable
@@ -37,9 +34,6 @@ from shardproof.state import as_bytes, encode_plain, hoisted_key, hoisted_tensor
 from shardproof.storage import FileWriter, Storage
 
 __all__ = ["Assignment", "RankFile", "ShardFile"]
-
-_HASHED_BYTES = 1 << 20
-"""Bytes that are hashed and copied together, while the processor's cache holds them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,16 +128,12 @@ class ShardFile:
         header = declared_header(self._declared(), entries)
         first = np.searchsorted(of, np.arange(len(parts) + 1)).tolist()
         name = shard_name(self._assignment.rank, self._assignment.attempt)
-        digests, blocks = list[bytes](), list[bytes]()
         with FileWriter(storage.create(name)) as file:
-            file.put(header)
+            shard = ShardFileWriter(file, header, entries.padding)
             for number, part in enumerate(parts):
                 counts = byte_count[first[number] : first[number + 1]].tolist()
-                self._write_part(file, part, counts, digests, blocks)
-            columns = digests_from_bytes(digests)
-            file.put(shard_tail(entries.padding, blocks, columns))
-            size = file.finish()
-        record = FileRecord(name, size, file_digest(header, columns), len(header), self._assignment.rank)
+                shard.put_chunks([as_bytes(self._values(part)).numpy().data], counts)
+            record = shard.finish(name, self._assignment.rank)
         return RankFile(
             record,
             self._assignment.attempt,
@@ -153,7 +143,7 @@ class ShardFile:
             boxes,
             len(header) + np.cumsum(byte_count) - byte_count,
             byte_count,
-            columns,
+            shard.digests,
         )
 
     def _add_box(self, item: WriteItem) -> None:
@@ -218,27 +208,6 @@ class ShardFile:
             objects=self._objects,
             metadata={},
         )
-
-    def _write_part(
-        self,
-        file: FileWriter,
-        part: _BoxPart,
-        counts: Sequence[int],
-        digests: list[bytes],
-        blocks: list[bytes],
-    ) -> None:
-        """Appends the chunks of a box, whose bytes follow each other in its row-major order."""
-        data = as_bytes(self._values(part)).numpy().data
-        start = 0
-        for count in counts:
-            hasher = ChunkHasher()
-            for first in range(start, start + count, _HASHED_BYTES):
-                piece = data[first : min(first + _HASHED_BYTES, start + count)]
-                hasher.update(piece)
-                file.put(piece)
-            digests.append(hasher.digest())
-            blocks += hasher.blocks()
-            start += count
 
     def _values(self, part: _BoxPart) -> torch.Tensor:
         """The values of a box, in host memory."""

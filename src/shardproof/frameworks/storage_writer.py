@@ -28,13 +28,11 @@ from torch.futures import Future
 from shardproof.errors import AlreadyCommittedError, StorageError, StructureError
 from shardproof.format import (
     MANIFEST_NAME,
-    FileRecord,
     Manifest,
     TensorRecord,
-    bytes_digest,
     check_sizes,
     encode_index,
-    index_name,
+    new_manifest,
     publish,
 )
 from shardproof.frameworks.rank_file import Assignment, RankFile, ShardFile
@@ -42,7 +40,6 @@ from shardproof.geometry import BoxTable
 from shardproof.interop import Named, PickledCall, write_pickle
 from shardproof.planning import chunk_table, prove_chunks
 from shardproof.storage import LocalStorage, Storage
-from shardproof.version import __version__
 
 __all__ = ["ShardproofWriter", "mark_as_committed", "refuse_checkpoint_of_torch"]
 
@@ -263,17 +260,14 @@ def _merged(
     )
     prove_chunks(records, table, np.arange(len(records)))
     index = encode_index(table)
-    manifest = Manifest(
-        writer=f"shardproof {__version__}",
+    manifest = new_manifest(
         attempt=attempt,
         step=None,
         time=begun,
         world_size=world_size,
-        metadata={},
         tensors=records,
-        aliases={},
-        objects=dict(sorted(objects.items())),
-        files=tuple(file.record for file in files),
-        index=FileRecord(index_name(attempt), len(index), bytes_digest(index)),
+        objects=objects,
+        files=[file.record for file in files],
+        index=index,
     )
     return manifest, index

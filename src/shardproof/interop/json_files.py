@@ -11,7 +11,7 @@ import xxhash
 
 from shardproof.errors import FormatError, StorageError
 from shardproof.interop.reader import Foreign
-from shardproof.storage import Storage, check_name, read_at_most
+from shardproof.storage import Storage, check_name
 
 __all__ = ["HfIndex", "parse_json", "read_json", "top_level_files"]
 
@@ -100,7 +100,7 @@ def read_json(storage: Storage, name: str, most: int = _MOST_JSON_BYTES) -> tupl
         FormatError: the file is not a JSON object, has a name twice in one object, or is too large.
         StorageError: the file is missing or unreadable.
     """
-    data = read_at_most(storage, name, most)
+    data = storage.read_at_most(name, most)
     return data, parse_json(data, f"{storage.location}/{name}")
 
 

@@ -22,7 +22,7 @@ from shardproof.interop.stream_transforms import MemoryFile
 from shardproof.interop.zarr import ZarrArrays
 from shardproof.interop.zarr_chunks import ZarrChunks, chunks_in_shard, clipped, leaf
 from shardproof.interop.zarr_metadata import MOST_METADATA_BYTES, ArrayMetadata
-from shardproof.storage import Storage, check_name, read_at_most, too_large
+from shardproof.storage import Storage, check_name, too_large
 
 __all__ = ["MANIFEST", "OcdbtArrays"]
 
@@ -50,7 +50,7 @@ class OcdbtArrays(ZarrArrays):
 
         try:
             self._values = read_ocdbt_tree(
-                lambda: read_at_most(storage, MANIFEST, _MOST_MANIFEST), read, ReadBudget()
+                lambda: storage.read_at_most(MANIFEST, _MOST_MANIFEST), read, ReadBudget()
             )
         except ValueError as error:
             raise FormatError(

@@ -18,7 +18,7 @@ from shardproof._utils.humanize import brief, listed, printable
 from shardproof.errors import FormatError, NotCommittedError, StorageError
 from shardproof.geometry import flat_range_pairs, row_major_strides
 from shardproof.interop.extents import Extent
-from shardproof.storage import LocalStorage, Location, Storage, is_url, read_at_most, storage_at
+from shardproof.storage import LocalStorage, Location, Storage, is_url, storage_at
 
 __all__ = [
     "Foreign",
@@ -396,7 +396,7 @@ class FormatReader(ABC):
             FormatError: the file has more than 1 GiB. Nothing is read.
             StorageError: the file is missing, or the storage failed.
         """
-        return read_at_most(self.storage, file, _MOST_METADATA)
+        return self.storage.read_at_most(file, _MOST_METADATA)
 
     def read_commit(self, file: str, what: str) -> bytes:
         """Reads the file that the writer writes last.

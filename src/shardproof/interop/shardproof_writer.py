@@ -19,20 +19,21 @@ from shardproof.dtypes import DTYPES
 from shardproof.errors import FormatError, StructureError
 from shardproof.format import (
     MANIFEST_NAME,
-    ChunkHasher,
     FileRecord,
     Manifest,
+    ShardFileWriter,
     TensorRecord,
     block_counts,
     bytes_digest,
+    digests_as_bytes,
     digests_from_bytes,
     encode_index,
     encode_manifest,
     file_digest,
     header_of_chunks,
-    index_name,
+    new_manifest,
     shard_name,
-    shard_tail,
+    with_files,
 )
 from shardproof.geometry import BoxTable, row_pointers
 from shardproof.interop.box_bytes import box_bytes
@@ -48,8 +49,7 @@ from shardproof.interop.writer import (
 )
 from shardproof.planning import CHUNK_BYTES, chunk_table, prove_chunks, tensor_order
 from shardproof.state import encode_plain, hoisted_key, hoisted_tensor
-from shardproof.storage import FileWriter, Storage
-from shardproof.version import __version__
+from shardproof.storage import Storage
 
 __all__ = ["NativeWriter"]
 
@@ -58,8 +58,6 @@ _FILE_BYTES = 512 << 20
 files for a model of terabytes."""
 _BOX_BYTES = 64 << 20
 """Bytes of a box in a unit, at most. Each box is cut into chunks."""
-_HASHED_BYTES = 1 << 20
-"""Bytes that are hashed and copied together, while the processor's cache holds them."""
 
 
 class NativeWriter(FormatWriter):
@@ -104,12 +102,12 @@ class NativeWriter(FormatWriter):
         name = shard_name(rank, self._manifest.attempt)
         header, padding = self._header(rank)
         with new_file(target, name) as file:
-            file.put(header)
-            digests, blocks = self._write_chunks(rank, unit, source, file)
-            columns = digests_from_bytes(digests)
-            file.put(shard_tail(padding, blocks, columns))
-            size = file.finish()
-        return {"size": size, "digest": file_digest(header, columns), "digests": b"".join(digests).hex()}
+            shard = ShardFileWriter(file, header, padding)
+            counts = self._chunks.byte_count[self._chunks.rows(rank)].tolist()
+            shard.put_chunks(self._pieces(unit, source), counts)
+            record = shard.finish(name, rank)
+        digests = b"".join(digests_as_bytes(shard.digests)).hex()
+        return {"size": record.size, "digest": record.digest, "digests": digests}
 
     def commit(self, records: Mapping[str, dict[str, Any]], target: Storage) -> None:
         """Checks that all planned files were written, then writes index and manifest.
@@ -140,11 +138,7 @@ class NativeWriter(FormatWriter):
         tensors = self._manifest.tensors
         prove_chunks(tensors, table, np.arange(len(tensors)))
         index = encode_index(table)
-        manifest = msgspec.structs.replace(
-            self._manifest,
-            files=tuple(files),
-            index=FileRecord(self._manifest.index.name, len(index), bytes_digest(index)),
-        )
+        manifest = with_files(self._manifest, files, index)
         target.publish(manifest.index.name, index, replace=True)
         target.publish(MANIFEST_NAME, encode_manifest(manifest), replace=True)
 
@@ -174,28 +168,6 @@ class NativeWriter(FormatWriter):
             files=manifest.world_size,
             is_first=rank == 0,
         )
-
-    def _write_chunks(
-        self, rank: int, unit: Unit, source: BoxSource, file: FileWriter
-    ) -> tuple[list[bytes], list[bytes]]:
-        """Writes all chunks of a file. Returns their digests, and those of the blocks of large ones."""
-        counts = iter(self._chunks.byte_count[self._chunks.rows(rank)].tolist())
-        digests, blocks = list[bytes](), list[bytes]()
-        hasher, left = ChunkHasher(), 0
-        for piece in self._pieces(unit, source):
-            done = 0
-            while done < len(piece):
-                if not left:
-                    hasher, left = ChunkHasher(), next(counts)
-                part = piece[done : done + min(left, _HASHED_BYTES)]
-                hasher.update(part)
-                file.put(part)
-                done += len(part)
-                left -= len(part)
-                if not left:
-                    digests.append(hasher.digest())
-                    blocks += hasher.blocks()
-        return digests, blocks
 
     def _pieces(self, unit: Unit, source: BoxSource) -> Iterator[memoryview]:
         dtypes = {record.key: record.dtype for record in self._manifest.tensors}
@@ -303,8 +275,7 @@ def _manifest(
     metadata = encode_plain(dict(contents.metadata), "metadata")
     aliases = dict(contents.aliases)
     described = [tensors, aliases, objects, metadata, contents.step, contents.time, file_bytes]
-    manifest = Manifest(
-        writer=f"shardproof {__version__}",
+    manifest = new_manifest(
         attempt="unnamed",
         step=contents.step,
         time=contents.time,
@@ -313,16 +284,13 @@ def _manifest(
         tensors=tensors,
         aliases=aliases,
         objects=objects,
-        files=(),
-        index=FileRecord(index_name("unnamed"), 0, 32 * "0"),
     )
     try:
         encode_manifest(manifest)
         attempt = bytes_digest(msgspec.json.encode(described))
     except FormatError as error:
         raise StructureError(f"shardproof cannot store the checkpoint: {error.message}") from error
-    index = FileRecord(index_name(attempt), 0, 32 * "0")
-    return msgspec.structs.replace(manifest, attempt=attempt, index=index)
+    return msgspec.structs.replace(manifest, attempt=attempt)
 
 
 class _Hoisted:

@@ -35,7 +35,7 @@ from shardproof.loading.destinations import Destination, DestinationWriter
 from shardproof.loading.read_executor import ChunkReads
 from shardproof.planning import OWN_ADVICE, ChunkTable, ReadPlan, RequestedBoxes, plan_reads
 from shardproof.state import Catalogue, decode_plain
-from shardproof.storage import CachedStorage, Storage, past_cache
+from shardproof.storage import Storage
 
 __all__ = ["OPENED_FIRST", "Checkpoint", "NativeCheckpoint", "Reads", "StoredTensor", "open_once"]
 
@@ -380,7 +380,7 @@ class NativeCheckpoint(Checkpoint):
 
     def bypass_cache(self) -> None:
         """Reads go past the page cache from here on, where the storage can."""
-        self.files[:] = [(past_cache(storage), name) for storage, name in self.files]
+        self.files[:] = [(storage.past_cache(), name) for storage, name in self.files]
 
     def reads(self, writer: DestinationWriter, rows: NDArray[np.int64]) -> Reads:
         """Plans to read some chunks, reduced to the blocks that the destinations need."""
@@ -390,8 +390,8 @@ class NativeCheckpoint(Checkpoint):
 
 
 def open_once(storage: Storage, name: str) -> None:
-    """Opens a file of a storage that the operating system caches, and reads none of its bytes."""
-    if isinstance(storage, CachedStorage):
+    """Opens a file in a folder, and reads none of its bytes. Other storages have no open files."""
+    if storage.path is not None:
         storage.read_into(name, 0, memoryview(bytearray()))
 
 

@@ -29,7 +29,7 @@ from shardproof.format import (
     digest_of_blocks,
 )
 from shardproof.planning import ChunkTable
-from shardproof.storage import CachedStorage, RemoteStorage, Storage
+from shardproof.storage import Storage
 
 __all__ = ["COLD_BYTES", "Chunks", "Fetch"]
 
@@ -211,13 +211,13 @@ class Chunks:
 
         Copies of some files may be in a bucket, and others on a disk.
         """
-        return any(isinstance(self._files[file][0], RemoteStorage) for file in set(self.file))
+        return any(self._files[file][0].is_remote for file in set(self.file))
 
     def look_for_pages(self, batches: Sequence[range]) -> None:
         """Sets `is_cold` if the page cache lacks one of `_SAMPLES` batches, spread evenly over all."""
         for batch in batches[:: max(1, len(batches) // _SAMPLES)]:
             storage, name, start, count = self.place(batch)
-            if count and not (isinstance(storage, CachedStorage) and storage.is_cached(name, start, count)):
+            if count and not storage.is_cached(name, start, count):
                 self.is_cold = True
                 return
 

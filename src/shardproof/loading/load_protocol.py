@@ -61,7 +61,7 @@ from shardproof.planning import ReadPlan
 from shardproof.reentrance import guarded
 from shardproof.rendezvous import MeetingSequence, Rendezvous
 from shardproof.state import open_all
-from shardproof.storage import LocalStorage, RemoteStorage, Storage, choose_cache
+from shardproof.storage import Storage, choose_cache
 
 __all__ = ["HookReport", "LoadReport", "load_from"]
 
@@ -191,7 +191,7 @@ class _Loader:
         if isinstance(source, Foreign) and source.file is not None:
             return
         storage = source.storage if isinstance(source, Foreign) else source
-        if self._rendezvous.world_size == 1 or not isinstance(storage, RemoteStorage):
+        if self._rendezvous.world_size == 1 or not storage.is_remote:
             return
         files: dict[str, bytes] = {}
         silence: ShardproofError | None = None
@@ -324,7 +324,7 @@ class _Loader:
         checkpoint = self._checkpoint
         if not isinstance(checkpoint, NativeCheckpoint):
             return
-        local = next((storage for storage, _ in checkpoint.files if isinstance(storage, LocalStorage)), None)
+        local = next((storage for storage, _ in checkpoint.files if storage.path is not None), None)
         if local is not None:
             whole = int(checkpoint.table.byte_count.sum())
             choice = choose_cache(self._needed, most=whole, direct=local.direct)

@@ -36,7 +36,7 @@ from shardproof.loading.chunk_reader import COLD_BYTES, Chunks, Fetch
 from shardproof.loading.destinations import DestinationWriter
 from shardproof.loading.uploads import SMALL_BYTES, UPLOAD_BYTES, DeviceRange, UploadBuffers, Uploads
 from shardproof.planning import LARGE_BYTES
-from shardproof.storage import RemoteStorage, Storage
+from shardproof.storage import Storage
 
 __all__ = ["ChunkReads", "Scratch", "in_threads", "reading_threads"]
 
@@ -202,7 +202,7 @@ class _Job:
 
     def run(self, batch: range) -> None:
         """Reads one batch and verifies every digest. Copies from scratch memory follow the verification."""
-        if isinstance(self._chunks.place(batch)[0], RemoteStorage):
+        if self._chunks.place(batch)[0].is_remote:
             read = self._fetch(batch)
         elif self._direct[batch.start]:
             address, begin, nbytes = (column[batch.start] for column in self._straight)
@@ -357,7 +357,6 @@ class _Job:
 
 def _request(storage: Storage, name: str, start: int, count: int) -> memoryview:
     """Reads a range of a remote storage."""
-    assert isinstance(storage, RemoteStorage)
     return storage.read_buffer(name, start, count)
 
 

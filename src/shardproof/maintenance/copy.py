@@ -13,15 +13,14 @@ from numpy.typing import NDArray
 
 from shardproof.errors import AlreadyCommittedError, ShardproofError, StorageError
 from shardproof.format import (
-    FORMAT_VERSION,
     MANIFEST_NAME,
     ChunkVerifier,
     FileRecord,
     Manifest,
-    bytes_digest,
+    ShardFileWriter,
     check_sizes,
+    digests_as_bytes,
     encode_index,
-    file_digest,
     header_of_chunks,
     index_name,
     locate_files,
@@ -29,11 +28,10 @@ from shardproof.format import (
     read_index,
     read_manifest,
     shard_name,
-    shard_tail,
+    with_files,
 )
 from shardproof.planning import ChunkTable, prove_chunks, tensor_order
 from shardproof.storage import FileWriter, Storage
-from shardproof.version import __version__
 
 __all__ = ["StandalonePlan", "make_standalone", "plan_standalone"]
 
@@ -153,9 +151,7 @@ class _CheckpointCopy:
         on_progress: Callable[[int, int], None] | None,
     ) -> None:
         self._target = target
-        self._manifest = msgspec.structs.replace(
-            manifest, version=FORMAT_VERSION, writer=f"shardproof {__version__}", attempt=secrets.token_hex(8)
-        )
+        self._manifest = msgspec.structs.replace(manifest, attempt=secrets.token_hex(8))
         """Of the copy. Its files are those of the source until `run` has written them."""
         self._table = table
         self._files = locate_files(source, manifest)
@@ -184,11 +180,7 @@ class _CheckpointCopy:
         for at, shard in enumerate(shards):
             file[shard.rows], byte_start[shard.rows] = at, shard.byte_start
         index = encode_index(replace(self._table, file=file, byte_start=byte_start))
-        copied = msgspec.structs.replace(
-            manifest,
-            files=tuple(shard.record for shard in shards),
-            index=FileRecord(index_name(manifest.attempt), len(index), bytes_digest(index)),
-        )
+        copied = with_files(manifest, [shard.record for shard in shards], index)
         publish(self._target, copied, index, overwrite=False)
         return copied
 
@@ -248,15 +240,11 @@ class _CheckpointCopy:
         )
         name = shard_name(rank, manifest.attempt)
         with FileWriter(self._target.create(name)) as file:
-            file.put(header)
-            blocks: list[bytes] = []
-            for row in rows.tolist():
-                blocks += self._copy_chunk(row, file)
-            file.put(shard_tail(padding, blocks, table.digest[rows]))
-            size = file.finish()
-        byte_start = len(header) + np.cumsum(byte_count) - byte_count
-        digest = file_digest(header, table.digest[rows])
-        return _Shard(rows, byte_start, FileRecord(name, size, digest, len(header), rank))
+            shard = ShardFileWriter(file, header, padding)
+            for row, digest in zip(rows.tolist(), digests_as_bytes(table.digest[rows]), strict=True):
+                shard.note_chunks([digest], self._copy_chunk(row, file))
+            record = shard.finish(name, rank)
+        return _Shard(rows, len(header) + np.cumsum(byte_count) - byte_count, record)
 
     def _copy_chunk(self, row: int, file: FileWriter) -> list[bytes]:
         """Copies and verifies a chunk. Returns the digests of its blocks, if it has several."""

@@ -12,15 +12,14 @@ from shardproof.errors import AlreadyCommittedError, FormatError, NotCommittedEr
 from shardproof.format import (
     MANIFEST_NAME,
     STEP_FOLDER,
-    FileRecord,
     Manifest,
     TensorRecord,
-    bytes_digest,
     decode_index,
     encode_index,
     encode_manifest,
     index_name,
     lost_files,
+    new_manifest,
     parse_chunk_name,
     read_index,
     read_manifest,
@@ -29,7 +28,6 @@ from shardproof.geometry import BoxTable
 from shardproof.maintenance.stored import FoundShard, VerifiedShard, find_shard, verify_shard
 from shardproof.planning import ChunkTable, chunk_table, prove_chunks
 from shardproof.storage import Storage
-from shardproof.version import __version__
 
 __all__ = ["RepairPlan", "plan_repair", "repair", "whole_attempts"]
 
@@ -318,8 +316,7 @@ def _commit(storage: Storage, shards: list[VerifiedShard], intact: Manifest | No
     tensors = _tensors(shards) if intact is None else intact.tensors
     table = _table(storage, shards, tensors)
     index = encode_index(table)
-    manifest = Manifest(
-        writer=f"shardproof {__version__}",
+    manifest = new_manifest(
         attempt=first.attempt,
         step=first.step,
         time=first.time,
@@ -328,8 +325,8 @@ def _commit(storage: Storage, shards: list[VerifiedShard], intact: Manifest | No
         tensors=tensors,
         aliases=first.aliases if intact is None else intact.aliases,
         objects=_objects(shards) if intact is None else intact.objects,
-        files=tuple(shard.record for shard in shards),
-        index=FileRecord(index_name(first.attempt), len(index), bytes_digest(index)),
+        files=[shard.record for shard in shards],
+        index=index,
         repaired=True,
     )
     text = encode_manifest(manifest)
@@ -367,7 +364,7 @@ def _objects(shards: list[VerifiedShard]) -> dict[str, Any]:
                 f"{shard.record.name}: another shard stores {twice[0]!r} too", file=shard.record.name
             )
         objects |= shard.declared.objects
-    return dict(sorted(objects.items()))
+    return objects
 
 
 def _table(storage: Storage, shards: list[VerifiedShard], tensors: tuple[TensorRecord, ...]) -> ChunkTable:

@@ -16,7 +16,6 @@ from shardproof.interop import NATIVE, Foreign, StoredBox, foreign_faults, forma
 from shardproof.maintenance.lost_ranges import lost_ranges
 from shardproof.maintenance.verify import VerifyReport, verify
 from shardproof.planning import prove_chunks
-from shardproof.storage import LocalStorage, UncachedStorage
 
 if TYPE_CHECKING:
     from shardproof.loading import ForeignCheckpoint
@@ -47,8 +46,7 @@ def verify_any(
         name = format or format_of(foreign)
         if name == NATIVE:
             storage = foreign.storage
-            uncached = UncachedStorage(storage.path) if isinstance(storage, LocalStorage) else storage
-            return verify(uncached, on_progress)
+            return verify(storage.past_cache(), on_progress)
         from shardproof.loading import ForeignCheckpoint, open_storage  # imports torch
 
         checkpoint = open_storage(foreign, format=name, warn=False)

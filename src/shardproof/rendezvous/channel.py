@@ -138,8 +138,11 @@ class Channel:
             self._requests.submit(self._membership.approach)  # opens the connection over which a rank joins
         self._has_started = True
 
-    def give_up_alone(self, number: int, verdict: bytes) -> None:
-        """Propose a verdict of this rank alone. Keeps it until the rank has joined. Does not wait."""
+    def propose_failure(self, number: int, verdict: bytes) -> None:
+        """Propose that a meeting fails, for a reason of this rank alone. Does not wait.
+
+        Keeps the verdict until the rank has joined.
+        """
         if self._first is None:
             return  # this rank left that generation
         if self.is_member:

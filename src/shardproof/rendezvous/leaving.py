@@ -35,7 +35,7 @@ from shardproof.rendezvous.keys import MeetingKeys
 from shardproof.rendezvous.ordering import Operation
 from shardproof.rendezvous.wire import ERROR, GIVEN_UP, Record, pack, pack_error, unpack
 
-__all__ = ["LeaveResult", "give_up_next"]
+__all__ = ["LeaveResult", "fail_next_meeting"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +52,10 @@ class LeaveResult:
     """The verdict that this rank proposes again in the new generation; None if that is not needed."""
 
 
-def give_up_next(
+def fail_next_meeting(
     channel: Channel, number: int, operation: Operation, world_size: int
 ) -> Future[LeaveResult] | None:
-    """Give up the next meeting in which other ranks may wait for this one. Does not wait for them.
+    """Make the next meeting fail in which other ranks may wait for this one. Does not wait for them.
 
     Args:
         channel: the channel of this rank.
@@ -76,7 +76,7 @@ def give_up_next(
 
     channel.begin(number)
     if channel.rank > 0 and not channel.is_member:
-        channel.give_up_alone(number, record(0 if operation.first is None else number - operation.first))
+        channel.propose_failure(number, record(0 if operation.first is None else number - operation.first))
         return None
     joined = channel.join(number)
     root, start = joined.root, joined.number

@@ -75,15 +75,15 @@ def attend(channel: Channel, meeting: Meeting, post: bytes | BaseException, deci
     except LinkLost as lost:
         error = meeting_errors.store_lost(meeting.operation, meeting.phase, str(lost), channel.last_heard(0))
         # If the server was only stopped, this verdict takes effect when the server resumes.
-        channel.give_up_alone(meeting.number, meeting.record(GIVEN_UP, pack_error(error)))
+        channel.propose_failure(meeting.number, meeting.record(GIVEN_UP, pack_error(error)))
         raise error from (cause or lost)
     except CoordinatorSilent as silent:
         error = _silence(channel, meeting, silent.watch, [0])
-        channel.give_up_alone(meeting.number, meeting.record(GIVEN_UP, pack_error(error)))
+        channel.propose_failure(meeting.number, meeting.record(GIVEN_UP, pack_error(error)))
         raise error from cause
     except WrongBytes as wrong:
         failure = meeting_errors.wrong_bytes(meeting.operation, meeting.phase, str(wrong))
-        channel.give_up_alone(meeting.number, meeting.record(GIVEN_UP, pack_error(failure)))
+        channel.propose_failure(meeting.number, meeting.record(GIVEN_UP, pack_error(failure)))
         raise failure from (cause or wrong)
     except ShardproofError as error:
         if cause is not None:

@@ -60,7 +60,7 @@ class Rendezvous(Protocol):
         """Reserve the next place in the order of meetings, for any thread. Does not wait.
 
         The thread that enters the reservation waits for its turn, and meets inside it. Meetings that are
-        called after this call wait until a thread has left or released it.
+        called after this call wait until a thread has left or released the reservation.
         """
 
     def progress(self, done: int, total: int) -> None:

@@ -49,7 +49,7 @@ from shardproof.reentrance import refuse_inside
 from shardproof.rendezvous import meeting_errors
 from shardproof.rendezvous.channel import Channel
 from shardproof.rendezvous.heartbeat import Heartbeat
-from shardproof.rendezvous.leaving import give_up_next
+from shardproof.rendezvous.leaving import fail_next_meeting
 from shardproof.rendezvous.link import LinkLost, wait_in_steps
 from shardproof.rendezvous.meeting import Meeting, MeetingGivenUp, attend
 from shardproof.rendezvous.ordering import Operation, Reservation, Turns
@@ -202,7 +202,7 @@ class StoreRendezvous:
         place = self._turns.reserve()
         try:
             if self._turns.is_next(place):
-                give_up_next(self._open(), self._number, self._left[0], self.world_size)
+                fail_next_meeting(self._open(), self._number, self._left[0], self.world_size)
         except (LinkLost, WrongBytes) as error:
             _log.warning(
                 "%s: this rank left the operation and cannot report it to the other ranks now; they wait "
@@ -218,15 +218,15 @@ class StoreRendezvous:
         while self._left:
             left = self._left[0]
             while left.following is None:
-                self._give_up_meetings(left)
+                self._fail_meetings(left)
             self._number = left.following
             self._left.popleft()
         return self._number
 
-    def _give_up_meetings(self, left: Operation) -> None:
-        """Give up meetings of an operation. Leave the generation if the verdict says so."""
+    def _fail_meetings(self, left: Operation) -> None:
+        """Make meetings of an operation fail. Leave the generation if the verdict says so."""
         channel = self._open()
-        asked = give_up_next(channel, self._number, left, self.world_size)
+        asked = fail_next_meeting(channel, self._number, left, self.world_size)
         if asked is None:
             left.following = self._number + 1
             return

@@ -32,7 +32,7 @@ from shardproof.report.detail import rows_of
 from shardproof.report.measures import MeasuredDifference, numbers
 from shardproof.report.stored_bits import StoredBits, open_bits
 from shardproof.report.summary import tensor_bytes
-from shardproof.storage import LocalStorage, Storage, map_requests
+from shardproof.storage import Storage, map_requests
 
 __all__ = ["Difference", "compare_tensors", "diff"]
 
@@ -300,7 +300,7 @@ def _check_files(storage: Storage, manifest: Manifest) -> None:
                 path=f"{folder.location}/{name}",
                 advice=f"`shardproof verify {storage.location}` names all damage",
             )
-            if error is None and isinstance(folder, LocalStorage):
+            if error is None and folder.path is not None:
                 folder.read(name, 0, min(1, record.size))
         except StorageError as failure:
             return failure

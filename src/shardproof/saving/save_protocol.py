@@ -53,7 +53,7 @@ from shardproof.saving.shard_writer import (
 from shardproof.saving.snapshot import Capture, Snapshot
 from shardproof.saving.space_check import free_space
 from shardproof.state import Fence, collect
-from shardproof.storage import LocalStorage, Storage, choose_cache, past_cache
+from shardproof.storage import Storage, choose_cache
 
 __all__ = ["After", "Save"]
 
@@ -470,10 +470,10 @@ class _ThreadSteps:
         if shard.is_written:
             buffers, cache.buffers = cache.buffers or BufferPool(), None
             storage = shared.storage
-            if isinstance(storage, LocalStorage):
+            if storage.path is not None:
                 choice = choose_cache(shard.data_bytes, direct=storage.direct, beside_training=background)
                 phase.note(cache=str(choice))
-                storage = storage if choice.through else past_cache(storage)
+                storage = storage if choice.through else storage.past_cache()
             rank, attempt = shared.rendezvous.rank, self._agreement.attempt
             write: WriteShard = write_shard
             for option in self._options:

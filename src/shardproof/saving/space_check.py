@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from shardproof._utils.humanize import gigabytes, listed
 from shardproof.errors import NoSpaceError
 from shardproof.format import STEP_FOLDER
-from shardproof.storage import FreeSpace, LimitedStorage, Storage
+from shardproof.storage import FreeSpace, Storage
 
 __all__ = ["check_space", "free_space"]
 
@@ -30,7 +30,7 @@ _POLL_SECONDS = 0.1
 
 def free_space(storage: Storage) -> FreeSpace | None:
     """The space for new files of a storage; None if it is not known."""
-    return storage.free_space() if isinstance(storage, LimitedStorage) else None
+    return storage.free_space()
 
 
 def check_space(

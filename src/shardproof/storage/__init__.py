@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 from shardproof.storage.base import (
-    BoundedStorage,
-    CachedStorage,
-    ClockedStorage,
-    CopiedStorage,
-    DatedStorage,
     FreeSpace,
-    LimitedStorage,
-    NameFlush,
-    RemoteStorage,
-    ReplacingStorage,
     Sink,
     Storage,
     check_name,
 )
 from shardproof.storage.base import check_folder as check_folder  # not listed in __all__: internal
-from shardproof.storage.base import read_at_most as read_at_most  # not listed in __all__: internal
 from shardproof.storage.base import too_large as too_large  # not listed in __all__: internal
 from shardproof.storage.base import write_file as write_file  # not listed in __all__: internal
 from shardproof.storage.cache_rule import CacheChoice, choose_cache
@@ -29,12 +19,11 @@ from shardproof.storage.file_modes import make_folders as make_folders  # not li
 from shardproof.storage.file_writer import FileWriter as FileWriter  # not listed in __all__: internal
 from shardproof.storage.free_space import file_system_number as file_system_number  # internal
 from shardproof.storage.fsspec_storage import FsspecStorage
-from shardproof.storage.local import LocalStorage
+from shardproof.storage.local import LocalStorage, UncachedStorage
 from shardproof.storage.locations import Location, is_url, storage_at
 from shardproof.storage.locations import check_location as check_location  # not listed in __all__: internal
 from shardproof.storage.locations import is_bucket_url as is_bucket_url  # not listed in __all__: internal
 from shardproof.storage.locations import is_same_place as is_same_place  # not listed in __all__: internal
-from shardproof.storage.locations import with_one_wait as with_one_wait  # not listed in __all__: internal
 from shardproof.storage.memory_store import MemoryRun as MemoryRun  # not listed in __all__: internal
 from shardproof.storage.memory_store import MemoryStorage
 from shardproof.storage.memory_store import memory_runs as memory_runs  # not listed in __all__: internal
@@ -46,29 +35,17 @@ from shardproof.storage.remote_requests import file_sizes as file_sizes  # not l
 from shardproof.storage.remote_requests import map_requests as map_requests  # not listed in __all__: internal
 from shardproof.storage.sink import LocalSink
 from shardproof.storage.store_time import time_at as time_at  # not listed in __all__: internal
-from shardproof.storage.store_time import time_without_writes as time_without_writes  # internal
-from shardproof.storage.uncached import UncachedStorage
-from shardproof.storage.uncached import past_cache as past_cache  # not listed in __all__: internal
 
 __all__ = [
     "ALIGNMENT",
-    "BoundedStorage",
     "CacheChoice",
-    "CachedStorage",
-    "ClockedStorage",
-    "CopiedStorage",
-    "DatedStorage",
     "FreeSpace",
     "FsspecStorage",
-    "LimitedStorage",
     "LocalSink",
     "LocalStorage",
     "Location",
     "MemoryStorage",
-    "NameFlush",
     "ObjectStorage",
-    "RemoteStorage",
-    "ReplacingStorage",
     "Sink",
     "Storage",
     "StrOrBytesPath",

@@ -1,32 +1,32 @@
-"""The protocols `Storage` and `Sink`, and the names that files may have in a storage."""
+"""The base class `Storage`, the protocol `Sink`, and the names that files may have in a storage."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import builtins
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 
 from shardproof.errors import FormatError, StorageError
 
+if TYPE_CHECKING:
+    from shardproof.storage.multipart_uploads import Upload
+
 __all__ = [
-    "BoundedStorage",
-    "CachedStorage",
-    "ClockedStorage",
-    "CopiedStorage",
-    "DatedStorage",
     "FreeSpace",
-    "LimitedStorage",
-    "RemoteStorage",
-    "ReplacingStorage",
     "Sink",
     "Storage",
     "check_folder",
     "check_name",
     "name_fault",
-    "read_at_most",
     "too_large",
     "write_file",
 ]
+
+T = TypeVar("T")
 
 
 @runtime_checkable
@@ -43,199 +43,6 @@ class Sink(Protocol):
 
     def abort(self) -> None:
         """Close and remove the file. Does nothing after `finish` or `abort`. Never raises."""
-        ...
-
-
-@runtime_checkable
-class Storage(Protocol):
-    """Named files. Names are relative, with "/" between their parts (see `check_name`).
-
-    Every method raises `StorageError` if the storage refuses or fails. The message states the file, the cause
-    and what to do. For a file that does not exist, ``details["missing"]`` is true.
-    """
-
-    @property
-    def location(self) -> str:
-        """The location of the storage, for messages, in valid Unicode."""
-        ...
-
-    @property
-    def folder(self) -> str:
-        """The name of this storage's folder, as `sibling` takes it."""
-        ...
-
-    @property
-    def linked(self) -> bool:
-        """True if this storage's folder is a symbolic link, so that its files belong to another place.
-
-        Readers treat them as any others. Retention and `shardproof prune` remove none of them.
-        """
-        ...
-
-    def create(self, name: str) -> Sink:
-        """Begin a new file and make the missing folders above it. Fails if a file has that name."""
-        ...
-
-    def publish(self, name: str, data: bytes, *, replace: bool = False) -> None:
-        """Make `data` appear under `name`: whole or not at all, on stable storage when this returns.
-
-        The storage never removes a file again that already has its name. A reader may use it already. And a
-        storage that cannot flush the name cannot make the removal durable either.
-
-        Args:
-            name: name of the file.
-            data: all of its bytes.
-            replace: replace a file of that name.
-
-        Raises:
-            AlreadyCommittedError: there is a file of that name and `replace` is false. Of several concurrent
-                calls for one name, exactly one succeeds.
-            StorageError: the storage failed. With ``details["in_place"]`` true, readers see `data` under
-                `name`, but a crash of the machine may bring back the previous state. With
-                ``details["unanswered"]`` true, the storage may still carry out the request later.
-        """
-        ...
-
-    def flush(self, name: str) -> None:
-        """Put the bytes and the name of a finished file on stable storage, whichever process wrote it."""
-        ...
-
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
-        """Bytes `start` to `stop` (None: the end) of the file as it is now. Fewer bytes are an error."""
-        ...
-
-    def read_into(self, name: str, start: int, buffer: memoryview) -> None:
-        """Fill `buffer` from byte `start` on; fewer bytes are an error.
-
-        For files that never change once finished: the storage may keep descriptors open between calls.
-        """
-        ...
-
-    def size(self, name: str) -> int | None:
-        """Bytes of the file; None if there is no such file."""
-        ...
-
-    def folders(self) -> list[str]:
-        """Sorted names of the folders directly in this storage, linked ones too (see `linked`)."""
-        ...
-
-    def siblings(self) -> list[str]:
-        """Sorted names of the sibling folders, with this storage's own folder if it exists."""
-        ...
-
-    def list(self, prefix: str = "") -> list[str]:
-        """Sorted names of all files in the folder `prefix` and below, with leftovers of `publish`."""
-        ...
-
-    def delete(self, name: str) -> None:
-        """Remove the file durably, and the folders that become empty. A missing file is no error."""
-        ...
-
-    def within(self, prefix: str) -> Storage:
-        """The part of this storage below the folder `prefix`, as a storage."""
-        ...
-
-    def sibling(self, folder: str) -> Storage:
-        """The storage in the sibling folder of this name.
-
-        Raises:
-            StorageError: `folder` is not the plain name of one folder.
-        """
-        ...
-
-    def close(self) -> None:
-        """Close the open descriptors. The storage stays usable."""
-        ...
-
-
-@runtime_checkable
-class CachedStorage(Protocol):
-    """A storage whose files the operating system caches. This method is optional for a `Storage`.
-
-    A load reads a storage without it as if nothing were cached: in large requests, several in flight.
-    """
-
-    def is_cached(self, name: str, start: int, count: int) -> bool:
-        """True if most of `count` bytes from byte `start` on are in memory. A wrong answer costs time only.
-
-        Raises:
-            StorageError: the file is missing or cannot be opened.
-        """
-        ...
-
-
-@runtime_checkable
-class DatedStorage(Storage, Protocol):
-    """A storage that knows when its files were written, which `prune`, `doctor` and `watch` need."""
-
-    def modified(self, name: str) -> float | None:
-        """Time of the last write to a file, Unix seconds; None if there is none of this name."""
-        ...
-
-
-@runtime_checkable
-class ClockedStorage(Protocol):
-    """A storage whose files are dated by the clock of another machine. This method is optional.
-
-    Without it, the clock of this machine dates the files.
-    """
-
-    def now(self, *, writes: bool = True) -> float | None:
-        """The time by that clock, Unix seconds.
-
-        Args:
-            writes: True if a file may be written to learn the time. It is removed again.
-
-        Returns:
-            The time; None if the storage tells it only to a program that writes, and `writes` is False.
-
-        Raises:
-            StorageError: the storage does not tell its time.
-        """
-        ...
-
-
-@runtime_checkable
-class RemoteStorage(Protocol):
-    """A storage with a long latency of every request. These methods are optional for a `Storage`.
-
-    A load reads it in large requests, and rank 0 reads manifest and index for all ranks.
-    """
-
-    def read_buffer(self, name: str, start: int, count: int) -> memoryview:
-        """Read a range into memory of the storage, which saves a copy. Otherwise the same as `read_into`."""
-        ...
-
-    def with_contents(self, files: Mapping[str, bytes]) -> Storage:
-        """The same storage with the bytes of some files. `size` and `read` then send no request for them."""
-        ...
-
-
-@runtime_checkable
-class BoundedStorage(Protocol):
-    """A storage that learns the size of a file with its bytes. This method is optional for a `Storage`.
-
-    Without it, `read_at_most` asks for the size first.
-    """
-
-    def read_at_most(self, name: str, most: int) -> bytes:
-        """All bytes of a file as it is now; see the function `read_at_most`."""
-        ...
-
-
-@runtime_checkable
-class ReplacingStorage(Protocol):
-    """A storage that can replace a large file in one step. This method is optional for a `Storage`.
-
-    Several processes may then write the same bytes under one name at the same time. Uploads to a second tier
-    do so. In a storage without it, an upload fails if there is an incomplete file of the name.
-    """
-
-    def replace(self, name: str) -> Sink:
-        """Begin a file that takes its name when `Sink.finish` is called: whole, in one step.
-
-        Until then, and after `Sink.abort`, a file of that name stays as it is.
-        """
         ...
 
 
@@ -262,39 +69,256 @@ class FreeSpace:
     """Number of the file system that gets a second copy of each file; None: there is none."""
 
 
-@runtime_checkable
-class LimitedStorage(Protocol):
-    """A storage that knows its free space. This method is optional for a `Storage`.
+class Storage(ABC):
+    """Named files. Names are relative, with "/" between their parts (see `check_name`).
 
-    Without it, a save begins to write without a check of the space.
+    A storage derives from this class. It defines the abstract methods, and those of the others whose default
+    is not right for it. The defaults are right for files that no other method of access reaches: not in a
+    folder of this machine, and without a long latency. A storage that wraps another one decides about each.
+
+    Every method raises `StorageError` if the storage refuses or fails. The message states the file, the cause
+    and what to do. For a file that does not exist, ``details["missing"]`` is true.
     """
 
-    def free_space(self) -> FreeSpace | None:
-        """The space for new files at the moment; None if it is not known. Never raises."""
-        ...
+    @property
+    @abstractmethod
+    def location(self) -> str:
+        """The location of the storage, for messages, in valid Unicode."""
 
+    @property
+    @abstractmethod
+    def folder(self) -> str:
+        """The name of this storage's folder, as `sibling` takes it."""
 
-@runtime_checkable
-class NameFlush(Protocol):
-    """A storage that can make the names in a folder durable. This method is optional for a `Storage`."""
+    @property
+    @abstractmethod
+    def linked(self) -> bool:
+        """True if this storage's folder is a symbolic link, so that its files belong to another place.
+
+        Readers treat them as any others. Retention and `shardproof prune` remove none of them.
+        """
+
+    @abstractmethod
+    def create(self, name: str) -> Sink:
+        """Begin a new file and make the missing folders above it. Fails if a file has that name."""
+
+    @abstractmethod
+    def publish(self, name: str, data: bytes, *, replace: bool = False) -> None:
+        """Make `data` appear under `name`: whole or not at all, on stable storage when this returns.
+
+        The storage never removes a file again that already has its name. A reader may use it already. And a
+        storage that cannot flush the name cannot make the removal durable either.
+
+        Args:
+            name: name of the file.
+            data: all of its bytes.
+            replace: replace a file of that name.
+
+        Raises:
+            AlreadyCommittedError: there is a file of that name and `replace` is false. Of several concurrent
+                calls for one name, exactly one succeeds.
+            StorageError: the storage failed. With ``details["in_place"]`` true, readers see `data` under
+                `name`, but a crash of the machine may bring back the previous state. With
+                ``details["unanswered"]`` true, the storage may still carry out the request later.
+        """
+
+    @abstractmethod
+    def flush(self, name: str) -> None:
+        """Put the bytes and the name of a finished file on stable storage, whichever process wrote it."""
+
+    @abstractmethod
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        """Bytes `start` to `stop` (None: the end) of the file as it is now. Fewer bytes are an error."""
+
+    @abstractmethod
+    def read_into(self, name: str, start: int, buffer: memoryview) -> None:
+        """Fill `buffer` from byte `start` on; fewer bytes are an error.
+
+        For files that never change once finished: the storage may keep descriptors open between calls.
+        """
+
+    @abstractmethod
+    def size(self, name: str) -> int | None:
+        """Bytes of the file; None if there is no such file."""
+
+    @abstractmethod
+    def folders(self) -> list[str]:
+        """Sorted names of the folders directly in this storage, linked ones too (see `linked`)."""
+
+    @abstractmethod
+    def siblings(self) -> list[str]:
+        """Sorted names of the sibling folders, with this storage's own folder if it exists."""
+
+    @abstractmethod
+    def list(self, prefix: str = "") -> list[str]:
+        """Sorted names of all files in the folder `prefix` and below, with leftovers of `publish`."""
+
+    @abstractmethod
+    def delete(self, name: str) -> None:
+        """Remove the file durably, and the folders that become empty. A missing file is no error."""
+
+    @abstractmethod
+    def within(self, prefix: str) -> Storage:
+        """The part of this storage below the folder `prefix`, as a storage."""
+
+    @abstractmethod
+    def sibling(self, folder: str) -> Storage:
+        """The storage in the sibling folder of this name.
+
+        Raises:
+            StorageError: `folder` is not the plain name of one folder.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close the open descriptors. The storage stays usable."""
+
+    @property
+    def path(self) -> Path | None:
+        """The folder of this machine that has the files, for callers that reach them by the operating system.
+
+        Default: None. Then files are reached by the methods alone.
+        """
+        return None
+
+    @property
+    def direct(self) -> bool | None:
+        """The choice of the user whether bytes go past the page cache. Default: None, a rule decides."""
+        return None
+
+    @property
+    def in_memory(self) -> bool:
+        """True if the files are in the memory of this node. Default: False."""
+        return False
+
+    @property
+    def is_remote(self) -> bool:
+        """True if every request has a long latency, and a change is durable when its request returns.
+
+        Then a load reads in large requests by `read_buffer`, and rank 0 reads manifest and index for all
+        ranks (`with_contents`). Default: False.
+        """
+        return False
+
+    @property
+    def bounds_reads(self) -> bool:
+        """True if `read_at_most` learns the size of a file with its bytes. Default: False.
+
+        Otherwise a reader of a file that may be large asks for its size first.
+        """
+        return False
+
+    def read_at_most(self, name: str, most: int) -> bytes:
+        """All bytes of a file that has a few, as it is now. Default: asks for the size, then reads.
+
+        Args:
+            name: name of the file.
+            most: its bytes, at most.
+
+        Raises:
+            FormatError: it has more. They are not read.
+            StorageError: the file is missing, or the storage failed.
+        """
+        size = self.size(name) or 0
+        if size > most:
+            raise too_large(f"{self.location}/{name}", size, most)
+        return self.read(name)
+
+    def read_buffer(self, name: str, start: int, count: int) -> memoryview:
+        """Read a range into memory of the storage, which may save a copy. Default: `read_into`."""
+        data = memoryview(bytearray(count))
+        self.read_into(name, start, data)
+        return data
+
+    def with_contents(self, files: Mapping[str, bytes]) -> Storage:
+        """The same storage with the bytes of some files, which `size` and `read` then need not request.
+
+        Default: this storage.
+        """
+        return self
+
+    def with_one_wait(self) -> Storage:
+        """The same storage for one operation of many requests, which waits once if it gets no answer.
+
+        Default: this storage. The operating system decides how long a folder waits.
+        """
+        return self
+
+    def is_cached(self, name: str, start: int, count: int) -> bool:
+        """True if most of `count` bytes from byte `start` on are in memory. A wrong answer costs time only.
+
+        Default: False. A load then reads in large requests, several in flight.
+
+        Raises:
+            StorageError: the file is missing or cannot be opened.
+        """
+        return False
+
+    def past_cache(self) -> Storage:
+        """The same files, read and written past the page cache. Default: this storage."""
+        return self
+
+    def modified(self, name: str) -> float | None:
+        """Time of the last write to a file, Unix seconds; None if there is none of this name.
+
+        `prune`, `doctor` and `watch` need it. Default: raises StorageError.
+        """
+        raise StorageError(
+            f"{self.location} does not tell when its files were written: define `modified` in "
+            f"{type(self).__name__}",
+            file=self.location,
+        )
+
+    def now(self, *, writes: bool = True) -> float | None:
+        """The time by the clock that dates the files, Unix seconds. Default: the clock of this machine.
+
+        Args:
+            writes: True if a file may be written to learn the time. It is removed again.
+
+        Returns:
+            The time; None if the storage tells it only to a program that writes, and `writes` is False.
+
+        Raises:
+            StorageError: the storage does not tell its time.
+        """
+        return time.time()
+
+    def replace(self, name: str) -> Sink:
+        """Begin a file that takes its name when `Sink.finish` is called: whole, in one step.
+
+        Until then, and after `Sink.abort`, a file of that name stays as it is. Several processes may write
+        the same bytes under one name at the same time. Uploads to a second tier do so.
+
+        Default: `create`, which fails if there is a file of that name.
+        """
+        return self.create(name)
 
     def flush_names(self) -> None:
         """Make the names directly in this folder durable, whichever process added or removed them.
 
-        Excludes names in folders below it. Does nothing if there is no folder.
+        Excludes names in folders below it. Does nothing if there is no folder. Default: flushes one of the
+        files, which makes the names above it durable.
 
         Raises:
             StorageError: the storage failed.
         """
-        ...
+        for name in sorted(self.list(), key=lambda name: "/" in name):
+            try:
+                self.flush(name)
+                return
+            except StorageError as error:
+                if not error.details.get("missing"):  # else another process removed the file
+                    raise
 
+    def free_space(self) -> FreeSpace | None:
+        """The space for new files at the moment. Never raises.
 
-@runtime_checkable
-class CopiedStorage(Protocol):
-    """A storage whose files have copies in several places. This method is optional for a `Storage`."""
+        Default: None, it is not known. Then a save begins to write without a check of the space.
+        """
+        return None
 
     def nearest(self, name: str) -> Storage:
-        """The storage of the nearest copy of a file that never changes.
+        """The storage of the nearest copy of a file that never changes. Default: this storage.
 
         Args:
             name: name of the file.
@@ -305,27 +329,42 @@ class CopiedStorage(Protocol):
         Raises:
             StorageError: a place cannot be listed.
         """
-        ...
+        return self
 
+    def uploads(self, parts_before: float) -> builtins.list[Upload]:
+        """Uploads below this storage that did not complete, whose parts no listing shows. Default: none.
 
-def read_at_most(storage: Storage, name: str, most: int) -> bytes:
-    """All bytes of a file that has a few.
+        Args:
+            parts_before: Unix seconds. For each upload that began before this time, the storage finds its
+                bytes and the time of its last part.
 
-    Args:
-        storage: holds the file.
-        name: name of the file.
-        most: its bytes, at most.
+        Raises:
+            StorageError: the storage failed, or cannot list uploads.
+        """
+        return []
 
-    Raises:
-        FormatError: it has more. They are not read.
-        StorageError: the file is missing, or the storage failed.
-    """
-    if isinstance(storage, BoundedStorage):
-        return storage.read_at_most(name, most)
-    size = storage.size(name) or 0
-    if size > most:
-        raise too_large(f"{storage.location}/{name}", size, most)
-    return storage.read(name)
+    def abort_upload(self, upload: Upload) -> None:
+        """Remove the parts of an upload that `uploads` listed; one that ended is no error.
+
+        Raises:
+            StorageError: the storage failed. Default: it has no uploads.
+        """
+        raise StorageError(f"{self.location} has no incomplete uploads", file=upload.name)
+
+    def hold(self, look: Callable[[], builtins.list[T]]) -> builtins.list[T]:
+        """Mark the files as in use by this process until it ends.
+
+        Args:
+            look: called while no process uses the files.
+
+        Returns:
+            What `look` returned; an empty list if another process, or another storage here, uses them.
+            Default: an empty list, because the storage does not know its other users.
+
+        Raises:
+            StorageError: the storage failed.
+        """
+        return []
 
 
 def too_large(path: str, size: int, most: int) -> FormatError:

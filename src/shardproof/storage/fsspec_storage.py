@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from shardproof._utils.forks import lock
 from shardproof._utils.humanize import without_credentials
 from shardproof.errors import AlreadyCommittedError, StorageError
-from shardproof.storage.base import Sink, check_folder, check_name, too_large
+from shardproof.storage.base import Sink, Storage, check_folder, check_name, too_large
 from shardproof.storage.object_sink import ObjectSink
 from shardproof.storage.remote_requests import request_error, short_remote_read
 
@@ -34,7 +34,7 @@ _CREATE_LOCK = lock()
 _log = logging.getLogger("shardproof")
 
 
-class FsspecStorage:
+class FsspecStorage(Storage):
     """Files below a path of a file system of fsspec; see `Storage`.
 
     Retries and deadlines are those of the file system. For a store that `ObjectStorage` knows, use its URL:
@@ -54,6 +54,8 @@ class FsspecStorage:
         >>> sp.open(storage.within("step"))["epoch"]
         3
     """
+
+    bounds_reads = True
 
     def __init__(self, fs: AbstractFileSystem, path: str) -> None:
         self._fs = fs
@@ -106,7 +108,7 @@ class FsspecStorage:
     def replace(self, name: str) -> Sink:
         """Begin a file that replaces another. Atomic only if the file system writes a file in one step.
 
-        See `ReplacingStorage.replace`.
+        See `Storage.replace`.
         """
         return self._sink(name, replace=True)
 
@@ -214,7 +216,7 @@ class FsspecStorage:
         return self._range(name, start, end)
 
     def read_at_most(self, name: str, most: int) -> bytes:
-        """All bytes of a file; see `BoundedStorage.read_at_most`."""
+        """All bytes of a file; see `Storage.read_at_most`."""
         size = self.size(name)
         if size is None:
             raise self._missing(name)
@@ -263,7 +265,7 @@ class FsspecStorage:
             raise self._error(error, "look at", name) from error
 
     def now(self, *, writes: bool = True) -> float | None:
-        """The time that the file system gives a new file, Unix seconds; see `ClockedStorage.now`.
+        """The time that the file system gives a new file, Unix seconds; see `Storage.now`.
 
         Raises:
             StorageError: the file system failed.

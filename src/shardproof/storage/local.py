@@ -1,16 +1,18 @@
-"""A storage in a folder of a file system."""
+"""Storages in a folder of a file system: through the page cache, or past it."""
 
 from __future__ import annotations
 
 import os
 import secrets
 import stat
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from shardproof.errors import AlreadyCommittedError, StorageError
-from shardproof.storage.base import FreeSpace, check_folder, check_name
+from shardproof.storage.base import FreeSpace, Storage, check_folder, check_name
 from shardproof.storage.cache_rule import users_choice
-from shardproof.storage.direct_io import PageCache, UncachedReader
+from shardproof.storage.direct_io import PageCache, UncachedReader, aligned_buffer, memory_for
 from shardproof.storage.durable import (
     flush_file,
     flush_folders,
@@ -34,10 +36,13 @@ from shardproof.storage.paths import (
 from shardproof.storage.real_folders import RealFolder
 from shardproof.storage.sink import LocalSink
 
-__all__ = ["LocalStorage"]
+__all__ = ["LocalStorage", "UncachedStorage"]
+
+PIECE = 4 << 20
+"""The most bytes of one read."""
 
 
-class LocalStorage:
+class LocalStorage(Storage):
     """Files in a folder and below it, written durably. See `Storage` for the methods.
 
     Args:
@@ -57,6 +62,7 @@ class LocalStorage:
     (['manifest.json', 'shards/0'], b'yt')
     """
 
+    direct: bool | None = None
     _is_past_cache = False
     """True if this storage goes past the page cache where the file system can."""
 
@@ -97,7 +103,7 @@ class LocalStorage:
         return self._sink(name, replace=False)
 
     def replace(self, name: str) -> LocalSink:
-        """Begin a file that replaces another; see `ReplacingStorage.replace`."""
+        """Begin a file that replaces another; see `Storage.replace`."""
         return self._sink(name, replace=True)
 
     def _sink(self, name: str, *, replace: bool) -> LocalSink:
@@ -160,7 +166,7 @@ class LocalStorage:
             raise storage_error(error, "flush", path) from error
 
     def flush_names(self) -> None:
-        """Make durable which files are in this folder; see `NameFlush.flush_names`."""
+        """Make durable which files are in this folder; see `Storage.flush_names`."""
         try:
             flush_folders(self.path, self.path)
         except (FileNotFoundError, NotADirectoryError):
@@ -189,17 +195,26 @@ class LocalStorage:
                 missing=False,
                 damaged=False,
             ) from error
-        fill(file, start, memoryview(buffer))
+        _fill(file, start, memoryview(buffer))
         return bytes(buffer)
 
     def read_into(self, name: str, start: int, buffer: memoryview) -> None:
         """Fill `buffer` from byte `start` on; see `Storage.read_into`."""
         data = buffer.cast("B") if buffer.format != "B" or buffer.ndim != 1 else buffer
-        fill(self._descriptor(name), start, data)
+        _fill(self._descriptor(name), start, data)
 
     def is_cached(self, name: str, start: int, count: int) -> bool:
-        """True if the page cache has most of a range; see `CachedStorage.is_cached`."""
+        """True if the page cache has most of a range; see `Storage.is_cached`."""
         return self._descriptor(name).pages().has(start, count)
+
+    def past_cache(self) -> Storage:
+        """The same files, read and written past the page cache; for a plain `LocalStorage` alone."""
+        if type(self) is not LocalStorage:
+            return self
+        found = UncachedStorage(self.path)
+        found.direct = self.direct
+        found._base, found._open_files = self._base, self._open_files
+        return found
 
     def drop_cached(self, name: str) -> None:
         """Drop a file from the page cache. Dirty pages stay."""
@@ -310,7 +325,7 @@ class LocalStorage:
             raise storage_error(error, "flush the deletion of", path) from error
 
     def free_space(self) -> FreeSpace | None:
-        """The space for new files; see `LimitedStorage.free_space`."""
+        """The space for new files; see `Storage.free_space`."""
         return local_free_space(self._root)
 
     def make_folder(self) -> None:
@@ -367,6 +382,70 @@ class LocalStorage:
         self._open_files.forget((self._folder_key, name))
 
 
+class UncachedStorage(LocalStorage):
+    """Files in a folder and below it, read from the device and not from the page cache.
+
+    Reads and aligned writes go past the page cache (O_DIRECT). Where the file system refuses that, they go
+    through it, and a read asks the kernel to drop the file's pages first. Two limits: a file system in memory
+    has no bytes but its pages, and the server of a network file system may answer from its own memory.
+
+    Args:
+        root: the folder.
+        before_read: called before each read, with the number of its bytes. If it raises, the read ends.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     storage = UncachedStorage(folder)
+    ...     storage.publish("manifest.json", b"bytes")
+    ...     storage.read("manifest.json", 1, 3)
+    b'yt'
+    """
+
+    _is_past_cache = True
+
+    def __init__(self, root: StrOrBytesPath, *, before_read: Callable[[int], None] | None = None) -> None:
+        super().__init__(root)
+        self._before_read = before_read
+        self._local = threading.local()
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        """Bytes `start` to `stop` of the file; see `Storage.read`."""
+        size = self.size(name)
+        if size is None or not 0 <= start <= (size if stop is None else stop) <= size:
+            return super().read(name, start, stop)  # raises the error
+        data = bytearray((size if stop is None else stop) - start)
+        self.read_into(name, start, memoryview(data))
+        return bytes(data)
+
+    def read_into(self, name: str, start: int, buffer: memoryview) -> None:
+        """Fill `buffer` from byte `start` on; see `Storage.read_into`."""
+        data = buffer.cast("B") if buffer.format != "B" or buffer.ndim != 1 else buffer
+        needed = memory_for(min(PIECE, len(data)))
+        memory: memoryview | None = getattr(self._local, "memory", None)
+        if memory is None or len(memory) < needed:
+            memory = self._local.memory = aligned_buffer(needed)
+        file = self._descriptor(name)
+        for done in range(0, len(data), PIECE):
+            part = data[done : done + PIECE]
+            if self._before_read is not None:
+                self._before_read(len(part))
+            try:
+                begin, count = file.uncached().read(start + done, len(part), memory)
+            except OSError as error:
+                raise storage_error(error, "read", file.path) from error
+            part[:count] = memory[begin : begin + count]
+            if count < len(part):
+                self.drop_cached(name)
+                _fill(file, start + done, part, count)
+
+    def is_cached(self, name: str, start: int, count: int) -> bool:
+        """False: every read goes to the device."""
+        return False
+
+    def _at(self, path: Path) -> UncachedStorage:
+        return UncachedStorage(path, before_read=self._before_read)
+
+
 def _is_folder(entry: os.DirEntry[str]) -> bool:
     if not entry.is_symlink():
         return entry.is_dir()
@@ -418,7 +497,7 @@ class _Descriptor:
             os.close(self.number)
 
 
-def fill(file: _Descriptor, start: int, buffer: memoryview, done: int = 0) -> None:
+def _fill(file: _Descriptor, start: int, buffer: memoryview, done: int = 0) -> None:
     """Read through the page cache until `buffer` is full; its first `done` bytes are already there."""
     while done < len(buffer):
         try:

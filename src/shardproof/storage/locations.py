@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from typing import Any, TypeAlias, overload
+from typing import Any, TypeAlias
 
 from shardproof._utils.arguments import check_mapping, wrong_type
 from shardproof._utils.humanize import without_credentials
 from shardproof.errors import StorageError
-from shardproof.storage.base import DatedStorage, Storage
+from shardproof.storage.base import Storage
 from shardproof.storage.local import LocalStorage
 from shardproof.storage.memory_store import MEMORY_SCHEME, MemoryStorage
 from shardproof.storage.object_store import SCHEMES, ObjectStorage
@@ -23,7 +23,6 @@ __all__ = [
     "is_same_place",
     "is_url",
     "storage_at",
-    "with_one_wait",
 ]
 
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
@@ -61,16 +60,15 @@ def check_location(name: str, location: object) -> None:
     Raises:
         TypeError: naming the argument.
     """
-    if not isinstance(location, (str, bytes, os.PathLike)) and not hasattr(location, "within"):
-        raise wrong_type(name, location, "a path, a URL or a storage")
-
-
-@overload
-def storage_at(location: StrOrBytesPath, options: Mapping[str, Any] | None = None) -> DatedStorage: ...
-
-
-@overload
-def storage_at(location: Location, options: Mapping[str, Any] | None = None) -> Storage: ...
+    if isinstance(location, (str, bytes, os.PathLike, Storage)):
+        return
+    if hasattr(location, "within"):
+        kind = type(location).__qualname__
+        raise TypeError(
+            f"{name} has the methods of a storage and not its base class: write "
+            f"`class {kind}(shardproof.storage.Storage)`. The base class has the optional methods"
+        )
+    raise wrong_type(name, location, "a path, a URL or a storage")
 
 
 def storage_at(location: Location, options: Mapping[str, Any] | None = None) -> Storage:
@@ -119,15 +117,7 @@ def is_same_place(one: Storage, other: Storage) -> bool:
     return _place(one) == _place(other)
 
 
-def with_one_wait(storage: Storage) -> Storage:
-    """The same storage for one operation of many requests, which waits once if it does not answer.
-
-    Folders are returned as they are: the operating system decides how long they wait.
-    """
-    return storage.with_one_wait() if isinstance(storage, ObjectStorage) else storage
-
-
 def _place(storage: Storage) -> str:
-    if isinstance(storage, LocalStorage):
+    if storage.path is not None:
         return os.path.realpath(storage.path)
     return re.sub("^s3a://", "s3://", storage.location)

@@ -99,6 +99,8 @@ class MemoryStorage(LocalStorage):
         True
     """
 
+    in_memory = True
+
     def __init__(self, url: str) -> None:
         scheme, _, rest = str(url).partition("://")
         run, _, inside = rest.partition("/")

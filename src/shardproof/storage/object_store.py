@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from shardproof._utils.forks import lock
 from shardproof._utils.humanize import without_credentials
 from shardproof.errors import AlreadyCommittedError, ShardproofError, StorageError
-from shardproof.storage.base import Sink, check_folder, check_name, too_large
+from shardproof.storage.base import Sink, Storage, check_folder, check_name, too_large
 from shardproof.storage.multipart_uploads import MultipartUploads, Upload
 from shardproof.storage.object_sink import ObjectSink
 from shardproof.storage.remote_requests import request_error, short_remote_read
@@ -61,7 +61,7 @@ class _Silence:
     error: StorageError | None = None
 
 
-class ObjectStorage:
+class ObjectStorage(Storage):
     """Files below a prefix of a bucket; see `Storage`.
 
     Args:
@@ -74,6 +74,9 @@ class ObjectStorage:
         StorageError: the URL or an option is not valid.
         ImportError: obstore is not installed (the extra ``cloud``).
     """
+
+    is_remote = True
+    bounds_reads = True
 
     def __init__(self, url: str, options: Mapping[str, Any] | None = None) -> None:
         scheme, _, rest = url.partition("://")
@@ -115,7 +118,7 @@ class ObjectStorage:
         return storage
 
     def with_contents(self, files: Mapping[str, bytes]) -> ObjectStorage:
-        """The same storage with the bytes of some files; see `RemoteStorage.with_contents`."""
+        """The same storage with the bytes of some files; see `Storage.with_contents`."""
         storage = ObjectStorage._of(self, self._prefix)
         storage._known = dict(files)
         return storage
@@ -177,7 +180,7 @@ class ObjectStorage:
         return ObjectSink(put, file, size)
 
     def replace(self, name: str) -> Sink:
-        """Begin a file that replaces another; see `ReplacingStorage.replace`."""
+        """Begin a file that replaces another; see `Storage.replace`."""
 
         def put(data: Any, **how: Any) -> None:
             self._put(name, data, "write", **{**how, "mode": "overwrite"})
@@ -268,7 +271,7 @@ class ObjectStorage:
         return bytes(self._range(name, start, stop))
 
     def read_at_most(self, name: str, most: int) -> bytes:
-        """All bytes of an object; see `BoundedStorage.read_at_most`. The answer begins with its size."""
+        """All bytes of an object; see `Storage.read_at_most`. The answer begins with its size."""
         if name in self._known and len(self._known[name]) <= most:
             return self._known[name]
         return self._whole(name, most)
@@ -303,7 +306,7 @@ class ObjectStorage:
             raise self._missing(name)
 
     def read_buffer(self, name: str, start: int, count: int) -> memoryview:
-        """Read a range into memory of obstore; see `RemoteStorage.read_buffer`."""
+        """Read a range into memory of obstore; see `Storage.read_buffer`."""
         if 0 < count <= _REQUEST_BYTES:
             return self._range(name, start, start + count)
         data = memoryview(bytearray(count))
@@ -356,7 +359,7 @@ class ObjectStorage:
         return float(found["last_modified"].timestamp())
 
     def now(self, *, writes: bool = True) -> float | None:
-        """The time by the clock of the store, Unix seconds; see `ClockedStorage.now`.
+        """The time by the clock of the store, Unix seconds; see `Storage.now`.
 
         The header of an answer has it. If obstore cannot sign a request, a test object gets it.
 

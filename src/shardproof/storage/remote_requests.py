@@ -10,7 +10,7 @@ from itertools import chain, pairwise
 from typing import TypeVar
 
 from shardproof.errors import StorageError
-from shardproof.storage.base import RemoteStorage, Storage
+from shardproof.storage.base import Storage
 
 __all__ = ["file_sizes", "map_requests", "request_error", "short_remote_read"]
 
@@ -45,7 +45,7 @@ def map_requests(
         >>> list(map_requests(folder, folder.size, ["a", "b"]))
         [None, None]
     """
-    if isinstance(storage, RemoteStorage):
+    if storage.is_remote:
         return _map_in_threads(request, items, _IN_FLIGHT)
     return map(request, items)
 
@@ -73,7 +73,7 @@ def file_sizes(files: Sequence[tuple[Storage, str]]) -> list[int | None]:
     def sizes_of(share: Sequence[tuple[Storage, str]]) -> list[int | None]:
         return [storage.size(name) for storage, name in share]
 
-    is_remote = bool(files) and isinstance(files[0][0], RemoteStorage)
+    is_remote = bool(files) and files[0][0].is_remote
     threads = min(_SIZES_IN_FLIGHT, len(files) // (1 if is_remote else _SIZES_OF_A_THREAD))
     if threads <= 1:
         return sizes_of(files)

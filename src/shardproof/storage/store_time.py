@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import time
-
 from shardproof.errors import StorageError
-from shardproof.storage.base import ClockedStorage, Storage
+from shardproof.storage.base import Storage
 
-__all__ = ["time_at", "time_without_writes"]
+__all__ = ["time_at"]
 
 
 def time_at(storage: Storage) -> float:
@@ -20,24 +18,12 @@ def time_at(storage: Storage) -> float:
         StorageError: the store does not tell its time.
 
     Example:
-        >>> import tempfile
+        >>> import tempfile, time
         >>> from shardproof.storage import LocalStorage
         >>> time_at(LocalStorage(tempfile.mkdtemp())) <= time.time()
         True
     """
-    now = storage.now() if isinstance(storage, ClockedStorage) else time.time()
+    now = storage.now()
     if now is None:
         raise StorageError(f"{storage.location}: the store does not tell its time", file=storage.location)
     return now
-
-
-def time_without_writes(storage: Storage) -> float | None:
-    """As `time_at`, for programs that only read. None if the store tells it only to a program that writes.
-
-    Example:
-        >>> import tempfile
-        >>> from shardproof.storage import LocalStorage
-        >>> time_without_writes(LocalStorage(tempfile.mkdtemp())) is None
-        False
-    """
-    return storage.now(writes=False) if isinstance(storage, ClockedStorage) else time.time()

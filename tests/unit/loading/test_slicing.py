@@ -22,6 +22,7 @@ from shardproof.loading.checkpoint import Checkpoint, NativeCheckpoint
 from shardproof.rendezvous import LocalRendezvous
 from shardproof.saving import Saver
 from shardproof.storage import LocalStorage
+from tests.faulty_storage import FaultyStorage
 from tests.small_blocks import blocks_of
 
 TENSORS = {
@@ -143,24 +144,21 @@ def test_keys_and_plain_values(checkpoint: Checkpoint) -> None:
             get("plan")
 
 
-class _Counting:
+class _Counting(FaultyStorage):
     """A storage that counts the bytes that are read."""
 
     def __init__(self, inner: LocalStorage) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.read_bytes = 0
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
-
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
-        data = self.inner.read(name, start, stop)
+        data = super().read(name, start, stop)
         self.read_bytes += len(data)
         return data
 
     def read_into(self, name: str, start: int, buffer: memoryview) -> None:
         self.read_bytes += len(buffer)
-        self.inner.read_into(name, start, buffer)
+        super().read_into(name, start, buffer)
 
 
 Index = int | slice | EllipsisType

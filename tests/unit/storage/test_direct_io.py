@@ -15,11 +15,9 @@ from hypothesis import strategies as st
 from shardproof.errors import StorageError
 from shardproof.storage import (
     ALIGNMENT,
-    CachedStorage,
     LocalStorage,
     UncachedStorage,
     direct_io,
-    past_cache,
 )
 
 SIZE = 3 * ALIGNMENT + 17
@@ -54,10 +52,6 @@ def reads_past_cache(path: Path) -> bool:
     except (OSError, AttributeError):
         return False
     return True
-
-
-def test_a_local_storage_is_a_cached_storage(tmp_path: Path) -> None:
-    assert isinstance(LocalStorage(tmp_path), CachedStorage)
 
 
 @given(start=st.integers(0, SIZE), count=st.integers(0, SIZE))
@@ -209,7 +203,7 @@ def test_closing_gives_back_every_descriptor(written: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     storage = LocalStorage(written)
     storage.is_cached("a", 0, 1)
-    uncached = past_cache(storage)
+    uncached = storage.past_cache()
     assert isinstance(uncached, UncachedStorage)
     read(uncached, 0, SIZE)
     assert len(os.listdir("/proc/self/fd")) > before

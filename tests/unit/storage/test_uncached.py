@@ -14,7 +14,7 @@ import pytest
 from shardproof.errors import StorageError
 from shardproof.storage import ALIGNMENT, LocalStorage, UncachedStorage
 from shardproof.storage.conformance import StorageConformance
-from shardproof.storage.uncached import PIECE
+from shardproof.storage.local import PIECE
 from tests.harness import open_files
 
 

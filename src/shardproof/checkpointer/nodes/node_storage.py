@@ -43,11 +43,9 @@ from shardproof.format import (
 from shardproof.storage import (
     FreeSpace,
     LocalStorage,
-    NameFlush,
     Sink,
     Storage,
     choose_cache,
-    past_cache,
 )
 
 __all__ = ["NodeSink", "NodeStorage", "NodesView"]
@@ -169,7 +167,7 @@ class NodeStorage(NodesView):
         Only saves beside training create files here, so the page cache is chosen for them.
         """
         is_through = choose_cache(0, direct=self.own.direct, beside_training=True).through
-        own = (self.own if is_through else past_cache(self.own)).create(name)
+        own = (self.own if is_through else self.own.past_cache()).create(name)
         partner = self.group.partner_of(self.group.own)
         if partner is None:
             return own
@@ -216,13 +214,8 @@ class NodeStorage(NodesView):
         self._places[self._tier_of(name)].flush(name)
 
     def flush_names(self) -> None:
-        """Make durable which files are in this folder on each node; see `NameFlush.flush_names`."""
-
-        def flush(place: Storage) -> None:
-            assert isinstance(place, NameFlush)
-            place.flush_names()
-
-        self._ask("flush_names", flush)
+        """Make durable which files are in this folder on each node; see `Storage.flush_names`."""
+        self._ask("flush_names", lambda place: place.flush_names())
 
     def delete(self, name: str) -> None:
         """Remove a file on all nodes (note "Removal")."""

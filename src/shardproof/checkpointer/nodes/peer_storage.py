@@ -20,7 +20,7 @@ from shardproof.checkpointer.nodes.peer_frames import (
     name_to,
 )
 from shardproof.errors import ShardproofError, StorageError
-from shardproof.storage import check_folder, check_name
+from shardproof.storage import Storage, check_folder, check_name
 
 __all__ = ["Peer", "PeerSink", "PeerStorage", "ask_all"]
 
@@ -200,7 +200,7 @@ def ask_all(peers: Sequence[Peer], request: PeerRequest, data: bytes = b"") -> l
     return values
 
 
-class PeerStorage:
+class PeerStorage(Storage):
     """The run's folder on another node, or a folder in it. See `Storage` for the methods.
 
     Args:
@@ -252,7 +252,7 @@ class PeerStorage:
         self.peer.ask(self._request("flush", name))
 
     def flush_names(self) -> None:
-        """Make durable which files are in the folder there; see `NameFlush.flush_names`."""
+        """Make durable which files are in the folder there; see `Storage.flush_names`."""
         self.peer.ask(self._request("flush_names"))
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:

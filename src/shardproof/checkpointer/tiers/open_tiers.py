@@ -9,7 +9,6 @@ from typing import Any
 from shardproof._utils.arguments import check_number
 from shardproof.checkpointer.policies import Retention
 from shardproof.storage import (
-    LocalStorage,
     Location,
     Storage,
     check_location,
@@ -34,7 +33,7 @@ def check_node_local(first: Storage, node_local: bool, replicas: int) -> None:
             "replicas=1 is for the local disks or the memory of several nodes: pass node_local=True, too, or "
             "memory://RUN as the root"
         )
-    if node_local and not isinstance(first, LocalStorage):
+    if node_local and first.path is None:
         raise ValueError(f"node_local=True needs a folder on the disk of each node, not {first.location}")
 
 
@@ -67,7 +66,7 @@ def open_tiers(
     second = storage_at(then, options if is_bucket_url(then) else None)
     if is_same_place(first, second):
         raise ValueError(f"the second tier is the first one, {first.location}: pass another place as then=")
-    if isinstance(first, LocalStorage) and isinstance(second, LocalStorage):
+    if first.path is not None and second.path is not None:
         places = os.path.realpath(first.path), os.path.realpath(second.path)
         if os.path.commonpath(places) in places:
             raise ValueError(

@@ -61,7 +61,7 @@ class CopyChoice:
     """Number of copies that were gone at a read, by ``folder/file`` (note "Copies that vanish")."""
 
 
-class TieredRun:
+class TieredRun(Storage):
     """All tiers of a run, or one folder of it, as one `Storage` that can only be read.
 
     Args:
@@ -138,6 +138,23 @@ class TieredRun:
         """Fill `buffer` from the nearest copy of a file."""
         self._first(name, lambda place: place.read_into(name, start, buffer))
 
+    @property
+    def bounds_reads(self) -> bool:
+        """True if the tier of the manifest bounds reads."""
+        return self._places[self._holder()].bounds_reads
+
+    def read_at_most(self, name: str, most: int) -> bytes:
+        """All bytes of the nearest copy of a file; see `Storage.read_at_most`."""
+        return self._first(name, lambda place: place.read_at_most(name, most))
+
+    def read_buffer(self, name: str, start: int, count: int) -> memoryview:
+        """A range of the nearest copy of a file; see `Storage.read_buffer`."""
+        return self._first(name, lambda place: place.read_buffer(name, start, count))
+
+    def is_cached(self, name: str, start: int, count: int) -> bool:
+        """True if most of a range of the nearest copy is in memory."""
+        return self._first(name, lambda place: place.is_cached(name, start, count))
+
     def flush(self, name: str) -> None:
         """Flush the nearest copy of a file."""
         self._first(name, lambda place: place.flush(name))
@@ -182,7 +199,7 @@ class TieredRun:
         self._refuse(name)
 
     def nearest(self, name: str) -> Storage:
-        """The storage of the nearest copy of a shard file; see `CopiedStorage.nearest`."""
+        """The storage of the nearest copy of a shard file; see `Storage.nearest`."""
         return self._places[self._tier_of(name)]
 
     def copies(self, name: str) -> Sequence[Storage]:

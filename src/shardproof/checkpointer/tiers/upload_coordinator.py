@@ -174,7 +174,7 @@ class UploadCoordinator:
             requests: saves that wait for their upload.
             posts: an `UploadReport` of each rank.
         """
-        self.give_up()
+        self.end_upload()
         self._references = None
         self._copied, self._aside = set(), {}
         return self._answer(requests, self._reports(posts))
@@ -190,15 +190,15 @@ class UploadCoordinator:
             error = from_rank(rank, len(reports), wire)
             if not reports[rank].of_first:
                 raise error
-            self.give_up()
+            self.end_upload()
             if reports[rank].is_damage:
-                self._give_up_damaged(step, seal, error)
+                self._skip_damaged(step, seal, error)
             else:
                 self._set_aside(step, error)
             return self._answer(requests, reports)
         self._publish(upload)
         self._remove_drafts(upload)
-        self.give_up()
+        self.end_upload()
         self._copied |= {(record.folder or step_name(step), record.name) for record in upload.manifest.files}
         self._there[step] = seal
         self._restorable.trust(step)
@@ -223,7 +223,7 @@ class UploadCoordinator:
             self._stored = {one: seal for one, seal in self._stored.items() if step_name(one) not in removed}
         return self._answer(requests, reports)
 
-    def give_up(self) -> None:
+    def end_upload(self) -> None:
         """Ends the upload under way."""
         self._under_way = None
         with self._lock:
@@ -238,7 +238,7 @@ class UploadCoordinator:
             self._under_way = self._read(step, pending[step])
             if self._under_way is not None:
                 break
-            self.give_up()
+            self.end_upload()
             pending, reasons = self._pending(requests)  # without it, keep_then may keep an older one
         with self._lock:
             pending = {step: replace for step, replace in pending.items() if step not in self._removed}
@@ -278,7 +278,7 @@ class UploadCoordinator:
         for step, seal in here.items():
             other = others.get(step)
             if isinstance(other, FormatError):
-                self._give_up_damaged(step, seal, other)
+                self._skip_damaged(step, seal, other)
             if self._damaged.get(step) == seal:
                 reasons[step] = f"it is damaged in {self._first.location}"
             elif step not in there:
@@ -478,17 +478,17 @@ class UploadCoordinator:
                 raise misfit
             index = _read_index(place, manifest)
         except FormatError as error:
-            self._give_up_damaged(step, _seal_of(text), error)
+            self._skip_damaged(step, _seal_of(text), error)
         except StorageError as error:
             if not error.details.get("missing"):
                 self._set_aside(step, error)
             elif text:
-                self._give_up_damaged(step, _seal_of(text), error)
+                self._skip_damaged(step, _seal_of(text), error)
         else:
             return _UnderWay(step, manifest, text, index, replace)
         return None
 
-    def _give_up_damaged(self, step: int, seal: bytes, error: ShardproofError) -> None:
+    def _skip_damaged(self, step: int, seal: bytes, error: ShardproofError) -> None:
         self._damaged[step] = seal
         _log.error("%s: step %d is damaged, and is not uploaded: %s", self._first.location, step, error)
 

@@ -48,7 +48,7 @@ from shardproof.format import FileRecord, size_fault
 from shardproof.maintenance import copy_shard_file
 from shardproof.rendezvous import MeetingSequence, Rendezvous
 from shardproof.saving import Progress, Workers, unfinished
-from shardproof.storage import ReplacingStorage, Storage
+from shardproof.storage import Storage
 
 __all__ = ["Uploader"]
 
@@ -207,7 +207,7 @@ class Uploader:
             with self._meetings.operation(self._operation):
                 self._upload_all()
         except Exception as error:
-            self._coordinator.give_up()
+            self._coordinator.end_upload()
             failure = (
                 error
                 if isinstance(error, ShardproofError)
@@ -321,11 +321,7 @@ class Uploader:
         damage: _SourceError | None = None
         for source in copies_of(self._first.within(record.folder), record.name):
             try:
-                sink = (
-                    target.replace(record.name)
-                    if isinstance(target, ReplacingStorage)
-                    else target.create(record.name)
-                )
+                sink = target.replace(record.name)
                 copy_shard_file(source, record, sink, on_bytes, piece_bytes=piece)
             except ShardproofError as error:
                 failed = _source_error(error, source, record)

@@ -26,7 +26,6 @@ from contextlib import suppress
 import numpy as np
 import torch
 
-from shardproof.format import Files, Manifest
 from shardproof.loading.checkpoint import NativeCheckpoint
 from shardproof.loading.chunk_reader import Chunks
 from shardproof.loading.destinations import DestinationWriter
