@@ -41,7 +41,7 @@ class Training:
     def __init__(self, root: Path, *, incremental: bool = False, keep: int = 1) -> None:
         # Without a scrub: a step that the scrub proves in time stays beside the newest one, and is restored.
         self.checkpointer = sp.Checkpointer(
-            root, keep=sp.KeepLatest(keep), incremental=incremental, scrub=None
+            root, keep=sp.KeepLatest(keep), incremental=incremental and sp.Incremental(scrub=None)
         )
         self.step = 0
 

@@ -109,7 +109,7 @@ def test_steps_without_the_metric_go_once_a_step_has_it(
 
 def test_a_metric_of_the_second_tier_is_checked_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     near, far = tmp_path / "near", tmp_path / "far"
-    checkpointer = sp.Checkpointer(near, then=far, keep_then=sp.KeepBest("typo"))
+    checkpointer = sp.Checkpointer(near, second_tier=sp.SecondTier(far, keep=sp.KeepBest("typo")))
     with caplog.at_level(logging.WARNING, "shardproof"):
         for step in (1, 2, 3):
             checkpointer.save(step, state(step), metadata={"loss": 0.5}).durable(60)

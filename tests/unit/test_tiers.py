@@ -52,8 +52,16 @@ def far(tmp_path: Path) -> Path:
     return tmp_path / "far"
 
 
-def checkpointer(near: Any, far: Any, **options: Any) -> sp.Checkpointer:
-    return sp.Checkpointer(near, then=far, rendezvous=LocalRendezvous(deadline=30.0), cache="none", **options)
+def checkpointer(
+    near: Any, far: Any, keep_far: sp.Retention | None = None, **options: Any
+) -> sp.Checkpointer:
+    return sp.Checkpointer(
+        near,
+        second_tier=sp.SecondTier(far, keep=keep_far),
+        rendezvous=LocalRendezvous(deadline=30.0),
+        cache="none",
+        **options,
+    )
 
 
 def alone(root: Path) -> sp.Checkpointer:
@@ -190,10 +198,10 @@ def test_storage_options_are_for_the_tier_in_a_bucket(far: Path) -> None:
     options = {"region": "us-east-1", "access_key_id": "key", "secret_access_key": "secret"}
     bucket = "s3://bucket/run"
     for near, then in (("memory://run", bucket), (far, bucket), (bucket, far)):
-        opened = open_tiers(near, then, None, None, options)
+        opened = open_tiers(near, sp.SecondTier(then), options)
         assert sum(isinstance(tier, ObjectStorage) for tier in opened) == 1
     with pytest.raises(sp.StorageError, match="storage_options are for object stores"):
-        open_tiers("memory://run", far, None, None, options)
+        open_tiers("memory://run", sp.SecondTier(far), options)
 
 
 def test_damage_of_both_tiers_falls_back_to_the_older_step(near: Path, far: Path) -> None:
@@ -217,13 +225,13 @@ def test_a_step_that_was_not_uploaded_is_uploaded_by_the_next_process(near: Path
     assert files(near) == files(far)
 
 
-def test_only_steps_that_keep_then_keeps_are_uploaded_newest_first(
+def test_only_steps_that_keep_far_keeps_are_uploaded_newest_first(
     near: Path, far: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for step in (1, 2, 3):
         alone(near).save(step, state(step)).result()
     counted = FaultyStorage(LocalStorage(far), only=("publish",))
-    run = checkpointer(near, counted, keep_then=sp.KeepLatest(2))
+    run = checkpointer(near, counted, keep_far=sp.KeepLatest(2))
     assert_restores(run, 3)
     run.wait_for_uploads(WAIT)
     assert alone(far).steps() == [2, 3]
@@ -245,7 +253,7 @@ class _Gate:
 def test_steps_that_wait_are_uploaded_newest_first_and_some_are_skipped(near: Path, far: Path) -> None:
     gate = _Gate()
     second = FaultyStorage(LocalStorage(far), 0, gate, only=("create",))
-    run = checkpointer(near, second, keep=sp.KeepLatest(1), keep_then=sp.KeepLatest(1))
+    run = checkpointer(near, second, keep=sp.KeepLatest(1), keep_far=sp.KeepLatest(1))
     pendings = [run.save(1, state(1))]
     assert gate.reached.wait(WAIT)
     pendings += [run.save(step, state(step)) for step in (2, 3)]
@@ -261,11 +269,11 @@ def test_steps_that_wait_are_uploaded_newest_first_and_some_are_skipped(near: Pa
     assert alone(far).steps() == [3]
 
 
-def test_a_step_that_keep_then_keeps_stays_until_it_is_uploaded(near: Path, far: Path) -> None:
+def test_a_step_that_keep_far_keeps_stays_until_it_is_uploaded(near: Path, far: Path) -> None:
     gate = _Gate()
     second = FaultyStorage(LocalStorage(far), 0, gate, only=("create",))
     every = sp.KeepEvery(steps=10)
-    run = checkpointer(near, second, keep=sp.KeepLatest(1), keep_then=every)
+    run = checkpointer(near, second, keep=sp.KeepLatest(1), keep_far=every)
     run.save(9, state(9))
     assert gate.reached.wait(WAIT)
     for step in (10, 11, 12):
@@ -335,7 +343,7 @@ def test_retention_of_the_second_tier_does_not_count_a_damaged_step(near: Path, 
         alone(near).save(step, state(step)).result()
     (index,) = (near / "step-00000002").glob("index-*")
     flip(index, index.stat().st_size // 2)
-    run = checkpointer(near, far, keep_then=sp.KeepLatest(1))
+    run = checkpointer(near, far, keep_far=sp.KeepLatest(1))
     assert_restores(run, 1)
     run.wait_for_uploads(WAIT)
     assert alone(far).steps() == [1]
@@ -363,7 +371,7 @@ def test_bytes_that_change_between_read_and_write_are_not_uploaded(near: Path, f
 
 
 def test_an_overwritten_step_is_judged_by_its_new_metadata(near: Path, far: Path) -> None:
-    run = checkpointer(near, far, keep_then=sp.KeepLatest(1) | sp.KeepBest("loss"))
+    run = checkpointer(near, far, keep_far=sp.KeepLatest(1) | sp.KeepBest("loss"))
     for step, loss in ((1, 0.1), (2, 0.5), (1, 0.9), (3, 0.7)):
         pending = run.save(step, state(step), metadata={"loss": loss}, overwrite=True)
         pending.result()
@@ -391,7 +399,7 @@ def test_the_first_tier_does_not_fill_while_the_second_one_is_down(
 ) -> None:
     """Also if the second tier is down when the process starts."""
     second, down = unreachable(far, False)
-    run = checkpointer(near, second, keep=policy, keep_then=policy)
+    run = checkpointer(near, second, keep=policy, keep_far=policy)
     run.save(1, state(1), metadata={"loss": 0.9}).durable(WAIT)
     down[0] = True
     for step in range(2, 6):
@@ -399,7 +407,7 @@ def test_the_first_tier_does_not_fill_while_the_second_one_is_down(
     assert alone(near).steps() == [5]
     with pytest.raises(sp.StorageError, match="no route"):
         run.wait_for_uploads(WAIT)
-    again = checkpointer(near, second, keep=policy, keep_then=policy)
+    again = checkpointer(near, second, keep=policy, keep_far=policy)
     for step in range(6, 9):
         again.save(step, state(step), metadata={"loss": 1 / step}).result()
     assert alone(near).steps() == [8]
@@ -428,7 +436,7 @@ def test_files_of_a_killed_upload_are_read_again(near: Path, far: Path) -> None:
 
 def test_files_that_steps_refer_to_are_uploaded_once(near: Path, far: Path) -> None:
     fixed = torch.arange(300_000.0)
-    options = {"incremental": True, "scrub": None, "keep": sp.KeepLatest(1)}
+    options = {"incremental": sp.Incremental(scrub=None), "keep": sp.KeepLatest(1)}
     near_only = sp.Checkpointer(near, rendezvous=LocalRendezvous(), **options)
     for step in (1, 2):
         near_only.save(step, {"fixed": fixed, "w": torch.full((4,), float(step))}).result()
@@ -449,7 +457,7 @@ def test_files_that_steps_refer_to_are_uploaded_once(near: Path, far: Path) -> N
 def test_files_copied_for_a_newer_step_are_not_read_again(near: Path, far: Path) -> None:
     """After an outage, the newest waiting step is uploaded first, with the files of older steps."""
     second, down = unreachable(far, True)
-    run = checkpointer(near, second, incremental=True, scrub=None)
+    run = checkpointer(near, second, incremental=sp.Incremental(scrub=None))
     fixed = torch.arange(300_000.0)
     for step in (1, 2, 3):
         run.save(step, {"fixed": fixed, "w": torch.full((4,), float(step))}).result()
@@ -470,7 +478,7 @@ def test_files_copied_for_a_newer_step_are_not_read_again(near: Path, far: Path)
 
 def test_damaged_files_that_a_later_step_kept_are_repaired_by_an_upload(near: Path, far: Path) -> None:
     fixed = torch.arange(300_000.0)
-    run = checkpointer(near, far, incremental=True, scrub=None, keep_then=sp.KeepLatest(1))
+    run = checkpointer(near, far, incremental=sp.Incremental(scrub=None), keep_far=sp.KeepLatest(1))
     run.save(1, {"fixed": fixed}).durable(WAIT)
     (shard,) = (far / "step-00000001" / "shards").iterdir()
     flip(shard, shard.stat().st_size // 2)
@@ -478,7 +486,7 @@ def test_damaged_files_that_a_later_step_kept_are_repaired_by_an_upload(near: Pa
     run.wait_for_uploads(WAIT)
     assert alone(far).steps() == [2]
     assert shard.exists()  # step 2 refers to it
-    again = checkpointer(near, far, incremental=True, scrub=None, keep_then=sp.KeepLatest(1))
+    again = checkpointer(near, far, incremental=sp.Incremental(scrub=None), keep_far=sp.KeepLatest(1))
     assert again.restore({"fixed": torch.zeros(300_000)}, step=1) == 1
     again.wait_for_uploads(WAIT)
     assert alone(far).steps() == [1, 2]
@@ -560,12 +568,12 @@ def broken_manifest(
     return GatedStorage(near, hook), broken
 
 
-@pytest.mark.parametrize("keep_then", [None, sp.KeepLatest(9)])
+@pytest.mark.parametrize("keep_far", [None, sp.KeepLatest(9)])
 def test_an_unreadable_manifest_fails_no_round_if_the_second_tier_has_the_step(
-    near: Path, far: Path, caplog: pytest.LogCaptureFixture, keep_then: sp.Retention | None
+    near: Path, far: Path, caplog: pytest.LogCaptureFixture, keep_far: sp.Retention | None
 ) -> None:
     checkpointer(near, far).save(1, state(1)).durable(WAIT)
-    run = checkpointer(broken_manifest(near, at_first=True)[0], far, keep_then=keep_then)
+    run = checkpointer(broken_manifest(near, at_first=True)[0], far, keep_far=keep_far)
     for step in (2, 3):
         run.save(step, state(step)).durable(WAIT)
         run.wait_for_uploads(WAIT)
@@ -606,7 +614,7 @@ def test_a_skipped_step_whose_manifest_cannot_be_read_blocks_no_other(
     near: Path, far: Path, only_seal: list[bool]
 ) -> None:
     second, down = unreachable(far, True)
-    run = checkpointer(near, second, keep_then=sp.KeepLatest(1))
+    run = checkpointer(near, second, keep_far=sp.KeepLatest(1))
     skipped = run.save(1, state(1))
     skipped.result()
     only_seal[0], down[0] = True, False
@@ -694,7 +702,7 @@ def test_retention_of_the_first_tier_reads_no_manifest_of_the_second(
         if down[0]:
             raise sp.StorageError("no route to host", errno="EHOSTUNREACH", missing=False)
 
-    options = {"keep": sp.KeepLatest(1), "keep_then": policy}
+    options = {"keep": sp.KeepLatest(1), "keep_far": policy}
     first = checkpointer(near, far, **options)
     for step in (1, 2, 3):
         first.save(step, state(step), metadata={"loss": 1 / step}).durable(WAIT)
@@ -718,11 +726,11 @@ def test_a_pin_is_on_the_second_tier_before_the_manifest(near: Path, far: Path) 
             assert (far / "step-00000001" / "pinned.json").exists()
             raise sp.StorageError("the process dies here")
 
-    run = checkpointer(near, GatedStorage(far, hook), keep_then=sp.KeepLatest(1))
+    run = checkpointer(near, GatedStorage(far, hook), keep_far=sp.KeepLatest(1))
     assert_restores(run, 1)
     with pytest.raises(sp.StorageError, match="dies here"):
         run.wait_for_uploads(WAIT)
-    again = checkpointer(near, far, keep_then=sp.KeepLatest(1))
+    again = checkpointer(near, far, keep_far=sp.KeepLatest(1))
     again.save(2, state(2)).durable(WAIT)
     again.wait_for_uploads(WAIT)
     again.save(3, state(3)).durable(WAIT)
@@ -754,7 +762,7 @@ def test_a_pin_that_an_earlier_process_did_not_copy_is_copied(near: Path, far: P
         uploads_again = operation == "publish" and name == "step-00000001/manifest.json"
         assert not uploads_again, "retention removed the step before it had the pin"
 
-    run = checkpointer(near, GatedStorage(far, hook), keep_then=sp.KeepLatest(1))
+    run = checkpointer(near, GatedStorage(far, hook), keep_far=sp.KeepLatest(1))
     run.save(2, state(2)).durable(WAIT)
     run.wait_for_uploads(WAIT)
     assert alone(far).steps() == [1, 2]
@@ -799,7 +807,7 @@ def test_a_check_of_uploaded_files_shows_signs_of_life(near: Path, far: Path) ->
         sp.Checkpointer(near, rendezvous=rendezvous, cache="none").save(1, of_rank(rank)).result()
         if rank == 0:
             shutil.copytree(near / "step-00000001" / "shards", far / "step-00000001" / "shards")
-        run = sp.Checkpointer(near, then=Slow(far), rendezvous=rendezvous, cache="none")
+        run = sp.Checkpointer(near, second_tier=Slow(far), rendezvous=rendezvous, cache="none")
         run.restore(of_rank(rank))
         run.wait_for_uploads(WAIT)
 
@@ -825,7 +833,7 @@ def test_a_step_that_a_run_without_a_second_tier_overwrote_is_named_after_a_rest
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"keep_then": sp.KeepLatest(2)}, {"incremental": True, "scrub": None}, {"node_local": True}],
+    [{}, {"keep_far": sp.KeepLatest(2)}, {"incremental": sp.Incremental(scrub=None)}, {"node_local": True}],
 )
 def test_an_overwriting_save_replaces_the_step_of_the_second_tier_after_a_restart(
     near: Path, far: Path, options: dict[str, Any]
@@ -966,7 +974,7 @@ def test_a_second_tier_that_is_the_first_under_another_name_is_refused(near: Pat
     with pytest.raises(ValueError, match="the second tier is the first one"):
         checkpointer(near, tmp_path / "link")
     with pytest.raises(ValueError, match="the second tier is the first one"):
-        open_tiers("s3://bucket/run", "s3a://bucket/run", None, None, {"region": "us-east-1"})
+        open_tiers("s3://bucket/run", sp.SecondTier("s3a://bucket/run"), {"region": "us-east-1"})
 
 
 def test_another_save_of_a_step_is_replaced_only_with_overwrite(
@@ -1072,7 +1080,7 @@ def test_a_copy_that_vanishes_during_the_restore_is_read_on_the_other_tier(
 
 def test_damage_at_two_places_of_a_file_loses_only_steps_that_need_both(near: Path, far: Path) -> None:
     """A file that three steps share is damaged in "a" on the first tier, and in "b" on the second."""
-    options = {"incremental": True, "scrub": None, "full_every": None}
+    options = {"incremental": sp.Incremental(scrub=None, full_every=None)}
     fixed = {"a": torch.arange(3000.0), "b": torch.arange(4000.0) + 0.5}
     run = checkpointer(near, far, **options)
     for step, saved in ((1, fixed), (3, fixed), (2, {**fixed, "a": torch.ones(3000)})):
@@ -1095,7 +1103,9 @@ def test_a_restore_without_the_second_tier_logs_its_wait_and_names_the_way_out(
     second, told = Silent(far), threading.Event()
     second.wait = lambda request: told.wait(WAIT)
     monkeypatch.setattr(open_run._log, "warning", lambda text, *values: told.set())
-    with pytest.raises(sp.StorageError, match=f"restore the newest step of {near} now, leave out then="):
+    with pytest.raises(
+        sp.StorageError, match=f"restore the newest step of {near} now, leave out second_tier="
+    ):
         checkpointer(near, second).restore(blank())
     assert told.is_set(), "the wait is logged"
     monkeypatch.undo()
@@ -1114,12 +1124,12 @@ def test_all_ranks_wait_for_a_tier_at_the_same_time(near: Path, far: Path) -> No
         second.wait = lambda request: asked.wait(WAIT)
         rendezvous = StoreRendezvous(store, rank, 2, deadline=WAIT)
         with pytest.raises(sp.StorageError) as caught:
-            sp.Checkpointer(near, then=second, rendezvous=rendezvous).restore(blank())
+            sp.Checkpointer(near, second_tier=second, rendezvous=rendezvous).restore(blank())
         return caught.value.message
 
     with ThreadPoolExecutor(2) as pool:
         first, other = pool.map(restore, range(2))
-    assert first == other and "no answer" in first and "leave out then=" in first
+    assert first == other and "no answer" in first and "leave out second_tier=" in first
 
 
 def test_a_tier_that_does_not_answer_one_rank_is_not_asked_by_another(near: Path, far: Path) -> None:
@@ -1142,23 +1152,23 @@ def test_a_tier_that_does_not_answer_one_rank_is_not_asked_by_another(near: Path
     def restore(rank: int) -> str:
         rendezvous = StoreRendezvous(store, rank, 2, deadline=WAIT)
         with pytest.raises(sp.StorageError) as caught:
-            sp.Checkpointer(near, then=seconds[rank], rendezvous=rendezvous).restore(blank())
+            sp.Checkpointer(near, second_tier=seconds[rank], rendezvous=rendezvous).restore(blank())
         return caught.value.message
 
     with ThreadPoolExecutor(2) as pool:
         first, other = pool.map(restore, range(2))
-    assert first == other and "rank 1: no answer" in first and "leave out then=" in first
+    assert first == other and "rank 1: no answer" in first and "leave out second_tier=" in first
     assert asked == ["manifest.json"]
 
 
 def test_steps_that_a_rollback_gave_up_displace_no_others(near: Path, far: Path) -> None:
     keep = sp.KeepLatest(2)
-    run = checkpointer(near, far, keep_then=keep)
+    run = checkpointer(near, far, keep_far=keep)
     for step in (10, 20, 30):
         run.save(step, state(step)).durable(WAIT)
     run.wait_for_uploads(WAIT)
     assert alone(far).steps() == [20, 30]
-    run = checkpointer(near, far, keep=keep, keep_then=keep)
+    run = checkpointer(near, far, keep=keep, keep_far=keep)
     assert run.restore(blank(), step=10) == 10
     for step in (11, 12, 13):
         run.save(step, state(step)).durable(WAIT)
@@ -1176,7 +1186,7 @@ def test_steps_that_wait_during_a_rollback_stay_and_are_uploaded(near: Path, far
     error = sp.StorageError("no route to host", errno="EHOSTUNREACH")
     second = FaultyStorage(LocalStorage(far), lambda: down[0], error, only=("create", "publish"))
     keep = sp.KeepLatest(1)
-    run = checkpointer(near, second, keep_then=keep)
+    run = checkpointer(near, second, keep_far=keep)
     for step in (1, 2, 5):
         pending = run.save(step, state(step))
         pending.result()
@@ -1314,7 +1324,7 @@ def test_one_of_two_jobs_that_upload_different_saves_of_a_step_wins_and_the_othe
 
 
 def test_pins_reach_the_second_tier(near: Path, far: Path) -> None:
-    run = checkpointer(near, far, keep_then=sp.KeepLatest(1), keep=sp.KeepLatest(1))
+    run = checkpointer(near, far, keep_far=sp.KeepLatest(1), keep=sp.KeepLatest(1))
     alone(near).save(1, state(1)).result()
     alone(near).pin(1, "baseline")
     run.save(2, state(2)).durable(WAIT)
@@ -1359,7 +1369,7 @@ def test_a_first_restore_that_fails_keeps_the_ranks_in_step(near: Path, far: Pat
     second = FaultyStorage(LocalStorage(far), lambda: down[0], fault)
     store = HashStore()
     ranks = [StoreRendezvous(store, rank, 2, deadline=30.0) for rank in range(2)]
-    runs = [sp.Checkpointer(near, then=second, rendezvous=one, cache="none") for one in ranks]
+    runs = [sp.Checkpointer(near, second_tier=second, rendezvous=one, cache="none") for one in ranks]
     with ThreadPoolExecutor(2) as pool:
 
         def on_ranks(work: Callable[[sp.Checkpointer], Any]) -> list[Any]:
@@ -1409,7 +1419,7 @@ def test_all_ranks_of_an_upload_together_stay_within_the_bandwidth(
         monkeypatch.setattr("shardproof.checkpointer.checkpointer.Uploader", timed)
         rendezvous = StoreRendezvous(store, rank, ranks, deadline=30.0)
         return sp.Checkpointer(
-            first, then=far, rendezvous=rendezvous, cache="none", upload_bandwidth=bandwidth
+            first, second_tier=sp.SecondTier(far, bandwidth=bandwidth), rendezvous=rendezvous, cache="none"
         )
 
     def save(rank: int) -> None:
@@ -1460,26 +1470,29 @@ def test_the_bandwidth_bounds_the_bytes_that_are_sent(near: Path, far: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("second_tier", "message"),
     [
-        ({"keep_then": sp.KeepLatest(1)}, "pass then="),
-        ({"upload_bandwidth": 5}, "pass then="),
-        ({"then": "a", "upload_bandwidth": 0}, "upload_bandwidth"),
-        ({"then": "a", "keep_then": 3}, "keep_then is a policy"),
-        ({"then": "near"}, "the second tier is the first one"),
-        ({"then": "near/far"}, "one tier is inside the other"),
-        ({"then": "."}, "one tier is inside the other"),
-        ({"then": "link/far"}, "one tier is inside the other"),
+        ("near", "the second tier is the first one"),
+        ("near/far", "one tier is inside the other"),
+        (".", "one tier is inside the other"),
+        ("link/far", "one tier is inside the other"),
     ],
 )
-def test_invalid_options_are_refused(
-    options: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_second_tier_is_apart_from_the_first(
+    second_tier: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "link").symlink_to("near")
     with pytest.raises(ValueError, match=message):
-        sp.Checkpointer("near", **options)
-    sp.Checkpointer("near", then="near2")
+        sp.Checkpointer("near", second_tier=second_tier)
+    sp.Checkpointer("near", second_tier="near2")
+
+
+def test_invalid_options_of_a_second_tier_are_refused() -> None:
+    with pytest.raises(ValueError, match="bandwidth is a positive number"):
+        sp.SecondTier("a", bandwidth=0)
+    with pytest.raises(ValueError, match="keep of the second tier is a policy"):
+        sp.SecondTier("a", keep=3)  # type: ignore[arg-type]
 
 
 class RemoteFolder(LocalStorage):
@@ -1505,7 +1518,7 @@ class RemoteFolder(LocalStorage):
 
 
 def test_a_step_whose_files_lie_on_a_disk_and_in_a_bucket_is_restored(tmp_path: Path) -> None:
-    run = sp.Checkpointer(tmp_path / "near", then=RemoteFolder(tmp_path / "far"), incremental=True)
+    run = sp.Checkpointer(tmp_path / "near", second_tier=RemoteFolder(tmp_path / "far"), incremental=True)
     whole = torch.randn(1 << 18)
     for step in (1, 2):
         run.save(step, {"a": whole, "b": torch.full((1 << 17,), float(step))}).durable(60)

@@ -126,7 +126,7 @@ def test_bad_usage_is_2(call: Any, arguments: tuple[str, ...]) -> None:
         ("prune", "{url}"),
         ("watch", "{url}", "--once"),
         ("doctor", "{url}"),
-        ("doctor", ".", "--then", "{url}"),
+        ("doctor", ".", "--second-tier", "{url}"),
         ("doctor", ".", "--node", "{url}"),
         ("verify", "{url}"),
         ("inspect", "{url}"),

@@ -239,7 +239,7 @@ class UploadCoordinator:
             if self._under_way is not None:
                 break
             self.give_up()
-            pending, reasons = self._pending(requests)  # without it, keep_then may keep an older one
+            pending, reasons = self._pending(requests)  # without it, the policy may keep an older one
         with self._lock:
             pending = {step: replace for step, replace in pending.items() if step not in self._removed}
         uploaded, skipped = self._results(requests, pending, reasons)
@@ -305,7 +305,7 @@ class UploadCoordinator:
         self._stored = {step: seal for step, seal in there.items() if step not in pending}
         kept = self._kept(self._stored, pending)
         for step in set(pending) - kept:
-            reasons[step] = f"keep_then does not select it among the steps of {self._second.location}"
+            reasons[step] = f"the policy of {self._second.location} does not select it among the steps there"
         return {step: replace for step, replace in pending.items() if step in kept}, reasons
 
     def _results(
