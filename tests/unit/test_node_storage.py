@@ -24,7 +24,7 @@ from shardproof.checkpointer.nodes import MissingCopies, NodeGroup, NodeStorage,
 from shardproof.checkpointer.nodes.file_service import FileService
 from shardproof.checkpointer.nodes.peer_frames import PIECE_BYTES, PeerConnection, PeerRequest
 from shardproof.checkpointer.nodes.peer_storage import Peer, PeerStorage, ask_all
-from shardproof.checkpointer.step_selection import choose_after
+from shardproof.checkpointer.step_selection import StepSelection
 from shardproof.checkpointer.tiers import Uploader
 from shardproof.format import flush_manifests_in
 from shardproof.maintenance import verify
@@ -120,7 +120,7 @@ def test_a_file_is_on_the_node_of_its_rank_and_on_the_partner(nodes: Nodes) -> N
 def test_a_restore_names_stale_and_emptied_nodes(nodes: Nodes, step: int | None) -> None:
     for folder in nodes.folders[:2]:
         sp.Checkpointer(folder.path, rendezvous=LocalRendezvous()).save(1, {"w": torch.ones(4)}).result()
-    chosen = choose_after(NodesView(nodes.storage().group, None), (), step, None, suspect=False)
+    chosen = StepSelection(NodesView(nodes.storage().group, None), suspect=False).choose_after((), step, None)
     stale, emptied = sorted(chosen.passed, key=lambda item: item.reason, reverse=True)
     assert "is stale" in stale.reason and stale.tier.endswith("node-0")
     assert "new, or was emptied" in emptied.reason and emptied.tier.endswith("node-2")

@@ -782,7 +782,7 @@ def test_retention_removes_no_step_whose_upload_begins(near: Path, far: Path) ->
     share = msgspec.msgpack.decode(answer, type=UploadAnswer).next
     assert share is not None and share.step == 2
     assert coordinator.protect([1, 2]) == {2}
-    coordinator.give_up()
+    coordinator.abandon_upload()
     assert coordinator.protect([1, 2]) == set()
 
 

@@ -207,7 +207,7 @@ class Uploader:
             with self._meetings.operation(self._operation):
                 self._upload_all()
         except Exception as error:
-            self._coordinator.give_up()
+            self._coordinator.abandon_upload()
             failure = (
                 error
                 if isinstance(error, ShardproofError)
