@@ -41,7 +41,7 @@ ENGINE = (
     "checkpointer",
 )
 TRAINING = ("collectives", "layouts", "optim", "fsdp", "rerun")
-PEOPLE = ("cli", "report", "demo")
+PEOPLE = ("cli", "report")
 ADAPTERS = ("frameworks",)
 
 MAY_IMPORT: dict[str, frozenset[str]] = {
@@ -288,10 +288,10 @@ def test_a_file_imports_only_what_is_below_it() -> None:
 
 
 def test_saves_and_loads_run_no_collective() -> None:
-    """The packages that train, and the demo, have collectives of their own."""
+    """The packages that train have collectives of their own."""
 
     def mentioned(layer: str, source: str) -> set[str]:
-        if layer in {*TRAINING, "demo"}:
+        if layer in TRAINING:
             return set()
         return {line.partition(": ")[2] for line in collectives(source)}
 
@@ -300,10 +300,7 @@ def test_saves_and_loads_run_no_collective() -> None:
 
 
 def test_only_rendezvous_uses_a_store() -> None:
-    assert (
-        findings(lambda layer, source: [] if layer in {"rendezvous", *TRAINING, "demo"} else stores(source))
-        == {}
-    )
+    assert findings(lambda layer, source: [] if layer in {"rendezvous", *TRAINING} else stores(source)) == {}
 
 
 def test_a_package_is_imported_by_others_through_its_init_alone() -> None:

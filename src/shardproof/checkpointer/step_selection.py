@@ -228,7 +228,7 @@ class StepSelection:
         return folder.suspect and read_settled(self._run.within(folder.name)) is not None
 
     def _dead_save(self, folder: StepFolder, references: Callable[[], References]) -> list[PassedOver]:
-        """Why a folder without a manifest is passed over; empty if it has only files that other steps need."""
+        """Why a folder without a manifest is passed over; empty if other steps need all its files."""
         place = self._run.within(folder.name)
         files = {file for file in place.list() if is_ours(file, folder.name)}
         if not files or files.issubset(references().files(folder.name)):

@@ -160,7 +160,7 @@ def join_nodes(rendezvous: Rendezvous, root: LocalStorage, replicas: int) -> Nod
         # Shorter than the deadline, so that all ranks learn which node is silent and not that rank 0 waits.
         return rendezvous.deadline / 2
 
-    joining = _Joining(root, replicas, patience)
+    joining = _NodeJoining(root, replicas, patience)
     operation = "nodes of this run"
     try:
         with rendezvous.operation(operation):
@@ -207,7 +207,7 @@ def join_nodes(rendezvous: Rendezvous, root: LocalStorage, replicas: int) -> Nod
     )
 
 
-class _Joining:
+class _NodeJoining:
     """The part of this rank in `join_nodes` before the meeting. The arguments are those of `join_nodes`."""
 
     def __init__(self, root: LocalStorage, replicas: int, patience: Callable[[], float]) -> None:
