@@ -28,7 +28,7 @@ from shardproof.checkpointer.step_selection import PassedOver
 from shardproof.checkpointer.tiers import TieredRun, Uploader, UploadRequest, check_node_local, open_tiers
 from shardproof.errors import NotCommittedError, ShardproofError, StructureError
 from shardproof.interop import foreign_of
-from shardproof.loading import Cast, LoadOptions, LoadReport, Patterns, ReadOnce, load_from
+from shardproof.loading import Cast, LoadOptions, LoadReport, Patterns, load_from
 from shardproof.reentrance import guarded, refuse_inside
 from shardproof.rendezvous import Rendezvous, check_deadline, check_group, connect
 from shardproof.saving import CheckReplicas, PendingSave, Saver, WhenBusy
@@ -347,7 +347,7 @@ class Checkpointer:
         exclude: Patterns = None,
         cast: Cast = False,
         rename: Mapping[str, str] | None = None,
-        read_once: ReadOnce = False,
+        read_once: bool = False,
         group: ProcessGroup | None = None,
         suspect: bool = False,
     ) -> RestoredStep | None:
@@ -373,7 +373,8 @@ class Checkpointer:
             exclude: keys not to load.
             cast: keys to convert.
             rename: keys with other names in the checkpoint.
-            read_once: True if one rank reads each box that several ranks need, and sends it to them.
+            read_once: True if one rank reads each box that several ranks need, and sends it to them; see
+                `shardproof.load` for when that is faster.
             group: the process group for `read_once`; None: the default group.
             suspect: True if unsettled suspects count as steps. A suspect comes before the step of its number.
 

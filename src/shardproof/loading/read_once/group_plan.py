@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from shardproof.geometry import consecutive
-from shardproof.loading.read_once.orders import ChunkRequest, Int64s, Loads, Orders
+from shardproof.loading.read_once.orders import ChunkRequest, Int64s, Orders
 from shardproof.loading.read_once.units import UNIT_BYTES, Units, joined, wire
 from shardproof.planning import ChunkTable
 
@@ -36,11 +36,11 @@ def plan_once(
     *,
     round_bytes: int = ROUND_BYTES,
     unit_bytes: int = UNIT_BYTES,
-) -> tuple[list[Orders], Loads]:
+) -> tuple[list[Orders], int]:
     """Assigns each chunk that several ranks want to one reader, and its messages to rounds.
 
     Returns:
-        The orders of each rank, and their loads.
+        The orders of each rank, and the bytes that they save from being read again.
     """
     world_size = len(requests)
     units = Units.of(table, requests, unit_bytes)
@@ -98,7 +98,7 @@ def plan_once(
                 int(units.size[mine].sum() + pair_bytes[out].sum() + pair_bytes[into].sum()),
             )
         )
-    return orders, units.loads(table)
+    return orders, units.saved
 
 
 def _rounds(
