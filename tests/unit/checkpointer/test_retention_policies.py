@@ -282,3 +282,11 @@ def test_a_warm_start_reads_a_checkpoint_elsewhere(tmp_path: Path) -> None:
     assert float(target["a"][0]) == 7 and checkpointer.steps() == []
     restored = checkpointer.restore(target, step=str(tmp_path / "weights.pt"), rename={"a": "weights"})
     assert restored == 0 and float(target["a"][0]) == 9 and restored.report.tensors == 1
+
+
+def test_a_step_that_prune_removes_is_not_among_those_that_stay(tmp_path: Path) -> None:
+    checkpointer = sp.Checkpointer(tmp_path)
+    for step in (1, 2, 3):
+        checkpointer.save(step, {"w": torch.ones(2)}).result()
+    plan = plan_prune(LocalStorage(tmp_path), lambda name: 0.0, older_than=0, now=1e9, keep=1, after=1)
+    assert plan.steps == ("step-00000001", "step-00000002") and plan.newer == ("step-00000003",)
