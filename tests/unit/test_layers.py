@@ -141,14 +141,20 @@ class Facts:
     """Every import, also those for type checkers alone."""
     attributes: list[tuple[int, list[str]]]
     """Line and path of every attribute: ``["torch", "distributed", "barrier"]``."""
+    classes: list[str]
+    """Name of every class."""
 
 
 @cache
 def facts_of(source: str) -> Facts:
     """The facts of a source, parsed once for all checks."""
     tree = ast.parse(source)
-    attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
-    return Facts([*_imports(tree)], [(node.lineno, _root_and_path(node)) for node in attributes])
+    nodes = list(ast.walk(tree))
+    return Facts(
+        [*_imports(tree)],
+        [(node.lineno, _root_and_path(node)) for node in nodes if isinstance(node, ast.Attribute)],
+        [node.name for node in nodes if isinstance(node, ast.ClassDef)],
+    )
 
 
 def _imports(tree: ast.AST, at_load: bool = True) -> Iterator[Import]:
@@ -315,12 +321,7 @@ def test_no_two_modules_have_one_name() -> None:
 
 def test_no_two_classes_have_one_name() -> None:
     """So that a name says which class is meant."""
-    names = Counter(
-        node.name
-        for path in FILES
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.ClassDef)
-    )
+    names = Counter(name for source in SOURCES.values() for name in facts_of(source).classes)
     assert {name for name, count in names.items() if count > 1} == set()
 
 
