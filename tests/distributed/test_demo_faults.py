@@ -245,6 +245,7 @@ def test_the_launcher_ends_as_its_workers_do(tmp_path: Path, ending: str, code: 
             *(sys.executable, "-m", "examples.demo.torchrun", "--nnodes=1", "--nproc-per-node=2"),
             *("--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", str(script)),
         ],
+        cwd=Path(__file__).parents[2],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
