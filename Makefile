@@ -40,7 +40,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 demo: $(STAMP)  ## train, save, be killed, resume on other layouts, prove it
-	$(BIN)/shardproof demo $(ARGS)
+	$(BIN)/python -m examples.demo $(ARGS)
 
 test: $(STAMP)  ## everything but the slow repeats and test-interop
 	$(BIN)/python -m pytest -n 3 -m "not slow and not interop" $(ARGS)
@@ -125,4 +125,4 @@ format: $(STAMP)  ## format the code, and fix what ruff can fix
 
 clean:  ## remove what the other targets made, .venv too
 	rm -rf $(VENV) .venv-torch-* $(PEERS) $(INTEROP) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
-	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -35,6 +35,8 @@ from torch.distributed.tensor import DTensor, Shard
 from shardproof.format import BLOCK_BYTES, LARGE_IN_PAGE
 from shardproof.storage import aligned_buffer
 
+sys.path.append(str(Path(__file__).parents[1]))  # so that a benchmark can import the model of examples.demo
+
 GIB = 1 << 30
 _BLOCK = 16 << 20
 _SPAN = 2 * BLOCK_BYTES

@@ -7,14 +7,12 @@ The ranks of one node load a GPT-shaped state that was saved by rows, in four la
 - whole: whole on every rank, so every rank needs each byte;
 - columns: by columns, so every rank needs a part of every chunk.
 
-The benchmark alternates three ways: every rank reads what it needs; one rank reads and sends to the others;
-and the load chooses one of these.
+The benchmark alternates two ways: every rank reads what it needs; one rank reads and sends to the others.
 
 The ranks share a storage of limited speed, of two kinds. *Uncached*: every read takes time, as from a store
 whose pages the system does not cache. *Cached*: bytes that one rank has read cost the other ranks no time,
 as from a disk with pages in the cache of the system. All reads come from the page cache here, and are then
-delayed. So the benchmark measures the choice, not a storage. *Regret* is the time of the choice over that of
-the better way.
+delayed. So the benchmark measures the ways, not a storage.
 """
 
 from __future__ import annotations
@@ -26,10 +24,6 @@ import os
 import random
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -48,14 +42,12 @@ from common import (
     tensors_of,
     total_bytes,
 )
-from msgspec import structs
 from recording import record
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import shardproof as sp
 from shardproof.loading import LoadOptions, load_from
-from shardproof.loading.read_once import agreement, cost_model
 from shardproof.rendezvous import connect
 from shardproof.storage import LocalStorage
 
@@ -89,17 +81,7 @@ def main() -> None:
         if rank == 0:
             print(f"\n### {layout}, {nbytes / GIB:.2f} GiB, {options.ranks} ranks\n\n{machine()}\n")
             table(
-                (
-                    "storage",
-                    "GiB/s",
-                    "all s",
-                    "once s",
-                    '"auto" s',
-                    "reads",
-                    "regret",
-                    "predicted: all s",
-                    "once s",
-                ),
+                ("storage", "GiB/s", "all s", "once s", "faster", "ratio"),
                 [row(*point, found[point]) for point in sorted(points, key=order)],
             )
             for point in sorted(points, key=order):
@@ -108,9 +90,8 @@ def main() -> None:
                 record(
                     options.json,
                     f"crossover, {layout}, {nbytes / GIB:.2f} GiB, {options.ranks} ranks, {kind}{limit}",
-                    [(name, "s", way.seconds) for name, way in found[point]["times"].items()],
+                    [(name, "s", way.seconds) for name, way in found[point].items()],
                 )
-            rule(found["unhindered", None]["choices"])
         del target
     dist.barrier()
     dist.destroy_process_group()
@@ -154,48 +135,37 @@ def replicated(state: Any, grid: DeviceMesh) -> Any:
 
 
 def measured(target: Any, kind: str, speed: float | None, repeats: int) -> dict[str, Any]:
-    """Times of the ways, the choices, and the measurements that each choice was made from."""
-    chosen: list[bool] = []
-    with Node(folder() / "node", sizes(folder() / "saved")) as node, recorded() as choices:
+    """Times of the ways."""
+    with Node(folder() / "node", sizes(folder() / "saved")) as node:
 
-        def load(read_once: Any) -> None:
+        def load(read_once: bool) -> None:
             storage: LocalStorage = LocalStorage(folder() / "saved")
             if speed is not None:
                 storage = Slow(folder() / "saved", node, speed * GIB, cached=kind == "cached")
-            chosen.append(load_from(storage, target, connect(), LoadOptions(read_once=read_once)).read_once)
+            load_from(storage, target, connect(), LoadOptions(read_once=read_once))
 
         times = rounds(
             {
                 "all": lambda number: load(False),
                 "once": lambda number: load(True),
-                "auto": lambda number: load("auto"),
             },
             repeats,
             prepare=lambda name, number: node.forget(),
         )
     assert all((tensor != -1.0).any() for tensor in tensors_of(target) if tensor.numel())
-    return {"times": times, "once": sum(chosen[5::3]), "of": len(chosen[5::3]), "choices": choices}
+    return times
 
 
-def row(kind: str, speed: float | None, found: dict[str, Any]) -> list[str]:
+def row(kind: str, speed: float | None, times: dict[str, Any]) -> list[str]:
     """A row of the table."""
-    times = found["times"]
-    best = min(times["all"].median, times["once"].median)
-    predicted = [
-        cost_model.expected(loads, of, through_memory=memory) for loads, of, memory in found["choices"]
-    ]
-    expected = (
-        [f"{np.median(column):.3f}" for column in zip(*predicted, strict=True)] if predicted else ["", ""]
-    )
-    once = found["once"]
-    reads = "once" if once == found["of"] else "all" if not once else f"once in {once} of {found['of']}"
+    first, once = times["all"].median, times["once"].median
     return [
         kind,
         "" if speed is None else f"{speed:g}",
-        *(f"{times[name].median:.3f}" for name in ("all", "once", "auto")),
-        reads,
-        f"{times['auto'].median / best:.2f}",
-        *expected,
+        f"{first:.3f}",
+        f"{once:.3f}",
+        "once" if once < first else "all",
+        f"{max(first, once) / min(first, once):.2f}",
     ]
 
 
@@ -203,46 +173,6 @@ def order(point: tuple[str, float | None]) -> tuple[str, float]:
     """Sort key of a point in the table."""
     kind, speed = point
     return ("uncached", "cached", "unhindered").index(kind), speed or 0.0  # type: ignore[return-value]
-
-
-@contextmanager
-def recorded() -> Iterator[list[tuple[Any, Any, bool]]]:
-    """Records the arguments of each choice on rank 0."""
-    choices: list[tuple[Any, Any, bool]] = []
-    pays = agreement.pays
-
-    def noting(loads: Any, found: Any, *, through_memory: bool) -> bool:
-        choices.append((loads, found, through_memory))
-        return pays(loads, found, through_memory=through_memory)
-
-    agreement.pays = noting  # type: ignore[attr-defined]
-    try:
-        yield choices
-    finally:
-        agreement.pays = pays  # type: ignore[attr-defined]
-
-
-def rule(choices: list[tuple[Any, Any, bool]]) -> None:
-    """Prints at which storage speeds the rule reads once, if the other measurements stay the same."""
-    if not choices:
-        return
-    loads, found, through_memory = choices[-1]
-    speeds = [0.05 * 1.05**step for step in range(140)]
-    for kind in KINDS:
-        once = []
-        for speed in speeds:
-            samples = []
-            for sampled, handing in found:
-                first = max(sampled.nbytes * len(found) / speed / GIB, sampled.work)
-                again = first if kind == "uncached" else sampled.work
-                samples.append((structs.replace(sampled, begun=0.0, first=first, again=again), handing))
-            once.append(cost_model.pays(loads, samples, through_memory=through_memory))
-        spans = []
-        for chosen, run in groupby(zip(once, speeds, strict=True), key=itemgetter(0)):
-            within = [speed for _, speed in run]
-            if chosen:
-                spans.append(f"{within[0]:.2f} to {within[-1]:.2f} GiB/s")
-        print(f"\nby the rule, {kind} storage is read once at {', '.join(spans) or 'no speed'}")
 
 
 def sizes(root: Path) -> dict[str, int]:

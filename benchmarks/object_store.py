@@ -31,7 +31,7 @@ from obstore.store import S3Store
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardproof as sp
-from shardproof.demo.s3_server import running_server
+from examples.demo.s3_server import running_server
 from shardproof.storage import ObjectStorage
 
 PART = 16 << 20

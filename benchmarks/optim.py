@@ -40,7 +40,7 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from shardproof.demo.model import ModelSize, Transformer
+from examples.demo.model import ModelSize, Transformer
 from shardproof.fsdp import fully_shard
 from shardproof.optim import DistributedOptimizer, HybridDeviceOptimizer
 

@@ -125,7 +125,6 @@ def compare(title: str, target: dict[str, Any], nbytes: int, options: Any, *, ra
             **limits,
             "shardproof, read all": ours(False),
             "shardproof, read once": ours(True),
-            'shardproof, "auto"': ours("auto"),
             "torch DCP": dcp_load,
         },
         options.repeats,
@@ -134,17 +133,16 @@ def compare(title: str, target: dict[str, Any], nbytes: int, options: Any, *, ra
     raw.remove()
     notes: dict[str, Any] = {}
     needed = summed(next(iter(reports.values())).needed if reports else 0)
-    for name, way in (("read all", "False"), ("read once", "True"), ('"auto"', "auto")):
+    for name, way in (("read all", "False"), ("read once", "True")):
         read, received = (
             summed(getattr(reports[way], field) if reports else 0) for field in ("bytes", "received")
         )
         notes[f"bytes read over bytes needed, {name}"] = round(read / needed, 3)
         notes[f"bytes handed on over bytes needed, {name}"] = round(received / needed, 3)
-    notes['"auto" reads once'] = reports["auto"].read_once if reports else None
     report(
         f"load, {title}",
         measured,
-        ours='shardproof, "auto"',
+        ours="shardproof, read once",
         nbytes=nbytes,
         to=options.json,
         notes=notes,
@@ -154,24 +152,22 @@ def compare(title: str, target: dict[str, Any], nbytes: int, options: Any, *, ra
 
 
 def crossover(mesh: DeviceMesh, options: Any) -> None:
-    """Measures both ways, and the choice, at storage speeds from slow to unlimited."""
+    """Measures both ways at storage speeds from slow to unlimited."""
     socket.gethostname = lambda: f"node-{dist.get_rank()}"
     state = gpt_state(CROSSOVER_GIB, mesh)
     sp.save(folder() / "small", state)
     columns = gpt_state(CROSSOVER_GIB, mesh, placement=1, filled=False)
     nbytes = total_bytes(state)
     for speed in SPEEDS:
-        chosen: list[bool] = []
 
-        def load(read_once: Any, speed: float | None = speed, chosen: list[bool] = chosen) -> None:
+        def load(read_once: Any, speed: float | None = speed) -> None:
             storage = Throttled(folder() / "small", speed)
-            chosen.append(load_from(storage, columns, connect(), LoadOptions(read_once=read_once)).read_once)
+            load_from(storage, columns, connect(), LoadOptions(read_once=read_once))
 
         measured = rounds(
             {
                 "read all": lambda number: load(False),
                 "read once": lambda number: load(True),
-                "auto": lambda number: load("auto"),
             },
             min(options.repeats, 3),
         )
@@ -179,10 +175,9 @@ def crossover(mesh: DeviceMesh, options: Any) -> None:
         report(
             f"crossover, rows to columns, 4 nodes of one rank, {limit}",
             measured,
-            ours="auto",
+            ours="read once",
             nbytes=nbytes,
             to=options.json,
-            notes={'"auto" reads once': chosen[-1]},
         )
 
 

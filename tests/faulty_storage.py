@@ -45,6 +45,21 @@ class FaultyStorage(Storage):
         self._prefix = ""
         self._trigger = _Trigger(at, fault, only, after)
 
+    def arm(
+        self,
+        at: int | Callable[[], bool] | None,
+        fault: BaseException | Hook | None = None,
+        *,
+        only: tuple[str, ...] | None = None,
+        after: bool = False,
+    ) -> None:
+        """Counts from 0 again, with another fault; for storages from `within` and `sibling`, too."""
+        self._trigger.arm(at, fault, only, after)
+
+    def disarm(self) -> None:
+        """Only counts from now on."""
+        self._trigger.arm(None, None, None, False)
+
     @property
     def operations(self) -> list[tuple[str, str]]:
         """Operation and name, in order."""
@@ -149,12 +164,19 @@ class _Trigger:
         only: tuple[str, ...] | None,
         after: bool,
     ) -> None:
-        self.seen: list[tuple[str, str]] = []
-        self._at = at
-        self._fault = fault
-        self._only = only
-        self._after = after
         self._lock = threading.Lock()
+        self.arm(at, fault, only, after)
+
+    def arm(
+        self,
+        at: int | Callable[[], bool] | None,
+        fault: BaseException | Hook | None,
+        only: tuple[str, ...] | None,
+        after: bool,
+    ) -> None:
+        with self._lock:
+            self.seen: list[tuple[str, str]] = []
+            self._at, self._fault, self._only, self._after = at, fault, only, after
 
     def run(self, operation: str, name: str, work: Callable[[], T]) -> T:
         due = self._due(operation, name)

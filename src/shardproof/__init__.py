@@ -32,10 +32,12 @@ if TYPE_CHECKING:
     from shardproof.checkpointer import Checkpointer as Checkpointer
     from shardproof.checkpointer import Damage as Damage
     from shardproof.checkpointer import Every as Every
+    from shardproof.checkpointer import Incremental as Incremental
     from shardproof.checkpointer import KeepAll as KeepAll
     from shardproof.checkpointer import KeepBest as KeepBest
     from shardproof.checkpointer import KeepEvery as KeepEvery
     from shardproof.checkpointer import KeepLatest as KeepLatest
+    from shardproof.checkpointer import NodeLocal as NodeLocal
     from shardproof.checkpointer import PassedOver as PassedOver
     from shardproof.checkpointer import Pin as Pin
     from shardproof.checkpointer import Preempted as Preempted
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     from shardproof.checkpointer import RetentionPolicy as RetentionPolicy
     from shardproof.checkpointer import SavedStep as SavedStep
     from shardproof.checkpointer import Schedule as Schedule
+    from shardproof.checkpointer import SecondTier as SecondTier
     from shardproof.checkpointer import StepFolder as StepFolder
     from shardproof.conversion import ConversionReport as ConversionReport
     from shardproof.conversion import MappedTensor as MappedTensor
@@ -90,10 +93,12 @@ _HOMES = {
         "Checkpointer",
         "Damage",
         "Every",
+        "Incremental",
         "KeepAll",
         "KeepBest",
         "KeepEvery",
         "KeepLatest",
+        "NodeLocal",
         "PassedOver",
         "Pin",
         "Preempted",
@@ -103,6 +108,7 @@ _HOMES = {
         "RetentionPolicy",
         "SavedStep",
         "Schedule",
+        "SecondTier",
         "StepFolder",
     ),
     "conversion": ("ConversionReport", "MappedTensor", "Move", "convert"),

@@ -44,9 +44,9 @@ def train(program: str, folder: str) -> None:
         sys.argv = [str(EXAMPLE), folder]
         runpy.run_path(str(EXAMPLE), run_name="__main__")
         return
-    from shardproof.demo.run import TEXT
-    from shardproof.demo.story import RankLayout, Task
-    from shardproof.demo.train import Trainer, leave, run_task
+    from examples.demo.run import TEXT
+    from examples.demo.story import RankLayout, Task
+    from examples.demo.train import Trainer, leave, run_task
 
     records = Path(folder).parent / "records"  # not counted, because they are no part of a save
     records.mkdir(exist_ok=True)

@@ -12,14 +12,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 
-from shardproof.demo import DemoError, DemoReport, print_report, run_demo, s3_server
-from shardproof.demo.evidence import RunRecords, compare_draws, compare_losses, compare_tensors
-from shardproof.demo.fault_story import FAULTS
-from shardproof.demo.launch import Job
-from shardproof.demo.model import ModelSize, TextLoader, Transformer
-from shardproof.demo.run import TEXT
-from shardproof.demo.story import OPTIMIZERS, SHARDINGS, STORAGES, RankLayout, Record, Story, Task
+from examples.demo import DemoError, DemoReport, print_report, run_demo, s3_server
+from examples.demo.__main__ import main
+from examples.demo.evidence import RunRecords, compare_draws, compare_losses, compare_tensors
+from examples.demo.fault_story import FAULTS
+from examples.demo.launch import Job
+from examples.demo.model import ModelSize, TextLoader, Transformer
+from examples.demo.run import TEXT
+from examples.demo.story import OPTIMIZERS, SHARDINGS, STORAGES, RankLayout, Record, Story, Task
 
 
 def check(report: DemoReport, ranks: int, resume_ranks: tuple[int, ...], *, loss: float = 4.0) -> None:
@@ -377,3 +379,26 @@ def test_only_workers_of_the_task_are_killed(tmp_path: Path) -> None:
             assert job.kill() == 0
             assert bystander.poll() is None
         bystander.kill()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--ranks", "0"),
+        ("--resume-ranks", "3,x"),
+        ("--text", "/nowhere"),
+        ("--device", "nosuch"),
+        ("--device", "nosuch", "--inject", "transient"),
+        ("--optimizer", "lion"),
+        ("--sharding", "zero"),
+        ("--storage", "tape"),
+        ("--storage", "s3", "--inject", "transient"),
+        ("--optimizer", "distributed"),
+        ("--optimizer", "distributed", "--sharding", "flat"),
+        ("--resume-ranks", "2", "--inject", "transient"),
+    ],
+)
+def test_bad_usage_starts_nothing(arguments: tuple[str, ...]) -> None:
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 2, result.output
+    assert "Error: " in result.output and arguments[0].lstrip("-") in result.output.lower()

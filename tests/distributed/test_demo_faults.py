@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from examples.demo import FaultReport, print_fault_report, run_fault_demo
+from examples.demo.evidence import RunRecords
+from examples.demo.fault_claims import FaultRunFacts, claims_of
+from examples.demo.fault_story import FAULTS, FaultStory
+from examples.demo.story import Record
 from shardproof.cli.extras import demo_command
-from shardproof.demo import FaultReport, print_fault_report, run_fault_demo
-from shardproof.demo.evidence import RunRecords
-from shardproof.demo.fault_claims import FaultRunFacts, claims_of
-from shardproof.demo.fault_story import FAULTS, FaultStory
-from shardproof.demo.story import Record
 
 CODES = {"transient": [0], "persistent": [16, 16, 0], "correct": [16, 17, 0]}
 
@@ -242,9 +242,10 @@ def test_the_launcher_ends_as_its_workers_do(tmp_path: Path, ending: str, code: 
     script.write_text(f"import os, signal, sys\n{ending}\n")
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "shardproof.demo.torchrun", "--nnodes=1", "--nproc-per-node=2"),
+            *(sys.executable, "-m", "examples.demo.torchrun", "--nnodes=1", "--nproc-per-node=2"),
             *("--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", str(script)),
         ],
+        cwd=Path(__file__).parents[2],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -125,10 +125,10 @@ def four() -> None:
         expected = plain(reference, adamw(reference.parameters()), max_norm=0.5)
         model = flat(made(), mesh_of())
         scale = model.blocks[0].scale
-        assert sum(scale._local_tensor.shape) == scale._shardproof_local.placed.volumes().sum()
+        assert sum(scale.to_local().shape) == scale._shardproof_local.placed.volumes().sum()
         clip = lambda: clip_grad_norm_(model, 0.5)  # noqa: E731
         assert train(model, adamw(model.parameters()), clip=clip) == pytest.approx(expected, rel=1e-4)
-        return [tuple(p._local_tensor.shape) for p in model.blocks[0].parameters()]
+        return [tuple(p.to_local().shape) for p in model.blocks[0].parameters()]
 
 
 def test_four_ranks_hybrid_and_sizes_smaller_than_the_ranks() -> None:
@@ -177,7 +177,7 @@ def tensor_parallel() -> None:
         held: dict[str, int] = {}
         for name, value in reference.state_dict().items():
             parameter = model.get_parameter(name)
-            layout, local = parameter._shardproof_local, parameter._local_tensor
+            layout, local = parameter._shardproof_local, parameter.to_local()
             assert parameter.shape == value.shape and tuple(local.shape) == layout.local_shape
             assert torch.allclose(parameter.full_tensor(), value, rtol=1e-4, atol=1e-6)
             assert torch.allclose(parameter.norm().full_tensor(), value.norm(), rtol=1e-4)
@@ -191,7 +191,7 @@ def tensor_parallel() -> None:
         full = full_state_dict(model)
         assert torch.allclose(full["up.weight"].full_tensor(), reference.up.weight, atol=1e-5)
         load_full_state_dict(model, {name: torch.ones_like(v) for name, v in reference.state_dict().items()})
-        assert all((p._local_tensor == 1).all() for p in model.parameters())
+        assert all((p.to_local() == 1).all() for p in model.parameters())
         return held
 
 
@@ -224,15 +224,15 @@ def experts() -> None:
         fully_shard(model, mesh=everyone)
         model(torch.ones(3, 4)).sum().backward()
         # Each rank's gradient of the expert's bias is 3; two ranks have it, and the mean is over all four.
-        assert (model.expert.bias.grad._local_tensor == 1.5).all()
+        assert (model.expert.bias.grad.to_local() == 1.5).all()
         dense = clip_grad_norm_(model.dense, float("inf"))
         both = clip_grad_norm_(model.expert, float("inf"), different_over=mesh.get_group("expert"))
         optimizer = torch.optim.SGD([{"params": list(model.dense.parameters())}], lr=0.1)
         optimizer.add_param_group({"params": list(model.expert.parameters()), "lr": 0.0})
         optimizer.step()
         first, stop = model.expert.weight._shardproof_local.placed.pair(0)[0][0], 0
-        stop = first + model.expert.weight._local_tensor.shape[0]
-        assert torch.equal(model.expert.weight._local_tensor, wanted[first:stop])
+        stop = first + model.expert.weight.to_local().shape[0]
+        assert torch.equal(model.expert.weight.to_local(), wanted[first:stop])
         return dense.item(), both.item()
 
 
@@ -276,10 +276,10 @@ def accumulate() -> None:
             for parameter in model.parameters():
                 parameter.grad = None
             loss_of(model, words_of(0, rank())).backward()
-            once = [parameter.grad._local_tensor.clone() for parameter in model.parameters()]
+            once = [parameter.grad.to_local().clone() for parameter in model.parameters()]
             loss_of(model, words_of(0, rank())).backward()
             for parameter, value in zip(model.parameters(), once, strict=True):
-                assert torch.equal(parameter.grad._local_tensor, value * 2)
+                assert torch.equal(parameter.grad.to_local(), value * 2)
 
 
 def test_accumulation_without_sync() -> None:

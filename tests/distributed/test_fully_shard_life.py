@@ -91,7 +91,7 @@ def missing() -> None:
         chosen(rank() == 1).backward()
         assert chosen.always.grad is not None and chosen.sometimes.grad is not None
         assert chosen.never.grad is None
-        gradient = chosen.sometimes.grad._local_tensor.sum().item()
+        gradient = chosen.sometimes.grad.to_local().sum().item()
         frozen = flat(made(blocks=1), mesh_of())
         for parameter in frozen.blocks.parameters():
             parameter.requires_grad_(False)

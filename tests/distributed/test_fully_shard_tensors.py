@@ -21,7 +21,7 @@ def values(outcomes: list) -> list:
 
 def pairs(model: nn.Module, reference: nn.Module) -> list[tuple[Any, torch.Tensor]]:
     found = list(zip(model.parameters(), reference.parameters(), strict=True))
-    assert len({tuple(p._local_tensor.shape) for p, _ in found}) > 3  # other rows than torch's, some empty
+    assert len({tuple(p.to_local().shape) for p, _ in found}) > 3  # other rows than torch's, some empty
     return found
 
 
@@ -135,7 +135,7 @@ def broadcasts() -> None:
         same(model, reference)
         for name, parameter in model.named_parameters():
             slot = optimizer.state[parameter]["exp_avg"]
-            assert slot._local_tensor.shape == parameter._local_tensor.shape  # no communication in a step
+            assert slot.to_local().shape == parameter.to_local().shape  # no communication in a step
             assert torch.equal(slot.full_tensor(), whole["state"][name]["exp_avg"])
         with torch.device("meta"):
             unmaterialised = flat(made(blocks=1), mesh_of())
@@ -262,7 +262,7 @@ def scaled() -> None:
         for step in (0, 1):
             optimizer.zero_grad()
             scaler.scale(loss_of(model, words_of(0, rank()))).backward()
-            rows = model.head.bias.grad._local_tensor
+            rows = model.head.bias.grad.to_local()
             assert rows.numel() == (17 if rank() else 0)  # the infinity is on one rank
             if step == 0:
                 rows[:1] = float("inf")
@@ -316,8 +316,8 @@ def penalised() -> None:
                     loss.backward()
                 for parameter, expected in zip(model.parameters(), reference.parameters(), strict=True):
                     assert parameter.grad.placements == parameter.placements
-                    local = parameter.grad._local_tensor
-                    assert local.shape == parameter._local_tensor.shape
+                    local = parameter.grad.to_local()
+                    assert local.shape == parameter.to_local().shape
                     assert local.is_contiguous()
                     assert torch.allclose(parameter.grad.full_tensor(), expected.grad, rtol=1e-5)
                 gradients = [parameter.grad for parameter in reference.parameters()]

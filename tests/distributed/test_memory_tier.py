@@ -163,8 +163,8 @@ class MemoryStage(Stage):
 def _nodes_in_memory(root: str, far: str) -> None:
     stage = MemoryStage(root)
     places = ["a", "a", "b"]
-    stage.save(places, 1, replicas=1)
-    stage.save(places, 2, replicas=1, keep=sp.KeepLatest(1))
+    stage.save(places, 1, node_local=sp.NodeLocal(replicas=1))
+    stage.save(places, 2, node_local=sp.NodeLocal(replicas=1), keep=sp.KeepLatest(1))
     for node in ("a", "b"):
         assert stage.shards(node, 2) == {0, 1, 2} and stage.shards(node, 1) == set()
         assert stage.folder(node).stat().st_mode & 0o777 == 0o700
@@ -173,10 +173,10 @@ def _nodes_in_memory(root: str, far: str) -> None:
     # A node is lost. The others restore from their memory, and give the node that replaces it its copies.
     for lost, left in (("b", ["a", "a"]), ("a", ["b"])):
         stage.alone(partial(shutil.rmtree, stage.root / lost))
-        restored = stage.restore(left, 2, replicas=1)
+        restored = stage.restore(left, 2, node_local=sp.NodeLocal(replicas=1))
         if restored is not None:
             assert (restored, restored.tier) == (2, str(stage.folder(left[0]))) and not restored.passed_over
-        restored = stage.restore(places, 2, replicas=1)
+        restored = stage.restore(places, 2, node_local=sp.NodeLocal(replicas=1))
         assert restored is None or (restored == 2 and "was emptied" in restored.passed_over[0].reason)
         assert stage.shards("a", 2) == stage.shards("b", 2) == {0, 1, 2}
 
@@ -192,10 +192,10 @@ def _nodes_in_memory(root: str, far: str) -> None:
     assert stage.shards("b", 2) == {0, 1, 2}
 
     # The second tier has the step if both nodes are lost.
-    stage.save(places, 3, replicas=1, then=far)
+    stage.save(places, 3, node_local=sp.NodeLocal(replicas=1), second_tier=far)
     for node in ("a", "b"):
         stage.alone(partial(shutil.rmtree, stage.root / node))
-    restored = stage.restore(places, 3, replicas=1, then=far)
+    restored = stage.restore(places, 3, node_local=sp.NodeLocal(replicas=1), second_tier=far)
     assert restored is None or (restored, restored.tier) == (3, far)
 
 
@@ -211,7 +211,7 @@ def _save_two_copies(root: str) -> dict[str, Any]:
     meetings = rendezvous(deadline=30.0)
     state = {name: torch.ones(5 << 18) for name in "ab"}  # 5 MiB on each rank
     with pytest.raises(sp.NoSpaceError) as error:
-        sp.Checkpointer(URL, replicas=1, rendezvous=meetings).save(1, state).result()
+        sp.Checkpointer(URL, node_local=sp.NodeLocal(replicas=1), rendezvous=meetings).save(1, state).result()
     left = MemoryStorage(URL).folders()
     step = sp.Checkpointer(URL, rendezvous=meetings).save(1, state).result().step
     return {**error.value.details, "left": left, "step": step}

@@ -114,7 +114,7 @@ class Stage:
 
     def checkpointer(self, node: str, options: dict[str, Any]) -> sp.Checkpointer:
         """The run of a rank on a node."""
-        return sp.Checkpointer(self.root / node, node_local=True, **options)
+        return sp.Checkpointer(self.root / node, **{"node_local": True, **options})
 
     def folder(self, node: str) -> Path:
         """The run's folder on a node."""
@@ -208,10 +208,10 @@ def _without_copies(root: str) -> None:
 
     # The second tier has the files of a lost node.
     far = stage.root / "far"
-    stage.save(three, 4, then=far)
+    stage.save(three, 4, second_tier=far)
     assert verify(LocalStorage(far / "step-00000004")).ok
     stage.alone(lambda: shutil.rmtree(stage.root / "b"))
-    restored = stage.restore(["a", "a"], 4, then=far)
+    restored = stage.restore(["a", "a"], 4, second_tier=far)
     if restored is not None:
         (passed,) = restored.passed_over
         assert restored == 4 and "shards/00002-" in passed.reason and str(far) in passed.reason
@@ -220,7 +220,9 @@ def _without_copies(root: str) -> None:
         raise AssertionError("not reached")
 
     with pytest.raises(sp.StructureError, match="rank 0 passes replicas=0, and rank 1 replicas=1"):
-        stage.job_of("differing", rank(), ["a", "b", "a", "b"], differs, replicas=rank() % 2)
+        stage.job_of(
+            "differing", rank(), ["a", "b", "a", "b"], differs, node_local=sp.NodeLocal(replicas=rank() % 2)
+        )
 
 
 def test_nodes_without_copies(tmp_path: Path) -> None:
@@ -230,8 +232,8 @@ def test_nodes_without_copies(tmp_path: Path) -> None:
 def _with_copies(root: str) -> None:
     stage = Stage(root)
     three = ["a", "a", "b"]
-    stage.save(["a", "a"], 1, replicas=1)
-    stage.save(three, 2, replicas=1)
+    stage.save(["a", "a"], 1, node_local=sp.NodeLocal(replicas=1))
+    stage.save(three, 2, node_local=sp.NodeLocal(replicas=1))
     assert stage.shards("a", 2) == stage.shards("b", 2) == {0, 1, 2}
     for node in ("a", "b"):
         report = verify(LocalStorage(stage.root / node / "step-00000002"))
@@ -241,15 +243,15 @@ def _with_copies(root: str) -> None:
 
     for lost, places in (("b", ["a", "a"]), ("a", ["b"])):
         stage.alone(partial(os.rename, stage.root / lost, stage.root / "lost"))
-        restored = stage.restore(places, 2, replicas=1)
+        restored = stage.restore(places, 2, node_local=sp.NodeLocal(replicas=1))
         assert restored is None or (restored == 2 and restored.passed_over == ())
         # The lost node comes back empty.
-        restored = stage.restore(three, 2, replicas=1)
+        restored = stage.restore(three, 2, node_local=sp.NodeLocal(replicas=1))
         if restored is not None:
             (passed,) = restored.passed_over
             assert restored == 2 and passed.tier.endswith(str(stage.root / lost))
             assert "was emptied" in passed.reason and not passed.damaged
-        restored = stage.restore(["b", "a"], 2, replicas=1)
+        restored = stage.restore(["b", "a"], 2, node_local=sp.NodeLocal(replicas=1))
         assert restored is None or restored.passed_over == ()  # it has the manifest again
         stage.alone(partial(shutil.rmtree, stage.root / lost))
         stage.alone(partial(os.rename, stage.root / "lost", stage.root / lost))
@@ -257,27 +259,30 @@ def _with_copies(root: str) -> None:
     # Damage in the folder of one node is read from the other one, by the ranks of both, and replaced.
     for places in (three, ["b", "a", "b"]):
         stage.alone(lambda: _flip(stage.root / "b", 2, 2))
-        restored = stage.restore(places, 2, replicas=1)
+        restored = stage.restore(places, 2, node_local=sp.NodeLocal(replicas=1))
         if restored is not None:
             (passed,) = restored.passed_over
             assert restored == 2 and passed.tier.endswith(str(stage.root / "b")) and not passed.damaged
         assert verify(LocalStorage(stage.root / "b" / "step-00000002")).ok
     for node in ("a", "b"):
         stage.alone(partial(_flip, stage.root / node, 2, 2))
-    restored = stage.restore(three, 1, replicas=1)
+    restored = stage.restore(three, 1, node_local=sp.NodeLocal(replicas=1))
     assert restored is None or (restored == 1 and restored.passed_over[0].step == 2)
 
     # A stale node has the step as it was before it was saved again.
-    stage.save(three, 2, salt=8, replicas=1, overwrite=True)
+    stage.save(three, 2, salt=8, node_local=sp.NodeLocal(replicas=1), overwrite=True)
     stage.alone(lambda: shutil.rmtree(stage.root / "b"))
     stage.alone(lambda: os.rename(original, stage.root / "b"))
-    restored = stage.restore(["b", "b", "a", "a"], 8, replicas=1)
+    restored = stage.restore(["b", "b", "a", "a"], 8, node_local=sp.NodeLocal(replicas=1))
     if restored is not None:
         assert restored == 2 and [passed.tier.endswith("/b") for passed in restored.passed_over] == [True]
         assert "stale" in restored.passed_over[0].reason
 
     # A file with one copy is no base of an incremental save: the step after it has all chunks, twice.
-    options = {"replicas": 1, "incremental": True, "scrub": None}
+    options = {
+        "node_local": sp.NodeLocal(replicas=1),
+        "incremental": sp.Incremental(scrub=None),
+    }
     stage.save(["a", "b"], 4, salt=9, **options)
     stage.save(["a", "b"], 5, salt=9, **options)
     assert stage.shards("a", 5) == stage.shards("b", 5) == {0}, "rank 0 wrote the plain values"
@@ -302,10 +307,10 @@ def _with_copies(root: str) -> None:
         return attempt(lambda: run.save(9, part(salt, rank, ranks)).result()).kind
 
     name = f"job of two {rank() // 2}"
-    ended = stage.job_of(name, rank() % 2, places, save, replicas=1)
+    ended = stage.job_of(name, rank() % 2, places, save, node_local=sp.NodeLocal(replicas=1))
     kinds = [post.decode() for post in stage.posts(ended.encode())]
     assert kinds in (["", "", *["AlreadyCommittedError"] * 2], [*["AlreadyCommittedError"] * 2, "", ""])
-    stage.restore(["a", "b"], 20 + kinds.index("") // 2, replicas=1)
+    stage.restore(["a", "b"], 20 + kinds.index("") // 2, node_local=sp.NodeLocal(replicas=1))
 
 
 def test_nodes_with_copies(tmp_path: Path) -> None:
@@ -320,13 +325,13 @@ def _copies_made_again(root: str) -> None:
         run.save(1, part(1, rank, ranks)).result()
         run.pin(1, "good")
 
-    stage.job(nodes, save_and_pin, replicas=1)
+    stage.job(nodes, save_and_pin, node_local=sp.NodeLocal(replicas=1))
     held = {node: stage.shards(node, 1) for node in nodes}
     assert held == {"a": {0, 2}, "b": {0, 1}, "c": {1, 2}}
     # All nodes are replaced, one after the other. Each restore makes the lost copies again.
     for lost in ("b", "a", "c"):
         stage.alone(partial(shutil.rmtree, stage.root / lost))
-        restored = stage.restore(nodes, 1, replicas=1)
+        restored = stage.restore(nodes, 1, node_local=sp.NodeLocal(replicas=1))
         assert restored is None or restored == 1
         assert {node: stage.shards(node, 1) for node in nodes} == held
         folders = [stage.root / node for node in nodes]
@@ -356,7 +361,7 @@ def _copies_made_again(root: str) -> None:
             run.wait_for_copies(60)
         assert phases == [("begin", 1), ("end", 1)]
 
-    stage.job(nodes, ends_before_its_copies, replicas=1, keep=sp.KeepLatest(1))
+    stage.job(nodes, ends_before_its_copies, node_local=sp.NodeLocal(replicas=1), keep=sp.KeepLatest(1))
     for node in nodes:
         assert [path.name for path in (stage.root / node).glob("step-*")] == ["step-00000002"]
 
@@ -373,7 +378,7 @@ def _copies_made_again(root: str) -> None:
         assert [(event.phase, event.action) for event in failed] == [("copy", "nodes")] * (rank == 1)
         run.save(3, part(3, rank, ranks)).result()
 
-    stage.job(nodes, cannot_copy, replicas=1)
+    stage.job(nodes, cannot_copy, node_local=sp.NodeLocal(replicas=1))
     found = find_missing_copies(LocalStorage(stage.root / "a"), [LocalStorage(stage.root / "b")])
     assert [(one.severity, one.kind, one.where) for one in found] == [
         ("note", "one copy", "step-00000002"),
@@ -389,7 +394,7 @@ def _uploads_of_copies(root: str) -> None:
     stage = Stage(root)
     places, far = ["a", "a", "b"], stage.root / "far"
     for step in (1, 2, 3):
-        stage.save(places, step, replicas=1)
+        stage.save(places, step, node_local=sp.NodeLocal(replicas=1))
 
     def damage() -> None:
         _flip(stage.root / "b", 1, 2)  # the own file of rank 2
@@ -403,7 +408,7 @@ def _uploads_of_copies(root: str) -> None:
     handler = logging.Handler(logging.ERROR)
     handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("shardproof").addHandler(handler)
-    stage.save(places, 4, replicas=1, then=far)
+    stage.save(places, 4, node_local=sp.NodeLocal(replicas=1), second_tier=far)
     logging.getLogger("shardproof").removeHandler(handler)
     copies = [text for text in logged if "is uploaded in its place" in text]
     for writer, file in ((0, "step-00000001/index-"), (1, "shards/00001-"), (2, "shards/00002-")):

@@ -22,7 +22,7 @@ import shardproof as sp
 from shardproof.errors import CorruptChunkError, RankFailure, ShardproofError
 from shardproof.loading import LoadOptions, LoadReport, load_from, load_protocol
 from shardproof.loading.checkpoint import NativeCheckpoint
-from shardproof.loading.read_once import agreement, cost_model, wanted_parts
+from shardproof.loading.read_once import agreement, wanted_parts
 from shardproof.loading.read_once.group_plan import plan_once
 from shardproof.loading.read_once.node_memory import PeerMemory
 from shardproof.loading.read_once.node_plan import plan_node
@@ -437,63 +437,38 @@ def test_a_failure_before_the_transfers_is_an_error_on_all_ranks(way: str, tmp_p
     assert list(errors[0]["details"]["causes"]) == ["1"] and "no room" in errors[0]["message"]
 
 
-def choosing(folder: str, pays: bool, worth: int) -> tuple[bool, int]:
-    agreement.pays = lambda loads, found, through_memory: pays  # type: ignore[attr-defined]
-    cost_model.WORTH_BYTES = worth
-    with process_group():
-        target = {key: torch.zeros_like(value) for key, value in stored().items()}
-        report = sp.load(folder, target, read_once="auto")
-        assert all(expected(key, value) for key, value in target.items())
-        return report.read_once, report.bytes
-
-
-@pytest.mark.parametrize(
-    ("pays", "worth", "once"), [(True, 0, True), (False, 0, False), (True, 1 << 30, False)]
-)
-def test_all_ranks_make_the_same_choice(tmp_path: Path, pays: bool, worth: int, once: bool) -> None:
-    nbytes = save(tmp_path)
-    found = [outcome.value for outcome in run_ranks(2, choosing, str(tmp_path), pays, worth)]
-    assert [read_once for read_once, _ in found] == [once] * 2
-    assert sum(count for _, count in found) == (nbytes if once else 2 * nbytes)
-
-
-def without_reach(folder: str, read_once: Any) -> tuple[bool, int]:
+def without_reach(folder: str) -> tuple[bool, int]:
     """Rank 1 cannot open the memory of the others, as in a container of its own."""
-    cost_model.WORTH_BYTES = 0
     if rank() == 1:
         PeerMemory.opened = staticmethod(lambda handle: None)  # type: ignore[method-assign]
     with process_group():
         target = {key: torch.zeros_like(value) for key, value in stored().items()}
-        report = sp.load(folder, target, read_once=read_once)
+        report = sp.load(folder, target, read_once=True)
         assert all(expected(key, value) for key, value in target.items())
         return report.read_once, report.bytes
 
 
-def without_files(folder: str, read_once: Any) -> tuple[bool, int]:
+def without_files(folder: str) -> tuple[bool, int]:
     """The system refuses anonymous files to rank 1."""
 
     def refused(*given: Any) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
-    cost_model.WORTH_BYTES = 1 << 40  # over a group "auto" would measure
     if rank() == 1:
         os.memfd_create = refused
     with process_group():
         target = {key: torch.zeros_like(value) for key, value in stored().items()}
-        report = sp.load(folder, target, read_once=read_once)
+        report = sp.load(folder, target, read_once=True)
         assert all(expected(key, value) for key, value in target.items())
         return report.read_once, report.bytes
 
 
 @pytest.mark.parametrize("lacking", [without_reach, without_files])
-@pytest.mark.parametrize("read_once", [True, "auto"])
-def test_without_shared_memory_the_group_transfers_only_if_asked_for(
-    tmp_path: Path, read_once: Any, lacking: Any
-) -> None:
+def test_without_shared_memory_the_group_transfers(tmp_path: Path, lacking: Any) -> None:
     nbytes = save(tmp_path)
-    found = [outcome.value for outcome in run_ranks(2, lacking, str(tmp_path), read_once)]
-    assert [once for once, _ in found] == [read_once is True] * 2
-    assert sum(count for _, count in found) == (nbytes if read_once is True else 2 * nbytes)
+    found = [outcome.value for outcome in run_ranks(2, lacking, str(tmp_path))]
+    assert [once for once, _ in found] == [True] * 2
+    assert sum(count for _, count in found) == nbytes
 
 
 def without_memory(folder: str) -> dict[str, Any]:
@@ -532,25 +507,28 @@ def test_each_load_closes_its_shared_memory(tmp_path: Path) -> None:
         assert last == first
 
 
-def peers_open(folder: str) -> dict[str, tuple[bool, int]]:
-    """By `read_once`: if ranks exchanged data, and the number of processes watched during the reads."""
+def peers_open(folder: str) -> dict[bool, tuple[bool, int]]:
+    """By `shares`: if ranks exchanged data, and the number of processes watched during the reads."""
     watched: list[int] = []
     load_protocol.check_shared_memory = lambda *given: watched.append(
         open_files().count("anon_inode:[pidfd]")
     )  # type: ignore[assignment]
     found = {}
     with process_group():
-        for read_once in ("auto", True):
+        for shares in (False, True):
             target = {key: torch.zeros_like(value) for key, value in stored().items()}
-            report = sp.load(folder, target, read_once=read_once)  # type: ignore[arg-type]
-            found[str(read_once)] = report.read_once, watched.pop()
+            if not shares:  # each rank needs other bytes
+                key = ["w", "half", "double"][rank()]
+                target = {key: target[key]}
+            report = sp.load(folder, target, read_once=True, strict=False)
+            found[shares] = report.read_once, watched.pop()
     return found
 
 
 def test_shared_memory_of_peers_is_closed_if_every_rank_reads(tmp_path: Path) -> None:
     save(tmp_path)
     for outcome in run_ranks(3, peers_open, str(tmp_path)):
-        assert outcome.value == {"auto": (False, 0), "True": (True, 2)}
+        assert outcome.value == {False: (False, 0), True: (True, 2)}
 
 
 def failing_to_prepare(folder: str) -> str:
@@ -574,9 +552,6 @@ def misused(folder: str) -> list[str]:
     texts = []
     target = {key: torch.zeros_like(value) for key, value in stored().items()}
     meetings = rendezvous(deadline=20.0)
-    report = sp.load(folder, target, read_once="auto", rendezvous=meetings)
-    assert not report.read_once
-    target = {key: torch.zeros_like(value) for key, value in stored().items()}
     for read_once in (True, rank() == 0):
         with pytest.raises(ShardproofError) as caught:
             sp.load(folder, target, rendezvous=meetings, read_once=read_once)
@@ -590,7 +565,7 @@ def misused(folder: str) -> list[str]:
     return texts
 
 
-def test_without_a_group_of_these_ranks_read_once_is_refused_and_auto_reads_on_each(tmp_path: Path) -> None:
+def test_without_a_group_of_these_ranks_read_once_is_refused(tmp_path: Path) -> None:
     save(tmp_path)
     one, other = (outcome.value for outcome in run_ranks(2, misused, str(tmp_path)))
     assert one == other
@@ -627,5 +602,5 @@ def test_one_process_needs_no_group(tmp_path: Path) -> None:
     target = {key: torch.zeros_like(value) for key, value in stored().items()}
     report = sp.load(tmp_path, target, read_once=True)
     assert (report.bytes, report.read_once) == (nbytes, False)
-    with pytest.raises(ValueError, match="read_once"):
-        sp.load(tmp_path, target, read_once="often")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="read_once is True or False, not 'auto'"):
+        sp.load(tmp_path, target, read_once="auto")  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardproof._utils.streams import on_stream
 from shardproof.errors import RankFailure
 from shardproof.loading import LoadOptions, load_from, load_protocol
-from shardproof.loading.read_once import cost_model, group_collectives
+from shardproof.loading.read_once import group_collectives
 from shardproof.rendezvous import LocalRendezvous, connect
 from shardproof.saving import Saver
 from shardproof.storage import LocalStorage
@@ -63,9 +63,6 @@ def test_a_load_is_ordered_with_its_callers_stream(way: str, tmp_path: Path) -> 
         assert outcome.value
 
 
-PROBE = group_collectives._PROBE_BYTES
-
-
 class FullDevice(TorchDispatchMode):
     """Fails the device's allocations of these sizes."""
 
@@ -109,17 +106,16 @@ def use_device_collectives() -> None:
     group_collectives._device_of = lambda group: torch.device("simulated", 0)
 
 
-def load_over_the_device(folder: str, read_once: Any, full: range) -> tuple[str, dict[str, str]]:
+def load_over_the_device(folder: str, full: range) -> tuple[str, dict[str, str]]:
     simulated.load()
     transfer_only_through("group")
     small_rounds(600)
-    cost_model.WORTH_BYTES = 0
     with process_group():
         use_device_collectives()
         state = {str(number): torch.empty(SHAPE) for number in range(COUNT)}
         try:
             with FullDevice(full if rank() == 1 else range(0)):
-                load_from(LocalStorage(folder), state, connect(), LoadOptions(read_once=read_once))
+                load_from(LocalStorage(folder), state, connect(), LoadOptions(read_once=True))
         except RankFailure as error:
             dist.barrier()  # the group is still in step
             return error.phase, {str(key): cause for key, cause in error.causes.items()}
@@ -128,17 +124,15 @@ def load_over_the_device(folder: str, read_once: Any, full: range) -> tuple[str,
 
 
 @pytest.mark.parametrize(
-    ("read_once", "full", "ends"),
-    [(True, range(0), "loaded"), (True, range(5, PROBE), "read"), ("auto", range(PROBE, PROBE + 1), "share")],
-    ids=["there is room", "no room for a round", "no room to measure"],
+    ("full", "ends"),
+    [(range(0), "loaded"), (range(5, 1 << 22), "read")],
+    ids=["there is room", "no room for a round"],
 )
-def test_a_full_device_on_one_rank_is_an_error_on_every_rank(
-    read_once: Any, full: range, ends: str, tmp_path: Path
-) -> None:
+def test_a_full_device_on_one_rank_is_an_error_on_every_rank(full: range, ends: str, tmp_path: Path) -> None:
     simulated.library()
     state = {str(number): value(number) for number in range(COUNT)}
     Saver(LocalRendezvous(), chunk_bytes=512).save(LocalStorage(tmp_path), state)
-    for outcome in run_ranks(2, load_over_the_device, str(tmp_path), read_once, full, timeout=60):
+    for outcome in run_ranks(2, load_over_the_device, str(tmp_path), full, timeout=60):
         phase, causes = outcome.value
         assert phase == ends
         assert list(causes) == ([] if ends == "loaded" else ["1"])

@@ -43,7 +43,7 @@ def _save_and_upload(near: str, far: str) -> str:
         reach("upload")
 
     second = FaultyStorage(LocalStorage(far), 1 if rank() == 1 else None, hold, only=("write_at",))
-    run = sp.Checkpointer(near, then=second, rendezvous=rendezvous(deadline=60.0), cache="none")
+    run = sp.Checkpointer(near, second_tier=second, rendezvous=rendezvous(deadline=60.0), cache="none")
     run.save(1, part(1)).durable(60)
     run.save(2, part(2)).result()
     reach("committed")
@@ -52,7 +52,7 @@ def _save_and_upload(near: str, far: str) -> str:
 
 
 def _resume(near: str, far: str) -> tuple[int, list[str], list[int]]:
-    run = sp.Checkpointer(near, then=far, rendezvous=rendezvous(deadline=60.0), cache="none")
+    run = sp.Checkpointer(near, second_tier=far, rendezvous=rendezvous(deadline=60.0), cache="none")
     target = blanked(part(0))
     restored = run.restore(target)
     assert restored is not None and restored.tier == near
@@ -64,7 +64,7 @@ def _resume(near: str, far: str) -> tuple[int, list[str], list[int]]:
 
 
 def _restore(near: str, far: str) -> tuple[int, str, list[str]]:
-    run = sp.Checkpointer(near, then=far, rendezvous=rendezvous(deadline=60.0), cache="none")
+    run = sp.Checkpointer(near, second_tier=far, rendezvous=rendezvous(deadline=60.0), cache="none")
     target = blanked(part(0))
     restored = run.restore(target)
     assert restored is not None
@@ -118,7 +118,7 @@ def _one_rank_fails(near: str, far: str) -> tuple[str, str, int]:
     """The storage of rank 1 refuses the upload of step 1."""
     refused = sp.StorageError("no permission", errno="EACCES")
     second = FaultyStorage(LocalStorage(far), 0 if rank() == 1 else None, refused, only=("write_at",))
-    run = sp.Checkpointer(near, then=second, rendezvous=rendezvous(deadline=60.0), cache="none")
+    run = sp.Checkpointer(near, second_tier=second, rendezvous=rendezvous(deadline=60.0), cache="none")
     pending = run.save(1, part(1))
     result = pending.result()
     try:
@@ -132,7 +132,7 @@ def _one_rank_fails(near: str, far: str) -> tuple[str, str, int]:
 
 
 def _corrupt(near: str, far: str) -> tuple[int, str, list[str], list[tuple[int, str]]]:
-    run = sp.Checkpointer(near, then=far, rendezvous=rendezvous(deadline=60.0), cache="none")
+    run = sp.Checkpointer(near, second_tier=far, rendezvous=rendezvous(deadline=60.0), cache="none")
     target = blanked(part(0))
     restored = run.restore(target)
     assert restored is not None
@@ -164,7 +164,9 @@ def test_all_ranks_report_the_failure_of_one_and_read_a_damaged_file_from_the_se
 
 def _two_second_tiers(root: str) -> str:
     second = f"{root}/far-{rank()}"
-    run = sp.Checkpointer(f"{root}/near", then=second, rendezvous=rendezvous(deadline=60.0), cache="none")
+    run = sp.Checkpointer(
+        f"{root}/near", second_tier=second, rendezvous=rendezvous(deadline=60.0), cache="none"
+    )
     with pytest.raises(sp.StructureError) as caught:
         run.save(1, part(1))
     return str(caught.value)
@@ -187,7 +189,7 @@ def _upload_as_one_of_two_jobs(near: str, far: str) -> None:
 
     reach("begin")
     second = FaultyStorage(LocalStorage(far), lambda: True, hook, only=("create", "write_at", "publish"))
-    run = sp.Checkpointer(near, then=second, rendezvous=LocalRendezvous(), cache="none")
+    run = sp.Checkpointer(near, second_tier=second, rendezvous=LocalRendezvous(), cache="none")
     run.restore(blanked(whole_state(1, 0)))
     run.wait_for_uploads(60)
     reach("end")

@@ -36,7 +36,7 @@ def resume_and_save(root: Path, meetings: Any, number: int, deadly: Deadly) -> s
     # In every other job, the ranks swap nodes.
     place = node_of(root, (rank() + number) % RANKS)
     run = sp.Checkpointer(
-        place, node_local=True, replicas=1, keep=sp.KeepLatest(2), rendezvous=meetings, cache="none"
+        place, node_local=sp.NodeLocal(replicas=1), keep=sp.KeepLatest(2), rendezvous=meetings, cache="none"
     )
     step = number + 1
     target = blanked(plain_state(rank(), world_size(), 0))
@@ -56,7 +56,7 @@ def look(root: Path, number: int, ended: list[str]) -> None:
     """From each node alone, restores the newest step whose save has returned, or a newer one."""
     for lost in range(RANKS):
         there = node_of(root, 1 - lost)
-        alone = sp.Checkpointer(there, node_local=True, replicas=1, rendezvous=LocalRendezvous())
+        alone = sp.Checkpointer(there, node_local=sp.NodeLocal(replicas=1), rendezvous=LocalRendezvous())
         target = blanked(whole_state(RANKS, 0))
         restored = alone.restore(target, exclude="own")
         assert restored is not None and restored in (number + 1, number + 2)
@@ -93,7 +93,7 @@ def test_killed_at_every_file_operation(who: int, every: int, tmp_path: Path) ->
 def copy_and_die(root: Path, meetings: Any, number: int, deadly: Deadly) -> str:
     """Completes the copies of the last job, empties node 1, and is killed while it copies again."""
     place = node_of(root, rank())
-    run = sp.Checkpointer(place, node_local=True, replicas=1, rendezvous=meetings, cache="none")
+    run = sp.Checkpointer(place, node_local=sp.NodeLocal(replicas=1), rendezvous=meetings, cache="none")
     if number:
         assert restored_with_copies(run) == ""
         assert verify(LocalStorage(place / step_name(1))).ok

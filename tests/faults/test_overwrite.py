@@ -93,12 +93,10 @@ def test_a_killed_overwrite_leaves_the_old_or_the_new_checkpoint(
 
 
 def refused_then_replaced(root: str) -> list[Any]:
-    checkpointer = sp.Checkpointer(root, rendezvous=rendezvous(deadline=10.0))
+    watched = FaultyStorage(LocalStorage(root))
+    checkpointer = sp.Checkpointer(watched, rendezvous=rendezvous(deadline=10.0))
     checkpointer.save(STEP, plain_state(rank(), world_size(), 1)).result()
-    kept = checkpointer._run.storage
-    changes = ("create", "write_at", "finish", "publish", "delete")
-    watched = FaultyStorage(kept, only=changes)
-    checkpointer._run.storage = watched  # type: ignore[assignment]
+    watched.arm(None, only=("create", "write_at", "finish", "publish", "delete"))
     refused = attempt(lambda: checkpointer.save(STEP, plain_state(rank(), world_size(), 2)).result())
     operations = list(watched.operations)
     reach("refused")

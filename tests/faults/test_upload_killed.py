@@ -28,7 +28,11 @@ def upload_and_die(root: Path, meetings: Any, number: int, deadly: Deadly) -> st
     """Commits step `number` + 1 on the first tier, and is killed in its upload."""
     keep = sp.KeepLatest(2)
     run = sp.Checkpointer(
-        root / "near", keep=keep, then=root / "far", keep_then=keep, rendezvous=meetings, cache="none"
+        root / "near",
+        keep=keep,
+        second_tier=sp.SecondTier(root / "far", keep=keep),
+        rendezvous=meetings,
+        cache="none",
     )
     if number:
         run.restore(blanked(plain_state(rank(), world_size(), 0)))

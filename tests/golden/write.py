@@ -49,7 +49,7 @@ def plain(root: Path, rank: int, ranks: int) -> None:
 
 def incremental(root: Path, rank: int, ranks: int) -> None:
     """Format version 2: step 1 is written in full, steps 2 and 3 refer to chunks of earlier steps."""
-    checkpointer = sp.Checkpointer(root, incremental=True, scrub=None)
+    checkpointer = sp.Checkpointer(root, incremental=sp.Incremental(scrub=None))
     for step in (1, 2, 3):
         save(checkpointer, step, states.chain(step, rank, ranks))
 
@@ -66,7 +66,7 @@ def suspect(root: Path, rank: int, ranks: int) -> None:
 
 def overwritten(root: Path, rank: int, ranks: int) -> None:
     """Step 1 is replaced after step 2 refers to it, so files of both attempts stay. So is step 3."""
-    checkpointer = sp.Checkpointer(root, incremental=True, scrub=None)
+    checkpointer = sp.Checkpointer(root, incremental=sp.Incremental(scrub=None))
     for step in (1, 2):
         save(checkpointer, step, states.chain(step, rank, ranks))
     save(checkpointer, 1, states.chain(11, rank, ranks), overwrite=True)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from shardproof.demo import s3_server
-from shardproof.demo.s3_server import S3Server
+from examples.demo import s3_server
+from examples.demo.s3_server import S3Server
 
 __all__ = ["PART", "S3Server", "running_server"]
 

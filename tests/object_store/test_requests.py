@@ -64,5 +64,7 @@ def test_a_save_sends_few_requests_for_each_step_of_the_run(
     """One request: whether the step is committed. A second tier needs four more for the seal of the step: two
     before the upload and two after it."""
     assert growth(sp.Checkpointer(f"{url}/alone", keep=sp.KeepAll()), sent) == 1
-    tiered = sp.Checkpointer(tmp_path, then=f"{url}/then", keep=sp.KeepLatest(2), keep_then=sp.KeepAll())
+    tiered = sp.Checkpointer(
+        tmp_path, second_tier=sp.SecondTier(f"{url}/then", keep=sp.KeepAll()), keep=sp.KeepLatest(2)
+    )
     assert growth(tiered, sent) == 5

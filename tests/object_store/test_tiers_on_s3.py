@@ -42,11 +42,9 @@ def test_a_bucket_that_refuses_recovers_and_restores_the_run(s3: S3Server, url: 
         }
         run = sp.Checkpointer(
             near,
-            then=url,
-            keep_then=sp.KeepLatest(2),
+            second_tier=sp.SecondTier(url, keep=sp.KeepLatest(2), bandwidth=200_000_000),
             storage_options=options,
             rendezvous=LocalRendezvous(deadline=30.0),
-            upload_bandwidth=200_000_000,
         )
         proxy.refuse = 100_000
         pending = run.save(1, state(1.0))
@@ -68,7 +66,7 @@ def test_a_bucket_that_refuses_recovers_and_restores_the_run(s3: S3Server, url: 
     for name in folder.list():
         assert bucket.read(f"step-00000003/{name}") == folder.read(name)
     shutil.rmtree(near)
-    again = sp.Checkpointer(near, then=url, rendezvous=LocalRendezvous(deadline=30.0))
+    again = sp.Checkpointer(near, second_tier=url, rendezvous=LocalRendezvous(deadline=30.0))
     target = state(0.0)
     restored = again.restore(target)
     assert restored == 3 and restored.tier == url
@@ -128,23 +126,23 @@ def test_a_second_tier_that_never_answers_costs_one_request_and_the_advice_helps
             requests.clear()
             run = sp.Checkpointer(
                 near,
-                then="s3://tests/silent",
+                second_tier="s3://tests/silent",
                 storage_options=second_tier(endpoint),
                 rendezvous=LocalRendezvous(),
             )
-            with pytest.raises(sp.StorageError, match=f"newest step of {near} now, leave out then="):
+            with pytest.raises(sp.StorageError, match=f"newest step of {near} now, leave out second_tier="):
                 run.restore({"w": torch.zeros(4)}, **choice)
             assert len(requests) == 1, requests
             assert "restore waits for the second tier, s3://tests/silent, for" in caplog.text
         best = sp.Checkpointer(
             near,
-            then="s3://tests/silent",
+            second_tier="s3://tests/silent",
             storage_options=second_tier(endpoint),
             keep=sp.KeepBest("loss"),
             rendezvous=LocalRendezvous(),
         )
         requests.clear()
-        with pytest.raises(sp.StorageError, match="leave out then="):
+        with pytest.raises(sp.StorageError, match="leave out second_tier="):
             best.restore({"w": torch.zeros(4)}, step="best")
         assert len(requests) == 1, requests
     target = {"w": torch.zeros(4)}
@@ -158,15 +156,15 @@ def test_a_second_tier_that_falls_silent_costs_one_request(
     """The store stalls at a file of step 2, which only the second tier has."""
     near = tmp_path / "near"
     for step in (1, 2):
-        run = sp.Checkpointer(near, then=url, rendezvous=LocalRendezvous())
+        run = sp.Checkpointer(near, second_tier=url, rendezvous=LocalRendezvous())
         run.save(step, {"w": torch.full((4,), float(step))}).durable(60)
     shutil.rmtree(near / "step-00000002")
     proxy = FaultyProxy(s3.endpoint)
     try:
         options = {**s3.options, "endpoint": proxy.endpoint, **ONE_TRY}
-        run = sp.Checkpointer(near, then=url, storage_options=options, rendezvous=LocalRendezvous())
+        run = sp.Checkpointer(near, second_tier=url, storage_options=options, rendezvous=LocalRendezvous())
         proxy.stall_at = stall
-        with pytest.raises(sp.StorageError, match=f"newest step of {near} now, leave out then="):
+        with pytest.raises(sp.StorageError, match=f"newest step of {near} now, leave out second_tier="):
             run.restore({"w": torch.zeros(4)})
         assert len(proxy.unanswered) == 1, proxy.unanswered
         assert stall in proxy.unanswered[0]

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import shardproof as sp
+from shardproof.storage import LocalStorage
 from tests.faulty_storage import FaultyStorage
 from tests.harness import rank, rendezvous, run_ranks, world_size
 from tests.scenarios.states import (
@@ -87,16 +88,16 @@ INVALID: dict[str, tuple[Any, str, list[str]]] = {
 
 def save_invalid_then_valid(root: str) -> dict[str, CallResult]:
     """Every invalid state under a step of its own, each followed by a valid save, with one Checkpointer."""
-    checkpointer = sp.Checkpointer(root, rendezvous=rendezvous(deadline=10.0))
+    storage = FaultyStorage(LocalStorage(root))
+    checkpointer = sp.Checkpointer(storage, rendezvous=rendezvous(deadline=10.0))
     results = {}
     for number, (name, (spoil, _, _)) in enumerate(INVALID.items()):
         state = plain_state(rank(), world_size(), number)
         spoil(state)
-        watched = FaultyStorage(checkpointer._run.storage, only=CHANGES_STORAGE)
-        kept, checkpointer._run.storage = checkpointer._run.storage, watched  # type: ignore[assignment]
+        storage.arm(None, only=CHANGES_STORAGE)
         one = attempt(lambda state=state, step=2 * number: checkpointer.save(step, state).result())  # type: ignore[misc]
-        checkpointer._run.storage = kept
-        one.after["operations"] = watched.operations
+        one.after["operations"] = list(storage.operations)
+        storage.disarm()
         checkpointer.save(2 * number + 1, plain_state(rank(), world_size(), number)).result()
         target = blanked(plain_state(rank(), world_size(), 0))
         one.after["restored"] = checkpointer.restore(target)

@@ -276,9 +276,11 @@ def repeat(
 
 
 @pytest.mark.timeout(240)
-def test_no_element_is_lost(tmp_path: Path) -> None:
-    outcomes = run_ranks(RANKS, repeat, str(tmp_path), REPETITIONS, interleaved, False, timeout=220)
-    assert [outcome.value for outcome in outcomes] == [[[]] * REPETITIONS] * RANKS
+@pytest.mark.parametrize("repetitions", [30, pytest.param(REPETITIONS, marks=pytest.mark.slow)])
+def test_no_element_is_lost(tmp_path: Path, repetitions: int) -> None:
+    """Each repetition would show the fault: see `test_a_loss_in_a_shared_chunk_is_found`."""
+    outcomes = run_ranks(RANKS, repeat, str(tmp_path), repetitions, interleaved, False, timeout=220)
+    assert [outcome.value for outcome in outcomes] == [[[]] * repetitions] * RANKS
 
 
 def test_a_loss_in_a_shared_chunk_is_found(tmp_path: Path) -> None:

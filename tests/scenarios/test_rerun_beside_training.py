@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shardproof as sp
 from shardproof import fsdp, optim, rerun
+from shardproof.storage import LocalStorage
 from tests.faulty_storage import FaultyStorage
 from tests.harness import process_group, rank, run_ranks
 
@@ -116,8 +117,8 @@ def batches() -> Iterator[torch.Tensor]:
 def train(kind: str, folder: str, faulty: bool) -> dict[str, Any]:
     with process_group():
         trainer, runs, release = Trainer(kind), 0, threading.Event()
-        checkpointer = sp.Checkpointer(folder)
-        storage: Any = checkpointer._run.storage
+        storage = FaultyStorage(LocalStorage(folder))
+        checkpointer = sp.Checkpointer(storage)
         data = rerun.ReplayableIterator(batches())
         machine = rerun.RerunMachine(
             inject=Second("transient", steps=[FAULT], ranks=[1]) if faulty else None,
@@ -143,13 +144,10 @@ def train(kind: str, folder: str, faulty: bool) -> dict[str, Any]:
                 norms.append(float(loss))
                 trainer.apply()
                 if step + 1 == SAVED:
-                    checkpointer._run.storage = FaultyStorage(
-                        storage, 0, lambda *_: release.wait(30), only=("write_at",)
-                    )
+                    storage.arm(0, lambda *_: release.wait(30), only=("write_at",))
                     if not faulty:
                         release.set()
                     pending = checkpointer.save(SAVED, state)
-                    checkpointer._run.storage = storage
                     saved = trainer.digest()
         pending.result()
         end = trainer.digest()

@@ -125,11 +125,17 @@ def test_all_ranks_fall_back_past_a_broken_base_alike(rotten: Path) -> None:
 # The chain of steps that share bytes is bounded.
 
 
-def saved(root: Path, steps: Any, *, restart: bool = False, **options: Any) -> list[int]:
+def saved(
+    root: Path, steps: Any, *, restart: bool = False, keep: Any = None, full_every: int | None = 20
+) -> list[int]:
     """Saves steps in which "frozen" does not change; returns the bytes that each save reused."""
-    reused, checkpointer = [], sp.Checkpointer(root, incremental=True, **options)
+
+    def made() -> sp.Checkpointer:
+        return sp.Checkpointer(root, incremental=sp.Incremental(full_every=full_every), keep=keep)
+
+    reused, checkpointer = [], made()
     for step in steps:
-        checkpointer = sp.Checkpointer(root, incremental=True, **options) if restart else checkpointer
+        checkpointer = made() if restart else checkpointer
         reused.append(checkpointer.save(step, state(1, step)).result().reused)
     return reused
 
@@ -170,14 +176,14 @@ def test_a_chain_may_have_no_bound_or_no_references(
 
 
 @pytest.mark.parametrize("full_every", [0, -1, True, 2.5, "3"])
-def test_full_every_must_be_a_number_of_saves(tmp_path: Path, full_every: Any) -> None:
+def test_full_every_must_be_a_number_of_saves(full_every: Any) -> None:
     with pytest.raises(ValueError, match="full_every"):
-        sp.Checkpointer(tmp_path, full_every=full_every)
+        sp.Incremental(full_every=full_every)
 
 
 def test_a_save_without_references_begins_a_chain(tmp_path: Path) -> None:
     saved(tmp_path, (1, 2), full_every=3)
-    sp.Checkpointer(tmp_path, full_every=3).save(3, state(1, 3)).result()
+    sp.Checkpointer(tmp_path).save(3, state(1, 3)).result()
     assert saved(tmp_path, (4, 5, 6), full_every=3) == [FROZEN_BYTES, FROZEN_BYTES, 0]
 
 
@@ -210,7 +216,7 @@ def test_a_step_written_in_full_is_replaced_in_full(tmp_path: Path) -> None:
 def trained(root: str, full_every: int | None) -> Any:
     meetings = Phases(rendezvous(deadline=20.0))
     own = full_every or 2 + rank()
-    checkpointer = sp.Checkpointer(root, rendezvous=meetings, incremental=True, full_every=own)
+    checkpointer = sp.Checkpointer(root, rendezvous=meetings, incremental=sp.Incremental(full_every=own))
     found = []
     try:
         for step in range(1, 5):

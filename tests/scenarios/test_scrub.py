@@ -31,8 +31,8 @@ FOREVER = 1
 """Bytes a second: a pass at this rate does not end while a test runs."""
 
 
-def run(root: Path, **options: Any) -> sp.Checkpointer:
-    return sp.Checkpointer(root, incremental=True, **options)
+def run(root: Path, *, keep: Any = None, **options: Any) -> sp.Checkpointer:
+    return sp.Checkpointer(root, incremental=sp.Incremental(**options), keep=keep)
 
 
 def save(checkpointer: sp.Checkpointer, step: int, *, scrubbed: bool = True) -> int:
@@ -309,7 +309,7 @@ def test_a_pass_ends_with_its_checkpointer(tmp_path: Path) -> None:
 def test_a_pass_ends_with_its_process(tmp_path: Path) -> None:
     script = (
         "import sys, torch, shardproof as sp\n"
-        "checkpointer = sp.Checkpointer(sys.argv[1], incremental=True, scrub=1)\n"
+        "checkpointer = sp.Checkpointer(sys.argv[1], incremental=sp.Incremental(scrub=1))\n"
         "for step in (1, 2):\n"
         "    checkpointer.save(step, {'w': torch.ones(100_000)})\n"
     )
@@ -347,9 +347,9 @@ def test_a_child_process_has_a_scrub_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rate", [0, -1, True, 1.5, "fast"])
-def test_a_rate_must_be_a_number_of_bytes_a_second(tmp_path: Path, rate: Any) -> None:
+def test_a_rate_must_be_a_number_of_bytes_a_second(rate: Any) -> None:
     with pytest.raises(ValueError, match="scrub"):
-        sp.Checkpointer(tmp_path, scrub=rate)
+        sp.Incremental(scrub=rate)
 
 
 def trained(root: str) -> Any:

@@ -12,6 +12,7 @@ import pytest
 
 import shardproof as sp
 from shardproof.format import MANIFEST_NAME
+from shardproof.storage import LocalStorage
 from tests.faulty_storage import FaultyStorage
 from tests.harness import Job, rank, reach, rendezvous, run_ranks, world_size
 from tests.scenarios.states import (
@@ -27,8 +28,8 @@ from tests.scenarios.states import (
 RANKS = 3
 
 
-def at(root: str, **options: Any) -> sp.Checkpointer:
-    return sp.Checkpointer(root, rendezvous=rendezvous(deadline=10), **options)
+def at(root: Any, deadline: float = 10.0, **options: Any) -> sp.Checkpointer:
+    return sp.Checkpointer(root, rendezvous=rendezvous(deadline=deadline), **options)
 
 
 def state(salt: int) -> dict[str, Any]:
@@ -105,13 +106,11 @@ def test_calls_with_different_arguments_are_refused_alike_on_all_ranks(tmp_path:
 
 def _settle(root: str, point: str) -> tuple[CallResult, list[int]]:
     """Settles. The coordinator reaches a point in its publishing."""
-    checkpointer = at(root)
-    checkpointer._rendezvous.deadline = 4.0
-    kept = checkpointer._run.storage
+    storage = FaultyStorage(LocalStorage(root))
+    checkpointer = at(storage, deadline=4.0)
     if rank() == 0:
         operation, _, when = point.partition(" ")
-        storage = FaultyStorage(kept, 0, lambda *_: reach(point), only=(operation,), after=when == "done")
-        checkpointer._run.storage = storage  # type: ignore[assignment]
+        storage.arm(0, lambda *_: reach(point), only=(operation,), after=when == "done")
     result = attempt(lambda: checkpointer.settle_suspect(2, "transient fault"))
     return result, checkpointer.suspects()
 
@@ -145,10 +144,10 @@ def test_a_coordinator_that_dies_while_it_settles_is_named(tmp_path: Path, point
 
 
 def _refused(root: str) -> tuple[CallResult, list[int]]:
-    checkpointer = at(root)
+    storage = FaultyStorage(LocalStorage(root))
+    checkpointer = at(storage)
     if rank() == 0:
-        full = sp.StorageError("no space left", errno="ENOSPC")
-        checkpointer._run.storage = FaultyStorage(checkpointer._run.storage, 0, full, only=("publish",))  # type: ignore[assignment]
+        storage.arm(0, sp.StorageError("no space left", errno="ENOSPC"), only=("publish",))
     return attempt(lambda: checkpointer.settle_suspect(2, "transient fault")), checkpointer.suspects()
 
 
@@ -177,11 +176,10 @@ def test_a_damaged_suspect_is_passed_over_on_all_ranks(tmp_path: Path, pattern: 
 
 
 def _save_and_reach_write(root: str) -> CallResult:
-    checkpointer = at(root)
-    checkpointer._rendezvous.deadline = 1.5
+    storage = FaultyStorage(LocalStorage(root))
+    checkpointer = at(storage, deadline=1.5)
     if rank() == 1:
-        kept = checkpointer._run.storage
-        checkpointer._run.storage = FaultyStorage(kept, 0, lambda *_: reach("write"), only=("write_at",))  # type: ignore[assignment]
+        storage.arm(0, lambda *_: reach("write"), only=("write_at",))
     return attempt(lambda: checkpointer.save(5, state(5), suspect=True).result())
 
 
@@ -206,12 +204,11 @@ def test_a_suspect_whose_save_died_is_no_checkpoint_and_is_saved_again(tmp_path:
 
 def _held(root: str) -> list[int]:
     """Settles a suspect whose save is still under way on all ranks: the save ends first."""
-    checkpointer = at(root)
-    kept = checkpointer._run.storage
+    storage = FaultyStorage(LocalStorage(root))
+    checkpointer = at(storage)
     if rank() == 0:
-        checkpointer._run.storage = FaultyStorage(kept, 0, lambda *_: reach("commit"), only=("publish",))  # type: ignore[assignment]
+        storage.arm(0, lambda *_: reach("commit"), only=("publish",))
     checkpointer.save(4, state(4), suspect=True)
-    checkpointer._run.storage = kept
     checkpointer.settle_suspect(4, "transient fault")
     return checkpointer.suspects()
 

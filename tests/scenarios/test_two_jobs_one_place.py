@@ -10,6 +10,7 @@ import torch
 
 import shardproof as sp
 from shardproof.checkpointer.step_folders import step_name
+from shardproof.storage import LocalStorage
 from tests import harness
 from tests.faulty_storage import FaultyStorage
 from tests.harness import Job, reach, run_ranks
@@ -36,14 +37,13 @@ def save_as_one_of_two(root: str, point: str) -> CallResult:
     job, rank = divmod(harness.rank(), 2)
     store = TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), None, is_master=False)
     meetings = StoreRendezvous(store, rank, 2, deadline=20.0, name=f"job-{job}")
-    checkpointer = sp.Checkpointer(root, rendezvous=meetings)
-    kept = checkpointer._run.storage
+    storage = FaultyStorage(LocalStorage(root))
+    checkpointer = sp.Checkpointer(storage, rendezvous=meetings)
     if rank == 0:
-        storage = FaultyStorage(kept, 0, lambda *_: reach(point), only=(point,))
-        checkpointer._run.storage = storage  # type: ignore[assignment]
+        storage.arm(0, lambda *_: reach(point), only=(point,))
     salt = 10 * (job + 1)
     result = attempt(lambda: checkpointer.save(STEP, plain_state(rank, 2, salt)).result())
-    checkpointer._run.storage = kept
+    storage.disarm()
     winner = 10 * (job + 1) if not result.kind else 10 * (2 - job)
     reach("after")
     target = blanked(plain_state(rank, 2, 0))

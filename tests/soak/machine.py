@@ -110,8 +110,7 @@ class Job:
                 root,
                 keep=keep,
                 rendezvous=rendezvous,
-                incremental=incremental,
-                full_every=4,
+                incremental=incremental and sp.Incremental(full_every=4),
                 cache="none",
                 **options,
             )

@@ -148,7 +148,7 @@ class Model:
     def observer(self) -> sp.Checkpointer:
         """A checkpointer that only reads."""
         return sp.Checkpointer(
-            self.root, rendezvous=LocalRendezvous(), cache="none", scrub=None, storage_options=self.options
+            self.root, rendezvous=LocalRendezvous(), cache="none", storage_options=self.options
         )
 
     @property

@@ -33,8 +33,7 @@ def save(root: Path, *steps: int, full_every: int | None = None, incremental: bo
     checkpointer = sp.Checkpointer(
         root,
         keep=sp.KeepLatest(1),
-        incremental=incremental,
-        full_every=full_every,
+        incremental=incremental and sp.Incremental(full_every=full_every),
         cache="none",
         rendezvous=LocalRendezvous(),
     )

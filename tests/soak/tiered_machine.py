@@ -48,7 +48,7 @@ class TieredMachine(RunMachine):
     def __init__(self) -> None:
         super().__init__()
         self.far = Model(self.root.with_name("far"), partial(self.disk.rotten, self.root.with_name("far")))
-        self.keep_then: Policy | None = None
+        self.keep_far: Policy | None = None
         self.outage = 0
         """Operations until the second tier answers again."""
         self.saving: tuple[int, int] | None = None
@@ -71,10 +71,10 @@ class TieredMachine(RunMachine):
         self.damaged_there: set[int] = set()
         """The steps that were damaged before this operation's restore. The next upload may repair them."""
 
-    @initialize(ranks=ranks_of_a_job, policy=policies, incremental=st.booleans(), keep_then=policies)
-    def start(self, ranks: int, policy: Policy | None, incremental: bool, keep_then: Policy | None) -> None:
-        self.keep_then = keep_then
-        self._record(f"the second tier keeps {keep_then}")
+    @initialize(ranks=ranks_of_a_job, policy=policies, incremental=st.booleans(), keep_far=policies)
+    def start(self, ranks: int, policy: Policy | None, incremental: bool, keep_far: Policy | None) -> None:
+        self.keep_far = keep_far
+        self._record(f"the second tier keeps {keep_far}")
         self._begin_job(ranks, policy, incremental)
 
     @rule(what=st.sampled_from(TIERED_OPERATIONS), a=small, b=small)
@@ -158,8 +158,10 @@ class TieredMachine(RunMachine):
     def _job_options(self) -> dict[str, Any]:
         down = StorageError("the second tier does not answer", errno="EHOSTUNREACH")
         return {
-            "then": FaultyStorage(LocalStorage(self.far.root), lambda: self.outage > 0, down),
-            "keep_then": None if self.keep_then is None else self.keep_then.make(),
+            "second_tier": sp.SecondTier(
+                FaultyStorage(LocalStorage(self.far.root), lambda: self.outage > 0, down),
+                keep=None if self.keep_far is None else self.keep_far.make(),
+            )
         }
 
     def _restart(self, how: Failure) -> None:
@@ -215,7 +217,7 @@ class TieredMachine(RunMachine):
             one = self.far.steps[step]
             one.salts, one.sure = {salt}, True
         if self.far.steps:
-            self.far.retained(self.keep_then, max(self.far.steps), set())
+            self.far.retained(self.keep_far, max(self.far.steps), set())
 
     def _may_be_uploaded(self) -> None:
         """The second tier may have any of the steps that the first had during the operation."""
@@ -262,7 +264,7 @@ class TieredMachine(RunMachine):
 
     def _kept_on_far(self) -> set[int]:
         """The steps of both tiers that the second keeps for every combination of their possible values."""
-        if self.keep_then is None:
+        if self.keep_far is None:
             return set()
         both = Model(self.far.root)
         for step in {*self.model.steps, *self.far.steps}:
@@ -272,11 +274,11 @@ class TieredMachine(RunMachine):
                 True,
                 {salt: loss for one in found for salt, loss in one.loss.items()},
             )
-        return both.kept(self.keep_then, sorted(both.steps))
+        return both.kept(self.keep_far, sorted(both.steps))
 
     def _wanted(self, near: set[int], far: set[int]) -> set[int]:
         """The steps of the first tier that the second one must have, if they are not damaged."""
-        policy = self.keep_then
+        policy = self.keep_far
         if policy is None:
             return near
         certain = Policy(policy.latest, policy.every)
@@ -298,9 +300,9 @@ class TieredMachine(RunMachine):
         """The step of the running upload stays, too, and waiting steps that the second tier keeps."""
         here = self.model.listed()
         stays = (goes - set(self.model.pins)) & here
-        if self.keep_then is not None:
+        if self.keep_far is not None:
             waits = here - self.far.listed()
-            policy = self.keep_then
+            policy = self.keep_far
             line = self._line(here)
             stays -= waits if policy.best else waits & (policy.kept(here, {}) | policy.kept(line, {}))
         assert len(stays) <= 2, f"retention left {stays}"

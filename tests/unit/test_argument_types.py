@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -83,7 +85,6 @@ def test_a_restore_names_suspect(run: sp.Checkpointer) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("upload_bandwidth", "5MB"),
         ("deadline", "60"),
         ("host_memory_budget", 1.5),
         ("host_memory_budget", "1GB"),
@@ -91,14 +92,33 @@ def test_a_restore_names_suspect(run: sp.Checkpointer) -> None:
         ("incremental", "false"),
         ("node_local", "false"),
         ("rendezvous", "x"),
-        ("then", 3),
+        ("second_tier", 3),
         ("storage_options", "key"),
     ],
 )
 def test_a_checkpointer_names_the_option(name: str, value: Any, tmp_path: Path) -> None:
-    options = {"then": tmp_path / "far"} if name == "upload_bandwidth" else {}
     with pytest.raises(TypeError, match=f"^{name} is "):
-        sp.Checkpointer(tmp_path / "near", **{**options, name: value})
+        sp.Checkpointer(tmp_path / "near", **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        ("full_every", "incremental=Incremental(full_every=...)"),
+        ("scrub", "incremental=Incremental(scrub=...)"),
+        ("replicas", "node_local=NodeLocal(replicas=...)"),
+        ("then", "second_tier=..."),
+        ("keep_then", "second_tier=SecondTier(LOCATION, keep=...)"),
+        ("upload_bandwidth", "second_tier=SecondTier(LOCATION, bandwidth=...)"),
+    ],
+)
+def test_an_argument_of_a_value_names_the_value(name: str, form: str, tmp_path: Path) -> None:
+    with pytest.raises(TypeError) as raised:
+        sp.Checkpointer(tmp_path / "near", **{name: 1})
+    assert str(raised.value) == f"Checkpointer has no argument {name!r}: pass {form}"
+    for parameter, value in re.findall(r"(\w+)=(?:(\w+)\()?", form)[:1]:  # the form that it names exists
+        assert parameter in inspect.signature(sp.Checkpointer).parameters
+        assert not value or hasattr(sp, value)
 
 
 @pytest.mark.parametrize(
@@ -111,6 +131,8 @@ def test_a_checkpointer_names_the_option(name: str, value: Any, tmp_path: Path) 
         (lambda: sp.open("there", trust_pickle="no"), "trust_pickle"),  # type: ignore[arg-type]
         (lambda: sp.save("there", {}, rendezvous="x"), "rendezvous"),  # type: ignore[arg-type]
         (lambda: sp.save("there", {}, deadline="x"), "deadline"),  # type: ignore[arg-type]
+        (lambda: sp.SecondTier("far", bandwidth="5MB"), "bandwidth"),  # type: ignore[arg-type]
+        (lambda: sp.SecondTier(3), "the location of the second tier"),  # type: ignore[arg-type]
         (lambda: sp.Every(minutes="20"), "minutes"),  # type: ignore[arg-type]
         (lambda: sp.KeepEvery(hours="24"), "hours"),  # type: ignore[arg-type]
         (lambda: sp.Preemption(reserve=None), "reserve"),  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""tests/README.md and SECURITY.md name tests that exist; tests/README.md lists all of promised failures."""
+"""tests/README.md and SECURITY.md name tests that exist, and CONTRIBUTING.md all folders of tests."""
 
 from __future__ import annotations
 
@@ -33,3 +33,9 @@ def test_every_fault_and_scenario_is_listed_or_named_here() -> None:
         for path in (TESTS / folder).glob("test_*.py")
     }
     assert present - LISTED == others
+
+
+def test_contributing_names_every_folder_of_tests() -> None:
+    named = re.findall(r"^\| `tests/(\w+)` \|", (TESTS.parent / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    folders = [path.name for path in TESTS.iterdir() if (path / "__init__.py").exists()]
+    assert sorted(named) == sorted(folders)

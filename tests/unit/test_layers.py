@@ -41,7 +41,7 @@ ENGINE = (
     "checkpointer",
 )
 TRAINING = ("collectives", "layouts", "optim", "fsdp", "rerun")
-PEOPLE = ("cli", "report", "demo")
+PEOPLE = ("cli", "report")
 ADAPTERS = ("frameworks",)
 
 MAY_IMPORT: dict[str, frozenset[str]] = {
@@ -141,14 +141,20 @@ class Facts:
     """Every import, also those for type checkers alone."""
     attributes: list[tuple[int, list[str]]]
     """Line and path of every attribute: ``["torch", "distributed", "barrier"]``."""
+    classes: list[str]
+    """Name of every class."""
 
 
 @cache
 def facts_of(source: str) -> Facts:
     """The facts of a source, parsed once for all checks."""
     tree = ast.parse(source)
-    attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
-    return Facts([*_imports(tree)], [(node.lineno, _root_and_path(node)) for node in attributes])
+    nodes = list(ast.walk(tree))
+    return Facts(
+        [*_imports(tree)],
+        [(node.lineno, _root_and_path(node)) for node in nodes if isinstance(node, ast.Attribute)],
+        [node.name for node in nodes if isinstance(node, ast.ClassDef)],
+    )
 
 
 def _imports(tree: ast.AST, at_load: bool = True) -> Iterator[Import]:
@@ -288,10 +294,10 @@ def test_a_file_imports_only_what_is_below_it() -> None:
 
 
 def test_saves_and_loads_run_no_collective() -> None:
-    """The packages that train, and the demo, have collectives of their own."""
+    """The packages that train have collectives of their own."""
 
     def mentioned(layer: str, source: str) -> set[str]:
-        if layer in {*TRAINING, "demo"}:
+        if layer in TRAINING:
             return set()
         return {line.partition(": ")[2] for line in collectives(source)}
 
@@ -300,10 +306,7 @@ def test_saves_and_loads_run_no_collective() -> None:
 
 
 def test_only_rendezvous_uses_a_store() -> None:
-    assert (
-        findings(lambda layer, source: [] if layer in {"rendezvous", *TRAINING, "demo"} else stores(source))
-        == {}
-    )
+    assert findings(lambda layer, source: [] if layer in {"rendezvous", *TRAINING} else stores(source)) == {}
 
 
 def test_a_package_is_imported_by_others_through_its_init_alone() -> None:
@@ -318,12 +321,7 @@ def test_no_two_modules_have_one_name() -> None:
 
 def test_no_two_classes_have_one_name() -> None:
     """So that a name says which class is meant."""
-    names = Counter(
-        node.name
-        for path in FILES
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.ClassDef)
-    )
+    names = Counter(name for source in SOURCES.values() for name in facts_of(source).classes)
     assert {name for name, count in names.items() if count > 1} == set()
 
 

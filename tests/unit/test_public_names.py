@@ -8,7 +8,6 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-import pytest
 import torch
 
 import shardproof as sp
@@ -25,16 +24,23 @@ def test_a_checkpoint_does_not_hold_the_name_of_the_class(tmp_path: Path) -> Non
 PACKAGES = ("events", "fsdp", "geometry", "layouts", "optim", "rendezvous", "rerun", "storage")
 
 
-@pytest.mark.parametrize("name", PACKAGES)
-def test_a_public_package_is_an_attribute_and_loads_when_it_is_used(name: str) -> None:
-    script = (
-        "import sys\n"
-        "import shardproof as sp\n"
-        f"assert 'shardproof.{name}' not in sys.modules\n"
-        f"assert sp.{name}.__name__ == 'shardproof.{name}'\n"
-        f"assert all(getattr(sp.{name}, one) is not None for one in sp.{name}.__all__)\n"
+def test_a_public_package_is_an_attribute_and_loads_when_it_is_used() -> None:
+    """A child for each package, forked from one process that has imported torch and nothing of shardproof."""
+    run_python(
+        "import os, sys, torch\n"
+        "def use(name):\n"
+        "    import shardproof as sp\n"
+        "    assert f'shardproof.{name}' not in sys.modules, f'{name} loads before it is used'\n"
+        "    package = getattr(sp, name)\n"
+        "    assert package.__name__ == f'shardproof.{name}'\n"
+        "    assert all(getattr(package, one) is not None for one in package.__all__), name\n"
+        f"for name in {PACKAGES!r}:\n"
+        "    child = os.fork()\n"
+        "    if not child:\n"
+        "        use(name)\n"
+        "        os._exit(0)\n"
+        "    assert os.waitpid(child, 0)[1] == 0, name\n"
     )
-    run_python(script)
 
 
 def test_dir_and_all_list_the_same_names() -> None:

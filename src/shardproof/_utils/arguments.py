@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import wraps
 from numbers import Real
+from typing import ParamSpec, TypeVar
 
-__all__ = ["check_boolean", "check_mapping", "check_number", "check_texts", "check_whole", "wrong_type"]
+__all__ = [
+    "check_boolean",
+    "check_mapping",
+    "check_number",
+    "check_texts",
+    "check_whole",
+    "names_forms",
+    "wrong_type",
+]
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def wrong_type(name: str, value: object, takes: str) -> TypeError:
@@ -101,3 +114,30 @@ def check_texts(name: str, value: object, takes: str) -> None:
     for item in value:
         if not isinstance(item, str):
             raise wrong_type(f"an entry of {name}", item, "a text")
+
+
+def names_forms(caller: str, forms: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Makes a function refuse some keywords with an error that names what to pass.
+
+    Args:
+        caller: name of the function, for the message.
+        forms: what to pass, by keyword. The function has none of these parameters.
+
+    >>> @names_forms("draw", {"colour": "pen=Pen(colour=...)"})
+    ... def draw(*, pen: str = "") -> None: ...
+    >>> draw(colour="red")
+    Traceback (most recent call last):
+    TypeError: draw has no argument 'colour': pass pen=Pen(colour=...)
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            for name in kwargs:
+                if name in forms:
+                    raise TypeError(f"{caller} has no argument {name!r}: pass {forms[name]}")
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorate

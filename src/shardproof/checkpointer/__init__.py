@@ -34,6 +34,7 @@ from shardproof.checkpointer.prune import PrunePlan as PrunePlan
 from shardproof.checkpointer.prune import plan_prune as plan_prune
 from shardproof.checkpointer.prune import prune as prune
 from shardproof.checkpointer.retention import Leftover, delete_steps, leftovers, plan_removal, remove_leftover
+from shardproof.checkpointer.run_options import Incremental, NodeLocal, SecondTier
 from shardproof.checkpointer.run_watch import RunWatch as RunWatch
 from shardproof.checkpointer.run_watch import WatchedSave as WatchedSave
 from shardproof.checkpointer.save_interval import IntervalAdvice as IntervalAdvice
@@ -53,11 +54,13 @@ __all__ = [
     "Checkpointer",
     "Damage",
     "Every",
+    "Incremental",
     "KeepAll",
     "KeepBest",
     "KeepEvery",
     "KeepLatest",
     "Leftover",
+    "NodeLocal",
     "PassedOver",
     "Pin",
     "Preempted",
@@ -67,6 +70,7 @@ __all__ = [
     "RetentionPolicy",
     "SavedStep",
     "Schedule",
+    "SecondTier",
     "StepFolder",
     "delete_steps",
     "is_ours",

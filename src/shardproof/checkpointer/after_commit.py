@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from shardproof.checkpointer.open_run import OpenRun
 from shardproof.checkpointer.page_cache import NewestStep
 from shardproof.checkpointer.policies import Retention
-from shardproof.checkpointer.retention import retain
+from shardproof.checkpointer.retention import KnownSteps, retain
 from shardproof.checkpointer.step_folders import step_name
 from shardproof.checkpointer.tiers import Uploader, UploadRequest
 from shardproof.format import shard_name
@@ -68,17 +68,16 @@ class AfterCommit:
         run.restorable.trust(committed.step)
         if self.keep is not None:
             with run.phase(committed.step, name, "retain"):
-                retain(
-                    run.storage,
-                    self.keep,
-                    committed.step,
+                known = KnownSteps(
+                    run.facts,
+                    run.restorable,
+                    run.branch_removal,
                     run.is_damaged,
                     lambda step: run.scrub.is_proved(step_name(step)),
-                    run.facts,
-                    on_progress=on_progress,
-                    unconfirmed=run.is_unconfirmed,
-                    protect=None if self.uploader is None else self.uploader.protect,
-                    is_restorable=run.restorable,
-                    branch_removal=run.branch_removal,
+                    run.is_unconfirmed,
+                )
+                protect = None if self.uploader is None else self.uploader.protect
+                retain(
+                    run.storage, self.keep, committed.step, known, on_progress=on_progress, protect=protect
                 )
         run.scrub.begin(name)

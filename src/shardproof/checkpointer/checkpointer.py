@@ -6,47 +6,56 @@ import logging
 import os
 import weakref
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from shardproof._utils.arguments import check_boolean, check_whole
+from shardproof._utils.arguments import check_boolean, check_whole, names_forms
 from shardproof.checkpointer.after_commit import AfterCommit
 from shardproof.checkpointer.damage import Damage
 from shardproof.checkpointer.due_saves import DueSaves
 from shardproof.checkpointer.marks import Pin, suspects_in
-from shardproof.checkpointer.nodes import MissingCopies, NodeStorage, join_nodes
-from shardproof.checkpointer.open_run import OpenRun
+from shardproof.checkpointer.open_run import open_run
 from shardproof.checkpointer.page_cache import NewestStep
-from shardproof.checkpointer.policies import MetricCheck, Retention, is_count
+from shardproof.checkpointer.policies import MetricCheck, Retention, check_policy
 from shardproof.checkpointer.preemption import Preemption
 from shardproof.checkpointer.restore import Restore
 from shardproof.checkpointer.restored_step import RestoredStep
-from shardproof.checkpointer.retention import remove_dead_saves
 from shardproof.checkpointer.run_marks import change_pin, checked_step, parse_argument, settle_suspect
+from shardproof.checkpointer.run_options import NEW_FORMS, Incremental, NodeLocal, SecondTier
 from shardproof.checkpointer.schedules import Schedule
-from shardproof.checkpointer.scrub import Scrub
 from shardproof.checkpointer.step_selection import PassedOver
 from shardproof.checkpointer.tiers import TieredRun, Uploader, UploadRequest, check_node_local, open_tiers
 from shardproof.errors import NotCommittedError, ShardproofError, StructureError
 from shardproof.interop import foreign_of
-from shardproof.loading import Cast, LoadOptions, LoadReport, Patterns, ReadOnce, load_from
+from shardproof.loading import Cast, LoadOptions, LoadReport, Patterns, load_from
 from shardproof.reentrance import guarded, refuse_inside
 from shardproof.rendezvous import Rendezvous, check_deadline, check_group, connect
 from shardproof.saving import CheckReplicas, PendingSave, Saver, SaveRequest, WhenBusy
-from shardproof.storage import LocalStorage, Location, Storage, check_location, is_url
+from shardproof.storage import Location, Storage, check_location, is_url
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 __all__ = ["Checkpointer"]
 
-FULL_EVERY = 20
-"""Saves. One full save in twenty adds 5 % of the state's bytes to a save on average."""
-
-SCRUB = 64 << 20
-"""Bytes a second: a small share of what a disk or a file server reads, and 225 GiB an hour."""
 
 _log = logging.getLogger("shardproof")
+
+
+@dataclass(frozen=True, slots=True)
+class _SaveOptions:
+    """The arguments of a `Checkpointer` that each of its saves uses."""
+
+    when_busy: WhenBusy
+    snapshot: Literal["fence", "stage"]
+    incremental: Incremental | None
+    check_replicas: CheckReplicas | None
+
+    def __post_init__(self) -> None:
+        _check_choice("when_busy", self.when_busy, "wait", "skip")
+        _check_choice("snapshot", self.snapshot, "fence", "stage")
+        _check_choice("check_replicas", self.check_replicas, "sample", "all", None)
 
 
 class Checkpointer:
@@ -74,19 +83,7 @@ class Checkpointer:
         host_memory_budget: largest size in bytes of the copies on this rank that wait for the writer. If the
             budget is used up, training waits for the writer. None: a quarter of the available memory, divided
             by the ranks of the node.
-        incremental: True to write only the chunks that differ from an earlier step of the run. The manifest
-            refers to that step for the others. Retention does not remove files that a remaining step refers
-            to. To move such a step, copy it with ``shardproof convert --standalone``.
-        full_every: at least one of this many `incremental` saves in a row writes every chunk and refers
-            to no other step. Damaged bytes then reach at most `full_every` steps, and each step needs fewer
-            than `full_every` others. A save that replaces a step without references writes every chunk, too.
-            None: no bound, so that one damaged byte may reach every later step of the run.
-        scrub: bytes a second at which rank 0 reads the references of the newest step again, in the background
-            and from the device. It does so after `incremental` saves and after a restore. It logs damage
-            with the file, the bytes and the steps that need them (see `damage`), and no later save refers to
-            these steps. If `keep` selects no step that is proved readable, the newest proved step stays, too.
-            A step is proved if it has no references, or the scrub has read them since its commit. The scrub
-            yields to saves, and ends with the `Checkpointer` or the process. None: no scrub.
+        incremental: True or an `Incremental` to write only the chunks that differ from an earlier step.
         check_replicas: the replicas that a save compares among the ranks: "all", or a "sample" that changes
             with each save; None: none. See `SaveResult.diverged`.
         cache: "newest" to keep the newest step in the page cache of each node, for a restart in place. After
@@ -98,20 +95,14 @@ class Checkpointer:
             and no time limit is watched.
         mtbf_hours: hours between two failures of the job, on average. After some saves, rank 0 logs a better
             interval once, if the present one is far from it. None: no suggestion.
-        then: the second tier: a folder, a URL or a storage for a copy of the run, such as a bucket behind a
-            local disk. A save is committed on `root`. Then each rank copies its files to `then` in the
-            background. `restore` takes the newest step of both tiers, and each file from the nearest copy.
-            None: one tier. See docs/tiers.md.
-        keep_then: as `keep`, for `then`. A step that `keep_then` selects stays on `root` until it is
-            uploaded.
-        upload_bandwidth: bytes a second that all ranks together send to `then`. None: no bound.
-        node_local: True if `root` is a folder on the local disk of each node, which other nodes do not see.
-            Each rank writes to its node, and reads what its node lacks from the nodes that have it, over the
-            network. All ranks make the `Checkpointer` together. See docs/tiers.md. A run in memory
-            (``memory://run``) is always of this kind; see docs/memory_tier.md.
-        replicas: 1 to store a second copy of each file on a partner node. After the loss of a node, a restore
-            then needs no second tier. After a restore, the ranks replace lost copies in the background; see
-            `wait_for_copies`. Needs `node_local`, or a run in memory.
+        node_local: True or a `NodeLocal` if `root` is a folder on the local disk of each node, which other
+            nodes do not see. Each rank writes to its node, and reads what its node lacks from the nodes that
+            have it, over the network. All ranks make the `Checkpointer` together. See docs/tiers.md. A run in
+            memory (``memory://run``) is always of this kind; see docs/memory_tier.md.
+        second_tier: a folder, a URL, a storage or a `SecondTier` for a copy of the run, such as a bucket
+            behind a local disk. A save is committed on `root`. Then each rank copies its files to the second
+            tier in the background. `restore` takes the newest step of both tiers, and each file from the
+            nearest copy. None: one tier. See docs/tiers.md.
 
     Raises:
         TypeError: an argument has a wrong type.
@@ -131,6 +122,7 @@ class Checkpointer:
         (3, [3.0, 3.0])
     """
 
+    @names_forms("Checkpointer", NEW_FORMS)
     def __init__(
         self,
         root: Location,
@@ -142,84 +134,51 @@ class Checkpointer:
         when_busy: WhenBusy = "wait",
         snapshot: Literal["fence", "stage"] = "fence",
         host_memory_budget: int | None = None,
-        incremental: bool = False,
-        full_every: int | None = FULL_EVERY,
-        scrub: int | None = SCRUB,
+        incremental: bool | Incremental = False,
         check_replicas: CheckReplicas | None = None,
         cache: Literal["auto", "newest", "none"] = "auto",
         every: Schedule | None = None,
         preemption: Preemption | None = None,
         mtbf_hours: float | None = None,
-        then: Location | None = None,
-        keep_then: Retention | None = None,
-        upload_bandwidth: int | None = None,
-        node_local: bool = False,
-        replicas: int = 0,
+        node_local: bool | NodeLocal = False,
+        second_tier: Location | SecondTier | None = None,
     ) -> None:
         check_location("root", root)
-        check_boolean("incremental", incremental)
-        check_boolean("node_local", node_local)
         check_whole("host_memory_budget", host_memory_budget, "of bytes")
         _check_choice("cache", cache, "auto", "newest", "none")
-        _check_choice("when_busy", when_busy, "wait", "skip")
-        _check_choice("snapshot", snapshot, "fence", "stage")
-        _check_choice("check_replicas", check_replicas, "sample", "all", None)
-        for name, count, unit in (("full_every", full_every, "saves"), ("scrub", scrub, "bytes a second")):
-            if count is not None and not is_count(count):
-                raise ValueError(f"{name} is a whole number of {unit}, at least 1, or None, not {count!r}")
-        for name, policy in (("keep", keep), ("keep_then", keep_then)):
-            if policy is not None and (isinstance(policy, type) or not isinstance(policy, Retention)):
-                raise ValueError(f"{name} is a policy such as KeepLatest(3), or None, not {policy!r}")
+        check_policy("keep", keep)
+        how = _SaveOptions(when_busy, snapshot, Incremental.of(incremental), check_replicas)
+        nodes, tier = NodeLocal.of(node_local), SecondTier.of(second_tier)
         check_deadline(rendezvous, deadline)
         self.root = os.fsdecode(root) if isinstance(root, (str, bytes, os.PathLike)) else root.location
         self.last_restore: LoadReport | None = None
         """Report of the last `restore`."""
         self.passed_over: tuple[PassedOver, ...] = ()
         """Newer steps that the last `restore` passed over, with the reasons; newest first."""
-        first, second = open_tiers(root, then, keep_then, upload_bandwidth, storage_options)
-        in_memory = first.in_memory
-        node_local = node_local or in_memory
-        check_node_local(first, node_local, replicas)
+        first, second = open_tiers(root, tier, storage_options)
+        if first.in_memory:
+            nodes = nodes or NodeLocal()
+        check_node_local(first, nodes)
         self._rendezvous = rendezvous or connect(deadline=deadline)
         self._found_rendezvous = rendezvous is None
-        storage: Storage = first
-        self._copies: MissingCopies | None = None
-        if node_local and isinstance(first, LocalStorage):
-            storage = NodeStorage(join_nodes(self._rendezvous, first, replicas))
-            self._copies = MissingCopies(storage, self._rendezvous)
-            if in_memory:
-                remove_dead_saves(storage, first)
-            elif incremental and scrub is not None and self._rendezvous.rank == 0:
-                _log.warning(
-                    "%s: there is no scrub with node_local=True, because rank 0 does not have all files. Run "
-                    "`shardproof doctor FOLDER --scrub` on each node, and pass scrub=None",
-                    storage.location,
-                )
         self._saver = Saver(self._rendezvous, host_memory_budget=host_memory_budget)
-        saving = weakref.WeakMethod(self._saver.is_saving)  # a scrub does not keep its Checkpointer alive
-        self._scrub = Scrub(
-            storage,
-            scrub if incremental else None,
-            lambda: (is_saving := saving()) is not None and is_saving(),
+        self._run = open_run(
+            first, second, self._saver, self._rendezvous, node_local=nodes, incremental=how.incremental
         )
-        weakref.finalize(self, self._scrub.stop)
-        self._run = OpenRun(storage, second, self._rendezvous, self._saver, self._scrub)
+        weakref.finalize(self, self._run.scrub.stop)
         self._keep = keep
-        self._metrics = MetricCheck(storage.location, keep, keep_then)
+        self._metrics = MetricCheck(self._run.location, keep, None if tier is None else tier.keep)
         self._storage_options = storage_options
-        self._when_busy = when_busy
-        self._stage_all = snapshot == "stage"
-        self._incremental = incremental
-        self._full_every = full_every
-        self._check_replicas = check_replicas
+        self._how = how
         self._newest: NewestStep | None = None
-        if cache != "none" and first.path is not None and not in_memory:
-            self._newest = NewestStep(drop_older=not incremental, only_if_local=cache == "auto")
-        self._due = DueSaves(every, preemption, mtbf_hours, self._rendezvous, storage.location)
+        if cache != "none" and first.path is not None and not first.in_memory:
+            self._newest = NewestStep(drop_older=how.incremental is None, only_if_local=cache == "auto")
+        self._due = DueSaves(every, preemption, mtbf_hours, self._rendezvous, self._run.location)
         self._uploader: Uploader | None = None
-        if second is not None:
-            damaged = self._run.damaged
-            self._uploader = Uploader(storage, second, self._rendezvous, keep_then, upload_bandwidth, damaged)
+        if tier is not None and second is not None:
+            self._uploader = Uploader(
+                self._run.storage, second, self._rendezvous, tier.keep, tier.bandwidth, self._run.damaged
+            )
         self._after = AfterCommit(self._run, keep, self._newest, self._uploader, self._due.committed)
 
     def save(
@@ -247,7 +206,7 @@ class Checkpointer:
             step: number of the step, at least 0.
             state: see `shardproof.save`.
             metadata: plain data that the manifest stores.
-            overwrite: True to replace the step if it is committed already; with `then`, on both tiers.
+            overwrite: True to replace the step if it is committed already; with a second tier, on both.
             when_busy: for this save. None: that of the `Checkpointer`, or "wait" if `suspect`.
             suspect: True if validation of this step failed (see `shardproof.rerun`). The save writes all
                 chunks to the folder ``suspect-00001000``, and replaces a suspect of that number. `restore`
@@ -269,11 +228,12 @@ class Checkpointer:
         if when_busy is not None:
             _check_choice("when_busy", when_busy, "wait", "skip")
         else:
-            when_busy = "wait" if suspect else self._when_busy
+            when_busy = "wait" if suspect else self._how.when_busy
         if self._rendezvous.rank == 0:
-            self._scrub.prepare()
+            self._run.scrub.prepare()
         if self._newest is not None:
             self._newest.stop()
+        incremental = self._how.incremental
         upload = None
         if self._uploader is not None and not suspect:
             self._uploader.prepare()
@@ -284,9 +244,9 @@ class Checkpointer:
                 metadata,
                 # A wrong type reaches the first meeting as it is, which refuses it on all ranks.
                 overwrite=(suspect or number in self._run.damaged) if overwrite is False else overwrite,
-                base=partial(self._run.base_of, number) if self._incremental and not suspect else None,
-                full_every=self._full_every,
-                check_replicas=self._check_replicas,
+                base=None if suspect or incremental is None else partial(self._run.base_of, number),
+                full_every=None if incremental is None else incremental.full_every,
+                check_replicas=self._how.check_replicas,
                 check_place=partial(self._run.check_is_run, self._run.storage),
                 record_overwrite=upload is not None and upload.overwrite,
             )
@@ -295,7 +255,7 @@ class Checkpointer:
                 state,
                 request,
                 when_busy=when_busy,
-                stage_all=self._stage_all,
+                stage_all=self._how.snapshot == "stage",
                 after=None if suspect else partial(self._after, upload),
             )
         if self._rendezvous.rank == 0 and not suspect:
@@ -389,7 +349,7 @@ class Checkpointer:
         exclude: Patterns = None,
         cast: Cast = False,
         rename: Mapping[str, str] | None = None,
-        read_once: ReadOnce = False,
+        read_once: bool = False,
         group: ProcessGroup | None = None,
         suspect: bool = False,
     ) -> RestoredStep | None:
@@ -415,7 +375,8 @@ class Checkpointer:
             exclude: keys not to load.
             cast: keys to convert.
             rename: keys with other names in the checkpoint.
-            read_once: True if one rank reads each box that several ranks need, and sends it to them.
+            read_once: True if one rank reads each box that several ranks need, and sends it to them; see
+                `shardproof.load` for when that is faster.
             group: the process group for `read_once`; None: the default group.
             suspect: True if unsettled suspects count as steps. A suspect comes before the step of its number.
 
@@ -504,17 +465,17 @@ class Checkpointer:
         shares: list[bytes] = []
         if self._rendezvous.rank == 0:
             whole = options.include is None and options.exclude is None
-            shares = self._run.confirm(view, folder, self._copies, whole=whole)
+            shares = self._run.confirm(view, folder, whole=whole)
             if step is None and not folder.suspect:
                 self._run.warn_of_branch(view, folder.step)
             if not folder.suspect:
-                self._scrub.prepare()
-                self._scrub.begin(folder.name)
+                self._run.scrub.prepare()
+                self._run.scrub.begin(folder.name)
         tier = (view.within(folder.name).tier if isinstance(view, TieredRun) else view).location
-        if self._run.nodes is not None and self._copies is not None:
+        if self._run.nodes is not None and self._run.copies is not None:
             share = self._run.nodes.group.end_barrier(f"restore {folder}", shares)
             if share:
-                self._copies.begin(share)
+                self._run.copies.begin(share)
         return RestoredStep(folder.step, self.last_restore, self.passed_over, tier)
 
     def steps(self) -> list[int]:
@@ -621,7 +582,7 @@ class Checkpointer:
         >>> checkpointer.damage
         ()
         """
-        self._scrub.wait(timeout)
+        self._run.scrub.wait(timeout)
 
     def wait_for_uploads(self, timeout: float | None = None) -> None:
         """Waits until the uploads that have begun are over, also those of earlier processes.
@@ -638,7 +599,7 @@ class Checkpointer:
         >>> import shardproof as sp, tempfile, torch
         >>> near, far = tempfile.mkdtemp(), tempfile.mkdtemp()
         >>> _ = sp.Checkpointer(near).save(7, {"w": torch.ones(2)}).result()
-        >>> checkpointer = sp.Checkpointer(near, then=far)
+        >>> checkpointer = sp.Checkpointer(near, second_tier=far)
         >>> checkpointer.restore({"w": torch.zeros(2)})
         7
         >>> checkpointer.wait_for_uploads(timeout=60)
@@ -651,8 +612,8 @@ class Checkpointer:
     def wait_for_copies(self, timeout: float | None = None) -> None:
         """Waits until the files of the restored step are on two nodes again, on all ranks.
 
-        After a restore with `replicas`, files of the step may have one copy, because a node was replaced. The
-        ranks copy these files in the background. Without such files, this returns at once.
+        After a restore with `replicas` (see `NodeLocal`), files of the step may have one copy, because a node
+        was replaced. The ranks copy these files in the background. Without such files, this returns at once.
 
         Args:
             timeout: seconds to wait at most; None: as long as the ranks make progress.
@@ -662,19 +623,19 @@ class Checkpointer:
             ShardproofError: a copy could not be made. The next restore tries it again.
 
         >>> import shardproof as sp, tempfile, torch
-        >>> checkpointer = sp.Checkpointer(tempfile.mkdtemp(), node_local=True, replicas=1)
+        >>> checkpointer = sp.Checkpointer(tempfile.mkdtemp(), node_local=sp.NodeLocal(replicas=1))
         >>> _ = checkpointer.save(7, {"w": torch.ones(2)}).result()
         >>> checkpointer.restore({"w": torch.zeros(2)})
         7
         >>> checkpointer.wait_for_copies(timeout=60)
         """
-        if self._copies is not None:
-            self._copies.wait(timeout)
+        if self._run.copies is not None:
+            self._run.copies.wait(timeout)
 
     @property
     def damage(self) -> tuple[Damage, ...]:
         """Bytes of the run that the scrub found damaged, oldest first. Empty on all ranks but 0."""
-        return self._scrub.damage
+        return self._run.scrub.damage
 
     def _check_group(self) -> None:
         if self._found_rendezvous:

@@ -18,7 +18,7 @@ from shardproof.storage import Storage
 
 __all__ = ["find_missing_copies"]
 
-_RESTORE = "restore the run with node_local=True and replicas=1: the ranks copy the files to a second node"
+_RESTORE = "restore the run with node_local=NodeLocal(replicas=1): the ranks copy the files to a second node"
 
 
 def find_missing_copies(storage: Storage, others: Sequence[Storage]) -> list[Finding]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shlex
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -14,9 +15,10 @@ from shardproof import events
 from shardproof._utils.logged_waits import logged_wait
 from shardproof.checkpointer.judge import RestorableSteps, Verdict, judge
 from shardproof.checkpointer.marks import Pin, pinned_steps
-from shardproof.checkpointer.nodes import MissingCopies, NodeStorage, NodesView
+from shardproof.checkpointer.nodes import MissingCopies, NodeStorage, NodesView, join_nodes
 from shardproof.checkpointer.policies import BestStep, KeepBest, Retention
-from shardproof.checkpointer.retention import StepFacts, abandoned, branch_removal
+from shardproof.checkpointer.retention import StepFacts, abandoned, branch_removal, remove_dead_saves
+from shardproof.checkpointer.run_options import Incremental, NodeLocal
 from shardproof.checkpointer.scrub import Scrub
 from shardproof.checkpointer.step_folders import StepFolder, folders_in, parse_folder, step_name
 from shardproof.checkpointer.tiers import TieredRun
@@ -24,9 +26,9 @@ from shardproof.errors import FormatError, NotCommittedError, StorageError, tell
 from shardproof.format import MANIFEST_NAME, read_manifest
 from shardproof.rendezvous import MeetingSequence, Rendezvous
 from shardproof.saving import Saver
-from shardproof.storage import Storage, map_requests
+from shardproof.storage import LocalStorage, Storage, map_requests
 
-__all__ = ["OpenRun"]
+__all__ = ["OpenRun", "open_run"]
 
 _log = logging.getLogger("shardproof")
 
@@ -48,6 +50,8 @@ class OpenRun:
         """The run in each tier, nearest first."""
         self.nodes = storage if isinstance(storage, NodeStorage) else None
         """The nodes, if each node has a folder of its own."""
+        self.copies = None if self.nodes is None else MissingCopies(self.nodes, rendezvous)
+        """Replaces copies that were lost with a node; None without nodes."""
         self.rendezvous, self.saver, self.scrub = rendezvous, saver, scrub
         self._runs: set[str] = set()
         """Locations of the tiers that are checked to be runs."""
@@ -99,8 +103,8 @@ class OpenRun:
                 raise
             raise StorageError(
                 f"{error.message}\nThe restore did not succeed, because the second tier may have the newest "
-                f"step. To restore the newest step of {self.location} now, leave out then=. A later restart "
-                "with then= uploads the steps that the second tier lacks",
+                f"step. To restore the newest step of {self.location} now, leave out second_tier=. A later "
+                "restart with second_tier= uploads the steps that the second tier lacks",
                 **error.details,
             ) from error
 
@@ -248,15 +252,12 @@ class OpenRun:
         """True if a step may not be durable."""
         return self.storage.within(step_name(step)) in self.saver.unconfirmed
 
-    def confirm(
-        self, view: Storage, folder: StepFolder, copies: MissingCopies | None, *, whole: bool
-    ) -> list[bytes]:
+    def confirm(self, view: Storage, folder: StepFolder, *, whole: bool) -> list[bytes]:
         """Makes the restored step durable, or marks it as unconfirmed. Rank 0 calls it.
 
         Args:
             view: the view of all tiers that the restore used.
             folder: folder of the step.
-            copies: makes missing copies; None without nodes.
             whole: True if the load read all of the step. Only then is its commit confirmed.
 
         Returns:
@@ -265,10 +266,10 @@ class OpenRun:
         storage = view.within(folder.name)
         shares: list[bytes] = []
         try:
-            if self.nodes is not None and copies is not None and isinstance(storage, NodesView):
+            if self.nodes is not None and self.copies is not None and isinstance(storage, NodesView):
                 text = self.nodes.confirm(storage)
                 if text is not None:
-                    shares = copies.plan(folder.name, text, storage.choice.left_out)
+                    shares = self.copies.plan(folder.name, text, storage.choice.left_out)
             storage.flush(MANIFEST_NAME)
         except StorageError as error:
             if error.details.get("missing"):
@@ -318,6 +319,45 @@ class OpenRun:
         return events.phase(
             f"save {self.location}/{folder}", name, rank=rank, world_size=world_size, step=number
         )
+
+
+def open_run(
+    first: Storage,
+    second: Storage | None,
+    saver: Saver,
+    rendezvous: Rendezvous,
+    *,
+    node_local: NodeLocal | None,
+    incremental: Incremental | None,
+) -> OpenRun:
+    """Opens a run. With `node_local`, all ranks call it.
+
+    Args:
+        first: the run's folder in the first tier; with `node_local`, on the node of this rank.
+        second: the run's folder in the second tier.
+        saver: the saver of this rank. The scrub yields to its saves.
+        rendezvous: rendezvous of all ranks.
+        node_local: the options of a first tier on local disks; None: all ranks see one folder.
+        incremental: the options of incremental saves; None: no scrub.
+
+    Raises:
+        RankFailure, RankSilent: with `node_local`, a rank failed or fell silent.
+    """
+    storage, rate = first, None if incremental is None else incremental.scrub
+    if node_local is not None and isinstance(first, LocalStorage):
+        storage = NodeStorage(join_nodes(rendezvous, first, node_local.replicas))
+        if first.in_memory:
+            remove_dead_saves(storage, first)
+        elif rate is not None and rendezvous.rank == 0:
+            _log.warning(
+                "%s: there is no scrub with node_local=True, because rank 0 does not have all files. Run "
+                "`shardproof doctor FOLDER --scrub` on each node, and pass "
+                "incremental=Incremental(scrub=None)",
+                storage.location,
+            )
+    saving = weakref.WeakMethod(saver.is_saving)  # a scrub does not keep its Checkpointer alive
+    scrub = Scrub(storage, rate, lambda: (is_saving := saving()) is not None and is_saving())
+    return OpenRun(storage, second, rendezvous, saver, scrub)
 
 
 def _steps_with_manifest(tier: Storage) -> list[int]:

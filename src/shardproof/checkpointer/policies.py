@@ -29,6 +29,7 @@ __all__ = [
     "Retention",
     "RetentionPolicy",
     "SavedStep",
+    "check_policy",
     "is_count",
 ]
 
@@ -293,6 +294,16 @@ class MetricCheck:
             " and no ".join(map(repr, missing)),
             names,
         )
+
+
+def check_policy(name: str, policy: object) -> None:
+    """Refuses an argument that is neither a policy nor None.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+    if policy is not None and (isinstance(policy, type) or not isinstance(policy, Retention)):
+        raise ValueError(f"{name} is a policy such as KeepLatest(3), or None, not {policy!r}")
 
 
 def is_count(value: object) -> bool:

@@ -9,8 +9,9 @@ removes nothing that was saved since. Suspects stay, and a pinned step is an err
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
 from typing import Any
 
 from shardproof.checkpointer.judge import Verdict, judge, judge_save
@@ -18,6 +19,7 @@ from shardproof.checkpointer.marks import pinned_steps, read_pin, read_settled
 from shardproof.checkpointer.policies import KeepLatest
 from shardproof.checkpointer.retention import (
     Leftover,
+    Removal,
     abandoned,
     delete_steps,
     leftovers,
@@ -31,7 +33,7 @@ from shardproof.errors import NotCommittedError, StorageError
 from shardproof.format import flush_manifests_in, references_in
 from shardproof.storage import Storage, Upload
 
-__all__ = ["PrunePlan", "plan_prune", "prune"]
+__all__ = ["Fate", "PrunePlan", "plan_prune", "prune"]
 
 _SPARED = (Verdict.REPAIRABLE, Verdict.DAMAGED, Verdict.MISPLACED, Verdict.UNREADABLE)
 """The verdicts on folders with a manifest in which no file counts as that of a dead save: the manifest may be
@@ -137,89 +139,189 @@ def plan_prune(
         storage, leftovers(storage, modified, references), now - older_than
     )
     infos = scan_run(storage, depth="metadata")
-    scanned = {step: info for info in infos if (step := parse_step(info.name)) is not None}
-    branch = [] if after is None else _branch(storage.location, scanned, after)
-    last = max((step for step, info in scanned.items() if info.committed and step not in branch), default=-1)
-    spared = {info.name for info in infos if info.status in _SPARED}
-    verdicts = {
-        leftover: judge_save(
-            storage, leftover.folder, leftover.attempt, is_recent=not leftover.older_than(older_than, now)
-        )
-        for leftover in found
-    }
-    writing = tuple(one for one, verdict in verdicts.items() if verdict is Verdict.WRITING)
-    unnamed = [one for one, verdict in verdicts.items() if verdict is Verdict.REPAIRABLE]
-    old = [
-        one for one, verdict in verdicts.items() if verdict is Verdict.LEFTOVER and one.folder not in spared
-    ]
-    if complete:
-        superseded = [one for one in unnamed if one.folder not in spared and _step_of(one) <= last]
-        old += superseded
-        unnamed = [one for one in unnamed if one not in superseded]
-    committed = [step for step, info in scanned.items() if info.committed and step not in branch]
-    selected = set(committed)
-    if keep is not None:
-        selected = {*KeepLatest(keep).select(committed), *pinned_steps(storage)}
     dead = tuple(upload for upload in uploads if now - upload.modified >= older_than)
     recent_uploads = tuple(upload for upload in uploads if upload not in dead)
+    steps = _steps(infos)
+    branch = [] if after is None else _branch(storage.location, steps, after)
+    committed = [step for step, info in steps.items() if info.committed and step not in branch]
+    last = max(committed, default=-1) if complete else None
+    saves = _judge_saves(storage, found, infos, lambda one: not one.older_than(older_than, now), last)
     # A running save may be replacing a step in one of these folders.
-    busy = {leftover.folder for leftover in writing} | {_folder_of(upload) for upload in recent_uploads}
+    busy = {one.folder for one in saves[Verdict.WRITING]} | {_folder_of(upload) for upload in recent_uploads}
 
-    def is_removable(info: StepInfo) -> bool:
-        return info.name not in busy and not info.linked
-
-    steps = [scanned[step].name for step in committed if step not in selected and is_removable(scanned[step])]
-    dropped = [scanned[step].name for step in branch if is_removable(scanned[step])]
-    newest = -1 if keep is None else max(committed, default=-1)
-    suspects = [info for info in infos if info.suspect and info.status != Verdict.LEFTOVER]
-    settled = [
-        info.name
-        for info in suspects
-        if info.verdict is not None and (info.step or 0) < newest and is_removable(info)
-    ]
-    hopeless = [info.name for info in scanned.values() if info.status == Verdict.DAMAGED and not info.linked]
-    lost = []
-    for name in hopeless if damaged and committed else ():
-        ours = [file for file in storage.list(name) if is_ours(file.removeprefix(f"{name}/"), name)]
+    def is_lost(folder: str) -> bool:
+        ours = [file for file in storage.list(folder) if is_ours(file.removeprefix(f"{folder}/"), folder)]
         times = times_of(modified, ours)  # an unfinished copy looks like a damaged step
-        if name not in busy and times and now - max(times) >= older_than:
-            lost.append(name)
-    removal = plan_removal(storage, [*steps, *dropped, *settled, *lost])
-    counted = {f"{leftover.folder}/{file}" for leftover in old for file in leftover.files}
-    sizes: Counter[bool] = Counter()
-    for file in {*removal.manifests, *removal.files} - counted:
-        sizes[file.partition("/")[0] in lost] += storage.size(file) or 0
-    removed_before = [info.name for info in infos if info.status == Verdict.REFERENCED]
-    left = references_in(storage, without=[*steps, *dropped, *settled, *lost])
+        return bool(times) and now - max(times) >= older_than
+
+    fates = _Fates(storage, infos, committed, branch, busy, keep, after, is_lost if damaged else None)
+    names = fates.names()
+    gone = [name for fate in _REMOVED for name in names[fate]]
+    removal = plan_removal(storage, gone)
+    lost_bytes, other_bytes = _bytes_of(storage, removal, saves[Verdict.LEFTOVER], names[Fate.LOST])
+    left = references_in(storage, without=gone)
     return PrunePlan(
-        leftovers=tuple(old),
-        steps=tuple(steps),
-        steps_bytes=sizes[False],
-        settled=tuple(settled),
-        suspect=tuple(info.name for info in suspects if info.verdict is None),
-        writing=writing,
-        repairable=tuple(info.name for info in scanned.values() if info.status == Verdict.REPAIRABLE),
-        damaged=tuple(name for name in hopeless if name not in lost),
-        damaged_removed=tuple(lost),
-        damaged_bytes=sizes[True],
+        leftovers=tuple(saves[Verdict.LEFTOVER]),
+        steps=names[Fate.BEYOND],
+        steps_bytes=other_bytes,
+        settled=names[Fate.SETTLED],
+        suspect=names[Fate.SUSPECT],
+        writing=tuple(saves[Verdict.WRITING]),
+        repairable=names[Fate.REPAIRABLE],
+        damaged=names[Fate.DAMAGED],
+        damaged_removed=names[Fate.LOST],
+        damaged_bytes=lost_bytes,
         referenced={
             name: users
-            for name in dict.fromkeys([*removed_before, *removal.referenced])
+            for name in dict.fromkeys([*names[Fate.REFERENCED], *removal.referenced])
             if (users := left.users(name))
         },
         unknown=tuple(references.unknown),
         uploads=dead,
         recent_uploads=recent_uploads,
         uploads_fault=uploads_fault,
-        complete=tuple(unnamed),
-        misplaced=tuple(info.name for info in scanned.values() if info.status == Verdict.MISPLACED),
-        branch=tuple(dropped),
-        newer=tuple(
-            scanned[step].name
-            for step in sorted(committed + branch)
-            if after is not None and step > after and scanned[step].name not in dropped
-        ),
+        complete=tuple(saves[Verdict.REPAIRABLE]),
+        misplaced=names[Fate.MISPLACED],
+        branch=names[Fate.BRANCH],
+        newer=names[Fate.NEWER],
     )
+
+
+class Fate(StrEnum):
+    """What `prune` does with a folder of a run."""
+
+    BEYOND = "removed: a step beyond those to keep"
+    BRANCH = "removed: a step that a rollback gave up"
+    SETTLED = "removed: a settled suspect older than a step that stays"
+    LOST = "removed: a damaged step"
+    KEPT = "stays"
+    NEWER = "stays: a step after the one to go back to"
+    SUSPECT = "stays: a suspect without a verdict"
+    REPAIRABLE = "stays, for repair"
+    DAMAGED = "stays: a damaged step"
+    MISPLACED = "stays: the checkpoint of another step"
+    REFERENCED = "stays: files that other steps refer to"
+
+
+_REMOVED = (Fate.BEYOND, Fate.BRANCH, Fate.SETTLED, Fate.LOST)
+_FATES: dict[str, Fate] = {
+    Verdict.REPAIRABLE: Fate.REPAIRABLE,
+    Verdict.MISPLACED: Fate.MISPLACED,
+    Verdict.REFERENCED: Fate.REFERENCED,
+}
+
+
+class _Fates:
+    """Decides about each folder of a run, by its verdict.
+
+    Args:
+        storage: the run's folder.
+        infos: the folders.
+        committed: the restorable steps without those of `branch`.
+        branch: the steps that a rollback gave up.
+        busy: folders in which a save may still write.
+        keep: see `plan_prune`; so is `after`.
+        is_lost: True for a damaged step that was not written to lately; None: damaged steps stay.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        infos: Sequence[StepInfo],
+        committed: Sequence[int],
+        branch: Collection[int],
+        busy: Collection[str],
+        keep: int | None,
+        after: int | None,
+        is_lost: Callable[[str], bool] | None,
+    ) -> None:
+        self._infos, self._branch, self._busy, self._after = infos, branch, busy, after
+        self._selected = set(committed)
+        self._newest = -1
+        if keep is not None:
+            self._selected = {*KeepLatest(keep).select(committed), *pinned_steps(storage)}
+            self._newest = max(committed, default=-1)
+        self._is_lost = is_lost if committed else None
+
+    def names(self) -> dict[Fate, tuple[str, ...]]:
+        """The folders of each fate."""
+        fates = [(info.name, self._fate(info)) for info in self._infos]
+        return {fate: tuple(name for name, found in fates if found is fate) for fate in Fate}
+
+    def _fate(self, info: StepInfo) -> Fate:
+        is_removable = info.name not in self._busy and not info.linked
+        if info.status == Verdict.REFERENCED:
+            return Fate.REFERENCED
+        if info.suspect:
+            return self._fate_of_suspect(info, is_removable)
+        step = parse_step(info.name)
+        if step is None:
+            return Fate.KEPT
+        if step in self._branch:
+            return Fate.BRANCH if is_removable else Fate.NEWER
+        if info.committed:
+            if step not in self._selected and is_removable:
+                return Fate.BEYOND
+            return Fate.NEWER if self._after is not None and step > self._after else Fate.KEPT
+        if info.status == Verdict.DAMAGED and not info.linked:
+            is_lost = self._is_lost is not None and is_removable and self._is_lost(info.name)
+            return Fate.LOST if is_lost else Fate.DAMAGED
+        return _FATES.get(info.status, Fate.KEPT)
+
+    def _fate_of_suspect(self, info: StepInfo, is_removable: bool) -> Fate:
+        if info.status == Verdict.LEFTOVER:
+            return Fate.KEPT
+        if info.verdict is None:
+            return Fate.SUSPECT
+        return Fate.SETTLED if (info.step or 0) < self._newest and is_removable else Fate.KEPT
+
+
+def _steps(infos: Sequence[StepInfo]) -> dict[int, StepInfo]:
+    """The folders of steps, without suspects, by the number of the step."""
+    return {step: info for info in infos if (step := parse_step(info.name)) is not None}
+
+
+def _judge_saves(
+    storage: Storage,
+    found: Sequence[Leftover],
+    infos: Sequence[StepInfo],
+    is_recent: Callable[[Leftover], bool],
+    last: int | None,
+) -> dict[Verdict, list[Leftover]]:
+    """The saves that no manifest names, by their verdict (see `judge_save`).
+
+    Args:
+        storage: the run's folder.
+        found: the files of these saves.
+        infos: the folders of the run.
+        is_recent: True if one of the files was written to lately.
+        last: saves up to this step count as leftovers, even if their shard files are all there; None: none.
+    """
+    spared = {info.name for info in infos if info.status in _SPARED}
+    saves: dict[Verdict, list[Leftover]] = {
+        verdict: [] for verdict in (Verdict.WRITING, Verdict.REPAIRABLE, Verdict.LEFTOVER)
+    }
+    for leftover in found:
+        folder = leftover.folder
+        verdict = judge_save(storage, folder, leftover.attempt, is_recent=is_recent(leftover))
+        if verdict is not Verdict.WRITING and folder in spared:
+            if verdict is Verdict.LEFTOVER:
+                continue
+        elif verdict is Verdict.REPAIRABLE and last is not None and _step_of(leftover) <= last:
+            verdict = Verdict.LEFTOVER
+        saves[verdict].append(leftover)
+    return saves
+
+
+def _bytes_of(
+    storage: Storage, removal: Removal, counted: Sequence[Leftover], lost: Collection[str]
+) -> tuple[int, int]:
+    """Bytes of the files to remove in the folders of `lost`, and in others, without those of `counted`."""
+    before = {f"{leftover.folder}/{file}" for leftover in counted for file in leftover.files}
+    sizes: Counter[bool] = Counter()
+    for file in {*removal.manifests, *removal.files} - before:
+        sizes[file.partition("/")[0] in lost] += storage.size(file) or 0
+    return sizes[True], sizes[False]
 
 
 def _branch(run: str, scanned: Mapping[int, StepInfo], after: int) -> list[int]:

@@ -28,12 +28,11 @@ from shardproof.checkpointer.step_selection import (
     Chosen,
     Failed,
     PassedOver,
-    choose_after,
+    StepSelection,
     named,
     newest_committed,
-    why_unreadable,
 )
-from shardproof.checkpointer.tiers import copies_in
+from shardproof.checkpointer.tiers import Copies, copies_in
 from shardproof.errors import (
     KeyMismatchError,
     NotCommittedError,
@@ -83,6 +82,8 @@ class Restore:
         self.damaged_everywhere: set[int] = set()
         """The steps of `damaged` without a readable copy."""
         self._run, self._rendezvous = run, rendezvous
+        self._copies = copies_in(run)
+        self._selection = StepSelection(run, suspect=suspect, copies=self._copies)
         self._step, self._suspect, self._options = step, suspect, options
         self._check_tiers = check_tiers
         self._explained = explained
@@ -149,16 +150,15 @@ class Restore:
                     self._check_tiers()
                 except ShardproofError as error:
                     fault = error
-            return msgspec.msgpack.encode(report_view(self._run, rank, self._step, suspect=self._suspect))
+            return msgspec.msgpack.encode(report_view(self._copies, rank, self._step, suspect=self._suspect))
 
         def decide(posts: Sequence[bytes]) -> bytes:
             with self._explained():
                 if fault is not None:
                     raise fault
                 check_reports(self._run, [msgspec.msgpack.decode(post, type=RestoreReport) for post in posts])
-                return msgspec.msgpack.encode(
-                    choose_after(self._run, self.passed_over, self._step, failed, suspect=self._suspect)
-                )
+                chosen = self._selection.choose_after(self.passed_over, self._step, failed)
+                return msgspec.msgpack.encode(chosen)
 
         try:
             chosen = msgspec.msgpack.decode(self._meeting().meet("choose", report, decide), type=Chosen)
@@ -169,7 +169,7 @@ class Restore:
             for item in chosen.passed:
                 self._pass_over(item)
             if chosen.folder is not None:
-                copies_in(self._run).use(chosen.left_out, chosen.folder.name, chosen.seal)
+                self._copies.use(chosen.left_out, chosen.folder.name, chosen.seal)
             if failed is not None:
                 self._check_progress(failed, chosen)
         except ShardproofError as error:
@@ -185,7 +185,7 @@ class Restore:
         if misfit is not None:
             raise misfit
         if first and 0 < self._rendezvous.rank == self._rendezvous.world_size - 1:
-            check_damage(self._run, chosen)
+            check_damage(self._copies.anew(), chosen)
 
     def _check_progress(self, failed: Failed, chosen: Chosen) -> None:
         """Raises if the restore ends with the step that could not be read."""
@@ -252,12 +252,12 @@ class RestoreReport(msgspec.Struct, frozen=True, array_like=True):
     """The error of a rank that cannot list the run."""
 
 
-def report_view(run: Storage, rank: int, step: int | None, *, suspect: bool) -> RestoreReport:
+def report_view(copies: Copies, rank: int, step: int | None, *, suspect: bool) -> RestoreReport:
     """This rank's view of a run. Rank 0 does not list it here (note "Rank 0 looks last")."""
     if rank == 0 or (step is not None and not suspect):  # there is nothing to choose
         return RestoreReport(step, suspect)
     try:
-        return RestoreReport(step, suspect, _newest(copies_in(run).seen_here(), step, suspect))
+        return RestoreReport(step, suspect, _newest(copies.seen_here(), step, suspect))
     except StorageError as error:
         return RestoreReport(step, suspect, error=error.to_wire())
 
@@ -305,9 +305,9 @@ def check_damage(run: Storage, chosen: Chosen) -> None:
     Raises:
         StorageError: this rank can read a newer step.
     """
-    run = copies_in(run).anew()
+    selection = StepSelection(run, suspect=False)
     for item in chosen.passed:
-        if item.damaged and not item.tier and why_unreadable(run, item.folder) is None:
+        if item.damaged and not item.tier and selection.why_unreadable(item.folder) is None:
             raise StorageError(
                 f"{run.location}: this rank can read {item.folder}, and rank 0 cannot: {item.reason}\n"
                 "Nothing was changed. Check that all nodes share and mount this folder",

@@ -53,6 +53,7 @@ from shardproof.format import (
 from shardproof.storage import Storage, map_requests
 
 __all__ = [
+    "KnownSteps",
     "Leftover",
     "Removal",
     "StepFacts",
@@ -239,19 +240,32 @@ class _Unknown(_Unreadable):
     """The manifest of a step is not cached, and must not be read now."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class KnownSteps:
+    """What a job knows of the committed steps of its run."""
+
+    facts: StepFacts
+    """Cache of times and metadata."""
+    is_restorable: Callable[[int], bool]
+    """See `RestorableSteps`."""
+    branch_removal: Callable[[int], str]
+    """The commands that list and remove an abandoned branch, for messages."""
+    is_damaged: Callable[[int], bool] = lambda step: False
+    """True for steps that are known to be damaged."""
+    is_proved: Callable[[int], bool] = lambda step: True
+    """True for undamaged steps that are proved readable."""
+    is_unconfirmed: Callable[[int], bool] = lambda step: False
+    """True for steps whose commit is not known to be durable."""
+
+
 def retain(
     run: Storage,
     keep: Retention,
     newest: int,
-    damaged: Callable[[int], bool],
-    is_proved: Callable[[int], bool],
-    facts: StepFacts,
+    known: KnownSteps,
     *,
     on_progress: Callable[[int, int], None] | None = None,
-    unconfirmed: Callable[[int], bool] = lambda step: False,
     protect: Callable[[Sequence[int]], Collection[int]] | None = None,
-    is_restorable: Callable[[int], bool],
-    branch_removal: Callable[[int], str],
 ) -> list[str]:
     """Removes the steps that a policy does not keep. A failure costs space, not safety, so it is only logged.
 
@@ -273,69 +287,78 @@ def retain(
         run: the run's folder.
         keep: the policy.
         newest: the step that was just saved.
-        damaged: True for committed steps that are known to be damaged.
-        is_proved: True for undamaged steps that are proved readable.
-        facts: cache of times and metadata.
+        known: what the job knows of the steps.
         on_progress: see `delete_steps`.
-        unconfirmed: True for steps whose commit is not known to be durable.
         protect: takes the steps to remove, and returns those that stay because they wait for their upload. No
             upload of the others begins. None: no step waits.
-        is_restorable: see `RestorableSteps`.
-        branch_removal: the commands that list and remove an abandoned branch, for messages.
 
     Returns:
         Folders of the steps that were removed.
     """
     removed: list[str] = []
     try:
-        folders = [one for one in folders_in(run) if not one.suspect and not damaged(one.step)]
-        sizes = map_requests(run, partial(_manifest_size, run), [folder.name for folder in folders])
-        steps = [folder.step for folder, size in zip(folders, sizes, strict=True) if size is not None]
-        newer = sorted(step for step in steps if step > newest)
-        looked = [newest, *newer] if newer else []
-        times = dict(zip(looked, map_requests(run, facts.time_of, looked), strict=True))
-        given_up = abandoned(times, newest) if newer else []
-        if given_up:
-            _log.warning(
-                "%s: steps %s have higher numbers than step %d, which was just saved, and were saved before "
-                "it: the run was rolled back, or a clock was behind. restore() takes them. %s",
-                run.location,
-                given_up,
-                newest,
-                branch_removal(newest),
-            )
-        counted = sorted(step for step in steps if step <= newest)
-        certain = [step for step in counted if step == newest or not unconfirmed(step)]
-        while True:
-            kept = _kept(keep, facts, newest, counted, certain)
-            kept |= {
-                step for step in set(counted) - kept if read_pin(run.within(step_name(step))) is not None
-            }
-            dropped = sorted(set(counted) - kept)
-            judged = [step for step in counted if dropped and step != newest]
-            found = zip(judged, map_requests(run, is_restorable, judged), strict=True)
-            others = {step for step, is_good in found if not is_good}
-            if not others:
-                break
-            counted = [step for step in counted if step not in others]
-            certain = [step for step in certain if step not in others]
-        if dropped and not any(is_proved(step) for step in kept.intersection(certain)):
-            last_proved = next((step for step in reversed(dropped) if is_proved(step)), None)
-            dropped = [step for step in dropped if step != last_proved]
+        steps = _committed_steps(run, known)
+        _warn_of_branch(run, steps, newest, known)
+        dropped = _beyond(run, keep, newest, [step for step in steps if step <= newest], known)
         if dropped and protect is not None:
             dropped = sorted(set(dropped).difference(protect(dropped)))
-        if dropped:
-            for step in dropped:
-                facts.forget(step)  # another job may save a step of this number
-            _delete(run, [step_name(step) for step in dropped], on_progress)
-            removed = [step_name(step) for step in dropped]
+        for step in dropped:
+            known.facts.forget(step)  # another job may save a step of this number
+        names = [step_name(step) for step in dropped]
+        _delete(run, names, on_progress)
+        removed = names
         suspects = suspects_in(run).items()
         settled = [one.name for one, verdict in suspects if verdict is not None and one.step < newest]
-        if settled:
-            _delete(run, settled, on_progress)
+        _delete(run, settled, on_progress)
     except Exception as error:
         _log.warning("%s: old steps could not be removed: %s", run.location, error)
     return removed
+
+
+def _committed_steps(run: Storage, known: KnownSteps) -> list[int]:
+    """The committed steps that are not known to be damaged, ascending."""
+    folders = [one for one in folders_in(run) if not one.suspect and not known.is_damaged(one.step)]
+    sizes = map_requests(run, partial(_manifest_size, run), [folder.name for folder in folders])
+    return sorted(folder.step for folder, size in zip(folders, sizes, strict=True) if size is not None)
+
+
+def _warn_of_branch(run: Storage, steps: Sequence[int], newest: int, known: KnownSteps) -> None:
+    """Logs the steps that a rollback gave up (note "One line of steps")."""
+    newer = [step for step in steps if step > newest]
+    looked = [newest, *newer] if newer else []
+    times = dict(zip(looked, map_requests(run, known.facts.time_of, looked), strict=True))
+    given_up = abandoned(times, newest) if newer else []
+    if given_up:
+        _log.warning(
+            "%s: steps %s have higher numbers than step %d, which was just saved, and were saved before "
+            "it: the run was rolled back, or a clock was behind. restore() takes them. %s",
+            run.location,
+            given_up,
+            newest,
+            known.branch_removal(newest),
+        )
+
+
+def _beyond(
+    run: Storage, keep: Retention, newest: int, counted: Sequence[int], known: KnownSteps
+) -> list[int]:
+    """The steps of `counted` that neither the policy, nor a pin, nor a note of this module keeps."""
+    while True:
+        certain = [step for step in counted if step == newest or not known.is_unconfirmed(step)]
+        kept = _kept(keep, known.facts, newest, counted, certain)
+        dropped = [
+            step for step in counted if step not in kept and read_pin(run.within(step_name(step))) is None
+        ]
+        judged = [step for step in counted if dropped and step != newest]
+        restorable = map_requests(run, known.is_restorable, judged)
+        others = {step for step, is_good in zip(judged, restorable, strict=True) if not is_good}
+        if not others:
+            break
+        counted = [step for step in counted if step not in others]
+    if not any(known.is_proved(step) for step in certain if step not in dropped):
+        last_proved = next((step for step in reversed(dropped) if known.is_proved(step)), None)
+        dropped = [step for step in dropped if step != last_proved]
+    return dropped
 
 
 def branch_removal(places: Sequence[str], step: int) -> str:
@@ -391,6 +414,8 @@ def _manifest_size(run: Storage, folder: str) -> int | None:
 
 def _delete(run: Storage, names: Sequence[str], on_progress: Callable[[int, int], None] | None) -> None:
     """Deletes steps. Logs a warning if that frees no space, because the disk may fill."""
+    if not names:
+        return
     unknown = delete_steps(run, names, on_progress).unknown
     if unknown:
         _log.warning(

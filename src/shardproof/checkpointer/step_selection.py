@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from itertools import chain
 
 from shardproof.checkpointer.damage import Damage, is_damage
 from shardproof.checkpointer.judge import Verdict, judge
 from shardproof.checkpointer.marks import read_settled, suspects_in
 from shardproof.checkpointer.step_folders import StepFolder, folders_in, is_ours, parse_folder
-from shardproof.checkpointer.tiers import copies_in
+from shardproof.checkpointer.tiers import Copies, copies_in
 from shardproof.errors import CorruptChunkError, NotCommittedError, ShardproofError, StorageError
 from shardproof.format import MANIFEST_NAME, References, read_index, read_seal, references_in
 from shardproof.storage import Storage
@@ -22,12 +23,10 @@ __all__ = [
     "Chosen",
     "Failed",
     "PassedOver",
-    "choose",
-    "choose_after",
+    "StepSelection",
     "named",
     "newest_committed",
     "seal_now",
-    "why_unreadable",
 ]
 
 MOST_TRIES = 16
@@ -109,129 +108,214 @@ def named(run: Storage, step: int, *, suspect: bool) -> StepFolder:
     return StepFolder(step, suspect and _is_committed(run, StepFolder(step, suspect=True)))
 
 
-def choose(run: Storage, known: Sequence[PassedOver], *, suspect: bool) -> Chosen:
-    """The newest step with valid manifest, index and file sizes, and the newer steps that are passed over.
+class _RunChanged(Exception):
+    """Another process changed the run while a step was chosen, so that another step may be the right one."""
 
-    Training may continue in the run, and retention may remove a step between two reads of it. So a step is
-    passed over only if its manifest has not changed, and no newer step was committed in the meantime.
+
+class StepSelection:
+    """The choices of one restore.
 
     Args:
         run: the run's folder.
-        known: steps that are known to be unreadable.
         suspect: True if unsettled suspects count. A suspect comes before the step of its number.
-
-    Raises:
-        NotCommittedError: there are committed steps, but none can be read.
-        StorageError: the storage failed, or another process removes steps faster than this one reads.
+        copies: the choice among the copies of the files; None: that of `run`.
     """
-    for _ in range(MOST_TRIES):
-        found = _choose_once(run, known, suspect)
-        if found is not None:
-            if not suspect:
-                _warn_of_suspects(run, 0 if found.folder is None else found.folder.step)
-            return found
-    raise StorageError(
-        f"{run.location}: another process removed or replaced {MOST_TRIES} chosen steps in a row. "
-        f"{KEEP_MORE}",
-        file=run.location,
-        damaged=False,
-    )
 
+    def __init__(self, run: Storage, *, suspect: bool, copies: Copies | None = None) -> None:
+        self._run, self._suspect = run, suspect
+        self._copies = copies_in(run) if copies is None else copies
 
-def choose_after(
-    run: Storage, known: Sequence[PassedOver], step: int | None, failed: Failed | None, *, suspect: bool
-) -> Chosen:
-    """The first choice of a restore, and each choice after a chosen step could not be read.
+    def choose(self, known: Sequence[PassedOver]) -> Chosen:
+        """The newest step with valid manifest, index and file sizes, and the newer steps passed over.
 
-    If the manifest of that step is gone or has changed, another process removed or replaced the step, and
-    rank 0 chooses again. Otherwise a damaged step is passed over, and any other error is final.
+        Training may continue in the run, and retention may remove a step between two reads of it. So a step
+        is passed over only if its manifest has not changed, and no newer step was committed in the meantime.
 
-    Args:
-        run: the run's folder.
-        known: steps that are known to be unreadable.
-        step: the step that the caller requests; None for the newest.
-        failed: the last choice, if it could not be read.
-        suspect: see `choose`, also for the errors.
-    """
-    passed: list[PassedOver] = []
-    changed = False
-    if failed is not None and failed.chosen.folder is not None:
-        last = failed.chosen.folder
-        changed = seal_now(run, last) != failed.chosen.seal
-        if not changed and not _has_next_copy(run, last, failed.error):
-            if step is not None or not is_damage(failed.error):
-                return Chosen(last, stands=True)
-            damage = None
-            if isinstance(failed.error, CorruptChunkError):  # other errors do not name the bytes
-                damage = Damage.of(failed.error, run.location, last.name)
-            passed = [PassedOver(last.step, failed.error.message, True, last.suspect, damage)]
-            copies_in(run).pass_over()
-    if step is not None:
-        folder = named(run, step, suspect=suspect)
-        chosen = Chosen(folder, seal_now(run, folder), changed=changed)
-    else:
-        chosen = choose(run, [*known, *passed], suspect=suspect)
-        chosen = replace(chosen, passed=[*passed, *chosen.passed], changed=changed)
-    if chosen.folder is not None and chosen.seal is not None:
-        copies_in(run).note_other_saves(chosen.folder.name)
-    left_out = dict(copies_in(run).choice.left_out)
-    return replace(chosen, passed=[*chosen.passed, *_nearer_copies(run)], left_out=left_out)
+        Args:
+            known: steps that are known to be unreadable.
 
-
-def _choose_once(run: Storage, known: Sequence[PassedOver], suspect: bool) -> Chosen | None:
-    """As `choose`; None if the run changed in a way that may change the choice."""
-    passed: list[PassedOver] = []
-    committed: list[StepFolder] = []
-    unreadable = {item.folder for item in known if item.committed and not item.tier}
-    references: References | None = None
-    chosen = Chosen(None)
-    folders = _folders(run, suspect)
-    for candidate in folders:
-        seal = seal_now(run, candidate)
-        if seal is None:
-            files = {file for file in run.within(candidate.name).list() if is_ours(file, candidate.name)}
-            if not files:
+        Raises:
+            NotCommittedError: there are committed steps, but none can be read.
+            StorageError: the storage failed, or another process removes steps faster than this one reads.
+        """
+        for _ in range(MOST_TRIES):
+            try:
+                found = self._look(known)
+            except _RunChanged:
                 continue
-            references = references_in(run) if references is None else references
-            if not files.issubset(references.files(candidate.name)):  # else: deleted, but others need them
-                passed.append(
-                    PassedOver(candidate.step, _NEVER_COMMITTED, False, candidate.suspect, committed=False)
-                )
-            continue
-        if candidate.suspect and read_settled(run.within(candidate.name)) is not None:
-            continue
-        committed.append(candidate)
-        if candidate in unreadable:
-            continue
-        try:
-            problem = why_unreadable(run, candidate, known)
-        except StorageError:
-            if seal_now(run, candidate) == seal:
-                raise
-            return None
-        if problem is None:
-            if copies_in(run).has_several:  # another save of the step may count now
-                seal = seal_now(run, candidate)
-                if seal is None:
-                    return None
-            chosen = Chosen(candidate, seal)
-            break
-        if seal_now(run, candidate) != seal:
-            return None
-        passed.append(problem)
-        copies_in(run).pass_over()
-    if folders[:1] != [chosen.folder]:  # a newer step may have been removed after a still newer one was saved
-        newest = newest_committed(run, suspect=suspect)
-        if newest is not None and newest not in committed:
-            return None
-    if chosen.folder is None and committed:
-        bad = [*(item for item in known if item.committed), *passed]
-        reasons = "\n".join(f"  {item.folder}: {item.reason}" for item in bad)
-        raise NotCommittedError(
-            f"{run.location} has {len(committed)} committed steps, and none can be read:\n{reasons}",
-            path=run.location,
+            if not self._suspect:
+                _warn_of_suspects(self._run, 0 if found.folder is None else found.folder.step)
+            return found
+        raise StorageError(
+            f"{self._run.location}: another process removed or replaced {MOST_TRIES} chosen steps in a row. "
+            f"{KEEP_MORE}",
+            file=self._run.location,
+            damaged=False,
         )
-    return replace(chosen, passed=passed)
+
+    def choose_after(self, known: Sequence[PassedOver], step: int | None, failed: Failed | None) -> Chosen:
+        """The first choice of a restore, and each choice after a chosen step could not be read.
+
+        If the manifest of that step is gone or has changed, another process removed or replaced the step, and
+        rank 0 chooses again. Otherwise a damaged step is passed over, and any other error is final.
+
+        Args:
+            known: steps that are known to be unreadable.
+            step: the step that the caller requests; None for the newest.
+            failed: the last choice, if it could not be read.
+
+        Raises:
+            NotCommittedError, StorageError: see `choose`.
+        """
+        run, passed, changed = self._run, list[PassedOver](), False
+        if failed is not None and failed.chosen.folder is not None:
+            last = failed.chosen.folder
+            changed = seal_now(run, last) != failed.chosen.seal
+            if not changed and not self._has_next_copy(last, failed.error):
+                if step is not None or not is_damage(failed.error):
+                    return Chosen(last, stands=True)
+                damage = None
+                if isinstance(failed.error, CorruptChunkError):  # other errors do not name the bytes
+                    damage = Damage.of(failed.error, run.location, last.name)
+                passed = [PassedOver(last.step, failed.error.message, True, last.suspect, damage)]
+                self._copies.pass_over()
+        if step is not None:
+            folder = named(run, step, suspect=self._suspect)
+            chosen = Chosen(folder, seal_now(run, folder), changed=changed)
+        else:
+            chosen = self.choose([*known, *passed])
+            chosen = replace(chosen, passed=[*passed, *chosen.passed], changed=changed)
+        if chosen.folder is not None and chosen.seal is not None:
+            self._copies.note_other_saves(chosen.folder.name)
+        left_out = dict(self._copies.choice.left_out)
+        return replace(chosen, passed=[*chosen.passed, *self._nearer_copies()], left_out=left_out)
+
+    def _look(self, known: Sequence[PassedOver]) -> Chosen:
+        """One look at the run; see `choose`. Raises `_RunChanged` if the run changed meanwhile."""
+        unreadable = {item.folder for item in known if item.committed and not item.tier}
+        folders = _folders(self._run, self._suspect)
+        references = cache(partial(references_in, self._run))  # read once, and only if a save died
+        committed: list[StepFolder] = []
+        passed: list[PassedOver] = []
+        for folder in folders:
+            seal = seal_now(self._run, folder)
+            if seal is None:
+                passed += self._dead_save(folder, references)
+            elif self._is_settled(folder):
+                continue
+            else:
+                committed.append(folder)
+                if folder in unreadable:
+                    continue
+                problem = self._fault_of(folder, seal, known)
+                if problem is None:
+                    seal = self._seal_of_copy(folder, seal)
+                    self._check_newest(folders, folder, committed)
+                    return Chosen(folder, seal, passed)
+                passed.append(problem)
+        self._check_newest(folders, None, committed)
+        if committed:
+            bad = [*(item for item in known if item.committed), *passed]
+            reasons = "\n".join(f"  {item.folder}: {item.reason}" for item in bad)
+            raise NotCommittedError(
+                f"{self._run.location} has {len(committed)} committed steps, and none can be read:\n"
+                f"{reasons}",
+                path=self._run.location,
+            )
+        return Chosen(None, passed=passed)
+
+    def _is_settled(self, folder: StepFolder) -> bool:
+        return folder.suspect and read_settled(self._run.within(folder.name)) is not None
+
+    def _dead_save(self, folder: StepFolder, references: Callable[[], References]) -> list[PassedOver]:
+        """Why a folder without a manifest is passed over; empty if other steps need all its files."""
+        place = self._run.within(folder.name)
+        files = {file for file in place.list() if is_ours(file, folder.name)}
+        if not files or files.issubset(references().files(folder.name)):
+            return []
+        return [PassedOver(folder.step, _NEVER_COMMITTED, False, folder.suspect, committed=False)]
+
+    def _fault_of(self, folder: StepFolder, seal: bytes, known: Sequence[PassedOver]) -> PassedOver | None:
+        """As `why_unreadable`, for a step whose manifest had this seal before."""
+        try:
+            problem = self.why_unreadable(folder, known)
+        except StorageError:
+            if seal_now(self._run, folder) != seal:
+                raise _RunChanged from None
+            raise
+        if problem is not None:
+            if seal_now(self._run, folder) != seal:
+                raise _RunChanged
+            self._copies.pass_over()
+        return problem
+
+    def _seal_of_copy(self, folder: StepFolder, seal: bytes) -> bytes:
+        """The seal of a step that was found readable. With several copies, another save of it may count."""
+        found = seal_now(self._run, folder) if self._copies.has_several else seal
+        if found is None:
+            raise _RunChanged
+        return found
+
+    def _check_newest(
+        self, folders: Sequence[StepFolder], chosen: StepFolder | None, committed: Sequence[StepFolder]
+    ) -> None:
+        """Checks that no step was committed meanwhile that is newer than those in `committed`.
+
+        A newer step may have been removed after a still newer one was saved.
+        """
+        if folders[:1] == [chosen]:
+            return
+        newest = newest_committed(self._run, suspect=self._suspect)
+        if newest is not None and newest not in committed:
+            raise _RunChanged
+
+    def why_unreadable(self, folder: StepFolder, known: Sequence[PassedOver] = ()) -> PassedOver | None:
+        """The fault of a step by its verdict, and by known damage; None if it has none.
+
+        Damage that the load of a newer step found counts if this step has chunks in the same bytes. With
+        several copies of a file it does not count, because another copy may have these bytes.
+
+        Raises:
+            StorageError: the storage cannot read the step at the moment.
+        """
+        run, copies = self._run, self._copies
+        while True:
+            found = judge(run, folder.name, plan_repairs=False)
+            if found is None or found.verdict in (Verdict.LEFTOVER, Verdict.REFERENCED):
+                return PassedOver(folder.step, _NEVER_COMMITTED, False, folder.suspect, committed=False)
+            if found.manifest is not None:
+                copies.note_lost_files(folder.name, found.manifest)
+            if found.verdict is Verdict.MISPLACED:
+                return PassedOver(folder.step, found.reason, damaged=False, suspect=folder.suspect)
+            if found.error is None:
+                break
+            if not is_damage(found.error):
+                raise found.error
+            if not self._has_next_copy(folder, found.error):
+                return PassedOver(folder.step, found.reason, damaged=True, suspect=folder.suspect)
+        assert found.manifest is not None
+        if not copies.has_several and any(item.damage is not None for item in known):
+            table = read_index(run.within(folder.name), found.manifest)
+            for item in known:
+                if item.damage is not None and item.damage.is_in(folder.name, found.manifest, table):
+                    reason = f"it has chunks in {item.damage}, which the load of {item.folder} found damaged"
+                    return PassedOver(folder.step, reason, damaged=True, suspect=folder.suspect)
+        return None
+
+    def _has_next_copy(self, folder: StepFolder, error: ShardproofError) -> bool:
+        """True if another tier has a copy of the damaged file, which the next read of the step takes."""
+        return is_damage(error) and self._copies.next_copy(folder.name, error)
+
+    def _nearer_copies(self) -> list[PassedOver]:
+        """The copies of chosen steps that were left out in favour of a copy in another tier."""
+        choice = self._copies.choice
+        copies = chain(choice.nearer, *choice.other_saves.values())
+        found = ((parse_folder(copy.folder), copy) for copy in copies)
+        return [
+            PassedOver(folder.step, copy.reason, copy.damaged, folder.suspect, tier=copy.tier)
+            for folder, copy in found
+            if folder is not None
+        ]
 
 
 def seal_now(run: Storage, folder: StepFolder) -> bytes | None:
@@ -247,57 +331,6 @@ def seal_now(run: Storage, folder: StepFolder) -> bytes | None:
         if "byte_count" in error.details:  # shorter than its size just was
             return b""
         raise
-
-
-def why_unreadable(run: Storage, folder: StepFolder, known: Sequence[PassedOver] = ()) -> PassedOver | None:
-    """The fault of a step by its verdict, and by known damage; None if it has none.
-
-    Damage that the load of a newer step found counts if this step has chunks in the same bytes. With several
-    copies of a file it does not count, because another copy may have these bytes.
-
-    Raises:
-        StorageError: the storage cannot read the step at the moment.
-    """
-    copies = copies_in(run)
-    while True:
-        found = judge(run, folder.name, plan_repairs=False)
-        if found is None or found.verdict in (Verdict.LEFTOVER, Verdict.REFERENCED):
-            return PassedOver(folder.step, _NEVER_COMMITTED, False, folder.suspect, committed=False)
-        if found.manifest is not None:
-            copies.note_lost_files(folder.name, found.manifest)
-        if found.verdict is Verdict.MISPLACED:
-            return PassedOver(folder.step, found.reason, damaged=False, suspect=folder.suspect)
-        if found.error is None:
-            break
-        if not is_damage(found.error):
-            raise found.error
-        if not _has_next_copy(run, folder, found.error):
-            return PassedOver(folder.step, found.reason, damaged=True, suspect=folder.suspect)
-    assert found.manifest is not None
-    if not copies.has_several and any(item.damage is not None for item in known):
-        table = read_index(run.within(folder.name), found.manifest)
-        for item in known:
-            if item.damage is not None and item.damage.is_in(folder.name, found.manifest, table):
-                reason = f"it has chunks in {item.damage}, which the load of {item.folder} found damaged"
-                return PassedOver(folder.step, reason, damaged=True, suspect=folder.suspect)
-    return None
-
-
-def _has_next_copy(run: Storage, folder: StepFolder, error: ShardproofError) -> bool:
-    """True if another tier has a copy of the damaged file, which the next read of the step takes."""
-    return is_damage(error) and copies_in(run).next_copy(folder.name, error)
-
-
-def _nearer_copies(run: Storage) -> list[PassedOver]:
-    """The copies of chosen steps that were left out in favour of a copy in another tier."""
-    choice = copies_in(run).choice
-    copies = chain(choice.nearer, *choice.other_saves.values())
-    found = ((parse_folder(copy.folder), copy) for copy in copies)
-    return [
-        PassedOver(folder.step, copy.reason, copy.damaged, folder.suspect, tier=copy.tier)
-        for folder, copy in found
-        if folder is not None
-    ]
 
 
 def _folders(run: Storage, suspect: bool) -> list[StepFolder]:

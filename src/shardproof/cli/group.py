@@ -34,7 +34,6 @@ COMMANDS = {
     "doctor": "health",
     "watch": "health",
     "trace": "extras",
-    "demo": "extras",
 }
 """Each command, and the module of this package that defines it as ``<name>_command``."""
 

@@ -39,7 +39,7 @@ _NO_CLOCK = (
 @click.command("doctor", short_help="Find what is wrong with a run, and how to fix it.")
 @folder_argument("run")
 @click.option(
-    "--then",
+    "--second-tier",
     metavar="URL",
     callback=existing_folder,
     help="The second tier of the run: find steps that it lacks.",
@@ -63,7 +63,7 @@ _NO_CLOCK = (
 @json_option
 def doctor_command(
     run: str,
-    then: str | None,
+    second_tier: str | None,
     nodes: Sequence[str],
     older_than: float,
     probe: bool,
@@ -99,9 +99,9 @@ def doctor_command(
         raise click.UsageError(
             "--node names the folders of other nodes: RUN and each --node are different folders"
         )
-    second = None if then is None else storage_at(then)
+    second = None if second_tier is None else storage_at(second_tier)
     if second is not None and is_same_place(storage, second):
-        raise click.UsageError(f"--then: {then} is RUN itself: name the second tier of the run")
+        raise click.UsageError(f"--second-tier: {second_tier} is RUN itself: name the second tier of the run")
     told = time_at(storage) if probe else storage.now(writes=False)
     now = time.time() if told is None else told
     found = examine_run(storage, run, older_than=older_than, now=now)
@@ -109,8 +109,8 @@ def doctor_command(
         text = f"{_NO_CLOCK} --probe writes a file to measure it"
         found = found.with_findings([Finding("note", "clock", storage.location, text)])
     found = found.with_findings(find_missing_copies(storage, others))
-    if then is not None and second is not None:
-        more = compare_tiers(storage, second, run, then, older_than=older_than, now=now)
+    if second_tier is not None and second is not None:
+        more = compare_tiers(storage, second, run, second_tier, older_than=older_than, now=now)
         found = found.with_findings(more)
     if probe:
         found = found.with_findings(probe_storage(storage))

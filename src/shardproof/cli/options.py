@@ -168,7 +168,7 @@ def _is_url(parameter: click.Parameter, text: str, *, is_stored: bool = True) ->
 
 
 def _name_of(parameter: click.Parameter) -> str:
-    """The name as a user writes it: RUN of an argument, --then of an option."""
+    """The name as a user writes it: RUN of an argument, --second-tier of an option."""
     return parameter.opts[0] if isinstance(parameter, click.Option) else parameter.human_readable_name
 
 

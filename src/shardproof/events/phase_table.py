@@ -129,13 +129,6 @@ PHASES: tuple[KnownPhase, ...] = (
         "agrees which rank reads each box that several ranks need. Only with `read_once`",
         reported_in="match",
     ),
-    _error(
-        "load",
-        "measure",
-        "meeting",
-        'measures storage and network. Only with `read_once="auto"`',
-        reported_in="match",
-    ),
     KnownPhase("load", "read", "local", "reads, verifies and fills tensors; the target changes from here on"),
     KnownPhase("load", "apply", "local", _APPLY, compares_clocks=True),
     _event("verify", "read", "local", "reads and verifies every chunk"),

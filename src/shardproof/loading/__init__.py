@@ -9,7 +9,7 @@ from shardproof.interop import foreign_of
 from shardproof.loading.checkpoint import Checkpoint, NativeCheckpoint, StoredTensor
 from shardproof.loading.foreign_checkpoint import ForeignCheckpoint
 from shardproof.loading.load_protocol import LoadReport, load_from
-from shardproof.loading.matching import LoadOptions, ReadOnce, from_rank
+from shardproof.loading.matching import LoadOptions, from_rank
 from shardproof.loading.opening import open_checkpoint as open  # noqa: A004 the public name is sp.open
 from shardproof.loading.opening import open_storage
 from shardproof.loading.read_once.agreement import UNREADABLE
@@ -30,7 +30,6 @@ __all__ = [
     "LoadReport",
     "NativeCheckpoint",
     "Patterns",
-    "ReadOnce",
     "StoredTensor",
     "check_patterns",
     "from_rank",
@@ -52,7 +51,7 @@ def load(
     exclude: Patterns = None,
     cast: Cast = False,
     rename: Mapping[str, str] | None = None,
-    read_once: ReadOnce = False,
+    read_once: bool = False,
     group: ProcessGroup | None = None,
     rendezvous: Rendezvous | None = None,
     deadline: float | None = None,
@@ -92,9 +91,10 @@ def load(
         rename: maps a key of the target to a key of the checkpoint. It applies to that key and all keys below
             it. If several keys of the checkpoint match, the longest decides. An empty key of the target
             removes the prefix. `convert` maps in the other direction.
-        read_once: True if one rank reads each chunk that several ranks need, and sends it to them. "auto" to
-            do so only if it takes less time: the ranks measure storage and group for a few milliseconds, if
-            they need many bytes twice. The same on all ranks. During the exchange, the timeout of the group
+        read_once: True if one rank reads each chunk that several ranks need, and sends it to them. That is
+            faster if the ranks need the same bytes from a bucket or a network file system, and on any storage
+            if the layout is cut along other dimensions than the saved one (rows to columns). Otherwise it is
+            slower on a local disk. The same on all ranks. During the exchange, the timeout of the group
             bounds the wait for a silent rank.
         group: the process group for `read_once`. Its ranks are exactly the ranks that load. None: the default
             group.

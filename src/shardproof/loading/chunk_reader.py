@@ -10,7 +10,6 @@ Note: The range of one read
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
@@ -286,11 +285,3 @@ class Chunks:
                 storage.read_into(name, self.start[at] + part, into[:size])
                 hasher.update(into[:size])
         return hasher.digest()
-
-    def sample(self, at: int, memory: memoryview) -> int:
-        """Reads from the start of a chunk on, also beyond its end, unverified. Returns the bytes read."""
-        last = bisect.bisect_right(self.file, self.file[at]) - 1
-        count = min(len(memory), self.start[last] + self.count[last] - self.start[at])
-        storage, name = self._files[self.file[at]]
-        storage.read_into(name, self.start[at], memory[:count])
-        return count

@@ -249,7 +249,7 @@ class _Loader:
         if isinstance(checkpoint, NativeCheckpoint):
             if check is not None:
                 check(checkpoint.manifest)
-        elif check is not None or self._options.read_once is True:
+        elif check is not None or self._options.read_once:
             needs = "restore" if check is not None else "read_once"
             raise StructureError(
                 f"{checkpoint.location}: {needs} needs a checkpoint of shardproof's own format. `shardproof "

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -45,7 +45,6 @@ __all__ = [
     "LoadOptions",
     "MatchReport",
     "Matched",
-    "ReadOnce",
     "agree",
     "from_rank",
     "match",
@@ -56,7 +55,6 @@ _FEW = 4
 """A load without `strict` warns if it fills less than this part of the target's keys, and as little of the
 checkpoint's."""
 
-ReadOnce: TypeAlias = bool | Literal["auto"]
 _Keys: TypeAlias = tuple[str, ...]
 _Mismatch: TypeAlias = tuple[str, str, str]
 """A key, the target's value and the checkpoint's."""
@@ -71,21 +69,20 @@ class LoadOptions:
     exclude: Patterns = None
     cast: Cast = False
     rename: Mapping[str, str] | None = None
-    read_once: ReadOnce = False
+    read_once: bool = False
     group: ProcessGroup | None = None
     format: str | None = None
     trust_pickle: bool = False
 
     def __post_init__(self) -> None:
         check_boolean("strict", self.strict)
+        check_boolean("read_once", self.read_once)
         check_boolean("trust_pickle", self.trust_pickle)
         for option, patterns in (("include", self.include), ("exclude", self.exclude)):
             check_texts(option, patterns, "a pattern, a list of patterns or None")
         if self.cast is None or not isinstance(self.cast, bool):
             check_texts("cast", self.cast, "True, False, a pattern or a list of patterns")
         check_mapping("rename", self.rename, "a dict of key to key, or None", texts=True)
-        if self.read_once not in (True, False, "auto"):
-            raise ValueError(f"read_once is True, False or 'auto', not {self.read_once!r}")
 
 
 DEFAULTS = LoadOptions()
@@ -96,7 +93,7 @@ class MatchReport(msgspec.Struct, frozen=True, array_like=True):
 
     attempt: str
     strict: bool
-    read_once: ReadOnce
+    read_once: bool
     missing: tuple[str, ...] = ()
     """Keys of this rank's target that the checkpoint lacks."""
     unexpected: tuple[str, ...] = ()

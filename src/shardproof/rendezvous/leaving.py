@@ -12,14 +12,24 @@ The rank's count of meetings changes only after a meeting has a result. An opera
 stays on a list until the store has answered. So an interrupt between two steps only makes the rank repeat
 these steps, and each step can be repeated.
 
-Two ranks are in the same operation if two things are equal: the name of the operation, and the number of its
-meetings before the meeting that is given up. Ranks compare both for one meeting, so they are equal in every
-generation, even if the ranks began to count from different meetings.
+A meeting has a position in its operation: the name of the operation, and the number of meetings that the
+operation had before this one. The verdict names the position of the meeting that is given up, and other ranks
+compare it with their own. Three ranks save, and rank 1 is interrupted after meeting 7:
 
-The verdict that stands may tell all ranks to join again (the note in `membership`). Then this rank leaves the
-generation, too. If that verdict is about another operation, the rank gives up a meeting of the new
-generation: the first, or the one after the verdict that it has to carry to the new coordinator. A rank that
-has not joined has posted to no meeting. It keeps its verdict until it has joined.
+    meeting    7             8
+    rank 0     ("save", 0)   ("save", 1): waits
+    rank 1     ("save", 0)   interrupted: gives up meeting 8 at ("save", 1)
+    rank 2     left          ("load", 0): waits
+
+Rank 0 is at the position of the verdict, so its save fails with the reason. Rank 2 is at another one, so it
+skips meeting 8 and posts to meeting 9. Positions do not change if a generation begins, and numbers of
+meetings do.
+
+Another rank may have written the verdict of meeting 8 first. If it tells all ranks to join again (the note
+in `membership`), rank 1 leaves the generation, too. If it is also about another operation, rank 1 gives up a
+meeting of the new generation: the first one, or the second if rank 1 proposes that verdict again in the
+first.
+A rank that has not joined has posted to no meeting. It keeps its verdict until it has joined.
 """
 
 from __future__ import annotations

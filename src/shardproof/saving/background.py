@@ -248,7 +248,7 @@ class PendingSave:
         return self.outcome(timeout)
 
     def durable(self, timeout: float | None = None) -> SaveResult:
-        """Waits until the step is whole on the last tier (``Checkpointer(then=)``).
+        """Waits until the step is whole on the last tier (``Checkpointer(second_tier=)``).
 
         Without further tiers, it does the same as `result`. An upload may take longer than the time between
         two saves, so call it where the program needs the upload: at its end, or before it releases a node.
@@ -271,7 +271,7 @@ class PendingSave:
         Example:
             >>> import shardproof as sp, tempfile, torch
             >>> near, far = tempfile.mkdtemp(), tempfile.mkdtemp()
-            >>> pending = sp.Checkpointer(near, then=far).save(7, {"w": torch.ones(2)})
+            >>> pending = sp.Checkpointer(near, second_tier=far).save(7, {"w": torch.ones(2)})
             >>> pending.durable(timeout=60).step, sp.Checkpointer(far).steps()
             (7, [7])
         """

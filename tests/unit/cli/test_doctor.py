@@ -327,22 +327,22 @@ def test_steps_that_the_second_tier_lacks(call: Any, run_folder: Path, tmp_path:
     second = tmp_path / "second"
     write(second / "step-00000001", Sample(STATE, step=1))
     write(second / "step-00000002", Sample(STATE, step=2), commit=False)
-    code, kinds = findings(call, run_folder, "--then", second)
+    code, kinds = findings(call, run_folder, "--second-tier", second)
     assert code == 1
     assert [one["where"] for one in kinds["one copy"]] == ["step-00000002", "step-00000003"]
     fix = f"shardproof convert {run_folder}/step-00000003 {second}/step-00000003 --standalone"
     assert kinds["one copy"][1]["fix"] == fix
     assert call(*fix.split()[1:])[0] == 0, "the command fixes it"
-    _, kinds = findings(call, run_folder, "--then", second)
+    _, kinds = findings(call, run_folder, "--second-tier", second)
     assert [one["where"] for one in kinds["one copy"]] == ["step-00000002"]
-    code, kinds = findings(call, run_folder, "--then", second, "--older-than", "1d")
+    code, kinds = findings(call, run_folder, "--second-tier", second, "--older-than", "1d")
     assert (code, kinds["one copy"][0]["severity"]) == (0, "note"), "it may be on its way"
     write(second / "step-00000002", Sample(STATE, step=2, attempt="b2"))
-    code, kinds = findings(call, run_folder, "--then", second)
+    code, kinds = findings(call, run_folder, "--second-tier", second)
     (other,) = kinds["other copy"]
     assert (code, other["where"], other["fix"][:27]) == (1, "step-00000002", "remove the step there, then")
     (tmp_path / "elsewhere").mkdir()
-    _, kinds = findings(call, run_folder, "--then", tmp_path / "elsewhere")
+    _, kinds = findings(call, run_folder, "--second-tier", tmp_path / "elsewhere")
     assert kinds["no copies"][0]["severity"] == "error"
 
 
@@ -351,11 +351,11 @@ def test_other_places_of_the_run_exist_and_are_not_the_run(
 ) -> None:
     (tmp_path / "link").symlink_to(run_folder)
     for option, place, text in (
-        ("--then", tmp_path / "missing", "does not exist"),
+        ("--second-tier", tmp_path / "missing", "does not exist"),
         ("--node", tmp_path / "missing", "does not exist"),
-        ("--then", run_folder / "step-00000001" / MANIFEST_NAME, "is a file"),
-        ("--then", run_folder, "is RUN itself"),
-        ("--then", tmp_path / "link", "is RUN itself"),
+        ("--second-tier", run_folder / "step-00000001" / MANIFEST_NAME, "is a file"),
+        ("--second-tier", run_folder, "is RUN itself"),
+        ("--second-tier", tmp_path / "link", "is RUN itself"),
         ("--node", tmp_path / "link", "are different folders"),
     ):
         code, out, err = call("doctor", run_folder, option, place)

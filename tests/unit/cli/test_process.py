@@ -50,9 +50,7 @@ def imported(watched: str, *arguments: object) -> list[str]:
     return sorted(modules_after(*arguments) & set(watched.split(",")))
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--help"], ["--version"], ["ls", "--help"], ["verify", "--help"], ["demo", "--help"]]
-)
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["ls", "--help"], ["verify", "--help"]])
 def test_help_needs_nothing_heavy(arguments: list[str]) -> None:
     assert imported(f"torch,numpy,rich,msgspec,xxhash,safetensors,{SLOW}", *arguments) == []
 

@@ -81,7 +81,7 @@ def test_a_failed_backward_leaves_nothing_behind() -> None:
     gradients = []
     for _ in range(2):
         model(torch.ones(1, 2)).sum().backward()
-        gradients.append([parameter.grad._local_tensor.clone() for parameter in model.parameters()])
+        gradients.append([parameter.grad.to_local().clone() for parameter in model.parameters()])
         for parameter in model.parameters():
             parameter.grad = None
     for first, second in zip(*gradients, strict=True):

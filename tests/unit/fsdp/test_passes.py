@@ -120,7 +120,7 @@ def check(model: Model, reference: Model) -> None:
     for (name, one), other in zip(model.named_parameters(), reference.parameters(), strict=True):
         assert (one.grad is None) == (other.grad is None), name
         if other.grad is not None:
-            assert torch.allclose(one.grad._local_tensor, other.grad, atol=1e-6), name
+            assert torch.allclose(one.grad.to_local(), other.grad, atol=1e-6), name
 
 
 @pytest.mark.parametrize("strategy", ["all", "optimizer_gradients"])

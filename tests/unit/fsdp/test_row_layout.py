@@ -46,7 +46,7 @@ def test_torch_computes_the_rows_of_a_parameter(
         sizes, offsets = compute_local_shape_and_global_offset(
             tensor.shape, tensor.device_mesh, tensor.placements
         )
-        assert tuple(sizes) == tuple(tensor._local_tensor.shape)
+        assert tuple(sizes) == tuple(tensor.to_local().shape)
         placed = tensor._shardproof_local.placed
         assert not len(placed) or placed.pair(0) == (tuple(offsets), tuple(sizes))
 

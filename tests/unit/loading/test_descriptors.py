@@ -21,7 +21,7 @@ import shardproof as sp
 
 run = sys.argv[1]
 state = {f"w{number}": torch.full((40_000,), -1.0) for number in range(40)}
-checkpointer = sp.Checkpointer(run, incremental=True, full_every=1000)
+checkpointer = sp.Checkpointer(run, incremental=sp.Incremental(full_every=1000))
 for number in range(40):
     state[f"w{number}"].fill_(number)
     checkpointer.save(number, state).result()

@@ -343,7 +343,7 @@ def test_optimizer_state_is_made_with_the_parameters_layout() -> None:
             state = target["o"].state[target["m"].weight]
             assert isinstance(state["exp_avg"], DTensor)
             assert state["exp_avg"].placements == (Shard(0),)
-            assert torch.equal(state["exp_avg"]._local_tensor, average[rows])
+            assert torch.equal(state["exp_avg"].to_local(), average[rows])
             assert type(state["step"]) is torch.Tensor and state["step"].item() == 1
 
 
@@ -365,7 +365,7 @@ def test_a_rank_outside_of_the_mesh_loads_state_that_it_did_not_have() -> None:
             checkpoint.load({"m": module, "o": target})
             state = target.state[module.weight]
             assert state["exp_avg"].shape == (4, 3) and state["exp_avg"].placements == (Shard(0),)
-            assert state["exp_avg"]._local_tensor.shape == (0,) and state["step"].item() == 1
+            assert state["exp_avg"].to_local().shape == (0,) and state["step"].item() == 1
 
     with as_rank(2, 3), ThreadPoolExecutor(1) as thread:
         thread.submit(lambda: load_twice(DeviceMesh("cpu", [0, 1]))).result()
@@ -384,7 +384,7 @@ def test_state_of_another_shape_is_replicated_on_the_mesh() -> None:
         target = torch.optim.SGD(module.parameters(), lr=0.1)
         checkpoint.load({"m": module, "o": target})
         row = target.state[module.weight]["row"]
-        assert row.placements == (Replicate(),) and torch.equal(row._local_tensor, torch.arange(4.0))
+        assert row.placements == (Replicate(),) and torch.equal(row.to_local(), torch.arange(4.0))
 
 
 @pytest.mark.parametrize("shape", [(4,), (8, 4)], ids=str)
@@ -437,7 +437,7 @@ def test_objects_keep_the_layout_of_their_tensors() -> None:
         target = Averages(distribute_tensor(full * 0, mesh, [Shard(1)], src_data_rank=None))
         checkpoint.load({"x": target})
         assert target.tensor.placements == (Shard(1),)
-        assert torch.equal(target.tensor._local_tensor, full[:, 2:])
+        assert torch.equal(target.tensor.to_local(), full[:, 2:])
 
 
 def test_a_scalar_slot_is_saved_and_loaded_in_any_layout() -> None:

@@ -109,10 +109,10 @@ def test_the_shards_of_all_ranks_make_the_whole_tensor(
             device_mesh = DeviceMesh("cpu", torch.arange(len(ranks)).reshape(*mesh))
             expected = sharded(device_mesh, shape, block, placements)
             filled = sharded(device_mesh, shape, block, placements)
-            for part in (filled._local_tensor.codes, filled._local_tensor.scale):  # type: ignore[attr-defined]
+            for part in (filled.to_local().codes, filled.to_local().scale):  # type: ignore[attr-defined]
                 part.zero_()
             checkpoint.load({"w": filled}, rank=rank, world_size=len(ranks))
-            assert parts_equal(filled._local_tensor, expected._local_tensor)
+            assert parts_equal(filled.to_local(), expected.to_local())
 
 
 @pytest.mark.parametrize(("shape", "dim"), [((6, 12), 1), ((9, 4), 0)])

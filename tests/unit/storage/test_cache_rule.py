@@ -120,7 +120,7 @@ def test_a_load_of_more_than_half_of_the_memory_reads_past_the_cache(
 
 
 def test_a_restore_of_two_tiers_follows_the_rule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = sp.Checkpointer(tmp_path / "near", then=tmp_path / "far")
+    run = sp.Checkpointer(tmp_path / "near", second_tier=tmp_path / "far")
     run.save(1, {"w": torch.ones(1 << 16)}).durable(60)
     monkeypatch.setattr(cache_rule, "available_memory", lambda: 1 << 16)
     noted = phases(lambda: run.restore({"w": torch.zeros(1 << 16)}))

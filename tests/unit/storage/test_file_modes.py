@@ -52,7 +52,7 @@ def test_all_that_a_run_writes_has_the_mode(
     """Steps, pins and repaired manifests in both tiers, and conversions in every way to write one."""
     monkeypatch.setenv(VARIABLE, text)
     near, far = tmp_path / "above" / "near", tmp_path / "far"
-    run = sp.Checkpointer(near, then=far, rendezvous=LocalRendezvous(), incremental=True)
+    run = sp.Checkpointer(near, second_tier=far, rendezvous=LocalRendezvous(), incremental=True)
     for step in (1, 2):
         run.save(step, state(step)).durable(60)
     run.pin(2, "baseline")

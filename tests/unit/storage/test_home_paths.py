@@ -27,7 +27,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "convert to a file": lambda path: sp.convert("saved", f"{path}.safetensors", to="safetensors"),
     "Checkpointer": lambda path: sp.Checkpointer(path).save(1, STATE),
     "restore": lambda path: sp.Checkpointer(path).restore(STATE),
-    "second tier": lambda path: sp.Checkpointer("run", then=path),
+    "second tier": lambda path: sp.Checkpointer("run", second_tier=path),
     "restore of a path": lambda path: sp.Checkpointer("run").restore(STATE, step=path),
     "LocalStorage": LocalStorage,
     "DCP adapter": lambda path: dcp.save(STATE, checkpoint_id=path),
@@ -78,7 +78,7 @@ def test_the_advice_helps(saved: Path) -> None:
         ("ls", "~/x"),
         ("inspect", "~/x"),
         ("verify", "~/x"),
-        ("doctor", "run", "--then=~/x"),
+        ("doctor", "run", "--second-tier=~/x"),
         ("convert", "saved", "~/x", "--to", "dcp"),
     ],
 )

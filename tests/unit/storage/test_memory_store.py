@@ -427,7 +427,7 @@ def test_runs_of_other_users_are_listed(tmpfs: Path, capsys: pytest.CaptureFixtu
         ("prune", "{run}"),
         ("watch", "{run}", "--once"),
         ("doctor", "{run}"),
-        ("doctor", ".", "--then", "{run}"),
+        ("doctor", ".", "--second-tier", "{run}"),
         ("verify", "{run}/step-00000001"),
         ("inspect", "{run}/step-00000001"),
         ("diff", "{run}/step-00000001", "{run}/step-00000001"),

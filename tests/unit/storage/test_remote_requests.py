@@ -156,7 +156,9 @@ def test_commit_and_restore_ask_for_all_sizes_together(
         return size(folder, name)
 
     tensors = {f"layer.{number}": torch.full((1 << 17,), -1.0) for number in range(24)}
-    checkpointer = sp.Checkpointer(tmp_path, incremental=True, full_every=100, cache="none", scrub=None)
+    checkpointer = sp.Checkpointer(
+        tmp_path, incremental=sp.Incremental(full_every=100, scrub=None), cache="none"
+    )
     for step, tensor in enumerate(tensors.values()):
         tensor.fill_(step)
         if step == 23:  # the last manifest names a file of each step

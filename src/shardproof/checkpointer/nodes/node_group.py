@@ -15,7 +15,7 @@ import os
 import secrets
 import socket
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -160,57 +160,26 @@ def join_nodes(rendezvous: Rendezvous, root: LocalStorage, replicas: int) -> Nod
         # Shorter than the deadline, so that all ranks learn which node is silent and not that rank 0 waits.
         return rendezvous.deadline / 2
 
-    service: FileService | None = None
-    own_part = b""
-
-    def report() -> bytes:
-        nonlocal service, own_part
-        own_part, address = own_secret(), chosen_address()
-        try:
-            root.make_folder()
-            found, file_system = os.stat(root.path), file_system_number(root.path)
-            service = FileService(root, patience, address)
-        except (OSError, StorageError) as error:
-            raise StorageError(
-                f"{root.location}: this rank cannot use the folder of its node: {error}", file=root.location
-            ) from error
-        place = (_running_system(), found.st_dev, found.st_ino)
-        return msgspec.msgpack.encode(
-            _Report(
-                place,
-                root.location,
-                file_system,
-                replicas,
-                socket.gethostname(),
-                _addresses() if address is None else (address,),
-                service.port,
-                service.name,
-                bool(own_part),
-            )
-        )
-
+    joining = _NodeJoining(root, replicas, patience)
     operation = "nodes of this run"
     try:
         with rendezvous.operation(operation):
-            encoded = MeetingSequence(rendezvous, operation).meet("join", report, _decide)
+            encoded = MeetingSequence(rendezvous, operation).meet("join", joining.report, _decide)
     except BaseException:
-        if service is not None:
-            service.stop()
+        if joining.service is not None:
+            joining.service.stop()
         raise
+    service = joining.service
     assert service is not None
     answer = msgspec.msgpack.decode(encoded, type=_NodeAnswer)
-    secret = combined_secret(answer.secret, own_part)
+    secret = combined_secret(answer.secret, joining.own_part)
     if len(answer.nodes) > 1:
         service.start(secret)
     else:
         service.stop()  # no other node asks
     own = answer.node_of_rank[rendezvous.rank]
     if answer.node_of_rank.index(own) == rendezvous.rank:  # the lowest rank of its node
-        names = tuple(node.name for node in answer.nodes)
-        try:
-            write_node_mark(root, NodeMark(nodes=names, own=own, replicas=replicas))
-        except StorageError as error:
-            _log.warning("%s: the mark of this node could not be written: %s", root.location, error)
+        _write_mark(root, answer, own, replicas)
     folders: list[Storage] = []
     for number, node in enumerate(answer.nodes):
         if number == own:
@@ -218,18 +187,6 @@ def join_nodes(rendezvous: Rendezvous, root: LocalStorage, replicas: int) -> Nod
         else:
             peer = Peer(node.addresses, node.port, node.service, secret, node.label, patience)
             folders.append(PeerStorage(peer, node.location))
-    meetings = rendezvous.new_rendezvous(f"nodes/{answer.name}")
-    group = NodeGroup(
-        own,
-        folders,
-        answer.node_of_rank,
-        answer.location,
-        answer.arbiter,
-        replicas,
-        service,
-        meetings,
-        tuple(node.file_system for node in answer.nodes),
-    )
     if rendezvous.rank == 0:
         _log.info("%s: the ranks are on %d nodes", answer.location, len(folders))
         if replicas and len(folders) == 1:
@@ -237,7 +194,63 @@ def join_nodes(rendezvous: Rendezvous, root: LocalStorage, replicas: int) -> Nod
                 "%s: replicas=1 keeps no copies, because all ranks see one folder: there is no other node",
                 answer.location,
             )
-    return group
+    return NodeGroup(
+        own,
+        folders,
+        answer.node_of_rank,
+        answer.location,
+        answer.arbiter,
+        replicas,
+        service,
+        rendezvous.new_rendezvous(f"nodes/{answer.name}"),
+        tuple(node.file_system for node in answer.nodes),
+    )
+
+
+class _NodeJoining:
+    """The part of this rank in `join_nodes` before the meeting. The arguments are those of `join_nodes`."""
+
+    def __init__(self, root: LocalStorage, replicas: int, patience: Callable[[], float]) -> None:
+        self._root, self._replicas, self._patience = root, replicas, patience
+        self.service: FileService | None = None
+        """The file service of this rank, once it reported."""
+        self.own_part = b""
+        """The secret of the environment, once this rank reported; empty without one."""
+
+    def report(self) -> bytes:
+        """Opens the file service, and describes the folder and how to reach it."""
+        root = self._root
+        self.own_part, address = own_secret(), chosen_address()
+        try:
+            root.make_folder()
+            found, file_system = os.stat(root.path), file_system_number(root.path)
+            self.service = service = FileService(root, self._patience, address)
+        except (OSError, StorageError) as error:
+            raise StorageError(
+                f"{root.location}: this rank cannot use the folder of its node: {error}", file=root.location
+            ) from error
+        return msgspec.msgpack.encode(
+            _Report(
+                (_running_system(), found.st_dev, found.st_ino),
+                root.location,
+                file_system,
+                self._replicas,
+                socket.gethostname(),
+                _addresses() if address is None else (address,),
+                service.port,
+                service.name,
+                bool(self.own_part),
+            )
+        )
+
+
+def _write_mark(root: LocalStorage, answer: _NodeAnswer, own: int, replicas: int) -> None:
+    """Writes the mark of this node, for people and commands. A failure is only logged."""
+    names = tuple(node.name for node in answer.nodes)
+    try:
+        write_node_mark(root, NodeMark(nodes=names, own=own, replicas=replicas))
+    except StorageError as error:
+        _log.warning("%s: the mark of this node could not be written: %s", root.location, error)
 
 
 def _decide(posts: Sequence[bytes]) -> list[bytes]:

@@ -6,11 +6,12 @@ Read `uploader.py` for the uploads, and `tiered_run.py` for the reads.
 from __future__ import annotations
 
 from shardproof.checkpointer.tiers.open_tiers import check_node_local, open_tiers
-from shardproof.checkpointer.tiers.tiered_run import NearerCopy, TieredRun, copies_in
+from shardproof.checkpointer.tiers.tiered_run import Copies, NearerCopy, TieredRun, copies_in
 from shardproof.checkpointer.tiers.upload_messages import UploadRequest
 from shardproof.checkpointer.tiers.uploader import Uploader
 
 __all__ = [
+    "Copies",
     "NearerCopy",
     "TieredRun",
     "UploadRequest",

@@ -20,13 +20,22 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from typing import NoReturn, Self, TypeVar
+from typing import NoReturn, Self, TypeAlias, TypeVar
 
 from shardproof.errors import FormatError, NotCommittedError, ShardproofError, StorageError
 from shardproof.format import MANIFEST_NAME, FileRecord, Manifest, read_manifest, read_seal
 from shardproof.storage import Sink, Storage, check_folder, check_name
 
-__all__ = ["CopyChoice", "NearerCopy", "OneCopy", "TieredRun", "copies_in", "copies_of", "log_other_copy"]
+__all__ = [
+    "Copies",
+    "CopyChoice",
+    "NearerCopy",
+    "OneCopy",
+    "TieredRun",
+    "copies_in",
+    "copies_of",
+    "log_other_copy",
+]
 
 T = TypeVar("T")
 
@@ -453,8 +462,11 @@ class OneCopy:
         return self._run
 
 
-def copies_in(run: Storage) -> TieredRun | OneCopy:
-    """The choice among the copies of a run's files."""
+Copies: TypeAlias = TieredRun | OneCopy
+
+
+def copies_in(run: Storage) -> Copies:
+    """The copies of a run's files. All views of one `TieredRun` share the choice among them."""
     return run if isinstance(run, TieredRun) else OneCopy(run)
 
 

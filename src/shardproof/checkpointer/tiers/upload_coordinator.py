@@ -13,18 +13,18 @@ Note "One step cannot block the others": a step of the first tier that cannot be
 next round. The round uploads the other steps. Then it fails with the error of this step, and the next round
 tries the step again. A damaged step is not tried again.
 
-Note "Unknown saves": if the second tier has a step whose manifest cannot be read in the first tier, both may
-have the same save. The coordinator then logs a warning once, and the round does not fail. The round fails if
-the seals of the manifests can be read and differ. It also fails if a save of this process waits for its
-upload, and the second tier has another save of the step.
+Note "Unknown saves": the seals of two manifests show whether two tiers have the same save of a step. If the
+manifest in the first tier cannot be read, and the second tier has the step, the coordinator logs a warning
+once, and the round goes on. The round fails in two cases: both seals can be read and differ; or a save of
+this process waits for its upload, and the second tier has another save of the step.
 
-Note "Files that are there": a step may refer to files of other steps. Such a file is not copied again if a
-manifest on the second tier names it, because then an upload verified it. Any other file that is there is read
-and compared with its digest, and is copied only if it differs. It may be from a killed upload. Or this step
-was removed from the second tier, a later step that refers to the file kept it there, and the job went back to
-this step. The file may have been damaged since. A commit would accept the damage. The exception are files
-that this round copied for a newer step: the newest waiting step goes first, and it refers to files of older
-ones. Without the exception, a backlog of incremental steps would be read again from the second tier.
+Note "Files that are there": an incremental step refers to files of older steps, and the second tier may have
+such a file. There are three cases:
+- A manifest on the second tier names the file. An upload verified it then, so it is not copied again.
+- This round copied the file, for a newer step that it uploaded first. It is not copied again either.
+- Any other file was left by a killed upload, or by a step that was removed from the second tier. It may be
+  damaged, and a commit would accept the damage. So a rank reads it, compares it with its digest, and copies
+  it only if they differ.
 
 Note "Nothing is replaced by accident": the second tier may have another save of a step, by another job or
 from a branch that was given up. The step is then uploaded only if its save was allowed to overwrite the step.
@@ -52,16 +52,17 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeVar
 
 import msgspec
 
 from shardproof.checkpointer.judge import RestorableSteps, misplaced
 from shardproof.checkpointer.marks import read_pin
 from shardproof.checkpointer.policies import Retention
-from shardproof.checkpointer.retention import StepFacts, branch_removal, retain
+from shardproof.checkpointer.retention import KnownSteps, StepFacts, branch_removal, retain
 from shardproof.checkpointer.step_folders import PINNED_NAME, folders_in, step_name
 from shardproof.checkpointer.tiers.tiered_run import copies_of, log_other_copy
 from shardproof.checkpointer.tiers.upload_messages import (
@@ -99,6 +100,8 @@ from shardproof.storage import Storage, map_requests
 
 __all__ = ["UploadCoordinator"]
 
+T = TypeVar("T")
+
 _log = logging.getLogger("shardproof")
 
 
@@ -126,19 +129,10 @@ class UploadCoordinator:
         """Steps of the second tier that this process found or made whole, to their seals."""
         self._damaged: dict[int, bytes] = {}
         """Steps that could not be uploaded because they are damaged in the first tier, to their seals."""
-        self._references: References | None = None
-        self._copied: set[tuple[str, str]] = set()
-        """Folder and name of the files of the steps that this round uploaded."""
-        self._under_way: _UnderWay | None = None
-        self._aside: dict[int, ShardproofError] = {}
-        """Steps that this round does not upload, because they cannot be read, to the errors."""
+        self._round = _Round()
         self._reported: set[tuple[int, bytes]] = set()
         """Step and seal of saves that are not uploaded, as the log says; an empty seal if it is not known."""
-        self._lock = threading.Lock()
-        self._chosen: int | None = None
-        """The step that is uploaded, from its choice on. Guarded by the lock."""
-        self._removed: set[int] = set()
-        """Steps that retention of the first tier removes or has removed. Guarded by the lock."""
+        self._claims = _Claims()
 
     def protect(self, steps: Collection[int]) -> set[int]:
         """The steps that retention must not remove from the first tier. No upload of the others begins.
@@ -155,17 +149,12 @@ class UploadCoordinator:
             here, unreadable = self._committed(self._first)
             waiting = here.keys() - there.keys()
             stay = (self._kept(there, waiting, only_known=True) & waiting) | unreadable.keys()
-        with self._lock:
-            if self._chosen is not None:
-                stay.add(self._chosen)
-            self._removed = set(steps) - stay
-        return stay.intersection(steps)
+        return self._claims.remove(steps, stay)
 
     def committed(self, step: int) -> None:
         """Notes that a step was saved. An earlier save of it may be known, or removed."""
         self._facts.forget(step)
-        with self._lock:
-            self._removed.discard(step)
+        self._claims.saved(step)
 
     def plan(self, requests: Sequence[UploadRequest], posts: Sequence[bytes]) -> list[bytes]:
         """The first answer of a round.
@@ -175,14 +164,13 @@ class UploadCoordinator:
             posts: an `UploadReport` of each rank.
         """
         self.end_upload()
-        self._references = None
-        self._copied, self._aside = set(), {}
+        self._round = _Round()
         return self._answer(requests, self._reports(posts))
 
     def commit(self, requests: Sequence[UploadRequest], posts: Sequence[bytes]) -> list[bytes]:
         """Commits the upload under way, removes old steps of the second tier, and answers as `plan` does."""
         reports = self._reports(posts)
-        upload, failed = self._under_way, _first_error(reports)
+        upload, failed = self._round.under_way, _first_error(reports)
         assert upload is not None
         step, seal = upload.step, _seal_of(upload.text)
         if failed is not None:
@@ -199,35 +187,29 @@ class UploadCoordinator:
         self._publish(upload)
         self._remove_drafts(upload)
         self.end_upload()
-        self._copied |= {(record.folder or step_name(step), record.name) for record in upload.manifest.files}
+        self._round.copied |= {
+            (record.folder or step_name(step), record.name) for record in upload.manifest.files
+        }
         self._there[step] = seal
         self._restorable.trust(step)
         self._facts.learn(step, upload.manifest)
         self._stored = {**self._stored, step: seal}
-        if self._references is not None:
-            self._references.add(step_name(step), upload.manifest)
+        if self._round.references is not None:
+            self._round.references.add(step_name(step), upload.manifest)
         _log.info("%s: step %d is on %s", self._first.location, step, self._second.location)
         newest = max(self._in_line(self._stored), default=None)
         if self._keep is not None and newest is not None:
-            self._references = None
-            removed = retain(
-                self._second,
-                self._keep,
-                newest,
-                damaged=lambda step: False,
-                is_proved=lambda step: True,
-                facts=self._facts,
-                is_restorable=self._restorable,
-                branch_removal=partial(branch_removal, [self._second.location]),
-            )
+            self._round.references = None
+            remove = partial(branch_removal, [self._second.location])
+            known = KnownSteps(self._facts, self._restorable, remove)
+            removed = retain(self._second, self._keep, newest, known)
             self._stored = {one: seal for one, seal in self._stored.items() if step_name(one) not in removed}
         return self._answer(requests, reports)
 
     def end_upload(self) -> None:
-        """Ends the upload under way."""
-        self._under_way = None
-        with self._lock:
-            self._chosen = None
+        """Ends the upload under way, committed or not. Retention of the first tier may remove its step."""
+        self._round.under_way = None
+        self._claims.release()
 
     def _reports(self, posts: Sequence[bytes]) -> list[UploadReport]:
         return [msgspec.msgpack.decode(post, type=UploadReport) for post in posts]
@@ -235,20 +217,19 @@ class UploadCoordinator:
     def _answer(self, requests: Sequence[UploadRequest], reports: Sequence[UploadReport]) -> list[bytes]:
         pending, reasons = self._pending(requests)
         while (step := self._choose(pending)) is not None:
-            self._under_way = self._read(step, pending[step])
-            if self._under_way is not None:
+            self._round.under_way = self._read(step, pending[step])
+            if self._round.under_way is not None:
                 break
             self.end_upload()
-            pending, reasons = self._pending(requests)  # without it, keep_then may keep an older one
-        with self._lock:
-            pending = {step: replace for step, replace in pending.items() if step not in self._removed}
+            pending, reasons = self._pending(requests)  # without it, the policy may keep an older one
+        pending = self._claims.remaining(pending)
         uploaded, skipped = self._results(requests, pending, reasons)
         shares: list[UploadShare | None] = [None] * len(reports)
         waits: dict[str, object] | None = None
-        if self._under_way is not None:
-            shares = [*self._share(self._under_way.step, self._under_way.manifest, reports)]
-        elif self._aside:
-            waits = self._aside[max(self._aside)].to_wire()
+        if (upload := self._round.under_way) is not None:
+            shares = [*self._share(upload.step, upload.manifest, reports)]
+        elif self._round.aside:
+            waits = self._round.aside[max(self._round.aside)].to_wire()
         return [
             msgspec.msgpack.encode(UploadAnswer(share, tuple(uploaded), tuple(skipped), waits))
             for share in shares
@@ -256,16 +237,13 @@ class UploadCoordinator:
 
     def _choose(self, pending: Collection[int]) -> int | None:
         """The step to upload next, which retention of the first tier then keeps; None without one."""
-        with self._lock:
-            ready = [step for step in pending if step not in self._aside and step not in self._removed]
-            self._chosen = max(self._in_line(ready) or ready, default=None)
-            return self._chosen
+        ready = [step for step in pending if step not in self._round.aside]
+        return self._claims.choose(ready, self._in_line)
 
     def _pending(self, requests: Sequence[UploadRequest]) -> tuple[dict[int, bool], dict[int, str]]:
         """The steps to upload, with whether one is replaced; and why other steps are not uploaded."""
         here, unreadable = self._committed(self._first)
-        with self._lock:
-            here = {step: seal for step, seal in here.items() if step not in self._removed}
+        here = self._claims.remaining(here)
         matter = None if self._keep is not None else {*here, *unreadable}
         there, unknown = self._committed(self._second, matter)
         if unknown:
@@ -305,7 +283,7 @@ class UploadCoordinator:
         self._stored = {step: seal for step, seal in there.items() if step not in pending}
         kept = self._kept(self._stored, pending)
         for step in set(pending) - kept:
-            reasons[step] = f"keep_then does not select it among the steps of {self._second.location}"
+            reasons[step] = f"the policy of {self._second.location} does not select it among the steps there"
         return {step: replace for step, replace in pending.items() if step in kept}, reasons
 
     def _results(
@@ -315,7 +293,7 @@ class UploadCoordinator:
         uploaded: list[tuple[int, str]] = []
         skipped: list[tuple[int, str, str]] = []
         for one in requests:
-            if one.step in pending or one.step in self._aside:
+            if one.step in pending or one.step in self._round.aside:
                 continue
             if one.step not in reasons and _attempt(self._second, one.step) == one.attempt:
                 uploaded.append((one.step, one.attempt))
@@ -388,7 +366,7 @@ class UploadCoordinator:
         """
         waiting = {one.attempt for one in requests if one.step == step}
         if not is_there or (waiting and waiting != {_attempt(self._second, step)}):
-            if step not in self._aside:
+            if step not in self._round.aside:
                 self._set_aside(step, error)
         elif not waiting and (step, b"") not in self._reported:
             self._reported.add((step, b""))
@@ -494,7 +472,7 @@ class UploadCoordinator:
 
     def _set_aside(self, step: int, error: ShardproofError) -> None:
         """Note "One step cannot block the others"."""
-        self._aside[step] = error
+        self._round.aside[step] = error
         _log.warning("%s: step %d waits, because it cannot be read: %s", self._first.location, step, error)
 
     def _share(self, step: int, manifest: Manifest, reports: Sequence[UploadReport]) -> list[UploadShare]:
@@ -505,7 +483,7 @@ class UploadCoordinator:
         ]
         parts: list[list[FileRecord]] = [[] for _ in reports]
         for record in needed:
-            if (record.folder, record.name) in self._copied:
+            if (record.folder, record.name) in self._round.copied:
                 continue
             if record.folder != step_name(step) and self._is_trusted(record):
                 continue
@@ -534,9 +512,9 @@ class UploadCoordinator:
             return False
         if record.name in (named_files(folder) or ()):
             return True
-        if self._references is None:
-            self._references = references_in(self._second)
-        return record.name in self._references.files(record.folder)
+        if self._round.references is None:
+            self._round.references = references_in(self._second)
+        return record.name in self._round.references.files(record.folder)
 
     def _publish(self, upload: _UnderWay) -> None:
         """The commit on the second tier (note "The manifest goes last")."""
@@ -591,6 +569,60 @@ class _UnderWay:
     index: bytes
     replace: bool
     """True if it replaces another save of the step."""
+
+
+@dataclass(slots=True)
+class _Round:
+    """What the coordinator notes during one round."""
+
+    under_way: _UnderWay | None = None
+    references: References | None = None
+    """The references of the second tier; None if they are not read, or may have changed."""
+    copied: set[tuple[str, str]] = field(default_factory=set)
+    """Folder and name of the files of the steps that this round uploaded."""
+    aside: dict[int, ShardproofError] = field(default_factory=dict)
+    """Steps that this round does not upload, because they cannot be read, to the errors."""
+
+
+class _Claims:
+    """The step that is uploaded, and the steps that retention of the first tier removes: never the same one.
+
+    A round chooses in its thread, while the retention of a save removes in the thread of saves.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._chosen: int | None = None
+        self._removed: set[int] = set()
+
+    def choose(self, ready: Sequence[int], in_line: Callable[[Iterable[int]], list[int]]) -> int | None:
+        """Chooses the newest step to upload, if possible one that `in_line` returns; None without a step."""
+        with self._lock:
+            left = [step for step in ready if step not in self._removed]
+            self._chosen = max(in_line(left) or left, default=None)
+            return self._chosen
+
+    def release(self) -> None:
+        """Allows retention to remove the chosen step."""
+        with self._lock:
+            self._chosen = None
+
+    def remove(self, steps: Collection[int], stay: set[int]) -> set[int]:
+        """Notes that retention removes `steps`. Returns those that stay: of `stay`, and the chosen one."""
+        with self._lock:
+            stay = stay if self._chosen is None else stay | {self._chosen}
+            self._removed = set(steps) - stay
+        return stay.intersection(steps)
+
+    def saved(self, step: int) -> None:
+        """Notes that a step is there again."""
+        with self._lock:
+            self._removed.discard(step)
+
+    def remaining(self, steps: Mapping[int, T]) -> dict[int, T]:
+        """The steps that retention does not remove."""
+        with self._lock:
+            return {step: value for step, value in steps.items() if step not in self._removed}
 
 
 def _first_error(reports: Sequence[UploadReport]) -> tuple[int, dict[str, object]] | None:

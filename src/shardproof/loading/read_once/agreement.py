@@ -1,4 +1,4 @@
-"""The meetings at which the ranks choose whether and how to exchange."""
+"""The meeting at which the ranks choose how to exchange."""
 
 from __future__ import annotations
 
@@ -17,17 +17,15 @@ from shardproof.errors import (
     TilingError,
 )
 from shardproof.loading.checkpoint import NativeCheckpoint
-from shardproof.loading.chunk_reader import Chunks
 from shardproof.loading.destinations import DestinationWriter
-from shardproof.loading.matching import LoadOptions, from_rank
-from shardproof.loading.read_once.cost_model import Sampled, memory_speed, pays, sample, worth_measuring
+from shardproof.loading.matching import LoadOptions
 from shardproof.loading.read_once.group_collectives import Exchange, can_exchange
 from shardproof.loading.read_once.group_plan import plan_once
 from shardproof.loading.read_once.group_transfer import Receiver, Sender, through_group
 from shardproof.loading.read_once.node_memory import Handle, NodeMemory, PeerMemory
 from shardproof.loading.read_once.node_plan import NodeOrders, plan_node
 from shardproof.loading.read_once.node_transfer import send_failed, through_memory
-from shardproof.loading.read_once.orders import ChunkRequest, Int64s, Loads, Orders
+from shardproof.loading.read_once.orders import ChunkRequest, Int64s, Orders
 from shardproof.planning import ReadPlan
 from shardproof.rendezvous import MeetingSequence, Rendezvous
 
@@ -38,39 +36,25 @@ UNREADABLE = (CorruptChunkError, FormatError, NotCommittedError, StorageError, T
 
 
 class _RequestReport(msgspec.Struct, frozen=True, array_like=True):
-    """The report of a rank at the first meeting."""
+    """The report of a rank."""
 
-    able: bool
-    """True if there is a process group."""
     request: bytes
     reached: bool
     """True if this rank has opened the shared memory of every rank."""
 
 
 class _LoadAnswer(msgspec.Struct, frozen=True, array_like=True):
-    """The answer of the coordinator, at the first or at the second meeting."""
+    """The answer of the coordinator. Without orders, every rank reads all its chunks."""
 
-    choice: str
-    """"all": every rank reads all its chunks. "group": exchange over the process group. "node": exchange
-    through shared memory. "measure": measure the speeds first."""
     orders: Orders | None = None
+    """The orders of this rank for an exchange over the process group."""
     node_orders: NodeOrders | None = None
-    over: str = ""
-    """The exchange to measure: "group" or "node"."""
+    """The orders of this rank for an exchange through shared memory."""
 
     @property
     def given(self) -> Orders | NodeOrders | None:
         """The orders of this rank; None without an exchange."""
         return self.orders or self.node_orders
-
-
-class _SpeedReport(msgspec.Struct, frozen=True, array_like=True):
-    """The report of a rank that measured its speeds."""
-
-    sampled: Sampled | None = None
-    speed: float = 0.0
-    """Speed of the exchange, in bytes a second."""
-    error: dict[str, object] | None = None
 
 
 class ReadOnceExchange:
@@ -96,12 +80,10 @@ class ReadOnceExchange:
         self._rendezvous = rendezvous
         self._options = options
         self._exchange: Exchange
-        self._answer = _LoadAnswer("all")
+        self._answer = _LoadAnswer()
         self._memory = memory
         self._handles = handles
         self._peers: list[PeerMemory | None] = []
-        self._loads: Loads
-        self._planned: list[_LoadAnswer] = []
 
     @property
     def is_active(self) -> bool:
@@ -172,43 +154,31 @@ class ReadOnceExchange:
         self._peers = []
 
     def agree(self, meetings: MeetingSequence) -> None:
-        """Agrees with the other ranks whether and how to exchange.
+        """Agrees with the other ranks how to exchange. Without a chunk that several ranks need, they do not.
 
         Raises:
             StructureError: there is no process group, or it does not have these ranks.
             StorageError: a rank cannot read the checkpoint.
         """
-        self._answer = self._meet(meetings, "share", self._request, self._plan_all)
-        if self._answer.choice == "measure":
-            self._answer = self._meet(meetings, "measure", self._measure, self._choose)
+        answer = meetings.meet("share", self._request, self._plan_all)
+        self._answer = msgspec.msgpack.decode(answer, type=_LoadAnswer)
         if self._answer.node_orders is None:
             self.close()
 
-    @staticmethod
-    def _meet(
-        meetings: MeetingSequence,
-        phase: str,
-        work: Callable[[], bytes],
-        decide: Callable[[list[bytes]], Sequence[bytes]],
-    ) -> _LoadAnswer:
-        return msgspec.msgpack.decode(meetings.meet(phase, work, decide), type=_LoadAnswer)
-
     def _request(self) -> bytes:
         group = self._options.group
-        able = can_exchange(group)
-        if able:
-            self._exchange = Exchange(group, self._rendezvous.rank, self._rendezvous.world_size)
-        elif self._options.read_once is True:
+        if not can_exchange(group):
             raise StructureError(
                 "read_once=True sends tensors over a process group, and there is none: initialise "
-                'torch.distributed first, or load with read_once="auto" or False'
+                "torch.distributed first, or load with read_once=False"
             )
+        self._exchange = Exchange(group, self._rendezvous.rank, self._rendezvous.world_size)
         checkpoint, rows = self._checkpoint, np.unique(self._plan.chunk)
         begin, end = checkpoint.blocks.covering(rows, self._writer.wanted(rows))
         request = ChunkRequest.of(
             socket.gethostname(), checkpoint.table, self._plan, self._writer.part_bytes, end - begin
         )
-        return msgspec.msgpack.encode(_RequestReport(able, request.encode(), self._reaches()))
+        return msgspec.msgpack.encode(_RequestReport(request.encode(), self._reaches()))
 
     def _reaches(self) -> bool:
         """Opens the shared memory of every other rank. True if all could be opened."""
@@ -219,49 +189,16 @@ class ReadOnceExchange:
         return bool(self._handles) and all(peer for rank, peer in enumerate(self._peers) if rank != own)
 
     def _plan_all(self, posts: Sequence[bytes]) -> list[bytes]:
-        """Coordinator: plans the exchange if it is possible and can pay."""
+        """Coordinator: plans the exchange, through shared memory if all ranks reach that of all others."""
         reports = [msgspec.msgpack.decode(post, type=_RequestReport) for post in posts]
-        reads_all = _encoded([_LoadAnswer("all")] * len(posts))
-        if not all(report.able for report in reports):
-            return reads_all
-        table, is_forced = self._checkpoint.table, self._options.read_once is True
         requests = [ChunkRequest.decode(report.request) for report in reports]
+        table = self._checkpoint.table
         if all(report.reached for report in reports):
-            on_node, self._loads = plan_node(table, requests)
-            self._planned = [_LoadAnswer("node", None, one) for one in on_node]
+            on_node, saved = plan_node(table, requests)
+            answers = [_LoadAnswer(node_orders=one) for one in on_node]
         else:
-            orders, self._loads = plan_once(table, requests)
-            self._planned = [_LoadAnswer("group", one) for one in orders]
-        if not self._loads.saved or not (is_forced or worth_measuring(self._loads)):
-            return reads_all
-        if is_forced:
-            return _encoded(self._planned)
-        return _encoded([_LoadAnswer("measure", over=self._planned[0].choice)] * len(posts))
-
-    def _measure(self) -> bytes:
-        """Measures the storage and the exchange. An error of the checkpoint goes into the report."""
-        over_group = self._answer.over == "group"
-        exchanged = self._exchange.measure() if over_group else 0.0  # by all ranks, even if a rank then fails
-        checkpoint = self._checkpoint
-        try:
-            chunks = Chunks(
-                checkpoint.files, checkpoint.manifest, checkpoint.table, np.unique(self._plan.chunk)
-            )
-            sampled = sample(chunks)
-        except UNREADABLE as error:
-            return msgspec.msgpack.encode(_SpeedReport(error=error.to_wire()))
-        return msgspec.msgpack.encode(_SpeedReport(sampled, exchanged if over_group else memory_speed()))
-
-    def _choose(self, posts: Sequence[bytes]) -> list[bytes]:
-        """Coordinator: one choice for all ranks."""
-        reports = [msgspec.msgpack.decode(post, type=_SpeedReport) for post in posts]
-        for rank, report in enumerate(reports):
-            if report.error is not None:
-                raise from_rank(rank, len(posts), report.error)
-        found = [(report.sampled, report.speed) for report in reports if report.sampled is not None]
-        exchanges = pays(self._loads, found, through_memory=self._planned[0].choice == "node")
-        return _encoded(self._planned if exchanges else [_LoadAnswer("all")] * len(posts))
-
-
-def _encoded(answers: Sequence[_LoadAnswer]) -> list[bytes]:
-    return [msgspec.msgpack.encode(answer) for answer in answers]
+            orders, saved = plan_once(table, requests)
+            answers = [_LoadAnswer(orders) for orders in orders]
+        if not saved:
+            answers = [_LoadAnswer()] * len(posts)
+        return [msgspec.msgpack.encode(answer) for answer in answers]

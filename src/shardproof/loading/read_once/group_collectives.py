@@ -3,17 +3,16 @@
 Loads without `read_once` call no collective.
 
 Note: Collectives of a load
-    Every rank of the group calls the same methods in the same order: `measure` if the coordinator asks for
-    it, then `any_failed` and `start` for each round of the coordinator's plan. A rank that fails still calls
-    the next `any_failed`, after which all ranks leave the exchange. So no error of a single rank may occur
-    between those calls. The constructor and `reserve` therefore take the device memory beforehand, and a
-    failure there is reported like any other. If a rank dies, gloo closes its connections at once; other
-    backends end the wait after the group's timeout. No other thread may use the group meanwhile.
+    Every rank of the group calls the same methods in the same order: `any_failed` and `start` for each round
+    of the coordinator's plan. A rank that fails still calls the next `any_failed`, after which all ranks
+    leave the exchange. So no error of a single rank may occur between those calls. So `reserve` takes the
+    device memory beforehand, and a failure there is reported like any other. If a rank dies, gloo closes its
+    connections at once; other backends end the wait after the group's timeout. No other thread may use the
+    group meanwhile.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,8 +23,6 @@ from torch.distributed import ProcessGroup
 from shardproof.errors import StructureError
 
 __all__ = ["Exchange", "can_exchange"]
-
-_PROBE_BYTES = 4 << 20
 
 
 def can_exchange(group: ProcessGroup | None) -> bool:
@@ -51,7 +48,6 @@ class Exchange:
         self._device = _device_of(group)
         self._flag = torch.zeros(1, dtype=torch.int32, device=self._device)
         self._outgoing = self._arriving = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self.reserve(_PROBE_BYTES, _PROBE_BYTES)
 
     def reserve(self, sent: int, received: int) -> None:
         """Allocates the device memory for rounds of at most this many bytes, if the group needs any."""
@@ -91,16 +87,6 @@ class Exchange:
             arriving, source, list(received_sizes), list(sent_sizes), group=self._group, async_op=True
         )
         return PendingExchange(work, arriving, target)
-
-    def measure(self) -> float:
-        """Bytes a second that a rank sends while all ranks send. Every rank calls this."""
-        world_size = dist.get_world_size(self._group)
-        sizes = [_PROBE_BYTES // world_size] * world_size
-        sent, received = (torch.zeros(sum(sizes), dtype=torch.uint8, device="cpu") for _ in range(2))
-        self.start(sent, sizes, received, sizes).wait()  # opens connections and touches the memory
-        begun = time.perf_counter()
-        self.start(sent, sizes, received, sizes).wait()
-        return sizes[0] * (world_size - 1) / max(time.perf_counter() - begun, 1e-9)
 
 
 class PendingExchange:

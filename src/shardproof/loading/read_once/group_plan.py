@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardproof.geometry import consecutive
-from shardproof.loading.read_once.orders import ChunkRequest, Int64s, Loads, Orders
+from shardproof.loading.read_once.orders import ChunkRequest, Int64s, Orders
 from shardproof.loading.read_once.units import UNIT_BYTES, Units, joined, wire
 from shardproof.planning import ChunkTable
 
@@ -37,11 +37,11 @@ def plan_once(
     *,
     round_bytes: int = ROUND_BYTES,
     unit_bytes: int = UNIT_BYTES,
-) -> tuple[list[Orders], Loads]:
+) -> tuple[list[Orders], int]:
     """Assigns each chunk that several ranks want to one reader, and its messages to rounds.
 
     Returns:
-        The orders of each rank, and their loads.
+        The orders of each rank, and the bytes that they save from being read again.
     """
     world_size = len(requests)
     units = Units.of(table, requests, unit_bytes)
@@ -63,7 +63,7 @@ def plan_once(
     width = max((request.sizes.shape[1] for request in requests), default=0)
     boxes = np.concatenate([_boxes(request, width) for request in requests])
     plan = _PlacedUnits(units, message, pair_round, unit_round, last, parts, width, boxes)
-    return [plan.orders(rank) for rank in range(world_size)], units.loads(table)
+    return [plan.orders(rank) for rank in range(world_size)], units.saved
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from shardproof.geometry import consecutive
-from shardproof.loading.read_once.orders import ChunkRequest, Int64s, Loads
+from shardproof.loading.read_once.orders import ChunkRequest, Int64s
 from shardproof.loading.read_once.units import UNIT_BYTES, Units, wire
 from shardproof.planning import ChunkTable
 
@@ -66,11 +66,11 @@ def plan_node(
     round_bytes: int = ROUND_BYTES,
     ring_bytes: int = RING_BYTES,
     unit_bytes: int = UNIT_BYTES,
-) -> tuple[list[NodeOrders], Loads]:
+) -> tuple[list[NodeOrders], int]:
     """Assigns each chunk that several ranks of one node want to one reader, and to a place in its ring.
 
     Returns:
-        The orders of each rank, and their loads.
+        The orders of each rank, and the bytes that they save from being read again.
     """
     world_size = len(requests)
     units = Units.of(table, requests, min(unit_bytes, round_bytes))
@@ -112,7 +112,7 @@ def plan_node(
                 int(units.size[mine].sum() + units.pair_bytes[from_others].sum()),
             )
         )
-    return orders, units.loads(table)
+    return orders, units.saved
 
 
 def _rounds(sizes: list[int], round_bytes: int) -> tuple[list[int], list[int], list[int]]:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from shardproof.planning import ChunkTable, ReadPlan
 
-__all__ = ["ChunkRequest", "Int64s", "Loads", "Orders"]
+__all__ = ["ChunkRequest", "Int64s", "Orders"]
 
 Int64s: TypeAlias = NDArray[np.int64]
 
@@ -108,26 +108,3 @@ class Orders(msgspec.Struct, frozen=True, array_like=True):
         """Rows of the chunk table that this rank reads for several ranks, or receives."""
         received = np.frombuffer(self.received_chunks, np.int64).reshape(-1, 2)[:, 0]
         return np.concatenate([np.frombuffer(self.read_chunks, np.int64), received])
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Loads:
-    """Bytes that the ranks read, send and receive, without and with an exchange."""
-
-    node: Int64s
-    """(ranks,) number of each rank's node."""
-    read_all: Int64s
-    """(ranks,) bytes that each rank reads without an exchange."""
-    distinct_all: Int64s
-    """(nodes,) distinct bytes among these, at most. The page cache of the node serves the rest."""
-    read_once: Int64s
-    """(ranks,) bytes that each rank reads with an exchange."""
-    sent: Int64s
-    """(ranks,) bytes that each rank sends."""
-    received: Int64s
-    """(ranks,) bytes that each rank receives."""
-
-    @property
-    def saved(self) -> int:
-        """Bytes that the exchange saves from being read again."""
-        return int(self.read_all.sum() - self.read_once.sum())

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from shardproof.loading.read_once.orders import ChunkRequest, Int64s, Loads
+from shardproof.loading.read_once.orders import ChunkRequest, Int64s
 from shardproof.planning import ChunkTable
 
 __all__ = ["UNIT_BYTES", "Units", "joined", "sums", "wire"]
@@ -105,24 +105,10 @@ class Units:
         """Pairs whose rank is not the reader."""
         return np.flatnonzero(self.pair_rank != self.reader[self.pair_unit])
 
-    def loads(self, table: ChunkTable) -> Loads:
-        """Bytes that each rank reads, sends and receives with these units, and without an exchange."""
-        world_size = len(self.own)
-        on_node, of_request = np.unique(self.node[self.rank] * len(table) + self.chunk, return_inverse=True)
-        together = sums(of_request.reshape(-1), self.read, len(on_node))
-        received = self.received
-        return Loads(
-            self.node,
-            sums(self.rank, self.read, world_size),
-            sums(
-                on_node // max(len(table), 1),
-                np.minimum(together, table.byte_count[on_node % max(len(table), 1)]),
-                self.node.max() + 1,
-            ),
-            self.own + sums(self.reader, self.size, world_size),
-            sums(self.reader[self.pair_unit[received]], self.pair_bytes[received], world_size),
-            sums(self.pair_rank[received], self.pair_bytes[received], world_size),
-        )
+    @property
+    def saved(self) -> int:
+        """Bytes that these units save from being read again."""
+        return int(self.read.sum() - self.own.sum() - self.size.sum())
 
 
 def _units(

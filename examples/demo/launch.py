@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 import shardproof
-from shardproof.demo.story import Record, Task, read_records
+from examples.demo.story import Record, Task, read_records
 from shardproof.errors import ShardproofError
 
 __all__ = ["DemoError", "Job", "check_device"]
@@ -63,7 +63,7 @@ class Job:
         module: the trainer module, which gets the task's file as its argument.
     """
 
-    def __init__(self, task: Task, *, limit: float = 300.0, module: str = "shardproof.demo.train") -> None:
+    def __init__(self, task: Task, *, limit: float = 300.0, module: str = "examples.demo.train") -> None:
         self.task = task
         self.log = Path(task.folder) / f"{task.name}.log"
         self.seconds = 0.0
@@ -181,7 +181,7 @@ def _launcher(ranks: int) -> list[str]:
     if ranks == 1:
         return []
     return [
-        *("-m", "shardproof.demo.torchrun", "--nnodes=1", f"--nproc-per-node={ranks}"),
+        *("-m", "examples.demo.torchrun", "--nnodes=1", f"--nproc-per-node={ranks}"),
         *("--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", "--max-restarts=0"),
     ]
 
@@ -192,8 +192,8 @@ def _environment() -> dict[str, str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
     environment["OMP_NUM_THREADS"] = "1"
     environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS may vary from run to run
-    package = str(Path(shardproof.__file__).parents[1])
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package, environment.get("PYTHONPATH")]))
+    places = [str(Path(shardproof.__file__).parents[1]), str(Path(__file__).parents[2])]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [*places, environment.get("PYTHONPATH")]))
     if Path("/sys/class/net/lo").exists():
         # Otherwise gloo looks up the host's name, which may not resolve.
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -300,7 +300,7 @@ def test_the_checkpointer_lists_and_pins_only_steps_that_can_be_restored(
 
 
 def test_verdicts_have_one_table() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "failures.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "failures.md").read_text()
     section = page.partition("## The verdicts on a step\n")[2].partition("\n## ")[0]
     rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| `")]
     assert [(row[0].strip("`"), row[1]) for row in rows] == [(one.value, one.meaning) for one in Verdict]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardproof.demo.evidence import DemoReport, RunFacts, TensorComparison
-from shardproof.demo.story import LOSS_TOLERANCE
+from examples.demo.evidence import DemoReport, RunFacts, TensorComparison
+from examples.demo.story import LOSS_TOLERANCE
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from shardproof.demo.fault_run import FaultReport
-    from shardproof.demo.run import DemoEvent
+    from examples.demo.fault_run import FaultReport
+    from examples.demo.run import DemoEvent
 
 __all__ = ["print_event", "print_fault_report", "print_report"]
 

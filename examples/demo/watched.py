@@ -1,4 +1,4 @@
-"""The trainer under the rerun machine: ``python -m shardproof.demo.watched TASK.json`` under torchrun.
+"""The trainer under the rerun machine: ``python -m examples.demo.watched TASK.json`` under torchrun.
 
 `WatchedTrainer.run_step` shows all calls of a training script to the machine.
 """
@@ -11,9 +11,9 @@ import sys
 from pathlib import Path
 from typing import cast
 
+from examples.demo.fault_story import FAILED, RESTART, FaultTask
+from examples.demo.train import DEADLINE, Trainer, draws, leave, run_task
 from shardproof import rerun
-from shardproof.demo.fault_story import FAILED, RESTART, FaultTask
-from shardproof.demo.train import DEADLINE, Trainer, draws, leave, run_task
 from shardproof.rerun import FaultKind
 
 __all__ = ["WatchedTrainer"]

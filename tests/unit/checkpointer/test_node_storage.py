@@ -24,7 +24,7 @@ from shardproof.checkpointer.nodes import MissingCopies, NodeGroup, NodeStorage,
 from shardproof.checkpointer.nodes.file_service import FileService
 from shardproof.checkpointer.nodes.peer_frames import PIECE_BYTES, PeerConnection, PeerRequest
 from shardproof.checkpointer.nodes.peer_storage import Peer, PeerStorage, ask_all
-from shardproof.checkpointer.step_selection import choose_after
+from shardproof.checkpointer.step_selection import StepSelection
 from shardproof.checkpointer.tiers import Uploader
 from shardproof.format import flush_manifests_in
 from shardproof.maintenance import verify
@@ -120,7 +120,7 @@ def test_a_file_is_on_the_node_of_its_rank_and_on_the_partner(nodes: Nodes) -> N
 def test_a_restore_names_stale_and_emptied_nodes(nodes: Nodes, step: int | None) -> None:
     for folder in nodes.folders[:2]:
         sp.Checkpointer(folder.path, rendezvous=LocalRendezvous()).save(1, {"w": torch.ones(4)}).result()
-    chosen = choose_after(NodesView(nodes.storage().group, None), (), step, None, suspect=False)
+    chosen = StepSelection(NodesView(nodes.storage().group, None), suspect=False).choose_after((), step, None)
     stale, emptied = sorted(chosen.passed, key=lambda item: item.reason, reverse=True)
     assert "is stale" in stale.reason and stale.tier.endswith("node-0")
     assert "new, or was emptied" in emptied.reason and emptied.tier.endswith("node-2")
@@ -425,19 +425,20 @@ def test_a_file_on_a_failing_device_is_uploaded_from_its_copy(nodes: Nodes, tmp_
     assert verify(far.within("step-00000001")).ok
 
 
-def test_options_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    for root, options, text in (
-        (tmp_path, {"replicas": 1}, "pass node_local=True, too"),
-        (tmp_path, {"replicas": 2, "node_local": True}, "replicas is 0 or 1, not 2"),
-        ("s3://bucket/run", {"node_local": True}, "needs a folder on the disk of each node, not s3://bucket"),
+def test_options_that_do_not_fit_are_refused() -> None:
+    for root, node_local, text in (
+        ("s3://bucket/run", True, "node_local needs a folder on the disk of each node, not s3://bucket"),
+        ("s3://bucket/run", sp.NodeLocal(replicas=1), "node_local needs a folder on the disk of each node"),
     ):
         with pytest.raises(ValueError, match=text):
-            sp.Checkpointer(root, rendezvous=LocalRendezvous(), **options)
+            sp.Checkpointer(root, rendezvous=LocalRendezvous(), node_local=node_local)
+    with pytest.raises(ValueError, match="replicas is 0 or 1, not 2"):
+        sp.NodeLocal(replicas=2)
 
 
 def test_one_rank_is_one_node_and_has_no_partner(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "shardproof"):
-        run = sp.Checkpointer(tmp_path, node_local=True, replicas=1, rendezvous=LocalRendezvous())
+        run = sp.Checkpointer(tmp_path, node_local=sp.NodeLocal(replicas=1), rendezvous=LocalRendezvous())
     assert "replicas=1 keeps no copies" in caplog.text
     run.save(1, {"n": 1}).result()
     state = {"n": 0}
@@ -446,9 +447,9 @@ def test_one_rank_is_one_node_and_has_no_partner(tmp_path: Path, caplog: pytest.
 
 
 def test_a_warning_says_once_that_no_scrub_runs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    options = {"node_local": True, "incremental": True, "rendezvous": LocalRendezvous()}
     for scrub, warnings in ((None, 0), (1 << 20, 1)):
-        sp.Checkpointer(tmp_path, scrub=scrub, **options)
+        incremental = sp.Incremental(scrub=scrub)
+        sp.Checkpointer(tmp_path, node_local=True, incremental=incremental, rendezvous=LocalRendezvous())
         assert caplog.text.count("there is no scrub with node_local=True") == warnings
 
 

@@ -1,4 +1,4 @@
-"""One trainer process of the demo: ``python -m shardproof.demo.train TASK.json`` under torchrun.
+"""One trainer process of the demo: ``python -m examples.demo.train TASK.json`` under torchrun.
 
 `Trainer.__init__`, `Trainer.restore` and `Trainer.save` show all calls of a training script to shardproof.
 The other code trains, and writes the records that the demo evaluates.
@@ -28,9 +28,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import shardproof as sp
-from shardproof._utils.topology import ranks_here
-from shardproof.demo.model import ModelSize, TextLoader, Transformer
-from shardproof.demo.parallel import (
+from examples.demo.model import ModelSize, TextLoader, Transformer
+from examples.demo.parallel import (
     RankPosition,
     average_gradients,
     clip_gradients,
@@ -38,7 +37,8 @@ from shardproof.demo.parallel import (
     spread,
     state_digests,
 )
-from shardproof.demo.story import BATCH, Task
+from examples.demo.story import BATCH, Task
+from shardproof._utils.topology import ranks_here
 from shardproof.storage import LocalStorage, ObjectStorage, Sink, Storage, is_url
 
 __all__ = ["Trainer", "draws", "leave", "run_task", "stop_in_the_middle"]

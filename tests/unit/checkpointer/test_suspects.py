@@ -150,9 +150,9 @@ def test_a_suspect_is_replaced_without_overwrite_and_is_no_longer_settled(
 
 def test_a_settled_suspect_whose_replacement_died_stays_settled(run: sp.Checkpointer, tmp_path: Path) -> None:
     run.settle_suspect(3, "transient fault")
-    run._run.storage = FaultyStorage(run._run.storage, 0, StorageError("full"), only=("publish",))  # type: ignore[assignment]
+    full = FaultyStorage(LocalStorage(tmp_path), 0, StorageError("full"), only=("publish",))
     with pytest.raises(sp.ShardproofError):
-        run.save(3, state(33), suspect=True).result()
+        sp.Checkpointer(full).save(3, state(33), suspect=True).result()
     again = sp.Checkpointer(tmp_path)
     assert again.suspects() == [2]
     assert restored(again, suspect=True) == (2, 20)

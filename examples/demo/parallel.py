@@ -26,9 +26,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from examples.demo.model import Transformer
+from examples.demo.story import RankLayout
 from shardproof import fsdp, optim
-from shardproof.demo.model import Transformer
-from shardproof.demo.story import RankLayout
 from shardproof.state import LocalRange, SlotProvider, as_bytes
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""torchrun with the exit code of its workers: ``python -m shardproof.demo.torchrun ARGUMENTS``.
+"""torchrun with the exit code of its workers: ``python -m examples.demo.torchrun ARGUMENTS``.
 
 torchrun itself exits with 1 for any failed worker, which hides the exit code that asks for a restart.
 """

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import shardproof as sp
-from shardproof.demo.evidence import RunRecords
-from shardproof.demo.fault_claims import Claim, FaultRunFacts, claims_of
-from shardproof.demo.fault_story import FAILED, RESTART, FaultStory, FaultTask
-from shardproof.demo.launch import Job, check_device
-from shardproof.demo.run import TEXT, DemoEvent, demo_folder
-from shardproof.demo.story import Record
+from examples.demo.evidence import RunRecords
+from examples.demo.fault_claims import Claim, FaultRunFacts, claims_of
+from examples.demo.fault_story import FAILED, RESTART, FaultStory, FaultTask
+from examples.demo.launch import Job, check_device
+from examples.demo.run import TEXT, DemoEvent, demo_folder
+from examples.demo.story import Record
 
 __all__ = ["FaultReport", "run_fault_demo"]
 
@@ -141,7 +141,7 @@ def _finish(task: FaultTask, emit: Callable[[DemoEvent], None]) -> tuple[int, Jo
 
     node = f" on {task.node}" if task.node else ""
     emit(DemoEvent(task.name, "begin", f"{task.layout}{node}", last_step=task.stop))
-    with Job(task, module="shardproof.demo.watched") as job:
+    with Job(task, module="examples.demo.watched") as job:
         code = job.finish(on_record, codes=(0, RESTART, FAILED))
     emit(DemoEvent(task.name, "end", f"exit code {code}, {job.seconds:.1f} s", last_step=task.stop))
     return code, job

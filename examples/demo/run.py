@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import shardproof as sp
-from shardproof.demo.evidence import (
+from examples.demo.evidence import (
     DemoReport,
     KillFacts,
     RunFacts,
@@ -23,8 +23,8 @@ from shardproof.demo.evidence import (
     facts_of,
     stored_facts,
 )
-from shardproof.demo.launch import DemoError, Job, check_device
-from shardproof.demo.story import LOSS_TOLERANCE, STORAGES, Record, Story, Task
+from examples.demo.launch import DemoError, Job, check_device
+from examples.demo.story import LOSS_TOLERANCE, STORAGES, Record, Story, Task
 from shardproof.storage import storage_at
 
 __all__ = ["DemoEvent", "demo_folder", "run_demo"]
@@ -130,7 +130,7 @@ def _checkpoints(storage: str, folder: Path) -> Iterator[tuple[str, dict[str, st
     if storage == "folder":
         yield str(folder / "checkpoints"), None
         return
-    from shardproof.demo.s3_server import running_server
+    from examples.demo.s3_server import running_server
 
     (folder / "s3").mkdir()
     with running_server(folder / "s3") as server:

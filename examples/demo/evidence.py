@@ -9,7 +9,7 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from shardproof.demo.story import Record, Task, read_records
+from examples.demo.story import Record, Task, read_records
 
 if TYPE_CHECKING:
     from shardproof.storage import Storage
@@ -299,7 +299,7 @@ def stored_facts(run: Storage, step: int, saved: RunRecords) -> StoredFacts:
 
 def _read(folder: Storage, step: int, saved: RunRecords) -> TensorComparison:
     import shardproof as sp
-    from shardproof.demo.parallel import digest_of
+    from examples.demo.parallel import digest_of
 
     record = saved.digests("saved", step)
     expected = record["tensors"] if record else {}

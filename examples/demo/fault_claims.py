@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardproof.demo.evidence import RunRecords, compare_draws, compare_losses, compare_tensors
-from shardproof.demo.fault_story import FAULTS, FaultRun, FaultStory
+from examples.demo.evidence import RunRecords, compare_draws, compare_losses, compare_tensors
+from examples.demo.fault_story import FAULTS, FaultRun, FaultStory
 from shardproof.rerun import read_rejected, steps_to_skip
 
 __all__ = ["Claim", "FaultRunFacts", "claims_of"]

@@ -98,7 +98,7 @@ def test_restore_returns_the_step_with_its_report_and_the_steps_passed_over(tmp_
 
 
 def test_a_removed_step_whose_files_stay_for_another_is_not_passed_over(tmp_path: Path) -> None:
-    checkpointer = sp.Checkpointer(tmp_path, incremental=True, scrub=None)
+    checkpointer = sp.Checkpointer(tmp_path, incremental=sp.Incremental(scrub=None))
     for step, kept in enumerate((0.0, 1.0, 1.0)):
         checkpointer.save(step, {"kept": torch.full((512,), kept), "new": torch.full((512,), float(step))})
     checkpointer.wait()
@@ -195,14 +195,14 @@ def test_the_command_that_restore_names_removes_an_abandoned_branch(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     near, far = tmp_path / "near run", tmp_path / "far"
-    first = sp.Checkpointer(near, then=far)
+    first = sp.Checkpointer(near, second_tier=far)
     for step in (10, 20, 30):
         first.save(step, state(step)).durable(60)
-    run = sp.Checkpointer(near, then=far)
+    run = sp.Checkpointer(near, second_tier=far)
     assert run.restore(state(0), step=10) == 10
     run.save(11, state(11)).durable(60)
     caplog.clear()
-    assert sp.Checkpointer(near, then=far).restore(state(0)) == 30
+    assert sp.Checkpointer(near, second_tier=far).restore(state(0)) == 30
     (warning,) = (one.getMessage() for one in caplog.records if "branch" in one.getMessage())
     commands = re.findall("`shardproof (.*?)`", warning)
     assert len(commands) == 2
@@ -213,7 +213,7 @@ def test_the_command_that_restore_names_removes_an_abandoned_branch(
     for command in commands:
         assert run_cli(shlex.split(command.replace("--dry-run", "--yes"))) == 0
     caplog.clear()
-    assert sp.Checkpointer(near, then=far).restore(state(0)) == 11
+    assert sp.Checkpointer(near, second_tier=far).restore(state(0)) == 11
     assert sp.Checkpointer(near).steps() == sp.Checkpointer(far).steps() == [10, 11]
     assert "branch" not in caplog.text
     capsys.readouterr()
@@ -330,7 +330,7 @@ def test_the_folder_of_a_checkpoint_is_not_a_run(folder: str, tmp_path: Path) ->
         with pytest.raises(sp.StorageError, match="is a checkpoint, and not the folder of a run"):
             call(sp.Checkpointer(tmp_path / folder))
     with pytest.raises(sp.StorageError, match="last is a checkpoint|step-00000007 is a checkpoint"):
-        sp.Checkpointer(tmp_path / "near", then=tmp_path / folder).restore(state(0))
+        sp.Checkpointer(tmp_path / "near", second_tier=tmp_path / folder).restore(state(0))
     assert not (tmp_path / folder / "step-00000008").exists()
 
 
@@ -564,7 +564,7 @@ def test_the_error_after_another_job_removed_the_base_says_that_the_step_is_comm
     def job(storage: Any) -> sp.Checkpointer:
         rendezvous = sp.rendezvous.LocalRendezvous()
         return sp.Checkpointer(
-            storage, keep=sp.KeepLatest(1), incremental=True, scrub=None, rendezvous=rendezvous
+            storage, keep=sp.KeepLatest(1), incremental=sp.Incremental(scrub=None), rendezvous=rendezvous
         )
 
     state = {"fixed": torch.arange(100.0), "w": torch.zeros(4)}

@@ -53,7 +53,7 @@ def sample(step: int, attempt: str) -> Sample:
 def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two runs: step 1 is full, and the later steps refer to it. The other run has full steps."""
     top = tmp_path_factory.mktemp("runs")
-    checkpointer = sp.Checkpointer(top / "run", incremental=True, scrub=None)
+    checkpointer = sp.Checkpointer(top / "run", incremental=sp.Incremental(scrub=None))
     write(folder_of(top / "run", 1), sample(1, "first"))
     for step in STEPS[1:]:
         values = {"w": torch.full((6,), float(step)), "frozen": torch.ones(300)}
@@ -215,7 +215,7 @@ def test_all_commands_agree(template: Path, damage: list[tuple[str, int, int]]) 
                 answer("prune", one, "--yes", *options)
                 assert restored(one) == newest, (options, "prune leaves what restore takes")
         with copied(run) as one:
-            checkpointer = sp.Checkpointer(one, keep=sp.KeepLatest(2), incremental=True, scrub=None)
+            checkpointer = sp.Checkpointer(one, keep=sp.KeepLatest(2), incremental=sp.Incremental(scrub=None))
             checkpointer.save(20, {"w": torch.full((6,), 20.0), "frozen": torch.ones(300)}).result()
             assert restored(one) == 20
             assert newest is None or restored(one, newest) == newest, "retention keeps two restorable steps"

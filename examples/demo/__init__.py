@@ -16,11 +16,11 @@ Each takes one to two minutes on two cores. Both start separate processes, so an
 
 from __future__ import annotations
 
-from shardproof.demo.evidence import DemoReport
-from shardproof.demo.fault_run import FaultReport, run_fault_demo
-from shardproof.demo.launch import DemoError
-from shardproof.demo.run import DemoEvent, run_demo
-from shardproof.demo.show import print_event, print_fault_report, print_report
+from examples.demo.evidence import DemoReport
+from examples.demo.fault_run import FaultReport, run_fault_demo
+from examples.demo.launch import DemoError
+from examples.demo.run import DemoEvent, run_demo
+from examples.demo.show import print_event, print_fault_report, print_report
 
 __all__ = [
     "DemoError",

@@ -18,7 +18,7 @@ import torch
 import shardproof as sp
 from shardproof import events
 from shardproof.checkpointer.step_folders import StepFolder
-from shardproof.checkpointer.step_selection import MOST_TRIES, choose
+from shardproof.checkpointer.step_selection import MOST_TRIES, StepSelection
 from shardproof.loading.checkpoint import NativeCheckpoint
 from shardproof.report import scan_run
 from shardproof.storage import LocalStorage, Storage
@@ -41,7 +41,7 @@ class Training:
     def __init__(self, root: Path, *, incremental: bool = False, keep: int = 1) -> None:
         # Without a scrub: a step that the scrub proves in time stays beside the newest one, and is restored.
         self.checkpointer = sp.Checkpointer(
-            root, keep=sp.KeepLatest(keep), incremental=incremental, scrub=None
+            root, keep=sp.KeepLatest(keep), incremental=incremental and sp.Incremental(scrub=None)
         )
         self.step = 0
 
@@ -193,7 +193,9 @@ def runs_with_a_save(tmp_path: Path, incremental: bool, look: Callable[[Storage]
 @pytest.mark.parametrize("incremental", [False, True])
 def test_a_save_at_any_operation_of_the_choice_does_not_fail_it(tmp_path: Path, incremental: bool) -> None:
     found = set()
-    for chosen in runs_with_a_save(tmp_path, incremental, lambda run: choose(run, (), suspect=False)):
+    for chosen in runs_with_a_save(
+        tmp_path, incremental, lambda run: StepSelection(run, suspect=False).choose(())
+    ):
         assert chosen.folder in (StepFolder(2), StepFolder(3)) and chosen.passed == []
         found.add(chosen.folder)
     assert StepFolder(3) in found
@@ -221,5 +223,5 @@ def test_a_choice_that_never_ends_is_given_up(tmp_path: Path) -> None:
             return super().size(name)
 
     with pytest.raises(sp.StorageError, match=rf"{MOST_TRIES} chosen steps in a row.*KeepLatest\(2\)"):
-        choose(Removing(tmp_path), (), suspect=False)
+        StepSelection(Removing(tmp_path), suspect=False).choose(())
     assert training.step == MOST_TRIES + 1

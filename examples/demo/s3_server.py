@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardproof.demo.launch import DemoError
+from examples.demo.launch import DemoError
 
 __all__ = ["S3Server", "running_server", "weed"]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardproof.demo.story import RankLayout, Story, Task
+from examples.demo.story import RankLayout, Story, Task
 
 __all__ = ["FAILED", "FAULTS", "RESTART", "FaultRun", "FaultStory", "FaultTask"]
 

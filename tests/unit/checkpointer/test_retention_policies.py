@@ -109,7 +109,7 @@ def test_steps_without_the_metric_go_once_a_step_has_it(
 
 def test_a_metric_of_the_second_tier_is_checked_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     near, far = tmp_path / "near", tmp_path / "far"
-    checkpointer = sp.Checkpointer(near, then=far, keep_then=sp.KeepBest("typo"))
+    checkpointer = sp.Checkpointer(near, second_tier=sp.SecondTier(far, keep=sp.KeepBest("typo")))
     with caplog.at_level(logging.WARNING, "shardproof"):
         for step in (1, 2, 3):
             checkpointer.save(step, state(step), metadata={"loss": 0.5}).durable(60)
@@ -282,3 +282,11 @@ def test_a_warm_start_reads_a_checkpoint_elsewhere(tmp_path: Path) -> None:
     assert float(target["a"][0]) == 7 and checkpointer.steps() == []
     restored = checkpointer.restore(target, step=str(tmp_path / "weights.pt"), rename={"a": "weights"})
     assert restored == 0 and float(target["a"][0]) == 9 and restored.report.tensors == 1
+
+
+def test_a_step_that_prune_removes_is_not_among_those_that_stay(tmp_path: Path) -> None:
+    checkpointer = sp.Checkpointer(tmp_path)
+    for step in (1, 2, 3):
+        checkpointer.save(step, {"w": torch.ones(2)}).result()
+    plan = plan_prune(LocalStorage(tmp_path), lambda name: 0.0, older_than=0, now=1e9, keep=1, after=1)
+    assert plan.steps == ("step-00000001", "step-00000002") and plan.newer == ("step-00000003",)
