@@ -23,7 +23,7 @@ from shardproof.checkpointer.tiers import TieredRun
 from shardproof.errors import FormatError, NotCommittedError, StorageError, tells_nothing
 from shardproof.format import MANIFEST_NAME, read_manifest
 from shardproof.rendezvous import MeetingSequence, Rendezvous
-from shardproof.saving import Saver
+from shardproof.saving import Saver, Unconfirmed
 from shardproof.storage import Storage, map_requests, with_one_wait
 
 __all__ = ["OpenRun"]
@@ -40,7 +40,12 @@ class OpenRun:
     """A run, on this rank."""
 
     def __init__(
-        self, storage: Storage, second: Storage | None, rendezvous: Rendezvous, saver: Saver, scrub: Scrub
+        self,
+        storage: Storage,
+        second: Storage | None,
+        rendezvous: Rendezvous,
+        unconfirmed: Unconfirmed,
+        scrub: Scrub,
     ) -> None:
         self.storage = storage
         """The run in the first tier; with nodes, the folders of all nodes."""
@@ -48,7 +53,9 @@ class OpenRun:
         """The run in each tier, nearest first."""
         self.nodes = storage if isinstance(storage, NodeStorage) else None
         """The nodes, if each node has a folder of its own."""
-        self.rendezvous, self.saver, self.scrub = rendezvous, saver, scrub
+        self.rendezvous, self.scrub = rendezvous, scrub
+        # Not the saver: its last save has methods of this object, so both would live until a collection.
+        self._unconfirmed = unconfirmed
         self._runs: set[str] = set()
         """Locations of the tiers that are checked to be runs."""
         self.facts = StepFacts(storage)
@@ -165,7 +172,7 @@ class OpenRun:
                 f"`shardproof doctor {shlex.quote(tier.location)}`"
             )
 
-    def best_step(self, keep: Retention | None) -> int | None:
+    def best_step(self, keep: Retention | None, saver: Saver) -> int | None:
         """The step with the best metric of the `KeepBest` in `keep`; None if no step is committed.
 
         Rank 0 chooses it. See `Checkpointer.restore` for the errors.
@@ -177,7 +184,7 @@ class OpenRun:
                 f"has {len(policies)}"
             )
         metric, best = policies[0].metric, BestStep(policies[0])
-        self.saver.wait_for_end()  # it may be the best
+        saver.wait_for_end()  # its step may be the best
 
         def decide(posts: Sequence[bytes]) -> bytes:
             with self.explained():
@@ -246,7 +253,7 @@ class OpenRun:
 
     def is_unconfirmed(self, step: int) -> bool:
         """True if a step may not be durable."""
-        return self.storage.within(step_name(step)) in self.saver.unconfirmed
+        return self.storage.within(step_name(step)) in self._unconfirmed
 
     def confirm(
         self, view: Storage, folder: StepFolder, copies: MissingCopies | None, *, whole: bool
@@ -273,7 +280,7 @@ class OpenRun:
         except StorageError as error:
             if error.details.get("missing"):
                 return []  # another process removed the step after it was read
-            self.saver.unconfirmed.add(storage)
+            self._unconfirmed.add(storage)
             _log.warning(
                 "%s: %s was restored, and every byte that was read is verified, but it is not known to be "
                 "durable: %s. No incremental save refers to it and retention does not count it until a "
@@ -284,7 +291,7 @@ class OpenRun:
             )
         else:
             if whole:
-                self.saver.unconfirmed.confirm(storage)
+                self._unconfirmed.confirm(storage)
         return shares
 
     def base_of(self, step: Any) -> Storage | None:

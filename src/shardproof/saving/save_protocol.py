@@ -394,12 +394,16 @@ class Save:
         return msgspec.structs.replace(result, seconds=time.monotonic() - self._begun)
 
     def end(self) -> None:
-        """Releases the state, the reservation and the store. Called once or more at the end of every save."""
+        """Releases the state, the reservation, the store and the fence, which refers to this save.
+
+        Called once or more at the end of every save.
+        """
         if self._reservation is not None:
             self._reservation.give_up()
         self.release_caller()
-        if self._fence is not None:
-            self._fence.close()
+        fence, self._fence = self._fence, None
+        if fence is not None:
+            fence.close()
         if self._snapshot is not None:
             self._snapshot.end()
         self._capture = _NOTHING
@@ -407,8 +411,8 @@ class Save:
 
     def open_fence(self) -> None:
         """Waits until the save does not read memory of the state any more."""
-        if self._fence is not None:
-            self._fence.open()
+        if (fence := self._fence) is not None:  # the save thread may end the save meanwhile
+            fence.open()
 
     def _stage_for_fence(self) -> int:
         """For the fence: copies all live memory. Returns the number of copied bytes."""
