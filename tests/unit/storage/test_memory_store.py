@@ -176,6 +176,13 @@ def test_a_folder_that_another_user_made_first_is_refused(
     assert MemoryStorage("memory://another-name").siblings() == [f"shardproof-{os.geteuid()}-another-name"]
 
 
+def test_the_lock_of_a_run_follows_no_link(storage: MemoryStorage, tmpfs: Path, tmp_path: Path) -> None:
+    """A link that takes the place of the folder between its check and its lock."""
+    (tmpfs / FOLDER).symlink_to(tmp_path)
+    with pytest.raises(StorageError, match=FOLDER):
+        memory_store._RunLock(tmpfs / FOLDER)
+
+
 def test_the_folder_of_another_user_delays_no_save(storage: MemoryStorage, tmpfs: Path) -> None:
     """A commit reads the manifests beside its own, which may refer to its files."""
     for name in ("other", "link"):
