@@ -405,7 +405,7 @@ class Checkpointer:
             options = LoadOptions(strict, include, exclude, cast, rename, read_once, group)
             check_boolean("suspect", suspect)
             if step == "best":
-                step = self._run.best_step(self._keep)
+                step = self._run.best_step(self._keep, self._saver)
             if step is None or step == "latest":
                 return self._restore(state, None, suspect, options)
             if hasattr(step, "within"):
@@ -527,7 +527,7 @@ class Checkpointer:
     def _pin(self, step: int, label: str | None) -> None:
         refuse_inside("pin")
         self._check_group()
-        change_pin(self._run, step, label)
+        change_pin(self._run, self._saver, step, label)
 
     def pins(self) -> dict[int, Pin]:
         """Pinned and committed steps, ascending, with label and time. Lists the storage, as `steps` does."""
@@ -561,7 +561,7 @@ class Checkpointer:
         """
         refuse_inside("settle_suspect")
         self._check_group()
-        settle_suspect(self._run, step, verdict)
+        settle_suspect(self._run, self._saver, step, verdict)
 
     def wait_for_scrub(self, timeout: float | None = None) -> None:
         """Waits until the scrub has read the references of the step that was saved or restored last.

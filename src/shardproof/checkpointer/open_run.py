@@ -25,7 +25,7 @@ from shardproof.checkpointer.tiers import TieredRun
 from shardproof.errors import FormatError, NotCommittedError, StorageError, tells_nothing
 from shardproof.format import MANIFEST_NAME, read_manifest
 from shardproof.rendezvous import MeetingSequence, Rendezvous
-from shardproof.saving import Saver
+from shardproof.saving import Saver, Unconfirmed
 from shardproof.storage import LocalStorage, Storage, map_requests
 
 __all__ = ["OpenRun", "open_run"]
@@ -42,7 +42,12 @@ class OpenRun:
     """A run, on this rank."""
 
     def __init__(
-        self, storage: Storage, second: Storage | None, rendezvous: Rendezvous, saver: Saver, scrub: Scrub
+        self,
+        storage: Storage,
+        second: Storage | None,
+        rendezvous: Rendezvous,
+        unconfirmed: Unconfirmed,
+        scrub: Scrub,
     ) -> None:
         self.storage = storage
         """The run in the first tier; with nodes, the folders of all nodes."""
@@ -52,7 +57,9 @@ class OpenRun:
         """The nodes, if each node has a folder of its own."""
         self.copies = None if self.nodes is None else MissingCopies(self.nodes, rendezvous)
         """Replaces copies that were lost with a node; None without nodes."""
-        self.rendezvous, self.saver, self.scrub = rendezvous, saver, scrub
+        self.rendezvous, self.scrub = rendezvous, scrub
+        # Not the saver: its last save has methods of this object, so both would live until a collection.
+        self._unconfirmed = unconfirmed
         self._runs: set[str] = set()
         """Locations of the tiers that are checked to be runs."""
         self.facts = StepFacts(storage)
@@ -169,7 +176,7 @@ class OpenRun:
                 f"`shardproof doctor {shlex.quote(tier.location)}`"
             )
 
-    def best_step(self, keep: Retention | None) -> int | None:
+    def best_step(self, keep: Retention | None, saver: Saver) -> int | None:
         """The step with the best metric of the `KeepBest` in `keep`; None if no step is committed.
 
         Rank 0 chooses it. See `Checkpointer.restore` for the errors.
@@ -181,7 +188,7 @@ class OpenRun:
                 f"has {len(policies)}"
             )
         metric, best = policies[0].metric, BestStep(policies[0])
-        self.saver.wait_for_end()  # it may be the best
+        saver.wait_for_end()  # its step may be the best
 
         def decide(posts: Sequence[bytes]) -> bytes:
             with self.explained():
@@ -250,7 +257,7 @@ class OpenRun:
 
     def is_unconfirmed(self, step: int) -> bool:
         """True if a step may not be durable."""
-        return self.storage.within(step_name(step)) in self.saver.unconfirmed
+        return self.storage.within(step_name(step)) in self._unconfirmed
 
     def confirm(self, view: Storage, folder: StepFolder, *, whole: bool) -> list[bytes]:
         """Makes the restored step durable, or marks it as unconfirmed. Rank 0 calls it.
@@ -274,7 +281,7 @@ class OpenRun:
         except StorageError as error:
             if error.details.get("missing"):
                 return []  # another process removed the step after it was read
-            self.saver.unconfirmed.add(storage)
+            self._unconfirmed.add(storage)
             _log.warning(
                 "%s: %s was restored, and every byte that was read is verified, but it is not known to be "
                 "durable: %s. No incremental save refers to it and retention does not count it until a "
@@ -285,7 +292,7 @@ class OpenRun:
             )
         else:
             if whole:
-                self.saver.unconfirmed.confirm(storage)
+                self._unconfirmed.confirm(storage)
         return shares
 
     def base_of(self, step: Any) -> Storage | None:
@@ -357,7 +364,7 @@ def open_run(
             )
     saving = weakref.WeakMethod(saver.is_saving)  # a scrub does not keep its Checkpointer alive
     scrub = Scrub(storage, rate, lambda: (is_saving := saving()) is not None and is_saving())
-    return OpenRun(storage, second, rendezvous, saver, scrub)
+    return OpenRun(storage, second, rendezvous, saver.unconfirmed, scrub)
 
 
 def _steps_with_manifest(tier: Storage) -> list[int]:

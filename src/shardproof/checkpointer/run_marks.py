@@ -14,13 +14,14 @@ from shardproof.checkpointer.open_run import OpenRun
 from shardproof.checkpointer.step_folders import StepFolder
 from shardproof.errors import StructureError
 from shardproof.rendezvous import MeetingSequence
+from shardproof.saving import Saver
 
 __all__ = ["change_pin", "checked_step", "parse_argument", "settle_suspect"]
 
 _log = logging.getLogger("shardproof")
 
 
-def change_pin(run: OpenRun, step: Any, label: Any) -> None:
+def change_pin(run: OpenRun, saver: Saver, step: Any, label: Any) -> None:
     """Pins a step, or removes its pin. See `Checkpointer.pin` for the errors."""
     operation = f"pin {run.location}"
 
@@ -50,11 +51,11 @@ def change_pin(run: OpenRun, step: Any, label: Any) -> None:
         return b""
 
     with run.rendezvous.operation(operation):
-        run.saver.wait_for_end()  # its retention may remove the step
+        saver.wait_for_end()  # its retention may remove the step
         MeetingSequence(run.rendezvous, operation).meet("pin", describe, decide)
 
 
-def settle_suspect(run: OpenRun, step: Any, verdict: Any) -> None:
+def settle_suspect(run: OpenRun, saver: Saver, step: Any, verdict: Any) -> None:
     """Stores the verdict on a suspect. See `Checkpointer.settle_suspect` for the errors."""
     operation = f"settle {run.location}"
     number, folder = parse_argument(step, suspect=True)
@@ -80,7 +81,7 @@ def settle_suspect(run: OpenRun, step: Any, verdict: Any) -> None:
         return b""
 
     with run.rendezvous.operation(operation):
-        run.saver.wait_for_end()
+        saver.wait_for_end()
         MeetingSequence(run.rendezvous, operation).meet("settle", describe, decide)
 
 

@@ -15,7 +15,7 @@ from typing import Any, cast
 from shardproof._utils.humanize import printable
 from shardproof.errors import FormatError, StorageError
 from shardproof.interop.json_files import parse_json
-from shardproof.interop.ocdbt_tree import OcdbtValue, read_ocdbt_tree
+from shardproof.interop.ocdbt_tree import OcdbtUnsupported, OcdbtValue, read_ocdbt_tree
 from shardproof.interop.read_budget import ReadBudget
 from shardproof.interop.reader import StoredBox, StoredView
 from shardproof.interop.stream_transforms import MemoryFile
@@ -29,6 +29,9 @@ __all__ = ["MANIFEST", "OcdbtArrays"]
 MANIFEST = "manifest.ocdbt"
 _MOST_MANIFEST = 64 << 20
 """Bytes of ``manifest.ocdbt``, at most."""
+_FREE_ENTRIES = 1 << 20
+"""Entries that a database of any size may have. A million entries without values compress to a few kilobytes,
+and need about 400 MB here. A larger database needs as many bytes as other metadata."""
 
 
 class OcdbtArrays(ZarrArrays):
@@ -50,8 +53,14 @@ class OcdbtArrays(ZarrArrays):
 
         try:
             self._values = read_ocdbt_tree(
-                lambda: storage.read_at_most(MANIFEST, _MOST_MANIFEST), read, ReadBudget()
+                lambda: storage.read_at_most(MANIFEST, _MOST_MANIFEST), read, ReadBudget(_FREE_ENTRIES)
             )
+        except OcdbtUnsupported as error:
+            raise FormatError(
+                f"{self._path}: shardproof does not read this kind of OCDBT database: {error}. Copy its keys "
+                "with TensorStore into a database with the default configuration, and read that one",
+                file=self._path,
+            ) from error
         except ValueError as error:
             raise FormatError(
                 f"{self._path}: the database is damaged, or was made to use up memory: {error}. Restore the "

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from shardproof.interop.read_budget import ReadBudget
 from shardproof.interop.zarr_codecs import import_extra
 
-__all__ = ["OcdbtValue", "read_ocdbt_tree"]
+__all__ = ["OcdbtUnsupported", "OcdbtValue", "read_ocdbt_tree"]
 
 _MANIFEST_MAGIC, _NODE_MAGIC = 0x0CDB3A2A, 0x0CDB20DE
 _LEAST_BYTES = 16
@@ -26,10 +26,16 @@ _MOST_NODE_BYTES = 64 << 20
 """Bytes of a node after decompression, at most. Writers split nodes above 8 MiB."""
 _RATIO = 16
 """Bytes of a decoded node for each unit of the budget. The metadata of arrays in a node repeats itself."""
+_REPEATED_NODE = 1 << 8
+"""Values that a node counts as if the tree names it again. Writers name each node once."""
 _MOST_ARITY = 1 << 20
 _MOST_KEY_BYTES = 1 << 16
 _NOWHERE = (1 << 64) - 1
 """Offset and length of the root of an empty database."""
+
+
+class OcdbtUnsupported(ValueError):
+    """The database is of a kind that this reader does not read."""
 
 
 class OcdbtValue(NamedTuple):
@@ -108,7 +114,8 @@ def read_ocdbt_tree(
         budget: counts what the tree makes.
 
     Raises:
-        ValueError: the database is damaged, of an unknown version, or asks for more than the budget.
+        OcdbtUnsupported: the database is of an unknown version, or its manifests are numbered.
+        ValueError: the database is damaged, or asks for more than the budget.
         FormatError: a package is missing.
     """
     return _Tree(read, budget).entries(read_manifest())
@@ -133,7 +140,7 @@ class _Tree:
         cursor.take(16)  # the identifier of the database
         kind = cursor.byte()
         if kind:
-            raise ValueError("its versions are in numbered manifests, which shardproof does not read")
+            raise OcdbtUnsupported("its versions are in numbered manifests")
         cursor.numbers(2)  # the bytes of inline values and of nodes, at most
         cursor.byte()
         if cursor.number():  # the compression of new nodes
@@ -160,7 +167,7 @@ class _Tree:
         cursor = _Cursor(data[:-4], 12)
         version, compression = cursor.numbers(2)
         if version or compression > 1:
-            raise ValueError(f"its version {version} or compression {compression} is unknown")
+            raise OcdbtUnsupported(f"its format version is {version} and its compression {compression}")
         content = cursor.data[cursor.at :]
         if compression:
             zstandard: Any = import_extra("zstandard", "orbax", "an OCDBT database")
@@ -210,7 +217,9 @@ class _Tree:
         if node.nbytes > _MOST_NODE_BYTES:
             raise ValueError(f"a node has {node.nbytes} bytes")
         data = self._read(node.file.name, node.start, node.start + node.nbytes)
-        if (place := (node.file.name, node.start)) not in self._granted:
+        if (place := (node.file.name, node.start)) in self._granted:
+            self._budget.charge_values(_REPEATED_NODE)
+        else:
             self._granted.add(place)
             self._budget.grant(len(data))
         cursor = self._decoded(data, _NODE_MAGIC)

@@ -14,17 +14,19 @@ import numpy as np
 
 __all__ = ["ReadBudget", "check_repeats", "key_units"]
 
-_FREE = 1 << 22
-"""Units that metadata of any size may use."""
 _PER_BYTE = 16
 """Units for each byte of metadata. Honest checkpoints use at most 7: a dict from small integers to True
 has the smallest values."""
-_FREE_TEXT = 1 << 26
-"""Characters that the whole keys of metadata of any size may have."""
+_FREE_VALUES = 1 << 18
+"""Values that metadata of any size may have."""
+_FREE_TEXT = 1 << 8
+"""Characters that the whole key of each of these values may have."""
 _TEXT_PER_BYTE = 64
 """Characters of whole keys for each byte of metadata. The text above a large dict is in each key below it."""
 _VALUE = 16
 """Units of a value: about the memory that describing it takes, counted in pointers."""
+_FREE = _FREE_VALUES * _VALUE
+"""Units that one value may have, whatever its size."""
 _ITEM = 4
 """Units of an item of a list or tuple that is copied or hashed."""
 _ATOMS = frozenset((bool, float, type(None)))
@@ -43,6 +45,9 @@ class ReadBudget:
 
     The text of whole keys, which name a value by all the keys above it, has a bound of its own.
 
+    Args:
+        free_values: values that metadata of any size may have.
+
     Example:
         >>> budget = ReadBudget()
         >>> budget.grant(1000)
@@ -51,7 +56,8 @@ class ReadBudget:
         ValueError: it repeats itself too often: 1000 bytes of metadata ask for more than 4210304 units ...
     """
 
-    def __init__(self) -> None:
+    def __init__(self, free_values: int = _FREE_VALUES) -> None:
+        self._free, self._free_text = _VALUE * free_values, _FREE_TEXT * free_values
         self._granted = 0
         self._used = 0
         self._text = 0
@@ -71,7 +77,7 @@ class ReadBudget:
             ValueError: the metadata asks for far more than its bytes hold.
         """
         self._used += units
-        most = _FREE + _PER_BYTE * (self._granted + read)
+        most = self._free + _PER_BYTE * (self._granted + read)
         if self._used > most:
             raise ValueError(
                 f"it repeats itself too often: {self._granted + read} bytes of metadata ask for more than "
@@ -85,7 +91,7 @@ class ReadBudget:
             ValueError: the whole keys have far more text than the metadata.
         """
         self._text += characters
-        most = _FREE_TEXT + _TEXT_PER_BYTE * self._granted
+        most = self._free_text + _TEXT_PER_BYTE * self._granted
         if self._text > most:
             raise ValueError(
                 f"it repeats itself too often: {self._granted} bytes of metadata ask for more than {most} "

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from shardproof._utils.humanize import brief, listed, printable
-from shardproof.errors import FormatError, NotCommittedError, StorageError
+from shardproof.errors import CorruptChunkError, FormatError, NotCommittedError, StorageError
 from shardproof.geometry import flat_range_pairs, row_major_strides
 from shardproof.interop.extents import Extent
 from shardproof.storage import LocalStorage, Location, Storage, is_url, storage_at
@@ -219,7 +219,7 @@ def foreign_faults(location: str, key: str | None = None) -> Iterator[None]:
     """Turns errors that the content of a checkpoint causes in Python, numpy or torch into a `FormatError`.
 
     A reader refuses what it knows to be wrong. This covers what remains: memory that does not suffice,
-    numbers that are too large, values that are nested too deep.
+    numbers that are too large, values that are nested too deep. Errors of shardproof get the key.
 
     Args:
         location: path of the checkpoint.
@@ -230,6 +230,10 @@ def foreign_faults(location: str, key: str | None = None) -> Iterator[None]:
     """
     try:
         yield
+    except (CorruptChunkError, FormatError, StorageError) as error:
+        if key is None or "key" in error.details:
+            raise
+        raise type(error)(f"{brief(key)}: {error.message}", **error.details, key=key) from error
     except (MemoryError, ValueError, ArithmeticError, RuntimeError) as error:
         of, details = ("", {}) if key is None else (f"{brief(key)}: ", {"key": key})
         raise FormatError(
@@ -336,25 +340,28 @@ class FormatReader(ABC):
         """Files that the checkpoint needs: name to expected size; None if the format does not record it."""
         return dict.fromkeys(box.file for tensor in self.tensors.values() for box in tensor.boxes)
 
-    def note_cut(self, file: str, size: int, needed: int, tensors: Mapping[str, TensorDescription]) -> None:
-        """Notes a file that was cut, so that only the tensors before the cut can be read.
+    def keys_behind(self, file: str, size: int) -> set[str]:
+        """Keys of the values that need bytes of a file behind its first `size` bytes."""
+        return {
+            key
+            for key, tensor in self.tensors.items()
+            for box in tensor.boxes
+            if box.file == file and box.start + box.nbytes > size
+        }
+
+    def note_cut(self, file: str, size: int, needed: int) -> None:
+        """Notes a file that was cut, so that only the values before the cut can be read.
 
         Args:
-            file: name of the file.
+            file: name of the file, whose values are described.
             size: its bytes.
             needed: the bytes that it had, or fewer if it was not cut.
-            tensors: tensors by key, those of the file among them.
         """
         if size < needed:
-            lost = {
-                key
-                for key, tensor in tensors.items()
-                for box in tensor.boxes
-                if box.file == file and box.start + box.nbytes > size
-            }
+            lost = self.keys_behind(file, size)
+            lacks = f"it was cut. It lacks bytes of {listed(lost)}" if lost else "it was cut"
             self.notes.append(
-                f"{file} has {size} bytes, expected {needed}: it was cut. It lacks bytes of {listed(lost)}. "
-                "The other tensors can be read."
+                f"{file} has {size} bytes, expected {needed}: {lacks}. The other values can be read."
             )
 
     def missing(self, file: str) -> StorageError:

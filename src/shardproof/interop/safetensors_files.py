@@ -166,7 +166,7 @@ class SafetensorsReader(FormatReader):
         self.tensors |= found
         self.unreadable |= header.unreadable
         self._sizes[name] = header.data_end
-        self.note_cut(name, header.size, header.data_end, found)
+        self.note_cut(name, header.size, header.data_end)
         self._tensor_bytes += header.data_end - header.data_start
         self.user_metadata = {**header.metadata, **self.user_metadata}
 

@@ -220,6 +220,11 @@ class TorchFile:
         """Keys of all storages."""
         return self._records.keys()
 
+    def storages_behind(self, size: int) -> list[str]:
+        """Keys of the storages that need bytes behind the first `size` bytes of the archive."""
+        end = self._start + size
+        return [key for key, record in self._records.items() if record.start + record.nbytes > end]
+
     def verify(self, storages: Iterable[str] | None = None) -> int:
         """Reads storages and checks their CRC-32.
 

@@ -17,7 +17,7 @@ import xxhash
 
 from shardproof._utils.humanize import brief
 from shardproof.errors import FormatError
-from shardproof.interop.pickle_data import opaque_names
+from shardproof.interop.pickle_data import opaque_names, parts_of
 from shardproof.interop.read_budget import ReadBudget
 from shardproof.interop.reader import (
     Foreign,
@@ -192,7 +192,7 @@ class TorchFilesReader(FormatReader):
         """
         digest = xxhash.xxh3_128("\0".join(digests).encode())
         for name, file in self._files.items():
-            self.note_cut(name, file.size, file.cut_from or 0, self.tensors)
+            self.note_cut(name, file.size, file.cut_from or 0)
             digest.update(f"{name}\0{file.digest}\0".encode())
         self.identity = digest.hexdigest()
         legacy = [name for name, file in self._files.items() if not file.is_zip]
@@ -226,11 +226,25 @@ class TorchFilesReader(FormatReader):
         """All files. torch.save records no sizes, so that only a file that was cut has one."""
         return dict(super().files()) | {name: file.cut_from for name, file in self._files.items()}
 
+    def keys_behind(self, file: str, size: int) -> set[str]:
+        """See `FormatReader.keys_behind`. The values are tensors, and objects that hold tensors."""
+        behind = set(self._files[file].storages_behind(size)) if file in self._files else set()
+        return super().keys_behind(file, size) | {
+            key
+            for key, found in self._objects.items()
+            if found.file == file
+            and any(tensor.storage in behind for tensor in parts_of(found.value, TorchTensor))
+        }
+
     def verify_extra(self) -> int:
-        """Verifies the storages of tensors in objects, and those that no tensor uses."""
+        """Verifies the storages of tensors in objects, and those that no tensor uses.
+
+        Of a file that was cut, it verifies the storages before the cut. The size of the file shows the rest.
+        """
         proved = 0
         for name, file in self._files.items():
-            proved += file.verify(key for key in file.storages if key not in self._used[name])
+            skipped = self._used[name].union(file.storages_behind(file.size))
+            proved += file.verify(key for key in file.storages if key not in skipped)
         return proved
 
     def leaves_of(self, name: str, value: Any, what: str = "") -> list[tuple[tuple[Any, ...], Any]]:

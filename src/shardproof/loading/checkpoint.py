@@ -154,8 +154,8 @@ class Checkpoint(ABC):
     def check_files(self, rows: NDArray[np.int64] | None = None) -> None:
         """Checks that files have their recorded sizes. Checks each file once.
 
-        A load calls it first: it finds a missing or short file before it allocates memory for the file's
-        chunks and before it overwrites any of the target.
+        A load calls it before it overwrites any of the target. Without `include` and `exclude`, it calls it
+        before it allocates memory, too.
 
         Args:
             rows: rows of the chunk table whose files are checked; None for all files.

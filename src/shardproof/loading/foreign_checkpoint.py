@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from math import prod
 from typing import Any
@@ -93,43 +93,50 @@ class ForeignCheckpoint(Checkpoint):
         self.reader.close()
 
     def check_files(self, rows: NDArray[np.int64] | None = None) -> None:
-        """Checks that files exist, with the size that the format records; see `Checkpoint.check_files`.
+        """Checks that files exist, with the size that the format records; see `Checkpoint.check_files`."""
+        for fault in self.file_faults(rows):
+            raise fault
 
-        A file that was cut may hold the whole boxes of some rows.
+    def file_faults(self, rows: NDArray[np.int64] | None = None) -> Iterator[StorageError]:
+        """The errors of files that are missing, or do not have the size that the format records.
+
+        A file that was cut may hold the whole boxes of some rows. Then it has no error.
+
+        Args:
+            rows: rows of the chunk table whose files are checked; None for all files.
         """
         sizes = self._files
         needed = sizes.keys() if rows is None else {self.boxes[row].file for row in rows.tolist()}
         for name in sorted(needed - self._sized):
             found, expected = self.reader.storage.size(name), sizes.get(name)
             if found is None:
-                raise self.reader.missing(name)
-            if expected is not None and found != expected:
-                self._check_cut(name, found, expected, rows)
-                continue
-            self._sized.add(name)
+                yield self.reader.missing(name)
+            elif expected is None or found == expected:
+                self._sized.add(name)
+            elif (fault := self._size_fault(name, found, expected, rows)) is not None:
+                yield fault
 
-    def _check_cut(self, name: str, found: int, expected: int, rows: NDArray[np.int64] | None) -> None:
-        """Raises unless a file that was cut holds the whole boxes of some rows."""
-        lost = {
-            self.tensors[tensor].key
-            for row, tensor in enumerate(self.table.tensor.tolist())
-            if (box := self.boxes[row]).file == name and box.start + box.nbytes > found
-        }
+    def _size_fault(
+        self, name: str, found: int, expected: int, rows: NDArray[np.int64] | None
+    ) -> StorageError | None:
+        """The error of a file of another size; None if it was cut behind the boxes of some rows."""
+        lost = self.reader.keys_behind(name, found) if found < expected else set()
         if found < expected and rows is not None:
             wanted = {self.tensors[tensor].key for tensor in self.table.tensor[rows].tolist()}
             if wanted.isdisjoint(lost):
-                return
+                return None
         path = f"{self.reader.storage.location}/{name}"
         advice = "Restore it from a copy"
-        if found < expected and lost:
+        if lost:
             advice += (
                 f". It lacks bytes of {listed(lost)}. The other values can be read: leave these out with "
                 "exclude= (--exclude)"
             )
-        raise StorageError(
+        return StorageError(
             f"{path} has {found} bytes, expected {expected}: it was cut or replaced. {advice}",
             file=path,
             missing=False,
+            **({"keys": sorted(lost)} if lost else {}),
         )
 
     def open_files(self, rows: NDArray[np.int64]) -> None:

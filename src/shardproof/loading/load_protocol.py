@@ -46,7 +46,6 @@ from shardproof.loading.matching import (
     agree,
     from_rank,
     match,
-    selected_rows,
 )
 from shardproof.loading.opening import open_storage
 from shardproof.loading.read_executor import reading_threads
@@ -229,8 +228,6 @@ class _Loader:
                 )
                 self._opened.callback(checkpoint.close)
                 self._check_kind(checkpoint, check)
-                if self._rendezvous.rank == 0:
-                    checkpoint.check_files(selected_rows(checkpoint, options))
                 matched = self._matched = match(
                     checkpoint, state, options, self._rendezvous.rank, self._rendezvous.world_size
                 )

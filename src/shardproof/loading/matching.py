@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from shardproof._utils.arguments import check_boolean, check_mapping, check_texts
 from shardproof.errors import (
@@ -130,24 +129,15 @@ class Matched:
     """None after a mismatch, because then no rank reads."""
 
 
-def selected_rows(checkpoint: Checkpoint, options: LoadOptions) -> NDArray[np.int64] | None:
-    """Rows of the chunk table that any rank may want; None for all.
-
-    Raises:
-        StructureError: a rename matches no key.
-    """
-    if options.include is None and not options.exclude:
-        return None
-    catalogue, stored_of = renamed(checkpoint.catalogue(), options.rename)
-    keys = filter(selects(options.include, options.exclude), catalogue.tensors)
-    rows = checkpoint.rows([stored_of.get(key, key) for key in keys])
-    return np.flatnonzero(np.isin(checkpoint.table.tensor, rows))
-
-
 def match(checkpoint: Checkpoint, state: Any, options: LoadOptions, rank: int, world_size: int) -> Matched:
     """Binds a state to a checkpoint and plans the reads. It does not change the state.
 
+    It checks the files of the load. Without `include` and `exclude`, rank 0 checks all files first. With
+    them, rank 0 checks the files of all selected keys that it knows, and the other ranks those that it may
+    not know. These are the keys of an optimizer of another rank, and the tensors inside of plain values.
+
     Raises:
+        StorageError: a file is missing or has another size.
         StructureError: a value of the target cannot be loaded, or a pattern or a rename matches no key.
         TilingError: the stored chunks of a wanted tensor do not tile it.
     """
@@ -155,6 +145,9 @@ def match(checkpoint: Checkpoint, state: Any, options: LoadOptions, rank: int, w
         raise StructureError(
             "include: it is empty, so that the load would fill nothing. Pass None for all keys"
         )
+    is_selective = options.include is not None or bool(options.exclude)
+    if rank == 0 and not is_selective:
+        checkpoint.check_files()
     catalogue, stored_names = renamed(checkpoint.catalogue(), options.rename)
     selected = selects(options.include, options.exclude)
     requested: set[str] = set()
@@ -174,8 +167,16 @@ def match(checkpoint: Checkpoint, state: Any, options: LoadOptions, rank: int, w
     )
     _check_selection(options, binding)
     entries, mismatched = _of_loadable_dtypes(binding, casts(options.cast))
-    names = [binding.stored_keys.get(entry.key, entry.key) for entry in entries]
-    rows = checkpoint.rows([stored_names.get(name, name) for name in names])
+
+    def rows_of(keys: Iterable[str]) -> list[int]:
+        names = [binding.stored_keys.get(key, key) for key in keys]
+        return checkpoint.rows([stored_names.get(name, name) for name in names])
+
+    if is_selective:
+        needed = set(filter(selected, binding.catalogue.tensors)) if rank == 0 else set()
+        needed |= {key for entry in entries if (key := entry.key) in binding.stored_keys or not selected(key)}
+        checkpoint.check_files(np.flatnonzero(np.isin(checkpoint.table.tensor, rows_of(needed))))
+    rows = rows_of(entry.key for entry in entries)
     entries, rows, differing = _without_tied(checkpoint, entries, rows)
     mismatched += differing
     report = _report(checkpoint, binding, options, mismatched, requested)

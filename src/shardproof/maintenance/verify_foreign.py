@@ -85,6 +85,9 @@ def verify_foreign(
     total = sum(group[0].nbytes for group in groups)
     total += sum(box.nbytes for rule in rules for box in checkpoint.reader.tensors[rule.key].boxes)
     proved = unproved = done = 0
+    files = list(checkpoint.file_faults())
+    cut = {fault.details["file"] for fault in files if not fault.details["missing"]}
+    """Files whose one fault names all values that they lack."""
 
     def add(box: StoredBox) -> None:
         nonlocal done
@@ -99,14 +102,16 @@ def verify_foreign(
                 proved += extent.stored_bytes if extent.has_checksum else 0
                 unproved += 0 if extent.has_checksum else extent.stored_bytes
         except _DAMAGE as error:
-            faults.append(error)
+            if not isinstance(error, StorageError) or error.details.get("file") not in cut:
+                faults.append(error)
         add(group[0])
+    named = {fault.message for fault in faults}
+    faults += [fault for fault in files if fault.message not in named]
     try:
-        checkpoint.check_files()
         with foreign_faults(checkpoint.location):
             proved += checkpoint.reader.verify_extra()
     except _DAMAGE as error:
-        if error.message not in {fault.message for fault in faults}:
+        if error.details.get("file") not in {fault.details["file"] for fault in files}:
             faults.append(error)
     for rule in rules:
         try:

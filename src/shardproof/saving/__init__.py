@@ -13,6 +13,7 @@ from shardproof.saving.background import PendingSave, Workers
 from shardproof.saving.background import Progress as Progress  # not listed in __all__: internal
 from shardproof.saving.background import unfinished as unfinished
 from shardproof.saving.background import wait_while_moving as wait_while_moving
+from shardproof.saving.commit import Unconfirmed as Unconfirmed
 from shardproof.saving.messages import Attempt, Divergence, SaveResult
 from shardproof.saving.replica_check import CheckReplicas
 from shardproof.saving.save_request import SaveRequest as SaveRequest

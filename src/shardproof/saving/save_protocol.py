@@ -150,8 +150,8 @@ class Save:
 
     def open_fence(self) -> None:
         """Waits until the save does not read memory of the state any more."""
-        if self._shared.fence is not None:
-            self._shared.fence.open()
+        if (fence := self._shared.fence) is not None:  # the save thread may end the save meanwhile
+            fence.open()
 
     def fail(self, error: BaseException) -> None:
         """Makes the save fail with this error: the caller may change memory that is not written yet."""
@@ -253,8 +253,9 @@ class _BothThreads:
         if self.reservation is not None:
             self.reservation.release()
         self.release_caller()
-        if self.fence is not None:
-            self.fence.close()
+        fence, self.fence = self.fence, None  # it refers to this object
+        if fence is not None:
+            fence.close()
         if self.snapshot is not None:
             self.snapshot.end()
         self.collected = self.store = None

@@ -211,7 +211,9 @@ def test_the_command_that_restore_names_removes_an_abandoned_branch(
     assert sp.Checkpointer(near).steps() == sp.Checkpointer(far).steps() == [10, 11, 20, 30]
     assert "with --yes in place of --dry-run" in warning
     for command in commands:
+        capsys.readouterr()
         assert run_cli(shlex.split(command.replace("--dry-run", "--yes"))) == 0
+        assert capsys.readouterr().out.count("step-00000020") == 1, "removed, and not among those that stay"
     caplog.clear()
     assert sp.Checkpointer(near, second_tier=far).restore(state(0)) == 11
     assert sp.Checkpointer(near).steps() == sp.Checkpointer(far).steps() == [10, 11]

@@ -126,6 +126,8 @@ def add_a_save(run: Path, other: Path, step: Path, number: int) -> None:
 
 def save_later(run: Path, other: Path, step: Path, number: int) -> None:
     """The step is saved again after all others, as after a rollback."""
+    if list(step.glob(f"*/*-again{number}.*")):
+        return
     again = sample(int(step.name[5:]), f"again{number}")
     write(step, replace(again, time=time.time() + 100 + number))
 
@@ -188,17 +190,30 @@ def follow(fix: str) -> int:
     return 0
 
 
+_Damage = list[tuple[str, int, int]]
+"""Changes: a name of `DAMAGE`, and two numbers that choose its step and its kind."""
+ANY_DAMAGE: st.SearchStrategy[_Damage] = st.lists(
+    st.tuples(st.sampled_from(sorted(DAMAGE)), st.integers(0, 99), st.integers(0, 99)), min_size=1, max_size=4
+)
+
+
 @example(damage=[("save later", 1, 0)])
 @example(damage=[("cut a manifest", 1, 0)])  # an incremental step, whose repair is refused
 @settings(max_examples=6, deadline=None)
-@given(
-    damage=st.lists(
-        st.tuples(st.sampled_from(sorted(DAMAGE)), st.integers(0, 99), st.integers(0, 99)),
-        min_size=1,
-        max_size=4,
-    )
-)
-def test_all_commands_agree(template: Path, damage: list[tuple[str, int, int]]) -> None:
+@given(damage=ANY_DAMAGE)
+def test_all_commands_agree(template: Path, damage: _Damage) -> None:
+    _all_commands_agree(template, damage)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@settings(max_examples=120, deadline=None)
+@given(damage=ANY_DAMAGE)
+def test_all_commands_agree_on_much_damage(template: Path, damage: _Damage) -> None:
+    _all_commands_agree(template, damage)
+
+
+def _all_commands_agree(template: Path, damage: _Damage) -> None:
     with copied(template / "run") as run:
         for name, which, number in damage:
             DAMAGE[name](run, template / "other", steps_in(run)[which % len(steps_in(run))], number)

@@ -5,17 +5,22 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from torch.distributed import HashStore
 
 import shardproof as sp
+from shardproof.checkpointer.nodes import file_service, join_nodes
 from shardproof.checkpointer.nodes.file_service import FileService
 from shardproof.checkpointer.nodes.network_choice import chosen_address, combined_secret, own_secret
+from shardproof.checkpointer.nodes.node_group import NodeGroup
 from shardproof.checkpointer.nodes.peer_frames import PeerConnection
 from shardproof.checkpointer.nodes.peer_storage import Peer, PeerStorage
 from shardproof.errors import StorageError
+from shardproof.rendezvous import StoreRendezvous
 from shardproof.storage import LocalStorage
 
 OF_STORE, OF_USER = b"s" * 32, b"u" * 32
@@ -54,6 +59,16 @@ def test_a_proof_that_does_not_come_ends_the_connection(tmp_path: Path) -> None:
         PeerConnection(accepted, 3600.0).prove(OF_STORE, b"name", asks=False, seconds=0.1)
     for one in (theirs, server):
         one.close()
+
+
+def test_a_service_ends_a_connection_that_proves_nothing(
+    service: FileService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wait of the run takes a minute here, and the proof may not take as long."""
+    monkeypatch.setattr(file_service, "_PROOF_SECONDS", 0.1)
+    with socket.create_connection(("127.0.0.1", service.port), timeout=20) as silent:
+        while silent.recv(64):
+            pass  # the challenge; then the service closes the connection
 
 
 def test_the_secret_of_the_store_alone_opens_nothing(service: FileService, tmp_path: Path) -> None:
@@ -95,3 +110,23 @@ def test_the_interface_is_one_of_this_machine(service: FileService, tmp_path: Pa
         except OSError:
             assert not is_reached
     everywhere.stop()
+
+
+def test_nodes_listen_and_are_reached_at_the_chosen_interface_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHARDPROOF_NODES_INTERFACE", "127.0.0.2")
+    store = HashStore()
+
+    def join(rank: int) -> NodeGroup:
+        meetings = StoreRendezvous(store, rank, 2, deadline=20.0)
+        return join_nodes(meetings, LocalStorage(tmp_path / f"node{rank}"), 0)
+
+    with ThreadPoolExecutor(2) as ranks:
+        first, second = ranks.map(join, range(2))
+    (tmp_path / "node1" / "a").write_bytes(b"1")
+    assert first.folders[1].read("a") == b"1"
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", second.service.port), timeout=10)
+    for group in (first, second):
+        group.service.stop()

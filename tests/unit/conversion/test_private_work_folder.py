@@ -39,6 +39,15 @@ def test_a_link_in_place_of_the_work_folder_is_refused(source: Path, tmp_path: P
         assert checkpoint["w"].read().tolist() == [0, 1, 2, 3]
 
 
+def test_a_link_in_place_of_the_lock_is_refused(source: Path, tmp_path: Path) -> None:
+    """As it lies in a folder that was copied from elsewhere."""
+    (tmp_path / "new.converting").mkdir(0o700)
+    (tmp_path / "new.converting" / "lock").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(StorageError, match=r"new\.converting"):
+        convert(source)
+    assert not (tmp_path / "elsewhere").exists()
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
 def test_the_work_folder_of_another_user_is_refused(source: Path, tmp_path: Path) -> None:
     (tmp_path / "new.converting").mkdir(0o700)

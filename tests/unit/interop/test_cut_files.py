@@ -120,3 +120,51 @@ def test_a_missing_file_of_other_keys_does_not_stop_a_load(tmp_path: Path) -> No
         sp.load(checkpoint, target)
     sp.load(checkpoint, target, include="other")
     assert torch.equal(target["other"], torch.ones(2)) and not target["lost"].any()
+
+
+def test_a_plain_value_that_lost_its_bytes_has_its_key_in_each_message(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A tensor in a tuple is a part of a plain value."""
+    path = tmp_path / "a.pt"
+    made = [torch.full((99,), value) for value in (1.0, 2.0)]
+    first, last = sorted(made, key=lambda tensor: str(tensor.untyped_storage()._cdata))  # their order in it
+    torch.save({"w": first, "pair": (last, 1)}, path, _use_new_zipfile_serialization=False)
+    whole = path.read_bytes()
+    assert whole.index(first.numpy().tobytes()) < whole.index(last.numpy().tobytes())
+    path.write_bytes(whole[: whole.index(last.numpy().tobytes()) + 100])
+    target = {"w": torch.zeros(99), "pair": None}
+    with sp.open(path) as opened:
+        assert torch.equal(opened["w"].read(), first)
+        with pytest.raises(sp.StorageError, match=r"^'pair': .*a\.pt is too short") as caught:
+            opened["pair"]
+        assert caught.value.details["key"] == "pair"
+    assert "It lacks bytes of pair. The other values can be read." in caplog.text
+    with pytest.raises(sp.StorageError, match=r"It lacks bytes of pair\. .*exclude="):
+        sp.load(path, target)
+    with pytest.raises(sp.StorageError, match=r"'pair': .*a\.pt is too short"):
+        sp.load(path, target, include=["w", "pair"])
+    assert not target["w"].any(), "nothing was overwritten"
+    sp.load(path, target, exclude=["pair"])
+    assert torch.equal(target["w"], first)
+
+
+@pytest.mark.parametrize("write", [safetensors, legacy, hugging_face])
+def test_verify_names_a_cut_file_once(tmp_path: Path, write: Callable[[Path], Path]) -> None:
+    checkpoint = write(tmp_path)
+    file, lost = cut(checkpoint)
+    (fault,) = verify_any(foreign_of(checkpoint)).faults
+    assert file.name in fault.message and fault.details["keys"] == sorted(lost)
+
+
+def test_verify_names_damage_to_an_object_beside_a_cut_file(tmp_path: Path) -> None:
+    save_file(STATE, tmp_path / "model.safetensors")
+    torch.save({"pair": (torch.ones(99), 1)}, tmp_path / "optimizer.bin")
+    torch.save({}, tmp_path / "random_states_0.pkl")  # the mark of Accelerate
+    for name, change in (("model.safetensors", -1), ("optimizer.bin", 0)):
+        data = bytearray((tmp_path / name).read_bytes())
+        data[data.index(torch.ones(99).numpy().tobytes())] ^= 1
+        (tmp_path / name).write_bytes(data[:change] if change else data)
+    cut_file, damaged = verify_any(foreign_of(tmp_path)).faults
+    assert isinstance(cut_file, sp.StorageError) and "model.safetensors has" in cut_file.message
+    assert isinstance(damaged, sp.CorruptChunkError) and "optimizer.bin" in damaged.message

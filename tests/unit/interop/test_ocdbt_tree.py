@@ -13,6 +13,7 @@ import zstandard
 
 import shardproof as sp
 from shardproof.errors import FormatError, ShardproofError
+from shardproof.interop.ocdbt import OcdbtArrays
 from shardproof.interop.ocdbt_tree import OcdbtValue, read_ocdbt_tree
 from shardproof.interop.read_budget import ReadBudget
 from shardproof.storage import LocalStorage
@@ -120,6 +121,35 @@ def test_a_database_written_here_is_one_for_tensorstore(tmp_path: Path) -> None:
     store = tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result()
     assert sorted(store.list().result()) == [b"\0k", b"\1k", b"\2k"]
     assert sorted(read_tree(tmp_path)) == ["\0k", "\1k", "\2k"]
+
+
+def test_a_database_of_many_empty_entries_is_read(tmp_path: Path) -> None:
+    """They compress to almost nothing, so the stored bytes do not bound them."""
+    count = 270_080
+    firsts = range(0, count, 256)  # the others share the first two bytes of their keys
+    shared = (b"\0" + b"\2" * 255) * len(firsts)
+    added = (b"\3" + b"\1" * 255) * len(firsts)
+    keys = b"".join(first.to_bytes(3, "big") + bytes(range(1, 256)) for first in firsts)
+    entries = shared[1:] + added + keys + bytes(2 * count)
+    node = encoded(NODE, b"\0" + table() + number(count) + entries, compress=True)
+    arrays = OcdbtArrays(LocalStorage(written(tmp_path, [node], 0)))
+    assert len(node) < count / 10 and len(arrays.listed()) == count
+
+
+def test_a_database_with_numbered_manifests_is_unsupported_and_its_remedy_helps(tmp_path: Path) -> None:
+    def database(name: str, **options: Any) -> Any:
+        base = {"driver": "file", "path": f"{tmp_path}/{name}/"}
+        return tensorstore.KvStore.open({"driver": "ocdbt", "base": base, **options}).result()
+
+    source = database("numbered", config={"manifest_kind": "numbered"})
+    source["a"] = b"1"
+    with pytest.raises(FormatError, match="does not read this kind .* numbered manifests") as caught:
+        OcdbtArrays(LocalStorage(tmp_path / "numbered"))
+    assert "damaged" not in caught.value.message
+    target = database("default")
+    for key in source.list().result():
+        target[key] = source[key]
+    assert OcdbtArrays(LocalStorage(tmp_path / "default")).listed() == {"a"}
 
 
 def test_a_node_that_is_named_again_and_again_is_refused(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import shardproof as sp
+from shardproof.loading import ForeignCheckpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -168,6 +169,30 @@ def test_selection_applies_to_the_names_of_the_live_optimizer(tmp_path: Path) ->
     )
     assert all(set(slots) == {"exp_avg"} for slots in target[1].state.values())
     assert target[1].param_groups[0]["lr"] == 0.25
+
+
+def without_a_file(checkpoint: Path, key: str) -> None:
+    """Removes the file of a tensor."""
+    with sp.open(checkpoint) as opened:
+        assert isinstance(opened, ForeignCheckpoint)
+        (checkpoint / opened.boxes[opened.row(key)].file).unlink()
+
+
+def test_a_selected_load_checks_the_files_of_the_live_optimizers_keys_before_it_overwrites(
+    tmp_path: Path,
+) -> None:
+    """The live optimizer has `optim.body.weight.*` for the keys `optim.state.1.*` of the checkpoint."""
+    source, target, before = trained(), fresh(), fresh()
+    _as_own_tree_by_number(*source, tmp_path / "source")
+    sp.convert(tmp_path / "source", tmp_path / "zarr", to="zarr")
+    without_a_file(tmp_path / "zarr", "optim.state.1.exp_avg")
+    state = {"model": target[0], "optim": sp.OptimizerState(target[1], target[0])}
+    with pytest.raises(sp.StorageError, match=r"is missing: .*optim\.state\.1\.exp_avg") as caught:
+        sp.load(tmp_path / "zarr", state, include=["model", "optim.body.weight.*"])
+    assert "overwritten" not in caught.value.details
+    assert_same(target, before)
+    sp.load(tmp_path / "zarr", state, exclude=["optim.body.weight.*"])
+    assert torch.equal(target[0].embed.weight, source[0].embed.weight)
 
 
 def test_a_parameter_without_stored_state_is_missing(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +176,13 @@ def test_a_folder_that_another_user_made_first_is_refused(
     assert MemoryStorage("memory://another-name").siblings() == [f"shardproof-{os.geteuid()}-another-name"]
 
 
+def test_the_lock_of_a_run_follows_no_link(storage: MemoryStorage, tmpfs: Path, tmp_path: Path) -> None:
+    """A link that takes the place of the folder between its check and its lock."""
+    (tmpfs / FOLDER).symlink_to(tmp_path)
+    with pytest.raises(StorageError, match=FOLDER):
+        memory_store._RunLock(tmpfs / FOLDER)
+
+
 def test_the_folder_of_another_user_delays_no_save(storage: MemoryStorage, tmpfs: Path) -> None:
     """A commit reads the manifests beside its own, which may refer to its files."""
     for name in ("other", "link"):
@@ -236,6 +243,44 @@ def test_the_files_of_a_save_in_progress_stay(storage: MemoryStorage) -> None:
     assert not storage.in_use()
     sp.Checkpointer(URL)
     assert storage.folders() == []
+
+
+def _of_a_tree(job: sp.Checkpointer) -> None:
+    job.save(1, state(1)).durable(LIMIT)
+    job.restore(state(0))
+
+
+def _of_modules(job: sp.Checkpointer) -> None:
+    """The later saves wait for optimizer steps at a fence."""
+    model = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in (1, 2, 3):
+        model(torch.ones(3)).sum().backward()
+        optimizer.step()
+        pending = job.save(step, {"model": model, "optimizer": optimizer})
+    pending.durable(LIMIT)
+    job.pin(3, "best")
+
+
+@pytest.mark.parametrize("saves", [_of_a_tree, _of_modules])
+@pytest.mark.parametrize("options", [{}, {"incremental": True}, {"then": "second"}], ids=str)
+def test_a_checkpointer_ends_with_its_last_reference(
+    storage: MemoryStorage, tmp_path: Path, saves: Callable[[sp.Checkpointer], None], options: dict[str, Any]
+) -> None:
+    """Nothing in it refers back to it, so its lock does not live until a garbage collection."""
+    if "then" in options:
+        options = {"then": tmp_path / "second"}
+    saves(sp.Checkpointer("memory://before"))  # imports of torch catch errors, which keep frames
+    gc.collect()
+    gc.disable()
+    try:
+        job = sp.Checkpointer(URL, keep=sp.KeepLatest(2), **options)
+        saves(job)
+        assert storage.in_use()
+        del job
+        assert not storage.in_use()
+    finally:
+        gc.enable()
 
 
 @only_root

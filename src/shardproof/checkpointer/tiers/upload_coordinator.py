@@ -52,6 +52,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -121,7 +122,14 @@ class UploadCoordinator:
         self._damaged_before = damaged
         self.position: int | None = None
         """The step that was saved or restored last (note "One line of steps"); None: all steps count."""
-        self._facts = StepFacts(second, self._holder)
+        holder = weakref.WeakMethod(self._holder)  # or both would live until a garbage collection
+
+        def holder_of(step: int) -> Storage:
+            found = holder()
+            assert found is not None, "the facts belong to this object"
+            return found(step)
+
+        self._facts = StepFacts(second, holder_of)
         self._restorable = RestorableSteps(second)
         self._stored: dict[int, bytes] = {}
         """Steps of the second tier as the last round saw them, to their seals."""
