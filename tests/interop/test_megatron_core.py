@@ -19,6 +19,12 @@ pytestmark = [pytest.mark.interop, pytest.mark.timeout(1200)]
 
 ENVIRONMENTS = ["megatron", "megatron16"]
 SECONDS = 300
+EP2: dict[str, Any] = {"expert_model_parallel_size": 2}
+EXPERTS: dict[str, Any] = {
+    "num_moe_experts": 4,
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_router_topk": 2,
+}
 TP2_PP2 = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
 DP4 = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
 
@@ -225,6 +231,42 @@ def test_live_state_refuses_an_optimizer_whose_state_it_would_not_store(environm
     for case, slot in slots.items():
         instead = "as many expert parallel ranks" if case == "options" else "sharded_state_dict of Megatron"
         assert re.search(slot, errors[case]) and instead in errors[case]
+
+
+@pytest.mark.parametrize("environment", ENVIRONMENTS)
+def test_an_optimizer_whose_state_dict_lacks_its_moments_is_refused(environment: str, tmp_path: Path) -> None:
+    """`shardproof.save` of a DistributedOptimizer would store its options alone. The error's advice works."""
+    steps = [("train", 1), ("bare", tmp_path / "bare"), ("save_live", tmp_path / "live")]
+    errors = train(environment, steps, DP4, nproc=2).facts["errors"]
+    assert errors.keys() == {"itself", "named"}
+    for error in errors.values():
+        assert "state_dict() lacks that part" in error and "save `live_state(model, optimizer)`" in error
+    assert [key for key in tensors(tmp_path / "live") if key.startswith("optimizer.state.exp_avg.")]
+
+
+@pytest.mark.parametrize(
+    ("layout", "options", "declaration"),
+    [
+        pytest.param({"tensor_model_parallel_size": 2}, {}, "fused or swiglu", id="tensor"),
+        pytest.param(EP2, EXPERTS, "experts.sequential", id="expert"),
+        pytest.param({"pipeline_model_parallel_size": 2}, {}, "layers", id="pipeline"),
+    ],
+)
+def test_a_model_of_which_the_ranks_have_parts_is_refused(
+    layout: dict[str, Any], options: dict[str, Any], declaration: str, tmp_path: Path
+) -> None:
+    """`shardproof.save` would store the part of one rank. What the error advises saves the whole model."""
+    at = {name: tmp_path / name for name in ("declared", "live", "one", "whole")}
+    steps = [("bare", tmp_path / "bare"), ("save_live", at["live"]), ("declared", at["declared"])]
+    error = train("megatron", steps, layout, nproc=2, **options).facts["errors"]["model"]
+    assert f"declare the part of this rank: shardproof.layouts.{declaration}" in error
+    steps = [("load_live", at["live"]), ("save_live", at["one"]), ("declared", at["whole"])]
+    train("megatron", steps, {}, nproc=1, seed=1, **options)
+    assert_same_tensors(tensors(at["one"]), tensors(at["live"]))
+    whole, found = tensors(at["whole"]), tensors(at["declared"])
+    found.pop("model.output_layer.weight", None)  # the last stage's copy of the embedding
+    whole.pop("model.output_layer.weight", None)
+    assert_same_tensors(found, whole)
 
 
 def test_the_page_shows_lines_of_the_example() -> None:

@@ -22,11 +22,12 @@ MODELS = [
     "stage2-float32-gated",
     "stage3-float32",
     "stage3-bfloat16-gated",
-    "stage3-bfloat16-masters",
+    "stage3-bfloat16-masters-decoupled",
     "stage2-bfloat16-masters-gated",
 ]
 OPTIMIZERS = ["half", "all-overlap-pin", "shardproof", "adamw"]
 SAVED = [f"{model}-{OPTIMIZERS[at % 3]}" for at, model in enumerate(MODELS)]
+SAVED.append("stage3-bfloat16-gated-adamw")
 
 
 def exact(name: str) -> bool:
@@ -38,9 +39,7 @@ def into(optimizer: str, by: int = 0) -> list[str]:
     """The saved cases with another optimizer, at other stages."""
     cases = []
     for name in SAVED:
-        words = [
-            word for word in name.split("-") if word not in ("half", "all", "overlap", "pin", "shardproof")
-        ]
+        words = [word for word in name.split("-") if word not in "-".join(OPTIMIZERS).split("-")]
         words[0] = f"stage{(int(words[0][-1]) + by - 1) % 3 + 1}"
         if exact(name) or optimizer != "adamw":
             cases.append(f"{name}:{'-'.join(words)}-{optimizer}")

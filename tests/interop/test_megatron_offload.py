@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from tests.interop.peer import PeerFailed, assert_same_tensors
-from tests.interop.test_megatron_core import DP4, ENVIRONMENTS, tensors, train
-from tests.interop.test_megatron_parallelism import EP2, EXPERTS
+from tests.interop.test_megatron_core import DP4, ENVIRONMENTS, EP2, EXPERTS, tensors, train
 
 pytestmark = [pytest.mark.interop, pytest.mark.timeout(1200)]
 
@@ -87,16 +86,23 @@ def test_optimizers_without_an_offload_load_it_and_back(tmp_path: Path) -> None:
     assert_same_tensors(tensors(at["back"]), tensors(at["on"]))
 
 
-@pytest.mark.parametrize("environment", ENVIRONMENTS)
-def test_torch_adamw(environment: str, tmp_path: Path) -> None:
-    """Also before its first step, and into an optimizer that has taken steps."""
+@pytest.mark.parametrize(
+    ("environment", "options"),
+    [
+        pytest.param("megatron", SMALL, id="AdamW"),
+        pytest.param("megatron", {**SMALL, "optimizer": {"decoupled_weight_decay": False}}, id="Adam"),
+        pytest.param("megatron16", SMALL, id="AdamW_0.16"),
+    ],
+)
+def test_optimizers_of_torch(environment: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """Also before their first step, and into an optimizer that has taken steps."""
     at = {name: tmp_path / name for name in ("fresh", "first", "on", "again", "one_on")}
     steps = [("save_live", at["fresh"]), ("train", 2), ("save_live", at["first"])]
     steps += [("train", 1), ("save_live", at["on"])]
     steps += [("load_live", at["fresh"]), ("train", 2), ("save_live", at["again"])]
-    train(environment, steps, dict(DP4), nproc=2, **SMALL)
+    train(environment, steps, dict(DP4), nproc=2, **options)
     steps = [("load_live", at["first"]), ("train", 1), ("save_live", at["one_on"])]
-    train(environment, steps, dict(DP4), nproc=1, seed=1, **SMALL)
+    train(environment, steps, dict(DP4), nproc=1, seed=1, **options)
     assert not [key for key in tensors(at["fresh"]) if "exp_avg" in key]
     assert_same_tensors(tensors(at["again"]), tensors(at["first"]))
     assert_same_tensors(tensors(at["one_on"]), tensors(at["on"]))
@@ -144,6 +150,22 @@ def test_sharding_types_of_megatron_with_the_drop_in(kind: str, tmp_path: Path) 
         steps = [("load", at["first"]), ("save_live", tmp_path / str(ranks))]
         train("megatron", steps, dict(layout), nproc=ranks, offload=fraction, seed=ranks, **SMALL)
         assert_same_tensors(tensors(tmp_path / str(ranks)), tensors(at["live"]))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_drop_in_before_the_first_step(ranks: int, tmp_path: Path) -> None:
+    """Moments are saved as zeros. They replace those of a stepped target, and the count of its steps."""
+    at = {name: tmp_path / name for name in ("fresh", "live", "on", "loaded", "loaded_on")}
+    options = {**SMALL, "batches": 6}
+    steps = [("save", at["fresh"]), ("save_live", at["live"]), ("train", 2), ("save_live", at["on"])]
+    train("megatron", steps, dict(DP4), nproc=ranks, offload=0.5, **options)
+    steps = [("train", 1), ("load", at["fresh"]), ("save_live", at["loaded"])]
+    steps += [("train", 2), ("save_live", at["loaded_on"])]
+    train("megatron", steps, dict(DP4), nproc=ranks, offload=1.0, seed=1, **options)
+    saved, loaded = tensors(at["live"]), tensors(at["loaded"])
+    assert_same_tensors({key: loaded[key] for key in saved}, saved)
+    assert not any(item.any() for key, item in loaded.items() if key not in saved)
+    assert_same_tensors(tensors(at["loaded_on"]), tensors(at["on"]))
 
 
 @pytest.mark.parametrize("environment", ENVIRONMENTS)

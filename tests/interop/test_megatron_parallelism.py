@@ -11,18 +11,12 @@ import pytest
 import torch
 
 from tests.interop.peer import PeerFailed, assert_same_tensors, python_of
-from tests.interop.test_megatron_core import tensors, train
+from tests.interop.test_megatron_core import EP2, EXPERTS, tensors, train
 
 pytestmark = [pytest.mark.interop, pytest.mark.timeout(1200)]
 
 TP2: dict[str, Any] = {"tensor_model_parallel_size": 2}
 PP2: dict[str, Any] = {"pipeline_model_parallel_size": 2}
-EP2: dict[str, Any] = {"expert_model_parallel_size": 2}
-EXPERTS: dict[str, Any] = {
-    "num_moe_experts": 4,
-    "moe_token_dispatcher_type": "alltoall",
-    "moe_router_topk": 2,
-}
 
 
 NEEDS_GPU = {

@@ -1,10 +1,9 @@
 """A cached plan outlives a change of the state, and an entry is dropped: replayed with Megatron-Core.
 
 Megatron's strategy with a cached structure (`--ckpt-assume-constant-structure`) reuses the local plan of the
-save before, without a look at the state. In 0.16.1 the state of the rerun state machine appears when a step
-is to run again, which is when it matters. In 0.19.2 the machine always has its state; any other new entry is
-dropped. With shardproof, no change is dropped: a new object or tensor, an object in place of a tensor, an
-entry of one rank.
+save before, without a look at the state. New tensors and objects are dropped, and an object in the place of a
+tensor is an error. In 0.16.1 the state of the rerun state machine appears when a step is to run again, which
+is when it matters. In 0.19.2 the machine always has its state. With shardproof, no change is dropped.
 """
 
 from __future__ import annotations
@@ -24,17 +23,38 @@ def replay(environment: str, who: str, folder: Path, change: str) -> PeerResult:
     return run_peer(environment, "seed_cached_plan.py", *arguments, nproc=2, timeout=240)
 
 
+NEW = [
+    ("megatron16", "machine"),
+    *(
+        (environment, change)
+        for environment in ("megatron16", "megatron")
+        for change in ("object", "tensor", "one_rank")
+    ),
+]
+
+
+@pytest.mark.parametrize(("environment", "change"), NEW)
+def test_a_new_entry_is_dropped_by_megatron(environment: str, change: str, tmp_path: Path) -> None:
+    """No rank raises, and the checkpoint lacks the entry. The machine of 0.19.2 always has its state."""
+    own = replay(environment, "own", tmp_path, change).facts
+    assert own["appears"] == (environment == "megatron16")
+    assert (own["errors"], own["found"]) == (["", ""], [])
+
+
+@pytest.mark.parametrize("environment", ["megatron16", "megatron"])
+def test_a_replaced_entry_is_an_error_of_megatron(environment: str, tmp_path: Path) -> None:
+    """The tensor that the cached plan writes is not in the state."""
+    errors = replay(environment, "own", tmp_path, "replaced").facts["errors"]
+    assert errors == ["ValueError: Could not find FQN: 'more'"] * 2
+
+
 @pytest.mark.parametrize(
     ("environment", "change", "key"),
     [("megatron16", "machine", "rerun_state_machine_state"), ("megatron", "object", "more")],
 )
-def test_a_new_entry_is_dropped_by_megatron_and_saved_by_us(
-    environment: str, change: str, key: str, tmp_path: Path
-) -> None:
-    own = replay(environment, "own", tmp_path, change).facts
-    assert (own["appears"], own["found"]) == (change == "machine", [])  # no error, no entry
-    ours = replay(environment, "ours", tmp_path, change).facts
-    assert ours["found"] == [f"{key}/shard_0_2", f"{key}/shard_1_2"]
+def test_a_new_entry_is_saved_by_us(environment: str, change: str, key: str, tmp_path: Path) -> None:
+    facts = replay(environment, "ours", tmp_path, change).facts
+    assert facts["found"] == [f"{key}/shard_0_2", f"{key}/shard_1_2"]
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,13 @@ from shardproof.state.handlers.generators import (
 )
 from shardproof.state.handlers.modules import MODULE
 from shardproof.state.handlers.per_rank import PER_RANK, PerRank
-from shardproof.state.handlers.stateful_objects import PART, STATEFUL, has_state_tree, is_stateful
+from shardproof.state.handlers.stateful_objects import (
+    PART,
+    STATEFUL,
+    has_state_tree,
+    is_stateful,
+    refuse_divided,
+)
 from shardproof.state.local_shards import FlatShard, LocalShards, described
 from shardproof.state.optimizer.collect import OPTIMIZER, OptimizerState
 from shardproof.state.plain.encode import TEXT_KINDS
@@ -233,6 +239,7 @@ def handler_of(value: Any, place: Place) -> Handler:
                 key=place.key,
             )
     if is_stateful(value):
+        refuse_divided(value, place)
         return STATEFUL
     return _PLAIN
 

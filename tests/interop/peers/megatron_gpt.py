@@ -28,7 +28,9 @@ from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E
 from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
-__all__ = ["Run", "sharded_state"]
+from shardproof import layouts  # noqa: E402
+
+__all__ = ["Run", "declare", "sharded_state"]
 
 SEQUENCE, VOCABULARY, BATCHES = 8, 32, 4
 
@@ -189,6 +191,32 @@ class Run:
             )
             done, _, _ = self.optimizer.step()
             assert done
+
+
+def declare(module: Any) -> None:
+    """Declares what this rank has of the model: its experts, its parts of divided weights, and its layers."""
+    decoder = module.decoder.layers
+    layouts.layers(decoder, decoder[0].layer_number - 1)
+    total = module.config.num_moe_experts
+    if total:
+        count = total // parallel_state.get_expert_model_parallel_world_size()
+        module.first_expert = first = count * parallel_state.get_expert_model_parallel_rank()
+        for layer in decoder:
+            layouts.experts.sequential(layer.mlp.experts.local_experts, first=first, total=total)
+    ranks = parallel_state.get_tensor_model_parallel_world_size()
+    if ranks > 1:
+        here = {"rank": parallel_state.get_tensor_model_parallel_rank(), "ranks": ranks}
+
+        def divide(linear: Any, dim: int) -> None:
+            layouts.fused(linear, "weight", [ranks * linear.weight.shape[dim]], dim=dim, **here)
+
+        divide(module.embedding.word_embeddings, 0)
+        for layer in decoder:
+            divide(layer.self_attention.linear_qkv, 0)  # a rank has whole groups of query, key and value
+            divide(layer.self_attention.linear_proj, 1)
+            size = ranks * layer.mlp.linear_fc1.weight.shape[0] // 2
+            layouts.swiglu(layer.mlp.linear_fc1, "weight", size, **here)
+            divide(layer.mlp.linear_fc2, 1)
 
 
 def sharded_state(run: Run, kind: str, *, is_loading: bool = False) -> dict[str, Any]:

@@ -12,6 +12,8 @@ STEPS is a JSON list of what to do, in order:
     ["reference", PATH]  save with Megatron's own strategy `torch_dist`
     ["own", PATH]        fill model and optimizer with Megatron's own functions and strategy
     ["refuse", PATH]     make `live_state` of optimizers whose state it does not know; the errors are facts
+    ["bare", PATH]       save optimizer and model as values of a state tree; the errors are facts
+    ["declared", PATH]   the same for the model alone, with its parts declared
     ["refused", PATH]    load what does not fit; the error is a fact
     ["describe", KIND]   describe the optimizer in a sharding type; the error is a fact
     ["reject", REASON]   have the rerun state machine reject a result of the last rank, and ask for a rerun
@@ -203,6 +205,19 @@ class Steps:
     def remember(self, path: str) -> None:
         Path(path).mkdir(exist_ok=True)
         (Path(path) / f"rank-{rank()}.json").write_text(json.dumps(self.loop_state.remembered()))
+
+    def bare(self, path: str) -> None:
+        module, optimizer = self.run.model.module, self.run.optimizer
+        values = {"itself": optimizer, "named": sp.OptimizerState(optimizer, module), "model": module}
+        for name, value in values.items():
+            try:
+                sp.save(f"{path}-{name}", {name: value}, deadline=60)
+            except sp.ShardproofError as error:
+                self.errors[name] = f"{type(error).__name__}: {error}"
+
+    def declared(self, path: str) -> None:
+        megatron_gpt.declare(self.run.model.module)
+        sp.save(path, {"model": self.run.model.module}, deadline=60)
 
     def refused(self, path: str) -> None:
         try:

@@ -9,8 +9,9 @@ says what is different the second time:
     replaced  a tensor is replaced by an object of the same key
     one_rank  an object appears on rank 1 only
 
-Facts: `appears`, whether the first save lacked the state of the machine; in `found` the keys of the changed
-entry in the second checkpoint; and for `ours` in `values` what a load gives each rank for it.
+Facts: `appears`, whether the first save lacked the state of the machine; in `errors` what the second save
+of `own` raised on each rank; in `found` the keys of the changed entry in the second checkpoint, if no rank
+raised; and for `ours` in `values` what a load gives each rank for it.
 """
 
 from __future__ import annotations
@@ -114,9 +115,17 @@ def main() -> None:
         return {"more": of_each_rank("more", 7)}
 
     key = "rerun_state_machine_state" if change == "machine" else "more"
-    second = save(after | changed(), "second")
-    stored = ours.load_sharded_metadata(second)
-    result.facts["found"] = sorted(name for name in stored if name.split("/")[0] == key)
+    second, error = str(Path(folder) / "second"), ""
+    try:
+        save(after | changed(), "second")
+    except Exception as caught:
+        if who == "ours":
+            raise
+        error = f"{type(caught).__name__}: {caught}"
+    result.facts["errors"] = of_all_ranks(error)
+    if not any(result.facts["errors"]):
+        stored = ours.load_sharded_metadata(second)
+        result.facts["found"] = sorted(name for name in stored if name.split("/")[0] == key)
     if who == "ours":
         result.facts["values"] = values_of(changed(), second)
     if who == "ours" and change == "machine":
@@ -131,8 +140,13 @@ def values_of(changed: dict[str, Any], path: str) -> list[Any]:
         if isinstance(item, ShardedTensor):
             item.data.zero_()
     loaded = ours.load(changed, path).get("more")
+    return of_all_ranks(loaded.tolist() if isinstance(loaded, torch.Tensor) else loaded)
+
+
+def of_all_ranks(value: Any) -> list[Any]:
+    """The values of all ranks."""
     values: list[Any] = [None] * world_size()
-    dist.all_gather_object(values, loaded.tolist() if isinstance(loaded, torch.Tensor) else loaded)
+    dist.all_gather_object(values, value)
     return values
 
 

@@ -51,7 +51,6 @@ from megatron.core.transformer.fsdp_dtensor_checkpoint import (  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 import shardproof as sp  # noqa: E402
-from shardproof import layouts  # noqa: E402
 from shardproof.frameworks import megatron_fsdp as adapter  # noqa: E402
 
 STAGES = {"stage1": "optim", "stage2": "optim_grads", "stage3": "optim_grads_params"}
@@ -102,7 +101,7 @@ def built(words: set[str], seed: int) -> tuple[Any, Any]:
     cpu_stubs.install(current_device=0)
     module = megatron_gpt._model(config, None, engine="fp8" in words)
     if "undeclared" not in words:
-        declare(module, words)
+        megatron_gpt.declare(module)
     model = FullyShardedDataParallel(config, sharding, module, device=DEVICE)
     cpu_stubs.install(current_device="cpu")
     optimizer = get_megatron_optimizer(
@@ -122,27 +121,6 @@ def built(words: set[str], seed: int) -> tuple[Any, Any]:
         [model],
     )
     return model, optimizer
-
-
-def declare(module: Any, words: set[str]) -> None:
-    """Declares the experts of this rank, and its parts of the weights that tensor parallelism divides."""
-    if {"moe", "ep"} & words:
-        first = 2 * parallel_state.get_expert_model_parallel_rank()
-        for layer in module.decoder.layers:
-            layouts.experts.sequential(layer.mlp.experts.local_experts, first=first, total=4)
-        module.first_expert = first  # for `whole_state`
-    if "tp" in words:
-        here = {"rank": parallel_state.get_tensor_model_parallel_rank(), "ranks": 2}
-
-        def divide(linear: Any, dim: int) -> None:
-            layouts.fused(linear, "weight", [2 * linear.weight.shape[dim]], dim=dim, **here)
-
-        divide(module.embedding.word_embeddings, 0)
-        for layer in module.decoder.layers:
-            divide(layer.self_attention.linear_qkv, 0)  # a rank has whole groups of query, key and value
-            divide(layer.self_attention.linear_proj, 1)
-            layouts.swiglu(layer.mlp.linear_fc1, "weight", layer.mlp.linear_fc1.weight.shape[0], **here)
-            divide(layer.mlp.linear_fc2, 1)
 
 
 def train(model: Any, optimizer: Any, steps: int, first: int = 0) -> list[float]:

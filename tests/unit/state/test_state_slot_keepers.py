@@ -220,3 +220,30 @@ def test_a_plain_optimizer_goes_on_with_state_of_another_dtype(
         parameter.grad = torch.ones_like(parameter)
     again.step()
     assert again.state[other.weight]["step"] == 2
+
+
+class Divided:
+    """An optimizer of Megatron-Core: its `state_dict` has the options alone."""
+
+    def __init__(self) -> None:
+        self.param_groups = [{"params": [torch.nn.Parameter(torch.ones(2))], "lr": 0.1}]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"lr": 0.1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Sets the options."""
+
+    def sharded_state_dict(self, model: dict[str, Any]) -> dict[str, Any]:
+        return {"moments": "of each rank"}
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_an_optimizer_that_divides_its_state_among_ranks_is_refused(named: bool, tmp_path: Path) -> None:
+    """`test_megatron_core.py` has the real ones, and what the error advises."""
+    optimizer, module = Divided(), torch.nn.Linear(2, 2)
+    value = sp.OptimizerState(optimizer, module) if named else [optimizer]  # type: ignore[arg-type]
+    sp.save(tmp_path / "other", {"module": module})
+    for act, path in ((sp.save, tmp_path / "step"), (sp.load, tmp_path / "other")):
+        with pytest.raises(StructureError, match=r"Divided, which divides its state .* `live_state\("):
+            act(path, {"optimizer": value})

@@ -18,6 +18,7 @@ from shardproof.state.flat_parameters import FlatPart, flat_parts, flat_state, i
 from shardproof.state.handlers.module_hooks import LoadHooks, is_uninitialized, refuse_hooks
 from shardproof.state.layout import Layout, local_layout
 from shardproof.state.local_shards import FlatShard, LocalShards
+from shardproof.state.megatron_modules import refuse_undeclared
 from shardproof.state.module_names import EXTRA_STATE, PARALLEL, NamedModule, inside
 from shardproof.state.plain.decode import references
 from shardproof.state.storage_owner import declare_fsdp2_owners
@@ -330,6 +331,7 @@ def _state_of(
 ) -> tuple[NamedModule, Mapping[str, Any]]:
     module = named(value, visitor)
     _refuse_collective(module, place)
+    refuse_undeclared(module, place)
     refuse_hooks(
         [("", wrapper) for wrapper in _unwrapped(value)[:-1]],
         place,

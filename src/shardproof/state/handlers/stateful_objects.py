@@ -15,7 +15,16 @@ from shardproof.state.collector import Collector
 from shardproof.state.plain.decode import decode, references
 from shardproof.state.visitor import Place, is_per_rank, join
 
-__all__ = ["PART", "SEGMENT", "STATEFUL", "Stateful", "has_state_tree", "is_stateful", "parts_of"]
+__all__ = [
+    "PART",
+    "SEGMENT",
+    "STATEFUL",
+    "Stateful",
+    "has_state_tree",
+    "is_stateful",
+    "parts_of",
+    "refuse_divided",
+]
 
 SEGMENT = "@part"
 """The segment that the keys of a part's values have after the key of the part."""
@@ -153,3 +162,23 @@ def is_stateful(value: Any) -> bool:
     """True if the value's type has `state_dict` and `load_state_dict`."""
     kind = type(value)
     return callable(getattr(kind, "state_dict", None)) and callable(getattr(kind, "load_state_dict", None))
+
+
+def refuse_divided(value: Any, place: Place) -> None:
+    """Raises for an object with a ``sharded_state_dict``, as the optimizers of Megatron-Core have.
+
+    Their ``state_dict`` lacks what the ranks divide: `DistributedOptimizer` returns its options without main
+    weights and moments.
+
+    Raises:
+        StructureError: the value has the method.
+    """
+    kind = type(value)
+    if callable(getattr(kind, "sharded_state_dict", None)):
+        raise StructureError(
+            f"{place.path} is a {kind.__module__}.{kind.__qualname__}, which divides its state among the "
+            "ranks: state_dict() lacks that part. With Megatron-Core, save `live_state(model, optimizer)` by "
+            "`save` of shardproof.frameworks.megatron_core. With Megatron-FSDP, use "
+            "shardproof.frameworks.megatron_fsdp.optimizer_state(optimizer, model) in its place",
+            key=place.key,
+        )

@@ -22,6 +22,8 @@ from shardproof.state.dtensor import local_tensor
 from shardproof.state.fabric_wrappers import without_fabric
 from shardproof.state.flat_parameters import is_in_flat
 from shardproof.state.handlers.modules import flat_parts_of, named
+from shardproof.state.handlers.stateful_objects import refuse_divided
+from shardproof.state.megatron_modules import refuse_undeclared
 from shardproof.state.optimizer.bind import EXTRA, SHARED, OptimizerBinding
 from shardproof.state.optimizer.flat_slots import FlatSlots
 from shardproof.state.optimizer.group_options import GroupOptions
@@ -158,15 +160,13 @@ def _collect(
 def _given_modules(value: Any, place: Place, visitor: Visitor[Any]) -> list[VisitedModule]:
     """The modules that the program names for this optimizer. The position of each of several is its key."""
     given = value.modules if isinstance(value, OptimizerState) else ()
-    return [
-        VisitedModule(
-            str(index) if len(given) > 1 else "",
-            module := named(item, visitor),
-            {},
-            flat_parts_of(module, place.path, visitor),
-        )
-        for index, item in enumerate(given)
-    ]
+    visited = []
+    for index, item in enumerate(given):
+        module = named(item, visitor)
+        refuse_undeclared(module, place)
+        key = str(index) if len(given) > 1 else ""
+        visited.append(VisitedModule(key, module, {}, flat_parts_of(module, place.path, visitor)))
+    return visited
 
 
 def _source(
@@ -220,6 +220,7 @@ def _collect_shared(place: Place, optimizer: torch.optim.Optimizer, collector: C
 def _optimizer_of(value: Any, place: Place) -> Any:
     """The optimizer. Raises if it may have state besides slots, which a save would lose."""
     if isinstance(value, OptimizerState):
+        refuse_divided(value.optimizer, place)
         return without_fabric(value.optimizer)
     value = without_fabric(value)
     assert isinstance(value, torch.optim.Optimizer)

@@ -1,0 +1,72 @@
+"""Modules of Megatron-Core of which ranks have different parts under one key.
+
+`tests/interop/test_megatron_core.py` has the real ones.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import shardproof as sp
+from shardproof import layouts
+from shardproof.errors import StructureError
+from shardproof.state import collect
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The numbers of parallel ranks that `megatron.core.parallel_state` returns."""
+    numbers = SimpleNamespace(tensor=1, expert=1, pipeline=1)
+    state = SimpleNamespace(
+        model_parallel_is_initialized=lambda: True,
+        get_tensor_model_parallel_world_size=lambda: numbers.tensor,
+        get_expert_model_parallel_world_size=lambda: numbers.expert,
+        get_pipeline_model_parallel_world_size=lambda: numbers.pipeline,
+    )
+    monkeypatch.setitem(sys.modules, "megatron.core.parallel_state", state)
+    return numbers
+
+
+def stage(first: int) -> torch.nn.ModuleDict:
+    """The layers of a pipeline stage, with the attributes that Megatron-Core sets."""
+    layers = torch.nn.ModuleList(torch.nn.ModuleDict({"fc": torch.nn.Linear(2, 4)}) for _ in range(2))
+    for number, layer in enumerate(layers, first + 1):
+        layer.layer_number = number
+    return torch.nn.ModuleDict({"layers": layers})
+
+
+@pytest.mark.parametrize(
+    ("kind", "attribute", "value", "declaration"),
+    [("tensor", "tensor_model_parallel", True, "fused or swiglu"), ("expert", "allreduce", False, "experts")],
+)
+def test_a_divided_weight_without_a_layout_is_refused(
+    ranks: SimpleNamespace, kind: str, attribute: str, value: bool, declaration: str
+) -> None:
+    model = stage(0)
+    layer: Any = model["layers"][1]
+    setattr(layer["fc"].weight, attribute, value)
+    collect({"model": model})
+    setattr(ranks, kind, 2)
+    with pytest.raises(StructureError, match=rf"^model\.layers\.1\.fc\.weight .*layouts\.{declaration}"):
+        collect({"model": model})
+    optimizer = sp.OptimizerState(torch.optim.SGD(model.parameters()), model)
+    with pytest.raises(StructureError, match=rf"^optimizer\.layers\.1\.fc\.weight .*layouts\.{declaration}"):
+        collect({"optimizer": optimizer})
+    collect({"model": sp.PerRank(model)})
+    layouts.fused(layer["fc"], "weight", [8], rank=0, ranks=2)
+    collect({"model": model})
+
+
+def test_layers_with_the_numbers_of_their_stage_are_refused(ranks: SimpleNamespace) -> None:
+    ranks.pipeline = 2
+    collect({"model": stage(0)})
+    model = stage(2)
+    with pytest.raises(StructureError, match=r"^model\.layers\.0 .*shardproof\.layouts\.layers$"):
+        collect({"model": model})
+    layouts.layers(model["layers"], 2)  # type: ignore[arg-type]
+    assert {entry.key.split(".")[2] for entry in collect({"model": model}).tensors} == {"2", "3"}
