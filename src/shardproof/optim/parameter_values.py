@@ -20,6 +20,8 @@ def local_gradient(
 ) -> torch.Tensor:
     """The local part of a gradient, with the placements of its parameter.
 
+    A `DTensor` class whose rows do not follow from its placements has the method ``_shardproof_rows_of``.
+
     Raises:
         ValueError: the gradient's local shape differs from the parameter's.
 
@@ -27,8 +29,11 @@ def local_gradient(
     >>> local_gradient(torch.zeros(2), weight)
     tensor([0., 0.])
     """
-    if is_dtensor(gradient) and is_dtensor(parameter) and gradient.placements != parameter.placements:
-        gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
+    if is_dtensor(gradient) and is_dtensor(parameter):
+        if (rows_of := getattr(parameter, "_shardproof_rows_of", None)) is not None:
+            gradient = rows_of(gradient)
+        elif gradient.placements != parameter.placements:
+            gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
     local, expected = local_tensor(gradient), local_tensor(parameter)
     if local.shape != expected.shape:
         raise ValueError(
