@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from shardproof.collectives import all_gather
 from shardproof.geometry import Boxes, IndexMap, compose, row_major_strides
+from shardproof.state import local_segments
 
 __all__ = ["RowLayout", "ShardOfRows", "dtensor"]
 
@@ -125,13 +127,13 @@ class RowLayout:
         """Placements from which torch computes the size and the offsets of this rank's part.
 
         Raises:
-            RuntimeError: the part is not one box.
+            RuntimeError: on all ranks, if the part of one of them is not one box.
         """
-        if len(self.outer.local) > 1:
+        if self._has_separate_parts():
             raise RuntimeError(
-                f"a rank has {len(self.outer.local)} parts of a parameter of shardproof.fsdp with shape "
-                f"{list(self.shape)} and placements {self.placements}, and torch asks for one. Save with "
-                "shardproof.save, and load with shardproof.load or load_full_state_dict"
+                f"a rank has several parts of a parameter of shardproof.fsdp with shape {list(self.shape)} "
+                f"and placements {self.placements}, and torch asks for one. Save with shardproof.save, and "
+                "load with shardproof.load or load_full_state_dict"
             )
         sizes, placed = self.index_map.local_shape, self.index_map.placed
         offsets = placed.pair(0)[0] if len(placed) else (0,) * len(sizes)
@@ -142,6 +144,15 @@ class RowLayout:
                 part = (sizes[placement.dim], offsets[placement.dim]) if last[placement.dim] == dim else None
                 made[dim] = ShardOfRows(placement.dim, self, part)
         return tuple(made)
+
+    def _has_separate_parts(self) -> bool:
+        """True if a rank has several boxes of the tensor: it depends on the placements alone."""
+        beneath = range(self.mesh_dim + 1, len(self.placements))
+        shards = [(dim, self.placements[dim]) for dim in beneath if not self.placements[dim].is_replicate()]
+        sharding = tuple((dim, p.dim, getattr(p, "split_factor", 0)) for dim, p in shards)  # type: ignore[attr-defined]
+        mesh = (*(1 for _ in range(self.mesh_dim + 1)), *self.mesh.shape[self.mesh_dim + 1 :])
+        cuts = (local_segments(self.shape, mesh, at, sharding, False) for at in product(*map(range, mesh)))
+        return any(len(segments) > 1 for cut in cuts for segments in cut or ())
 
     def gather(self, local: torch.Tensor) -> DTensor:
         """The gathered tensor, a copy. A collective over the ranks that share the rows.

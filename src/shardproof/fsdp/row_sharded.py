@@ -105,6 +105,9 @@ class RowSharded(DTensor):
     def _shardproof_like(self, local: torch.Tensor) -> RowSharded:
         return row_sharded(self.row_layout, local)
 
+    def _shardproof_rows_of(self, gradient: DTensor) -> RowSharded:
+        return in_layout(self.row_layout, gradient)
+
     @staticmethod
     def __tensor_unflatten__(
         inner_tensors: dict[str, torch.Tensor], flatten_spec: Any, outer_size: Any, outer_stride: Any

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shardproof.state import is_dtensor, local_tensor
+from shardproof.state import local_tensor
 
 __all__ = ["gradient_of", "local_gradient", "refreshed"]
 
@@ -20,6 +20,8 @@ def local_gradient(
 ) -> torch.Tensor:
     """The local part of a gradient, with the placements of its parameter.
 
+    A `DTensor` class whose rows do not follow from its placements has the method ``_shardproof_rows_of``.
+
     Raises:
         ValueError: the gradient's local shape differs from the parameter's.
 
@@ -27,9 +29,12 @@ def local_gradient(
     >>> local_gradient(torch.zeros(2), weight)
     tensor([0., 0.])
     """
-    if is_dtensor(gradient) and is_dtensor(parameter) and gradient.placements != parameter.placements:
-        gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
     local, expected = local_tensor(gradient), local_tensor(parameter)
+    if local is not gradient and expected is not parameter:  # both are DTensors
+        if (rows_of := getattr(parameter, "_shardproof_rows_of", None)) is not None:
+            local = local_tensor(rows_of(gradient))
+        elif gradient.placements != parameter.placements:  # type: ignore[attr-defined]
+            local = local_tensor(gradient.redistribute(parameter.device_mesh, parameter.placements))  # type: ignore[attr-defined]
     if local.shape != expected.shape:
         raise ValueError(
             f"{name} has local shape {list(expected.shape)}, "

@@ -51,7 +51,11 @@ def test_torch_computes_the_rows_of_a_parameter(
         assert not len(placed) or placed.pair(0) == (tuple(offsets), tuple(sizes))
 
 
-def test_separate_parts_of_a_parameter_are_refused_by_placements(mesh: DeviceMesh) -> None:
-    weight = sharded(mesh, (8, 2), _StridedShard(0, split_factor=2))
-    with pytest.raises(RuntimeError, match=r"2 parts of a parameter.*shape \[8, 2\].*shardproof.save"):
+@pytest.mark.parametrize("rows", [8, 3])
+def test_separate_parts_of_a_parameter_are_refused_on_all_ranks(mesh: DeviceMesh, rows: int) -> None:
+    """Of three rows, this rank has the middle one, and its neighbour the two others."""
+    weight = sharded(mesh, (rows, 2), _StridedShard(0, split_factor=2))
+    with pytest.raises(
+        RuntimeError, match=rf"several parts of a parameter.*shape \[{rows}, 2\].*shardproof.save"
+    ):
         compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)

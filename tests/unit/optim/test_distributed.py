@@ -640,6 +640,17 @@ def test_gradients_reduced_during_backward_use_the_scale_of_their_loss(shard_gra
     assert equal(list(ours.parameters()), list(plain.parameters())), "the scales are powers of two"
 
 
+def test_a_copy_of_the_model_runs_beside_it() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2))
+    optimizer = DistributedOptimizer(model, torch.optim.SGD, lr=0.5)
+    average = copy.deepcopy(model)
+    x = torch.ones(1, 3)
+    assert torch.equal(average(x), model(x))
+    model(x).sum().backward()
+    optimizer.step()
+    assert not torch.equal(average(x), model(x))
+
+
 def test_a_moved_parameter_is_refused_by_name() -> None:
     net = model()
     optimizer = DistributedOptimizer(net, torch.optim.SGD, lr=0.1)

@@ -119,8 +119,32 @@ def gradients_of_another_layout() -> None:
         assert torch.equal(weight.full_tensor(), -1 - torch.arange(6.0).reshape(3, 2))  # type: ignore[attr-defined]
 
 
+def gradients_with_the_rows_of_torch() -> None:
+    """`fully_shard` gives the first rank all rows of the first parameter, and torch two of three."""
+    from shardproof.fsdp import fully_shard
+
+    with process_group():
+        mesh = init_device_mesh("cpu", (2,))
+        model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(3, 2)) for _ in range(2)])
+        first, second = fully_shard(model, mesh=mesh)
+        values = torch.arange(6.0).reshape(3, 2)
+        others = torch.nn.Parameter(second.detach().clone() + distribute_tensor(values, mesh, [Replicate()]))
+        for fraction in (0.0, 1.0):
+            optimizer = HybridDeviceOptimizer([first], torch.optim.SGD, cpu_fraction=fraction, lr=1.0)
+            for gradient in (distribute_tensor(values, mesh, [Shard(0)]), others.detach()):
+                before = first.full_tensor().detach()
+                first.decoupled_grad = gradient
+                optimizer.step()
+                assert torch.equal(first.full_tensor(), before - values), fraction
+
+
 def test_a_gradient_of_another_layout_is_redistributed_to_the_parameters() -> None:
     for outcome in run_ranks(2, gradients_of_another_layout):
+        assert outcome.value is None
+
+
+def test_a_gradient_with_other_rows_is_redistributed_to_the_parameters() -> None:
+    for outcome in run_ranks(2, gradients_with_the_rows_of_torch):
         assert outcome.value is None
 
 

@@ -150,6 +150,41 @@ def test_overridden_load_state_dict_of_an_inner_module_does_not_run(tmp_path: Pa
     assert torch.equal(target[0].weight, source[0].weight) and target[1].inv.tolist() == [0.25] * 4
 
 
+def test_methods_that_the_program_sets_on_an_object_run(tmp_path: Path) -> None:
+    log: Log = []
+
+    def logged(method: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            log.append((method.__name__,))
+            return method(*args, **options)
+
+        return call
+
+    def build() -> tuple[nn.Sequential, torch.optim.Optimizer]:
+        model = nn.Sequential(nn.Linear(2, 2))
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def changed(value: Any, method: str) -> None:
+        setattr(value, method, logged(getattr(value, method)))
+
+    source, target = build(), build()
+    changed(source[0], "state_dict")
+    sp.save(tmp_path / "c", source)
+    assert log == [("state_dict",)]
+    for value, method in [
+        (target[0], "load_state_dict"),
+        (target[0][0], "_load_from_state_dict"),
+        (target[1], "load_state_dict"),
+    ]:
+        changed(value, method)
+    log.clear()
+    sp.load(tmp_path / "c", target)
+    assert log == [("load_state_dict",), ("_load_from_state_dict",), ("load_state_dict",)]
+    changed(source[1], "state_dict")
+    with pytest.raises(sp.StructureError, match="SGD overrides state_dict"):
+        sp.save(tmp_path / "d", source)
+
+
 def test_hooks_of_a_module_that_describes_its_shards_are_refused(tmp_path: Path) -> None:
     class Flat(nn.Module):
         def __init__(self) -> None:
@@ -454,3 +489,24 @@ def test_pre_hook_of_an_optimizer_without_a_local_state_dict_is_refused(tmp_path
         sp.load(tmp_path / "c", state)
     handle.remove()
     sp.load(tmp_path / "c", state)
+    optimizer.load_state_dict = lambda state: None
+    with pytest.raises(sp.StructureError, match="HybridDeviceOptimizer has an own load_state_dict"):
+        sp.load(tmp_path / "c", state)
+
+
+def test_methods_below_a_class_that_describes_its_slots_are_refused(tmp_path: Path) -> None:
+    class Own(sp.optim.HybridDeviceOptimizer):
+        def load_state_dict(self, state: Any) -> None:
+            raise AssertionError("a load has no state dict for it")
+
+    class More(sp.optim.HybridDeviceOptimizer):
+        def state_dict(self) -> dict[str, Any]:
+            return {**super().state_dict(), "more": 1}
+
+    model = nn.Linear(2, 2)
+    own, more = (kind(model.parameters(), torch.optim.AdamW) for kind in (Own, More))
+    sp.save(tmp_path / "c", {"model": model, "optimizer": own})
+    with pytest.raises(sp.StructureError, match="Own has an own load_state_dict"):
+        sp.load(tmp_path / "c", {"model": model, "optimizer": own})
+    with pytest.raises(sp.StructureError, match="More overrides state_dict"):
+        sp.save(tmp_path / "d", {"model": model, "optimizer": more})

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -102,10 +103,16 @@ def pack(sizes: Iterable[tuple[int, int]], *, limit: int, ranks: int, align: int
 
 @dataclass(slots=True, eq=False)
 class Owner:
-    """A module with direct parameters."""
+    """A module with parameters."""
 
+    buckets: list[FlatBucket]
+    """Buckets of its direct parameters."""
     called: bool = False
     """True if its forward has begun since the last step."""
+    hook: Any = None
+    """The hook before its forward; None if it is inside of a compiled module."""
+    inner_hook: Any = None
+    """The hook that replaces it there."""
 
 
 @dataclass(slots=True, eq=False)

@@ -33,7 +33,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch._compile import _disable_dynamo
 
 from shardproof.optim.distributed.flat_bucket import FlatBucket, Weight
 from shardproof.optim.distributed.loss_scale import LossScale
@@ -108,19 +107,9 @@ class Gradients:
         """Unused full buffers, the smallest first."""
         self._own_buffers: dict[FlatBucket, torch.Tensor] = {}
 
-    def attach_hooks(self, module: torch.nn.Module) -> None:
+    def attach_hooks(self) -> None:
         """Add every gradient as soon as autograd has accumulated it, while this object exists."""
         alive = weakref.ref(self)
-
-        @_disable_dynamo  # a compiled module runs the hook before its compiled code
-        def before_forward(*_: Any) -> None:
-            gradients = alive()
-            if gradients is not None and torch._C._current_graph_task_id() != -1:
-                gradients.queue_end()
-
-        for part in module.modules():
-            if next(part.parameters(recurse=False), None) is not None:
-                part.register_forward_pre_hook(before_forward)
 
         def hook_of(weight: Weight) -> None:
             def on_gradient(_: torch.Tensor) -> None:
@@ -144,6 +133,11 @@ class Gradients:
             self._begun = weight.ready = True
             self.queue_end()
             self._advance()
+
+    def begin_forward(self) -> None:
+        """Queue the end of the backward pass that recomputes a forward. See "the end of backward"."""
+        if torch._C._current_graph_task_id() != -1:
+            self.queue_end()
 
     def queue_end(self) -> None:
         """Send the remaining buckets when the current backward pass ends. See "the end of backward"."""

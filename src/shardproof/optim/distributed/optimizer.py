@@ -160,8 +160,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.register_state_dict_pre_hook(_no_state_dict)
         self.register_load_state_dict_pre_hook(_no_state_dict)
         self._masters.record_versions()
-        self._gradients.attach_hooks(module)
-        self._gather.attach_hooks(module, self._weights)
+        self._gradients.attach_hooks()
+        self._gather.attach_hooks(module, self._weights, self._gradients.begin_forward)
 
     # Training
 

@@ -173,18 +173,18 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
                 self._subs.step_device(on_device, self.state)
             for stepped in on_device:
                 stepped.write_back()
-                stepped.mark_stepped()
+            SteppedCopy.mark_stepped(on_device)
             for bucket, copies in on_cpu:
                 bucket.await_gradients()
                 self._subs.step_bucket(bucket, copies, self.state)
                 bucket.send(copies)
-                for stepped in copies:
-                    stepped.mark_stepped()
+                SteppedCopy.mark_stepped(copies)
         finally:
             for transfers in self._transfers.values():
                 transfers.end()
             for stepped in self._copies.values():
-                stepped.tensor.grad = None
+                if not stepped.on_cpu:  # buckets clear their own
+                    stepped.tensor.grad = None
             gradients.clear()  # because an exception's traceback keeps this frame alive
         self._subs.pull_options()
         return loss

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -101,10 +102,12 @@ class SteppedCopy:
         if self.has_master:
             self.local.copy_(self.tensor)
 
-    def mark_stepped(self) -> None:
-        """Record the optimizer's own write, which `refresh` ignores."""
-        torch.autograd.graph.increment_version(self.parameter)
-        self._seen = self._now()
+    @staticmethod
+    def mark_stepped(copies: Sequence[SteppedCopy]) -> None:
+        """Record the optimizer's own writes, which `refresh` ignores."""
+        torch.autograd.graph.increment_version([stepped.parameter for stepped in copies])
+        for stepped in copies:
+            stepped._seen = stepped._now()
 
     def refresh(self) -> None:
         """Update the tensor after a write to the parameter by other code, such as a load of the model alone.
@@ -144,8 +147,9 @@ class SteppedCopy:
 
     def _now(self) -> tuple[int, int, int]:
         """A version that changes with every write that torch counts, and with other memory."""
-        local = local_tensor(self.parameter)
-        return self.parameter._version, local._version, local.data_ptr()
+        parameter = self.parameter
+        version, local = parameter._version, local_tensor(parameter)
+        return version, version if local is parameter else local._version, local.data_ptr()
 
     def _buffer(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
         """Memory of the tensor's shape, page-locked on the CPU's side if the program asks for it."""

@@ -30,7 +30,7 @@ from shardproof.state.local_shards import FlatShard, LocalShards
 from shardproof.state.module_names import EXTRA_STATE, NamedModule
 from shardproof.state.visitor import Place
 
-__all__ = ["LoadHooks", "is_foreign", "is_uninitialized", "refuse_hooks"]
+__all__ = ["LoadHooks", "is_foreign", "is_uninitialized", "method_of", "refuse_hooks"]
 
 _OWN = ("torch.distributed.", "torch.nn.modules.batchnorm", "torch.nn.modules.instancenorm", "shardproof.")
 """Modules of hooks that a load replaces. Wrappers of torch.distributed rename keys and shard tensors, which
@@ -50,8 +50,20 @@ def is_foreign(function: Any, replaced: tuple[str, ...] = ()) -> bool:
     return not str(getattr(function, "__module__", "")).startswith((*_OWN, *replaced))
 
 
+def method_of(value: object, name: str) -> Any:
+    """The function that a call of a method runs: the one that the program set on the object, or the class's.
+
+    >>> linear = torch.nn.Linear(1, 1)
+    >>> linear.load_state_dict = linear.load_state_dict
+    >>> method_of(linear, "load_state_dict") is torch.nn.Module.load_state_dict
+    True
+    """
+    own = vars(value).get(name)
+    return getattr(type(value), name) if own is None else getattr(own, "__func__", own)
+
+
 def _overrides(module: torch.nn.Module, method: str, replaced: tuple[str, ...] = ()) -> bool:
-    own = getattr(type(module), method)
+    own = method_of(module, method)
     return own is not getattr(torch.nn.Module, method) and is_foreign(own, replaced)
 
 
@@ -116,7 +128,7 @@ class LoadHooks:
         exist = _overrides(module.module, "load_state_dict")
         adapting: set[str] = set()
         for name, part in module.parts:
-            if part._load_state_dict_pre_hooks or type(part)._load_from_state_dict is not _LOAD_FROM:
+            if part._load_state_dict_pre_hooks or method_of(part, _LOAD_FROM.__name__) is not _LOAD_FROM:
                 changes = _overrides(part, "_load_from_state_dict") or _has_foreign(part, _LOAD[:1])
                 exist |= changes
                 if changes and not _is_sharded(part, module):
@@ -166,7 +178,7 @@ class LoadHooks:
             StructureError: the module raised. The message names it.
         """
         kind = type(self.module)
-        if kind.load_state_dict is torch.nn.Module.load_state_dict:
+        if method_of(self.module, "load_state_dict") is torch.nn.Module.load_state_dict:
             shards = (LocalShards, FlatShard)
             state = {name: item for name, item in state.items() if not isinstance(item, shards)}
         lost = [name for name in self._call(state, metadata)[1] if name in needed]
@@ -235,8 +247,8 @@ class _Protocol:
 
     def _load(self, module: torch.nn.Module, state: dict[str, Any], prefix: str) -> None:
         name = prefix[:-1]
-        has_hooks = module._load_state_dict_pre_hooks or type(module)._load_from_state_dict is not _LOAD_FROM
-        if has_hooks or not self._is_in_place(module, state, prefix):
+        is_torch = method_of(module, _LOAD_FROM.__name__) is _LOAD_FROM
+        if module._load_state_dict_pre_hooks or not is_torch or not self._is_in_place(module, state, prefix):
             metadata = self.metadata.get(name, {})
             arguments = (state, prefix, metadata, True, self.missing, self.unexpected, self.errors)
             _named(partial(module._load_from_state_dict, *arguments), self.path, name, module)

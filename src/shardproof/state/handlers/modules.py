@@ -15,7 +15,7 @@ from shardproof.state.collector import Collector
 from shardproof.state.dtensor import local_tensor
 from shardproof.state.fabric_wrappers import without_fabric
 from shardproof.state.flat_parameters import FlatPart, flat_parts, flat_state, is_flat
-from shardproof.state.handlers.module_hooks import LoadHooks, is_uninitialized, refuse_hooks
+from shardproof.state.handlers.module_hooks import LoadHooks, is_uninitialized, method_of, refuse_hooks
 from shardproof.state.layout import Layout, local_layout
 from shardproof.state.local_shards import FlatShard, LocalShards
 from shardproof.state.megatron_modules import refuse_undeclared
@@ -348,7 +348,7 @@ def _state_of(
         )
     if parts := flat_parts_of(module, place.path, visitor, load=load):
         return module, flat_state(module, parts)
-    if type(module.module).state_dict is torch.nn.Module.state_dict:
+    if method_of(module.module, "state_dict") is torch.nn.Module.state_dict:
         return module, module.module.state_dict(keep_vars=True)
     return module, module.module.state_dict()  # an overridden state_dict may take no arguments
 

@@ -28,7 +28,7 @@ from shardproof.state.optimizer.bind import EXTRA, SHARED, OptimizerBinding
 from shardproof.state.optimizer.flat_slots import FlatSlots
 from shardproof.state.optimizer.group_options import GroupOptions
 from shardproof.state.optimizer.hybrid_device import HybridDeviceSlots, is_hybrid_device
-from shardproof.state.optimizer.optimizer_hooks import after_load, before_save
+from shardproof.state.optimizer.optimizer_hooks import after_load, before_save, overrides
 from shardproof.state.optimizer.parameter_names import Names
 from shardproof.state.optimizer.slot_layouts import SlotLayouts
 from shardproof.state.optimizer.slot_sources import receiver, slots_of
@@ -225,9 +225,9 @@ def _optimizer_of(value: Any, place: Place) -> Any:
     value = without_fabric(value)
     assert isinstance(value, torch.optim.Optimizer)
     kind = type(value)
-    if isinstance(value, SlotProvider) or is_zero_redundancy(value):
-        return value
-    if kind.state_dict is not torch.optim.Optimizer.state_dict:
+    describes_itself = isinstance(value, SlotProvider) or is_zero_redundancy(value)
+    is_torch = describes_itself or kind.state_dict is torch.optim.Optimizer.state_dict
+    if not is_torch or overrides(value, "state_dict"):
         raise StructureError(
             f"{place.path}: {kind.__qualname__} overrides state_dict, so it may have more state than slots "
             "by parameter. If it has not, save shardproof.OptimizerState(optimizer, model)",

@@ -12,10 +12,23 @@ from typing import Any
 import torch
 
 from shardproof.errors import ShardproofError, StructureError
-from shardproof.state.handlers.module_hooks import is_foreign
+from shardproof.state.handlers.module_hooks import is_foreign, method_of
 from shardproof.state.visitor import Place
 
-__all__ = ["after_load", "before_save"]
+__all__ = ["after_load", "before_save", "overrides"]
+
+
+def overrides(optimizer: torch.optim.Optimizer, method: str) -> bool:
+    """True if the program replaced a method of torch's optimizers, on the class or on the object.
+
+    A class that describes its slots itself replaces torch's state dict, and with it its own two methods.
+    """
+    own = method_of(optimizer, method)
+    if own is getattr(torch.optim.Optimizer, method) or not is_foreign(own):
+        return False
+    classes = [vars(kind) for kind in (optimizer, *type(optimizer).__mro__)]
+    first = next(names for names in classes if method in names or "receive_slots" in names)
+    return "receive_slots" not in first
 
 
 def before_save(optimizer: torch.optim.Optimizer, place: Place, *, only_slots: bool) -> None:
@@ -60,9 +73,9 @@ def after_load(
     if not issubclass(kind, torch.optim.Optimizer):
         return None  # a `SlotProvider` of an adapter
     replaced = kind.__module__ if not has_slots else None
-    has_slots = has_slots and kind.state_dict is torch.optim.Optimizer.state_dict
-    is_torch = kind.load_state_dict is torch.optim.Optimizer.load_state_dict
-    overrides = has_slots and not only_slots and not is_torch and is_foreign(kind.load_state_dict)
+    has_slots = has_slots and method_of(optimizer, "state_dict") is torch.optim.Optimizer.state_dict
+    is_torch = method_of(optimizer, "load_state_dict") is torch.optim.Optimizer.load_state_dict
+    has_own = not only_slots and overrides(optimizer, "load_state_dict")
     pres, posts = (
         [
             hook
@@ -72,14 +85,14 @@ def after_load(
         for registry in ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
     )
     pre = next(iter(pres), None)
-    if pre is not None and not has_slots:
+    if (pre is not None or has_own) and not has_slots:
+        what = "an own load_state_dict" if pre is None else f"the pre-hook of load_state_dict {_name(pre)}"
         raise StructureError(
-            f"{place.path}: {kind.__qualname__} has the pre-hook of load_state_dict {_name(pre)}, which "
-            "needs the optimizer's state dict. A load does not make one for this optimizer. Remove the hook, "
-            "and change the state after the load",
+            f"{place.path}: {kind.__qualname__} has {what}, which needs the optimizer's state dict. A load "
+            "does not make one for this optimizer. Remove it, and change the state after the load",
             key=place.key,
         )
-    if overrides or pre is not None:
+    if has_own or pre is not None:
         return lambda: _named(lambda: _load(optimizer, keeps_dtypes=is_torch), optimizer, place)
     if posts:
         return lambda: _named(lambda: [hook(optimizer) for hook in posts], optimizer, place)
