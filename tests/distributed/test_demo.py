@@ -167,7 +167,7 @@ def test_a_distributed_optimizer_of_sharded_parameters_is_refused(sharding: str)
 def test_the_command_offers_every_choice() -> None:
     from click import Choice
 
-    from shardproof.cli.extras import demo_command
+    from examples.demo.__main__ import main as demo_command
 
     offered = {
         each.name: tuple(each.type.choices) for each in demo_command.params if isinstance(each.type, Choice)

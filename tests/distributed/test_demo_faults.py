@@ -16,11 +16,11 @@ import pytest
 from click.testing import CliRunner
 
 from examples.demo import FaultReport, print_fault_report, run_fault_demo
+from examples.demo.__main__ import main as demo_command
 from examples.demo.evidence import RunRecords
 from examples.demo.fault_claims import FaultRunFacts, claims_of
 from examples.demo.fault_story import FAULTS, FaultStory
 from examples.demo.story import Record
-from shardproof.cli.extras import demo_command
 
 CODES = {"transient": [0], "persistent": [16, 16, 0], "correct": [16, 17, 0]}
 
