@@ -32,7 +32,7 @@ from recording import STDOUT, json_option, record
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from shardproof.format import BLOCK_BYTES, LARGE_IN_PAGE
+from shardproof.engine.format import BLOCK_BYTES, LARGE_IN_PAGE
 from shardproof.storage import aligned_buffer
 
 sys.path.append(str(Path(__file__).parents[1]))  # so that a benchmark can import the model of examples.demo

@@ -39,8 +39,8 @@ from common import (
 from recording import STDOUT, record
 
 import shardproof as sp
+import shardproof.engine.saving
 import shardproof.loading  # the timed modules must be imported before they are changed
-import shardproof.saving
 from shardproof.geometry import tiling_faults
 
 HASH_CHUNKS = ("format.blocks", "saving.shard_writer", "loading.chunks")

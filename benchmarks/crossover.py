@@ -47,7 +47,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import shardproof as sp
-from shardproof.loading import LoadOptions, load_from
+from shardproof.engine.loading import LoadOptions, load_from
 from shardproof.rendezvous import connect
 from shardproof.storage import LocalStorage
 

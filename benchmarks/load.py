@@ -41,7 +41,7 @@ from common import (
 )
 
 import shardproof as sp
-from shardproof.loading import load_from
+from shardproof.engine.loading import load_from
 from shardproof.rendezvous import connect
 
 

@@ -32,9 +32,9 @@ import numpy as np
 from recording import STDOUT, json_option, record
 
 from shardproof._utils.gc_pause import no_garbage_collection
-from shardproof.planning import Structure, TensorTable, write_plan
-from shardproof.saving.commit import commit
-from shardproof.saving.messages import Attempt, WriteReport
+from shardproof.engine.planning import Structure, TensorTable, write_plan
+from shardproof.engine.saving.commit import commit
+from shardproof.engine.saving.messages import Attempt, WriteReport
 
 MIB = 1 << 20
 RANKS_A_NODE = 8

@@ -45,7 +45,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardproof as sp
-from shardproof.loading import LoadOptions, LoadReport, load_from
+from shardproof.engine.loading import LoadOptions, LoadReport, load_from
 from shardproof.rendezvous import StoreRendezvous, connect
 from shardproof.storage import LocalStorage
 

@@ -115,7 +115,7 @@ def work() -> None:
     done("import torch")
     import shardproof as sp
     from shardproof import events
-    from shardproof.loading import load_protocol as loader
+    from shardproof.engine.loading import load_protocol as loader
 
     done("import shardproof")
     dist.init_process_group("gloo")

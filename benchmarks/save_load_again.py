@@ -39,8 +39,8 @@ from common import (
 )
 
 import shardproof as sp
+from shardproof.engine.storage.durable import WriteBack
 from shardproof.storage import aligned_buffer
-from shardproof.storage.durable import WriteBack
 
 _STEPS = 6
 _BLOCK = 8 << 20

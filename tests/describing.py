@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shardproof.state import visitor as visiting
+from shardproof.engine.state import visitor as visiting
 
 
 def watch_described(monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from shardproof.storage.sink import LocalSink
+from shardproof.engine.storage.sink import LocalSink
 
 LIMIT = 60.0
 

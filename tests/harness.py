@@ -50,9 +50,17 @@ _PRELOAD = [
         "torch.profiler._cupti_monitor",
         "numpy.ma",
     ),
-    *("shardproof.checkpointer.checkpointer", "shardproof.checkpointer.agreed_calls"),
-    *("shardproof.loading.load_protocol", "shardproof.maintenance.verify", "shardproof.optim.distributed"),
-    *("shardproof.rerun.machine", "shardproof.fsdp.unit", "shardproof.layouts.parts"),
+    *("shardproof.runs.checkpointer.checkpointer", "shardproof.runs.checkpointer.agreed_calls"),
+    *(
+        "shardproof.engine.loading.load_protocol",
+        "shardproof.runs.maintenance.verify",
+        "shardproof.training.optim.distributed",
+    ),
+    *(
+        "shardproof.training.rerun.machine",
+        "shardproof.training.fsdp.unit",
+        "shardproof.training.layouts.parts",
+    ),
 ]
 _to_parent: list[Connection] = []
 
@@ -298,7 +306,7 @@ class _Connected:
     """A store whose clones are made beforehand: to connect can take longer than the deadlines tested."""
 
     def __init__(self, store: Any) -> None:
-        from shardproof.rendezvous.store_client import new_client
+        from shardproof.engine.rendezvous.store_client import new_client
 
         self.underlying_store = store
         # two in the foreground and two in the background, twice

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shardproof.storage.memory_store import VARIABLE
+from shardproof.engine.storage.memory_store import VARIABLE
 
 __all__ = ["VARIABLE", "private_tmpfs"]
 

@@ -29,30 +29,22 @@ if TYPE_CHECKING:
     from shardproof import rendezvous as rendezvous
     from shardproof import rerun as rerun
     from shardproof import storage as storage
-    from shardproof.checkpointer import Checkpointer as Checkpointer
-    from shardproof.checkpointer import Damage as Damage
-    from shardproof.checkpointer import Every as Every
-    from shardproof.checkpointer import Incremental as Incremental
-    from shardproof.checkpointer import KeepAll as KeepAll
-    from shardproof.checkpointer import KeepBest as KeepBest
-    from shardproof.checkpointer import KeepEvery as KeepEvery
-    from shardproof.checkpointer import KeepLatest as KeepLatest
-    from shardproof.checkpointer import NodeLocal as NodeLocal
-    from shardproof.checkpointer import PassedOver as PassedOver
-    from shardproof.checkpointer import Pin as Pin
-    from shardproof.checkpointer import Preempted as Preempted
-    from shardproof.checkpointer import Preemption as Preemption
-    from shardproof.checkpointer import RestoredStep as RestoredStep
-    from shardproof.checkpointer import Retention as Retention
-    from shardproof.checkpointer import RetentionPolicy as RetentionPolicy
-    from shardproof.checkpointer import SavedStep as SavedStep
-    from shardproof.checkpointer import Schedule as Schedule
-    from shardproof.checkpointer import SecondTier as SecondTier
-    from shardproof.checkpointer import StepFolder as StepFolder
-    from shardproof.conversion import ConversionReport as ConversionReport
-    from shardproof.conversion import MappedTensor as MappedTensor
-    from shardproof.conversion import Move as Move
-    from shardproof.conversion import convert as convert
+    from shardproof.engine.loading import Checkpoint as Checkpoint
+    from shardproof.engine.loading import LoadReport as LoadReport
+    from shardproof.engine.loading import StoredTensor as StoredTensor
+    from shardproof.engine.loading import load as load
+    from shardproof.engine.loading import open as open
+    from shardproof.engine.saving import Divergence as Divergence
+    from shardproof.engine.saving import PendingSave as PendingSave
+    from shardproof.engine.saving import SaveResult as SaveResult
+    from shardproof.engine.saving import save as save
+    from shardproof.engine.state import FlatShard as FlatShard
+    from shardproof.engine.state import LocalShards as LocalShards
+    from shardproof.engine.state import OptimizerState as OptimizerState
+    from shardproof.engine.state import PerRank as PerRank
+    from shardproof.engine.state import RandomState as RandomState
+    from shardproof.engine.state import register_dataclass as register_dataclass
+    from shardproof.engine.state import register_enum as register_enum
     from shardproof.errors import AlreadyCommittedError as AlreadyCommittedError
     from shardproof.errors import CorruptChunkError as CorruptChunkError
     from shardproof.errors import FormatError as FormatError
@@ -68,28 +60,36 @@ if TYPE_CHECKING:
     from shardproof.errors import StorageError as StorageError
     from shardproof.errors import StructureError as StructureError
     from shardproof.errors import TilingError as TilingError
-    from shardproof.loading import Checkpoint as Checkpoint
-    from shardproof.loading import LoadReport as LoadReport
-    from shardproof.loading import StoredTensor as StoredTensor
-    from shardproof.loading import load as load
-    from shardproof.loading import open as open
-    from shardproof.saving import Divergence as Divergence
-    from shardproof.saving import PendingSave as PendingSave
-    from shardproof.saving import SaveResult as SaveResult
-    from shardproof.saving import save as save
-    from shardproof.state import FlatShard as FlatShard
-    from shardproof.state import LocalShards as LocalShards
-    from shardproof.state import OptimizerState as OptimizerState
-    from shardproof.state import PerRank as PerRank
-    from shardproof.state import RandomState as RandomState
-    from shardproof.state import register_dataclass as register_dataclass
-    from shardproof.state import register_enum as register_enum
+    from shardproof.formats.conversion import ConversionReport as ConversionReport
+    from shardproof.formats.conversion import MappedTensor as MappedTensor
+    from shardproof.formats.conversion import Move as Move
+    from shardproof.formats.conversion import convert as convert
+    from shardproof.runs.checkpointer import Checkpointer as Checkpointer
+    from shardproof.runs.checkpointer import Damage as Damage
+    from shardproof.runs.checkpointer import Every as Every
+    from shardproof.runs.checkpointer import Incremental as Incremental
+    from shardproof.runs.checkpointer import KeepAll as KeepAll
+    from shardproof.runs.checkpointer import KeepBest as KeepBest
+    from shardproof.runs.checkpointer import KeepEvery as KeepEvery
+    from shardproof.runs.checkpointer import KeepLatest as KeepLatest
+    from shardproof.runs.checkpointer import NodeLocal as NodeLocal
+    from shardproof.runs.checkpointer import PassedOver as PassedOver
+    from shardproof.runs.checkpointer import Pin as Pin
+    from shardproof.runs.checkpointer import Preempted as Preempted
+    from shardproof.runs.checkpointer import Preemption as Preemption
+    from shardproof.runs.checkpointer import RestoredStep as RestoredStep
+    from shardproof.runs.checkpointer import Retention as Retention
+    from shardproof.runs.checkpointer import RetentionPolicy as RetentionPolicy
+    from shardproof.runs.checkpointer import SavedStep as SavedStep
+    from shardproof.runs.checkpointer import Schedule as Schedule
+    from shardproof.runs.checkpointer import SecondTier as SecondTier
+    from shardproof.runs.checkpointer import StepFolder as StepFolder
 
 _PACKAGES = ("events", "fsdp", "geometry", "layouts", "optim", "rendezvous", "rerun", "storage")
 """Packages that are public as they are."""
 
 _HOMES = {
-    "checkpointer": (
+    "runs.checkpointer": (
         "Checkpointer",
         "Damage",
         "Every",
@@ -111,7 +111,7 @@ _HOMES = {
         "SecondTier",
         "StepFolder",
     ),
-    "conversion": ("ConversionReport", "MappedTensor", "Move", "convert"),
+    "formats.conversion": ("ConversionReport", "MappedTensor", "Move", "convert"),
     "errors": (
         "AlreadyCommittedError",
         "CorruptChunkError",
@@ -129,9 +129,9 @@ _HOMES = {
         "StructureError",
         "TilingError",
     ),
-    "loading": ("Checkpoint", "LoadReport", "StoredTensor", "load", "open"),
-    "saving": ("SaveResult", "Divergence", "PendingSave", "save"),
-    "state": (
+    "engine.loading": ("Checkpoint", "LoadReport", "StoredTensor", "load", "open"),
+    "engine.saving": ("SaveResult", "Divergence", "PendingSave", "save"),
+    "engine.state": (
         "FlatShard",
         "LocalShards",
         "OptimizerState",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardproof.cli import main
+from shardproof.commands.cli import main
 
 if __name__ == "__main__":
     main()

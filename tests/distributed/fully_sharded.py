@@ -142,7 +142,7 @@ class CollectiveLog:
     def __enter__(self) -> CollectiveLog:
         import torch.distributed as dist
 
-        from shardproof.fsdp import flat_buffer, reduce
+        from shardproof.training.fsdp import flat_buffer, reduce
 
         self._stack = ExitStack()
         for module, name in ((flat_buffer, "all_gather"), (reduce, "reduce_scatter"), (dist, "all_reduce")):

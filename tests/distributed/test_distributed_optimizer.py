@@ -162,7 +162,7 @@ def recorded(calls: list[str]) -> Any:
     from contextlib import ExitStack
     from unittest.mock import patch
 
-    from shardproof.optim.distributed import process_group
+    from shardproof.training.optim.distributed import process_group
 
     stack = ExitStack()
     for module, name in (
@@ -480,7 +480,7 @@ def test_bf16_with_fp32_masters_and_gradients_equals_the_hand_written_loop(optio
 
 def overflow() -> list[Any]:
     from shardproof.optim import DistributedOptimizer
-    from shardproof.optim.distributed import DynamicLossScale
+    from shardproof.training.optim.distributed import DynamicLossScale
 
     with process_group():
         net = block()

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import shardproof as sp
+from shardproof.engine.saving import save_protocol
 from shardproof.errors import RankFailure
-from shardproof.saving import save_protocol
 from tests.harness import Job, rank, reach, rendezvous, run_ranks
 from tests.perfetto import COMPLAINTS, ask_perfetto
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import shardproof as sp
-from shardproof.frameworks.folder_saves import FolderSaves
+from shardproof.frameworks.shared.folder_saves import FolderSaves
 from tests.harness import rank, run_ranks
 
 pytestmark = pytest.mark.processes

@@ -9,7 +9,7 @@ import torch
 
 import shardproof as sp
 from tests.harness import process_group, rank, rendezvous, run_ranks, world_size
-from tests.unit.interop.peers import PEERS, Golden, bits
+from tests.unit.formats.peers import PEERS, Golden, bits
 
 NAMES = sorted(
     path.name.removesuffix(".tar.gz") for path in PEERS.glob("*.tar.gz") if "evil" not in path.name
@@ -17,7 +17,7 @@ NAMES = sorted(
 
 
 _WRONG = {"zarr_mc11_handmade_w2": {"row"}}
-"""Keys whose expected bytes are not the stored ones; `tests/unit/interop/test_megatron_zarr.py` shows it."""
+"""Keys whose expected bytes are not the stored ones; `tests/unit/formats/megatron/test_megatron_zarr.py` shows it."""
 
 
 def _path(folder: Path, name: str) -> Path:

@@ -116,7 +116,7 @@ def test_the_backward_of_a_loss_of_unsharded_parameters_reshards_them() -> None:
 
 def prefetched() -> None:
     from shardproof.fsdp import set_modules_to_backward_prefetch, set_modules_to_forward_prefetch
-    from shardproof.fsdp.unit import unit_of
+    from shardproof.training.fsdp.unit import unit_of
 
     with process_group():
         theirs, ours = theirs_of(made()), flat(made(), mesh_of(), prefetch=0)

@@ -137,7 +137,7 @@ def test_a_rank_without_any_gradient_runs_the_same_collectives() -> None:
 
 
 def ordered() -> list:
-    from shardproof.fsdp.unit import units_in
+    from shardproof.training.fsdp.unit import units_in
 
     with process_group():
         model = flat(made(unused=True), mesh_of())

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import shardproof as sp
-from shardproof.checkpointer.step_folders import step_name
-from shardproof.format import read_manifest
-from shardproof.maintenance import make_standalone, verify
+from shardproof.engine.format import read_manifest
 from shardproof.rendezvous import LocalRendezvous
+from shardproof.runs.checkpointer.step_folders import step_name
+from shardproof.runs.maintenance import make_standalone, verify
 from shardproof.storage import LocalStorage
 from tests.harness import rank, rendezvous, run_ranks, world_size
 from tests.scenarios.states import Phases, blanked, differences, rows, whole

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 import shardproof as sp
-from shardproof.format import MANIFEST_NAME
+from shardproof.engine.format import MANIFEST_NAME
 from shardproof.maintenance import verify
 from shardproof.storage import LocalStorage, MemoryStorage
 from tests.distributed.test_nodes import Stage

@@ -23,11 +23,11 @@ import pytest
 import torch
 
 import shardproof as sp
-from shardproof.checkpointer import RestoredStep, find_missing_copies
-from shardproof.checkpointer.step_folders import PINNED_NAME
-from shardproof.format import MANIFEST_NAME, read_manifest
+from shardproof.engine.format import MANIFEST_NAME, read_manifest
 from shardproof.maintenance import verify
 from shardproof.rendezvous import StoreRendezvous
+from shardproof.runs.checkpointer import RestoredStep, find_missing_copies
+from shardproof.runs.checkpointer.step_folders import PINNED_NAME
 from shardproof.storage import LocalStorage
 from tests.harness import Job, rank, reach, rendezvous, run_ranks, world_size
 from tests.scenarios.states import attempt, blanked, differences, rows, whole

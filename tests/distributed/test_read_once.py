@@ -19,15 +19,15 @@ import torch
 import torch.distributed as dist
 
 import shardproof as sp
+from shardproof.engine.loading import LoadOptions, LoadReport, load_from, load_protocol
+from shardproof.engine.loading.checkpoint import NativeCheckpoint
+from shardproof.engine.loading.read_once import agreement, wanted_parts
+from shardproof.engine.loading.read_once.group_plan import plan_once
+from shardproof.engine.loading.read_once.node_memory import PeerMemory
+from shardproof.engine.loading.read_once.node_plan import plan_node
+from shardproof.engine.saving import Saver
 from shardproof.errors import CorruptChunkError, RankFailure, ShardproofError
-from shardproof.loading import LoadOptions, LoadReport, load_from, load_protocol
-from shardproof.loading.checkpoint import NativeCheckpoint
-from shardproof.loading.read_once import agreement, wanted_parts
-from shardproof.loading.read_once.group_plan import plan_once
-from shardproof.loading.read_once.node_memory import PeerMemory
-from shardproof.loading.read_once.node_plan import plan_node
 from shardproof.rendezvous import LocalRendezvous, connect
-from shardproof.saving import Saver
 from shardproof.storage import LocalStorage
 from tests.harness import Job, open_files, process_group, rank, reach, rendezvous, run_ranks, world_size
 
@@ -579,8 +579,8 @@ def subgroup(folder: str) -> int | None:
         group = dist.new_group([1, 2])
         if rank() == 0:
             return None
+        from shardproof.engine.rendezvous.store_client import new_client
         from shardproof.rendezvous import StoreRendezvous
-        from shardproof.rendezvous.store_client import new_client
 
         store: Any = dist.distributed_c10d._get_default_store()
         meetings = StoreRendezvous(new_client(store), rank() - 1, 2, name="two")

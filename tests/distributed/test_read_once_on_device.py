@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardproof._utils.streams import on_stream
+from shardproof.engine.loading import LoadOptions, load_from, load_protocol
+from shardproof.engine.loading.read_once import group_collectives
+from shardproof.engine.saving import Saver
 from shardproof.errors import RankFailure
-from shardproof.loading import LoadOptions, load_from, load_protocol
-from shardproof.loading.read_once import group_collectives
 from shardproof.rendezvous import LocalRendezvous, connect
-from shardproof.saving import Saver
 from shardproof.storage import LocalStorage
 from tests import simulated
 from tests.distributed.test_read_once import small_rounds, transfer_only_through

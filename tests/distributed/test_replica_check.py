@@ -16,9 +16,9 @@ import torch
 
 import shardproof as sp
 from shardproof import events
+from shardproof.engine.planning import SAMPLE_BYTES
+from shardproof.engine.saving import Saver, SaveRequest, SaveResult
 from shardproof.errors import ShardproofError
-from shardproof.planning import SAMPLE_BYTES
-from shardproof.saving import Saver, SaveRequest, SaveResult
 from shardproof.storage import LocalStorage
 from tests.gate import Gate
 from tests.harness import process_group, rank, rendezvous, run_ranks, world_size
@@ -373,7 +373,7 @@ def test_rank_0_and_the_ranks_at_fault_log_the_differences(tmp_path: Path) -> No
 
 
 def hashing_fails(root: str, culprit: int) -> tuple[str, str]:
-    from shardproof.saving.replica_check import replica_option
+    from shardproof.engine.saving.replica_check import replica_option
 
     saver = Saver(rendezvous(deadline=20.0))
     hash_replicas = replica_option.hash_replicas
@@ -406,7 +406,7 @@ def test_a_rank_that_cannot_compare_fails_the_save_of_all(culprit: int, tmp_path
 
 def hashes_slowly(root: str) -> int:
     """Rank 1 hashes its replicas for longer than the deadline, but each one in less."""
-    import shardproof.saving.replica_check.replica_digests as replicas
+    import shardproof.engine.saving.replica_check.replica_digests as replicas
 
     meetings = rendezvous(deadline=20.0)
     saver = Saver(meetings)

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import shardproof as sp
 from shardproof import rerun
-from shardproof.rerun import votes
+from shardproof.training.rerun import votes
 from tests.harness import Job, process_group, rank, reach, rendezvous, run_ranks
 
 DEADLINE = 4.0

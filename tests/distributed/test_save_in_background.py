@@ -15,10 +15,10 @@ import pytest
 import torch
 
 import shardproof as sp
+from shardproof.engine.saving import Saver
+from shardproof.engine.storage.sink import LocalSink
 from shardproof.errors import ShardproofError, StorageError
-from shardproof.saving import Saver
 from shardproof.storage import LocalStorage
-from shardproof.storage.sink import LocalSink
 from tests.harness import process_group, rank, rendezvous, run_ranks
 
 LIMIT = 60.0
@@ -183,9 +183,9 @@ import os, sys, threading
 import torch
 import torch.distributed as dist
 import shardproof as sp
-from shardproof.saving import Saver
+from shardproof.engine.saving import Saver
 from shardproof.storage import LocalStorage
-from shardproof.storage.sink import LocalSink
+from shardproof.engine.storage.sink import LocalSink
 
 root, how = sys.argv[1:]
 if int(os.environ.get("WORLD_SIZE", "1")) > 1:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import shardproof as sp
-from shardproof.checkpointer.due_saves import DueSaves
+from shardproof.runs.checkpointer.due_saves import DueSaves
 from tests.harness import Job, Outcome, rank, reach, rendezvous, run_ranks
 
 pytestmark = pytest.mark.timeout(150)
@@ -226,7 +226,7 @@ def test_ranks_that_are_killed_after_the_save_lose_nothing(tmp_path: Path) -> No
 
 
 def signalled_twice() -> None:
-    import shardproof.checkpointer.preemption as preemption
+    import shardproof.runs.checkpointer.preemption as preemption
 
     clock: Iterator[float] = iter((0.0, 1.0, 10.0, 20.0))
     notices = preemption.SignalNotices((signal.SIGTERM,), lambda: None, lambda: next(clock))

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import shardproof as sp
 from tests.harness import process_group, run_ranks, world_size
-from tests.unit.state.test_load_hooks import Inverse, Renamed
+from tests.unit.engine.state.test_load_hooks import Inverse, Renamed
 
 
 class Net(nn.Module):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tests.harness import process_group, rank, run_ranks, world_size
-from tests.unit.state.fake_checkpoint import FakeCheckpoint
+from tests.unit.engine.state.fake_checkpoint import FakeCheckpoint
 
 SECONDS = 120
 
@@ -120,7 +120,7 @@ def test_pieces_have_the_values_of_torch_and_load_into_other_layouts(
 
 
 def look_at_fence(kind: str) -> None:
-    from shardproof.saving.write_watch import WriteWatch
+    from shardproof.engine.saving.write_watch import WriteWatch
     from shardproof.state import collect
 
     with process_group():

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import shardproof as sp
-from shardproof.format import MANIFEST_NAME, read_manifest
+from shardproof.engine.format import MANIFEST_NAME, read_manifest
 from shardproof.maintenance import verify
 from shardproof.rendezvous import LocalRendezvous
 from shardproof.storage import LocalStorage

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 
 import shardproof as sp
-from shardproof.errors import FormatError, ShardproofError
-from shardproof.format import (
+from shardproof.engine.format import (
     MANIFEST_NAME,
     Manifest,
     bytes_digest,
@@ -23,9 +22,10 @@ from shardproof.format import (
     read_index,
     read_manifest,
 )
+from shardproof.engine.saving import Saver
+from shardproof.errors import FormatError, ShardproofError
 from shardproof.maintenance import verify
 from shardproof.rendezvous import Rendezvous
-from shardproof.saving import Saver
 from shardproof.storage import LocalStorage
 
 __all__ = [

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 import shardproof as sp
-from shardproof.format import (
+from shardproof.engine.format import (
     MANIFEST_NAME,
     bytes_digest,
     file_digest,

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from shardproof.format import (
+from shardproof.engine.format import (
     ChunkHasher,
     bytes_digest,
     digests_as_table,

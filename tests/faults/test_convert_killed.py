@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import shardproof as sp
-from shardproof.conversion.work_folder import WorkFolder
 from shardproof.errors import ShardproofError
+from shardproof.formats.conversion.work_folder import WorkFolder
 from shardproof.rendezvous import LocalRendezvous
 from tests.harness import rendezvous, run_ranks
 

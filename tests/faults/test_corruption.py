@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import shardproof as sp
+from shardproof.engine.format import MANIFEST_NAME, read_index, read_manifest
+from shardproof.engine.loading import read_executor
 from shardproof.errors import CorruptChunkError, FormatError, NotCommittedError, ShardproofError
-from shardproof.format import MANIFEST_NAME, read_index, read_manifest
-from shardproof.loading import read_executor
 from shardproof.maintenance import verify
 from shardproof.rendezvous import LocalRendezvous
 from shardproof.storage import LocalStorage
@@ -299,7 +299,7 @@ def test_large_chunks_are_read_in_place_and_the_message_says_what_was_overwritte
 def test_verify_hashes_a_chunk_larger_than_its_buffer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys.modules["shardproof.maintenance.verify"], "_BATCH_BYTES", 1000)
+    monkeypatch.setattr(sys.modules["shardproof.runs.maintenance.verify"], "_BATCH_BYTES", 1000)
     save(
         tmp_path, {"a": torch.arange(1000.0), "b": torch.arange(3.0)}, 1, LocalRendezvous(), chunk_bytes=4096
     )

@@ -18,8 +18,8 @@ import pytest
 import torch
 
 import shardproof as sp
+from shardproof.engine.format import MANIFEST_NAME, read_manifest
 from shardproof.errors import ShardproofError
-from shardproof.format import MANIFEST_NAME, read_manifest
 from shardproof.maintenance import repair, verify
 from shardproof.storage import LocalStorage
 from tests.faults.damage import target_like, values_of
@@ -75,7 +75,7 @@ def _repair(folder: Path) -> Any:
 
 
 def _command_line(folder: Path) -> Any:
-    from shardproof.cli.group import run
+    from shardproof.commands.cli.group import run
 
     answers = {}
     for words in ("verify", "verify --json", "inspect", "inspect --json"):
@@ -102,7 +102,7 @@ def read_all(folders: dict[str, str], readers: list[str]) -> dict[str, dict[str,
     """Runs each reader on each folder under limits: the kind of error, its text or the result, seconds."""
     sp.load, sp.open  # noqa: B018  (imported before memory and time are limited)
     for command in ("check", "look"):
-        importlib.import_module(f"shardproof.cli.{command}")
+        importlib.import_module(f"shardproof.commands.cli.{command}")
     signal.signal(signal.SIGALRM, _out_of_time)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + MEMORY

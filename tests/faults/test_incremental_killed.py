@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 import shardproof as sp
-from shardproof.checkpointer.retention import leftovers, remove_leftover
-from shardproof.checkpointer.step_folders import parse_step, step_name
 from shardproof.maintenance import verify
 from shardproof.rendezvous import LocalRendezvous
+from shardproof.runs.checkpointer.retention import leftovers, remove_leftover
+from shardproof.runs.checkpointer.step_folders import parse_step, step_name
 from shardproof.storage import LocalStorage
 from tests.faults.dying import Deadly, die_at_every_operation
 from tests.harness import rank, run_ranks, world_size

@@ -23,10 +23,10 @@ import pytest
 import torch
 
 import shardproof as sp
-from shardproof.checkpointer.retention import leftovers, plan_removal
+from shardproof.engine.format import MANIFEST_NAME, read_manifest
 from shardproof.errors import FormatError, ShardproofError
-from shardproof.format import MANIFEST_NAME, read_manifest
-from shardproof.maintenance import make_standalone, repair, verify
+from shardproof.runs.checkpointer.retention import leftovers, plan_removal
+from shardproof.runs.maintenance import make_standalone, repair, verify
 from shardproof.storage import LocalStorage
 from tests.faults.damage import target_like
 from tests.faults.forging import Forgery, state
@@ -103,7 +103,7 @@ def _save_over(run: Path) -> None:
 
 def _command(*words: str) -> Callable[[Path], None]:
     def call(run: Path) -> None:
-        from shardproof.cli.group import run as command_line
+        from shardproof.commands.cli.group import run as command_line
 
         out = io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):

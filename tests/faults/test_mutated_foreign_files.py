@@ -23,13 +23,13 @@ import pytest
 import torch
 
 import shardproof as sp
+from shardproof.engine.foreign import FormatReader, foreign_of, format_of
+from shardproof.engine.loading import ForeignCheckpoint
 from shardproof.errors import ShardproofError
-from shardproof.interop import FormatReader, foreign_of, format_of
-from shardproof.loading import ForeignCheckpoint
-from shardproof.maintenance import verify_foreign
+from shardproof.runs.maintenance import verify_foreign
 from tests.faults.foreign_mutations import damage, restructure
 from tests.harness import run_ranks
-from tests.unit.interop.peers import PEERS, bits
+from tests.unit.formats.peers import PEERS, bits
 
 CPU_SECONDS = 20
 MEMORY = 1 << 30

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 import shardproof as sp
-from shardproof.checkpointer.step_folders import step_name
-from shardproof.format import MANIFEST_NAME
+from shardproof.engine.format import MANIFEST_NAME
 from shardproof.maintenance import verify
 from shardproof.rendezvous import LocalRendezvous
+from shardproof.runs.checkpointer.step_folders import step_name
 from shardproof.storage import LocalStorage
 from tests.faults.dying import Deadly, die_at_every_operation
 from tests.faulty_storage import FaultyStorage

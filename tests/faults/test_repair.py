@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import shardproof as sp
+from shardproof.engine.format import MANIFEST_NAME, Manifest, index_name, read_manifest, shard_name
 from shardproof.errors import (
     AlreadyCommittedError,
     CorruptChunkError,
@@ -20,7 +21,6 @@ from shardproof.errors import (
     ShardproofError,
     TilingError,
 )
-from shardproof.format import MANIFEST_NAME, Manifest, index_name, read_manifest, shard_name
 from shardproof.maintenance import repair
 from shardproof.rendezvous import LocalRendezvous
 from shardproof.storage import LocalStorage

@@ -20,11 +20,11 @@ import pytest
 import torch
 
 import shardproof as sp
-from shardproof.format import MANIFEST_NAME
+from shardproof.engine.format import MANIFEST_NAME
+from shardproof.engine.saving import Saver, SaveRequest
+from shardproof.engine.storage.paths import storage_error
 from shardproof.rendezvous import StoreRendezvous
-from shardproof.saving import Saver, SaveRequest
 from shardproof.storage import LocalStorage
-from shardproof.storage.paths import storage_error
 from tests.faulty_storage import FaultyStorage
 from tests.harness import rank, rendezvous, run_ranks, world_size
 from tests.scenarios.states import (
@@ -116,7 +116,7 @@ def planning_fails(run: Run, who: int) -> Callable[[int], Any]:
     def save(step: int) -> Any:
         changed = state_of(step) | {f"new-{step}": torch.ones(2)}  # no cached plan
         with mock.patch(
-            "shardproof.saving.coordinator.plan_writes", side_effect=MemoryError("no room to plan")
+            "shardproof.engine.saving.coordinator.plan_writes", side_effect=MemoryError("no room to plan")
         ):
             return run.checkpointer.save(step, changed).result()
 
@@ -131,7 +131,7 @@ def preparing_fails(run: Run, who: int) -> Callable[[int], Any]:
         error = MemoryError("no room for a header")
         if rank() != who:
             return run.checkpointer.save(step, changed).result()
-        with mock.patch("shardproof.saving.save_protocol.prepare_shard", side_effect=error):
+        with mock.patch("shardproof.engine.saving.save_protocol.prepare_shard", side_effect=error):
             return run.checkpointer.save(step, changed).result()
 
     return save
@@ -366,7 +366,7 @@ def one_is_interrupted(root: str, within: str, begin: bool) -> tuple[CallResult 
     with ExitStack() as stack:
         if rank() == 1:
             error = KeyboardInterrupt(INTERRUPTED)
-            stack.enter_context(mock.patch(f"shardproof.saving.{within}", side_effect=error))
+            stack.enter_context(mock.patch(f"shardproof.engine.saving.{within}", side_effect=error))
         try:
             result = attempt(save)
         except KeyboardInterrupt as caught:

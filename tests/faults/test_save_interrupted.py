@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import shardproof as sp
+from shardproof.engine.saving import Saver
 from shardproof.maintenance import verify
 from shardproof.rendezvous import StoreRendezvous
-from shardproof.saving import Saver
 from shardproof.storage import LocalStorage
 from tests.faulty_storage import FaultyStorage
 from tests.harness import Job, rank, reach, rendezvous, run_ranks

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import shardproof as sp
-from shardproof.saving.shard_writer import BufferPool
+from shardproof.engine.saving.shard_writer import BufferPool
 from tests.faulty_storage import FaultyStorage
 from tests.harness import Job, Outcome, rank, reach, rendezvous, run_ranks, world_size
 from tests.scenarios.states import (

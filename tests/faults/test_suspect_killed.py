@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 import shardproof as sp
-from shardproof.checkpointer.retention import delete_steps, leftovers, remove_leftover
 from shardproof.maintenance import verify
 from shardproof.rendezvous import LocalRendezvous
+from shardproof.runs.checkpointer.retention import delete_steps, leftovers, remove_leftover
 from shardproof.storage import LocalStorage
 from tests.faults.dying import Deadly, die_at_every_operation
 from tests.harness import rank, run_ranks, world_size

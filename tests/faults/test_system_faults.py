@@ -20,9 +20,9 @@ import pytest
 import torch
 
 import shardproof as sp
+from shardproof.engine.format import MANIFEST_NAME, locate_files, read_manifest
 from shardproof.errors import AlreadyCommittedError, ShardproofError, StorageError
-from shardproof.format import MANIFEST_NAME, locate_files, read_manifest
-from shardproof.maintenance import make_standalone, repair, verify
+from shardproof.runs.maintenance import make_standalone, repair, verify
 from shardproof.storage import LocalStorage
 from tests.faulty_system import Fault, faulty_system
 
@@ -352,7 +352,7 @@ def test_every_system_call_of_settling_fails_in_turn(tmp_path: Path) -> None:
 
 
 def test_prune_removes_nothing_beside_a_manifest_that_it_cannot_flush(tmp_path: Path) -> None:
-    from shardproof.checkpointer.retention import leftovers, remove_leftover
+    from shardproof.runs.checkpointer.retention import leftovers, remove_leftover
 
     checkpointer = sp.Checkpointer(tmp_path)
     checkpointer.save(2, state(1)).result()

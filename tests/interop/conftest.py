@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.interop.peers import Golden
+from tests.unit.formats.peers import Golden
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import torch
 
 import shardproof as sp
 from tests.interop.peer import PeerResult, assert_same_tensors
-from tests.unit.interop.peers import Golden
+from tests.unit.formats.peers import Golden
 
 __all__ = ["assert_reads", "converted", "expected_objects", "expected_tensors", "unordered"]
 

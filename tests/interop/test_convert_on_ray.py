@@ -28,8 +28,8 @@ ray.shutdown()
 DEADLINES = """
 import json, os, sys, threading
 import ray
-from shardproof.conversion import ConversionRequest
-from shardproof.conversion.executors import RayExecutor
+from shardproof.formats.conversion import ConversionRequest
+from shardproof.formats.conversion.executors import RayExecutor
 from shardproof.errors import ShardproofError
 
 class Slow:

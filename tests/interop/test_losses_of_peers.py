@@ -12,7 +12,7 @@ import shardproof as sp
 from tests.harness import rank, run_ranks
 from tests.interop.expectations import converted, expected_tensors
 from tests.interop.peer import assert_same_tensors, run_peer
-from tests.unit.interop.peers import Golden
+from tests.unit.formats.peers import Golden
 
 FILES = ["hf", "safetensors"]
 

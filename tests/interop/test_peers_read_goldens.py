@@ -9,7 +9,7 @@ import torch
 
 from tests.interop.expectations import assert_reads, expected_objects, expected_tensors
 from tests.interop.peer import PeerFailed, assert_same_tensors, run_peer
-from tests.unit.interop.peers import Golden
+from tests.unit.formats.peers import Golden
 
 DCP = ["dcp_fsdp2_adamw_w3", "dcp_objects_w2", "dcp_dtypes_w2", "dcp22_zoo_w4", "dcp_stale_w3", "mfsdp_z3_w3"]
 

@@ -12,7 +12,7 @@ import torch
 import shardproof as sp
 from tests.interop.expectations import assert_reads, converted, expected_tensors
 from tests.interop.peer import PeerResult, assert_same_tensors, run_peer
-from tests.unit.interop.peers import Golden
+from tests.unit.formats.peers import Golden
 
 LLAMAS = ["hf_llama_sharded", "hf_llama_tied"]
 

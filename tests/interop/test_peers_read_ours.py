@@ -14,7 +14,7 @@ import shardproof as sp
 from tests.harness import process_group, run_ranks
 from tests.interop.expectations import assert_reads, converted, expected_objects, expected_tensors
 from tests.interop.peer import FOLDER, assert_same_tensors, run_peer
-from tests.unit.interop.peers import Golden
+from tests.unit.formats.peers import Golden
 
 SMALL = 300
 """Bytes of tensors in a file, so that many tensors are in several chunks."""

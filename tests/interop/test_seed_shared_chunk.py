@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import shardproof as sp
-from shardproof.interop import foreign_of
-from shardproof.maintenance import verify_any
+from shardproof.engine.foreign import foreign_of
+from shardproof.runs.maintenance import verify_any
 from tests.interop.peer import assert_same_tensors, run_peer
 
 pytestmark = [pytest.mark.interop, pytest.mark.timeout(900)]

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import shardproof as sp
-from shardproof.cli.group import run as run_command
-from shardproof.interop import WRITERS
+from shardproof.commands.cli.group import run as run_command
+from shardproof.formats import WRITERS
 from shardproof.rendezvous import Decide, LocalRendezvous
 from shardproof.storage import ObjectStorage
 from tests.harness import rank, rendezvous, run_ranks
@@ -99,7 +99,7 @@ def test_every_format_is_whole_or_invisible(
             if interrupted == 2:
                 shutil.rmtree(tmp_path / "temporary" / leftovers(tmp_path)[0])  # another machine continues
         puts.left = 1
-        patch.setattr("shardproof.conversion.work_folder.shutil.rmtree", lambda *_: die())
+        patch.setattr("shardproof.formats.conversion.work_folder.shutil.rmtree", lambda *_: die())
         with pytest.raises((Killed, sp.ShardproofError), match="killed here"):
             sp.convert(source, there, **how)
         assert_whole(there)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import shardproof as sp
-from shardproof.cli.group import run
+from shardproof.commands.cli.group import run
 from shardproof.storage import ObjectStorage
 
 pytestmark = pytest.mark.processes

@@ -14,8 +14,8 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 import shardproof as sp
-from shardproof.cli.group import run as run_cli
-from shardproof.storage import FsspecStorage, time_at
+from shardproof.commands.cli.group import run as run_cli
+from shardproof.engine.storage import FsspecStorage, time_at
 from shardproof.storage.conformance import StorageConformance
 
 
@@ -84,7 +84,7 @@ def test_commands_that_only_read_write_no_file_to_learn_the_time(
     place = f"/{uuid.uuid4().hex}"
     sp.Checkpointer(FsspecStorage(fsspec.filesystem("memory"), place)).save(1, {"w": torch.ones(1)}).result()
     storage = ReadOnly(fsspec.filesystem("memory"), place)
-    monkeypatch.setattr("shardproof.storage.storage_at", lambda text: storage)
+    monkeypatch.setattr("shardproof.engine.storage.storage_at", lambda text: storage)
     assert run_cli(["doctor", "memory://elsewhere"]) == 0
     assert "ages are by the clock of this machine" in capsys.readouterr().out
     assert run_cli(["watch", "memory://elsewhere", "--once"]) == 0

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 import shardproof as sp
-from shardproof.checkpointer import plan_prune, prune
-from shardproof.cli.group import run
-from shardproof.storage import ObjectStorage, Upload, time_at
-from shardproof.storage.multipart_uploads import MultipartUploads
+from shardproof.commands.cli.group import run
+from shardproof.engine.storage import ObjectStorage, Upload, time_at
+from shardproof.engine.storage.multipart_uploads import MultipartUploads
+from shardproof.runs.checkpointer import plan_prune, prune
 from tests.object_store.faulty_proxy import FaultyProxy
 from tests.object_store.seaweed import PART, S3Server
 

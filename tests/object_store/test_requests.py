@@ -12,7 +12,7 @@ import torch
 
 import shardproof as sp
 from shardproof.errors import FormatError
-from shardproof.interop import read_json
+from shardproof.formats import read_json
 from shardproof.storage import ObjectStorage
 
 pytestmark = pytest.mark.processes

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import shardproof as sp
-from shardproof.cli.group import run as run_command
+from shardproof.commands.cli.group import run as run_command
 from shardproof.rendezvous import LocalRendezvous, Rendezvous
 from shardproof.storage import ObjectStorage
 from tests.harness import rank, rendezvous, run_ranks, world_size

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 import shardproof as sp
-from shardproof.checkpointer import open_run
 from shardproof.maintenance import verify
 from shardproof.rendezvous import LocalRendezvous
+from shardproof.runs.checkpointer import open_run
 from shardproof.storage import LocalStorage, ObjectStorage
 from tests.object_store.faulty_proxy import FaultyProxy
 from tests.object_store.seaweed import S3Server

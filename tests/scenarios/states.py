@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 import shardproof as sp
+from shardproof.engine.format import MANIFEST_NAME, read_manifest
+from shardproof.engine.rendezvous.protocol import Decide
 from shardproof.errors import ShardproofError
-from shardproof.format import MANIFEST_NAME, read_manifest
 from shardproof.maintenance import verify
 from shardproof.rendezvous import Rendezvous
-from shardproof.rendezvous.protocol import Decide
 from shardproof.storage import LocalStorage
 
 __all__ = [

@@ -25,10 +25,10 @@ import pytest
 import torch
 
 import shardproof as sp
+from shardproof.engine.loading import NativeCheckpoint, load_from
+from shardproof.engine.saving import Saver
 from shardproof.errors import ShardproofError
 from shardproof.geometry import Boxes, IndexMap
-from shardproof.loading import NativeCheckpoint, load_from
-from shardproof.saving import Saver
 from shardproof.storage import LocalStorage, Sink, Storage
 from tests.faulty_storage import FaultyStorage
 from tests.harness import rank, rendezvous, run_ranks

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import shardproof as sp
-from shardproof.format import Manifest
-from shardproof.loading import checkpoint as opening
+from shardproof.engine.format import Manifest
+from shardproof.engine.loading import checkpoint as opening
 from shardproof.storage import LocalStorage
 from tests.harness import rank, rendezvous, run_ranks
 

@@ -11,9 +11,9 @@ from msgspec.structs import replace
 
 import shardproof as sp
 from shardproof import events
-from shardproof.checkpointer.step_folders import step_name
-from shardproof.format import MANIFEST_NAME, Manifest, encode_manifest, read_manifest
+from shardproof.engine.format import MANIFEST_NAME, Manifest, encode_manifest, read_manifest
 from shardproof.maintenance import verify
+from shardproof.runs.checkpointer.step_folders import step_name
 from shardproof.storage import LocalStorage
 from tests.harness import rank, rendezvous, run_ranks
 from tests.scenarios.states import Phases

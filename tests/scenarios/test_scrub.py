@@ -18,11 +18,11 @@ import pytest
 import torch
 
 import shardproof as sp
-from shardproof.checkpointer.retention import delete_steps
-from shardproof.checkpointer.scrub import Scrub
-from shardproof.checkpointer.step_folders import step_name
-from shardproof.format import read_manifest
+from shardproof.engine.format import read_manifest
 from shardproof.maintenance import verify
+from shardproof.runs.checkpointer.retention import delete_steps
+from shardproof.runs.checkpointer.scrub import Scrub
+from shardproof.runs.checkpointer.step_folders import step_name
 from shardproof.storage import LocalStorage
 from tests.harness import rank, rendezvous, run_ranks
 from tests.scenarios.test_rot_in_a_base import FROZEN_BYTES, flip_bit, same, shard_of, state

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import shardproof as sp
-from shardproof.format import MANIFEST_NAME
+from shardproof.engine.format import MANIFEST_NAME
 from shardproof.storage import LocalStorage
 from tests.faulty_storage import FaultyStorage
 from tests.harness import Job, rank, reach, rendezvous, run_ranks, world_size

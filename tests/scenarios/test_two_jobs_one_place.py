@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import shardproof as sp
-from shardproof.checkpointer.step_folders import step_name
+from shardproof.runs.checkpointer.step_folders import step_name
 from shardproof.storage import LocalStorage
 from tests import harness
 from tests.faulty_storage import FaultyStorage

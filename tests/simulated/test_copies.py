@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from shardproof._utils.memcpy import address
-from shardproof.saving.device_copy import DeviceCopies, copies_of, pinned_buffer
-from shardproof.saving.source import SliceSource
+from shardproof.engine.saving.device_copy import DeviceCopies, copies_of, pinned_buffer
+from shardproof.engine.saving.source import SliceSource
 from shardproof.state import Piece
 from tests import simulated
 from tests.accelerator import first_device

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import shardproof as sp
-from shardproof.loading.read_executor import ChunkReads
+from shardproof.engine.loading.read_executor import ChunkReads
 from shardproof.storage import LocalStorage
 from tests import simulated
 from tests.accelerator import first_device
@@ -40,7 +40,7 @@ def test_a_load_is_ordered_with_the_work_of_its_callers_stream(
     Also if the device must rearrange the values. Files that are not in the page cache are read otherwise.
     """
     monkeypatch.setattr(LocalStorage, "is_cached", lambda *_: cached)
-    monkeypatch.setattr("shardproof.loading.load_protocol.reading_threads", lambda: threads)
+    monkeypatch.setattr("shardproof.engine.loading.load_protocol.reading_threads", lambda: threads)
     sp.save(tmp_path / "c", {str(number): torch.full(shape, float(number)) for number in range(COUNT)})
     own = torch.Stream(first_device())
     reads = threading.Event()

@@ -1,4 +1,4 @@
-"""The hybrid optimizer's copies with streams held: the notes of `shardproof.optim.hybrid.transfers`."""
+"""The hybrid optimizer's copies with streams held: the notes of `training.optim.hybrid.transfers`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from shardproof._utils.streams import on_stream
 from shardproof.optim import HybridDeviceOptimizer
-from shardproof.optim.hybrid.transfers import SideStreams
+from shardproof.training.optim.hybrid.transfers import SideStreams
 from tests import simulated
 from tests.accelerator import first_device
 from tests.simulated.values import COUNT, all_are, device_memory, page_locked
@@ -59,7 +59,7 @@ def laid_out_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     def laid_out(gradient: torch.Tensor, *others: Any) -> torch.Tensor:
         return gradient.clone()
 
-    monkeypatch.setattr("shardproof.optim.hybrid.stepped_copy.local_gradient", laid_out)
+    monkeypatch.setattr("shardproof.training.optim.hybrid.stepped_copy.local_gradient", laid_out)
 
 
 @pytest.mark.usefixtures("laid_out_anew")

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import shardproof as sp
-from shardproof.loading.destinations import DestinationWriter
-from shardproof.loading.uploads import UploadBuffers, Uploads
+from shardproof.engine.loading.destinations import DestinationWriter
+from shardproof.engine.loading.uploads import UploadBuffers, Uploads
 from shardproof.storage import LocalStorage
 from tests import simulated
 from tests.accelerator import first_device
@@ -98,7 +98,7 @@ def test_values_are_there_when_a_load_returns(
     filled too early has wrong values. Small tensors share one copy to the device.
     """
     monkeypatch.setattr(LocalStorage, "is_cached", lambda *_: cached)
-    monkeypatch.setattr("shardproof.loading.load_protocol.reading_threads", lambda: 1)
+    monkeypatch.setattr("shardproof.engine.loading.load_protocol.reading_threads", lambda: 1)
     device = first_device()
     shape = (8, 16) if "small" in layout else (600, 600)
     is_inference = "inference" in layout
@@ -128,7 +128,7 @@ def test_a_load_in_inference_mode_fills_other_tensors(
     cached: bool, threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LocalStorage, "is_cached", lambda *_: cached)
-    monkeypatch.setattr("shardproof.loading.load_protocol.reading_threads", lambda: threads)
+    monkeypatch.setattr("shardproof.engine.loading.load_protocol.reading_threads", lambda: threads)
     sp.save(tmp_path / "c", {str(at): torch.full((size, 600), float(at)) for at, size in enumerate(SIZES)})
     state = {
         str(at): torch.nn.Parameter(torch.zeros(size, 600, device=first_device()))

@@ -26,10 +26,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from torch.distributed import HashStore
 
 import shardproof as sp
-from shardproof.checkpointer import plan_prune, prune
+from shardproof.engine.format import MANIFEST_NAME
 from shardproof.errors import AlreadyCommittedError, ShardproofError
-from shardproof.format import MANIFEST_NAME
 from shardproof.rendezvous import LocalRendezvous, StoreRendezvous
+from shardproof.runs.checkpointer import plan_prune, prune
 from tests.scenarios.states import differences
 from tests.soak.disk import Disk, Failure
 from tests.soak.model import Model, Policy, Step, local_files, target, values

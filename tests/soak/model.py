@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 import shardproof as sp
-from shardproof.checkpointer.step_folders import folders_in
+from shardproof.engine.format import MANIFEST_NAME, read_manifest
 from shardproof.errors import FormatError, NotCommittedError, ShardproofError
-from shardproof.format import MANIFEST_NAME, read_manifest
 from shardproof.rendezvous import LocalRendezvous
+from shardproof.runs.checkpointer.step_folders import folders_in
 from shardproof.storage import Storage, storage_at
 from tests.scenarios.states import blanked, differences, rows, whole
 from tests.soak.disk import Rot

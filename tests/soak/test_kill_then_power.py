@@ -17,9 +17,9 @@ import pytest
 import torch
 
 import shardproof as sp
-from shardproof.checkpointer import plan_prune, prune
 from shardproof.errors import ShardproofError
 from shardproof.rendezvous import LocalRendezvous
+from shardproof.runs.checkpointer import plan_prune, prune
 from shardproof.storage import LocalStorage
 from tests.soak.disk import Disk
 

@@ -18,11 +18,11 @@ from hypothesis.stateful import run_state_machine_as_test
 
 import shardproof as sp
 from shardproof.checkpointer import delete_steps
-from shardproof.checkpointer.tiers import TieredRun, Uploader
+from shardproof.engine.format.chunk_verifier import ChunkVerifier
+from shardproof.engine.storage.durable import flush_folders
 from shardproof.errors import CorruptChunkError, ShardproofError
-from shardproof.format.chunk_verifier import ChunkVerifier
+from shardproof.runs.checkpointer.tiers import TieredRun, Uploader
 from shardproof.storage import LocalSink
-from shardproof.storage.durable import flush_folders
 from tests.soak.machine import Census, RunMachine
 from tests.soak.tiered_machine import TieredMachine, UploadMachine
 
@@ -135,7 +135,7 @@ def waiting_steps_unprotected(patch: pytest.MonkeyPatch) -> None:
 
 def overwrites_forgotten(patch: pytest.MonkeyPatch) -> None:
     """After a restart, an overwritten step is not replaced on the second tier."""
-    patch.setattr("shardproof.checkpointer.tiers.upload_coordinator.is_overwrite", lambda attempt: False)
+    patch.setattr("shardproof.runs.checkpointer.tiers.upload_coordinator.is_overwrite", lambda attempt: False)
 
 
 @pytest.mark.slow

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
 import shardproof as sp
+from shardproof.engine.format import MANIFEST_NAME, read_manifest
+from shardproof.engine.saving import SaveResult
 from shardproof.errors import SaveSkipped, ShardproofError, StorageError
-from shardproof.format import MANIFEST_NAME, read_manifest
-from shardproof.saving import SaveResult
 from shardproof.storage import LocalStorage
 from tests.faulty_storage import FaultyStorage
 from tests.soak.disk import Failure

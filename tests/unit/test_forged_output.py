@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import shardproof as sp
-from shardproof.cli.group import run as command_line
+from shardproof.commands.cli.group import run as command_line
 from shardproof.errors import ShardproofError
 from shardproof.storage import storage_at
 

@@ -222,7 +222,7 @@ def errors() -> dict[str, str]:
 
 def command_line() -> dict[str, str]:
     """Each command, argument and option to its names, default and kind."""
-    from shardproof.cli.group import commands
+    from shardproof.commands.cli.group import commands
 
     context = click.Context(commands)
     found = dict(parameters_of("shardproof", commands))

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from shardproof._utils import topology
-from shardproof.loading.read_executor import reading_threads
+from shardproof.engine.loading.read_executor import reading_threads
 
 NAMES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_TASKS_PER_NODE")
 

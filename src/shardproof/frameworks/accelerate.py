@@ -20,7 +20,12 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
 import shardproof as sp
-from shardproof.frameworks.folder_saves import folders_to_remove, is_committed, numbered_folders, saves_of
+from shardproof.frameworks.shared.folder_saves import (
+    folders_to_remove,
+    is_committed,
+    numbered_folders,
+    saves_of,
+)
 
 __all__ = ["load_state", "save_state", "state_of", "wait"]
 

@@ -23,8 +23,15 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 
 import shardproof as sp
 from shardproof._utils.humanize import listed
+from shardproof.engine.foreign import Foreign, foreign_of
+from shardproof.engine.loading import UNREADABLE, Checkpoint, open_storage
+from shardproof.engine.rendezvous import LocalRendezvous, Rendezvous, connect
+from shardproof.engine.saving import SaveRequest
+from shardproof.engine.storage import LocalStorage
 from shardproof.errors import KeyMismatchError
-from shardproof.frameworks.dcp_arguments import (
+from shardproof.frameworks.shared.last_saver import LastSaver
+from shardproof.frameworks.shared.peer_errors import raised_as
+from shardproof.frameworks.torch.dcp_arguments import (
     OTHER_FILES,
     check_executor,
     check_planner,
@@ -33,20 +40,13 @@ from shardproof.frameworks.dcp_arguments import (
     stages_in_background,
     storage_by_position,
 )
-from shardproof.frameworks.flat_state import FlatTree, is_stateful
-from shardproof.frameworks.last_saver import LastSaver
-from shardproof.frameworks.peer_errors import raised_as
-from shardproof.frameworks.storage_reader import ShardproofReader
-from shardproof.frameworks.storage_writer import (
+from shardproof.frameworks.torch.flat_state import FlatTree, is_stateful
+from shardproof.frameworks.torch.storage_reader import ShardproofReader
+from shardproof.frameworks.torch.storage_writer import (
     ShardproofWriter,
     mark_as_committed,
     refuse_checkpoint_of_torch,
 )
-from shardproof.interop import Foreign, foreign_of
-from shardproof.loading import UNREADABLE, Checkpoint, open_storage
-from shardproof.rendezvous import LocalRendezvous, Rendezvous, connect
-from shardproof.saving import SaveRequest
-from shardproof.storage import LocalStorage
 
 __all__ = ["ShardproofReader", "ShardproofWriter", "async_save", "load", "save"]
 

@@ -16,8 +16,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from shardproof.frameworks.folder_saves import is_committed, saves_of
-from shardproof.state import without_fabric
+from shardproof.engine.state import without_fabric
+from shardproof.frameworks.shared.folder_saves import is_committed, saves_of
 
 __all__ = ["load", "save", "unwrapped", "wait"]
 

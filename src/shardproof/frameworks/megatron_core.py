@@ -12,7 +12,7 @@ them, and every other checkpoint with Megatron's own functions. For a checkpoint
 this module runs a collective: the ranks meet at a rendezvous of shardproof. The import registers the backend
 ``("shardproof", 1)`` with Megatron-Core 0.16, whose own functions then save with it and recognize it in a
 checkpoint. It also mends two methods of the DistributedOptimizer; see
-`shardproof.frameworks.megatron_optimizer.mend_distributed_optimizer`.
+`shardproof.frameworks.megatron.megatron_optimizer.mend_distributed_optimizer`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import Any
 from megatron.core import dist_checkpointing as mcore
 from megatron.core.dist_checkpointing.validation import StrictHandling
 
-from shardproof.frameworks.megatron_common import BACKEND, VERSION
-from shardproof.frameworks.megatron_load import (
+from shardproof.frameworks.megatron.megatron_common import BACKEND, VERSION
+from shardproof.frameworks.megatron.megatron_load import (
     check_is_distributed_checkpoint,
     get_default_load_sharded_strategy,
     load,
@@ -35,13 +35,13 @@ from shardproof.frameworks.megatron_load import (
     load_tensors_metadata,
     remove_sharded_tensors,
 )
-from shardproof.frameworks.megatron_optimizer import (
+from shardproof.frameworks.megatron.megatron_optimizer import (
     load_optimizer_state,
     mend_distributed_optimizer,
     optimizer_state,
 )
-from shardproof.frameworks.megatron_save import begin_save, get_default_save_sharded_strategy, save
-from shardproof.frameworks.megatron_strategies import LoadStrategy, SaveStrategy
+from shardproof.frameworks.megatron.megatron_save import begin_save, get_default_save_sharded_strategy, save
+from shardproof.frameworks.megatron.megatron_strategies import LoadStrategy, SaveStrategy
 
 __all__ = [
     "BACKEND",

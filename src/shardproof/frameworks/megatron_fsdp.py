@@ -25,16 +25,8 @@ from typing import Any
 import torch
 
 import shardproof as sp
-from shardproof.frameworks.chunk_metadata import attach_chunk_metadata
-from shardproof.frameworks.partitions import Partition, PartitionedModule, PartitionedOptimizer
-from shardproof.frameworks.uneven_dtensors import (
-    UnevenDTensor,
-    distributed_like,
-    megatron_fsdp_of,
-    uneven_dtensors,
-)
-from shardproof.geometry import IndexMap
-from shardproof.state import (
+from shardproof.engine.geometry import IndexMap
+from shardproof.engine.state import (
     LOCAL,
     MASTER,
     Layout,
@@ -48,6 +40,14 @@ from shardproof.state import (
     is_dtensor,
     local_tensor,
 )
+from shardproof.frameworks.megatron.chunk_metadata import attach_chunk_metadata
+from shardproof.frameworks.megatron.uneven_dtensors import (
+    UnevenDTensor,
+    distributed_like,
+    megatron_fsdp_of,
+    uneven_dtensors,
+)
+from shardproof.frameworks.shared.partitions import Partition, PartitionedModule, PartitionedOptimizer
 
 __all__ = [
     "attach_chunk_metadata",
@@ -128,7 +128,7 @@ def hybrid_device_optimizer(params: Any, **options: Any) -> torch.optim.Optimize
         An instance of a subclass of Megatron-Core's class. Its `state_dict` has DTensors with their positions
         for `torch.distributed.checkpoint`, and gathers nothing.
     """
-    from shardproof.frameworks.megatron_offload import MegatronHybridOptimizer  # needs megatron-core
+    from shardproof.frameworks.megatron.megatron_offload import MegatronHybridOptimizer  # needs megatron-core
 
     return MegatronHybridOptimizer(params, **options)
 
@@ -146,7 +146,7 @@ def enable_optimizer_offload() -> None:
     """
     from megatron.core import optimizer as factory
 
-    from shardproof.frameworks.megatron_offload import MegatronHybridOptimizer
+    from shardproof.frameworks.megatron.megatron_offload import MegatronHybridOptimizer
 
     factory.HybridDeviceOptimizer = MegatronHybridOptimizer
 

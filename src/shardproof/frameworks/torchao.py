@@ -5,7 +5,7 @@ Import the module before a save or load of such tensors:
 >>> import shardproof.frameworks.torchao  # doctest: +SKIP
 
 It declares the elements of a tensor to which each part of torchao's tensor subclasses belongs (see
-`shardproof.state.subclasses`). It also registers the enums and dataclasses in their contexts. Checkpoints
+`engine.state.subclasses`). It also registers the enums and dataclasses in their contexts. Checkpoints
 store the parts unchanged, so nothing is rounded. Tested with torchao 0.18.0.
 """
 

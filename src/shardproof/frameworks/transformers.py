@@ -21,14 +21,14 @@ from typing import Any
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 import shardproof as sp
-from shardproof.frameworks.folder_saves import (
+from shardproof.engine.state import local_tensor
+from shardproof.frameworks.shared.folder_saves import (
     FolderSaves,
     folders_to_remove,
     is_committed,
     numbered_folders,
     remove_folder,
 )
-from shardproof.state import local_tensor
 
 __all__ = ["last_checkpoint", "with_shardproof"]
 

@@ -35,9 +35,9 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (  # noqa
 from torch.distributed.checkpoint.api import CheckpointException  # noqa: E402
 
 import shardproof as sp  # noqa: E402
+from shardproof.engine.storage.sink import LocalSink  # noqa: E402
 from shardproof.frameworks import megatron_core as ours  # noqa: E402
-from shardproof.frameworks import megatron_load, megatron_strategies  # noqa: E402
-from shardproof.storage.sink import LocalSink  # noqa: E402
+from shardproof.frameworks.megatron import megatron_load, megatron_strategies  # noqa: E402
 
 
 class Backend(enum.Enum):

@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingException  # noqa
 from megatron.core.dist_checkpointing.mapping import ShardedTensor  # noqa: E402
 
 from shardproof.frameworks import megatron_core as ours  # noqa: E402
-from shardproof.frameworks.megatron_optimizer import FlatRange  # noqa: E402
+from shardproof.frameworks.megatron.megatron_optimizer import FlatRange  # noqa: E402
 
 SHAPE = (5, 7)
 

@@ -26,8 +26,8 @@ from uneven_model import UnevenModel
 
 import shardproof as sp
 from shardproof.frameworks import deepspeed as adapter
-from shardproof.frameworks.deepspeed import _Engine
-from shardproof.frameworks.zero_blocks import BlockOptimizer
+from shardproof.frameworks.deepspeed.deepspeed_engine import _Engine
+from shardproof.frameworks.shared.zero_blocks import BlockOptimizer
 from shardproof.state import collect
 
 PRECISION = {

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 import shardproof as sp
 from shardproof._utils.humanize import listed
-from shardproof.state import is_dtensor, local_tensor
+from shardproof.engine.state import is_dtensor, local_tensor
 
 __all__ = ["compute_buffers", "materialize"]
 

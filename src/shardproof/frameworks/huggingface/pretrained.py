@@ -14,6 +14,11 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 import shardproof as sp
+from shardproof.engine.foreign import foreign_of
+from shardproof.engine.loading import Patterns, from_rank, open_storage, selects
+from shardproof.engine.rendezvous import MeetingSequence, Rendezvous, connected
+from shardproof.engine.state import inside
+from shardproof.engine.storage import LocalStorage, StrOrBytesPath, publish_path
 from shardproof.frameworks.huggingface.meta_tensors import compute_buffers, materialize
 from shardproof.frameworks.huggingface.weight_plan import (
     FileTensors,
@@ -22,11 +27,6 @@ from shardproof.frameworks.huggingface.weight_plan import (
     state_of,
     tensors_of,
 )
-from shardproof.interop import foreign_of
-from shardproof.loading import Patterns, from_rank, open_storage, selects
-from shardproof.rendezvous import MeetingSequence, Rendezvous, connected
-from shardproof.state import inside
-from shardproof.storage import LocalStorage, StrOrBytesPath, publish_path
 
 __all__ = ["load_pretrained", "save_pretrained"]
 

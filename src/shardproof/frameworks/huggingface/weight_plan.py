@@ -20,8 +20,8 @@ from transformers.core_model_loading import (
 
 import shardproof as sp
 from shardproof._utils.humanize import listed
-from shardproof.frameworks.traced_tensor import TracedBox, TracedTensor, inverse, local_parts
-from shardproof.state import flat_tensors, local_layout, local_tensor
+from shardproof.engine.state import flat_tensors, local_layout, local_tensor
+from shardproof.frameworks.shared.traced_tensor import TracedBox, TracedTensor, inverse, local_parts
 
 __all__ = ["FileTensors", "plan_load", "plan_save", "state_of", "tensors_of"]
 

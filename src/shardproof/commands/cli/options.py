@@ -1,0 +1,336 @@
+"""Arguments and options that several commands share."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import click
+
+from shardproof._utils.home_paths import unexpanded_home
+from shardproof.commands.cli.failures import BadPath
+
+__all__ = [
+    "checkpoint_argument",
+    "checkpoint_of",
+    "destination_argument",
+    "existing_folder",
+    "folder_argument",
+    "format_option",
+    "json_option",
+    "older_than_option",
+    "other_format_option",
+    "path_argument",
+    "path_or_run_argument",
+    "print_json",
+    "register_option",
+    "size",
+    "span",
+    "steps_of_run",
+    "trust_pickle_option",
+]
+
+MANIFEST = "manifest.json"
+"""As in `shardproof.engine.format`, which would import numpy."""
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+Quantity = TypeVar("Quantity")
+
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800, "": 1}
+_BYTES = {
+    f"{unit}{kind}": base ** (at + 1)
+    for kind, base in (("B", 1000), ("iB", 1024))
+    for at, unit in enumerate("KMGT")
+} | {"": 1}
+
+
+def seconds_of(text: str) -> float:
+    """Seconds of a span of time: a number with s, m, h, d or w. A bare number means seconds.
+
+    Raises:
+        ValueError: `text` has another form.
+
+    >>> seconds_of("90"), seconds_of("1.5h"), seconds_of("2d")
+    (90.0, 5400.0, 172800.0)
+    """
+    return _scaled(text, _SECONDS, "a span of time; write 90s, 30m, 1h, 2d or 1w")
+
+
+def bytes_of(text: str) -> int:
+    """Bytes of a size: a number with KB, MB, GB, TB (powers of 1000), KiB, MiB, GiB or TiB (of 1024).
+
+    Raises:
+        ValueError: `text` has another form.
+
+    >>> bytes_of("5GB"), bytes_of("4GiB"), bytes_of("100")
+    (5000000000, 4294967296, 100)
+    """
+    return int(_scaled(text, _BYTES, "a size; write 500MB, 5GB or 4GiB"))
+
+
+def _scaled(text: str, units: Mapping[str, int], expected: str) -> float:
+    """A number with one of the units behind it, times the unit."""
+    match = re.fullmatch(rf"(\d+(?:\.\d+)?)\s*({'|'.join(units)})", text.strip(), re.ASCII)
+    if match is None:
+        raise ValueError(f"{text!r} is not {expected}")
+    return float(match[1]) * units[match[2]]
+
+
+def _quantity(
+    parse: Callable[[str], Quantity],
+) -> Callable[[click.Context, click.Parameter, str | None], Quantity | None]:
+    """The callback of an option that `parse` reads. Text of another form is a usage error."""
+
+    def callback(_context: click.Context, _parameter: click.Parameter, value: str | None) -> Quantity | None:
+        try:
+            return None if value is None else parse(value)
+        except ValueError as error:
+            raise click.BadParameter(str(error)) from error
+
+    return callback
+
+
+size = _quantity(bytes_of)
+"""Callback of an option: bytes from a text such as "5GB"."""
+span = _quantity(seconds_of)
+"""Callback of an option: seconds from a text such as "1h"."""
+
+
+def folder_argument(name: str) -> Callable[[Function], Function]:
+    """An argument for a folder. A missing folder is bad usage (exit code 2)."""
+    return click.argument(name, callback=existing_folder)
+
+
+def checkpoint_argument(name: str) -> Callable[[Function], Function]:
+    """An argument for a checkpoint. A missing folder, a file, or a run, is bad usage (exit code 2)."""
+
+    def callback(context: click.Context, parameter: click.Parameter, path: str) -> str:
+        existing_folder(context, parameter, path)
+        return _checkpoint(context, parameter, path)
+
+    return click.argument(name, callback=callback)
+
+
+def path_argument(name: str) -> Callable[[Function], Function]:
+    """An argument for a checkpoint of any format, a folder or a file. A missing one is bad usage."""
+    return click.argument(name, callback=_checkpoint)
+
+
+def path_or_run_argument(name: str) -> Callable[[Function], Function]:
+    """As `path_argument`, or for a run, of which `checkpoint_of` chooses a step."""
+    return click.argument(name, callback=_checkpoint_or_run)
+
+
+def destination_argument(name: str) -> Callable[[Function], Function]:
+    """An argument for a new folder or file. A URL of no known store is bad usage (exit code 2)."""
+    return click.argument(name, type=click.Path(), callback=_destination)
+
+
+def _destination(_context: click.Context, parameter: click.Parameter, path: str) -> str:
+    _is_url(parameter, path, is_stored=False)
+    return path
+
+
+def _is_url(parameter: click.Parameter, text: str, *, is_stored: bool = True) -> bool:
+    """True for the URL of a store.
+
+    Args:
+        parameter: has the text.
+        text: a path or a URL.
+        is_stored: True if something is stored there. A run in memory then has a folder.
+
+    Raises:
+        BadPath: the URL is of no known store, or of a run that is not in the memory of this node.
+    """
+    if ":/" not in text:
+        return False
+    from shardproof.engine.storage import storage_at
+    from shardproof.errors import StorageError
+
+    try:
+        storage = storage_at(text)
+    except StorageError as error:
+        raise BadPath(f"{_name_of(parameter)}: {error.message}") from error
+    if storage.path is None:
+        return True
+    if not storage.in_memory:
+        return False
+    if is_stored and not storage.path.exists():
+        raise BadPath(
+            f"{_name_of(parameter)}: {text}: {storage.location} does not exist (`shardproof memory` lists "
+            "the runs in the memory of this node)"
+        )
+    return True
+
+
+def _name_of(parameter: click.Parameter) -> str:
+    """The name as a user writes it: RUN of an argument, --second-tier of an option."""
+    return parameter.opts[0] if isinstance(parameter, click.Option) else parameter.human_readable_name
+
+
+def existing_folder(_context: click.Context, parameter: click.Parameter, value: Any) -> Any:
+    """The callback of a path or URL, or of several. A missing folder is bad usage."""
+    for path in [value] if isinstance(value, str) else value or ():
+        _check_folder(parameter, path)
+    return value
+
+
+def _check_folder(parameter: click.Parameter, path: str) -> None:
+    if _is_url(parameter, path):
+        return
+    try:
+        mode = os.stat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError) as error:
+        fault = unexpanded_home(path) or "it does not exist"
+        raise BadPath(f"{_name_of(parameter)}: {_shown(path)}: {fault}") from error
+    except OSError:  # the storage reports it with its cause
+        return
+    if not stat.S_ISDIR(mode):
+        raise BadPath(f"{_name_of(parameter)}: {_shown(path)} is a file, expected a folder")
+
+
+def _shown(path: str) -> str:
+    """The path as given, and its absolute form if that differs."""
+    from shardproof.engine.storage import LocalStorage
+
+    whole = LocalStorage(path).location if path else path
+    return f"{path!r}" + (f" ({whole})" if whole != path else "")
+
+
+def _checkpoint(context: click.Context, parameter: click.Parameter, path: str) -> str:
+    path = _checkpoint_or_run(context, parameter, path)
+    if steps := steps_of_run(path):
+        step = f"{path.rstrip('/')}/{steps[-1]}"
+        raise BadPath(
+            f"{parameter.human_readable_name}: this is a run: give a step, e.g. {step} "
+            f"(`shardproof ls {path}`)"
+        )
+    return path
+
+
+def _checkpoint_or_run(_context: click.Context, parameter: click.Parameter, path: str) -> str:
+    if not os.path.isfile(path) and not _is_url(parameter, path):
+        _check_folder(parameter, path)
+    return path
+
+
+def steps_of_run(path: str) -> list[str]:
+    """The folders of a run's committed steps, or of all steps if none is committed; empty if it is no run."""
+    from shardproof.engine.storage import storage_at
+    from shardproof.errors import StorageError
+
+    if os.path.isfile(path):
+        return []
+    storage = storage_at(path)
+    try:
+        steps = [name for name in storage.folders() if re.fullmatch(r"step-[0-9]{8,18}", name)]
+        if not steps or storage.size(MANIFEST) is not None or storage.list("shards"):
+            return []
+        whole = [step for step in steps if storage.size(f"{step}/{MANIFEST}") is not None]
+    except StorageError:  # the command reports it with its cause
+        return []
+    return sorted(whole or steps, key=lambda name: int(name[5:]))
+
+
+def checkpoint_of(path: str, step: int | None) -> str:
+    """The checkpoint that a command means: `path` itself, or a step of the run `path`.
+
+    Without a number, it is the newest step that a restore would take. A line on standard error names it.
+
+    Raises:
+        click.UsageError: `path` is a checkpoint, and a step is given; or the run has no such step.
+        NotCommittedError: no step of the run can be restored.
+    """
+    steps = steps_of_run(path)
+    if not steps:
+        if step is not None:
+            raise click.UsageError(f"{path} is no run, so it has no step {step}: leave the number out")
+        return path
+    run = path.rstrip("/")
+    if step is not None:
+        if not any(int(name[5:]) == step for name in steps):
+            raise click.UsageError(f"{path} has no step {step} (`shardproof ls {path}` lists its steps)")
+        return f"{run}/step-{step:08d}"
+    from shardproof.engine.storage import storage_at
+    from shardproof.errors import NotCommittedError
+    from shardproof.runs.checkpointer import Verdict, judge, read_node_mark
+
+    storage, passed = storage_at(path), []
+    mark = read_node_mark(storage)
+    for name in reversed(steps):
+        if (found := judge(storage, name, mark=mark)) is None:
+            continue
+        if found.verdict is Verdict.COMMITTED:
+            click.echo(f"{name}: the newest step that can be restored", err=True)
+            return f"{run}/{name}"
+        passed.append(f"{name}: {found.verdict}, {found.reason}")
+        click.echo(passed[-1], err=True)
+    raise NotCommittedError(
+        f"{path}: no step can be restored:\n" + "\n".join(f"  {line}" for line in passed), path=path
+    )
+
+
+def _known_format(_context: click.Context, _parameter: click.Parameter, name: str | None) -> str | None:
+    if name is not None:
+        from shardproof.engine.foreign import NATIVE, READERS
+
+        if name not in (NATIVE, *READERS):
+            raise click.BadParameter(f"{name!r} is none of {', '.join((NATIVE, *READERS))}")
+    return name
+
+
+format_option = click.option(
+    "--format",
+    metavar="FORMAT",
+    callback=_known_format,
+    help="Format of the checkpoint, or of the first of two. Default: detected.",
+)
+other_format_option = click.option(
+    "--other-format",
+    metavar="FORMAT",
+    callback=_known_format,
+    help="Format of the second checkpoint. Default: detected.",
+)
+trust_pickle_option = click.option(
+    "--trust-pickle",
+    is_flag=True,
+    help="Unpickle values of other formats that are not plain data. This may run code in the checkpoint.",
+)
+
+
+def _registered(_context: click.Context, _parameter: click.Parameter, names: Sequence[str]) -> Sequence[str]:
+    for name in names:
+        from shardproof.engine.state import register_by_name  # imports torch
+
+        try:
+            register_by_name(name)
+        except ValueError as error:
+            raise click.BadParameter(str(error)) from error
+    return names
+
+
+register_option = click.option(
+    "--register",
+    multiple=True,
+    metavar="NAME",
+    callback=_registered,
+    help="A module to import, which registers classes; or the name of one enum or dataclass to register.",
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
+
+
+def older_than_option(text: str) -> Callable[[Function], Function]:
+    """The option --older-than, which separates files of dead saves from those of saves in progress."""
+    return click.option(
+        "--older-than", callback=span, metavar="SPAN", default="1h", show_default=True, help=text
+    )
+
+
+def print_json(value: Any) -> None:
+    """A JSON document on standard output, indented. Bytes in paths that are not UTF-8 become escapes."""
+    text = json.dumps(value, indent=2, ensure_ascii=False)
+    click.echo(text.encode("utf-8", "backslashreplace").decode("utf-8"))

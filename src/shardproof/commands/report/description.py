@@ -1,0 +1,90 @@
+"""A stored checkpoint of any format as a manifest and a chunk table, from which the reports are made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+from shardproof.engine.foreign import NATIVE, Foreign, format_of
+from shardproof.engine.format import FileRecord, Manifest, read_index, read_manifest
+from shardproof.engine.planning import ChunkTable
+from shardproof.engine.storage import Storage
+
+if TYPE_CHECKING:
+    from shardproof.engine.loading import ForeignCheckpoint
+
+__all__ = ["Stored", "describe"]
+
+_NO_DIGEST = 32 * "0"
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What is stored, without the values of tensors."""
+
+    location: str
+    format: str
+    manifest: Manifest
+    """For another format, made from its description. Plain values are read when they are accessed."""
+    table: ChunkTable
+    notes: tuple[str, ...] = ()
+    """What a foreign format cannot prove or lost, a sentence each."""
+    unreadable: Mapping[str, str] = field(default_factory=dict)
+    """Values of a foreign checkpoint that cannot be read: key to a description. They count as plain values
+    of the manifest."""
+
+    @property
+    def has_digests(self) -> bool:
+        """True if each chunk has a digest."""
+        return self.format == NATIVE
+
+
+def describe(
+    place: Storage | Foreign,
+    *,
+    format: str | None = None,  # noqa: A002 as in sp.open
+    trust_pickle: bool = False,
+) -> Stored:
+    """Describes a checkpoint of any format. Shardproof's own format needs no torch.
+
+    Raises:
+        NotCommittedError, FormatError, StorageError: it cannot be read.
+    """
+    foreign = place if isinstance(place, Foreign) else Foreign(place)
+    if (name := format or format_of(foreign)) == NATIVE:
+        manifest = read_manifest(foreign.storage)
+        return Stored(foreign.location, NATIVE, manifest, read_index(foreign.storage, manifest))
+    from shardproof.engine.loading import ForeignCheckpoint, open_storage
+
+    with open_storage(foreign, format=name, trust_pickle=trust_pickle, warn=False) as checkpoint:
+        assert isinstance(checkpoint, ForeignCheckpoint)
+        return _described(checkpoint)
+
+
+def _described(checkpoint: ForeignCheckpoint) -> Stored:
+    from shardproof.engine.state import encode_plain  # imports torch
+
+    sizes = checkpoint.reader.files()
+    files = tuple(
+        FileRecord(name, sizes.get(name) or checkpoint.reader.storage.size(name) or 0, _NO_DIGEST, 0, -1)
+        for name in checkpoint.files
+    )
+    manifest = Manifest(
+        writer=checkpoint.reader.name,
+        attempt=checkpoint.attempt,
+        step=checkpoint.step,
+        time=0.0,
+        world_size=checkpoint.world_size,
+        metadata=encode_plain(checkpoint.metadata, "metadata"),
+        tensors=tuple(checkpoint.tensors),
+        aliases=dict(checkpoint.aliases),
+        objects=cast(dict[str, Any], checkpoint.objects),
+        files=files,
+        index=FileRecord("", 0, _NO_DIGEST, 0, -1),
+    )
+    reader = checkpoint.reader
+    unreadable = {key: value.kind for key, value in reader.unreadable.items()}
+    return Stored(
+        checkpoint.location, reader.name, manifest, checkpoint.table, tuple(reader.notes), unreadable
+    )

@@ -1,0 +1,470 @@
+"""The difference of two checkpoints: structure, plain values, and the bits of tensors.
+
+Where both checkpoints cut a tensor into the same boxes and have digests, `diff` compares digests and reads no
+chunk. Otherwise `compare_tensors` reads both. Both compare bits: a NaN equals itself, and 0.0 is not -0.0.
+
+Plain values are compared after decoding: an array is equal if it is stored as a tensor in one checkpoint and
+inside of a value in the other.
+
+Only the state counts. Step, time, metadata and layout are not differences.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardproof._utils.json_objects import objects_with
+from shardproof.commands.report.description import Stored, describe
+from shardproof.commands.report.detail import rows_of
+from shardproof.commands.report.measures import MeasuredDifference, numbers
+from shardproof.commands.report.stored_bits import StoredBits, open_bits
+from shardproof.commands.report.summary import tensor_bytes
+from shardproof.dtypes import DTYPES
+from shardproof.engine.foreign import Foreign, keeps_tensors_of_values, tensors_in_values
+from shardproof.engine.format import FileRecord, Manifest, TensorRecord, locate_files, size_error
+from shardproof.engine.geometry import Boxes, cut
+from shardproof.engine.planning import ChunkTable
+from shardproof.engine.storage import Storage, map_requests
+from shardproof.errors import PlainDataError, StorageError, tells_nothing
+
+__all__ = ["Difference", "compare_tensors", "diff"]
+
+_LONGEST_TEXT = 2000
+"""Characters of a plain value in a `Change`, at most."""
+BOX_BYTES = 32 << 20
+"""Bytes of the boxes that are read, at most, unless a single row is larger. Two of them are in memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A key whose two sides differ, with both sides as texts."""
+
+    key: str
+    a: str
+    b: str
+
+
+@dataclass(frozen=True, slots=True)
+class Uncompared:
+    """A plain value that one of the two checkpoints cannot give."""
+
+    key: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ValueDifference:
+    """A tensor of the same dtype and shape whose bits differ."""
+
+    key: str
+    how: str
+    """"digest": `different` of `total` chunks differ. "read": `different` of `total` elements do."""
+    different: int
+    total: int
+    measured: MeasuredDifference | None = None
+    """By how much the numbers differ, if that was asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The result of `diff`. All key lists are sorted."""
+
+    a: str
+    b: str
+    only_a: tuple[str, ...]
+    only_b: tuple[str, ...]
+    changed: tuple[Change, ...]
+    """Differences of kind, dtype, shape or tied tensor."""
+    objects: tuple[Change, ...]
+    """Plain values."""
+    values: tuple[ValueDifference, ...]
+    same_tensors: int
+    """Tensors equal to the bit."""
+    by_digest: int
+    """Tensors compared only by digests."""
+    by_reading: int
+    """Tensors that were read, because their layouts differ or one format has no digests."""
+    bytes_read: int
+    """Bytes of tensors that were read, in both checkpoints."""
+    uncompared: tuple[Uncompared, ...] = ()
+    """Plain values that cannot be read. They may differ."""
+
+    @property
+    def differs(self) -> bool:
+        """True if a difference was found."""
+        return bool(self.only_a or self.only_b or self.changed or self.objects or self.values)
+
+    @property
+    def same(self) -> bool:
+        """True if both have the same state, and all of it was compared."""
+        return not self.differs and not self.uncompared
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        values = [
+            {
+                "key": value.key,
+                "how": value.how,
+                "different": value.different,
+                "total": value.total,
+                "measured": value.measured and value.measured.to_json(),
+            }
+            for value in self.values
+        ]
+        return {"same": self.same, **asdict(replace(self, values=())), "values": values}
+
+
+class _Side:
+    """The keys of one checkpoint as its user sees them."""
+
+    def __init__(self, stored: Stored) -> None:
+        self.stored = stored
+        self.objects: dict[str, Any] = dict.fromkeys(stored.manifest.objects)
+        """Keys of plain values. A part of a value has its encoded data; None for a whole value."""
+        rows = {record.key: row for row, record in enumerate(stored.manifest.tensors)}
+        inner = tensors_in_values(stored.format, stored.manifest.objects, rows)
+        self.tensors: dict[str, int] = {key: row for key, row in rows.items() if key not in inner}
+        """Row of every tensor. A tied tensor has the row of the key it is stored under."""
+        self.tensors |= {key: rows[target] for key, target in stored.manifest.aliases.items()}
+        self._references: dict[str, set[str]] = {}
+        """Keys of the tensors that a plain value refers to, by its key."""
+
+    def split(self, other: _Side) -> None:
+        """Splits the dicts that the other checkpoint stores as separate values.
+
+        The dict of an object's state is one plain value in some formats, and a value for each of its keys in
+        others.
+        """
+        pending = [key for key in self.objects if key not in other.objects and key not in other.tensors]
+        heads = {
+            ".".join(words[:count])
+            for words in (key.split(".") for key in (*other.objects, *other.tensors) if pending)
+            for count in range(1, len(words))
+        }
+        while pending:
+            key = pending.pop()
+            if key not in heads or key in other.objects or key in self.stored.unreadable:
+                continue
+            part = self.objects[key]
+            data = self.stored.manifest.objects[key] if part is None else part
+            if not isinstance(data, dict) or not data or any(name.startswith("$") for name in data):
+                continue
+            del self.objects[key]
+            for name, item in data.items():
+                below = f"{key}.{name}"
+                if not (isinstance(item, dict) and item.get("$tensor") == below and below in self.tensors):
+                    self.objects[below] = item
+                    pending.append(below)
+
+    def forget_parts(self, other: _Side) -> None:
+        """Forgets the tensors inside plain values that the other checkpoint stores in the same value.
+
+        The comparison of the values includes them.
+        """
+        for key in [key for key in self.tensors if key not in other.tensors and key not in other.objects]:
+            above = key
+            while "." in above:
+                above = above.rpartition(".")[0]
+                if above in self.objects and above in other.objects and self._refers(above, key):
+                    del self.tensors[key]
+                    break
+
+    def _refers(self, value: str, key: str) -> bool:
+        if not keeps_tensors_of_values(self.stored.format):
+            return False
+        if value not in self._references:
+            parts = objects_with(self.encoded(value), "$tensor")
+            self._references[value] = {part["$tensor"] for part in parts}
+        return key in self._references[value]
+
+    def encoded(self, key: str) -> Any:
+        """The encoded data of a plain value. Raises `PlainDataError` if it cannot be read."""
+        part = self.objects[key]
+        return self.stored.manifest.objects[key] if part is None else part
+
+    def described(self) -> dict[str, str]:
+        """Each key with its structure as a text."""
+        manifest = self.stored.manifest
+        kinds = {key: manifest.tensors[row] for key, row in self.tensors.items()}
+        tensors = {key: f"{record.dtype} {list(record.shape)}" for key, record in kinds.items()}
+        for key, target in manifest.aliases.items():
+            tensors[key] = f"{tensors[key]}, tied to {target}"
+        return tensors | {key: self.stored.unreadable.get(key, "plain value") for key in self.objects}
+
+
+def _structure_changes(a: _Side, b: _Side) -> tuple[list[str], list[str], list[Change]]:
+    """Keys that only `a` has, keys that only `b` has, and keys that differ in more than their values."""
+    left, right = a.described(), b.described()
+    changed = [
+        Change(key, left[key], right[key])
+        for key in sorted(left.keys() & right.keys())
+        if left[key] != right[key]
+    ]
+    return sorted(left.keys() - right.keys()), sorted(right.keys() - left.keys()), changed
+
+
+def diff(
+    a: Storage | Foreign,
+    b: Storage | Foreign,
+    *,
+    format: str | None = None,  # noqa: A002 as in sp.open
+    other_format: str | None = None,
+    trust_pickle: bool = False,
+    measure: bool = False,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Difference:
+    """Compares the states in two checkpoints of any formats.
+
+    `diff` trusts the digests; `verify` checks them against the bytes. `diff` checks that the files with the
+    bytes are there, have their recorded sizes and can be opened.
+
+    Args:
+        a: one checkpoint.
+        b: the other.
+        format: name of the format of `a`; None to find it.
+        other_format: name of the format of `b`; None to find it.
+        trust_pickle: True to unpickle values of other formats that are no plain data.
+        measure: True to read the tensors whose digests differ, and to measure by how much numbers differ.
+        on_progress: called with the bytes read so far and in all.
+
+    Raises:
+        NotCommittedError, FormatError, StorageError: one of them cannot be read, or one of its files is
+            missing or has another size.
+        CorruptChunkError: a chunk that had to be read does not match its digest.
+        TilingError: the chunks of a tensor that had to be read do not cover it.
+    """
+    one, other = (
+        describe(place, format=name, trust_pickle=trust_pickle)
+        for place, name in ((a, format), (b, other_format))
+    )
+    for place, stored in ((a, one), (b, other)):
+        if stored.has_digests:
+            _check_files(place.storage if isinstance(place, Foreign) else place, stored.manifest)
+    side_a, side_b = _Side(one), _Side(other)
+    side_a.split(side_b)
+    side_b.split(side_a)
+    side_a.forget_parts(side_b)
+    side_b.forget_parts(side_a)
+    only_a, only_b, changed = _structure_changes(side_a, side_b)
+    pairs = list(_comparable(side_a, side_b))
+    unlike, values = [], []
+    for key, row_a, row_b in pairs:
+        different = None
+        kept = one.manifest.tensors[row_a]
+        record = TensorRecord(key, kept.dtype, kept.shape)
+        if one.has_digests and other.has_digests:
+            different = _different_chunks(one.table, row_a, other.table, row_b, len(record.shape))
+        if different is None or (measure and different.any()):
+            unlike.append(record)
+        elif different.any():
+            values.append(ValueDifference(key, "digest", int(different.sum()), len(different)))
+    objects, uncompared = _object_changes((a, side_a), (b, side_b), trust_pickle=trust_pickle)
+    if unlike:
+        values += _read_differences((a, one), (b, other), unlike, measure, on_progress)
+    return Difference(
+        one.location,
+        other.location,
+        tuple(only_a),
+        tuple(only_b),
+        tuple(changed),
+        tuple(objects),
+        tuple(sorted(values, key=lambda value: value.key)),
+        len(pairs) - len(values),
+        len(pairs) - len(unlike),
+        len(unlike),
+        2 * sum(tensor_bytes(record) for record in unlike),
+        tuple(uncompared),
+    )
+
+
+def _check_files(storage: Storage, manifest: Manifest) -> None:
+    """Checks the size of each shard file, and on file systems that it can be opened.
+
+    Raises:
+        StorageError: of a missing or cut file; if there is none, of a file that cannot be read.
+    """
+
+    def fault_of(item: tuple[tuple[Storage, str], FileRecord]) -> StorageError | None:
+        (folder, name), record = item
+        try:
+            error = size_error(
+                folder,
+                record,
+                path=f"{folder.location}/{name}",
+                advice=f"`shardproof verify {storage.location}` names all damage",
+            )
+            if error is None and folder.path is not None:
+                folder.read(name, 0, min(1, record.size))
+        except StorageError as failure:
+            return failure
+        return error
+
+    items = zip(locate_files(storage, manifest), manifest.files, strict=True)
+    faults = [fault for fault in map_requests(storage, fault_of, items) if fault is not None]
+    if faults:
+        raise min(faults, key=lambda fault: tells_nothing(fault.details))
+
+
+def _read_differences(
+    a: tuple[Storage | Foreign, Stored],
+    b: tuple[Storage | Foreign, Stored],
+    tensors: Sequence[TensorRecord],
+    measure: bool,
+    on_progress: Callable[[int, int], None] | None,
+) -> list[ValueDifference]:
+    """Reads tensors in both checkpoints and compares them.
+
+    Args:
+        a: one checkpoint, and its description.
+        b: the other.
+        tensors: key, dtype and shape of each.
+        measure: as of `diff`.
+        on_progress: as of `diff`.
+    """
+    values, done, total = [], 0, 2 * sum(tensor_bytes(record) for record in tensors)
+    with ExitStack() as opened:
+        one, other = (opened.enter_context(closing(open_bits(place, stored))) for place, stored in (a, b))
+        for record in tensors:
+            measured = MeasuredDifference() if measure else None
+            for step in compare_tensors(one, other, record, measured=measured):
+                if on_progress is not None:
+                    on_progress(done + step.bytes, total)
+            done += 2 * tensor_bytes(record)
+            if step.different:
+                values.append(ValueDifference(record.key, "read", step.different, step.elements, measured))
+    return values
+
+
+def _comparable(a: _Side, b: _Side) -> Iterable[tuple[str, int, int]]:
+    """Key and rows of each pair of tensors that both have with the same dtype and shape, once a pair."""
+    seen = set()
+    for key, row_a in a.tensors.items():
+        row_b = b.tensors.get(key)
+        if row_b is None or (row_a, row_b) in seen:
+            continue
+        seen.add((row_a, row_b))
+        one, other = a.stored.manifest.tensors[row_a], b.stored.manifest.tensors[row_b]
+        if one.dtype == other.dtype and one.shape == other.shape:
+            yield key, row_a, row_b
+
+
+def _different_chunks(
+    a: ChunkTable, row_a: int, b: ChunkTable, row_b: int, ndim: int
+) -> NDArray[np.bool_] | None:
+    """A mask of the chunks that differ; None if the two have different boxes."""
+    rows_a, rows_b = rows_of(a, row_a), rows_of(b, row_b)
+    if rows_a.stop - rows_a.start != rows_b.stop - rows_b.start:
+        return None
+    boxes_a, order_a = _boxes_in_order(a, rows_a, ndim)
+    boxes_b, order_b = _boxes_in_order(b, rows_b, ndim)
+    if not np.array_equal(boxes_a, boxes_b):
+        return None
+    different: NDArray[np.bool_] = (a.digest[rows_a][order_a] != b.digest[rows_b][order_b]).any(axis=1)
+    return different
+
+
+def _boxes_in_order(table: ChunkTable, rows: slice, ndim: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Offsets and sizes of a tensor's chunks, (n, 2d), sorted; and the order that sorts them."""
+    boxes = table.boxes.boxes(np.arange(rows.start, rows.stop), ndim)
+    columns = np.concatenate([boxes.offsets, boxes.sizes], axis=1)
+    order = np.lexsort(columns.T[::-1]) if ndim else np.arange(len(columns))
+    return columns[order], order
+
+
+def _object_changes(
+    a: tuple[Storage | Foreign, _Side], b: tuple[Storage | Foreign, _Side], *, trust_pickle: bool
+) -> tuple[list[Change], list[Uncompared]]:
+    """Plain values under a key of both that differ, and those that cannot be read.
+
+    Values are compared as JSON text: 1, 1.0 and true are three values. Values with different texts that refer
+    to tensors are compared with the bytes of their tensors inside.
+    """
+    (_, one), (_, other) = a, b
+    changes, uncompared = [], []
+    with ExitStack() as opened:
+        bits: list[StoredBits] = []
+        """Those of both checkpoints, once a value needs them."""
+        for key in sorted(one.objects.keys() & other.objects.keys()):
+            try:
+                left, right = one.encoded(key), other.encoded(key)
+                if _text(left) != _text(right) and (_has_tensors(left) or _has_tensors(right)):
+                    for place, side in () if bits else (a, b):
+                        opening = open_bits(place, side.stored, trust_pickle=trust_pickle)
+                        bits.append(opened.enter_context(closing(opening)))
+                    left, right = bits[0].inlined(key, left), bits[1].inlined(key, right)
+            except PlainDataError as error:
+                uncompared.append(Uncompared(key, error.message))
+                continue
+            if _text(left) != _text(right):
+                changes.append(Change(key, _cut(_text(left)), _cut(_text(right))))
+    return changes, uncompared
+
+
+def _text(data: Any) -> str:
+    return json.dumps(data, sort_keys=True, ensure_ascii=False)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}... ({len(text)} characters)"
+
+
+def _has_tensors(data: Any) -> bool:
+    return any(True for _ in objects_with(data, "$tensor"))
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """The progress of the comparison of a tensor."""
+
+    elements: int
+    """Elements compared."""
+    different: int
+    """Of these, how many differ in a bit."""
+    bytes: int
+    """Bytes compared, counted in both checkpoints."""
+
+
+def compare_tensors(
+    a: StoredBits,
+    b: StoredBits,
+    tensor: TensorRecord,
+    *,
+    measured: MeasuredDifference | None = None,
+    box_bytes: int = BOX_BYTES,
+) -> Iterator[Compared]:
+    """Compares a tensor that both have with the same dtype and shape. Yields after each box.
+
+    The last value is the result. For a tensor without elements it is the only value.
+
+    Args:
+        a: the bits of one checkpoint.
+        b: those of the other.
+        tensor: key, dtype and shape.
+        measured: takes the numbers of both.
+        box_bytes: bytes of the boxes that are read, at most, unless a single row is larger.
+
+    Raises:
+        CorruptChunkError: stored bytes do not match their digest.
+        TilingError: the chunks of one of the two do not cover the tensor exactly once.
+    """
+    itemsize = DTYPES[tensor.dtype].itemsize
+    yield Compared(0, 0, 0)
+    if 0 in tensor.shape:
+        return
+    boxes, _ = cut(Boxes.whole(tensor.shape), np.array([max(box_bytes // itemsize, 1)]))
+    elements = different = 0
+    for offsets, sizes in zip(boxes.offsets.tolist(), boxes.sizes.tolist(), strict=True):
+        left, right = a.box(tensor.key, offsets, sizes), b.box(tensor.key, offsets, sizes)
+        if not np.array_equal(left, right):
+            different += int((left != right).any(axis=1).sum())
+        if measured is not None:
+            measured.add(numbers(left, tensor.dtype), numbers(right, tensor.dtype))
+        elements += len(left)
+        yield Compared(elements, different, 2 * elements * itemsize)

@@ -1,0 +1,1 @@
+"""The engine for one checkpoint: from live state to verified bytes in a storage, and back."""

@@ -1,0 +1,180 @@
+"""The comparison of stored bytes with their digests, for every reader of chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from shardproof.engine.format.digests import BLOCK_BYTES, ChunkHasher, digests_as_bytes
+from shardproof.engine.format.manifest import Manifest
+from shardproof.engine.planning import ChunkTable
+from shardproof.engine.storage import Storage
+from shardproof.errors import CorruptChunkError
+
+__all__ = ["ChunkVerifier", "block_digests", "read_pieces"]
+
+_ADVICE = "Restore an older step; `shardproof verify` lists all damage"
+
+
+class ChunkVerifier:
+    """Compares the bytes of some chunks with their digests. A method names a chunk by its position.
+
+    Args:
+        files: for each chunk the name of its file, for error messages.
+        keys: for each chunk the key of its tensor, for error messages.
+        byte_start: first byte of each chunk in its file.
+        byte_count: bytes of each chunk.
+        digests: expected digest of each chunk, 16 bytes.
+        advice: what the user can do about a damaged chunk, for error messages.
+
+    Example:
+        >>> data = memoryview(b"abcdef")
+        >>> digests = [xxhash.xxh3_128_digest(b"abcd"), xxhash.xxh3_128_digest(b"ef")]
+        >>> chunks = ChunkVerifier(["a", "a"], ["v", "w"], [8, 12], [4, 2], digests)
+        >>> chunks.check_data(range(2), data)
+        >>> chunks.check_pieces(1, [data[4:5], data[:1]])  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        ...
+        shardproof.errors.CorruptChunkError: a: bytes 12 to 14 of tensor 'w' have digest 10da..., ...
+    """
+
+    def __init__(
+        self,
+        files: Sequence[str],
+        keys: Sequence[str],
+        byte_start: Sequence[int],
+        byte_count: Sequence[int],
+        digests: Sequence[bytes],
+        *,
+        advice: str = _ADVICE,
+    ) -> None:
+        self._files = files
+        self._keys = keys
+        self._start = byte_start
+        self._count = byte_count
+        self._advice = advice
+        self.digests = digests
+        """Expected digest of each chunk, 16 bytes."""
+
+    @staticmethod
+    def of_table(
+        manifest: Manifest, table: ChunkTable, rows: NDArray[np.int64], *, advice: str = _ADVICE
+    ) -> ChunkVerifier:
+        """The verifier of some rows of a checkpoint's chunk table; position ``i`` is ``rows[i]``."""
+        places = [record.place for record in manifest.files]
+        return ChunkVerifier(
+            [places[file] for file in table.file[rows].tolist()],
+            [manifest.tensors[tensor].key for tensor in table.tensor[rows].tolist()],
+            table.byte_start[rows].tolist(),
+            table.byte_count[rows].tolist(),
+            digests_as_bytes(table.digest[rows]),
+            advice=advice,
+        )
+
+    def check(self, at: int, digest: bytes) -> None:
+        """Compares the digest of all bytes of a chunk with the expected one.
+
+        Raises:
+            CorruptChunkError: the digests differ.
+        """
+        if digest != self.digests[at]:
+            raise self._error(at, 0, self._count[at], self.digests[at], digest)
+
+    def check_data(self, chunks: range, data: memoryview) -> None:
+        """Verifies neighbouring chunks of one file, each of one block at most, that are in memory.
+
+        Args:
+            chunks: positions, in the order of the file.
+            data: bytes of the file from the first byte of the first chunk on.
+
+        Raises:
+            CorruptChunkError: the first chunk whose digest differs.
+        """
+        base, one, end = self._start[chunks.start], chunks.start, chunks.stop
+        found = [
+            xxhash.xxh3_128_digest(data[start - base : start - base + count])
+            for start, count in zip(self._start[one:end], self._count[one:end], strict=True)
+        ]
+        if found != self.digests[one:end]:
+            for at, digest in zip(chunks, found, strict=True):
+                self.check(at, digest)
+
+    def check_blocks(self, at: int, begin: int, found: Sequence[bytes], expected: Sequence[bytes]) -> None:
+        """Compares the digests of neighbouring blocks of a chunk with the expected ones.
+
+        Args:
+            at: position of the chunk.
+            begin: first byte of the first block, counted from the chunk's first.
+            found: digests of the blocks that were read, 16 bytes each.
+            expected: digests of the same blocks, proved by the chunk's digest.
+
+        Raises:
+            CorruptChunkError: the first block whose digest differs.
+        """
+        for number, (want, have) in enumerate(zip(expected, found, strict=True)):
+            if want != have:
+                first = begin + number * BLOCK_BYTES
+                raise self._error(at, first, min(first + BLOCK_BYTES, self._count[at]), want, have)
+
+    def check_pieces(self, at: int, pieces: Iterable[memoryview]) -> list[bytes]:
+        """Verifies a chunk whose bytes come piece by piece.
+
+        Args:
+            at: position of the chunk.
+            pieces: all bytes of the chunk, in order. A piece is hashed before the next is asked for.
+
+        Returns:
+            Digests of the chunk's blocks; none where there is only one (see `ChunkHasher.blocks`).
+
+        Raises:
+            CorruptChunkError: the digest differs.
+        """
+        hasher = ChunkHasher()
+        for piece in pieces:
+            hasher.update(piece)
+        self.check(at, hasher.digest())
+        return hasher.blocks()
+
+    def _error(self, at: int, begin: int, end: int, expected: bytes, found: bytes) -> CorruptChunkError:
+        file, key, start = self._files[at], self._keys[at], self._start[at] + begin
+        return CorruptChunkError(
+            f"{file}: bytes {start} to {start + end - begin} of tensor {key!r} have digest {found.hex()}, "
+            f"expected {expected.hex()}: they changed after they were written. {self._advice}",
+            file=file,
+            key=key,
+            byte_start=start,
+            byte_count=end - begin,
+        )
+
+
+def block_digests(data: memoryview) -> list[bytes]:
+    """Digests of the blocks of bytes that begin with a block.
+
+    The last block is hashed first: bytes that were just read are best cached at their end.
+
+    >>> len(block_digests(memoryview(bytes(BLOCK_BYTES + 1)))), block_digests(memoryview(b""))
+    (2, [])
+    """
+    begins = range(0, len(data), BLOCK_BYTES)
+    digests = [xxhash.xxh3_128_digest(data[begin : begin + BLOCK_BYTES]) for begin in reversed(begins)]
+    digests.reverse()
+    return digests
+
+
+def read_pieces(
+    storage: Storage, name: str, start: int, count: int, buffer: memoryview
+) -> Iterator[memoryview]:
+    """Reads a range of a file through one buffer of at least a byte. Each piece replaces the one before it.
+
+    Raises:
+        StorageError: the file is missing, short or unreadable.
+    """
+    done = 0
+    while done < count:
+        piece = buffer[: count - done]
+        storage.read_into(name, start + done, piece)
+        yield piece
+        done += len(piece)

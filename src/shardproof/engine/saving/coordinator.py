@@ -1,0 +1,223 @@
+"""The coordinator's side of the meetings of one save: agree, plan, commit."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import xxhash
+
+from shardproof._utils.gc_pause import no_garbage_collection
+from shardproof.engine.format import MANIFEST_NAME, overwrite_attempt, read_manifest
+from shardproof.engine.planning import Structure, WritePlan, plan_writes
+from shardproof.engine.saving.cache import CoordinatorPlan, Limits, SaveCache
+from shardproof.engine.saving.commit import PlaceChunks, commit, is_in_place, place_chunks, warn_of_orders
+from shardproof.engine.saving.messages import Agreement, Attempt, RankReport, SaveResult, WriteReport
+from shardproof.engine.saving.save_option import SaveOption
+from shardproof.engine.saving.save_request import SaveRequest
+from shardproof.engine.saving.space_check import check_space, free_space
+from shardproof.engine.storage import FreeSpace, Storage
+from shardproof.errors import (
+    AlreadyCommittedError,
+    FormatError,
+    NotCommittedError,
+    RankFailure,
+    ShardproofError,
+    StorageError,
+    StructureError,
+)
+
+__all__ = ["Coordinator"]
+
+_OUTCOMES = {
+    False: "nothing was committed",
+    True: (
+        "committed, but not known to be durable (readers see it, its files stay, and a crash of the machine "
+        "may undo it; save again with overwrite=True once the storage works)"
+    ),
+    None: (
+        "it is unknown whether it was committed, because the storage does not answer (its files stay; once "
+        "the storage works, run `shardproof ls` and save again with overwrite=True)"
+    ),
+}
+"""Outcome by whether the manifest is in place; None: unknown."""
+
+
+class Coordinator:
+    """The coordinator's side of one save. Each method takes the posts of all ranks and returns the answer."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        request: SaveRequest,
+        options: Sequence[SaveOption],
+        cache: SaveCache,
+        limits: Limits,
+    ) -> None:
+        self._storage = storage
+        self._request = request
+        self._options = options
+        self._cache = cache
+        self._limits = limits
+        self.facts: dict[str, float] = {}
+        """For the commit event of this rank: the slowest rank, and its seconds."""
+        self._attempt: Attempt
+        self._replace = request.overwrite
+        self._nodes: list[int] = []
+        self._spaces: list[FreeSpace | None] = []
+
+    def agree(self, posts: Sequence[bytes]) -> bytes:
+        """Checks that the requests agree, names the attempt, and decides which caches the ranks use."""
+        reports = [msgspec.msgpack.decode(post, type=RankReport) for post in posts]
+        self._check_requests(reports)
+        cached = self._cache.coordinator_plan
+        reuse_plan = (
+            cached is not None
+            and tuple(report.digest for report in reports) == cached.digests
+            and all(report.cached_plan == cached.id for report in reports)
+        )
+        self._nodes = [report.node for report in reports]
+        self._spaces = [None if report.space is None else FreeSpace(*report.space) for report in reports]
+        metadata = msgspec.json.decode(reports[0].metadata)
+        name, now = secrets.token_hex(8), self._time()
+        self._cache.background_name = self._cache.background_name or name
+        name = overwrite_attempt(name) if self._request.record_overwrite else name
+        attempt = Attempt(name, now, reports[0].step, len(reports), metadata)
+        answers: dict[str, Any] = {}
+        for option in self._options:
+            posts_of_option = [report.options[option.name].post for report in reports]
+            attempt, answers[option.name] = option.decide(attempt, posts_of_option, reuse_plan)
+        self._attempt = attempt
+        if cached is not None and reuse_plan:
+            self._check_space(cached.plan)
+        agreement = Agreement(attempt, reuse_plan, self._cache.background_name, answers)
+        return msgspec.msgpack.encode(agreement)
+
+    def _time(self) -> float:
+        """The time of this save, Unix seconds; later than that of the save that it replaces.
+
+        A restore from two tiers takes the later save of a step, and the clock may have been set back.
+        """
+        now = time.time()
+        if self._replace:
+            try:
+                now = max(now, read_manifest(self._storage).time + 0.001)
+            except (FormatError, NotCommittedError):
+                pass  # there is no checkpoint to replace, or a damaged one, which a restore passes over
+        return now
+
+    def _check_requests(self, reports: Sequence[RankReport]) -> None:
+        """Raises a failure that a rank reports, and checks that the requests are equal and allowed."""
+        location = self._storage.location
+        for report in reports:
+            if report.failed:
+                raise ShardproofError.from_wire(msgspec.json.decode(report.failed))
+        first = reports[0]
+        for rank, report in enumerate(reports):
+            if report.request_text() != first.request_text():
+                raise StructureError(
+                    f"{location}: the request of rank 0 is {first.request_text()}; that of rank {rank} is "
+                    f"{report.request_text()}. All ranks must pass the same arguments; put values that "
+                    "differ by rank into the state, in sp.PerRank",
+                    ranks=[0, rank],
+                )
+        if self._request.check_place is not None:
+            self._request.check_place()
+        self._replace = first.overwrite or self._cache.unconfirmed.may_replace(self._storage)
+        if not self._replace and self._storage.size(MANIFEST_NAME) is not None:
+            raise AlreadyCommittedError(
+                f"{location} has a committed checkpoint; save under another step, or pass overwrite=True "
+                "to replace it (the old one stays valid until the new one is committed)",
+                path=location,
+            )
+
+    @no_garbage_collection()
+    def plan(self, posts: Sequence[bytes]) -> list[bytes]:
+        """Proves that the boxes tile each tensor, makes the plan, and returns each rank's part of it."""
+        self._cache.coordinator_plan = None
+        structures = [Structure.decode(post) for post in posts]
+        plan = plan_writes(
+            structures,
+            chunk_bytes=self._limits.chunk_bytes,
+            nodes=self._nodes,
+            sample_bytes=self._limits.sample_bytes,
+        )
+        self._check_space(plan)
+        digests = tuple(xxhash.xxh3_128_digest(post) for post in posts)
+        self._cache.coordinator_plan = CoordinatorPlan(self._attempt.id, digests, plan)
+        return [part.encode() for part in plan.rank_plans()]
+
+    def _check_space(self, plan: WritePlan) -> None:
+        """Raises if the files of a full save do not fit."""
+        if self._attempt.is_full:
+            location, storage = self._storage.location, self._storage
+            check_space(location, self._spaces, plan.bytes_by_rank(), lambda: free_space(storage))
+
+    @no_garbage_collection()
+    def commit(self, posts: Sequence[bytes]) -> bytes:
+        """Commits what the ranks wrote. An error of the coordinator becomes a `RankFailure` of rank 0."""
+        attempt, options = self._attempt, self._options
+        assert self._cache.coordinator_plan is not None
+        reports = [msgspec.msgpack.decode(post, type=WriteReport) for post in posts]
+        plan = self._cache.coordinator_plan.plan
+        place: PlaceChunks = place_chunks
+        slowest = max(range(len(reports)), key=lambda rank: reports[rank].seconds)
+        self.facts = {"slowest_rank": slowest, "slowest_seconds": reports[slowest].seconds}
+        try:
+            for option in options:
+                option.check(plan, [report.options[option.name] for report in reports])
+                place = option.placer(place)
+            done = commit(self._storage, plan, attempt, reports, overwrite=self._replace, place=place)
+        except (AlreadyCommittedError, StructureError):
+            raise
+        except Exception as error:
+            raise self._commit_failure(error) from error
+        self._cache.unconfirmed.confirm(self._storage)
+        self._complete()
+        warn_of_orders(self._storage.location, reports, self._cache.reordered)
+        own = done.manifest.own_files
+        size, reused = sum(record.size for record in own), plan.byte_count[done.placement.file >= len(own)]
+        result = SaveResult(
+            self._storage.location,
+            attempt.step,
+            attempt.id,
+            len(done.manifest.tensors),
+            size,
+            int(reused.sum()),
+        )
+        for option in options:
+            result = option.complete(result, done)
+        return msgspec.msgpack.encode(result)
+
+    def _complete(self) -> None:
+        """Calls `on_commit` of the request. Its error reaches all ranks; the checkpoint stays committed."""
+        try:
+            if self._request.on_commit is not None:
+                self._request.on_commit()
+        except Exception as error:
+            cause = f"{type(error).__name__}: {error}"
+            raise RankFailure(
+                f"{self._storage.location}: committed, but rank 0 failed in the work that follows the "
+                f"commit: {cause}",
+                phase="commit",
+                causes={"0": cause},
+                committed=True,
+            ) from error
+
+    def _commit_failure(self, error: Exception) -> RankFailure:
+        """The error of a failed commit, which says whether the manifest is in place."""
+        in_place = is_in_place(self._storage, self._attempt.id)
+        if in_place is False and isinstance(error, StorageError):
+            in_place = error.details.get("committed", False)
+        if in_place is not False:
+            self._cache.unconfirmed.add(self._storage, self._attempt.id)
+        cause = f"{type(error).__name__}: {error}"
+        return RankFailure(
+            f"{self._storage.location}: {_OUTCOMES[in_place]}: rank 0 failed in phase 'commit': {cause}",
+            phase="commit",
+            causes={"0": cause},
+            committed=in_place,
+        )

@@ -1,0 +1,96 @@
+"""The caller's request of a save, and the report of it to the coordinator."""
+
+from __future__ import annotations
+
+import operator
+import socket
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from shardproof._utils.arguments import check_boolean, check_mapping
+from shardproof.engine.saving.cache import SaveCache
+from shardproof.engine.saving.incremental import FindBase
+from shardproof.engine.saving.messages import RankReport
+from shardproof.engine.saving.replica_check import CheckReplicas
+from shardproof.engine.saving.save_option import SaveOption
+from shardproof.engine.state import canonical_json, encode_plain
+from shardproof.errors import ShardproofError, StructureError
+
+__all__ = ["SaveRequest", "report_rank"]
+
+_LATEST_STEP = 10**18
+
+
+@dataclass(frozen=True, slots=True)
+class SaveRequest:
+    """The caller's request, without the state. It must be the same on all ranks."""
+
+    step: Any = None
+    """Stored in the manifest."""
+    metadata: dict[str, Any] | None = None
+    """Stored in the manifest."""
+    overwrite: bool = False
+    """True to replace a committed checkpoint."""
+    base: FindBase | None = None
+    """Finds an earlier committed step in a sibling folder of the storage. Its chunks are not written again.
+    Called on the coordinator. None: all chunks are written."""
+    full_every: int | None = None
+    """At least one of this many saves in a row with a `base` is written in full. None: no bound."""
+    check_replicas: CheckReplicas | None = None
+    """``"all"`` or ``"sample"`` to compare the bytes of boxes that several ranks have. A sample has
+    `sample_bytes` a rank, and successive saves cover all boxes. Differences are in `SaveResult.diverged`, and
+    logged. Some tensors differ by design, such as the statistics of an unsynchronised BatchNorm: omit them,
+    or wrap them in `PerRank`."""
+    check_place: Callable[[], None] | None = None
+    """Raises a `ShardproofError` if the place cannot take a save. Called on the coordinator. None: any place
+    can."""
+    record_overwrite: bool = False
+    """True if the save may replace earlier saves of its step on other tiers. The name of its attempt records
+    this (see `shardproof.engine.format.overwrite_attempt`)."""
+    on_commit: Callable[[], None] | None = None
+    """Called on the coordinator after the commit and before any rank gets the result. So when
+    `PendingSave.done` is true on any rank, this function has returned. If it fails, all ranks get the error,
+    and the checkpoint stays committed. None: nothing."""
+
+
+def report_rank(
+    request: SaveRequest,
+    options: Sequence[SaveOption],
+    cache: SaveCache,
+    digest: bytes,
+    failed: ShardproofError | None,
+) -> RankReport:
+    """A rank's report, without the space that it sees.
+
+    `failed` is the error of the previous save, if this rank's caller has not received it.
+
+    Raises:
+        StructureError: the step or an option is invalid.
+        TypeError: the metadata or `overwrite` have a wrong type.
+        PlainDataError: the metadata are not plain data.
+    """
+    check_mapping("metadata", request.metadata, "a dict of plain data, or None")
+    check_boolean("overwrite", request.overwrite)
+    return RankReport(
+        digest,
+        cache.plan.id if cache.plan else "",
+        _checked_step(request.step),
+        canonical_json(encode_plain({} if request.metadata is None else request.metadata, "metadata")),
+        request.overwrite,
+        {option.name: option.report() for option in options},
+        zlib.crc32(socket.gethostname().encode()),
+        msgspec.json.encode(failed.to_wire()) if failed is not None else b"",
+    )
+
+
+def _checked_step(step: Any) -> int | None:
+    if step is None:
+        return None
+    is_index = not isinstance(step, bool) and hasattr(step, "__index__")
+    if not is_index or not 0 <= operator.index(step) < _LATEST_STEP:
+        raise StructureError(f"step is {step!r}, not an int from 0 to 10**18 - 1")
+    return operator.index(step)

@@ -1,0 +1,378 @@
+"""The boxes of a DTensor on this rank, computed from mesh coordinate and placements.
+
+`shardproof.engine.state.placements` describes the meaning of placements.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import compress, repeat
+from operator import attrgetter, is_
+from typing import Any, NamedTuple, TypeAlias, TypeGuard
+
+import numpy as np
+import torch
+
+from shardproof.engine.geometry import Boxes, IndexMap
+from shardproof.engine.state.placements import (
+    Segments,
+    Sharding,
+    confusable,
+    index_map_of,
+    local_segments,
+    sizes_of,
+)
+from shardproof.errors import StructureError
+
+__all__ = [
+    "LIKE",
+    "LOCAL",
+    "LocalBoxes",
+    "LocalBoxesCache",
+    "dtensor_index_map",
+    "is_dtensor",
+    "is_sharded",
+    "local_tensor",
+    "shard_order",
+]
+
+LOCAL = "_shardproof_local"
+"""Attribute of a DTensor whose shards differ from its placements: the index map of the local tensor."""
+
+LIKE = "_shardproof_like"
+"""Method of a subclass of DTensor: the tensor of the same class and layout with another local tensor."""
+
+
+_dtensor: Any = ()
+"""The class `DTensor`; an empty tuple until the program has imported it."""
+
+
+def is_dtensor(value: Any) -> TypeGuard[Any]:
+    """True if the value is a DTensor.
+
+    Does not import `torch.distributed.tensor`: until the program imports it, no DTensor exists.
+    """
+    return isinstance(value, _dtensor or _imported_dtensor())
+
+
+def _imported_dtensor() -> Any:
+    global _dtensor
+    _dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+    return _dtensor
+
+
+def is_sharded(tensor: Any) -> bool:
+    """True if ranks of the mesh have different parts of a DTensor. False for a plain tensor."""
+    if not is_dtensor(tensor):
+        return False
+    dims = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+    return any(ranks > 1 and not placement.is_replicate() for ranks, placement in dims)
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The local tensor of a DTensor, which may be empty; otherwise the tensor itself.
+
+    >>> local_tensor(torch.ones(2))
+    tensor([1., 1.])
+    """
+    return tensor._local_tensor if is_dtensor(tensor) else tensor
+
+
+def shard_order(tensor: Any) -> Any:
+    """For each dimension of a DTensor, the mesh dimensions that shard it, in order.
+
+    None if torch has no such attribute. Older versions express the order by strided shards.
+    """
+    return getattr(tensor._spec, "shard_order", None)
+
+
+class LocalBoxes(NamedTuple):
+    """The boxes of a tensor on one rank."""
+
+    shape: tuple[int, ...]
+    """Global shape."""
+    offsets: tuple[int, ...] | None
+    """Global offsets of the local tensor if it is one box; None if there are several boxes, or none."""
+    sizes: tuple[int, ...]
+    """Shape of the local tensor."""
+    index_map: IndexMap | None = None
+    """Positions of the boxes if there are several; None if there are none."""
+
+
+_SPEC = attrgetter("_spec.mesh", "_spec.placements", "_spec.tensor_meta.shape")
+
+
+class LocalBoxesCache:
+    """The local boxes of the tensors and DTensors of one walk. Equal layouts are computed once.
+
+    The DTensors of one call often have equal placements, or a few different ones. Comparing placements takes
+    less time than hashing them.
+    """
+
+    def __init__(self) -> None:
+        self._plain: dict[torch.Size, LocalBoxes] = {}
+        """Boxes of plain tensors, by shape."""
+        self._by_mesh: dict[int, list[_PlacementCache]] = {}
+        """Caches of the different placements on each mesh, by the mesh's id."""
+
+    def of(
+        self, keys: Sequence[str], tensors: Sequence[torch.Tensor], local_shapes: Sequence[torch.Size]
+    ) -> list[LocalBoxes]:
+        """The local boxes of tensors.
+
+        The attribute ``_shardproof_local`` of a DTensor takes precedence over its placements.
+
+        Args:
+            keys: keys of the tensors, for messages.
+            tensors: plain tensors, each one box, and DTensors.
+            local_shapes: shape of each local tensor.
+
+        Raises:
+            StructureError: a placement is a partial sum or unknown, mesh dimensions shard out of order, or
+                the shape of a local tensor contradicts mesh and placements.
+        """
+        are_dtensors = list(map(is_dtensor, tensors))
+        if all(are_dtensors):
+            return self._of_dtensors(keys, tensors, local_shapes)
+        rows = list(compress(range(len(are_dtensors)), are_dtensors))
+        found = iter(
+            self._of_dtensors(
+                [keys[row] for row in rows],
+                [tensors[row] for row in rows],
+                [local_shapes[row] for row in rows],
+            )
+        )
+        return [
+            next(found) if sharded else self._plain.get(shape) or self._of_plain(shape)
+            for sharded, shape in zip(are_dtensors, local_shapes, strict=True)
+        ]
+
+    def _of_plain(self, shape: torch.Size) -> LocalBoxes:
+        sizes = tuple(shape)
+        boxes = LocalBoxes(sizes, None if 0 in sizes else (0,) * len(sizes), sizes)
+        return self._plain.setdefault(shape, boxes)
+
+    def _of_dtensors(
+        self, keys: Sequence[str], tensors: Sequence[Any], local_shapes: Sequence[torch.Size]
+    ) -> list[LocalBoxes]:
+        if not tensors:
+            return []
+        index_maps = [getattr(tensor, LOCAL, None) for tensor in tensors]
+        # Reading the global shape from the spec is faster than `DTensor.shape`.
+        meshes, placements, shapes = zip(*map(_SPEC, tensors), strict=True)
+        orders = list(map(shard_order, tensors))
+        if _are_alike(meshes, placements, orders):
+            caches = [self._cache_of(meshes[0], placements[0], orders[0])] * len(tensors)
+        else:
+            caches = list(map(self._cache_of, meshes, placements, orders))
+        both = list(zip(shapes, local_shapes, strict=True))
+        found = [boxes for boxes in map(dict.get, caches, both) if boxes is not None]
+        if len(found) == len(tensors) == index_maps.count(None):
+            return found
+        return list(map(_cached_local_boxes, caches, both, tensors, keys))
+
+    def _cache_of(self, mesh: Any, placements: Sequence[Any], order: Any) -> _ByShapes:
+        """The cached local boxes of DTensors with these placements, by global and local shape."""
+        caches = self._by_mesh.get(id(mesh))
+        if caches is None:
+            caches = self._by_mesh[id(mesh)] = []
+        kinds = [*map(type, placements)]
+        for cache in caches:
+            if cache.kinds == kinds and cache.placements == placements and cache.order == order:
+                return cache.boxes
+        caches.append(_PlacementCache(mesh, placements, kinds, order, {}))
+        return caches[-1].boxes
+
+
+_ByShapes: TypeAlias = dict[tuple[torch.Size, torch.Size], LocalBoxes]
+
+
+class _PlacementCache(NamedTuple):
+    """The cached local boxes of DTensors with the same mesh and placements."""
+
+    mesh: Any
+    """The reference ensures that no other mesh gets the same id."""
+    placements: Sequence[Any]
+    kinds: list[type]
+    """Types of the placements. They are compared first, because a shard and a strided shard may be equal, and
+    because comparing placements of different types is slow."""
+    order: Any
+    """See `shard_order`."""
+    boxes: _ByShapes
+
+
+def _are_alike(meshes: Sequence[Any], placements: Sequence[Sequence[Any]], orders: Sequence[Any]) -> bool:
+    """True if all DTensors have the mesh, placements and order of the first."""
+    return (
+        all(map(is_, meshes, repeat(meshes[0])))
+        and all(len(set(map(type, kinds))) == 1 for kinds in zip(*placements, strict=True))
+        and placements.count(placements[0]) == len(placements)
+        and orders.count(orders[0]) == len(orders)
+    )
+
+
+def _cached_local_boxes(
+    cache: _ByShapes, shapes: tuple[torch.Size, torch.Size], tensor: Any, key: str
+) -> LocalBoxes:
+    """The local boxes of a DTensor, from the cache of its placements."""
+    if getattr(tensor, LOCAL, None) is not None:
+        return LocalBoxes(tuple(tensor.shape), None, (), dtensor_index_map(tensor, key))
+    return cache.get(shapes) or cache.setdefault(shapes, _local_boxes(tensor, key))
+
+
+def _local_boxes(tensor: Any, key: str) -> LocalBoxes:
+    """The local boxes of a DTensor, from mesh and placements."""
+    shape, part = tuple(tensor.shape), _local_part_of(tensor, key)
+    if part is None:
+        return LocalBoxes(shape, None, ())
+    if part.offsets is not None or 0 in part.sizes:
+        return LocalBoxes(shape, part.offsets, part.sizes)
+    return LocalBoxes(shape, None, part.sizes, index_map_of(part.sizes, shape, part.segments))
+
+
+def dtensor_index_map(tensor: Any, path: str) -> IndexMap:
+    """The index map from the local tensor of a DTensor to the global tensor.
+
+    Raises:
+        StructureError: as for `LocalBoxesCache.of`, or the shapes of the attribute ``_shardproof_local`` are
+            not those of the tensor.
+    """
+    shape, local_shape = tuple(tensor.shape), tuple(tensor._local_tensor.shape)
+    index_map: IndexMap | None = getattr(tensor, LOCAL, None)
+    if index_map is not None:
+        if (index_map.local_shape, index_map.global_shape) != (local_shape, shape):
+            raise StructureError(
+                f"{path}: the index map ({LOCAL}) of this DTensor maps shape {list(index_map.local_shape)} "
+                f"into {list(index_map.global_shape)}, but the local tensor has shape {list(local_shape)} "
+                f"and the DTensor {list(shape)}",
+                key=path,
+            )
+        return index_map
+    part = _local_part_of(tensor, path)
+    if part is None:
+        empty = (0,) * len(shape)
+        return IndexMap(empty, shape, Boxes.empty(len(shape)), np.zeros((0, len(shape)), np.int64))
+    return index_map_of(local_shape, shape, part.segments)
+
+
+def _local_part_of(tensor: Any, path: str) -> _LocalPart | None:
+    """The local part of a DTensor; None if this rank is not in the mesh."""
+    mesh, placements = tensor.device_mesh, tuple(tensor.placements)
+    if any(list(entry.mesh_dims) != sorted(entry.mesh_dims) for entry in shard_order(tensor) or ()):
+        raise StructureError(
+            f"{path}: mesh dimensions shard a dimension of this DTensor in another order than that of its "
+            f"mesh ({shard_order(tensor)}). Redistribute it to Replicate() and then to the placements "
+            f"{placements}, which restores the order, or describe it with shardproof.LocalShards",
+            key=path,
+        )
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        _sharding(placements, tensor.dim(), path)
+        return None
+    position = (tuple(mesh.shape), tuple(coordinate), placements, tuple(map(type, placements)))
+    part = _local_part(tensor.shape, tensor._local_tensor.shape, *position)
+    if part is None:
+        raise _refusal(tensor, path, *position[:3])
+    return part
+
+
+class _LocalPart(NamedTuple):
+    """The segments of each dimension in the local tensor."""
+
+    sizes: tuple[int, ...]
+    """Shape of the local tensor."""
+    segments: tuple[Segments, ...]
+    offsets: tuple[int, ...] | None
+    """Global offsets of the local tensor if it is one non-empty box."""
+
+
+@lru_cache(maxsize=4096)
+def _local_part(
+    shape: tuple[int, ...],
+    local_shape: tuple[int, ...],
+    mesh_shape: tuple[int, ...],
+    coordinate: tuple[int, ...],
+    placements: tuple[Any, ...],
+    kinds: tuple[type, ...],
+) -> _LocalPart | None:
+    """The local part of a tensor; None if it cannot be determined (see `_refusal`).
+
+    `kinds` are the types of the placements, which distinguish a shard from an equal strided shard.
+    """
+    try:
+        sharding = _sharding(placements, len(shape), "")
+    except StructureError:
+        return None
+    ordered = local_segments(shape, mesh_shape, coordinate, sharding)
+    literal = local_segments(shape, mesh_shape, coordinate, sharding, False)
+    readings = [ordered, literal] if ordered is not None else [literal]
+    fitting = [reading for reading in readings if reading is not None and sizes_of(reading) == local_shape]
+    if not fitting or _is_ambiguous(shape, mesh_shape, sharding, ordered, literal, fitting):
+        return None
+    segments = fitting[0]
+    if 0 in local_shape or any(len(dim) > 1 for dim in segments):
+        return _LocalPart(sizes_of(segments), segments, None)
+    return _LocalPart(sizes_of(segments), segments, tuple(dim[0][0] for dim in segments))
+
+
+def _is_ambiguous(
+    shape: tuple[int, ...],
+    mesh_shape: tuple[int, ...],
+    sharding: Sharding,
+    ordered: tuple[Segments, ...] | None,
+    literal: tuple[Segments, ...] | None,
+    fitting: list[tuple[Segments, ...]],
+) -> bool:
+    """True if the readings of the placements differ, and local shapes do not decide between them."""
+    if ordered is None or ordered == literal:
+        return False
+    alike_somewhere, alike_everywhere = confusable(shape, mesh_shape, sharding)
+    return alike_everywhere or (alike_somewhere and fitting[0] != ordered)
+
+
+def _refusal(
+    tensor: Any,
+    path: str,
+    mesh_shape: tuple[int, ...],
+    coordinate: tuple[int, ...],
+    placements: tuple[Any, ...],
+) -> StructureError:
+    """The error for a DTensor without a local part. Raises it if one placement is the reason."""
+    shape, local_shape = tuple(tensor.shape), tuple(tensor._local_tensor.shape)
+    sharding = _sharding(placements, len(shape), path)
+    ordered = local_segments(shape, mesh_shape, coordinate, sharding)
+    literal = local_segments(shape, mesh_shape, coordinate, sharding, False)
+    assert literal is not None
+    if local_shape in (sizes_of(literal), sizes_of(ordered or literal)):
+        return StructureError(
+            f"{path}: placements {placements} of a {list(shape)} tensor on a mesh of shape "
+            f"{list(mesh_shape)} can mean two layouts, and the local shapes of some ranks fit both. "
+            "Use sizes that the mesh divides, or describe the layout with shardproof.LocalShards",
+            key=path,
+        )
+    return StructureError(
+        f"{path}: the local tensor of this DTensor has shape {list(local_shape)}, but placements "
+        f"{placements} on a mesh of shape {list(mesh_shape)} put {list(sizes_of(literal))} of "
+        f"{list(shape)} at coordinate {list(coordinate)}. Describe an irregular layout with "
+        "shardproof.LocalShards",
+        key=path,
+    )
+
+
+def _sharding(placements: tuple[Any, ...], ndim: int, path: str) -> Sharding:
+    sharding: list[tuple[int, int, int]] = []
+    for mesh_dim, placement in enumerate(placements):
+        if placement.is_partial():
+            raise StructureError(
+                f"{path}: the DTensor holds partial sums ({placement}) over mesh dimension {mesh_dim}. "
+                "Reduce it first: tensor.redistribute(placements=[...]) with Replicate() or Shard(dim)",
+                key=path,
+            )
+        if placement.is_replicate():
+            continue
+        if type(placement).__name__ not in ("Shard", "_StridedShard") or not ndim:
+            raise StructureError(f"{path}: the placement {placement} of a DTensor is not supported", key=path)
+        sharding.append((mesh_dim, placement.dim % ndim, int(getattr(placement, "split_factor", 0))))
+    return tuple(sharding)

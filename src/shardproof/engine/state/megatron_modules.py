@@ -1,0 +1,59 @@
+"""Modules of Megatron-Core, whose weights have one name on ranks that have different parts of the model."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from shardproof.engine.state.dtensor import is_dtensor
+from shardproof.engine.state.module_names import NamedModule
+from shardproof.engine.state.visitor import Place, is_per_rank, join
+from shardproof.errors import StructureError
+
+__all__ = ["refuse_undeclared"]
+
+
+def refuse_undeclared(module: NamedModule, place: Place) -> None:
+    """Raises for a weight that other ranks have with other values, and that has no declared layout.
+
+    A plain tensor is a replica of those with its key on other ranks, so a save would store one of them. The
+    function does not import Megatron-Core: until the program imports it, there is no such weight.
+
+    Raises:
+        StructureError: tensor, expert or pipeline parallel ranks have another part of the model under a key.
+    """
+    parallel = sys.modules.get("megatron.core.parallel_state")
+    if parallel is None or is_per_rank(place.key) or not parallel.model_parallel_is_initialized():
+        return
+    found = _undeclared(module, parallel)
+    if found is not None:
+        name, ranks, declaration = found
+        raise StructureError(
+            f"{join(place.key, name)} has this key on all {ranks} parallel ranks of Megatron-Core, and each "
+            "of them has another part of the model. Save `live_state(model, optimizer)` by `save` of "
+            "shardproof.frameworks.megatron_core, or declare the part of this rank: "
+            f"shardproof.training.layouts.{declaration}",
+            key=join(place.key, name),
+        )
+
+
+def _undeclared(module: NamedModule, parallel: Any) -> tuple[str, str, str] | None:
+    """The first such weight or layer: its name, the kind of ranks, and the function that declares it."""
+    divides_tensors = parallel.get_tensor_model_parallel_world_size() > 1
+    divides_experts = parallel.get_expert_model_parallel_world_size() > 1
+    for name, parameter in module.parameters() if divides_tensors or divides_experts else ():
+        if module.layout(name) is not None or is_dtensor(parameter):
+            continue
+        if divides_experts and not getattr(parameter, "allreduce", True):
+            return module.clean(name), "expert", "experts.sequential"
+        if divides_tensors and getattr(parameter, "tensor_model_parallel", False):
+            return module.clean(name), "tensor", "fused or swiglu"
+    if parallel.get_pipeline_model_parallel_world_size() > 1:
+        for path, part in module.parts:
+            number = getattr(part, "layer_number", None)
+            if not isinstance(number, int):
+                continue
+            parent, _, last = module.clean(f"{path}.")[:-1].rpartition(".")
+            if parent.endswith("layers") and last.isdecimal() and int(last) != number - 1:
+                return f"{parent}.{last}", "pipeline", "layers"
+    return None

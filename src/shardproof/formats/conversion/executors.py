@@ -1,0 +1,293 @@
+"""Where the tasks of a conversion run: in this process, in processes of this machine, or on Ray.
+
+A task is a unit to write, boxes to verify or files to upload. Each worker opens the source and makes
+the plan, for which it needs only the request. So processes exchange only requests, tasks and results.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
+from multiprocessing.connection import Connection, wait
+from typing import Any, Protocol, cast
+
+from shardproof._utils import libc
+from shardproof.errors import ShardproofError
+from shardproof.formats.conversion.request import ConversionRequest
+from shardproof.formats.conversion.work import ConversionWork
+
+__all__ = [
+    "Executor",
+    "InlineExecutor",
+    "ProcessExecutor",
+    "RayExecutor",
+    "Task",
+]
+
+_SET_PARENT_DEATH_SIGNAL = 1
+"""Number of ``PR_SET_PDEATHSIG`` in ``<linux/prctl.h>``."""
+_REPORT_SECONDS = 1.0
+"""How often an actor on Ray reports the bytes of a running task."""
+
+
+Task = Callable[[ConversionWork], Any]
+"""A function that pickle can send to a worker."""
+
+
+class Executor(Protocol):
+    """Runs tasks."""
+
+    def run(self, tasks: Sequence[Task], on_bytes: Callable[[int], None]) -> Iterator[Any]:
+        """Runs tasks and yields their results as they arrive, in any order.
+
+        Args:
+            tasks: to run.
+            on_bytes: called in this process with the bytes that workers read since the last call.
+
+        Raises:
+            ShardproofError: a task failed, or a worker ended without a result. No further task begins.
+        """
+        ...
+
+    def close(self) -> None:
+        """Ends the workers."""
+        ...
+
+
+class InlineExecutor:
+    """Runs tasks in this process, one after the other."""
+
+    def __init__(self, work: ConversionWork) -> None:
+        self._work = work
+
+    def run(self, tasks: Sequence[Task], on_bytes: Callable[[int], None]) -> Iterator[Any]:
+        """Runs tasks; see `Executor.run`."""
+        self._work.on_bytes = on_bytes
+        for task in tasks:
+            yield task(self._work)
+
+    def close(self) -> None:
+        """Does nothing: the caller owns the work."""
+
+
+class ProcessExecutor:
+    """Runs tasks in processes of this machine. They end with this process, even if it is killed.
+
+    Args:
+        request: of the conversion.
+        workers: number of processes.
+        deadline: seconds within which any worker must report bytes or a result.
+    """
+
+    def __init__(self, request: ConversionRequest, workers: int, deadline: float) -> None:
+        self._deadline = deadline
+        context = multiprocessing.get_context("spawn")  # a fork would copy locks of torch's threads
+        self._workers = []
+        for _ in range(workers):
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(there, request, os.getpid()), daemon=True)
+            process.start()
+            there.close()
+            self._workers.append((process, here))
+
+    def run(self, tasks: Sequence[Task], on_bytes: Callable[[int], None]) -> Iterator[Any]:
+        """Runs tasks; see `Executor.run`. A worker gets its next task when it has finished one."""
+        left = iter(tasks)
+        busy: dict[Connection, Any] = {}
+        for process, pipe in self._workers:
+            self._give(pipe, process, left, busy)
+        while busy:
+            found = wait(list(busy), self._deadline)
+            if not found:
+                raise _no_progress(self._deadline)
+            for ready in found:
+                pipe = cast(Connection, ready)
+                process = busy[pipe]
+                try:
+                    kind, value = pipe.recv()
+                except (EOFError, OSError) as error:
+                    process.join(self._deadline)
+                    raise ShardproofError(
+                        f"a worker of the conversion ended with exit code {process.exitcode} and no result. "
+                        "Is memory short? Run the conversion again: it continues where it stopped"
+                    ) from error
+                if kind == "bytes":
+                    on_bytes(value)
+                elif kind == "error":
+                    raise value
+                else:
+                    yield value
+                    self._give(pipe, process, left, busy)
+
+    @staticmethod
+    def _give(pipe: Connection, process: Any, left: Iterator[Task], busy: dict[Connection, Any]) -> None:
+        task = next(left, None)
+        if task is None:
+            busy.pop(pipe, None)
+        else:
+            busy[pipe] = process
+            pipe.send(task)
+
+    def close(self) -> None:
+        """Ends the workers. A running task ends with its worker."""
+        for process, pipe in self._workers:
+            pipe.close()
+            process.kill()  # a stopped process ignores a gentler signal
+        ends = time.monotonic() + self._deadline
+        for process, _ in self._workers:
+            process.join(max(ends - time.monotonic(), 0.0))
+
+
+def _serve(pipe: Connection, request: ConversionRequest, parent: int) -> None:
+    """A worker process: runs the tasks that come through the pipe until it closes."""
+    libc.call("prctl", ctypes.c_int(_SET_PARENT_DEATH_SIGNAL), ctypes.c_ulong(signal.SIGKILL))
+    if os.getppid() != parent:  # the parent ended before the call
+        return
+    work: ConversionWork | None = None
+    while True:
+        try:
+            task = pipe.recv()
+        except EOFError:
+            return
+        try:
+            work = work or ConversionWork(request)
+            work.on_bytes = lambda count: pipe.send(("bytes", count))
+            result = task(work)
+        except Exception as error:
+            pipe.send(("error", error))
+        else:
+            pipe.send(("result", result))
+
+
+class RayExecutor:
+    """Runs tasks on a Ray cluster, whose nodes share the file system of source and destination.
+
+    Args:
+        request: of the conversion.
+        workers: number of actors; each uses one processor.
+        deadline: seconds within which any actor must report bytes or a result.
+
+    Raises:
+        ShardproofError: Ray is not installed.
+    """
+
+    def __init__(self, request: ConversionRequest, workers: int, deadline: float) -> None:
+        try:
+            ray: Any = import_module("ray")
+        except ImportError as error:
+            raise ShardproofError(
+                "conversion on Ray needs the package ray: pip install 'shardproof[ray]'"
+            ) from error
+        self._ray = ray
+        self._deadline = deadline
+        if not ray.is_initialized():
+            ray.init(log_to_driver=False, include_dashboard=False)
+        # One thread of an actor runs a task, the other answers `report`.
+        actor = ray.remote(num_cpus=1, max_restarts=0, max_concurrency=2)(_Actor)
+        self._actors = [actor.remote(request) for _ in range(workers)]
+
+    def run(self, tasks: Sequence[Task], on_bytes: Callable[[int], None]) -> Iterator[Any]:
+        """Runs tasks; see `Executor.run`. An actor gets its next task when it has finished one."""
+        left = iter(tasks)
+        running: dict[Any, Any] = {}
+        """Calls that run a task, each with its actor."""
+        reports: dict[Any, Any] = {}
+        """Calls that wait for the bytes of a running task, each with its actor."""
+        for actor in self._actors:
+            self._give(actor, left, running, reports)
+        latest = time.monotonic()
+        while running:
+            remaining = latest + self._deadline - time.monotonic()
+            if remaining <= 0:
+                raise _no_progress(self._deadline, " Run `ray status` to see whether processors are missing.")
+            done, _ = self._ray.wait([*running, *reports], num_returns=1, timeout=remaining)
+            for call in done:
+                if call in reports:
+                    actor, count = reports.pop(call), self._result(call)
+                    if any(actor is other for other in running.values()):
+                        reports[actor.report.remote(_REPORT_SECONDS)] = actor
+                    if count:
+                        on_bytes(count)
+                        latest = time.monotonic()
+                    continue
+                actor = running.pop(call)
+                result, count = self._result(call)
+                if isinstance(result, Exception):
+                    raise result
+                on_bytes(count)
+                yield result
+                self._give(actor, left, running, reports)
+                latest = time.monotonic()
+
+    @staticmethod
+    def _give(actor: Any, left: Iterator[Task], running: dict[Any, Any], reports: dict[Any, Any]) -> None:
+        task = next(left, None)
+        if task is not None:
+            running[actor.run.remote(task)] = actor
+            if not any(actor is other for other in reports.values()):
+                reports[actor.report.remote(_REPORT_SECONDS)] = actor
+
+    def _result(self, call: Any) -> Any:
+        try:
+            return self._ray.get(call)
+        except self._ray.exceptions.RayError as error:
+            raise ShardproofError(
+                f"a worker of the conversion on Ray ended with no result: {error}\nIs memory short? Run the "
+                "conversion again: it continues where it stopped"
+            ) from error
+
+    def close(self) -> None:
+        """Ends the actors."""
+        for actor in self._actors:
+            self._ray.kill(actor)
+
+
+class _Actor:
+    """A worker on Ray, with two threads."""
+
+    def __init__(self, request: ConversionRequest) -> None:
+        self._request = request
+        self._work: ConversionWork | None = None
+        self._lock = threading.Lock()
+        self._count = 0
+        """Bytes that were read and not reported yet."""
+        self._is_idle = threading.Event()
+
+    def run(self, task: Task) -> tuple[Any, int]:
+        """The result of a task or its error, and the bytes that were read since the last report."""
+        self._is_idle.clear()
+        try:
+            self._work = self._work or ConversionWork(self._request)
+            self._work.on_bytes = self._add
+            return task(self._work), self._take()
+        except Exception as error:
+            return error, self._take()
+        finally:
+            self._is_idle.set()
+
+    def report(self, seconds: float) -> int:
+        """The bytes that were read since the last report. Waits at most `seconds` for the end of the task."""
+        self._is_idle.wait(seconds)
+        return self._take()
+
+    def _add(self, count: int) -> None:
+        with self._lock:
+            self._count += count
+
+    def _take(self) -> int:
+        with self._lock:
+            count, self._count = self._count, 0
+        return count
+
+
+def _no_progress(deadline: float, advice: str = "") -> ShardproofError:
+    return ShardproofError(
+        f"no worker of the conversion made progress for {deadline:g} s, the deadline. Check the storage of "
+        f"source and destination, and run the conversion again: it continues where it stopped.{advice}"
+    )

@@ -1,0 +1,200 @@
+"""Applies rules to the tensors of a checkpoint: finds which rule takes each key, and computes the moves.
+
+    match keys -> check numbers of layers and experts -> arrange each rule's tensors -> check sizes
+
+It needs only keys, dtypes and shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from shardproof.errors import StructureError
+from shardproof.formats.conversion.key_maps.hyperparameters import Hyperparameters
+from shardproof.formats.conversion.key_maps.key_matching import (
+    MatchedRule,
+    Numbers,
+    RuleOptions,
+    SizeNames,
+    Source,
+    Stored,
+    check_numbers,
+    match_keys,
+)
+from shardproof.formats.conversion.key_maps.key_rules import KeyPattern, KeyRules, Rule
+from shardproof.formats.conversion.key_maps.layouts import LAYOUTS, Arrangement, LayoutMismatch
+from shardproof.formats.conversion.request import MappedTensor, Move
+
+__all__ = ["MappedKeys", "apply_rules"]
+
+
+@dataclass(frozen=True, slots=True)
+class MappedKeys:
+    """The tensors to write."""
+
+    tensors: Mapping[str, MappedTensor]
+    ignored: Sequence[str] = ()
+    """Stored keys that the rules ignore, such as buffers."""
+
+
+def apply_rules(
+    rules: KeyRules,
+    direction: str,
+    stored: Mapping[str, Stored],
+    known: Hyperparameters,
+    options: RuleOptions,
+) -> MappedKeys:
+    """Maps stored tensors to those of the other project.
+
+    Args:
+        rules: between the projects.
+        direction: one of `KeyRules.directions`.
+        stored: dtype and shape of each stored tensor, by key.
+        known: numbers of the model.
+        options: how the rules are applied.
+
+    Raises:
+        StructureError: no rule takes a key, a rule lacks a tensor, or shapes contradict each other.
+    """
+    joined_is_stored = direction == rules.directions[0]
+    found, ignored = match_keys(rules, joined_is_stored, stored, options)
+    tensors: dict[str, MappedTensor] = {}
+    sizes: dict[str, SizeNames] = {}
+    for item in found:
+        sizes.setdefault(item.prefix, SizeNames())
+    check_numbers(found, known, sizes)
+    for item in found:
+        written = (
+            _split(item, known, sizes[item.prefix])
+            if joined_is_stored
+            else _joined(item, known, sizes[item.prefix], options)
+        )
+        for key, tensor in written:
+            if key in tensors:
+                raise StructureError(f"key map: two stored tensors are mapped to {key!r}", key=key)
+            tensors[key] = tensor
+    return MappedKeys(tensors, ignored)
+
+
+def _split(item: MatchedRule, known: Hyperparameters, sizes: SizeNames) -> Iterator[tuple[str, MappedTensor]]:
+    """The parts of joined tensors."""
+    patterns = [KeyPattern(text) for text in item.rule.parts]
+    for numbers, sources in sorted(item.sources.items()):
+        source = sources[0]
+        arranged = _checked(item.rule, known, sizes, {0: source}, joined=source)
+        named = dict(zip(item.placeholders, numbers, strict=True))
+        leading = (1,) * len(source.offsets)
+        for part, (pattern, shape) in enumerate(zip(patterns, arranged.parts, strict=True)):
+            moves = [
+                Move(
+                    piece.part_offsets,
+                    piece.part_sizes,
+                    source.key,
+                    (*source.offsets, *piece.offsets),
+                    (*leading, *piece.sizes),
+                    (*range(len(leading)), len(leading) + 1, len(leading)) if piece.transposed else (),
+                )
+                for piece in arranged.pieces
+                if piece.part == part
+            ]
+            yield item.prefix + pattern.key(named), MappedTensor(source.dtype, shape, moves)
+
+
+def _joined(
+    item: MatchedRule, known: Hyperparameters, sizes: SizeNames, options: RuleOptions
+) -> Iterator[tuple[str, MappedTensor]]:
+    """Joined tensors, with leading dimensions where they are stacked."""
+    rule, names = item.rule, item.placeholders
+    text = rule.unfused if options.unfused_norms and rule.unfused is not None else rule.joined
+    pattern = KeyPattern(text, stackable=True)
+    stacked = [name in options.stacked for name in names]
+    written: dict[str, list[tuple[Numbers, Mapping[int, Source], Arrangement]]] = {}
+    for numbers, sources in sorted(item.sources.items()):
+        if missing := [part for part in range(len(rule.parts)) if part not in sources]:
+            named = dict(zip(names, numbers, strict=True))
+            keys = [item.prefix + KeyPattern(rule.parts[part]).key(named) for part in missing]
+            raise StructureError(
+                f"key map: {', '.join(keys)} {'is' if len(keys) == 1 else 'are'} missing: "
+                f"{next(iter(sources.values())).key} is another part of {item.prefix}{pattern.key(named)}",
+                keys=keys,
+            )
+        arranged = _checked(rule, known, sizes, sources, joined=None)
+        key = pattern.key(
+            {
+                name: None if is_stacked else number
+                for name, is_stacked, number in zip(names, stacked, numbers, strict=True)
+            }
+        )
+        at = tuple(number for number, is_stacked in zip(numbers, stacked, strict=True) if is_stacked)
+        written.setdefault(item.prefix + key, []).append((at, sources, arranged))
+    for key, layers in written.items():
+        yield key, _stack(key, layers)
+
+
+def _stack(key: str, layers: Sequence[tuple[Numbers, Mapping[int, Source], Arrangement]]) -> MappedTensor:
+    """A joined tensor, with all layers and experts that are stacked in it."""
+    _, first_sources, first = layers[0]
+    dtype, shape = first_sources[0].dtype, first.joined
+    moves: list[Move] = []
+    for at, sources, arranged in layers:
+        for source in sources.values():
+            if source.dtype != dtype:
+                raise StructureError(
+                    f"key map: {source.key} is {source.dtype}, expected {dtype} as {first_sources[0].key}: "
+                    f"both are part of {key}",
+                    key=source.key,
+                )
+        if arranged.joined != shape:
+            raise StructureError(
+                f"key map: {sources[0].key} gives shape {list(arranged.joined)}, expected {list(shape)} as "
+                f"{first_sources[0].key} does: both are part of {key}",
+                key=sources[0].key,
+            )
+        ones = (1,) * len(at)
+        moves += (
+            Move(
+                (*at, *piece.offsets),
+                (*ones, *piece.sizes),
+                sources[piece.part].key,
+                piece.part_offsets,
+                piece.part_sizes,
+                (1, 0) if piece.transposed else (),
+            )
+            for piece in arranged.pieces
+        )
+        moves += (Move((*at, *start), (*ones, *extent), None) for start, extent in arranged.padding)
+    extents = tuple(max(numbers) + 1 for numbers in zip(*(at for at, _, _ in layers), strict=True))
+    return MappedTensor(dtype, (*extents, *shape), moves)
+
+
+def _checked(
+    rule: Rule,
+    known: Hyperparameters,
+    sizes: SizeNames,
+    sources: Mapping[int, Source],
+    *,
+    joined: Source | None,
+) -> Arrangement:
+    """The arrangement of stored tensors, if their shapes fit."""
+    layout = LAYOUTS[rule.layout]
+    try:
+        arranged = (
+            layout.join([sources[part].shape for part in range(len(rule.parts))], known)
+            if joined is None
+            else layout.split(joined.shape, known)
+        )
+    except LayoutMismatch as error:
+        keys = ", ".join(source.key for source in sources.values())
+        shapes = ", ".join(str(list(source.shape)) for source in sources.values())
+        each = " each" if joined is not None and joined.offsets else ""
+        raise StructureError(
+            f"key map: {keys} of shape {shapes}{each} cannot be mapped as {rule.layout}: {error}",
+            key=next(iter(sources.values())).key,
+        ) from error
+    for part, names in enumerate(rule.shapes):
+        source = sources[0] if joined is not None else sources[part]
+        sizes.check(names, arranged.parts[part], source.key, source.shape)
+    for name, size in arranged.sizes.items():
+        sizes.expect(name, size, next(iter(sources.values())).key)
+    return arranged

@@ -1,0 +1,240 @@
+"""Finds which rule takes each stored key, and whether all layers and experts are there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice, product
+from math import prod
+from typing import TypeAlias
+
+from shardproof.errors import StructureError
+from shardproof.formats.conversion.key_maps.hyperparameters import Hyperparameters
+from shardproof.formats.conversion.key_maps.key_rules import KeyPattern, KeyRules, Rule
+
+__all__ = [
+    "MatchedRule",
+    "Numbers",
+    "RuleOptions",
+    "SizeNames",
+    "Source",
+    "Stored",
+    "check_numbers",
+    "match_keys",
+]
+
+Stored: TypeAlias = tuple[str, tuple[int, ...]]
+"""Torch's name of the dtype, and the shape, of a stored tensor."""
+Numbers: TypeAlias = tuple[int, ...]
+"""Values of the placeholders of a rule, in their order."""
+
+_Shape = tuple[int, ...]
+_MOST_STACKED = 1_000_000
+"""Layers times experts in one tensor, at most. It bounds the work for a wrong shape."""
+
+
+@dataclass(frozen=True, slots=True)
+class RuleOptions:
+    """How rules are applied."""
+
+    prefixes: Sequence[str] = ()
+    """Prefixes below which the rules apply too. The written keys have the same prefixes."""
+    stacked: frozenset[str] = frozenset()
+    """Placeholders for which the first project's tensors are written with a leading dimension."""
+    unfused_norms: bool = False
+    """True to write `Rule.unfused` names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A stored tensor, or one of those that are stacked in it."""
+
+    key: str
+    offsets: _Shape
+    """Where it lies in the leading dimensions of the stored tensor."""
+    dtype: str
+    shape: _Shape
+    """Without leading dimensions."""
+
+
+@dataclass(slots=True)
+class MatchedRule:
+    """The stored tensors that one rule takes, below one prefix."""
+
+    rule: Rule
+    prefix: str
+    placeholders: tuple[str, ...]
+    sources: dict[Numbers, dict[int, Source]] = field(default_factory=dict)
+    """By the values of the placeholders; then by part, 0 for a joined tensor."""
+
+    def example(self) -> Source:
+        """Any source, for messages."""
+        return next(iter(next(iter(self.sources.values())).values()))
+
+
+class SizeNames:
+    """Sizes by name, each with the first key that has it."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[int, str]] = {}
+
+    def expect(self, name: str, size: int, by: str) -> None:
+        """Records a size. Raises StructureError if it differs from the recorded one."""
+        number = int(name) if name.isdecimal() else None
+        expected, first = (number, "the rule") if number is not None else self._known.get(name, (size, by))
+        if size != expected:
+            raise StructureError(
+                f"key map: {by} has {name} = {size}, expected {expected} as {first} has. Is it the right map "
+                "for this model?",
+                key=by,
+            )
+        if number is None:
+            self._known.setdefault(name, (size, by))
+
+    def check(self, names: str, shape: _Shape, by: str, stored: _Shape) -> None:
+        """Compares a shape with the names of its sizes."""
+        expected = names.split()
+        if len(expected) != len(shape):
+            raise StructureError(
+                f"key map: {by} of shape {list(stored)} has {len(shape)} dimensions, expected "
+                f"{len(expected)}: ({', '.join(expected)})",
+                key=by,
+            )
+        for name, size in zip(expected, shape, strict=True):
+            self.expect(name, size, by)
+
+
+def match_keys(
+    rules: KeyRules, joined_is_stored: bool, stored: Mapping[str, Stored], options: RuleOptions
+) -> tuple[list[MatchedRule], list[str]]:
+    """Finds the rule that takes each key.
+
+    Args:
+        rules: between the projects.
+        joined_is_stored: True if the stored keys are those of the first project.
+        stored: dtype and shape of each stored tensor, by key.
+        options: of the map.
+
+    Returns:
+        The rules that take keys, and the ignored keys.
+
+    Raises:
+        StructureError: no rule takes a key, or two keys are one tensor.
+    """
+    patterns = list(_patterns(rules, joined_is_stored))
+    ignored_patterns = [KeyPattern(text, prefix=rules.first_prefix) for text in rules.ignored]
+    found: dict[tuple[str, int], MatchedRule] = {}
+    ignored: list[str] = []
+    unknown: list[str] = []
+    for key, (dtype, shape) in stored.items():
+        prefix = next((f"{at}." for at in options.prefixes if key.startswith(f"{at}.")), "")
+        name = key.removeprefix(prefix)
+        if any(pattern.match(name) is not None for pattern in ignored_patterns):
+            ignored.append(key)
+            continue
+        for row, rule, part, pattern in patterns:
+            if (numbers := pattern.match(name)) is not None:
+                at = prefix, row
+                if at not in found:
+                    found[at] = MatchedRule(rule, prefix, KeyPattern(rule.joined).placeholders)
+                _add(found[at], part, key, dtype, shape, numbers)
+                break
+        else:
+            is_optimizer = joined_is_stored and rules.first_optimizer and re.match(rules.first_optimizer, key)
+            (ignored if is_optimizer else unknown).append(key)
+    if unknown:
+        raise StructureError(
+            f"key map: no rule takes {len(unknown)} of {len(stored)} keys. Leave them out (--exclude KEY, or "
+            "a pattern as below), name a prefix (?prefix=optimizer.state.exp_avg), or use another map:\n"
+            f"{_summary(unknown)}",
+            keys=unknown,
+        )
+    return [found[at] for at in sorted(found)], ignored
+
+
+def _patterns(rules: KeyRules, joined_is_stored: bool) -> Iterator[tuple[int, Rule, int, KeyPattern]]:
+    for row, rule in enumerate(rules.rules):
+        if joined_is_stored:
+            for text in rule.joined_names:
+                yield row, rule, 0, KeyPattern(text, stackable=True, prefix=rules.first_prefix)
+        else:
+            for part, text in enumerate(rule.parts):
+                yield row, rule, part, KeyPattern(text)
+
+
+def _add(
+    item: MatchedRule, part: int, key: str, dtype: str, shape: _Shape, numbers: Mapping[str, int | None]
+) -> None:
+    """Adds a stored tensor, or each of those that are stacked in it."""
+    names = item.placeholders
+    leading = [name for name in names if numbers[name] is None]
+    if len(shape) < len(leading):
+        raise StructureError(
+            f"key map: {key} of shape {list(shape)} has {len(shape)} dimensions, expected one for each "
+            f"{' and '.join(leading)} and those of the tensor",
+            key=key,
+        )
+    count = prod(shape[: len(leading)])
+    if not 0 < count <= _MOST_STACKED:
+        raise StructureError(
+            f"key map: {key} of shape {list(shape)} has {count} tensors stacked, expected 1 to "
+            f"{_MOST_STACKED}",
+            key=key,
+        )
+    for offsets in product(*map(range, shape[: len(leading)])):
+        values = dict(zip(leading, offsets, strict=True))
+        at = tuple(values[name] if (number := numbers[name]) is None else number for name in names)
+        source = Source(key, offsets, dtype, shape[len(leading) :])
+        if (other := item.sources.setdefault(at, {}).setdefault(part, source)) is not source:
+            raise StructureError(f"key map: {other.key} and {key} are the same tensor", key=key)
+
+
+def _summary(keys: Iterable[str]) -> str:
+    """All keys, with one line for keys that differ only in numbers."""
+    lines: dict[str, list[str]] = {}
+    for key in keys:
+        lines.setdefault(re.sub(r"(?<=\.)[0-9]+(?=\.|$)", "*", key), []).append(key)
+    return "\n".join(
+        f"  {same[0]}" if len(same) == 1 else f"  {pattern} ({len(same)} keys)"
+        for pattern, same in lines.items()
+    )
+
+
+def check_numbers(
+    found: Sequence[MatchedRule], known: Hyperparameters, sizes: Mapping[str, SizeNames]
+) -> None:
+    """Checks that layers and experts are numbered from 0 without gaps, the same for all rules.
+
+    Args:
+        found: the rules that take keys.
+        known: numbers of the model.
+        sizes: by prefix; the numbers of layers and experts are recorded there.
+
+    Raises:
+        StructureError: a layer or an expert is missing.
+    """
+    if known.layers is not None:
+        for prefix in sizes:
+            sizes[prefix].expect("layer", known.layers, "the configuration")
+    for item in found:
+        names, key = item.placeholders, item.example().key
+        extents = []
+        for row, name in enumerate(names):
+            values = {numbers[row] for numbers in item.sources}
+            missing = (number for number in range(max(values)) if number not in values)
+            if some := list(islice(missing, 10)):
+                raise StructureError(
+                    f"key map: of the tensors such as {key}, those of {name} {', '.join(map(str, some))} are "
+                    "missing",
+                    key=key,
+                )
+            extents.append(len(values))
+        if len(item.sources) < prod(extents):
+            gap = next(at for at in product(*map(range, extents)) if at not in item.sources)
+            where = ", ".join(f"{name} {value}" for name, value in zip(names, gap, strict=True))
+            raise StructureError(
+                f"key map: of the tensors such as {key}, that of {where} is missing", key=key
+            )
+        for name, extent in zip(names, extents, strict=True):
+            sizes[item.prefix].expect(name, extent, key)

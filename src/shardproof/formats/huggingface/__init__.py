@@ -1,0 +1,1 @@
+"""Folders of Accelerate, of the Trainer, and of sharded ``pytorch_model.bin`` files."""

@@ -1,0 +1,1 @@
+"""Checkpoints of Megatron: legacy, distributed and Zarr."""

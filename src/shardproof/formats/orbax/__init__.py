@@ -1,0 +1,1 @@
+"""Checkpoints of Orbax, and OCDBT, the key-value store inside."""

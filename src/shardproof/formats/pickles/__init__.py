@@ -1,0 +1,1 @@
+"""Pickles as data: nothing that they name is imported or called."""

@@ -1,0 +1,1 @@
+"""Safetensors files, of one file or with an index."""

@@ -1,0 +1,236 @@
+"""Tensors and storages in pickles of ``torch.save``, as descriptions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from shardproof._utils.humanize import brief
+from shardproof.dtypes import DTYPES
+from shardproof.engine.foreign import Opaque, Unreadable, shape_of
+from shardproof.errors import FormatError
+from shardproof.formats.pickles.pickle_builders import CONSTANTS, plain_builders
+from shardproof.formats.pickles.pickle_data import Bytes, Pickle, read_pickle
+
+__all__ = [
+    "CONVERT",
+    "STORAGE_DTYPES",
+    "TorchStorage",
+    "TorchTensor",
+    "read_torch_pickle",
+    "torch_builders",
+    "torch_storage",
+]
+
+STORAGE_DTYPES = {
+    "Double": "float64",
+    "Float": "float32",
+    "Half": "float16",
+    "BFloat16": "bfloat16",
+    "Long": "int64",
+    "Int": "int32",
+    "Short": "int16",
+    "Char": "int8",
+    "Byte": "uint8",
+    "Bool": "bool",
+    "ComplexDouble": "complex128",
+    "ComplexFloat": "complex64",
+}
+
+
+_QUANTISED = {"QInt8": 1, "QUInt8": 1, "QInt32": 4, "QUInt4x2": 1, "QUInt2x4": 1}
+"""Kinds of the storages of quantised tensors, and bytes of an element of the storage."""
+
+
+@dataclass(frozen=True, slots=True)
+class TorchStorage:
+    """A storage that a pickle refers to."""
+
+    key: str
+    dtype: str
+    """Dtype of the elements, "uint8" for an untyped storage. Names outside of `DTYPES` are those of storages
+    that are not read."""
+    numel: int
+    itemsize: int | None
+    """Bytes of an element; None if they are not known."""
+
+    @property
+    def nbytes(self) -> int | None:
+        """Bytes of the elements; None if they are not known."""
+        return None if self.itemsize is None else self.numel * self.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class TorchTensor:
+    """A tensor in a file of ``torch.save``, not read yet."""
+
+    storage: str
+    """Key of the storage; tensors with one key share memory."""
+    dtype: str
+    """Torch's name of the dtype, for example "bfloat16"."""
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    """In elements."""
+    offset: int
+    """First element, counted from the start of the storage in elements of this dtype."""
+    is_conjugated: bool = False
+    """True if the storage holds the complex conjugates."""
+    is_negated: bool = False
+    """True if the storage holds the negative values."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements."""
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+
+
+def torch_storage(path: str, identifier: Any) -> TorchStorage:
+    """The storage of a persistent identifier: ("storage", class, key, device, number of elements).
+
+    Args:
+        path: path of the file, for messages.
+        identifier: the persistent identifier in a pickle.
+
+    Raises:
+        FormatError: it is not a storage.
+    """
+    match identifier:
+        case ("storage", Opaque(name=name), str(key), str(), int(numel), *view) if 0 <= numel < 1 << 62:
+            kind = name.removeprefix("torch.").removeprefix("cuda.").removesuffix("Storage")
+        case str():
+            raise FormatError(
+                f"{path}: it was saved with pickle_protocol=0, which loses the storages. torch.load cannot "
+                "read it either: save it again with another protocol",
+                file=path,
+            )
+        case _:
+            raise FormatError(f"{path}: a persistent identifier is not a storage", file=path)
+    if any(part is not None for part in view):
+        return TorchStorage(key, f"{name}, a view of another storage as in torch before 1.0", numel, None)
+    if name in ("torch.storage.UntypedStorage", "torch.UntypedStorage"):
+        return TorchStorage(key, "uint8", numel, 1)
+    if kind in STORAGE_DTYPES:
+        dtype = STORAGE_DTYPES[kind]
+        return TorchStorage(key, dtype, numel, DTYPES[dtype].itemsize)
+    return TorchStorage(key, name, numel, _QUANTISED.get(kind))
+
+
+def read_torch_pickle(
+    data: bytes | Bytes, persistent: Callable[[Any], TorchStorage], *, file: str, start: int = 0
+) -> Pickle:
+    """Reads a pickle with tensors; see `read_pickle`."""
+    return read_pickle(
+        data, torch_builders(), file=file, start=start, persistent=persistent, constants=CONSTANTS
+    )
+
+
+def _tensor(
+    storage: TorchStorage,
+    offset: int,
+    shape: Sequence[int],
+    stride: Sequence[int],
+    dtype: str,
+    metadata: Mapping[str, bool] | None,
+) -> TorchTensor | Unreadable:
+    """A tensor whose elements all lie in its storage."""
+    shape, stride = shape_of(shape), shape_of(stride)
+    if dtype not in DTYPES or storage.itemsize is None:
+        return Unreadable(f"a tensor of {dtype} and shape {list(shape)}", CONVERT)
+    (offset,) = shape_of((offset,))
+    if len(shape) != len(stride):
+        raise ValueError("shape, strides or offset of a tensor are not valid")
+    last = offset + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    if 0 not in shape and (last + 1) * DTYPES[dtype].itemsize > storage.numel * storage.itemsize:
+        raise ValueError(f"a tensor of shape {shape} does not fit into its storage {brief(storage.key)}")
+    flags = metadata or {}
+    if not flags.keys() <= {"conj", "neg"}:
+        raise ValueError(f"the tensor flags {brief(list(flags))} are unknown")
+    is_conjugated, is_negated = bool(flags.get("conj")), bool(flags.get("neg"))
+    return TorchTensor(storage.key, dtype, shape, stride, offset, is_conjugated, is_negated)
+
+
+def _rebuild_v2(
+    storage: TorchStorage,
+    offset: int,
+    shape: Any,
+    stride: Any,
+    grad: Any = None,
+    hooks: Any = None,
+    metadata: Any = None,
+) -> TorchTensor | Unreadable:
+    return _tensor(storage, offset, shape, stride, storage.dtype, metadata)
+
+
+def _rebuild_v3(
+    storage: TorchStorage,
+    offset: int,
+    shape: Any,
+    stride: Any,
+    grad: Any,
+    hooks: Any,
+    dtype: torch.dtype | Opaque,
+    metadata: Any = None,
+) -> TorchTensor | Unreadable:
+    name = dtype.name if isinstance(dtype, Opaque) else str(dtype).removeprefix("torch.")
+    return _tensor(storage, offset, shape, stride, name, metadata)
+
+
+def _without_elements(what: str, remedy: str) -> Callable[..., Unreadable]:
+    """A builder of tensors whose elements are not in one dense storage of a dtype that can be held."""
+    return lambda *args: Unreadable(what, remedy)
+
+
+def _quantised(storage: TorchStorage, offset: Any, shape: Any, *args: Any) -> Unreadable:
+    return Unreadable(f"a quantised tensor of {storage.dtype} and shape {list(shape_of(shape))}", _DEQUANTISE)
+
+
+def _rebuild_subclass(function: Any, kind: Any, args: Any, state: Any) -> Any:
+    """Builds a tensor with attributes, or a tensor subclass that has the elements of a plain tensor."""
+    builder = _REBUILDERS.get(function.name) if isinstance(function, Opaque) else None
+    if builder is None or not isinstance(args, tuple):
+        return Opaque("torch._tensor._rebuild_from_type_v2", (function, kind, args, state))
+    return builder(*args)
+
+
+_REBUILDERS: Mapping[str, Callable[..., Any]] = {
+    "torch._utils._rebuild_tensor": _rebuild_v2,
+    "torch._utils._rebuild_tensor_v2": _rebuild_v2,
+    "torch._utils._rebuild_tensor_v3": _rebuild_v3,
+}
+
+
+CONVERT = "Load it with torch, convert it to a dtype that can be stored, and save it again"
+"""Remedy for a tensor of a dtype that cannot be held."""
+_DEQUANTISE = (
+    "Load it with torch.load, and save its dequantize(), or its int_repr() with the scales and zero points"
+)
+_TO_DENSE = "Load it with torch.load, and save its to_dense(), or its indices and values"
+_NOT_DENSE: Mapping[str, Callable[..., Any]] = {
+    "torch._utils._rebuild_qtensor": _quantised,
+    "torch._utils._rebuild_sparse_tensor": _without_elements("a sparse tensor", _TO_DENSE),
+    "torch._utils._rebuild_nested_tensor": _without_elements(
+        "a nested tensor", "Load it with torch.load, and save the list of its unbind()"
+    ),
+    "torch._utils._rebuild_meta_tensor_no_storage": _without_elements(
+        "a tensor on the device meta, which has no elements", "Save the real tensor"
+    ),
+}
+"""Builders of tensors that are not read."""
+
+
+@cache
+def torch_builders() -> Mapping[str, Callable[..., Any]]:
+    """Builders of the values in a state dict. None of them allocates more than its arguments hold."""
+    return {
+        **plain_builders(),
+        **_REBUILDERS,
+        **_NOT_DENSE,
+        "torch._tensor._rebuild_from_type_v2": _rebuild_subclass,
+        "torch._utils._rebuild_parameter": lambda data, *_: data,
+        "torch._utils._rebuild_parameter_with_state": lambda data, *_: data,
+    }

@@ -1,0 +1,1 @@
+"""Zarr arrays and groups."""

@@ -1,0 +1,273 @@
+"""Checkpoints of a Lightning `Trainer`. Each rank saves its own part in the background.
+
+`ShardproofCheckpoint` replaces Lightning's `ModelCheckpoint`, with the same arguments:
+
+    from shardproof.frameworks.lightning import ShardproofCheckpoint
+
+    trainer = Trainer(callbacks=[ShardproofCheckpoint(every_n_train_steps=1000)])
+    trainer.fit(model, ckpt_path="last")
+
+It works with `lightning` and with `pytorch_lightning`. If a program uses the latter, it imports
+`pytorch_lightning` before this module.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+from typing import Any
+
+import shardproof as sp
+from shardproof.frameworks.lightning.lightning_io import LIGHTNING, ShardproofCheckpointIO
+from shardproof.frameworks.lightning.lightning_loaders import continue_batches, set_sampler_epoch
+from shardproof.frameworks.shared.folder_saves import FolderSaves, Value, is_committed, newest_committed
+
+__all__ = ["ShardproofCheckpoint", "ShardproofCheckpointIO", "with_shardproof"]
+
+ModelCheckpoint: Any = import_module(f"{LIGHTNING}.callbacks").ModelCheckpoint
+
+_REFUSED = {
+    "FSDPStrategy": "FSDP1 collects its state with collectives. Use ModelParallelStrategy with fully_shard",
+    "DeepSpeedStrategy": "DeepSpeed saves its engine itself. Use ModelCheckpoint",
+    "XLAStrategy": "XLA devices are not supported. Use ModelCheckpoint",
+    "XLAFSDPStrategy": "XLA devices are not supported. Use ModelCheckpoint",
+}
+"""Strategies whose ranks cannot save their own parts: the reason, and what to do."""
+
+
+def with_shardproof(kind: Any) -> Any:
+    """A strategy of Lightning that saves and loads with shardproof.
+
+    `ShardproofCheckpoint` sets this class on its trainer's strategy, so programs do not call this function.
+
+    Every rank saves its part of the module and of the optimizers, and its random state. Rank 0 saves the rest
+    of Lightning's checkpoint. A load fills the module and the optimizers in place, before the hooks
+    `on_load_checkpoint`. Lightning's own strategy loads checkpoints that Lightning wrote.
+
+    Args:
+        kind: the class of the strategy.
+
+    Returns:
+        A class derived from it, with the same name.
+    """
+
+    class ShardproofStrategy(kind):
+        """The strategy. Its methods are called by Lightning, on all ranks together."""
+
+        shardproof_saves: FolderSaves
+        """Saves and loads the folders."""
+        shardproof_loaded = False
+        """True after `load_checkpoint` has loaded a checkpoint of shardproof."""
+        _given: dict[str, Any] | None = None
+        """The module's values that the strategy returned for Lightning's next checkpoint."""
+        _random: dict[str, Any] | None = None
+        """The random state of the loaded checkpoint, until training starts."""
+
+        @property
+        def restore_checkpoint_after_setup(self) -> bool:
+            """True, because a load fills the optimizers in place, and `setup` makes them."""
+            return True
+
+        @property
+        def lightning_restore_optimizer(self) -> bool:
+            """False after a load of a checkpoint of shardproof, which has filled the optimizers."""
+            return not self.shardproof_loaded and super().lightning_restore_optimizer
+
+        def lightning_module_state_dict(self) -> dict[str, Any]:
+            """This rank's part of the module, without a copy or a collective."""
+            state: dict[str, Any] = self._module.state_dict()
+            self._given = dict(state)  # a copy: hooks may change the dict that Lightning gets
+            return state
+
+        def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+            """Nothing: `save_checkpoint` saves the optimizer itself."""
+            return {}
+
+        def save_checkpoint(
+            self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+        ) -> None:
+            """Begins to save a folder.
+
+            Args:
+                checkpoint: Lightning's checkpoint. Hooks may have changed its `state_dict`.
+                filepath: the folder.
+                storage_options: not supported.
+
+            Raises:
+                TypeError: `storage_options` is given.
+                ShardproofError: see `shardproof.save`; or the failure of the previous save.
+            """
+            if storage_options is not None:
+                raise TypeError(
+                    f"storage_options={storage_options!r}: shardproof saves to a path. Leave it out"
+                )
+            rest = dict(checkpoint)
+            weights = rest.pop("state_dict")
+            state: dict[str, Any] = {"state_dict": self._module}
+            if not _is_same(weights, self._given):  # a hook replaced, added or removed some
+                state["state_dict"] = weights
+            self._given = None
+            if rest.pop("optimizer_states", None) is not None:
+                state["optimizers"] = self._optimizer_states()
+                state["rng"] = sp.RandomState()
+                state["loaders"] = sp.PerRank(Value(_take_loaders(rest)))
+            if self.is_global_zero:
+                state["lightning"] = Value(rest)
+            self.shardproof_saves.save(filepath, state, step=rest.get("global_step"))
+
+        def load_checkpoint(self, checkpoint_path: Any, *args: Any, **options: Any) -> dict[str, Any]:
+            """Loads a folder of shardproof into module and optimizers, or a checkpoint of Lightning.
+
+            All ranks use the path of rank 0. Further arguments are for a checkpoint of Lightning.
+
+            Returns:
+                Lightning's checkpoint. The state dict is that of the loaded module.
+            """
+            checkpoint_path = self.shardproof_saves.choose(
+                os.path.dirname(checkpoint_path), lambda: os.fspath(checkpoint_path)
+            )
+            self.shardproof_loaded = self.shardproof_saves.agree(
+                checkpoint_path, lambda: _is_ours(checkpoint_path)
+            )
+            if not self.shardproof_loaded:
+                loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **options)
+                return loaded
+            rest, loaders = Value(), Value([])
+            training = {
+                "optimizers": self._optimizer_states(),
+                "rng": sp.RandomState(),
+                "loaders": sp.PerRank(loaders),
+            }
+            fits = self._module.trainer.state.fn == "fit"
+            weights = {"state_dict": self._module}
+            others: dict[str, Any] = {"lightning": rest, **(training if fits else {})}
+            left = [] if fits else list(training)
+            load = self.shardproof_saves.load
+            if self._module.strict_loading:
+                load(checkpoint_path, weights | others, exclude=left)
+            else:  # before any change, all values except the weights must be there
+                load(checkpoint_path, others, exclude=[*left, "state_dict"])
+                load(checkpoint_path, weights, include="state_dict", strict=False)
+            if fits:
+                self._random = sp.RandomState().state_dict()
+            if loaders.value:
+                rest.value["loops"]["fit_loop"]["state_dict"]["combined_loader"] = loaders.value
+            return {**rest.value, "state_dict": self._module.state_dict(), "optimizer_states": []}
+
+        def load_model_state_dict(self, checkpoint: Any, *args: Any, **options: Any) -> None:
+            """Does nothing for a checkpoint of shardproof: `load_checkpoint` has filled the module."""
+            if not self.shardproof_loaded:
+                super().load_model_state_dict(checkpoint, *args, **options)
+
+        def process_dataloader(self, dataloader: Any) -> Any:
+            """Gives the samplers of a data loader the epoch in which the run resumes."""
+            set_sampler_epoch(dataloader, self._module.trainer.fit_loop.epoch_progress.current.processed)
+            return super().process_dataloader(dataloader)
+
+        def on_train_start(self) -> None:
+            """Makes a resumed run continue with the batch after the save.
+
+            Lightning calls this after the hooks of callbacks and of the module, before the first batch.
+            """
+            super().on_train_start()
+            random, self._random = self._random, None
+            fit_loop = self._module.trainer.fit_loop
+            if fit_loop.is_resuming:
+                continue_batches(fit_loop, random)
+
+        def remove_checkpoint(self, filepath: Any) -> None:
+            """Removes a checkpoint after the commit of the newest save."""
+            if self.is_global_zero:
+                self.shardproof_saves.remove(filepath)
+
+        def teardown(self) -> None:
+            """Waits for the current save, before the strategy moves the module to the CPU."""
+            try:
+                self.shardproof_saves.wait()
+            finally:
+                super().teardown()
+
+        @property
+        def _module(self) -> Any:
+            return self.lightning_module
+
+        def _optimizer_states(self) -> list[sp.OptimizerState]:
+            return [sp.OptimizerState(item, self._module) for item in self.optimizers]
+
+    ShardproofStrategy.__name__ = kind.__name__
+    return ShardproofStrategy
+
+
+class ShardproofCheckpoint(ModelCheckpoint):
+    """Saves checkpoints during training, as Lightning's `ModelCheckpoint`, with shardproof.
+
+    ``trainer.fit(ckpt_path="last")`` resumes from the newest committed checkpoint in `dirpath`. Without one,
+    training starts from the beginning. `trainer.save_checkpoint` also saves with shardproof.
+
+    Args:
+        args: arguments of `ModelCheckpoint`.
+        background: False to wait for the commit of each save. Use it if a callback writes to parameters
+            outside of an optimizer step, for example weight averaging.
+        options: options of `ModelCheckpoint`.
+
+    Example:
+        >>> from shardproof.frameworks.lightning import ShardproofCheckpoint  # doctest: +SKIP
+        >>> trainer = Trainer(callbacks=[ShardproofCheckpoint(every_n_epochs=1)])  # doctest: +SKIP
+    """
+
+    def __init__(self, *args: Any, background: bool = True, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._saves = FolderSaves(background=background)
+
+    @property
+    def state_key(self) -> str:
+        """The key of `ModelCheckpoint`, so that its state in older checkpoints is restored."""
+        key: str = super().state_key
+        return key.replace(type(self).__qualname__, "ModelCheckpoint", 1)
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Makes the strategy save and load with shardproof.
+
+        Raises:
+            TypeError: the strategy is not supported.
+        """
+        strategy = trainer.strategy
+        kind = type(strategy)
+        for name in [base.__name__ for base in kind.__mro__ if base.__name__ in _REFUSED]:
+            raise TypeError(f"ShardproofCheckpoint does not work with {name}: {_REFUSED[name]}")
+        if not hasattr(strategy, "shardproof_saves"):
+            strategy.__class__ = with_shardproof(kind)
+        strategy.shardproof_saves = self._saves
+        super().setup(trainer, pl_module, stage)
+
+    def _find_last_checkpoints(self, trainer: Any) -> set[str]:
+        """The candidates for ``ckpt_path="last"``: the newest committed checkpoint, or Lightning's own."""
+        folder = self.dirpath or self._ModelCheckpoint__resolve_ckpt_dir(trainer)
+        names = os.listdir(folder) if os.path.isdir(folder) else []
+        newest = newest_committed(os.path.join(folder, name) for name in names)
+        if newest is not None:
+            return {newest}
+        return {path for path in super()._find_last_checkpoints(trainer) if os.path.isfile(path)}
+
+
+def _is_ours(path: Any) -> bool:
+    """True for a folder of shardproof, committed or not. Lightning's folders have a file `meta.pt`."""
+    return is_committed(path) or os.path.isdir(os.path.join(path, "shards"))
+
+
+def _is_same(weights: dict[str, Any], given: dict[str, Any] | None) -> bool:
+    """True if the hooks have left the values of the module as they are."""
+    return given is not None and (
+        weights.keys() == given.keys() and all(weights[key] is value for key, value in given.items())
+    )
+
+
+def _take_loaders(checkpoint: dict[str, Any]) -> Any:
+    """Removes the states of the data loaders from Lightning's checkpoint. They differ between ranks."""
+    loops = dict(checkpoint.get("loops", {}))
+    fit = dict(loops.get("fit_loop", {}))
+    state = dict(fit.get("state_dict", {}))
+    loaders = state.pop("combined_loader", [])
+    if loops:
+        checkpoint["loops"] = loops | {"fit_loop": fit | {"state_dict": state}}
+    return loaders

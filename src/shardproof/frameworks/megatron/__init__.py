@@ -1,0 +1,1 @@
+"""Parts of the adapters of Megatron-Core and of Megatron FSDP."""

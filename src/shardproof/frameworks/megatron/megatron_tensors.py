@@ -1,0 +1,238 @@
+"""Megatron's sharded state dicts as state trees of shardproof, for a save and for a load.
+
+Keys are those of Megatron's ``torch_dist`` format: the key of a ShardedTensor, and
+``<key>/shard_<offset>_<shape>`` of a ShardedObject. Several ShardedTensors of a rank with one key (layers of
+a stack, the halves of a SwiGLU) are boxes of one tensor. Prepended axes are axes of length 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedBase,
+    ShardedObject,
+    ShardedTensor,
+    is_main_replica,
+)
+
+import shardproof as sp
+from shardproof.frameworks.megatron.megatron_optimizer import FlatRange, box_of, sharded
+from shardproof.frameworks.megatron.megatron_plain import Typed, from_plain, to_plain
+from shardproof.frameworks.megatron.megatron_replicas import Box
+
+__all__ = [
+    "COMMON",
+    "COMMON_KEY",
+    "TYPES",
+    "Load",
+    "StoredObject",
+    "add_keys",
+    "boxes_of",
+    "save_tree",
+    "sharded_key",
+]
+
+COMMON = "common"
+"""Key of the common state in the checkpoint."""
+TYPES = "common_types"
+"""Key of the types that the common state has and plain data lacks, and of the digest of `common.pt`."""
+COMMON_KEY = "common_state"
+"""Key of the ShardedObject that has the common state, in Megatron-Core 0.19."""
+
+
+class StoredObject:
+    """A value that is stored whole, and restored as it was stored."""
+
+    def __init__(self, value: Any = None) -> None:
+        self.value = value
+
+    def state_dict(self) -> Any:
+        """Returns the value as plain data."""
+        value, types = to_plain(self.value)
+        return Typed(value, types) if types else value
+
+    def load_state_dict(self, state: Any) -> None:
+        """Sets the value."""
+        self.value = from_plain(state.value, state.types) if isinstance(state, Typed) else state
+
+
+def sharded_key(item: ShardedBase) -> str:
+    """The key under which a ShardedTensor or ShardedObject is stored."""
+    if isinstance(item, ShardedObject):
+        return COMMON if item.key == COMMON_KEY else str(item.unique_key)
+    return str(item.key)
+
+
+def boxes_of(sharded_state_dict: Mapping[Any, Any]) -> list[Box]:
+    """The boxes with elements and the objects of this rank, replicas included.
+
+    An empty box has no bytes to write, so any number of ranks may have it.
+    """
+    items = nested_values(sharded_state_dict)
+    boxes = [_box(item) for item in items if not isinstance(item, FlatRange)]
+    return [box for box in boxes if 0 not in box.sizes]
+
+
+def save_tree(sharded_state_dict: Mapping[Any, Any], *, replicas: bool) -> dict[str, Any]:
+    """The state tree to save on this rank.
+
+    Args:
+        sharded_state_dict: nested dicts and lists of ShardedTensors and ShardedObjects.
+        replicas: True to add boxes of which another rank has the main replica. The planner then chooses among
+            all ranks that hold a box.
+
+    Raises:
+        StructureError: two ShardedTensors of one key have different dtypes or global shapes, or one has no
+            data.
+    """
+    tree: dict[str, Any] = {}
+    groups: dict[str, list[ShardedTensor]] = {}
+    ranges: dict[str, list[FlatRange]] = {}
+    for item in nested_values(sharded_state_dict):
+        if isinstance(item, ShardedTensor):
+            groups.setdefault(item.key, []).append(item)
+        elif isinstance(item, FlatRange):
+            if is_main_replica(item.replica_id):
+                ranges.setdefault(item.key, []).append(item)
+        elif is_main_replica(item.replica_id) and item.key != COMMON_KEY:
+            tree[sharded_key(item)] = StoredObject(item.data)
+    for key, items in groups.items():
+        tree[key] = _to_save(key, items, replicas)
+    add_keys(tree, {key: sharded(items) for key, items in ranges.items()})
+    return tree
+
+
+def add_keys(tree: dict[str, Any], added: Mapping[str, Any]) -> None:
+    """Adds entries to a state tree.
+
+    Raises:
+        StructureError: the tree has one of the keys.
+    """
+    for key, value in added.items():
+        if key in tree:
+            raise sp.StructureError(
+                f"two entries of the sharded state dict have the key {key!r}. Rename one of them", key=key
+            )
+        tree[key] = value
+
+
+@dataclass(frozen=True)
+class Load:
+    """The reads of this rank from a checkpoint.
+
+    Args:
+        sharded_state_dict: nested dicts and lists of ShardedTensors and ShardedObjects. Their data is filled
+            in place. A ShardedTensor without data gets new memory on the CPU.
+    """
+
+    sharded_state_dict: Mapping[Any, Any]
+
+    def tree(self, stored: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+        """The state tree to fill.
+
+        Args:
+            stored: key to shape of each stored tensor, and of each stored object, which has none.
+
+        Raises:
+            KeyMismatchError: the checkpoint lacks a key, or has a tensor of another global shape under it.
+        """
+        tree: dict[str, Any] = {}
+        groups: dict[str, list[ShardedTensor]] = {}
+        ranges: dict[str, list[FlatRange]] = {}
+        for item in nested_values(self.sharded_state_dict):
+            key = sharded_key(item)
+            if key not in stored:
+                raise sp.KeyMismatchError(
+                    f"the checkpoint has no {key!r}, which the sharded state dict asks for. Pass strict= to "
+                    "load without such keys, for example strict='log_unexpected'",
+                    key=key,
+                )
+            if isinstance(item, ShardedTensor):
+                groups.setdefault(key, []).append(item)
+            elif isinstance(item, FlatRange):
+                ranges.setdefault(key, []).append(item)
+            else:
+                tree[key] = StoredObject()
+                if key == COMMON:
+                    tree[TYPES] = StoredObject()
+        for key, items in groups.items():
+            tree[key] = _to_load(key, items, stored[key])
+        return tree | {key: sharded(items) for key, items in ranges.items()}
+
+    def result(self, tree: Mapping[str, Any]) -> Any:
+        """The state dict with tensors and objects in place of ShardedTensors and ShardedObjects."""
+
+        def loaded(item: Any) -> Any:
+            if isinstance(item, ShardedObject):
+                value = tree[sharded_key(item)].value
+                return from_plain(value, tree[TYPES].value["types"]) if item.key == COMMON_KEY else value
+            return item.data if isinstance(item, (ShardedTensor, FlatRange)) else item
+
+        return dict_list_map_outplace(loaded, self.sharded_state_dict)
+
+
+def _box(item: ShardedBase) -> Box:
+    is_main = bool(is_main_replica(item.replica_id))
+    offsets, sizes = ((), ()) if isinstance(item, ShardedObject) else box_of(item)
+    return Box(sharded_key(item), offsets, sizes, is_main)
+
+
+def _to_save(key: str, items: Iterable[ShardedTensor], replicas: bool) -> sp.LocalShards:
+    first, *others = items
+    pieces: dict[tuple[tuple[int, ...], tuple[int, ...]], torch.Tensor] = {}
+    for item in sorted([first, *others], key=lambda item: not is_main_replica(item.replica_id)):
+        if (item.dtype, item.global_shape) != (first.dtype, first.global_shape):
+            raise sp.StructureError(
+                f"two ShardedTensors of this rank have the key {key!r}, but are {first.dtype} "
+                f"{list(first.global_shape)} and {item.dtype} {list(item.global_shape)}. Give one of them "
+                "another key",
+                key=key,
+            )
+        if item.data is None:
+            raise sp.StructureError(f"the ShardedTensor {key!r} has no data to save", key=key)
+        if replicas or is_main_replica(item.replica_id):
+            pieces.setdefault(box_of(item), _view(item))
+    placed = [(view, offsets) for (offsets, _), view in pieces.items()]
+    return sp.LocalShards(first.global_shape, placed, dtype=first.dtype)
+
+
+def _to_load(key: str, items: Iterable[ShardedTensor], shape: tuple[int, ...]) -> sp.LocalShards:
+    pieces: list[tuple[torch.Tensor, tuple[int, ...]]] = []
+    dtype = None
+    for item in items:
+        if item.data is None:
+            item.init_data("cpu", init_fn=torch.zeros if item.allow_shape_mismatch else torch.empty)
+        item.data = item.data.detach()
+        dtype = item.dtype
+        view = _view(item)
+        if item.allow_shape_mismatch:
+            item.data.zero_()
+            view = _within(view, item.global_offset, shape)
+        elif tuple(item.global_shape) != shape:
+            raise sp.KeyMismatchError(
+                f"{key!r} has the global shape {list(shape)} in the checkpoint, and "
+                f"{list(item.global_shape)} in the sharded state dict. Check the options of the model, or "
+                "set allow_shape_mismatch where the difference is padding",
+                key=key,
+            )
+        if view.numel():
+            pieces.append((view, tuple(map(int, item.global_offset))))
+    return sp.LocalShards(shape, pieces, dtype=dtype)
+
+
+def _view(item: ShardedTensor) -> torch.Tensor:
+    """The local tensor with the prepended axes, in the same memory."""
+    data: torch.Tensor = item.data.detach()
+    return data[(None,) * item.prepend_axis_num]
+
+
+def _within(view: torch.Tensor, offsets: Iterable[int], shape: tuple[int, ...]) -> torch.Tensor:
+    """The part of a box that lies within a shape."""
+    for axis, (offset, size) in enumerate(zip(offsets, shape, strict=True)):
+        view = view.narrow(axis, 0, min(view.shape[axis], max(0, size - offset)))
+    return view

@@ -1,0 +1,1 @@
+"""Parts of the adapter of ``torch.distributed.checkpoint``."""

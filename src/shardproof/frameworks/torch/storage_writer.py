@@ -1,0 +1,273 @@
+"""A storage writer of torch DCP that writes checkpoints of shardproof.
+
+torch's `save` plans and communicates. The writer takes these steps:
+
+    coordinator: name the attempt, in every rank's plan
+    each rank:   write one shard file, and return its chunks and digests
+    coordinator: prove that the chunks tile every tensor, write the index, publish the manifest
+
+torch calls the last step only if every rank has written. So a rank that fails leaves no committed checkpoint.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from shardproof.engine.format import (
+    MANIFEST_NAME,
+    Manifest,
+    TensorRecord,
+    check_sizes,
+    encode_index,
+    new_manifest,
+    publish,
+)
+from shardproof.engine.geometry import BoxTable
+from shardproof.engine.planning import chunk_table, prove_chunks
+from shardproof.engine.storage import LocalStorage, Storage
+from shardproof.errors import AlreadyCommittedError, StorageError, StructureError
+from shardproof.formats import Named, PickledCall, write_pickle
+from shardproof.frameworks.torch.rank_file import Assignment, RankFile, ShardFile
+
+__all__ = ["ShardproofWriter", "mark_as_committed", "refuse_checkpoint_of_torch"]
+
+_log = logging.getLogger("shardproof")
+_MARK = ".metadata"
+_SENTENCE = (
+    "This is a checkpoint of shardproof, which torch.distributed.checkpoint cannot read by itself. Load it "
+    "with shardproof.frameworks.dcp.load, or pass "
+    "storage_reader=shardproof.frameworks.dcp.ShardproofReader(checkpoint_id)"
+)
+_MARK_TEXT = write_pickle(PickledCall(Named("torch.serialization", "_get_layout"), (_SENTENCE,)), 2)
+"""A pickle of a layout with this name. torch has none, so its loader raises a `KeyError` of the sentence."""
+
+
+def mark_as_committed(storage: Storage) -> None:
+    """Writes the file by which programs of torch DCP, such as torchtitan, recognise a finished checkpoint.
+
+    The file is only a hint for these programs; the manifest is the commit. So a failure is only logged.
+    """
+    try:
+        storage.publish(_MARK, _MARK_TEXT, replace=True)
+    except StorageError as error:
+        _log.error(
+            "%s is committed, but programs that look for %s do not find it: %s",
+            storage.location,
+            _MARK,
+            error,
+        )
+
+
+def refuse_checkpoint_of_torch(storage: Storage) -> None:
+    """Fails if the folder has the ``.metadata`` of a checkpoint that torch wrote.
+
+    Raises:
+        AlreadyCommittedError: it has.
+    """
+    if storage.size(_MARK) is not None and b"shardproof" not in storage.read(_MARK)[:1024]:
+        raise AlreadyCommittedError(
+            f"{storage.location} has a checkpoint of torch.distributed.checkpoint, and overwrite is False. "
+            "Save to another folder, or pass ShardproofWriter(path, overwrite=True) to replace it",
+            path=storage.location,
+        )
+
+
+class ShardproofWriter(StorageWriter):
+    """Writes a checkpoint of shardproof for `torch.distributed.checkpoint.save`.
+
+    Every planner that derives from `DefaultSavePlanner` works, but its plans must not be cached. Values that
+    are no tensors are stored as plain data.
+
+    Args:
+        path: the folder of the checkpoint.
+        overwrite: True to replace a committed checkpoint. It stays valid until the new one is committed.
+            False to refuse the save if the folder has a checkpoint, also one that torch wrote.
+
+    Example:
+        >>> import tempfile, torch, shardproof as sp
+        >>> import torch.distributed.checkpoint as dcp
+        >>> path = tempfile.mkdtemp() + "/step-1"
+        >>> state = {"model": {"w": torch.ones(2)}}
+        >>> metadata = dcp.save(state, storage_writer=ShardproofWriter(path))
+        >>> sp.open(path)["model.w"].read()
+        tensor([1., 1.])
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, overwrite: bool = True) -> None:
+        self.path = path
+        self.overwrite = overwrite
+        self._attempt, self._time = "", 0.0
+        """On the coordinator: the current attempt, and its start time."""
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Prepares for the next save, to another folder if `checkpoint_id` is given."""
+        if checkpoint_id:
+            self.path = checkpoint_id
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Refuses a save whose ranks do not plan together.
+
+        Raises:
+            StructureError: ``use_collectives`` is False.
+        """
+        if kwargs.get("use_collectives") is False:
+            raise StructureError(
+                f"{self.path}: with use_collectives=False no rank has the plan of the whole checkpoint, so "
+                "it cannot be proved complete. Leave use_collectives out, or use "
+                "shardproof.frameworks.dcp.save, which runs no collectives"
+            )
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Returns the plan as it is.
+
+        Raises:
+            StructureError: the planner reuses a plan, which names an earlier save.
+        """
+        if not getattr(plan, "usable", True):
+            raise StructureError(
+                f"{self.path}: the planner reuses its plan of an earlier save. Leave out enable_plan_caching "
+                "of DefaultSavePlanner"
+            )
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Names the attempt, and tells each rank its number.
+
+        Raises:
+            AlreadyCommittedError: a checkpoint is committed here, and `overwrite` is False.
+        """
+        if not self.overwrite:
+            self._check_unused(LocalStorage(self.path))
+        self._attempt, self._time = uuid4().hex, time.time()
+        files = sum(bool(plan.items) for plan in plans)
+        return [
+            dataclasses.replace(
+                plan, storage_data=Assignment(self._attempt, self._time, rank, len(plans), files)
+            )
+            for rank, plan in enumerate(plans)
+        ]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Writes this rank's shard file and flushes it.
+
+        Raises:
+            StructureError, PlainDataError: a value cannot be stored.
+            StorageError: the storage failed.
+        """
+        results: list[WriteResult] = []
+        if plan.items:
+            file = ShardFile(plan, planner).write(LocalStorage(self.path))
+            results = [WriteResult(item.index, 0, None) for item in plan.items]
+            results[0] = WriteResult(plan.items[0].index, file.record.size, file)
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Proves that the files hold every tensor once, then writes the index and the manifest.
+
+        Raises:
+            StructureError: the files of the ranks do not match the plan.
+            TilingError: the chunks of a tensor do not cover it exactly once.
+            AlreadyCommittedError: a checkpoint is committed here, and `overwrite` is False.
+            StorageError: a file is missing or has another size, or the storage failed.
+        """
+        storage = LocalStorage(self.path)
+        files = [rank_results[0].storage_data for rank_results in results if rank_results]
+        manifest, index = _merged(self._attempt, self._time, len(results), metadata, files)
+        check_sizes(
+            [(storage, record) for record in manifest.files],
+            lambda record: f"Rank {record.rank} wrote this file: check that all nodes share this storage",
+        )
+        publish(storage, manifest, index, overwrite=self.overwrite)
+        mark_as_committed(storage)
+
+    @staticmethod
+    def _check_unused(storage: Storage) -> None:
+        """Fails if the folder has a checkpoint."""
+        if storage.size(MANIFEST_NAME) is not None:
+            raise AlreadyCommittedError(
+                f"{storage.location} has a committed checkpoint, and overwrite is False. Save to another "
+                "folder, or pass ShardproofWriter(path, overwrite=True) to replace it",
+                path=storage.location,
+            )
+        refuse_checkpoint_of_torch(storage)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """True for a path in a file system."""
+        return "://" not in os.fspath(checkpoint_id)
+
+
+def _merged(
+    attempt: str, begun: float, world_size: int, metadata: Metadata, files: Sequence[RankFile]
+) -> tuple[Manifest, bytes]:
+    """The manifest and the index of the files of all ranks. Proves that they hold every tensor once."""
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
+    objects: dict[str, Any] = {}
+    for file in files:
+        if file.attempt != attempt:
+            raise StructureError(
+                f"rank {file.record.rank} wrote for the attempt {file.attempt}, expected {attempt}; nothing "
+                "was committed"
+            )
+        for key, described in file.tensors.items():
+            if tensors.setdefault(key, described) != described:
+                raise StructureError(
+                    f"{key}: ranks have {tensors[key]} and {described}; nothing was committed", key=key
+                )
+        for key, value in file.objects.items():
+            if objects.setdefault(key, value) != value:
+                raise StructureError(f"{key}: ranks wrote different values; nothing was committed", key=key)
+    lost = sorted(
+        key
+        for key, kind in metadata.state_dict_metadata.items()
+        if key not in (tensors if isinstance(kind, TensorStorageMetadata) else objects)
+    )
+    if lost:
+        raise StructureError(
+            f"no rank wrote {', '.join(lost[:20])}, which the plan has; nothing was committed", keys=lost
+        )
+    records = tuple(TensorRecord(key, *tensors[key]) for key in sorted(tensors))
+    row = {record.key: number for number, record in enumerate(records)}
+    ints = np.zeros(0, np.int64)
+    boxes = BoxTable.of(
+        np.concatenate([ints, *(file.boxes.ndim for file in files)]),
+        np.concatenate([ints, *(file.boxes.offsets for file in files)]),
+        np.concatenate([ints, *(file.boxes.sizes for file in files)]),
+    )
+    table = chunk_table(
+        np.array([row[key] for file in files for key in file.keys], np.int64),
+        np.repeat(np.arange(len(files)), [len(file.keys) for file in files]),
+        np.concatenate([ints, *(file.byte_start for file in files)]),
+        np.concatenate([ints, *(file.byte_count for file in files)]),
+        np.concatenate([np.zeros((0, 2), np.uint64), *(file.digests for file in files)]),
+        boxes.start,
+        boxes.offsets,
+        boxes.sizes,
+    )
+    prove_chunks(records, table, np.arange(len(records)))
+    index = encode_index(table)
+    manifest = new_manifest(
+        attempt=attempt,
+        step=None,
+        time=begun,
+        world_size=world_size,
+        tensors=records,
+        objects=objects,
+        files=[file.record for file in files],
+        index=index,
+    )
+    return manifest, index

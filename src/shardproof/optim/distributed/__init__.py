@@ -1,8 +1,0 @@
-"""An optimizer that shards its state, and optionally gradients, over data-parallel ranks (ZeRO-1 and 2)."""
-
-from __future__ import annotations
-
-from shardproof.optim.distributed.loss_scale import DynamicLossScale, LossScale
-from shardproof.optim.distributed.optimizer import DistributedOptimizer
-
-__all__ = ["DistributedOptimizer", "DynamicLossScale", "LossScale"]

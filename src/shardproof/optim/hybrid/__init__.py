@@ -1,7 +1,0 @@
-"""An optimizer that updates a fraction of the parameters on the CPU and the rest on the device."""
-
-from __future__ import annotations
-
-from shardproof.optim.hybrid.optimizer import HybridDeviceOptimizer
-
-__all__ = ["HybridDeviceOptimizer"]

@@ -1,0 +1,1 @@
+"""The steps of a training run, and work on stored checkpoints."""

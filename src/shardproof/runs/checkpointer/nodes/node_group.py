@@ -1,0 +1,318 @@
+"""The nodes of a run on local disks: finds the ranks that share a folder, and connects the nodes.
+
+Note "What a node is": ranks form one node if their folder has the same running system, device and inode. No
+variable of a launcher decides it. Nodes are numbered by their lowest ranks. A later job may number them
+differently. It still finds its files, because it asks every present node.
+
+Note "Who asks whom": every rank serves the files of its node. A rank asks one rank of each other node, so the
+requests spread over the ranks of a node.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from shardproof.engine.rendezvous import MeetingSequence, Rendezvous, format_rank_ranges
+from shardproof.engine.storage import LocalStorage, Storage, file_system_number
+from shardproof.errors import ShardproofError, StorageError, StructureError
+from shardproof.runs.checkpointer.marks import NodeMark, write_node_mark
+from shardproof.runs.checkpointer.nodes.file_service import FileService
+from shardproof.runs.checkpointer.nodes.network_choice import (
+    SECRET,
+    SECRET_FILE,
+    chosen_address,
+    combined_secret,
+    own_secret,
+)
+from shardproof.runs.checkpointer.nodes.peer_storage import Peer, PeerStorage
+
+__all__ = ["NodeGroup", "join_nodes"]
+
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+_log = logging.getLogger("shardproof")
+
+
+class _Report(msgspec.Struct, frozen=True, array_like=True):
+    """The report of one rank."""
+
+    place: tuple[str, int, int]
+    """The running system, the device and the inode of the folder."""
+    location: str
+    file_system: int
+    """See `FreeSpace.file_system`."""
+    replicas: int
+    host: str
+    addresses: tuple[str, ...]
+    port: int
+    service: str
+    has_secret: bool
+    """True if the user gave this rank a secret."""
+
+
+class _Node(msgspec.Struct, frozen=True, array_like=True):
+    """A node, as one rank reaches it."""
+
+    label: str
+    name: str
+    """Host and folder."""
+    location: str
+    file_system: int
+    addresses: tuple[str, ...]
+    port: int
+    service: str
+
+
+class _NodeAnswer(msgspec.Struct, frozen=True, array_like=True):
+    """The answer to one rank."""
+
+    name: str
+    secret: bytes
+    location: str
+    nodes: tuple[_Node, ...]
+    node_of_rank: tuple[int, ...]
+    arbiter: int
+
+
+@dataclass(eq=False)
+class NodeGroup:
+    """The run's folders on all nodes, as this rank reaches them."""
+
+    own: int
+    """Number of this rank's node."""
+    folders: Sequence[Storage]
+    """The run's folder on each node."""
+    node_of_rank: Sequence[int]
+    """Number of the node of each rank."""
+    location: str
+    """Location of the run on the node of rank 0; the same on all ranks."""
+    arbiter: int
+    """Number of the node on which a file is published first."""
+    replicas: int
+    """Number of other nodes that have a copy of each file, 0 or 1."""
+    service: FileService
+    """File service of this rank. It ends with this object."""
+    meetings: Rendezvous
+    """A rendezvous of all ranks."""
+    file_systems: Sequence[int] = ()
+    """Number of the file system of each folder; see `FreeSpace.file_system`. Empty: not known."""
+
+    def __post_init__(self) -> None:
+        weakref.finalize(self, self.service.stop)
+
+    def partner_of(self, node: int) -> int | None:
+        """The node with the second copy of the files of `node`; None without `replicas` or with one node."""
+        if not self.replicas or len(self.folders) == 1:
+            return None
+        return (node + 1) % len(self.folders)
+
+    def end_barrier(self, what: str, answers: Sequence[bytes] = ()) -> bytes:
+        """A barrier of all ranks. After it, no rank reads files of another node for this save or restore.
+
+        A failure is logged and loses nothing. At worst, old steps stay on the node of a rank that left early.
+
+        Args:
+            what: name of the save or restore that ends. A rank that missed an earlier barrier finds this one
+                by the name.
+            answers: on rank 0, the answer to each rank; empty for no answers.
+
+        Returns:
+            The answer to this rank; empty after a failure.
+        """
+        meeting = MeetingSequence(self.meetings, f"nodes of {self.location}, {what}")
+        try:
+            return meeting.meet("part", bytes, lambda posts: answers or b"")
+        except ShardproofError as error:
+            _log.warning("%s: the barrier at the end of a save or restore failed: %s", self.location, error)
+            return b""
+
+
+def join_nodes(rendezvous: Rendezvous, root: LocalStorage, replicas: int) -> NodeGroup:
+    """Finds the nodes of a run. All ranks call it.
+
+    Args:
+        rendezvous: rendezvous of all ranks.
+        root: the run's folder on the node of this rank. It is made if it does not exist.
+        replicas: see `NodeGroup`.
+
+    Raises:
+        StructureError: ranks pass different `replicas`.
+        RankFailure, RankSilent: a rank failed or fell silent.
+
+    Example:
+        >>> import tempfile
+        >>> from shardproof.rendezvous import LocalRendezvous
+        >>> group = join_nodes(LocalRendezvous(), LocalStorage(tempfile.mkdtemp()), 0)
+        >>> len(group.folders), group.node_of_rank
+        (1, (0,))
+    """
+
+    def patience() -> float:
+        # Shorter than the deadline, so that all ranks learn which node is silent and not that rank 0 waits.
+        return rendezvous.deadline / 2
+
+    joining = _NodeJoining(root, replicas, patience)
+    operation = "nodes of this run"
+    try:
+        with rendezvous.operation(operation):
+            encoded = MeetingSequence(rendezvous, operation).meet("join", joining.report, _decide)
+    except BaseException:
+        if joining.service is not None:
+            joining.service.stop()
+        raise
+    service = joining.service
+    assert service is not None
+    answer = msgspec.msgpack.decode(encoded, type=_NodeAnswer)
+    secret = combined_secret(answer.secret, joining.own_part)
+    if len(answer.nodes) > 1:
+        service.start(secret)
+    else:
+        service.stop()  # no other node asks
+    own = answer.node_of_rank[rendezvous.rank]
+    if answer.node_of_rank.index(own) == rendezvous.rank:  # the lowest rank of its node
+        _write_mark(root, answer, own, replicas)
+    folders: list[Storage] = []
+    for number, node in enumerate(answer.nodes):
+        if number == own:
+            folders.append(root)
+        else:
+            peer = Peer(node.addresses, node.port, node.service, secret, node.label, patience)
+            folders.append(PeerStorage(peer, node.location))
+    if rendezvous.rank == 0:
+        _log.info("%s: the ranks are on %d nodes", answer.location, len(folders))
+        if replicas and len(folders) == 1:
+            _log.warning(
+                "%s: replicas=1 keeps no copies, because all ranks see one folder: there is no other node",
+                answer.location,
+            )
+    return NodeGroup(
+        own,
+        folders,
+        answer.node_of_rank,
+        answer.location,
+        answer.arbiter,
+        replicas,
+        service,
+        rendezvous.new_rendezvous(f"nodes/{answer.name}"),
+        tuple(node.file_system for node in answer.nodes),
+    )
+
+
+class _NodeJoining:
+    """The part of this rank in `join_nodes` before the meeting. The arguments are those of `join_nodes`."""
+
+    def __init__(self, root: LocalStorage, replicas: int, patience: Callable[[], float]) -> None:
+        self._root, self._replicas, self._patience = root, replicas, patience
+        self.service: FileService | None = None
+        """The file service of this rank, once it reported."""
+        self.own_part = b""
+        """The secret of the environment, once this rank reported; empty without one."""
+
+    def report(self) -> bytes:
+        """Opens the file service, and describes the folder and how to reach it."""
+        root = self._root
+        self.own_part, address = own_secret(), chosen_address()
+        try:
+            root.make_folder()
+            found, file_system = os.stat(root.path), file_system_number(root.path)
+            self.service = service = FileService(root, self._patience, address)
+        except (OSError, StorageError) as error:
+            raise StorageError(
+                f"{root.location}: this rank cannot use the folder of its node: {error}", file=root.location
+            ) from error
+        return msgspec.msgpack.encode(
+            _Report(
+                (_running_system(), found.st_dev, found.st_ino),
+                root.location,
+                file_system,
+                self._replicas,
+                socket.gethostname(),
+                _addresses() if address is None else (address,),
+                service.port,
+                service.name,
+                bool(self.own_part),
+            )
+        )
+
+
+def _write_mark(root: LocalStorage, answer: _NodeAnswer, own: int, replicas: int) -> None:
+    """Writes the mark of this node, for people and commands. A failure is only logged."""
+    names = tuple(node.name for node in answer.nodes)
+    try:
+        write_node_mark(root, NodeMark(nodes=names, own=own, replicas=replicas))
+    except StorageError as error:
+        _log.warning("%s: the mark of this node could not be written: %s", root.location, error)
+
+
+def _decide(posts: Sequence[bytes]) -> list[bytes]:
+    """Rank 0: numbers the nodes, and assigns each rank one peer on each other node."""
+    reports = [msgspec.msgpack.decode(post, type=_Report) for post in posts]
+    other = next((rank for rank, one in enumerate(reports) if one.replicas != reports[0].replicas), None)
+    if other is not None:
+        raise StructureError(
+            f"rank 0 passes replicas={reports[0].replicas}, and rank {other} replicas="
+            f"{reports[other].replicas}: pass the same on all ranks",
+            ranks=[0, other],
+        )
+    other = next((rank for rank, one in enumerate(reports) if one.has_secret != reports[0].has_secret), None)
+    if other is not None:
+        with_secret, without = (0, other) if reports[0].has_secret else (other, 0)
+        raise StructureError(
+            f"rank {with_secret} has a secret in {SECRET} or {SECRET_FILE}, and rank {without} none: give "
+            "the same secret to all ranks",
+            ranks=[0, other],
+        )
+    numbers: dict[tuple[str, int, int], int] = {}
+    node_of_rank = tuple(numbers.setdefault(report.place, len(numbers)) for report in reports)
+    ranks: list[list[int]] = [[] for _ in numbers]
+    for rank, node in enumerate(node_of_rank):
+        ranks[node].append(rank)
+    name, secret, places = secrets.token_hex(8), secrets.token_bytes(32), list(numbers)
+    arbiter = places.index(min(places))
+
+    def known_to(rank: int) -> _NodeAnswer:
+        at = ranks[node_of_rank[rank]].index(rank)
+        nodes = []
+        for number, members in enumerate(ranks):
+            report = reports[members[at % len(members)]]
+            label = f"node {number} ({report.host}, rank {format_rank_ranges(members)})"
+            where = f"{report.host}:{report.location}"
+            reach = (report.addresses, report.port, report.service)
+            nodes.append(_Node(label, where, report.location, report.file_system, *reach))
+        return _NodeAnswer(name, secret, reports[0].location, tuple(nodes), node_of_rank, arbiter)
+
+    return [msgspec.msgpack.encode(known_to(rank)) for rank in range(len(reports))]
+
+
+def _running_system() -> str:
+    """A text that is equal for all processes of one running system, also in containers."""
+    try:
+        return _BOOT.read_text().strip()
+    except OSError:
+        return socket.gethostname()  # not Linux
+
+
+def _addresses() -> tuple[str, ...]:
+    """Addresses at which other nodes may reach this one, first that of the route to the launcher's store."""
+    found = []
+    store = os.environ.get("MASTER_ADDR", "")
+    if store:
+        try:
+            for family, kind, _, _, address in socket.getaddrinfo(store, 9, type=socket.SOCK_DGRAM):
+                with socket.socket(family, kind) as probe:
+                    probe.connect(address)  # chooses a route, and sends nothing
+                    found.append(str(probe.getsockname()[0]))
+        except OSError:
+            pass  # the name of the node must suffice
+    found.append(socket.gethostname())
+    loopback = [one for one in found if one.startswith("127.") or one == "::1"]
+    return tuple(dict.fromkeys([*(one for one in found if one not in loopback), *loopback]))

@@ -1,0 +1,334 @@
+"""One restore: the ranks choose a step together, load it, and choose again if it cannot be read.
+
+Note "Rank 0 looks last": rank 0 lists the run after every other rank has reported. A step that another rank
+saw committed is then visible to rank 0, or a newer step replaced it. If rank 0 sees neither, the ranks do not
+see one run. The opposite case needs no rule: a rank that does not see the chosen step cannot open it, and the
+load fails on all ranks.
+
+Note "One wait for a tier": a tier that does not respond delays a restore by the deadline of one request.
+Rank 0 asks all tiers before its report, while the other ranks list them. After a request without an answer, a
+rank sends that tier no other one (`OpenRun.view`), and no rank chooses another step.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from shardproof.engine.format import Manifest
+from shardproof.engine.loading import UNREADABLE, LoadOptions, LoadReport, from_rank, load_from
+from shardproof.engine.rendezvous import MeetingSequence, Rendezvous
+from shardproof.engine.storage import Storage
+from shardproof.errors import (
+    KeyMismatchError,
+    NotCommittedError,
+    ShardproofError,
+    StorageError,
+    StructureError,
+)
+from shardproof.runs.checkpointer.judge import misplaced
+from shardproof.runs.checkpointer.step_folders import StepFolder
+from shardproof.runs.checkpointer.step_selection import (
+    KEEP_MORE,
+    MOST_TRIES,
+    Chosen,
+    Failed,
+    PassedOver,
+    StepSelection,
+    named,
+    newest_committed,
+)
+from shardproof.runs.checkpointer.tiers import Copies, copies_in
+
+__all__ = ["Restore", "RestoreReport", "check_damage", "check_reports", "report_view"]
+
+_REMOVED = "it was removed or replaced while it was read"
+
+_log = logging.getLogger("shardproof")
+
+
+class Restore:
+    """One call of `Checkpointer.restore`, on this rank.
+
+    Args:
+        run: the run's folder.
+        rendezvous: rendezvous of the ranks that restore.
+        step: the step to restore; None for the newest.
+        suspect: True if unsettled suspects count as steps.
+        options: options of the load.
+        check_tiers: raises if a tier is no run. Called on rank 0.
+        explained: adds the remedy to the errors of tiers.
+    """
+
+    def __init__(
+        self,
+        run: Storage,
+        rendezvous: Rendezvous,
+        step: int | None,
+        suspect: bool,
+        options: LoadOptions,
+        check_tiers: Callable[[], None],
+        explained: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self.passed_over: tuple[PassedOver, ...] = ()
+        """Newer steps that were not restored, newest first."""
+        self.damaged: set[int] = set()
+        """Steps, without suspects, with a damaged copy that was passed over."""
+        self.damaged_everywhere: set[int] = set()
+        """The steps of `damaged` without a readable copy."""
+        self._run, self._rendezvous = run, rendezvous
+        self._copies = copies_in(run)
+        self._selection = StepSelection(run, suspect=suspect, copies=self._copies)
+        self._step, self._suspect, self._options = step, suspect, options
+        self._check_tiers = check_tiers
+        self._explained = explained
+        self._overwritten: StepFolder | None = None
+        """The last step whose load failed after it had overwritten part of the target."""
+        self._untouched: set[str] = set()
+        """Keys that no such load overwrote on this rank."""
+        self._removed: list[StepFolder] = []
+        """Steps that another process removed or replaced while they were read."""
+
+    def run(self, state: Any) -> tuple[StepFolder, LoadReport] | None:
+        """Fills the state. See `Checkpointer.restore` for the errors.
+
+        Returns:
+            The restored step and the report of this rank; None if no rank sees a committed step.
+        """
+        failed: Failed | None = None
+        while True:
+            chosen = self._choose(failed)
+            if chosen.folder is None:
+                return None
+            check = partial(self._check, chosen, failed is None)
+            try:
+                report = load_from(
+                    self._run.within(chosen.folder.name), state, self._rendezvous, self._options, check=check
+                )
+            except KeyMismatchError as error:
+                if self._overwritten is None:
+                    raise
+                raise _mixed(error.message, self._overwritten, chosen.folder) from error
+            except UNREADABLE as error:
+                if error.details.get("unanswered"):  # equal on all ranks
+                    with self._explained():
+                        raise
+                if error.details.get("overwritten"):
+                    untouched = set(error.details["untouched"])
+                    self._untouched = untouched & (self._untouched if self._overwritten else untouched)
+                    self._overwritten = chosen.folder
+                failed = Failed(chosen, error)
+                continue
+            if self._overwritten is not None:
+                self._check_complete(report, self._overwritten, chosen.folder)
+            for folder in {folder for folder in self._removed if folder > chosen.folder}:
+                self._pass_over(PassedOver(folder.step, _REMOVED, damaged=False, suspect=folder.suspect))
+            # A step that was passed over, then replaced and now restored is not a newer one.
+            # A copy in a nearer tier was passed over although its step is restored.
+            self.passed_over = tuple(
+                item
+                for item in self.passed_over
+                if (item.folder == chosen.folder if item.tier else item.folder > chosen.folder)
+            )
+            return chosen.folder, report
+
+    def _choose(self, failed: Failed | None) -> Chosen:
+        """The step that rank 0 chooses after all reports. Raises if the restore cannot continue."""
+        rank = self._rendezvous.rank
+        fault: ShardproofError | None = None
+        """An error of a tier on rank 0, which is raised with the choice."""
+
+        def report() -> bytes:
+            nonlocal fault
+            if rank == 0:
+                try:
+                    self._check_tiers()
+                except ShardproofError as error:
+                    fault = error
+            return msgspec.msgpack.encode(report_view(self._copies, rank, self._step, suspect=self._suspect))
+
+        def decide(posts: Sequence[bytes]) -> bytes:
+            with self._explained():
+                if fault is not None:
+                    raise fault
+                check_reports(self._run, [msgspec.msgpack.decode(post, type=RestoreReport) for post in posts])
+                chosen = self._selection.choose_after(self.passed_over, self._step, failed)
+                return msgspec.msgpack.encode(chosen)
+
+        try:
+            chosen = msgspec.msgpack.decode(self._meeting().meet("choose", report, decide), type=Chosen)
+            # Rank 0 sends all copies each time: an earlier save counts after the later one failed.
+            self.passed_over = tuple(
+                item for item in self.passed_over if not item.tier or item in chosen.passed
+            )
+            for item in chosen.passed:
+                self._pass_over(item)
+            if chosen.folder is not None:
+                self._copies.use(chosen.left_out, chosen.folder.name, chosen.seal)
+            if failed is not None:
+                self._check_progress(failed, chosen)
+        except ShardproofError as error:
+            if self._overwritten is None or error.details.get("overwritten"):
+                raise
+            raise _half_restored(error, self._overwritten) from error
+        return chosen
+
+    def _check(self, chosen: Chosen, first: bool, manifest: Manifest) -> None:
+        """Raises if the step on this rank differs from the choice of rank 0."""
+        assert chosen.folder is not None
+        misfit = misplaced(self._run, chosen.folder.name, manifest)
+        if misfit is not None:
+            raise misfit
+        if first and 0 < self._rendezvous.rank == self._rendezvous.world_size - 1:
+            check_damage(self._copies.anew(), chosen)
+
+    def _check_progress(self, failed: Failed, chosen: Chosen) -> None:
+        """Raises if the restore ends with the step that could not be read."""
+        last, location = failed.chosen.folder, self._run.location
+        if chosen.stands or last is None:
+            raise failed.error
+        if chosen.changed:
+            self._removed.append(last)
+            if len(self._removed) >= MOST_TRIES:
+                raise StorageError(
+                    f"{location}: another process removed or replaced {len(self._removed)} chosen steps in a "
+                    f"row during their load, {last} last. {KEEP_MORE}",
+                    file=location,
+                    damaged=False,
+                ) from failed.error
+        if chosen.folder is None or chosen.seal is None:
+            left = "no step is committed there now" if chosen.folder is None else "it is not committed now"
+            raise NotCommittedError(
+                f"{location}: {last} was committed when this restore began, and {left}: another process "
+                "removed it during the load, or this node does not see the folder",
+                path=location,
+            ) from failed.error
+
+    def _check_complete(self, report: LoadReport, overwritten: StepFolder, restored: StepFolder) -> None:
+        """Raises on every rank if any rank still has values of a damaged step."""
+        lacking = sorted({*report.missing, *report.unchanged} - self._untouched)
+
+        def decide(posts: Sequence[bytes]) -> bytes:
+            keys = {key for post in posts for key in msgspec.msgpack.decode(post, type=list[str])}
+            return msgspec.msgpack.encode(sorted(keys)[:8])
+
+        answer = self._meeting().meet("compare", lambda: msgspec.msgpack.encode(lacking[:8]), decide)
+        keys = msgspec.msgpack.decode(answer, type=list[str])
+        if keys:
+            raise _mixed(f"it lacks {', '.join(keys)}", overwritten, restored)
+
+    def _pass_over(self, item: PassedOver) -> None:
+        if item in self.passed_over:
+            return
+        copy = item.folder, item.tier
+        items = [*(other for other in self.passed_over if (other.folder, other.tier) != copy), item]
+        self.passed_over = tuple(sorted(items, key=lambda item: item.folder, reverse=True))
+        if item.damaged and not item.suspect:
+            self.damaged.add(item.step)
+            if not item.tier:
+                self.damaged_everywhere.add(item.step)
+        if self._rendezvous.rank == 0:
+            where = f" on {item.tier}" if item.tier else ""
+            _log.warning("%s: %s%s is passed over: %s", self._run.location, item.folder, where, item.reason)
+
+    def _meeting(self) -> MeetingSequence:
+        return MeetingSequence(self._rendezvous, f"restore {self._run.location}")
+
+
+class RestoreReport(msgspec.Struct, frozen=True, array_like=True):
+    """The report of one rank before rank 0 chooses a step."""
+
+    step: int | None
+    """The step that the caller requests; None for the newest."""
+    suspect: bool
+    newest: StepFolder | None = None
+    """The newest committed step that the rank sees. For a numbered step: its folder."""
+    error: dict[str, object] | None = None
+    """The error of a rank that cannot list the run."""
+
+
+def report_view(copies: Copies, rank: int, step: int | None, *, suspect: bool) -> RestoreReport:
+    """This rank's view of a run. Rank 0 does not list it here (note "Rank 0 looks last")."""
+    if rank == 0 or (step is not None and not suspect):  # there is nothing to choose
+        return RestoreReport(step, suspect)
+    try:
+        return RestoreReport(step, suspect, _newest(copies.seen_here(), step, suspect))
+    except StorageError as error:
+        return RestoreReport(step, suspect, error=error.to_wire())
+
+
+def check_reports(run: Storage, reports: Sequence[RestoreReport]) -> None:
+    """Rank 0 checks that all ranks request the same step, and that no rank sees a newer step than rank 0.
+
+    Raises:
+        StructureError: the callers request different steps.
+        StorageError: a rank cannot list the run, or ranks see different runs.
+    """
+    wanted = {(report.step, report.suspect) for report in reports}
+    if len(wanted) > 1:
+        steps = sorted({str(step) for step, _ in wanted})
+        raise StructureError(
+            f"{run.location}: the ranks request different steps: {steps}"
+            f"{'' if len(steps) > 1 else ', some of them with suspect=True'}; nothing was changed"
+        )
+    for rank, report in enumerate(reports):
+        if report.error is not None:
+            raise from_rank(rank, len(reports), report.error)
+    seen = {rank: report.newest for rank, report in enumerate(reports) if report.newest is not None}
+    if not seen:
+        return
+    newest = _newest(run, reports[0].step, reports[0].suspect)
+    newer = {rank: folder for rank, folder in seen.items() if newest is None or folder > newest}
+    if newer:
+        rank, folder = max(newer.items(), key=lambda item: (item[1], -item[0]))
+        own = f"sees no run at {run.location}" if newest is None else f"sees no step after {newest}"
+        raise StorageError(
+            f"{run.location}: rank 0 {own}, rank {rank} sees {folder}; nothing was changed. Check "
+            "that all nodes share and mount this folder, and restore again when all ranks see the same steps",
+            file=run.location,
+            damaged=False,
+            ranks=[0, *sorted(newer)],
+        )
+
+
+def check_damage(run: Storage, chosen: Chosen) -> None:
+    """The last rank checks that the damage that rank 0 found is damage on its node, too.
+
+    If only rank 0 cannot see a file, the ranks must not restore an older step. With several nodes, the last
+    rank is on another node than rank 0.
+
+    Raises:
+        StorageError: this rank can read a newer step.
+    """
+    selection = StepSelection(run, suspect=False)
+    for item in chosen.passed:
+        if item.damaged and not item.tier and selection.why_unreadable(item.folder) is None:
+            raise StorageError(
+                f"{run.location}: this rank can read {item.folder}, and rank 0 cannot: {item.reason}\n"
+                "Nothing was changed. Check that all nodes share and mount this folder",
+                file=run.location,
+                damaged=False,
+            )
+
+
+def _newest(run: Storage, step: int | None, suspect: bool) -> StepFolder | None:
+    return newest_committed(run, suspect=suspect) if step is None else named(run, step, suspect=suspect)
+
+
+def _half_restored(error: ShardproofError, overwritten: StepFolder) -> ShardproofError:
+    text = f"The target is partly overwritten from {overwritten}: restore again, before using it."
+    return type(error)(f"{error.message}\n{text}", **{**error.details, "overwritten": True})
+
+
+def _mixed(problem: str, damaged: StepFolder, older: StepFolder) -> StructureError:
+    return StructureError(
+        f"{damaged} could not be read completely, after part of the target was overwritten, and {older} does "
+        f"not replace all of it: {problem}\nThe target has values of both: make a new state, and restore "
+        f"step={older.step} into it, without the missing keys or with strict=False",
+        overwritten=True,
+    )

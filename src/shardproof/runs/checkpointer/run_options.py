@@ -1,0 +1,153 @@
+"""The optional parts of a `Checkpointer`, as values: incremental saves, local disks and a second tier."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+
+from shardproof._utils.arguments import check_number, wrong_type
+from shardproof.engine.storage import Location, check_location
+from shardproof.runs.checkpointer.policies import Retention, check_policy, is_count
+
+__all__ = ["NEW_FORMS", "Incremental", "NodeLocal", "SecondTier"]
+
+NEW_FORMS = {
+    "full_every": "incremental=Incremental(full_every=...)",
+    "scrub": "incremental=Incremental(scrub=...)",
+    "replicas": "node_local=NodeLocal(replicas=...)",
+    "then": "second_tier=...",
+    "keep_then": "second_tier=SecondTier(LOCATION, keep=...)",
+    "upload_bandwidth": "second_tier=SecondTier(LOCATION, bandwidth=...)",
+}
+"""Names that a caller may try as arguments of `Checkpointer`, with what to pass."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Incremental:
+    """Saves that write only the chunks that differ from an earlier step of the run.
+
+    The manifest refers to that step for the other chunks. Retention does not remove files that a remaining
+    step refers to. To move such a step, copy it with ``shardproof convert --standalone``.
+
+    Args:
+        full_every: at least one of this many saves in a row writes every chunk and refers to no other step.
+            Damaged bytes then reach at most `full_every` steps, and each step needs fewer than `full_every`
+            others. The default adds 5 % of the state's bytes to a save on average. A save that replaces a
+            step without references writes every chunk, too. None: no bound, so that one damaged byte may
+            reach every later step of the run.
+        scrub: bytes a second at which rank 0 reads the references of the newest step again, in the background
+            and from the device. It does so after saves and after a restore. It logs damage with the file, the
+            bytes and the steps that need them (see `Checkpointer.damage`), and no later save refers to these
+            steps. If `keep` selects no step that is proved readable, the newest proved step stays, too. A
+            step is proved if it has no references, or the scrub has read them since its commit. The scrub
+            yields to saves, and ends with the `Checkpointer` or the process. The default is a small share of
+            what a disk reads, and 225 GiB an hour. None: no scrub.
+
+    Raises:
+        ValueError: an argument is no whole number of at least 1.
+
+    >>> Incremental(full_every=8)
+    Incremental(full_every=8, scrub=67108864)
+    """
+
+    full_every: int | None = 20
+    scrub: int | None = 64 << 20
+
+    def __post_init__(self) -> None:
+        for name, unit in (("full_every", "saves"), ("scrub", "bytes a second")):
+            count = getattr(self, name)
+            if count is not None and not is_count(count):
+                raise ValueError(f"{name} is a whole number of {unit}, at least 1, or None, not {count!r}")
+
+    @staticmethod
+    def of(value: bool | Incremental) -> Incremental | None:
+        """The argument `incremental` of a `Checkpointer`; None without incremental saves.
+
+        Raises:
+            TypeError: the value is of another type.
+        """
+        if isinstance(value, Incremental):
+            return value
+        if not isinstance(value, bool):
+            raise wrong_type("incremental", value, "True, False or an Incremental")
+        return Incremental() if value else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeLocal:
+    """A first tier on the local disk of each node, or in its memory, which other nodes do not see.
+
+    Args:
+        replicas: 1 to store a second copy of each file on a partner node. After the loss of a node, a restore
+            then needs no second tier. After a restore, the ranks replace lost copies in the background; see
+            `Checkpointer.wait_for_copies`. The same on all ranks.
+
+    Raises:
+        ValueError: `replicas` is neither 0 nor 1.
+
+    >>> NodeLocal(replicas=1)
+    NodeLocal(replicas=1)
+    """
+
+    replicas: int = 0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.replicas, bool) or self.replicas not in (0, 1):
+            raise ValueError(f"replicas is 0 or 1, not {self.replicas!r}")
+
+    @staticmethod
+    def of(value: bool | NodeLocal) -> NodeLocal | None:
+        """The argument `node_local` of a `Checkpointer`; None if all ranks see the first tier.
+
+        Raises:
+            TypeError: the value is of another type.
+        """
+        if isinstance(value, NodeLocal):
+            return value
+        if not isinstance(value, bool):
+            raise wrong_type("node_local", value, "True, False or a NodeLocal")
+        return NodeLocal() if value else None
+
+
+@dataclass(frozen=True, slots=True)
+class SecondTier:
+    """A place for a copy of the run, such as a bucket behind a local disk. See docs/tiers.md.
+
+    Args:
+        location: a folder, a URL or a storage.
+        keep: which steps stay there, as `keep` of the `Checkpointer`; None for all. A step that it selects
+            stays on the first tier until it is uploaded.
+        bandwidth: bytes a second that all ranks together send to it. None: no bound.
+
+    Raises:
+        TypeError: an argument has a wrong type.
+        ValueError: `keep` is no policy, or `bandwidth` is not positive.
+
+    >>> SecondTier("s3://bucket/run", bandwidth=2_000_000_000)
+    SecondTier(location='s3://bucket/run', keep=None, bandwidth=2000000000)
+    """
+
+    location: Location
+    _: KW_ONLY
+    keep: Retention | None = None
+    bandwidth: int | None = None
+
+    def __post_init__(self) -> None:
+        check_location("the location of the second tier", self.location)
+        check_policy("keep of the second tier", self.keep)
+        check_number("bandwidth", self.bandwidth, "of bytes a second")
+        if self.bandwidth is not None and not self.bandwidth > 0:
+            raise ValueError(
+                f"bandwidth is a positive number of bytes a second, or None, not {self.bandwidth!r}"
+            )
+
+    @staticmethod
+    def of(value: Location | SecondTier | None) -> SecondTier | None:
+        """The argument `second_tier` of a `Checkpointer`.
+
+        Raises:
+            TypeError: the value is of another type.
+        """
+        if value is None or isinstance(value, SecondTier):
+            return value
+        check_location("second_tier", value)
+        return SecondTier(value)

@@ -1,0 +1,199 @@
+"""Lists the checkpoints and leftovers in a run's folder, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+from shardproof.engine.format import MANIFEST_NAME, FileRecord, References, references_in, tensor_bytes
+from shardproof.engine.storage import Storage, map_requests
+from shardproof.errors import StorageError
+from shardproof.runs.checkpointer.judge import Depth, Judgement, Verdict, judge
+from shardproof.runs.checkpointer.marks import NodeMark, read_node_mark, read_pin
+from shardproof.runs.checkpointer.save_interval import IntervalAdvice, advice_of
+from shardproof.runs.checkpointer.step_folders import PINNED_NAME, SETTLED_NAME, is_ours, parse_folder
+
+__all__ = ["StepInfo", "interval_advice", "scan_run"]
+
+_LONGEST_SAVE = 3600.0
+"""Seconds. If the manifest's file is newer than the time in the manifest by this or more, the file is a
+later copy."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepInfo:
+    """One checkpoint of a run, or the leftover of a save that was not committed."""
+
+    name: str
+    """The folder in the run; "." for the run's folder itself."""
+    step: int | None
+    status: str
+    """The word of its `Verdict`."""
+    reason: str | None
+    """The reason why it is not committed."""
+    time: float | None
+    """Time of the save, Unix seconds."""
+    bytes: int
+    """Bytes of its tensors; for a leftover, of its files."""
+    tensors: int
+    objects: int
+    world_size: int | None
+    attempt: str | None
+    repaired: bool
+    unnamed: int
+    """Number of files of dead attempts in the folder of a committed checkpoint, which `prune` removes."""
+    references: tuple[str, ...] = ()
+    """Folders of earlier steps whose files it refers to."""
+    referenced_by: tuple[str, ...] = ()
+    """Folders of later steps that refer to its files."""
+    suspect: bool = False
+    """True if it is in the folder of a suspect."""
+    verdict: str | None = None
+    """The verdict of a settled suspect."""
+    linked: bool = False
+    """The folder is a symbolic link, so that retention and `prune` remove nothing in it."""
+    pinned: str | None = None
+    """The label of its pin; None if it has none."""
+    stored_step: int | None = None
+    """The step that its manifest names. It differs from `step` if the folder was renamed or copied."""
+    file_bytes: int = 0
+    """Bytes of the files in its folder that it names, or of a leftover's files. An incremental step also uses
+    files of other steps."""
+
+    @property
+    def committed(self) -> bool:
+        """True if it can be restored as a step of the run."""
+        return self.status == Verdict.COMMITTED
+
+    @property
+    def whole(self) -> bool:
+        """True if it is a readable checkpoint, of a step or of a suspect."""
+        return self.status in (Verdict.COMMITTED, Verdict.SUSPECT, Verdict.SETTLED)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return {**asdict(self), "committed": self.committed}
+
+
+def scan_run(storage: Storage, *, depth: Depth = "sizes") -> list[StepInfo]:
+    """Every checkpoint and every leftover in a run's folder, oldest step first.
+
+    Args:
+        storage: the run's folder.
+        depth: what the verdicts are based on: "sizes" reads manifests, "metadata" also indexes.
+
+    Returns:
+        One entry for each folder named ``step-...`` or ``suspect-...`` that has a file of shardproof, or that
+        cannot be listed. One for each other folder, and for the run's folder, that has a manifest.
+
+    Raises:
+        StorageError: the storage cannot list the run.
+    """
+    references = references_in(storage)
+    mark = read_node_mark(storage)
+    look = partial(_folder_info, storage, depth, references, mark)
+    found = filter(None, map_requests(storage, look, [".", *storage.folders()]))
+    return sorted(found, key=lambda info: (info.step is None, info.step or 0, info.name))
+
+
+def _folder_info(
+    storage: Storage, depth: Depth, references: References, mark: NodeMark | None, folder: str
+) -> StepInfo | None:
+    """The entry of a folder of the run, or of the run's folder; None if it has none."""
+    place = storage if folder == "." else storage.within(folder)
+    parsed = parse_folder(folder)
+    step, is_suspect = (None, False) if parsed is None else parsed
+    try:
+        if parsed is None and place.size(MANIFEST_NAME) is None:
+            return None
+        names = place.list()
+    except StorageError as error:
+        if folder == ".":
+            raise
+        if parsed is None:
+            return None
+        found: Judgement | None = Judgement(Verdict.UNREADABLE, error.message, error)
+        names = []
+    else:
+        found = judge(storage, folder, depth=depth, references=references, mark=mark)
+        if found is not None and found.verdict is Verdict.LEFTOVER and MANIFEST_NAME in names:
+            references = references_in(storage)  # removed meanwhile
+            found = judge(storage, folder, depth=depth, references=references, mark=mark)
+    if found is None:
+        return None
+    ours = {name for name in names if is_ours(name, folder)}
+    files, referenced = ours - {SETTLED_NAME, PINNED_NAME}, set(references.files(folder))
+    pin = read_pin(place) if PINNED_NAME in ours else None
+    manifest = found.manifest
+    named = set() if manifest is None else {MANIFEST_NAME, manifest.index.name, *_names(manifest.own_files)}
+    nbytes = _bytes(place, found, files, referenced)
+    has_leftovers = manifest is not None or found.verdict is Verdict.REFERENCED
+    return StepInfo(
+        name=folder,
+        step=step if manifest is None or step is not None else manifest.step,
+        status=found.verdict.value,
+        reason=found.reason or None,
+        time=None if manifest is None else manifest.time,
+        bytes=nbytes,
+        tensors=0 if manifest is None else len(manifest.tensors),
+        objects=0 if manifest is None else len(manifest.objects),
+        world_size=None if manifest is None else manifest.world_size,
+        attempt=None if manifest is None else manifest.attempt,
+        repaired=manifest is not None and manifest.repaired,
+        unnamed=len(files - named - referenced) if has_leftovers else 0,
+        references=()
+        if manifest is None
+        else tuple(sorted({record.folder for record in manifest.referenced_files})),
+        referenced_by=tuple(references.users(folder)),
+        suspect=is_suspect,
+        verdict=found.settled,
+        linked=folder != "." and place.linked,
+        pinned=None if pin is None else pin.label,
+        stored_step=None if manifest is None else manifest.step,
+        file_bytes=nbytes
+        if manifest is None
+        else manifest.index.size + sum(record.size for record in manifest.own_files),
+    )
+
+
+def _names(records: Iterable[FileRecord]) -> set[str]:
+    return {record.name for record in records}
+
+
+def _bytes(place: Storage, found: Judgement, files: set[str], referenced: set[str]) -> int:
+    """Bytes of the tensors of a checkpoint; without a manifest, of its files."""
+    if found.manifest is not None:
+        return sum(map(tensor_bytes, found.manifest.tensors))
+    if found.verdict is Verdict.REFERENCED:
+        files = files & referenced
+    elif found.verdict is not Verdict.LEFTOVER:
+        return 0
+    try:
+        return sum(place.size(file) or 0 for file in files)
+    except StorageError:
+        return 0
+
+
+def interval_advice(
+    infos: Iterable[StepInfo], modified: Callable[[str], float | None], mtbf: float
+) -> IntervalAdvice | None:
+    """A time between saves, from the committed steps of a run; None for fewer than two.
+
+    The cost of a save is the time from the agreement of the ranks, which the manifest records, to the time of
+    the manifest's file. Manifests that were written again or copied are not measured.
+
+    Args:
+        infos: the checkpoints of a run.
+        modified: the time of the last write to a file of the run, Unix seconds; None if it does not exist.
+        mtbf: seconds between two failures of the job, on average.
+    """
+    times, costs = [], []
+    for info in infos:
+        if info.committed and info.time is not None:
+            times.append(info.time)
+            written = modified(f"{info.name}/{MANIFEST_NAME}")
+            if written is not None and not info.repaired and 0 < written - info.time < _LONGEST_SAVE:
+                costs.append(written - info.time)
+    return advice_of(times, costs, mtbf)

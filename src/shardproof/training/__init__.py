@@ -1,0 +1,1 @@
+"""Parts of a training stack whose state is hard to save: layouts, optimizers, sharding, reruns."""

@@ -1,0 +1,198 @@
+"""Schedules the gathers, the reductions and the end of backward for the units of a model."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch.autograd import Variable
+
+from shardproof.training.fsdp.lanes import Lane
+from shardproof.training.fsdp.reduce import GradientFlags, Reduction
+from shardproof.training.fsdp.unit import ShardedUnit, SharedUnits
+
+__all__ = ["UnitSchedule", "is_backward"]
+
+
+def is_backward() -> bool:
+    """True if autograd is running. Then a forward is a recomputation of activation checkpointing."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+class UnitSchedule:
+    """The forward and backward passes of the units of one model.
+
+    Every decision depends on the order in which units run, and never on which gradients exist. So ranks that
+    run the same units in the same order start the same collectives in the same order.
+
+    Note: gathered at once
+        At any time the units with whole parameters are the running unit, the units around it, and at most
+        `prefetch` units after it (before it, in backward), or those that `set_modules_to_forward_prefetch`
+        and `set_modules_to_backward_prefetch` named. The order of the previous forward gives the next
+        units; the first forward gathers each unit when it runs. A unit that was gathered ahead and did not
+        run is freed at the end of the pass.
+    """
+
+    def __init__(self, units: list[ShardedUnit]) -> None:
+        self.units = units
+        device = units[0].device
+        shared = SharedUnits(Lane(device), Lane(device))
+        for unit in units:
+            unit.shared = shared
+            unit.on_gradient = partial(self._note_gradient, unit)
+        self._pool = shared.pool
+        self._running: list[ShardedUnit] = []
+        """Units whose forward is running, the outermost first."""
+        self._order: list[ShardedUnit] = []
+        self._expected: list[ShardedUnit] = []
+        self._cursor = 0
+        self._finished: list[ShardedUnit] = []
+        """Units whose forward has ended and whose backward has not begun, in the order of the forward."""
+        self._to_reduce: dict[ShardedUnit, None] = {}
+        self._sent: list[Reduction] = []
+        self._ending = False
+
+    def enter(self, unit: ShardedUnit) -> None:
+        """Before a unit's forward: gathers its parameters, and begins to gather those of the next units."""
+        again = is_backward()
+        if not again:
+            self._run(unit)
+            unit.adopt_changes()
+            self._order.append(unit)
+        unit.gather()
+        unit.wait_for_gather()
+        if not again:
+            self._gather_ahead(unit)
+        if torch.is_grad_enabled():
+            self._to_reduce[unit] = None
+        unit.show_whole()
+
+    def leave(self, unit: ShardedUnit) -> None:
+        """After a unit's forward, also if it raised."""
+        again = is_backward()
+        if not (again and unit.in_backward):
+            unit.show_sharded()
+        if again:
+            return
+        while self._running and self._running.pop() is not unit:
+            pass
+        outermost = not self._running
+        with_grad = torch.is_grad_enabled()
+        if with_grad:
+            self._finished.append(unit)
+        frees = unit.reshard_after_forward if unit.reshard_after_forward is not None else not outermost
+        if frees or not with_grad:
+            unit.free()
+        if outermost:
+            self._expected, self._order = self._order, []
+            ran = set(self._expected)
+            for other in self.units:
+                if other not in ran or not with_grad:
+                    other.free()
+
+    def enter_backward(self, unit: ShardedUnit) -> None:
+        """Before a unit's backward: gathers its parameters again, and begins with those of the next units."""
+        self._ensure_end()
+        if not unit.in_backward:
+            unit.in_backward = True
+            self._to_reduce[unit] = None
+            unit.gather()
+            unit.show_whole()
+            self._gather_before(unit)
+        unit.wait_for_gather()
+
+    def leave_backward(self, unit: ShardedUnit) -> None:
+        """After a unit's backward: begins to reduce its gradients, and frees its parameters."""
+        unit.calls = max(unit.calls - 1, 0)
+        if unit.calls == 0:
+            self._end_unit(unit)
+
+    def end_backward(self) -> None:
+        """At the end of backward: reduces the remaining gradients, and sets those of sharded parameters."""
+        for unit in reversed(list(self._to_reduce)):
+            self._end_unit(unit)
+        for unit in self.units:
+            unit.calls = 0
+            unit.show_sharded()  # `unshard` may have shown the whole parameters
+            unit.free()
+        self._set_gradients()
+        self._ending = False
+        self._finished.clear()
+
+    def _ensure_end(self) -> None:
+        if not self._ending:
+            self._ending = True
+            Variable._execution_engine.queue_callback(self.end_backward)
+
+    def _note_gradient(self, unit: ShardedUnit) -> None:
+        """Records a gradient. It may not come by the unit's output, if an attribute refers to the loss."""
+        self._ensure_end()
+        self._to_reduce.setdefault(unit)
+
+    def _run(self, unit: ShardedUnit) -> None:
+        if unit in self._running:  # an interrupt ended its forward without its hook
+            first = self._running.index(unit)
+            for other in self._running[first:]:
+                other.show_sharded()
+            del self._running[first:]
+        self._running.append(unit)
+        if len(self._running) == 1:
+            self._begin()
+
+    def _begin(self) -> None:
+        """Begins a forward of the whole model. Drops the gradients of a pass that failed."""
+        if self._ending:
+            self._pool.finish()
+            for unit in self.units:
+                for buffer in unit.buffers:
+                    buffer.drop_gradients()
+                unit.in_backward, unit.calls = False, 0
+                unit.show_sharded()
+            self._ending = False
+            self._finished.clear()
+            self._to_reduce.clear()
+            self._sent.clear()
+        self._cursor = 0
+        self._order = []
+        del self._finished[: -4 * len(self.units)]  # forwards without a backward
+        for unit in self.units:
+            unit.forget_old()
+
+    def _gather_ahead(self, unit: ShardedUnit) -> None:
+        try:
+            self._cursor = self._expected.index(unit, self._cursor) + 1
+        except ValueError:  # the order of units has changed
+            following = []
+        else:
+            following = self._expected[self._cursor : self._cursor + unit.prefetch]
+        for other in following if unit.ahead_in_forward is None else unit.ahead_in_forward:
+            other.adopt_changes()
+            other.gather()
+
+    def _gather_before(self, unit: ShardedUnit) -> None:
+        found = [index for index, other in enumerate(self._finished) if other is unit]
+        if found:
+            del self._finished[found[-1] :]
+        preceding = self._finished[: -unit.prefetch - 1 : -1] if found else []
+        for other in preceding if unit.ahead_in_backward is None else unit.ahead_in_backward:
+            other.gather()
+
+    def _end_unit(self, unit: ShardedUnit) -> None:
+        unit.in_backward = False
+        unit.show_sharded()
+        unit.free()
+        if unit in self._to_reduce:
+            del self._to_reduce[unit]
+            if unit.sync:
+                self._sent += unit.reduce()
+
+    def _set_gradients(self) -> None:
+        sent, self._sent = self._sent, []
+        flags = GradientFlags(sent)
+        self._pool.finish()
+        flags.wait()
+        for reduction in sent:
+            arrived = flags.arrived(reduction)
+            for parameter in reduction.buffer.parameters:
+                if parameter.member in arrived and parameter.sharded.requires_grad:
+                    parameter.gradient(reduction.result)

@@ -1,0 +1,186 @@
+"""One parameter of a unit: sharded for the optimizer, and whole for the module's computation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardproof.training.fsdp.mesh_ranks import TensorSpec
+from shardproof.training.fsdp.packing import Packing
+from shardproof.training.fsdp.row_sharded import RowSharded, in_layout, row_sharded
+
+__all__ = ["UnitParameter"]
+
+
+class UnitParameter:
+    """A parameter, the modules that have it, and its position in a flat buffer.
+
+    Args:
+        name: name for messages.
+        owners: each module that has the parameter, with its name there. A tied parameter has several.
+        spec: its layout.
+        packing: packing of its buffer.
+        member: its index in the packing.
+        index: index of this rank's range of the buffer.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        owners: list[tuple[nn.Module, str]],
+        spec: TensorSpec,
+        packing: Packing,
+        member: int,
+        index: int,
+    ) -> None:
+        self.name, self.owners, self.spec, self.member = name, owners, spec, member
+        self.rows = packing.rows(member, index)
+        bounds = tuple(packing.rows(member, rank) for rank in range(packing.ranks))
+        self.layout = spec.layout(bounds, index)
+        self.elements = packing.elements(member, index)
+        self.start = packing.starts[member]
+        self.shape = packing.shapes[member]
+        self.stop = self.start + prod(self.shape)
+        self.local = torch.empty(0, dtype=torch.float32, device="cpu")
+        self.sharded: Any = None
+        self.whole: Any = None
+        self.on_gradient: Callable[[UnitParameter, torch.Tensor], None]
+        """Called with each gradient of the whole parameter. The unit sets it."""
+
+    def current(self) -> Any:
+        """The parameter that the module has now."""
+        module, name = self.owners[0]
+        return module._parameters[name]
+
+    def register(self, parameter: Any) -> None:
+        """Registers a tensor as the parameter of all owners."""
+        for module, name in self.owners:
+            module._parameters[name] = parameter
+
+    def show_sharded(self) -> None:
+        """Registers the sharded parameter."""
+        self.register(self.sharded)
+
+    def show_whole(self) -> None:
+        """Registers the whole parameter, for the module's computation."""
+        if self.whole.requires_grad != self.sharded.requires_grad:
+            self.whole.requires_grad_(self.sharded.requires_grad)
+        self.register(self.whole)
+
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of this rank's rows."""
+        return (self.rows[1] - self.rows[0], *self.shape[1:])
+
+    def part(self, shard: torch.Tensor) -> torch.Tensor:
+        """This parameter's rows in a rank's range of a buffer, as a view.
+
+        Without rows it is a new tensor: two empty views of one buffer would count as one tied parameter.
+        """
+        if self.elements[0] == self.elements[1]:
+            return shard.new_empty(self.local_shape())
+        return shard[self.elements[0] : self.elements[1]].view(self.local_shape())
+
+    def bind_shard(self, shard: torch.Tensor, requires_grad: bool) -> None:
+        """Makes the sharded parameter a view of the rank's range. An existing one keeps its identity."""
+        self.local = self.part(shard)
+        with torch.no_grad():
+            fresh = nn.Parameter(row_sharded(self.layout, self.local), requires_grad=requires_grad)
+        if self.sharded is None:
+            self.sharded = fresh
+            if fresh.is_floating_point():  # also if frozen, because that may change
+                fresh.requires_grad_(True).register_hook(partial(in_layout, self.layout))  # type: ignore[no-untyped-call]
+                fresh.requires_grad_(requires_grad)
+        else:
+            torch.utils.swap_tensors(self.sharded, fresh)  # type: ignore[no-untyped-call]
+            self.sharded._backward_hooks = self.sharded._backward_hooks  # swap_tensors drops them
+        self.local = self.sharded._local_tensor
+        self.show_sharded()
+
+    def bind_whole(self, whole: torch.Tensor) -> None:
+        """Makes the whole parameter a view of the gathered buffer."""
+        view = whole[self.start : self.stop].view(self.shape)
+        with torch.no_grad():
+            self.whole = nn.Parameter(self.spec.gathered(view), requires_grad=view.is_floating_point())
+        if self.whole.requires_grad:  # also if frozen, because that may change
+            self.whole.register_post_accumulate_grad_hook(self._arrived)
+            self.whole.requires_grad_(self.sharded.requires_grad)
+
+    def is_bound(self) -> bool:
+        """True if the module's parameter is still the view of the flat buffer."""
+        current = self.current()
+        return current is self.sharded and current._local_tensor is self.local
+
+    def values_of(self, parameter: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of a tensor that replaced the parameter: a shard of the same layout, or a whole.
+
+        Raises:
+            ValueError: the tensor has another shape.
+        """
+        if isinstance(parameter, RowSharded):
+            if tuple(parameter._local_tensor.shape) == self.local_shape():
+                return parameter._local_tensor
+            raise self._shape_error(parameter._local_tensor, self.local_shape())
+        if isinstance(parameter, DTensor) and parameter.device_mesh == self.layout.mesh:
+            if tuple(parameter.shape) != self.layout.shape:
+                raise self._shape_error(parameter, self.layout.shape)
+            return self.layout.take(parameter)
+        return self.rows_of(parameter)
+
+    def rows_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of a tensor that is not sharded by data parallelism.
+
+        A DTensor is a tensor parallel shard. A plain tensor is the whole parameter.
+
+        Raises:
+            ValueError: the tensor has another shape.
+        """
+        if isinstance(whole, DTensor):
+            whole = whole._local_tensor
+        elif self.spec.parallel is not None and tuple(whole.shape) == self.spec.shape:
+            packed = whole.new_empty(self.shape)
+            outer = self.spec.outer
+            for index in range(len(outer.local)):
+                local, size = outer.local.pair(index)
+                start, _ = outer.placed.pair(index)
+                packed[_box(local, size)] = whole[_box(start, size)]
+            whole = packed
+        if tuple(whole.shape) != self.shape:
+            raise self._shape_error(whole, self.shape)
+        return whole[self.rows[0] : self.rows[1]]
+
+    def _shape_error(self, found: torch.Tensor, expected: tuple[int, ...]) -> ValueError:
+        return ValueError(
+            f"{self.name}: expected a tensor of local shape {list(expected)}, this rank's part of "
+            f"{list(self.spec.shape)}, found {list(found.shape)}. Use load_full_state_dict or shardproof.load"
+        )
+
+    def gradient(self, part: torch.Tensor) -> None:
+        """Sets the gradient from a reduced buffer, or adds to the gradient that the parameter has."""
+        local = self.part(part)
+        if self.sharded.grad is None:
+            self.sharded.grad = row_sharded(self.layout, local)
+        else:
+            self.sharded.grad.add_(row_sharded(self.layout, local))
+
+    def _arrived(self, whole: Any) -> None:
+        gradient, whole.grad = whole.grad, None
+        if gradient is None:  # frozen since the forward
+            return
+        if isinstance(gradient, DTensor):
+            assert self.spec.parallel is not None
+            if tuple(gradient.placements) != self.spec.parallel[1]:  # partial sums of a replicated weight
+                gradient = gradient.redistribute(placements=self.spec.parallel[1])
+            gradient = gradient.to_local()
+        if hasattr(gradient, "wait"):  # a collective of tensor parallelism that has not ended
+            gradient = gradient.wait()
+        self.on_gradient(self, gradient)
+
+
+def _box(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[slice, ...]:
+    return tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))

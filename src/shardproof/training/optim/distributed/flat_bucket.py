@@ -1,0 +1,261 @@
+"""Flat buffers of parameters, and the range of each buffer that a rank owns.
+
+`pack` depends only on its arguments, so it gives the same result on every rank. A bucket concatenates
+parameters. It is cut into one equal range for each rank, without regard to parameters and rows (ZeRO,
+Rajbhandari et al. 2020, arXiv:1910.02054).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from shardproof.engine.state import declare_storage_owner, local_tensor
+from shardproof.training.collectives import Work
+from shardproof.training.optim.distributed.process_group import RankGroup
+
+__all__ = ["Bucket", "FlatBucket", "Owner", "Span", "Weight", "pack"]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The elements [offset, offset + size) of a bucket: one parameter, in row-major order."""
+
+    parameter: int
+    offset: int
+    size: int
+
+    @property
+    def stop(self) -> int:
+        """End of the range in the bucket."""
+        return self.offset + self.size
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Spans in rising order with padding, cut into one range for each rank.
+
+    >>> (bucket,) = pack([(0, 5), (1, 6)], limit=100, ranks=3, align=2)
+    >>> bucket.size, bucket.shard, bucket.spans[1]
+    (12, 4, Span(parameter=1, offset=6, size=6))
+    >>> [bucket.part(bucket.spans[1], rank) for rank in range(3)]
+    [(0, 0), (0, 2), (2, 6)]
+    """
+
+    spans: tuple[Span, ...]
+    size: int
+    """Number of elements with padding: a multiple of the number of ranks."""
+    ranks: int
+
+    @property
+    def shard(self) -> int:
+        """Number of elements in the range of one rank."""
+        return self.size // self.ranks
+
+    def part(self, span: Span, rank: int) -> tuple[int, int]:
+        """The range [start, stop) of a parameter's elements that a rank owns; (0, 0) if it owns none."""
+        start = max(span.offset, rank * self.shard) - span.offset
+        stop = min(span.stop, (rank + 1) * self.shard) - span.offset
+        return (start, stop) if start < stop else (0, 0)
+
+    def gaps(self) -> Iterator[tuple[int, int]]:
+        """The ranges [start, stop) that belong to no parameter."""
+        at = 0
+        for span in self.spans:
+            if at < span.offset:
+                yield at, span.offset
+            at = span.stop
+        if at < self.size:
+            yield at, self.size
+
+
+def pack(sizes: Iterable[tuple[int, int]], *, limit: int, ranks: int, align: int) -> list[Bucket]:
+    """Pack parameters into buckets, in the given order.
+
+    Args:
+        sizes: each parameter with its number of elements.
+        limit: largest number of elements in a bucket. A larger parameter has its own bucket.
+        ranks: number of ranges in each bucket.
+        align: every parameter and every range begins at a multiple of this number of elements.
+    """
+    buckets: list[Bucket] = []
+    spans: list[Span] = []
+    end = 0
+
+    def close() -> None:
+        unit = ranks * align
+        buckets.append(Bucket(tuple(spans), -(-end // unit) * unit, ranks))
+
+    for parameter, size in sizes:
+        start = -(-end // align) * align
+        if spans and start + size > limit:
+            close()
+            spans, start = [], 0
+        spans.append(Span(parameter, start, size))
+        end = start + size
+    if spans:
+        close()
+    return buckets
+
+
+@dataclass(slots=True, eq=False)
+class Owner:
+    """A module with parameters."""
+
+    buckets: list[FlatBucket]
+    """Buckets of its direct parameters."""
+    called: bool = False
+    """True if its forward has begun since the last step."""
+    hook: Any = None
+    """The hook before its forward; None if it is inside of a compiled module."""
+    inner_hook: Any = None
+    """The hook that replaces it there."""
+
+
+@dataclass(slots=True, eq=False)
+class Weight:
+    """One parameter, its position in a bucket, and the part of it that this rank steps."""
+
+    name: str
+    parameter: torch.nn.Parameter
+    group: int
+    """Index in `param_groups`."""
+    counted: bool
+    """True if norms include its elements on this rank. False for a tensor-parallel replica."""
+    siblings: Mapping[str, torch.nn.Parameter | None]
+    """The `_parameters` of its module."""
+    bucket: FlatBucket = field(init=False)
+    data: torch.Tensor = field(init=False)
+    """The local tensor: a view of the bucket's parameters."""
+    offset: int = field(init=False)
+    """Offset in the bucket."""
+    start: int = field(init=False)
+    stop: int = field(init=False)
+    """This rank owns the elements [start, stop) of the local tensor."""
+    fragment: torch.Tensor = field(init=False)
+    """1-D tensor of `stop - start` elements for the inner optimizer: masters, or a view of `data`."""
+    mastered: bool = field(init=False)
+    """True if `fragment` contains masters."""
+    stepped_dtype: torch.dtype = field(init=False)
+    """Dtype of the parameter in the inner optimizer."""
+    expected: bool = True
+    """True if a rank had a gradient in the last step. Then its bucket waits for one in the next step."""
+    seen: bool = False
+    """True if this rank has had a gradient since the last `zero_grad`."""
+    written: bool = False
+    """True if the full gradient buffer has a gradient of it that has not been sent."""
+    ready: bool = False
+    """True if its gradient is complete."""
+    version: int = 0
+    """Version of the parameter after the last write by the optimizer."""
+    owners: list[Owner] = field(default_factory=list)
+
+    def move_to(self, bucket: FlatBucket, offset: int, part: tuple[int, int]) -> None:
+        """Move the parameter's values into the bucket."""
+        local = local_tensor(self.parameter)
+        self.bucket, self.offset, (self.start, self.stop) = bucket, offset, part
+        view = bucket.parameters[offset : offset + local.numel()].view(local.shape).data
+        view.copy_(local.detach())
+        if local is self.parameter:
+            self.parameter.data = view
+        else:
+            self.parameter._local_tensor = view  # type: ignore[attr-defined]
+        self.data = view
+        declare_storage_owner(self.parameter, bucket.parameters)
+
+    @property
+    def owned(self) -> torch.Tensor:
+        """This rank's elements of the parameter, as a 1-D view."""
+        return self.data.view(-1)[self.start : self.stop]
+
+    @property
+    def owned_gradient(self) -> torch.Tensor:
+        """This rank's elements of the reduced gradient, before the multiplication by `FlatBucket.scale`."""
+        return self.within(self.bucket.shard)
+
+    def within(self, shard: torch.Tensor) -> torch.Tensor:
+        """This rank's elements of the parameter in a tensor with the elements of the rank's range."""
+        at = self.offset + self.start - self.bucket.first if self.start < self.stop else 0
+        return shard[at : at + self.stop - self.start]
+
+    def current_version(self) -> int:
+        """A version that changes with each write to the parameter through torch, and with each load."""
+        return int(self.parameter._version) + int(self.data._version)
+
+    def check_in_place(self) -> None:
+        """Check that the parameter still has its memory in the bucket.
+
+        Raises:
+            RuntimeError: the parameter was moved, or its module has another parameter.
+        """
+        current = self.siblings.get(self.name.rpartition(".")[2])
+        replaced = current is not None and current is not self.parameter
+        moved = local_tensor(self.parameter).data_ptr() != self.data.data_ptr()
+        if replaced or (moved and self.data.numel()):
+            raise RuntimeError(
+                f"{self.name} is no longer in the optimizer's flat buffer: it got other memory after the "
+                "DistributedOptimizer was made (module.to(...), load_state_dict(assign=True), "
+                "param.data = ...). Make the optimizer after such changes"
+            )
+
+
+class FlatBucket:
+    """The flat buffers of one bucket, and the progress of its gradient reduction.
+
+    Args:
+        geometry: positions of its parameters.
+        ranks: ranks that share the bucket.
+        weights: parameters in the order of the geometry's spans.
+        gradient_dtype: dtype of the gradient buffers.
+    """
+
+    def __init__(
+        self, geometry: Bucket, ranks: RankGroup, weights: list[Weight], gradient_dtype: torch.dtype
+    ) -> None:
+        like = local_tensor(weights[0].parameter)
+        self.geometry, self.ranks, self.weights = geometry, ranks, weights
+        self.device, self.gradient_dtype = like.device, gradient_dtype
+        self.first = ranks.rank * geometry.shard
+        """Start of this rank's range."""
+        self.parameters = torch.zeros(geometry.size, dtype=like.dtype, device=like.device)
+        for weight, span in zip(weights, geometry.spans, strict=True):
+            weight.move_to(self, span.offset, geometry.part(span, ranks.rank))
+        self.shard = torch.zeros(geometry.shard, dtype=gradient_dtype, device=like.device)
+        """This rank's range of the reduced gradients."""
+        self.scale = 1.0
+        """Factor by which `shard` has still to be multiplied."""
+        self.full: torch.Tensor | None = None
+        """The gradients of the whole bucket, or None if all have been sent."""
+        self.reduced = False
+        """True if `shard` contains gradients."""
+        self.reduction: tuple[Work | None, torch.Tensor, torch.Tensor] | None = None
+        """The current reduction: its work, its input and its output."""
+        self.gathering: Work | None = None
+        """The current gather of the parameters."""
+        self.eager = False
+        """True if a parameter is used outside of its module's forward. Then `step` waits for the gather."""
+        self.exact = all(weight.counted for weight in weights)
+        """True if norms include all of `shard`."""
+
+    @property
+    def owned(self) -> torch.Tensor:
+        """This rank's range of the parameters, as a view."""
+        return self.parameters[self.first : self.first + self.geometry.shard]
+
+    def multiply(self, factor: float) -> None:
+        """Multiply the reduced gradients. For 16-bit gradients, the step does it after the cast to fp32."""
+        scale = self.scale * factor
+        if self.shard.dtype.itemsize >= 4 or scale == 0.0 or scale - scale != 0.0:
+            if factor != 1.0:
+                self.shard.mul_(factor)
+        else:
+            self.scale = scale
+
+    def counted(self) -> list[torch.Tensor]:
+        """The reduced gradients that norms include on this rank, before the multiplication by `scale`."""
+        if self.exact:
+            return [self.shard]
+        return [weight.owned_gradient for weight in self.weights if weight.counted]

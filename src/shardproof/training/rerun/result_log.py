@@ -1,0 +1,265 @@
+"""The log of rejected results: the step, the rank, the device and the attribution of each.
+
+The log also stores the differences between two runs of a step (`Spread`), from which to choose a tolerance.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import msgspec
+import numpy as np
+import torch
+
+from shardproof._utils.home_paths import unexpanded_home
+from shardproof.engine.state import local_tensor
+from shardproof.errors import FormatError
+
+__all__ = [
+    "CORRECT_RESULT",
+    "Rejected",
+    "ResultLog",
+    "Spread",
+    "read_rejected",
+    "read_spreads",
+    "shown_value",
+    "steps_to_skip",
+]
+
+CORRECT_RESULT = "correct result"
+"""The verdict on a result that another device reproduced: the cause is the data or the program."""
+
+_NOT_FINITE = {text: float(text) for text in ("nan", "inf", "-inf")}
+
+
+class Rejected(msgspec.Struct, frozen=True, kw_only=True):
+    """One rejected result, with its verdict."""
+
+    step: int
+    rank: int
+    node: str
+    """Name of the node with the first run's device."""
+    device: str
+    """UUID of the device; "" for a CPU."""
+    index: int
+    """Index of the device on its node."""
+    call: int
+    """Position of the `validate` call in the step, from 0."""
+    message: str
+    """The message argument of the call."""
+    first: float | int | str | None
+    """The result of the first run: a number, or a text that describes a tensor."""
+    second: float | int | str | None
+    """The result of the run that decided; None if there was none."""
+    verdict: str
+    """"transient fault", "persistent fault" or "correct result"; or the text for an outside fault."""
+    time: float
+    """Time of the decision, in seconds since 1970."""
+
+
+class Spread(msgspec.Struct, frozen=True, kw_only=True):
+    """The differences of one validated value between two runs of a step, over many steps."""
+
+    spread_of: str
+    """The message argument of `validate`."""
+    step: int
+    """Number of decided steps."""
+    rank: int
+    count: int
+    """Number of compared steps."""
+    quantiles: dict[str, float | str]
+    """Relative differences by name: "p50", "p90", "p99", "p99.9" and "max"."""
+    time: float
+    """Seconds since 1970."""
+
+
+class ResultLog:
+    """Appends rejected results to a file, one line of JSON each, durably.
+
+    Only one process may write a log. Readers ignore a last line that a crash cut short, and the next append
+    removes it.
+
+    Args:
+        path: path of the file. The first record creates the file and its folders.
+
+    >>> import tempfile
+    >>> log = ResultLog(Path(tempfile.mkdtemp()) / "rejected.jsonl")
+    >>> log.append(Rejected(step=7, rank=3, node="n12", device="GPU-4f", index=1, call=0, message="loss",
+    ...                     first=math.nan, second=math.nan, verdict=CORRECT_RESULT, time=1.8e9))
+    >>> read_rejected(log.path)[0].first, steps_to_skip(log.path)
+    (nan, {7})
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        if (fault := unexpanded_home(os.fspath(path))) is not None:
+            raise ValueError(f"{path} cannot be the path of a log: {fault}")
+        self.path = Path(path)
+
+    def append(self, *records: Rejected | Spread) -> None:
+        """Write the records and flush them to stable storage.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        if not records:
+            return
+        text = "".join(json.dumps(_plain(record), allow_nan=False) + "\n" for record in records)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        new = not self.path.exists()
+        with self.path.open("a+b") as file:
+            _drop_torn_line(file)
+            file.write(text.encode())
+            file.flush()
+            os.fsync(file.fileno())
+        if new:
+            _flush_folder(self.path.parent)
+
+
+def read_rejected(path: str | os.PathLike[str]) -> list[Rejected]:
+    """Read the rejected results of a log, oldest first. A missing file gives an empty list.
+
+    Args:
+        path: path of the log.
+
+    Raises:
+        FormatError: a complete line is not a record.
+
+    >>> read_rejected("no/such.jsonl")
+    []
+    """
+    return [
+        msgspec.structs.replace(record, first=_number(record.first), second=_number(record.second))
+        for record in _records(path)
+        if isinstance(record, Rejected)
+    ]
+
+
+def read_spreads(path: str | os.PathLike[str]) -> list[Spread]:
+    """Read the differences between runs from a log, oldest first. A missing file gives an empty list.
+
+    Args:
+        path: path of the log.
+
+    Raises:
+        FormatError: a complete line is not a record.
+
+    >>> read_spreads("no/such.jsonl")
+    []
+    """
+    return [
+        msgspec.structs.replace(
+            record,
+            quantiles={name: cast(float, _number(value)) for name, value in record.quantiles.items()},
+        )
+        for record in _records(path)
+        if isinstance(record, Spread)
+    ]
+
+
+def steps_to_skip(path: str | os.PathLike[str]) -> set[int]:
+    """The steps with a rejected result that is correct. A later run may skip these steps.
+
+    Args:
+        path: path of the log.
+
+    Raises:
+        FormatError: a complete line is not a record.
+
+    >>> steps_to_skip("no/such.jsonl")
+    set()
+    """
+    return {record.step for record in read_rejected(path) if record.verdict == CORRECT_RESULT}
+
+
+def shown_value(value: Any) -> float | int | str | None:
+    """Convert a result for a record: a number stays, anything else becomes a short text.
+
+    Args:
+        value: a number, a tensor, an array, or an object with a repr. A tensor of one element is a number.
+
+    >>> shown_value(torch.tensor(1.5)), shown_value(torch.tensor([1.0, math.nan, -3.0]))
+    (1.5, 'float32 tensor of shape (3,), 1 not finite, largest magnitude 3')
+    """
+    if isinstance(value, torch.Tensor):
+        local = local_tensor(value.detach())
+        return shown_value(local.item()) if local.numel() == 1 else _outline(local)
+    if isinstance(value, np.ndarray | np.generic) and value.size == 1:
+        return shown_value(value.item())
+    if isinstance(value, bool):
+        return int(value)
+    if value is None or isinstance(value, int | float | str):
+        return value
+    return f"{value!r:.200}"
+
+
+def _outline(tensor: torch.Tensor) -> str:
+    finite = tensor[tensor.isfinite()]
+    largest = f"{float(finite.abs().max()):.6g}" if finite.numel() else "none"
+    return (
+        f"{str(tensor.dtype).removeprefix('torch.')} tensor of shape {tuple(tensor.shape)}, "
+        f"{tensor.numel() - finite.numel()} not finite, largest magnitude {largest}"
+    )
+
+
+def _text(value: float | int | str | None) -> float | int | str | None:
+    """Writes NaN and infinities, which JSON lacks, and integers that a double cannot hold, as text."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return str(value) if isinstance(value, int) and abs(value) >= 2**53 else value
+
+
+def _number(value: float | int | str | None) -> float | int | str | None:
+    return _NOT_FINITE.get(value, value) if isinstance(value, str) else value
+
+
+def _plain(record: Rejected | Spread) -> dict[str, Any]:
+    plain = msgspec.structs.asdict(record)
+    if isinstance(record, Rejected):
+        return plain | {"first": _text(record.first), "second": _text(record.second)}
+    return plain | {"quantiles": {name: _text(value) for name, value in record.quantiles.items()}}
+
+
+def _records(path: str | os.PathLike[str]) -> list[Rejected | Spread]:
+    try:
+        data = Path(path).read_bytes()
+    except FileNotFoundError:
+        return []
+    found: list[Rejected | Spread] = []
+    for number, line in enumerate(_whole_lines(data).splitlines(), start=1):
+        kind: type[Rejected | Spread] = Spread if b'"spread_of"' in line[:16] else Rejected
+        try:
+            found.append(msgspec.json.decode(line, type=kind))
+        except msgspec.DecodeError as error:
+            raise FormatError(
+                f"{path}, line {number} is not a rejected result ({error}). Correct or remove the line; the "
+                "other lines do not depend on it",
+                file=str(path),
+            ) from error
+    return found
+
+
+def _whole_lines(data: bytes) -> bytes:
+    return data[: data.rfind(b"\n") + 1]
+
+
+def _drop_torn_line(file: BinaryIO) -> None:
+    """Truncate the file after its last line end, to remove a record that a crash cut short."""
+    end = file.seek(0, os.SEEK_END)
+    if end == 0:
+        return
+    file.seek(end - 1)
+    if file.read(1) != b"\n":
+        file.seek(0)
+        file.truncate(len(_whole_lines(file.read())))
+
+
+def _flush_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
