@@ -39,11 +39,11 @@ from common import (
 from recording import STDOUT, record
 
 import shardproof as sp
+import shardproof.engine.loading  # the timed modules must be imported before they are changed
 import shardproof.engine.saving
-import shardproof.loading  # the timed modules must be imported before they are changed
 from shardproof.geometry import tiling_faults
 
-HASH_CHUNKS = ("format.blocks", "saving.shard_writer", "loading.chunks")
+HASH_CHUNKS = ("engine.format.chunk_verifier", "engine.saving.shard_writer", "engine.loading.chunk_reader")
 """Modules that hash the bytes of chunks."""
 
 

@@ -17,7 +17,8 @@ NAMES = sorted(
 
 
 _WRONG = {"zarr_mc11_handmade_w2": {"row"}}
-"""Keys whose expected bytes are not the stored ones; `tests/unit/formats/megatron/test_megatron_zarr.py` shows it."""
+"""Keys whose expected bytes are not the stored ones. See
+`tests/unit/formats/megatron/test_megatron_zarr.py`."""
 
 
 def _path(folder: Path, name: str) -> Path:

@@ -13,8 +13,9 @@ import pytest
 import shardproof as sp
 
 PACKAGES = (
-    *("checkpointer", "errors", "events", "fsdp", "geometry", "layouts", "loading", "maintenance", "optim"),
-    *("rendezvous", "report", "rerun", "saving", "state", "storage"),
+    *("errors", "engine.events", "engine.geometry", "engine.loading", "engine.rendezvous", "engine.saving"),
+    *("engine.state", "engine.storage", "training.fsdp", "training.layouts", "training.optim"),
+    *("training.rerun", "runs.checkpointer", "runs.maintenance", "commands.report"),
 )
 SECTION = re.compile(r"(Args|Returns|Raises|Yields|Attributes|Example|Examples|Note|Shape):\s*(.*)")
 ENTRY = {

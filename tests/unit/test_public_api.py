@@ -14,6 +14,7 @@ import enum
 import importlib
 import inspect
 import json
+import re
 import textwrap
 from collections.abc import Callable, Iterator
 from functools import cached_property
@@ -209,7 +210,7 @@ def spelled(value: Any) -> str:
     """A default as text that no address and no module of the package is in."""
     if inspect.isroutine(value) or inspect.isclass(value):
         return str(value.__qualname__)
-    text = repr(value)
+    text = re.sub(r"\bshardproof(\.\w+)*\.(?=\w)", "", repr(value))
     return f"<{type(value).__name__}>" if " at 0x" in text else text
 
 

@@ -112,7 +112,7 @@ def test_prune_removes_leftovers_of_dead_saves_of_suspects(call: Any, run_folder
 def test_a_suspect_saved_again_meanwhile_is_spared(
     call: Any, run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import shardproof.checkpointer
+    import shardproof.runs.checkpointer
 
     plan_prune = shardproof.runs.checkpointer.plan_prune
 
@@ -121,7 +121,7 @@ def test_a_suspect_saved_again_meanwhile_is_spared(
         write(run_folder / "suspect-00000002", Sample(STATE, step=2, attempt="again"))
         return plan
 
-    monkeypatch.setattr(shardproof.checkpointer, "plan_prune", planned)
+    monkeypatch.setattr(shardproof.runs.checkpointer, "plan_prune", planned)
     report = json.loads(call("prune", run_folder, "--keep", 2, "--yes", "--json")[1])
     assert (report["settled"], report["committed_meanwhile"]) == (["suspect-00000002"], ["suspect-00000002"])
     assert call("verify", run_folder / "suspect-00000002")[0] == 0

@@ -124,8 +124,9 @@ def test_another_process_maps_the_memory_and_refuses_a_wrong_handle() -> None:
     handle = memory.handle
     script = (
         "import torch\n"
-        "from shardproof.engine.loading.read_once.node_memory import Handle, Message, MessageKind, PeerMemory\n"
-        f"peer = PeerMemory.opened(Handle(*{tuple(msgspec.structs.astuple(handle))!r}))\n"
+        "from shardproof.engine.loading.read_once import node_memory\n"
+        "from shardproof.engine.loading.read_once.node_memory import Handle, Message, MessageKind\n"
+        f"peer = node_memory.PeerMemory.opened(Handle(*{tuple(msgspec.structs.astuple(handle))!r}))\n"
         "mapped = peer.map(3000)\n"
         "assert torch.equal(mapped, (torch.arange(3000) % 251).to(torch.uint8))\n"
         "mapped[0] = 77\n"

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-import shardproof.fsdp
+import shardproof.training.fsdp
 from shardproof.fsdp import fully_shard
 from shardproof.training.fsdp.lanes import Lane
 from shardproof.training.fsdp.reduce import GradientPool, Reduction
