@@ -43,4 +43,4 @@ def test_nothing_else_stands_at_the_top() -> None:
     modules = {path.stem for path in SOURCE.glob("*.py")}
     present = modules | {path.parent.name for path in SOURCE.glob("*/__init__.py")}
     facades = {name.partition(".")[0] for name in FACADES}
-    assert present - {"__init__", "__main__", "demo"} == {*GROUND, *WINGS, *facades}
+    assert present - {"__init__", "__main__"} == {*GROUND, *WINGS, *facades}

@@ -17,58 +17,57 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-SOURCE = ROOT / "src" / "shardproof"
-
-ENGINE = (
-    "version",
-    "_utils",
-    "errors",
-    "reentrance",
-    "events",
-    "dtypes",
-    "geometry",
-    "state",
-    "planning",
-    "rendezvous",
-    "storage",
-    "format",
-    "interop",
-    "saving",
-    "loading",
-    "maintenance",
-    "conversion",
-    "checkpointer",
+from tests.rooms import (
+    FACADES,
+    GROUND,
+    PUBLIC,
+    ROOT,
+    SOURCE,
+    WINGS,
+    module_of,
+    room_of,
+    room_of_module,
+    rooms,
 )
-TRAINING = ("collectives", "layouts", "optim", "fsdp", "rerun")
-PEOPLE = ("cli", "report")
-ADAPTERS = ("frameworks",)
 
-MAY_IMPORT: dict[str, frozenset[str]] = {
-    name: frozenset(ENGINE[: row + 1]) for row, name in enumerate(ENGINE)
-}
-MAY_IMPORT |= {
-    name: frozenset({"version", "_utils", "errors", "dtypes", "geometry", "state", "collectives", name})
-    for name in TRAINING
-}
-MAY_IMPORT["loading"] -= {"saving"}  # two pipelines side by side
-MAY_IMPORT["rerun"] |= {"rendezvous"}  # its votes are meetings; it moves no state
-MAY_IMPORT |= {name: frozenset({*ENGINE, *TRAINING, *PEOPLE, ""}) for name in PEOPLE}
-MAY_IMPORT |= {name: frozenset({*ENGINE, *TRAINING, *ADAPTERS, ""}) for name in ADAPTERS}
-MAY_IMPORT |= {"": frozenset({*ENGINE, *TRAINING}), "__main__": frozenset({"cli"})}
+BELOW_TRAINING = {"version", "_utils", "errors", "dtypes", "engine.geometry", "engine.state"}
+
+
+def _floors() -> dict[str, frozenset[str]]:
+    """What each room may import: the wings rise from the engine, and so do the rooms of a wing."""
+    engine, training, formats, runs = map(rooms, ("engine", "training", "formats", "runs"))
+    found = {name: {*GROUND[: row + 1]} for row, name in enumerate(GROUND)}
+    found |= {name: {*GROUND, *engine[: row + 1]} for row, name in enumerate(engine)}
+    found["engine.loading"] -= {"engine.saving"}  # two pipelines side by side
+    found |= {name: {*BELOW_TRAINING, "training.collectives", name} for name in training}
+    found["training.rerun"] |= {"engine.rendezvous"}  # its votes are meetings; it moves no state
+    found["formats"] = {*GROUND, *engine, "formats"} - {"engine.saving", "engine.loading"}
+    found["formats.conversion"] = {*GROUND, *engine, *formats}
+    found |= {name: {*GROUND, *engine, *formats, *runs[: row + 1]} for row, name in enumerate(runs)}
+    below = {*GROUND, *engine, *training, *formats, *runs, ""}
+    found["frameworks"] = {*below, "frameworks"}
+    found |= {name: {*below, *rooms("commands")} for name in rooms("commands")}
+    found[PUBLIC] = {*below, *rooms("commands"), PUBLIC}
+    found |= {"": below | {PUBLIC}, "__main__": {"commands.cli"}}
+    return {name: frozenset(below) for name, below in found.items()}
+
+
+MAY_IMPORT = _floors()
+TRAINING = rooms("training")
 
 NO_TORCH_ON_IMPORT = (
     "version",
     "errors",
     "reentrance",
-    "events",
     "dtypes",
-    "geometry",
-    "planning",
-    "storage",
-    "format",
-    "cli",
-    "report",
+    "engine.events",
+    "engine.geometry",
+    "engine.planning",
+    "engine.storage",
+    "engine.format",
+    "engine.foreign",
+    "commands.cli",
+    "commands.report",
 )
 STORES = {"FileStore", "HashStore", "MultiTenantStore", "PrefixStore", "Store", "TCPStore"}
 
@@ -104,7 +103,7 @@ COLLECTIVES = {
 COLLECTIVES_OF_TORCH = {"gather", "irecv", "isend", "recv", "reduce", "scatter", "send"}
 NOT_TORCH = {"functools", "np", "numpy"}
 READ_ONCE_COLLECTIVES = {
-    "loading/read_once/group_collectives.py": {"dist.all_reduce", "dist.all_to_all_single"}
+    "engine/loading/read_once/group_collectives.py": {"dist.all_reduce", "dist.all_to_all_single"}
 }
 """Collectives that a load may run over the training's group, if the user chose to read once."""
 
@@ -118,12 +117,6 @@ class Import:
     line: int
     at_load: bool
     """Runs when the module is loaded: not inside a function, not for type checkers only."""
-
-
-def layer_of(path: Path) -> str:
-    """The layer a file belongs to: its first folder or its stem; the top's ``__init__`` is ''."""
-    first = path.relative_to(SOURCE).parts[0].removesuffix(".py")
-    return "" if first == "__init__" else first
 
 
 def _only_for_types(node: ast.If) -> bool:
@@ -174,35 +167,33 @@ def _imports(tree: ast.AST, at_load: bool = True) -> Iterator[Import]:
             yield from _imports(node, at_load and not inside)
 
 
-def layers_imported(found: Import) -> set[str]:
-    """The layers of shardproof that an import reaches ('' for the top's lazy names, which reach all)."""
-    if found.module == "shardproof":
-        if found.name is None:
-            return {""}
-        if found.name == "__version__":
-            return set()
-        return {
-            found.name if (SOURCE / found.name).is_dir() or (SOURCE / f"{found.name}.py").is_file() else ""
-        }
-    if found.module.startswith("shardproof."):
-        return {found.module.split(".")[1]}
-    return set()
+def rooms_imported(found: Import) -> set[str]:
+    """The rooms that an import reaches ('' for the top's lazy names, which reach all)."""
+    package, _, module = found.module.partition(".")
+    if package != "shardproof":
+        return set()
+    inner = f"{module}.{found.name}".strip(".") if found.name else module
+    if inner == "__version__":
+        return set()
+    return {room_of_module(inner if module_exists(inner) else module)}
 
 
-def deep_imports(layer: str, source: str) -> list[str]:
-    """What a file of `layer` imports from inside another package, one line each; `_utils` is exempt."""
-    return [
-        f"line {found.line}: imports {found.module}; import from shardproof.{found.module.split('.')[1]}"
-        for found in facts_of(source).imports
-        if found.module.startswith("shardproof.")
-        and found.module.count(".") >= 2
-        and found.module.split(".")[1] not in {layer, "_utils"}
-    ]
+def deep_imports(room: str, source: str) -> list[str]:
+    """What a file of `room` imports from inside another package, one line each; `_utils` is exempt."""
+    if room == PUBLIC:
+        return []
+    found = []
+    for entry in facts_of(source).imports:
+        module = entry.module.partition("shardproof.")[2]
+        there = room_of_module(module)
+        if module and there not in {room, PUBLIC, "_utils"} and module != there:
+            found.append(f"line {entry.line}: imports {entry.module}; import from shardproof.{there}")
+    return found
 
 
 def module_name(path: Path) -> str:
     """The name that a file of the package is imported by."""
-    return ".".join(("shardproof", *path.relative_to(SOURCE).with_suffix("").parts)).removesuffix(".__init__")
+    return f"shardproof.{module_of(path)}".rstrip(".")
 
 
 def modules_imported(source: str, known: Mapping[str, str]) -> set[str]:
@@ -214,22 +205,22 @@ def modules_imported(source: str, known: Mapping[str, str]) -> set[str]:
     return found & set(known)
 
 
-def wrong_imports(layer: str, source: str) -> list[str]:
-    """What a file of `layer` with this source imports against the rules, one line each."""
+def wrong_imports(room: str, source: str) -> list[str]:
+    """What a file of `room` with this source imports against the rules, one line each."""
     wrong = []
     for found in facts_of(source).imports:
         what = f"line {found.line}: imports {found.module}{'.' + found.name if found.name else ''}"
-        above = layers_imported(found) - MAY_IMPORT[layer]
+        above = rooms_imported(found) - MAY_IMPORT[room]
         if above:
-            wrong.append(f"{what}, which is not below {layer!r}")
+            wrong.append(f"{what}, which is not below {room!r}")
         torch = found.module.split(".")[0] == "torch"
-        if torch and layer == "geometry":
+        if torch and room == "engine.geometry":
             wrong.append(f"{what}, but geometry knows nothing of torch")
-        elif torch and found.at_load and layer in NO_TORCH_ON_IMPORT:
+        elif torch and found.at_load and room in NO_TORCH_ON_IMPORT:
             wrong.append(f"{what} when it is loaded; import torch inside the function that needs it")
-        if torch and layer == "format" and "distributed" in f"{found.module}.{found.name}".split("."):
+        if torch and room == "engine.format" and "distributed" in f"{found.module}.{found.name}".split("."):
             wrong.append(f"{what}, but a file format has no ranks")
-        if torch and found.name in STORES and layer != "rendezvous":
+        if torch and found.name in STORES and room != "engine.rendezvous":
             wrong.append(f"{what}; only rendezvous talks to a store")
     return wrong
 
@@ -276,17 +267,24 @@ SOURCES = {path: path.read_text() for path in FILES}
 
 
 def findings(check: Callable[[str, str], Iterable[str]]) -> dict[str, list[str]]:
-    """What `check(layer, source)` finds in the files of the package, by file; only files with findings."""
+    """What `check(room, source)` finds in the files of the package, by file; only files with findings."""
     found = {
-        path.relative_to(SOURCE).as_posix(): list(check(layer_of(path), source))
+        path.relative_to(SOURCE).as_posix(): list(check(room_of(path), source))
         for path, source in SOURCES.items()
     }
     return {name: lines for name, lines in found.items() if lines}
 
 
-def test_every_file_has_a_layer() -> None:
-    unknown = {layer_of(path) for path in FILES} - set(MAY_IMPORT)
-    assert unknown == set(), "no layers of ARCHITECTURE.md: give them their places in the list"
+def test_every_file_has_a_room() -> None:
+    wings = {f"shardproof.{wing}" for wing in WINGS}  # an `__init__.py` that only says what the wing is
+    unknown = {room_of(path) for path in FILES if module_name(path) not in wings} - set(MAY_IMPORT)
+    assert unknown == set(), "no rooms of ARCHITECTURE.md: give them their places in tests/rooms.py"
+
+
+def test_architecture_names_every_room() -> None:
+    wings = (ROOT / "ARCHITECTURE.md").read_text().partition("\n## Wings\n")[2].partition("\n## ")[0]
+    names = {*GROUND, *WINGS, *chain(*WINGS.values())} - {"version"}
+    assert {name for name in names if f"`{name}`" not in wings} == set()
 
 
 def test_a_file_imports_only_what_is_below_it() -> None:
@@ -296,8 +294,8 @@ def test_a_file_imports_only_what_is_below_it() -> None:
 def test_saves_and_loads_run_no_collective() -> None:
     """The packages that train have collectives of their own."""
 
-    def mentioned(layer: str, source: str) -> set[str]:
-        if layer in TRAINING:
+    def mentioned(room: str, source: str) -> set[str]:
+        if room in TRAINING:
             return set()
         return {line.partition(": ")[2] for line in collectives(source)}
 
@@ -306,7 +304,8 @@ def test_saves_and_loads_run_no_collective() -> None:
 
 
 def test_only_rendezvous_uses_a_store() -> None:
-    assert findings(lambda layer, source: [] if layer in {"rendezvous", *TRAINING} else stores(source)) == {}
+    others = {"engine.rendezvous", *TRAINING}
+    assert findings(lambda room, source: [] if room in others else stores(source)) == {}
 
 
 def test_a_package_is_imported_by_others_through_its_init_alone() -> None:
@@ -315,7 +314,7 @@ def test_a_package_is_imported_by_others_through_its_init_alone() -> None:
 
 def test_no_two_modules_have_one_name() -> None:
     """So that a name says which file is meant. Both optimizers have their own ``optimizer.py``."""
-    names = Counter(path.stem for path in FILES)
+    names = Counter(path.stem for path in FILES if room_of(path) != PUBLIC)
     assert {name for name, count in names.items() if count > 1} == {"__init__", "optimizer"}
 
 
@@ -337,12 +336,13 @@ def test_no_files_import_each_other_in_a_circle() -> None:
 
 def test_light_packages_load_without_torch() -> None:
     """Indirect imports of torch count, too."""
-    present = [name for name in NO_TORCH_ON_IMPORT if layer_exists(name)]
     modules = [
-        "shardproof." + ".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__")
+        module_name(path)
         for path in FILES
-        if layer_of(path) in present and path.stem != "conformance"
+        if path.stem != "conformance"
+        and {room_of(path), room_of_module(FACADES.get(module_of(path), ""))} & {*NO_TORCH_ON_IMPORT}
     ]
+    assert {*NO_TORCH_ON_IMPORT} == {room_of(path) for path in FILES} & {*NO_TORCH_ON_IMPORT}
     script = (
         "import importlib, sys\n"
         f"for name in {modules!r}:\n"
@@ -390,7 +390,7 @@ def test_dependencies_are_those_imported() -> None:
     imported = {
         found.module.split(".")[0]
         for path in FILES
-        if path.stem != "conformance" and layer_of(path) not in ADAPTERS  # whose framework the user has
+        if path.stem != "conformance" and room_of(path) != "frameworks"  # whose framework the user has
         for found in facts_of(SOURCES[path]).imports
     }
     assert imported - sys.stdlib_module_names - {"shardproof"} - optional == declared
@@ -409,45 +409,50 @@ def test_pins_cover_all_declared_dependencies() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layer", "source"),
+    ("room", "source"),
     [
-        ("geometry", "import torch"),
-        ("geometry", "def f():\n    import torch.nn"),
-        ("geometry", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch"),
-        ("geometry", "from shardproof.state import collect"),
-        ("planning", "import torch"),
-        ("planning", "try:\n    from torch import Tensor\nexcept ImportError:\n    pass"),
-        ("planning", "class A:\n    import torch"),
-        ("state", "def f():\n    from shardproof.planning import plan_writes"),
-        ("state", "from shardproof import planning"),
-        ("storage", "from shardproof import save"),
-        ("loading", "import shardproof as sp"),
-        ("loading", "import shardproof.checkpointer"),
-        ("loading", "from shardproof.saving import open_all"),
-        ("loading", "from shardproof.cli import main"),
-        ("format", "def f():\n    import torch.distributed as dist"),
-        ("format", "def f():\n    from torch import distributed"),
-        ("saving", "from torch.distributed import TCPStore"),
-        ("optim", "from shardproof.saving import save"),
+        ("engine.geometry", "import torch"),
+        ("engine.geometry", "def f():\n    import torch.nn"),
+        ("engine.geometry", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch"),
+        ("engine.geometry", "from shardproof.engine.state import collect"),
+        ("engine.planning", "import torch"),
+        ("engine.planning", "try:\n    from torch import Tensor\nexcept ImportError:\n    pass"),
+        ("engine.planning", "class A:\n    import torch"),
+        ("engine.state", "def f():\n    from shardproof.engine.planning import plan_writes"),
+        ("engine.state", "from shardproof.engine import planning"),
+        ("engine.storage", "from shardproof import save"),
+        ("engine.loading", "import shardproof as sp"),
+        ("engine.loading", "import shardproof.runs.checkpointer"),
+        ("engine.loading", "from shardproof.engine.saving import open_all"),
+        ("engine.loading", "from shardproof.commands.cli import main"),
+        ("engine.format", "def f():\n    import torch.distributed as dist"),
+        ("engine.format", "def f():\n    from torch import distributed"),
+        ("engine.saving", "from torch.distributed import TCPStore"),
+        ("training.optim", "from shardproof.engine.saving import save"),
+        ("engine.loading", "from shardproof.formats import read_json"),
+        ("formats", "from shardproof.engine.loading import load"),
+        ("runs.checkpointer", "from shardproof.training import optim"),
+        ("engine.saving", "from shardproof.storage import LocalStorage"),
+        ("frameworks", "from shardproof import events"),
     ],
 )
-def test_a_wrong_import_is_found(layer: str, source: str) -> None:
-    assert wrong_imports(layer, source) != []
+def test_a_wrong_import_is_found(room: str, source: str) -> None:
+    assert wrong_imports(room, source) != []
 
 
 @pytest.mark.parametrize(
-    ("layer", "source"),
+    ("room", "source"),
     [
-        ("planning", "def f():\n    import torch"),
-        ("planning", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from torch import Tensor"),
-        ("format", "from shardproof import __version__, errors"),
-        ("state", "from shardproof.state.pieces import Piece"),
-        ("rendezvous", "from torch.distributed import TCPStore"),
-        ("cli", "import shardproof as sp"),
+        ("engine.planning", "def f():\n    import torch"),
+        ("engine.planning", "if TYPE_CHECKING:\n    from torch import Tensor"),
+        ("engine.format", "from shardproof import __version__, errors"),
+        ("engine.state", "from shardproof.engine.state.pieces import Piece"),
+        ("engine.rendezvous", "from torch.distributed import TCPStore"),
+        ("commands.cli", "import shardproof as sp"),
     ],
 )
-def test_a_right_import_passes(layer: str, source: str) -> None:
-    assert wrong_imports(layer, source) == []
+def test_a_right_import_passes(room: str, source: str) -> None:
+    assert wrong_imports(room, source) == []
 
 
 @pytest.mark.parametrize(
@@ -482,32 +487,36 @@ def test_a_store_is_found() -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        "from shardproof.state.fence import Fence",
-        "def f():\n    from shardproof.state.fence import Fence",
-        "import shardproof.state.fence",
+        "from shardproof.engine.state.fence import Fence",
+        "def f():\n    from shardproof.engine.state.fence import Fence",
+        "import shardproof.engine.state.fence",
     ],
 )
 def test_a_deep_import_is_found(source: str) -> None:
-    assert deep_imports("saving", source) != []
-    assert deep_imports("state", source) == []
+    assert deep_imports("engine.saving", source) != []
+    assert deep_imports("engine.state", source) == []
 
 
 def test_modules_imported_are_files() -> None:
-    known = dict.fromkeys(("shardproof.state", "shardproof.state.fence", "shardproof.errors"), "")
+    names = ("shardproof.engine.state", "shardproof.engine.state.fence", "shardproof.errors")
+    known = dict.fromkeys(names, "")
     source = (
-        "from shardproof.state import fence, collect\nfrom shardproof.errors import FormatError\nimport os"
+        "from shardproof.engine.state import fence, collect\n"
+        "from shardproof.errors import FormatError\n"
+        "import os"
     )
     assert modules_imported(source, known) == {
-        "shardproof.state",
-        "shardproof.state.fence",
+        "shardproof.engine.state",
+        "shardproof.engine.state.fence",
         "shardproof.errors",
     }
     for_types = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import shardproof.errors"
     assert modules_imported(for_types, known) == {"shardproof.errors"}
 
 
-def layer_exists(name: str) -> bool:
-    return (SOURCE / name).is_dir() or (SOURCE / f"{name}.py").is_file()
+def module_exists(name: str) -> bool:
+    place = SOURCE / name.replace(".", "/")
+    return place.is_dir() or place.with_suffix(".py").is_file()
 
 
 def run_python(script: str) -> None:
