@@ -13,8 +13,6 @@ from typing import Any, TypeVar
 
 from shardproof.errors import ReentrantCallError
 
-__all__ = ["guarded", "refuse_inside"]
-
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _guarded: dict[CodeType, str] = {}

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["available_accelerator", "is_on_accelerator"]
-
 
 def available_accelerator() -> torch.device | None:
     """The accelerator; None if this machine has none. Loads its driver.

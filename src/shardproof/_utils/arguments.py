@@ -7,16 +7,6 @@ from functools import wraps
 from numbers import Real
 from typing import ParamSpec, TypeVar
 
-__all__ = [
-    "check_boolean",
-    "check_mapping",
-    "check_number",
-    "check_texts",
-    "check_whole",
-    "names_forms",
-    "wrong_type",
-]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

@@ -18,8 +18,6 @@ import threading
 from typing import Protocol
 from weakref import WeakSet
 
-__all__ = ["close_in_child", "lock"]
-
 _locks: WeakSet[threading.Lock] = WeakSet()
 _closed: WeakSet[_Closes] = WeakSet()
 

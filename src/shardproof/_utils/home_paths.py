@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["unexpanded_home"]
-
 
 def unexpanded_home(path: str) -> str | None:
     """What is wrong with a path that has a ``~``, and the advice; None for other paths.

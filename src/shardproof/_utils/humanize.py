@@ -7,18 +7,6 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = [
-    "age",
-    "brief",
-    "counted",
-    "gigabytes",
-    "gigabytes_per_second",
-    "listed",
-    "nearest",
-    "printable",
-    "span",
-]
-
 _USER = re.compile(r"(\b[A-Za-z][A-Za-z0-9+.-]*://)[^/@\s\"']*:[^/@\s\"']*@")
 _SIGNATURE = re.compile(
     r"([?&][A-Za-z-]*(?:sig|signature|token|key|secret|password|credential)=)[^&\s\"']+", re.I

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["objects_with"]
-
 
 def objects_with(data: Any, member: str) -> Iterator[dict[str, Any]]:
     """The outermost JSON objects that have a member of this name.

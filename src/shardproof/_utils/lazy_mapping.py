@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-__all__ = ["LazyMapping"]
-
 
 class LazyMapping(Mapping[str, Any]):
     """Reads a value at each access. Its keys are fixed.

@@ -7,8 +7,6 @@ import functools
 import os
 from typing import Any
 
-__all__ = ["call", "has"]
-
 
 @functools.cache
 def _library() -> Any:

@@ -8,8 +8,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["logged_wait"]
-
 
 @contextmanager
 def logged_wait(log: logging.Logger, text: str, every: float) -> Iterator[None]:

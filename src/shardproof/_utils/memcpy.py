@@ -9,8 +9,6 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["address", "copy_runs", "read_words"]
-
 _SHORT = 16 << 10
 _copy_short = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
     ("memmove", ctypes.PyDLL(None))

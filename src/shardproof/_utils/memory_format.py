@@ -5,8 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 
-__all__ = ["warn_of_row_major_copies"]
-
 
 def warn_of_row_major_copies(names: Sequence[str], holder: str) -> None:
     """Warns that parameters with other strides become row-major.

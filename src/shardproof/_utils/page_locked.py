@@ -7,8 +7,6 @@ import torch
 from shardproof._utils.accelerator import available_accelerator
 from shardproof._utils.memcpy import address
 
-__all__ = ["page_locked"]
-
 
 def page_locked(nbytes: int, alignment: int = 1) -> memoryview | None:
     """New page-locked memory; None if this process uses no accelerator or the system locks no more memory.

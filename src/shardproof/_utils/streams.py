@@ -22,8 +22,6 @@ import torch
 
 from shardproof._utils.accelerator import is_on_accelerator
 
-__all__ = ["CurrentStreams", "has_streams", "on_stream"]
-
 
 @contextmanager
 def on_stream(stream: torch.Stream, device: torch.device) -> Iterator[None]:

@@ -6,8 +6,6 @@ import os
 import re
 from pathlib import Path, PurePosixPath
 
-__all__ = ["available_memory", "processors", "ranks_here"]
-
 _FALLBACK = 16 << 30
 """Bytes of available memory if the system does not tell."""
 _UNLIMITED = 1 << 60

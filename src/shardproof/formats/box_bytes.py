@@ -10,8 +10,6 @@ from shardproof.engine.state import as_bytes
 from shardproof.errors import StructureError
 from shardproof.formats.writer import BoxSource
 
-__all__ = ["box_bytes"]
-
 
 def box_bytes(
     source: BoxSource, key: str, dtype: str, offsets: Sequence[int], sizes: Sequence[int], piece_bytes: int

@@ -24,8 +24,6 @@ from shardproof.formats.dcp.dcp_reader import DcpEntry, DcpReader
 from shardproof.formats.torch.torch_file import TorchFile
 from shardproof.formats.torch.torch_tensors import TorchTensor, read_torch_pickle, torch_storage
 
-__all__ = ["ByteCheckpointReader"]
-
 _FOLDERS = ("model", "optimizer")
 _EXTRA = re.compile(r"extra_state/extra_state_rank_([0-9]+)\.pt")
 

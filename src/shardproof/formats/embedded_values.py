@@ -15,17 +15,6 @@ from shardproof.engine.state import decode_plain, encode_plain
 from shardproof.errors import FormatError, PlainDataError, StructureError
 from shardproof.formats.writer import Contents
 
-__all__ = [
-    "ALIASES",
-    "METADATA",
-    "OBJECTS",
-    "PREFIX",
-    "STEP",
-    "EmbeddedValues",
-    "check_aliases",
-    "encode_embedded",
-]
-
 PREFIX = "shardproof:"
 OBJECTS, ALIASES = f"{PREFIX}objects", f"{PREFIX}aliases"
 STEP, METADATA = f"{PREFIX}step", f"{PREFIX}metadata"

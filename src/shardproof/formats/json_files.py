@@ -13,8 +13,6 @@ from shardproof.engine.foreign import Foreign
 from shardproof.engine.storage import Storage, check_name
 from shardproof.errors import FormatError, StorageError
 
-__all__ = ["HfIndex", "parse_json", "read_json", "top_level_files"]
-
 _MOST_JSON_BYTES = 100_000_000
 """Bytes of a JSON file, at most: the limit of safetensors headers."""
 

@@ -51,8 +51,6 @@ from shardproof.formats.writer import (
     new_file,
 )
 
-__all__ = ["NativeWriter"]
-
 _FILE_BYTES = 512 << 20
 """Default bytes of tensors in a shard file. It gives enough files for the workers of one machine, and few
 files for a model of terabytes."""

@@ -15,8 +15,6 @@ from shardproof.engine.foreign import DecodedExtent, Extent
 from shardproof.engine.storage import Storage
 from shardproof.errors import FormatError
 
-__all__ = ["DecodedPart", "MemoryFile", "decoded_storage"]
-
 _ZSTD = "stream.zstd"
 _PIECE_BYTES = 1 << 20
 """Compressed bytes that one read fetches."""

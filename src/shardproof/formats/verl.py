@@ -21,8 +21,6 @@ from shardproof.errors import NotCommittedError
 from shardproof.formats.json_files import read_json, top_level_files
 from shardproof.formats.torch.torch_rank_files import RankFilesReader
 
-__all__ = ["VerlReader"]
-
 _FILE = re.compile(r"(model|optim|extra_state)_world_size_([1-9][0-9]{0,8})_rank_(0|[1-9][0-9]{0,8})\.pt")
 _ITEMS = {"model": "model", "optim": "optimizer", "extra_state": "extra_state"}
 """Prefix of a file's name to the prefix of its keys."""

@@ -21,17 +21,6 @@ from shardproof.errors import StructureError
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "BoxSource",
-    "Contents",
-    "FormatWriter",
-    "Unit",
-    "WriteOptions",
-    "check_units",
-    "new_file",
-    "notes_of",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Contents:

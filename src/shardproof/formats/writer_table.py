@@ -7,8 +7,6 @@ from importlib import import_module
 
 from shardproof.formats.writer import FormatWriter
 
-__all__ = ["WRITERS", "writer_of"]
-
 WRITERS: Mapping[str, str] = {
     "shardproof": "shardproof_writer:NativeWriter",
     "safetensors": "safetensors.safetensors_writer:SafetensorsWriter",

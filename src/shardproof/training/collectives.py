@@ -15,8 +15,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-__all__ = ["Work", "all_gather", "all_reduce", "reduce_scatter"]
-
 # Torch 2.13 renames both functions and warns about the old names.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from shardproof.commands.report import Difference, ValueDifference
     from shardproof.engine.storage import Storage
 
-__all__ = ["diff_command", "verify_command"]
-
 FAULTS_SHOWN = 20
 UNPROVED = "consistent, unproved"
 """All that the format can prove holds, and it has no checksum."""

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from shardproof.engine.storage import MemoryRun
     from shardproof.runs.checkpointer import PrunePlan
 
-__all__ = ["memory_command", "prune_command"]
-
 _REMOVE = "; --damaged removes such steps, if another step can be restored"
 
 

@@ -9,8 +9,6 @@ import click
 from shardproof.commands.cli.failures import YES
 from shardproof.commands.cli.options import folder_argument, json_option, print_json
 
-__all__ = ["trace_command"]
-
 
 @click.command("trace", short_help="Merge the traces of all ranks, for Perfetto.")
 @folder_argument("folder")

@@ -11,18 +11,6 @@ import click
 from shardproof._utils.humanize import printable
 from shardproof.errors import ShardproofError, tells_nothing
 
-__all__ = [
-    "BAD",
-    "CUT_OFF",
-    "INTERRUPTED",
-    "UNEXPECTED",
-    "USAGE",
-    "YES",
-    "BadPath",
-    "show_failure",
-    "show_usage",
-]
-
 YES, BAD, USAGE, UNEXPECTED = 0, 1, 2, 3
 INTERRUPTED, CUT_OFF = 130, 141
 """The codes that a shell reports for SIGINT and SIGPIPE (the reader closed the output)."""

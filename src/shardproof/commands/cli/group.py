@@ -27,8 +27,6 @@ from shardproof.commands.cli.failures import (
 from shardproof.errors import ShardproofError, tells_nothing
 from shardproof.version import __version__
 
-__all__ = ["run"]
-
 COMMANDS = {
     "ls": "look",
     "inspect": "look",

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
     from shardproof.runs.checkpointer import Examination, RunWatch, WatchedSave
 
-__all__ = ["doctor_command", "watch_command"]
-
 _NO_CLOCK = (
     "the store tells its time only to a program that writes, so ages are by the clock of this machine, and a "
     "running save may look like a dead one. prune uses the time of the store."

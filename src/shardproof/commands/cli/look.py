@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from shardproof.commands.report import Measure, ObjectDetail, Summary, TensorDetail
     from shardproof.engine.format import Manifest, TensorRecord
 
-__all__ = ["inspect_command", "ls_command", "stats_command"]
-
 
 @click.command("ls", short_help="List the checkpoints of a run.")
 @folder_argument("run")

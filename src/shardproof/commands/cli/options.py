@@ -14,26 +14,6 @@ import click
 from shardproof._utils.home_paths import unexpanded_home
 from shardproof.commands.cli.failures import BadPath
 
-__all__ = [
-    "checkpoint_argument",
-    "checkpoint_of",
-    "destination_argument",
-    "existing_folder",
-    "folder_argument",
-    "format_option",
-    "json_option",
-    "older_than_option",
-    "other_format_option",
-    "path_argument",
-    "path_or_run_argument",
-    "print_json",
-    "register_option",
-    "size",
-    "span",
-    "steps_of_run",
-    "trust_pickle_option",
-]
-
 MANIFEST = "manifest.json"
 """As in `shardproof.engine.format`, which would import numpy."""
 

@@ -26,9 +26,6 @@ from shardproof.commands.cli.options import (
 if TYPE_CHECKING:
     from shardproof.formats.conversion import ConversionReport
 
-__all__ = ["convert_command", "repair_command"]
-
-
 FORMATS = ("shardproof", "dcp", "torch_dist", "fsdp_dtensor", "zarr", "safetensors", "hf", "torch")
 """Formats that can be written; the keys of `shardproof.formats.WRITERS`, which would import numpy."""
 KEYS_SHOWN = 20

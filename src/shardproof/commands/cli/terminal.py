@@ -14,8 +14,6 @@ from rich.text import Text
 from shardproof._utils.humanize import printable
 from shardproof.engine.events import Bars, Hub
 
-__all__ = ["bytes_progress", "console", "table"]
-
 WIDTH_OFF_TERMINAL = 200
 
 

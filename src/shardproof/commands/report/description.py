@@ -14,8 +14,6 @@ from shardproof.engine.storage import Storage
 if TYPE_CHECKING:
     from shardproof.engine.loading import ForeignCheckpoint
 
-__all__ = ["Stored", "describe"]
-
 _NO_DIGEST = 32 * "0"
 
 

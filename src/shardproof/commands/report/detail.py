@@ -12,8 +12,6 @@ from shardproof.commands.report.summary import tensor_bytes
 from shardproof.engine.format import Manifest
 from shardproof.engine.planning import ChunkTable
 
-__all__ = ["ChunkRow", "ObjectDetail", "TensorDetail", "detail", "rows_of", "spelled"]
-
 
 @dataclass(frozen=True, slots=True)
 class ChunkRow:

@@ -34,8 +34,6 @@ from shardproof.engine.planning import ChunkTable
 from shardproof.engine.storage import Storage, map_requests
 from shardproof.errors import PlainDataError, StorageError, tells_nothing
 
-__all__ = ["Difference", "compare_tensors", "diff"]
-
 _LONGEST_TEXT = 2000
 """Characters of a plain value in a `Change`, at most."""
 BOX_BYTES = 32 << 20

@@ -18,21 +18,9 @@ import numpy as np
 
 from shardproof.dtypes import DTYPES
 from shardproof.engine.foreign import NATIVE, tensors_in_values
-from shardproof.engine.format import Manifest, TensorRecord, tensor_bytes
+from shardproof.engine.format import Manifest, TensorRecord
+from shardproof.engine.format import tensor_bytes as tensor_bytes
 from shardproof.engine.planning import ChunkTable
-
-__all__ = [
-    "Folded",
-    "PartRow",
-    "Summary",
-    "TensorRow",
-    "WriterRow",
-    "fold",
-    "index_ranges",
-    "is_below",
-    "summarise",
-    "tensor_bytes",
-]
 
 Label = TypeVar("Label", bound=Hashable)
 

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import TaskID
 
-__all__ = ["Bars", "Lines", "finished", "progress_text", "show"]
-
 
 def show(file: TextIO | None = None, *, every: float = 5.0) -> Subscription:
     """Shows the phases of rank 0 on `file`.

@@ -9,8 +9,6 @@ from typing import Any
 from shardproof.engine.events.display import finished
 from shardproof.engine.events.phases import Event, Subscription, hub
 
-__all__ = ["JsonFormatter", "facts_of", "log_to"]
-
 
 def log_to(logger: logging.Logger, level: int = logging.INFO) -> Subscription:
     """Logs one record for each phase that ends on this rank. A phase that failed is logged as an error.

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-__all__ = ["PHASES", "KnownPhase"]
-
 
 @dataclass(frozen=True, slots=True)
 class KnownPhase:

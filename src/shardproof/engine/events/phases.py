@@ -22,8 +22,6 @@ from typing import Any, Literal, Self, TypeAlias
 
 from shardproof._utils import forks
 
-__all__ = ["Event", "Hub", "Kind", "Listener", "Phase", "Subscription", "hub"]
-
 PERIOD = 0.1
 """Minimum seconds between two progress events of one phase."""
 

@@ -38,8 +38,6 @@ from typing import Any
 from shardproof._utils.home_paths import unexpanded_home
 from shardproof.engine.events.phases import Event, Subscription, hub
 
-__all__ = ["Tracer", "encoded", "row_about", "trace"]
-
 _OPEN_FILES = 64
 _END = "\n]}\n"
 

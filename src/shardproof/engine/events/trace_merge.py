@@ -25,8 +25,6 @@ from shardproof.engine.events.phase_table import PHASES
 from shardproof.engine.events.trace_files import encoded, row_about
 from shardproof.errors import FormatError
 
-__all__ = ["Merged", "merge_traces"]
-
 _MEETINGS = {phase.name for phase in PHASES if phase.compares_clocks}
 """Phases that all ranks end together."""
 _SAME = 5e-4

@@ -12,11 +12,9 @@ from shardproof.engine.storage import Storage
 from shardproof.errors import CorruptChunkError, FormatError
 
 try:  # the extra "interop" brings a faster implementation
-    from zlib_ng.zlib_ng import crc32
+    from zlib_ng.zlib_ng import crc32 as crc32
 except ImportError:
-    from zlib import crc32
-
-__all__ = ["DecodedExtent", "Extent", "FileRange", "crc32"]
+    from zlib import crc32 as crc32
 
 _PIECE_BYTES = 1 << 20
 """Bytes that are read and then hashed at once, while they are in the processor's cache."""

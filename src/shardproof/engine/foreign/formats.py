@@ -11,8 +11,6 @@ from shardproof.engine.foreign.reader import Foreign, FormatReader, foreign_faul
 from shardproof.engine.format import MANIFEST_NAME, inner_tensors, naming_other_files, shard_name
 from shardproof.errors import FormatError
 
-__all__ = ["NATIVE", "READERS", "format_of", "keeps_tensors_of_values", "open_reader", "tensors_in_values"]
-
 NATIVE = "shardproof"
 """Name of the project's own format."""
 

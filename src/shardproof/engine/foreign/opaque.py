@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-__all__ = ["Opaque", "opaque_names", "parts_of"]
-
 Part = TypeVar("Part")
 
 _CLASS_IN_ARGS = {"torch._tensor._rebuild_from_type_v2": 1, "torch._utils._rebuild_wrapper_subclass": 0}

@@ -12,8 +12,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["ReadBudget", "check_repeats", "key_units"]
-
 _PER_BYTE = 16
 """Units for each byte of metadata. Honest checkpoints use at most 7: a dict from small integers to True
 has the smallest values."""

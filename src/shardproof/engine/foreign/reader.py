@@ -20,22 +20,6 @@ from shardproof.engine.geometry import flat_range_pairs, row_major_strides
 from shardproof.engine.storage import LocalStorage, Location, Storage, is_url, storage_at
 from shardproof.errors import CorruptChunkError, FormatError, NotCommittedError, StorageError
 
-__all__ = [
-    "Foreign",
-    "FormatReader",
-    "StoredBox",
-    "StoredView",
-    "TensorDescription",
-    "Unreadable",
-    "UnsupportedError",
-    "ZeroRule",
-    "flat_boxes",
-    "foreign_faults",
-    "foreign_of",
-    "missing_file",
-    "shape_of",
-]
-
 _MOST_METADATA = 1 << 30
 """Bytes of a file of metadata, at most."""
 _MOST_DIMENSIONS = 64

@@ -18,8 +18,6 @@ from typing import Any
 import msgspec
 import xxhash
 
-__all__ = ["Path", "is_paths_key", "paths_in", "paths_object", "renamed_path", "state_paths"]
-
 Path = tuple[str | int, ...]
 """The steps from a state dict to a value: keys of dicts as texts, positions in lists."""
 

@@ -29,8 +29,6 @@ from shardproof.engine.planning import ChunkTable
 from shardproof.engine.storage import Storage
 from shardproof.errors import FormatError, StorageError
 
-__all__ = ["BlockDigests", "Extents", "Files"]
-
 _Ints: TypeAlias = NDArray[np.int64]
 
 Extents: TypeAlias = tuple[_Ints, _Ints]

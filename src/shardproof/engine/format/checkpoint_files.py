@@ -13,21 +13,6 @@ from shardproof.engine.planning import ChunkTable
 from shardproof.engine.storage import Storage, file_sizes, too_large
 from shardproof.errors import FormatError, NotCommittedError, StorageError
 
-__all__ = [
-    "check_size",
-    "check_sizes",
-    "locate_files",
-    "lost_files",
-    "metadata_files",
-    "read_index",
-    "read_manifest",
-    "read_manifest_text",
-    "read_seal",
-    "size_error",
-    "size_errors",
-    "size_fault",
-]
-
 _LARGE_MANIFEST = 64 << 20
 """Bytes of a manifest whose end is read first."""
 

@@ -14,8 +14,6 @@ from shardproof.engine.planning import ChunkTable
 from shardproof.engine.storage import Storage
 from shardproof.errors import CorruptChunkError
 
-__all__ = ["ChunkVerifier", "block_digests", "read_pieces"]
-
 _ADVICE = "Restore an older step; `shardproof verify` lists all damage"
 
 

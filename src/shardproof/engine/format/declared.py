@@ -16,8 +16,6 @@ from shardproof.engine.format.manifest import FORMAT_VERSION, Manifest, TensorRe
 from shardproof.engine.format.shards import Entries, chunk_entries, shard_header
 from shardproof.errors import FormatError
 
-__all__ = ["Declared", "declaration_of", "declared_header", "header_of_chunks"]
-
 _Size = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 

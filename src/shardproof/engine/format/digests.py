@@ -20,19 +20,6 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-__all__ = [
-    "BLOCK_BYTES",
-    "ChunkHasher",
-    "block_counts",
-    "bytes_digest",
-    "digest_of_blocks",
-    "digests_as_bytes",
-    "digests_as_table",
-    "digests_from_bytes",
-    "digests_from_table",
-    "file_digest",
-]
-
 BLOCK_BYTES = 256 << 10
 """Bytes of a block, a multiple of every item size; the last block of a chunk may have fewer. A block is
 hashed while it is in the processor's cache, and digests take 64 MiB for each TiB."""

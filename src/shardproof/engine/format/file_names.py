@@ -5,21 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-__all__ = [
-    "MANIFEST_NAME",
-    "STEP_FOLDER",
-    "box_name",
-    "chain_attempt",
-    "chain_length",
-    "chunk_name",
-    "index_name",
-    "is_overwrite",
-    "overwrite_attempt",
-    "parse_chunk_name",
-    "parse_shard_name",
-    "shard_name",
-]
-
 MANIFEST_NAME = "manifest.json"
 
 STEP_FOLDER = re.compile(r"(step|suspect)-([0-9]{8,18})")

@@ -13,8 +13,6 @@ from shardproof.engine.format.json import decode_strictly
 from shardproof.engine.storage import Storage
 from shardproof.errors import FormatError, StorageError
 
-__all__ = ["MAX_HEADER", "MAX_NDIM", "HeaderEntry", "ShardHeader", "parse_header", "read_shard_header"]
-
 MAX_HEADER = 100_000_000
 """Bytes of JSON in a header, at most: the limit of the safetensors library."""
 

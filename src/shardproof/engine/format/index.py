@@ -18,8 +18,6 @@ from shardproof.engine.geometry import row_pointers
 from shardproof.engine.planning import ChunkTable
 from shardproof.errors import FormatError
 
-__all__ = ["decode_index", "encode_index", "index_remedy"]
-
 _COLUMNS = {
     "tensor": "I64",
     "file": "I64",

@@ -7,8 +7,6 @@ from typing import Any
 
 from shardproof._utils.json_objects import objects_with
 
-__all__ = ["inner_tensors"]
-
 
 def inner_tensors(objects: Mapping[str, Any], keys: Iterable[str]) -> set[str]:
     """Of the keys of tensors, those that hold an array, bytes, a text or a long list of a plain value.

@@ -17,8 +17,6 @@ import numpy as np
 
 from shardproof.errors import FormatError
 
-__all__ = ["MAX_DEPTH", "decode_strictly", "shape_of_text"]
-
 MAX_DEPTH = 200
 """Levels of nested arrays and objects in a text, at most."""
 

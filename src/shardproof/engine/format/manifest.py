@@ -20,18 +20,6 @@ from shardproof.engine.format.file_names import index_name, parse_shard_name, sh
 from shardproof.engine.format.header import MAX_NDIM
 from shardproof.errors import FormatError
 
-__all__ = [
-    "FORMAT_VERSION",
-    "REFERENCES_VERSION",
-    "FileRecord",
-    "Manifest",
-    "TensorRecord",
-    "check_manifest",
-    "is_folder_name",
-    "manifest_version",
-    "tensor_bytes",
-]
-
 FORMAT_VERSION = 1
 REFERENCES_VERSION = 2
 """The version of a manifest that refers to files of other steps; readers that know only version 1 refuse

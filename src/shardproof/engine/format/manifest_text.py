@@ -21,16 +21,6 @@ from shardproof.engine.format.manifest import (
 )
 from shardproof.errors import FormatError
 
-__all__ = [
-    "MAX_MANIFEST",
-    "SEAL_LENGTH",
-    "USUAL_BEGINNING",
-    "check_end",
-    "decode_manifest",
-    "encode_manifest",
-    "is_foreign",
-]
-
 MAX_MANIFEST = 4 << 30
 """Bytes of a manifest, at most."""
 

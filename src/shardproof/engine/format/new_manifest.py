@@ -12,8 +12,6 @@ from shardproof.engine.format.file_names import index_name
 from shardproof.engine.format.manifest import FileRecord, Manifest, TensorRecord, manifest_version
 from shardproof.version import __version__
 
-__all__ = ["new_manifest", "with_files"]
-
 
 def new_manifest(
     *,

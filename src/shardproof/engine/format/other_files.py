@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from shardproof.engine.storage import Storage
 from shardproof.errors import FormatError, StorageError
 
-__all__ = ["naming_other_files", "other_file"]
-
 _FIRST_BYTES = 512
 _LAST_BYTES = 1 << 20
 """Bytes at the end of a zip archive that are searched for its end record and for the names of its records."""

@@ -17,8 +17,6 @@ from shardproof.engine.format.references import (
 from shardproof.engine.storage import Storage, write_file
 from shardproof.errors import FormatError, NotCommittedError, StorageError
 
-__all__ = ["publish"]
-
 _log = logging.getLogger("shardproof")
 
 

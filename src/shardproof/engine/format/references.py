@@ -28,20 +28,6 @@ from shardproof.engine.format.manifest_text import USUAL_BEGINNING, is_foreign
 from shardproof.engine.storage import Storage, map_requests
 from shardproof.errors import FormatError, NotCommittedError, StorageError
 
-__all__ = [
-    "References",
-    "flush_manifests_in",
-    "flush_manifests_of_siblings",
-    "has_no_references",
-    "named_files",
-    "references_in",
-    "references_of_siblings",
-    "referred",
-    "unreadable_manifests_message",
-    "unreferenced_files",
-]
-
-
 _MOST_FOREIGN = 64 << 20
 """Bytes of a `manifest.json` of another program that is recognized, at most."""
 _LOST_AND_FOUND = "lost+found"

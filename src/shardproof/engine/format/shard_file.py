@@ -12,8 +12,6 @@ from shardproof.engine.format.digests import ChunkHasher, digests_from_bytes, fi
 from shardproof.engine.format.manifest import FileRecord
 from shardproof.engine.format.shards import shard_tail
 
-__all__ = ["OrderedFile", "ShardFileWriter"]
-
 _HASHED_BYTES = 1 << 20
 """Bytes that are hashed and copied together, while the processor's cache holds them."""
 

@@ -23,22 +23,6 @@ from shardproof.engine.planning import LARGE_BYTES
 from shardproof.engine.storage import Storage
 from shardproof.errors import FormatError
 
-__all__ = [
-    "BLOCKS",
-    "DIGESTS",
-    "LARGE_IN_PAGE",
-    "PADDING",
-    "PAGE_BYTES",
-    "Entries",
-    "chunk_entries",
-    "encode_chunks",
-    "encode_entries",
-    "read_chunk_digests",
-    "shard_header",
-    "shard_tail",
-    "start_in_page",
-]
-
 PAGE_BYTES = 4096
 """Bytes of a memory page on most machines."""
 

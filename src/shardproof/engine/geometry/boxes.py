@@ -10,8 +10,6 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["INT64_MAX", "Boxes", "Int64s", "cut", "row_major_strides", "stable_order", "suffix_volumes"]
-
 Int64s: TypeAlias = NDArray[np.int64]
 
 INT64_MAX = int(np.iinfo(np.int64).max)

@@ -9,8 +9,6 @@ import numpy as np
 
 from shardproof.engine.geometry.boxes import INT64_MAX, Boxes, Int64s, row_major_strides
 
-__all__ = ["flat_range_boxes", "flat_range_of", "flat_range_pairs"]
-
 
 def flat_range_boxes(shape: Sequence[int], start: int, stop: int) -> tuple[Boxes, Int64s]:
     """Describes a range of a tensor's row-major elements by boxes.

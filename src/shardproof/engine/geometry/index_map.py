@@ -12,8 +12,6 @@ from shardproof.engine.geometry.boxes import Boxes, Int64s, row_major_strides
 from shardproof.engine.geometry.flat_range import flat_range_boxes
 from shardproof.engine.geometry.intersect import intersect, overlapping_pairs
 
-__all__ = ["IndexMap", "axis_weights", "compose", "flat_shard", "split_axes"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class IndexMap:

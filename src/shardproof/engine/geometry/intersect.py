@@ -6,8 +6,6 @@ import numpy as np
 
 from shardproof.engine.geometry.boxes import Boxes, Int64s
 
-__all__ = ["intersect", "overlapping_pairs"]
-
 _FANOUT = 4
 """Children of a node in the tree of bounding boxes."""
 _FEW_BOXES = 16

@@ -9,8 +9,6 @@ import numpy as np
 
 from shardproof.engine.geometry.boxes import Boxes, Int64s, cut, stable_order
 
-__all__ = ["BoxTable", "consecutive", "row_pointers"]
-
 
 def row_pointers(counts: Int64s | Sequence[int]) -> Int64s:
     """(n + 1,) start of each of n ragged rows in its flat column, then the column's length.

@@ -28,8 +28,6 @@ from numpy.typing import NDArray
 
 from shardproof.engine.geometry.boxes import INT64_MAX, Boxes, Int64s, stable_order
 
-__all__ = ["TilingFault", "deduplicate", "tiling_faults"]
-
 _MAX_CORNERS = 1 << 27
 """Maximum number of corners in one comparison, 1 GiB. Above it, `_left_over` divides the tensors. A single
 tensor above it (a few boxes of many dimensions) is an error."""

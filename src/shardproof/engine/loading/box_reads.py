@@ -30,8 +30,6 @@ from shardproof.engine.loading.destinations import DestinationWriter, can_view
 from shardproof.engine.loading.read_executor import Scratch, in_threads, reading_threads
 from shardproof.engine.planning import LARGE_BYTES, ChunkTable
 
-__all__ = ["BoxReads"]
-
 _BATCH_BYTES = 1 << 20
 """Bytes of one read of neighbours, at most, unless a single box needs more."""
 _GAP_BYTES = 32 << 10

@@ -37,8 +37,6 @@ from shardproof.engine.state import Catalogue, decode_plain
 from shardproof.engine.storage import Storage
 from shardproof.errors import FormatError
 
-__all__ = ["OPENED_FIRST", "Checkpoint", "NativeCheckpoint", "Reads", "StoredTensor", "open_once"]
-
 OPENED_FIRST = 32
 """Files that a load opens before it overwrites anything. A storage keeps at least as many open, unless the
 process may have few descriptors."""

@@ -30,8 +30,6 @@ from shardproof.engine.format import (
 from shardproof.engine.planning import ChunkTable
 from shardproof.engine.storage import Storage
 
-__all__ = ["COLD_BYTES", "Chunks", "Fetch"]
-
 Fetch: TypeAlias = Callable[[Storage, str, int, int], memoryview]
 """Reads a range of a file: storage, name, first byte, count."""
 

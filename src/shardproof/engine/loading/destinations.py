@@ -19,8 +19,6 @@ from shardproof.engine.loading.uploads import DeviceRange
 from shardproof.engine.planning import ChunkTable, ReadPlan
 from shardproof.engine.state import is_plain_memory
 
-__all__ = ["Destination", "DestinationWriter", "DirectRanges", "can_view", "part_of", "shaped"]
-
 
 class Destination(msgspec.Struct, frozen=True, gc=False):
     """Memory for a wanted box. A load converts values if its dtype differs from the stored one."""

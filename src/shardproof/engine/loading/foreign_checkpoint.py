@@ -32,8 +32,6 @@ from shardproof.engine.planning import ChunkTable
 from shardproof.engine.state import encode_plain
 from shardproof.errors import PlainDataError, StorageError
 
-__all__ = ["ForeignCheckpoint"]
-
 _UNTRUSTED = (
     "exclude= (--exclude) leaves the key out. With trust_pickle=True (--trust-pickle), torch unpickles the "
     "value, which may run code of the checkpoint. The result has to be plain data: register enums and "

@@ -62,8 +62,6 @@ from shardproof.engine.storage import Storage, choose_cache
 from shardproof.errors import KeyMismatchError, ShardproofError, StructureError
 from shardproof.reentrance import guarded
 
-__all__ = ["HookReport", "LoadReport", "load_from"]
-
 _SHARED_METADATA_BYTES = 4 << 20
 """Bytes of manifest and index for all ranks, at most. The store serves larger ones faster."""
 _log = logging.getLogger("shardproof")

@@ -38,17 +38,6 @@ from shardproof.errors import (
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = [
-    "DEFAULTS",
-    "AgreedKeys",
-    "LoadOptions",
-    "MatchReport",
-    "Matched",
-    "agree",
-    "from_rank",
-    "match",
-]
-
 _log = logging.getLogger("shardproof")
 _FEW = 4
 """A load without `strict` warns if it fills less than this part of the target's keys, and as little of the

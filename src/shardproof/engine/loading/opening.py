@@ -14,8 +14,6 @@ from shardproof.engine.loading.foreign_checkpoint import ForeignCheckpoint
 from shardproof.engine.storage import Location, Storage, check_location
 from shardproof.errors import NotCommittedError, StorageError
 
-__all__ = ["open_checkpoint", "open_storage"]
-
 _log = logging.getLogger("shardproof")
 
 

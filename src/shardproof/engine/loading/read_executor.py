@@ -38,8 +38,6 @@ from shardproof.engine.loading.uploads import SMALL_BYTES, UPLOAD_BYTES, DeviceR
 from shardproof.engine.planning import LARGE_BYTES
 from shardproof.engine.storage import Storage
 
-__all__ = ["ChunkReads", "Scratch", "in_threads", "reading_threads"]
-
 _MOST = 8
 _LEAST_SCRATCH = 1 << 20
 

@@ -12,19 +12,6 @@ from shardproof._utils.lazy_mapping import LazyMapping
 from shardproof.engine.state import Catalogue
 from shardproof.errors import StructureError
 
-__all__ = [
-    "Cast",
-    "Patterns",
-    "casts",
-    "check_patterns",
-    "no_match",
-    "rename_keys",
-    "renamed",
-    "selects",
-    "unused_patterns",
-    "unused_renames",
-]
-
 Patterns = str | Sequence[str] | None
 Cast = bool | str | Sequence[str]
 

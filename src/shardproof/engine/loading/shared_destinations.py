@@ -14,8 +14,6 @@ from shardproof.engine.planning import ReadPlan
 from shardproof.engine.state import as_bytes
 from shardproof.errors import StructureError
 
-__all__ = ["check_shared_memory"]
-
 
 def check_shared_memory(
     checkpoint: Checkpoint, plan: ReadPlan, destinations: Sequence[Destination], rows: Sequence[int]

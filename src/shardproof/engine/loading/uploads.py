@@ -30,8 +30,6 @@ import torch
 from shardproof._utils.page_locked import page_locked
 from shardproof._utils.streams import has_streams, on_stream
 
-__all__ = ["SMALL_BYTES", "UPLOAD_BYTES", "DeviceRange", "UploadBuffers", "Uploads"]
-
 UPLOAD_BYTES = 8 << 20
 """Bytes of one copy, at most. With smaller ones, threads wait for the interpreter's lock. See
 benchmarks/results/2026-11-26-gpu.md."""

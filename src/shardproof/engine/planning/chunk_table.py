@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 
 from shardproof.engine.geometry import BoxTable, stable_order
 
-__all__ = ["ChunkTable", "chunk_table"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkTable:

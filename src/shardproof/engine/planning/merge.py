@@ -19,8 +19,6 @@ from shardproof.engine.geometry import Boxes, row_pointers
 from shardproof.engine.planning.structure import Structure, TensorTable
 from shardproof.errors import StructureError
 
-__all__ = ["MergedStructures", "RankBoxes", "merge", "remedy_of_difference"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankBoxes:

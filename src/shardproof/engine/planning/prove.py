@@ -12,8 +12,6 @@ from shardproof.engine.geometry import Boxes, TilingFault, deduplicate, tiling_f
 from shardproof.engine.planning.merge import MergedStructures, RankBoxes
 from shardproof.errors import TilingError
 
-__all__ = ["DistinctBoxes", "prove"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DistinctBoxes:

@@ -21,9 +21,6 @@ from shardproof.engine.geometry import (
 from shardproof.engine.planning.chunk_table import ChunkTable
 from shardproof.errors import FormatError, TilingError
 
-__all__ = ["ReadPlan", "RequestedBoxes", "TensorShape", "plan_reads", "prove_chunks"]
-
-
 OWN_ADVICE = "Load another step, and report a bug: each save proves that its chunks cover their tensors"
 """Advice about a checkpoint that shardproof saved."""
 _PAIRS_EACH = 16

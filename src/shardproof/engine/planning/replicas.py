@@ -33,8 +33,6 @@ from shardproof.engine.planning.prove import DistinctBoxes
 from shardproof.engine.planning.structure import Packed, Structure, pack, unpack
 from shardproof.engine.planning.writers import SharedBoxes
 
-__all__ = ["SAMPLE_BYTES", "Replicas", "SharedPieces", "Slices", "find_replicas"]
-
 _Ints = NDArray[np.int64]
 _Wire = tuple[int, int, list[tuple[int, Packed]]]
 _NONE = np.zeros(0, np.int64)

@@ -19,8 +19,6 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from shardproof.engine.state import Collected
 
-__all__ = ["Packed", "Structure", "TensorTable", "pack", "unpack"]
-
 
 class TensorTable(msgspec.Struct, frozen=True, array_like=True):
     """The tensors that one rank declares, as columns sorted by key."""

@@ -28,8 +28,6 @@ from shardproof.engine.planning.replicas import SAMPLE_BYTES, Replicas, SharedPi
 from shardproof.engine.planning.structure import Packed, Structure, pack, unpack
 from shardproof.engine.planning.writers import choose_writers, find_shared
 
-__all__ = ["CHUNK_BYTES", "LARGE_BYTES", "RankPlan", "WritePlan", "plan_writes", "tensor_order"]
-
 _Ints = NDArray[np.int64]
 
 CHUNK_BYTES = 16 << 20

@@ -27,8 +27,6 @@ from numpy.typing import NDArray
 
 from shardproof.engine.geometry import consecutive, row_pointers, stable_order
 
-__all__ = ["SharedBoxes", "choose_writers", "find_shared"]
-
 _Floats = NDArray[np.float64]
 _Ints = NDArray[np.int64]
 

@@ -17,8 +17,6 @@ from shardproof.engine.rendezvous.membership import Membership
 from shardproof.engine.rendezvous.store_client import new_client
 from shardproof.engine.rendezvous.wire import Record, WrongBytes, checked_body, cut, part_keys, part_sizes
 
-__all__ = ["Channel", "CoordinatorSilent", "View"]
-
 Answer = TypeVar("Answer")
 
 

@@ -22,8 +22,6 @@ from shardproof.reentrance import guarded, refuse_inside
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["check_deadline", "check_group", "connect", "connected"]
-
 _DEADLINE = 300.0
 
 

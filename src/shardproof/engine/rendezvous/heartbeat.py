@@ -11,8 +11,6 @@ import msgspec
 
 from shardproof.engine.rendezvous.wire import Sign, WrongBytes, checked
 
-__all__ = ["NO_PROGRESS", "Heartbeat", "Watch", "amounts", "describe", "is_elsewhere"]
-
 NO_PROGRESS = "no progress reported"
 """Text of a sign of life that tells of no work for a meeting."""
 

@@ -45,8 +45,6 @@ from shardproof.engine.rendezvous.keys import MeetingKeys
 from shardproof.engine.rendezvous.ordering import Operation
 from shardproof.engine.rendezvous.wire import ERROR, GIVEN_UP, Record, pack, pack_error, unpack
 
-__all__ = ["LeaveResult", "fail_next_meeting"]
-
 
 @dataclass(frozen=True, slots=True)
 class LeaveResult:

@@ -12,8 +12,6 @@ from typing import Any, TypeAlias, TypeVar
 
 from shardproof.engine.rendezvous.wire import WrongBytes
 
-__all__ = ["Link", "LinkLost", "is_over", "wait_in_steps"]
-
 Answer = TypeVar("Answer")
 Idle: TypeAlias = "tuple[Callable[[Any], None], Callable[[], float]]"
 

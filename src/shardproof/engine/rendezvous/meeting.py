@@ -29,8 +29,6 @@ from shardproof.engine.rendezvous.wire import (
 from shardproof.errors import RankFailure, RankSilent, ShardproofError
 from shardproof.reentrance import guarded
 
-__all__ = ["Meeting", "MeetingGivenUp", "attend"]
-
 _LONGEST_WAIT_FOR_READERS = 10.0
 """Maximum seconds for which the coordinator waits until the ranks have read its verdict."""
 

@@ -7,17 +7,6 @@ from collections.abc import Iterable, Mapping
 from shardproof.engine.rendezvous.heartbeat import NO_PROGRESS
 from shardproof.errors import RankFailure, RankSilent, StructureError
 
-__all__ = [
-    "cause_text",
-    "disagreement",
-    "failure",
-    "format_rank_ranges",
-    "silence",
-    "store_lost",
-    "stuck",
-    "wrong_bytes",
-]
-
 _CALLS = ("save", "load", "restore")
 """Operations that a program calls on all ranks."""
 _LISTED = 16

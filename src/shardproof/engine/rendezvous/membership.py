@@ -40,8 +40,6 @@ from shardproof.engine.rendezvous import store_requests as requests
 from shardproof.engine.rendezvous.keys import JoinKeys, MeetingKeys
 from shardproof.engine.rendezvous.wire import Count, RankKeys, Token, WrongBytes, checked, part_keys, unpack
 
-__all__ = ["Membership"]
-
 _OLD_MEETINGS = 64
 """Maximum number of meetings before the last one of a generation whose keys a rank deletes. It bounds the
 work if the trace is wrong."""

@@ -11,8 +11,6 @@ from typing import Protocol, Self
 
 from shardproof.engine.rendezvous import meeting_errors
 
-__all__ = ["Operation", "Order", "Reservation", "Turns"]
-
 _LOOK = 1.0
 """Seconds between two checks for progress of the thread at the first place."""
 

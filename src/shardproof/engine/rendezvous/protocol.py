@@ -9,8 +9,6 @@ from typing import Protocol, TypeAlias
 from shardproof.engine.rendezvous.ordering import Operation, Reservation
 from shardproof.errors import ShardproofError
 
-__all__ = ["Decide", "MeetingSequence", "Rendezvous"]
-
 Decide: TypeAlias = Callable[[list[bytes]], bytes | Sequence[bytes]]
 """Takes one post per rank, in the order of ranks. Returns one answer for all ranks, or one per rank."""
 

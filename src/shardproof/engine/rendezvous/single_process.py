@@ -8,8 +8,6 @@ from shardproof._utils import forks
 from shardproof.engine.rendezvous.ordering import Operation, Reservation, Turns
 from shardproof.engine.rendezvous.protocol import Decide
 
-__all__ = ["LocalRendezvous"]
-
 
 class LocalRendezvous:
     """A rendezvous of one rank. It raises a posted exception, and one that `decide` raises, unchanged.

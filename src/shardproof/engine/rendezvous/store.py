@@ -56,8 +56,6 @@ from shardproof.engine.rendezvous.wire import WrongBytes
 from shardproof.errors import ShardproofError
 from shardproof.reentrance import refuse_inside
 
-__all__ = ["StoreRendezvous"]
-
 _log = logging.getLogger("shardproof")
 
 

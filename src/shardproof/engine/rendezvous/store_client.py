@@ -9,8 +9,6 @@ from __future__ import annotations
 import uuid
 from typing import Any
 
-__all__ = ["new_client"]
-
 _PREFIX_KEY = "shardproof/prefix"
 
 

@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
-__all__ = ["BATCH", "FEW", "delete", "peek", "present", "set_all", "values", "wait"]
-
 BATCH = 256
 """Keys in one request."""
 _LONG_WAIT = timedelta(hours=1)

@@ -21,31 +21,6 @@ import xxhash
 
 from shardproof.errors import ShardproofError
 
-__all__ = [
-    "ALL",
-    "BYTES",
-    "EACH",
-    "ERROR",
-    "GIVEN_UP",
-    "INLINE",
-    "PART",
-    "Count",
-    "RankKeys",
-    "Record",
-    "Sign",
-    "Token",
-    "WrongBytes",
-    "checked",
-    "checked_body",
-    "cut",
-    "pack",
-    "pack_error",
-    "part_keys",
-    "part_sizes",
-    "unpack",
-    "unpack_error",
-]
-
 BYTES, ERROR, ALL, EACH, GIVEN_UP = "bytes", "error", "all", "each", "given up"
 """Kinds of records. A post is BYTES or ERROR. A verdict is ALL (one answer), EACH (one answer per rank),
 ERROR, or GIVEN_UP: an error that a rank decided before every rank had posted."""

@@ -29,8 +29,6 @@ from shardproof.engine.saving.messages import SaveResult
 from shardproof.errors import SaveSkipped, ShardproofError, StorageError
 from shardproof.reentrance import refuse_inside
 
-__all__ = ["PendingSave", "Progress", "Workers", "wait_for_end", "wait_while_moving"]
-
 T = TypeVar("T")
 
 _log = logging.getLogger("shardproof")

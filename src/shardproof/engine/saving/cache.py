@@ -12,14 +12,6 @@ from shardproof.engine.saving.shard_writer import BufferPool, PreparedShard
 from shardproof.engine.saving.staging import StagingPool
 from shardproof.engine.state import Collected, LastWalk
 
-__all__ = [
-    "CachedPlan",
-    "CachedStructure",
-    "CoordinatorPlan",
-    "Limits",
-    "SaveCache",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Limits:

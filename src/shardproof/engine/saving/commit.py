@@ -51,20 +51,6 @@ from shardproof.errors import (
 )
 from shardproof.version import __version__
 
-__all__ = [
-    "Committed",
-    "PlaceChunks",
-    "Placement",
-    "Unconfirmed",
-    "check_counts",
-    "commit",
-    "is_in_place",
-    "place_chunks",
-    "place_written",
-    "remove_own_files",
-    "warn_of_orders",
-]
-
 _log = logging.getLogger("shardproof")
 
 

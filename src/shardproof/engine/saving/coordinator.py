@@ -30,8 +30,6 @@ from shardproof.errors import (
     StructureError,
 )
 
-__all__ = ["Coordinator"]
-
 _OUTCOMES = {
     False: "nothing was committed",
     True: (

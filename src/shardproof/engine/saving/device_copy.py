@@ -32,8 +32,6 @@ from shardproof._utils.page_locked import page_locked
 from shardproof._utils.streams import has_streams, on_stream
 from shardproof.engine.storage import ALIGNMENT, aligned_buffer
 
-__all__ = ["DeviceCopies", "copies_of", "pinned_buffer"]
-
 
 class DeviceCopies:
     """Copies of one device's tensors, with their values when this object was made.

@@ -11,18 +11,6 @@ from numpy.typing import NDArray
 
 from shardproof.engine.rendezvous import format_rank_ranges
 
-__all__ = [
-    "Agreement",
-    "Attempt",
-    "Divergence",
-    "OptionReport",
-    "RankReport",
-    "SaveResult",
-    "WriteReport",
-    "pack_rows",
-    "unpack_rows",
-]
-
 
 class Attempt(msgspec.Struct, frozen=True):
     """One attempt at a save, named by the coordinator; the same on all ranks."""

@@ -16,8 +16,6 @@ from shardproof.engine.saving.shard_writer import WriteShard, WrittenShard
 from shardproof.engine.state import Piece
 from shardproof.engine.storage import Storage
 
-__all__ = ["SaveOption", "Track"]
-
 Track = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
 """Begins a phase, by its name and its bytes. The context takes the bytes done."""
 

@@ -55,8 +55,6 @@ from shardproof.engine.state import Fence, collect
 from shardproof.engine.storage import Storage, choose_cache
 from shardproof.errors import RankFailure, RankSilent, SaveSkipped, ShardproofError, StorageError
 
-__all__ = ["After", "Save"]
-
 After = Callable[[SaveResult, Callable[[int, int], None]], None]
 """Called after the commit, with the result and a function that takes the numbers of done and total steps."""
 

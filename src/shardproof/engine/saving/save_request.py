@@ -20,8 +20,6 @@ from shardproof.engine.saving.save_option import SaveOption
 from shardproof.engine.state import canonical_json, encode_plain
 from shardproof.errors import ShardproofError, StructureError
 
-__all__ = ["SaveRequest", "report_rank"]
-
 _LATEST_STEP = 10**18
 
 

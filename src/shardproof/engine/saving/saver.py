@@ -31,8 +31,6 @@ from shardproof.engine.storage import Storage
 from shardproof.errors import ShardproofError
 from shardproof.reentrance import guarded, refuse_inside
 
-__all__ = ["Saver", "WhenBusy"]
-
 WhenBusy = Literal["wait", "skip"]
 
 _log = logging.getLogger("shardproof")

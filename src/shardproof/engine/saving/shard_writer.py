@@ -46,17 +46,6 @@ from shardproof.engine.saving.messages import Attempt
 from shardproof.engine.saving.snapshot import Snapshot
 from shardproof.engine.storage import Sink, aligned_buffer
 
-__all__ = [
-    "BufferPool",
-    "Output",
-    "PreparedShard",
-    "ShardStream",
-    "WriteShard",
-    "WrittenShard",
-    "prepare_shard",
-    "write_shard",
-]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedShard:

@@ -47,8 +47,6 @@ from shardproof.engine.saving.write_watch import WriteWatch
 from shardproof.engine.state import Collected, ObjectEntry, Piece, Stepped, canonical_json
 from shardproof.errors import StorageError, StructureError
 
-__all__ = ["Capture", "Snapshot"]
-
 _UNFENCED_BYTES = 1 << 20
 """Largest size of unfenced tensors that a save copies before the ranks agree on a plan."""
 

@@ -15,8 +15,6 @@ from shardproof.engine.saving.device_copy import DeviceCopies
 from shardproof.engine.saving.staging import SLOT_BYTES
 from shardproof.engine.state import Piece
 
-__all__ = ["SliceSource"]
-
 _Ints = NDArray[np.int64]
 
 _SMALL_BYTES = 64 << 10

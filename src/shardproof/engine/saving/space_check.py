@@ -21,8 +21,6 @@ from shardproof.engine.format import STEP_FOLDER
 from shardproof.engine.storage import FreeSpace, Storage
 from shardproof.errors import NoSpaceError
 
-__all__ = ["check_space", "free_space"]
-
 _log = logging.getLogger("shardproof")
 _WAIT_SECONDS = 3.0
 _POLL_SECONDS = 0.1

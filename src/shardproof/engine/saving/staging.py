@@ -15,8 +15,6 @@ import msgspec
 from shardproof._utils.memcpy import address
 from shardproof._utils.topology import available_memory, ranks_here
 
-__all__ = ["SLOT_BYTES", "Staged", "StagingPool", "default_budget"]
-
 _SMALLEST, _LARGEST = 1 << 20, 64 << 20
 """Bytes of a segment, a power of two: page-locked memory is handed out in such sizes."""
 SLOT_BYTES = 64

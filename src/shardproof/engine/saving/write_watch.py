@@ -15,8 +15,6 @@ from shardproof._utils.memcpy import read_words
 from shardproof.engine.saving.device_copy import DeviceCopies
 from shardproof.engine.state import Piece, Stepped, memory_of, storage_owner
 
-__all__ = ["MemorySample", "WriteWatch"]
-
 _VERSION = attrgetter("_version")
 
 

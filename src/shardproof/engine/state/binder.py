@@ -23,8 +23,6 @@ from shardproof.engine.state.tensors import check_destination, empty_like_layout
 from shardproof.engine.state.visitor import Place, Visitor
 from shardproof.errors import PlainDataError, StructureError
 
-__all__ = ["MISSING", "BindHandler", "Binder"]
-
 MISSING: Any = object()
 """Returned by `Binder.object` if there is nothing to set."""
 

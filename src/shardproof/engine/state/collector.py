@@ -25,9 +25,6 @@ from shardproof.engine.state.tensors import memory_identity, tensor_of_array
 from shardproof.engine.state.visitor import Place, Visitor, check_name, join
 from shardproof.errors import StructureError
 
-__all__ = ["CollectHandler", "Collector", "Hoister", "hoisted_key", "hoisted_tensor", "tie"]
-
-
 _KEY = attrgetter("key")
 
 

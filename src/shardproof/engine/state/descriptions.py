@@ -16,8 +16,6 @@ from shardproof.engine.state.dtensor import LocalBoxes, LocalBoxesCache
 from shardproof.engine.state.records import Piece, TensorEntry
 from shardproof.engine.state.tensors import check_memory, dtype_name, locals_of
 
-__all__ = ["blocks", "describe_tensors"]
-
 _BLOCK = 256
 """Number of tensors in a block."""
 

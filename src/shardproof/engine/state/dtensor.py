@@ -26,18 +26,6 @@ from shardproof.engine.state.placements import (
 )
 from shardproof.errors import StructureError
 
-__all__ = [
-    "LIKE",
-    "LOCAL",
-    "LocalBoxes",
-    "LocalBoxesCache",
-    "dtensor_index_map",
-    "is_dtensor",
-    "is_sharded",
-    "local_tensor",
-    "shard_order",
-]
-
 LOCAL = "_shardproof_local"
 """Attribute of a DTensor whose shards differ from its placements: the index map of the local tensor."""
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-__all__ = ["without_fabric"]
-
 _PACKAGES = ("lightning.fabric", "lightning_fabric")
 _INNER = {"_FabricModule": "_forward_module", "_FabricOptimizer": "optimizer"}
 """Class of a wrapper, and its attribute that has the wrapped object."""

@@ -23,8 +23,6 @@ from shardproof.engine.state.dtensor import local_tensor
 from shardproof.engine.state.records import Stepped, memory_of
 from shardproof.engine.state.subclasses import inner_tensors
 
-__all__ = ["Fence", "open_all"]
-
 
 class Fence:
     """Protects the memory that a save reads until `close`.

@@ -20,8 +20,6 @@ from shardproof.engine.state.local_shards import FlatShard, LocalShards
 from shardproof.engine.state.module_names import EXTRA_STATE, NamedModule, clean_name
 from shardproof.errors import StructureError
 
-__all__ = ["FlatPart", "flat_parts", "flat_state", "flat_tensors", "is_flat", "is_in_flat"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatPart:

@@ -31,8 +31,6 @@ from shardproof.engine.state.dtensor import LOCAL, is_dtensor, local_tensor, sha
 from shardproof.engine.state.records import Piece, TensorEntry
 from shardproof.engine.state.tensors import are_plain
 
-__all__ = ["LastWalk"]
-
 _KIND = attrgetter("dtype", "shape")
 _SHAPE = attrgetter("shape")
 _SPEC = attrgetter("_spec.mesh", "_spec.placements")

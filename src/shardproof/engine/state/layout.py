@@ -37,8 +37,6 @@ from shardproof.engine.state.dtensor import dtensor_index_map, is_dtensor
 from shardproof.engine.state.local_shards import LocalShards
 from shardproof.errors import StructureError
 
-__all__ = ["LAYOUTS", "Layout", "declare", "declared", "local_layout"]
-
 LAYOUTS = "_shardproof_layouts"
 """Attribute of a module: parameter name to layout. It outlives `fully_shard`, `to_empty` and `deepcopy`."""
 

@@ -14,8 +14,6 @@ from shardproof.errors import StructureError
 if TYPE_CHECKING:
     from shardproof.engine.geometry import IndexMap
 
-__all__ = ["FlatShard", "LocalShards", "described"]
-
 
 class LocalShards:
     """The boxes of a global tensor on this rank.

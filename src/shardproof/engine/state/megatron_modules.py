@@ -10,8 +10,6 @@ from shardproof.engine.state.module_names import NamedModule
 from shardproof.engine.state.visitor import Place, is_per_rank, join
 from shardproof.errors import StructureError
 
-__all__ = ["refuse_undeclared"]
-
 
 def refuse_undeclared(module: NamedModule, place: Place) -> None:
     """Raises for a weight that other ranks have with other values, and that has no declared layout.

@@ -10,17 +10,6 @@ import torch
 from shardproof.engine.state.layout import Layout, declared
 from shardproof.errors import StructureError
 
-__all__ = [
-    "EXTRA_STATE",
-    "WRAPPERS",
-    "NamedModule",
-    "clean_name",
-    "inside",
-    "number_expert",
-    "rename",
-    "share",
-]
-
 _ORIGINAL, _CHECKPOINTED = "_orig_mod", "_checkpoint_wrapped_module"
 _FLAT = "_fsdp_wrapped_module"
 WRAPPERS = (_ORIGINAL, _CHECKPOINTED, _FLAT)

@@ -28,16 +28,6 @@ import numpy as np
 
 from shardproof.engine.geometry import Boxes, IndexMap
 
-__all__ = [
-    "Segments",
-    "Sharding",
-    "confusable",
-    "index_map_of",
-    "local_segments",
-    "order_of_sharding",
-    "sizes_of",
-]
-
 Segments = tuple[tuple[int, int], ...]
 """Parts ``(start, size)`` of one global dimension, in the order in which they lie in the local tensor."""
 

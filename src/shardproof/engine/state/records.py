@@ -18,20 +18,6 @@ from shardproof._utils.lazy_mapping import LazyMapping
 from shardproof.engine.state.tensors import addresses_of
 from shardproof.errors import ShardproofError
 
-__all__ = [
-    "Binding",
-    "Catalogue",
-    "Collected",
-    "Mismatch",
-    "ObjectEntry",
-    "Piece",
-    "Stepped",
-    "TensorEntry",
-    "describe",
-    "is_plain_memory",
-    "memory_of",
-]
-
 _IS_CPU = attrgetter("is_cpu")
 
 

@@ -12,8 +12,6 @@ from collections.abc import Iterable
 
 import torch
 
-__all__ = ["declare_fsdp2_owners", "declare_storage_owner", "storage_owner"]
-
 _OWNER = "_shardproof_storage_owner"
 
 

@@ -17,8 +17,6 @@ from shardproof.engine.state.subclasses import SUBCLASS, Wrapped, new_wrapper, u
 from shardproof.engine.state.tensors import empty_like_layout, torch_dtype
 from shardproof.errors import StructureError
 
-__all__ = ["Destinations", "StoredWrapper", "bind_wrapper", "is_empty_shard", "stored_wrapper"]
-
 
 class Destinations(Protocol):
     """The part of `shardproof.engine.state.binder.Binder` that wrappers need."""

@@ -13,8 +13,6 @@ from shardproof.engine.state.local_shards import LocalShards
 from shardproof.engine.state.tensors import dtensor_like
 from shardproof.errors import StructureError
 
-__all__ = ["PARTS", "distributed", "kind_of_part", "name_of_class", "placed", "shape_on_rank"]
-
 PARTS = "__shardproof_parts__"
 _GRID, _BLOCKS, _WHOLE = "grid", "blocks", "whole"
 

@@ -40,15 +40,6 @@ from shardproof.engine.state.subclass_parts import PARTS, distributed, kind_of_p
 from shardproof.engine.state.tensors import PLAIN_TYPES
 from shardproof.errors import PlainDataError, StructureError
 
-__all__ = [
-    "SUBCLASS",
-    "Wrapped",
-    "inner_tensors",
-    "is_wrapper",
-    "new_wrapper",
-    "unwrapped",
-]
-
 SUBCLASS = "@subclass"
 """Segment of the object with class, shape, context and parts of a wrapper."""
 

@@ -15,26 +15,6 @@ from shardproof.dtypes import DTYPES
 from shardproof.engine.state.dtensor import LIKE, LOCAL, is_dtensor, local_tensor
 from shardproof.errors import StructureError
 
-__all__ = [
-    "PLAIN_TYPES",
-    "addresses_of",
-    "are_plain",
-    "array_dtype",
-    "as_bytes",
-    "check_destination",
-    "check_memory",
-    "dtensor_like",
-    "dtype_name",
-    "empty_like_layout",
-    "is_in_host_memory",
-    "local_of",
-    "locals_of",
-    "memory_identity",
-    "storage_of",
-    "tensor_of_array",
-    "torch_dtype",
-]
-
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 """The exact types whose elements are their only content. Buffers are plain tensors."""
 

@@ -17,8 +17,6 @@ from shardproof.engine.state.visitor import Place
 from shardproof.engine.state.walk import handler_of
 from shardproof.errors import StructureError
 
-__all__ = ["bind", "collect"]
-
 
 def collect(tree: Any, *, rank: int = 0, world_size: int = 1, last: LastWalk | None = None) -> Collected:
     """Collects this rank's part of a state tree. It does not communicate or change the tree.

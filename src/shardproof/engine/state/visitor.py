@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from shardproof.engine.state.flat_parameters import FlatPart
     from shardproof.engine.state.module_names import NamedModule
 
-__all__ = ["Place", "VisitedModule", "Visitor", "check_name", "is_per_rank", "join"]
-
 H = TypeVar("H")
 """The handlers of a walk."""
 

@@ -36,8 +36,6 @@ from shardproof.engine.state.tensors import PLAIN_TYPES, array_dtype, tensor_of_
 from shardproof.engine.state.visitor import Place, check_name
 from shardproof.errors import StructureError
 
-__all__ = ["Handler", "handler_of"]
-
 _log = logging.getLogger("shardproof")
 
 

@@ -15,17 +15,6 @@ from shardproof.errors import FormatError, StorageError
 if TYPE_CHECKING:
     from shardproof.engine.storage.multipart_uploads import Upload
 
-__all__ = [
-    "FreeSpace",
-    "Sink",
-    "Storage",
-    "check_folder",
-    "check_name",
-    "name_fault",
-    "too_large",
-    "write_file",
-]
-
 T = TypeVar("T")
 
 

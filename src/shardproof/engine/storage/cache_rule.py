@@ -20,8 +20,6 @@ from typing import NamedTuple
 from shardproof._utils.humanize import gigabytes
 from shardproof._utils.topology import available_memory, ranks_here
 
-__all__ = ["VARIABLE", "CacheChoice", "choose_cache", "fits_cache", "users_choice"]
-
 VARIABLE = "SHARDPROOF_DIRECT"
 """The environment variable by which the user chooses: 1 for past the page cache, 0 for through it."""
 

@@ -23,8 +23,6 @@ import numpy as np
 from shardproof._utils import libc
 from shardproof._utils.memcpy import address
 
-__all__ = ["ALIGNMENT", "O_DIRECT", "PageCache", "UncachedReader", "aligned_buffer", "memory_for"]
-
 ALIGNMENT = max(4096, mmap.PAGESIZE)
 """Bytes. Offset, length and address of a direct read or write are multiples of it.
 

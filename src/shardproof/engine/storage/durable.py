@@ -31,17 +31,6 @@ from shardproof.engine.storage.paths import storage_error
 from shardproof.engine.storage.real_folders import RealFolder
 from shardproof.errors import AlreadyCommittedError
 
-__all__ = [
-    "WriteBack",
-    "flush_file",
-    "flush_folders",
-    "open_new",
-    "publish_path",
-    "rename_exclusively",
-    "unlink_quietly",
-    "write_all",
-]
-
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1

@@ -18,8 +18,6 @@ from pathlib import Path
 
 from shardproof.errors import StorageError
 
-__all__ = ["create_file", "make_folder", "make_folders"]
-
 _VARIABLE = "SHARDPROOF_FILE_MODE"
 _OWNER = 0o600
 _LARGEST = 0o666

@@ -7,8 +7,6 @@ from types import TracebackType
 from shardproof.engine.storage.base import Sink
 from shardproof.engine.storage.direct_io import aligned_buffer
 
-__all__ = ["WRITE_BUFFER_BYTES", "FileWriter"]
-
 WRITE_BUFFER_BYTES = 8 << 20
 """Bytes of the buffer of a `FileWriter` that brings its own."""
 

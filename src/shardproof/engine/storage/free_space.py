@@ -21,8 +21,6 @@ import xxhash
 from shardproof._utils import libc
 from shardproof.engine.storage.base import FreeSpace
 
-__all__ = ["file_system_number", "is_tmpfs", "local_free_space"]
-
 _EXT, _XFS, _TMPFS = 0xEF53, 0x58465342, 0x01021994
 _EXACT = (_EXT, _XFS, _TMPFS)
 """Types of file systems on which a file of n bytes takes at least n bytes."""

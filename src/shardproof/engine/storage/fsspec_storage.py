@@ -25,8 +25,6 @@ from shardproof.errors import AlreadyCommittedError, StorageError
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
-__all__ = ["FsspecStorage"]
-
 _COPY_BYTES = 16 << 20
 _CREATE_LOCK = lock()
 """Orders creations of this process, because a file system in memory has no lock of its own."""

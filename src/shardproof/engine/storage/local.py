@@ -36,8 +36,6 @@ from shardproof.engine.storage.real_folders import RealFolder
 from shardproof.engine.storage.sink import LocalSink
 from shardproof.errors import AlreadyCommittedError, StorageError
 
-__all__ = ["LocalStorage", "UncachedStorage"]
-
 PIECE = 4 << 20
 """The most bytes of one read."""
 

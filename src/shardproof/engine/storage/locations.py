@@ -16,15 +16,6 @@ from shardproof.engine.storage.object_store import SCHEMES, ObjectStorage
 from shardproof.engine.storage.paths import StrOrBytesPath
 from shardproof.errors import StorageError
 
-__all__ = [
-    "Location",
-    "check_location",
-    "is_bucket_url",
-    "is_same_place",
-    "is_url",
-    "storage_at",
-]
-
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 """The beginning of a URL, also after `pathlib` has joined its slashes."""
 

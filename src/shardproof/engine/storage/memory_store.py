@@ -38,8 +38,6 @@ from shardproof.engine.storage.real_folders import RealFolder
 from shardproof.engine.storage.sink import LocalSink
 from shardproof.errors import StorageError
 
-__all__ = ["MEMORY_SCHEME", "MemoryRun", "MemoryStorage", "memory_runs"]
-
 _Found = TypeVar("_Found")
 
 MEMORY_SCHEME = "memory"

@@ -28,8 +28,6 @@ from shardproof.errors import StorageError
 if TYPE_CHECKING:
     from obstore.store import S3Store
 
-__all__ = ["MultipartUploads", "Upload"]
-
 _PAGE = 1000
 """Maximum number of entries in an answer of S3."""
 _EXPIRES = timedelta(minutes=5)

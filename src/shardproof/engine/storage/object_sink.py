@@ -21,8 +21,6 @@ from typing import Any
 from shardproof.engine.storage.durable import write_all
 from shardproof.errors import StorageError
 
-__all__ = ["ObjectSink"]
-
 _PART_BYTES = 16 << 20
 """Bytes of a part. S3 allows 10,000 parts, so an object of unknown size that is sent in order has at most
 156 GiB."""

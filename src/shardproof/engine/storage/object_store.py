@@ -38,8 +38,6 @@ from shardproof.errors import AlreadyCommittedError, ShardproofError, StorageErr
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-__all__ = ["SCHEMES", "ObjectStorage"]
-
 SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss")
 """Schemes of the URLs that name an object store."""
 _S3_SCHEMES = ("s3", "s3a")

@@ -13,8 +13,6 @@ from typing import Generic, TypeVar
 
 from shardproof._utils import forks
 
-__all__ = ["OpenFiles"]
-
 F = TypeVar("F")
 _MOST = 64
 _SHARE = 8

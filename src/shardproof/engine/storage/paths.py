@@ -11,16 +11,6 @@ from shardproof._utils.home_paths import unexpanded_home
 from shardproof._utils.humanize import printable as printable_text
 from shardproof.errors import StorageError
 
-__all__ = [
-    "StrOrBytesPath",
-    "absolute",
-    "leads_beside",
-    "lost_link",
-    "printable",
-    "storage_error",
-    "unconfirmed_error",
-]
-
 StrOrBytesPath: TypeAlias = str | bytes | os.PathLike[str] | os.PathLike[bytes]
 
 

@@ -17,8 +17,6 @@ from types import TracebackType
 from shardproof.engine.storage.file_modes import make_folder, make_folders
 from shardproof.engine.storage.paths import printable
 
-__all__ = ["RealFolder"]
-
 _FLAGS = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 _TRIES = 100
 

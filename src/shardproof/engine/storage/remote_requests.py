@@ -12,8 +12,6 @@ from typing import TypeVar
 from shardproof.engine.storage.base import Storage
 from shardproof.errors import StorageError
 
-__all__ = ["file_sizes", "map_requests", "request_error", "short_remote_read"]
-
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 _IN_FLIGHT = 16

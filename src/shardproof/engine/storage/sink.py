@@ -15,8 +15,6 @@ from shardproof.engine.storage.durable import WriteBack, flush_folders, open_new
 from shardproof.engine.storage.paths import printable, storage_error
 from shardproof.errors import StorageError
 
-__all__ = ["LocalSink"]
-
 
 class LocalSink:
     """A new file of a `LocalStorage`, written past the page cache (direct) or through it (buffered).

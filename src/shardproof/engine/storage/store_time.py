@@ -5,8 +5,6 @@ from __future__ import annotations
 from shardproof.engine.storage.base import Storage
 from shardproof.errors import StorageError
 
-__all__ = ["time_at"]
-
 
 def time_at(storage: Storage) -> float:
     """The time now, Unix seconds, by the clock that dates the files of a storage. May write a file.

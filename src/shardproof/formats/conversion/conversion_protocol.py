@@ -32,8 +32,6 @@ from shardproof.formats.conversion.model_files import NOTE, copy_model_files, mo
 from shardproof.formats.conversion.request import ConversionRequest
 from shardproof.formats.conversion.work import ConversionWork
 
-__all__ = ["ConversionReport", "Where", "carry_out"]
-
 _log = logging.getLogger("shardproof")
 _VERIFY_BOXES = 1024
 """Boxes that one task verifies."""

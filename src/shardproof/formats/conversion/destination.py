@@ -39,8 +39,6 @@ from shardproof.engine.storage import (
 )
 from shardproof.errors import AlreadyCommittedError, StorageError, StructureError
 
-__all__ = ["FILES", "BucketDestination", "FolderDestination", "NewCheckpoint", "destination_at"]
-
 FILES = "files"
 """Name of the folder of the new checkpoint in the work folder."""
 _FORMATS_OF_FILES = {

@@ -22,14 +22,6 @@ from shardproof.errors import ShardproofError
 from shardproof.formats.conversion.request import ConversionRequest
 from shardproof.formats.conversion.work import ConversionWork
 
-__all__ = [
-    "Executor",
-    "InlineExecutor",
-    "ProcessExecutor",
-    "RayExecutor",
-    "Task",
-]
-
 _SET_PARENT_DEATH_SIGNAL = 1
 """Number of ``PR_SET_PDEATHSIG`` in ``<linux/prctl.h>``."""
 _REPORT_SECONDS = 1.0

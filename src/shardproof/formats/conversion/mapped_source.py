@@ -15,8 +15,6 @@ from shardproof.engine.loading import Checkpoint, StoredTensor
 from shardproof.engine.state import as_bytes
 from shardproof.formats.conversion.request import MappedTensor, Move
 
-__all__ = ["Box", "HashedBox", "MappedSource", "batches", "box_digest"]
-
 Box = tuple[str, tuple[int, ...], tuple[int, ...]]
 """Key, offsets and sizes."""
 _Box = tuple[tuple[int, ...], tuple[int, ...]]

@@ -21,8 +21,6 @@ from shardproof.formats import Contents, FormatWriter, WriteOptions, read_json, 
 from shardproof.formats.conversion.key_maps import CONFIG, apply_key_map, key_map_label
 from shardproof.formats.conversion.request import ConversionRequest, MappedTensor, Move
 
-__all__ = ["ConversionPlan", "plan_conversion"]
-
 _FLOATING = ("float16", "bfloat16", "float32", "float64")
 _PIECES_IN_MEMORY = 6
 """Copies of a piece that a worker holds at once, at most: stored, scratch, cast, and those of the writer."""

@@ -9,8 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-__all__ = ["ConversionRequest", "KeyMap", "KeyMapFunction", "MappedTensor", "Move"]
-
 
 @dataclass(frozen=True, slots=True)
 class Move:

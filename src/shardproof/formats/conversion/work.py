@@ -18,8 +18,6 @@ from shardproof.formats.conversion.plan import ConversionPlan, piece_bytes, plan
 from shardproof.formats.conversion.request import ConversionRequest
 from shardproof.formats.conversion.work_folder import UnitRecord, WorkFolder
 
-__all__ = ["ConversionWork"]
-
 _READS = 4
 """Reads in flight of a written checkpoint. It was written past the page cache, and a disk serves several
 reads faster than one (benchmarks/interop.py)."""

@@ -31,8 +31,6 @@ from shardproof.errors import FormatError, StorageError, StructureError
 from shardproof.formats.conversion.destination import FILES, BucketDestination, destination_at
 from shardproof.formats.conversion.mapped_source import HashedBox
 
-__all__ = ["UnitRecord", "WorkFolder"]
-
 _PLAN, _UNITS, _LOCK = "plan", "units", "lock"
 _SPARE_BYTES = 64 << 20
 """Bytes of metadata that a conversion may write in addition to the tensors."""

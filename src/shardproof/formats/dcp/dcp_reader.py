@@ -45,8 +45,6 @@ from shardproof.formats.stream_transforms import DecodedPart, decoded_storage
 from shardproof.formats.torch.torch_file import SmallPickles, TorchFile, TorchTensor, unpickled, with_tensors
 from shardproof.formats.torch.torch_tensors import CONVERT
 
-__all__ = ["DcpEntry", "DcpRawReader", "DcpReader", "inner_name"]
-
 _METADATA = ".metadata"
 _ARCHIVE_BYTES = 1 << 20
 """Bytes that the archive of a compressed entry may have beside those of its tensor."""

@@ -21,8 +21,6 @@ from shardproof.errors import NotCommittedError
 from shardproof.formats.safetensors.safetensors_files import NO_CHECKSUMS
 from shardproof.formats.safetensors.safetensors_header import SafetensorsHeader, read_safetensors_header
 
-__all__ = ["DcpSafetensorsReader"]
-
 _NAME = re.compile(r"shard-(\d{5,})-model-(\d{5,})-of-(\d{5,})\.safetensors")
 _OFFSETS = "DCP_SHARDING_INFO"
 _LAST_RANK = (

@@ -32,8 +32,6 @@ from shardproof.formats.writer import (
     notes_of,
 )
 
-__all__ = ["DcpWriter", "FsdpDTensorWriter"]
-
 _METADATA = ".metadata"
 _PROPERTIES_MODULE = "torch.distributed._shard.sharded_tensor.metadata"
 _FILE_BYTES = 4 << 30

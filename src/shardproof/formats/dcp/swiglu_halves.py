@@ -15,8 +15,6 @@ from typing import Any
 
 from shardproof.engine.foreign import TensorDescription
 
-__all__ = ["join_halves", "pairs_of_halves"]
-
 _GATE = re.compile(
     r"(?P<name>(?:.*\.)?mlp\.(?:shared_experts\.|experts\.(?:local_experts\.[0-9]+\.)?)?linear_fc1\."
     r"(?:weight|bias)[0-9]*)_w(?P<slot>\.\w+)?"

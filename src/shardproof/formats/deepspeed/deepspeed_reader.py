@@ -33,8 +33,6 @@ from shardproof.formats.deepspeed.zero_partitions import (
 )
 from shardproof.formats.torch.torch_tensors import TorchTensor
 
-__all__ = ["DeepSpeedReader"]
-
 _OPTIMIZERS = (
     "zero_pp_rank_{}_mp_rank_00_optim_states.pt",
     "bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt",

@@ -14,8 +14,6 @@ from shardproof.formats.deepspeed.zero_partitions import PartitionPart, cut_piec
 from shardproof.formats.torch.torch_save import TorchFilesReader
 from shardproof.formats.torch.torch_tensors import TorchTensor
 
-__all__ = ["FIRST_MODEL_STATES", "DeepSpeedStates", "tag_folder"]
-
 _MODEL, _SHARDED_MODEL = "mp_rank_00_model_states.pt", "zero_pp_rank_{}_mp_rank_00_model_states.pt"
 FIRST_MODEL_STATES = (_MODEL, _SHARDED_MODEL.format(0))
 """Names of the file that rank 0 writes: at stages 0 to 2, and at stage 3."""

@@ -21,8 +21,6 @@ from shardproof.errors import StorageError
 from shardproof.formats.deepspeed.deepspeed_states import FIRST_MODEL_STATES, DeepSpeedStates, tag_folder
 from shardproof.formats.torch.torch_tensors import TorchTensor
 
-__all__ = ["DeepSpeedUniversalReader"]
-
 _FOLDER, _SUFFIX = "zero/", ".pt"
 _OPTIMIZER = "zero/optimizer_state.pt"
 _WEIGHTS = "fp32"

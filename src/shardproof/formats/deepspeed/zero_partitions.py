@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 
-__all__ = ["PartitionPart", "cut_pieces", "joined_pieces", "mapped_pieces"]
-
 Shapes = Mapping[str, tuple[int, ...]]
 """Shape of each parameter of a group, in the order in which they lie in the flat tensor."""
 

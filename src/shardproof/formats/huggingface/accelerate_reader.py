@@ -19,8 +19,6 @@ from shardproof.formats.json_files import read_json, top_level_files
 from shardproof.formats.safetensors.safetensors_files import NO_CHECKSUMS, SafetensorsReader
 from shardproof.formats.torch.torch_save import TorchFilesReader, is_torch_file
 
-__all__ = ["AccelerateReader", "TrainerReader"]
-
 _MODEL_SUFFIXES = (
     (".safetensors.index.json", SafetensorsReader),
     (".safetensors", SafetensorsReader),

@@ -7,8 +7,6 @@ from shardproof.errors import FormatError, NotCommittedError
 from shardproof.formats.json_files import HfIndex
 from shardproof.formats.torch.torch_save import TorchFilesReader
 
-__all__ = ["HfBinReader"]
-
 _SUFFIX, _INDEX_SUFFIX = ".bin", ".bin.index.json"
 _STEMS = ("pytorch_model", "adapter_model", "diffusion_pytorch_model")
 

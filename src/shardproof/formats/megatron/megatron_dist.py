@@ -41,8 +41,6 @@ from shardproof.formats.megatron.megatron_zeros import rules_of_megatron
 from shardproof.formats.torch.file_window import FileWindow
 from shardproof.formats.torch.torch_file import TorchFile, with_tensors
 
-__all__ = ["MegatronDistReader"]
-
 _DCP_METADATA = ".metadata"
 _INTEGRITY = "integrity.json"
 _COMMON = "common"

@@ -23,8 +23,6 @@ from shardproof.formats.megatron.megatron_run import latest_iteration
 from shardproof.formats.torch.torch_file import TorchFile, TorchTensor
 from shardproof.formats.torch.torch_save import TorchFilesReader
 
-__all__ = ["MegatronLegacyMergedReader", "MegatronLegacyReader"]
-
 _RANK = re.compile(r"mp_rank_(\d{2,6})(?:_(\d{3,6}))?(?:_(\d{3,6}))?")
 _MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt")
 _FILES = (*_MODEL_FILES, "distrib_optim.pt", "optim.pt")

@@ -15,8 +15,6 @@ from math import prod
 from shardproof.engine.foreign import StoredBox, StoredView, TensorDescription
 from shardproof.engine.geometry import row_major_strides
 
-__all__ = ["StageTensor", "merged_model"]
-
 
 @dataclass(frozen=True, slots=True)
 class StageTensor:

@@ -9,8 +9,6 @@ from shardproof.engine.storage import Storage
 from shardproof.errors import FormatError, ShardproofError
 from shardproof.formats.json_files import read_json
 
-__all__ = ["BACKEND_FILE", "iteration_of", "latest_iteration", "sharded_backend"]
-
 BACKEND_FILE = "metadata.json"
 """The file in which Megatron-Core names the format of a checkpoint."""
 _TRACKER = "latest_checkpointed_iteration.txt"

@@ -23,8 +23,6 @@ from shardproof.formats.pickles.pickle_writer import Named, PickledCall
 from shardproof.formats.torch.torch_archive import archive_of
 from shardproof.formats.writer import Contents, WriteOptions
 
-__all__ = ["TorchDistWriter"]
-
 _SHARDED_OBJECT = re.compile(r".+/shard_[\d.]+_[\d.]+", re.DOTALL)
 _COMMON, _COMMON_ENTRY = "common", "common_state/shard_0_1"
 """Keys of the common state in the readers: the one of ``common.pt``, and the one of the entry in 0.19."""

@@ -30,8 +30,6 @@ from shardproof.formats.megatron.megatron_zeros import rules_of_megatron
 from shardproof.formats.torch.torch_file import TorchFile, unpickled, with_tensors
 from shardproof.formats.zarr.zarr import ZarrArrays
 
-__all__ = ["MegatronZarrReader"]
-
 _COMMON = "common.pt"
 _SHARD = re.compile(r"(.+)/shard_([0-9]+(?:\.[0-9]+)*)_([0-9]+(?:\.[0-9]+)*)")
 """Key of an object, its offset and the shape of the grid of objects."""

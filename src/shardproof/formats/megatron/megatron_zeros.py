@@ -21,8 +21,6 @@ from typing import Any
 
 from shardproof.engine.foreign import TensorDescription, ZeroRule
 
-__all__ = ["rules_of_megatron"]
-
 _OPTIMIZER = re.compile(r"((?:chained_\d+\.)?optimizer\.state\.)(fp32_param|param|exp_avg_sq)\.(.+)")
 _FLOATS = ("float64", "float32", "bfloat16", "float16")
 _TINY = 2.0**-126

@@ -23,8 +23,6 @@ from shardproof.formats.zarr.zarr import ZarrArrays
 from shardproof.formats.zarr.zarr_chunks import ZarrChunks, chunks_in_shard, clipped, leaf
 from shardproof.formats.zarr.zarr_metadata import MOST_METADATA_BYTES, ArrayMetadata
 
-__all__ = ["MANIFEST", "OcdbtArrays"]
-
 MANIFEST = "manifest.ocdbt"
 _MOST_MANIFEST = 64 << 20
 """Bytes of ``manifest.ocdbt``, at most."""

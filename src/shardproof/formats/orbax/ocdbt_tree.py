@@ -17,8 +17,6 @@ from typing import Any, NamedTuple
 from shardproof.engine.foreign import ReadBudget
 from shardproof.formats.zarr.zarr_codecs import import_extra
 
-__all__ = ["OcdbtUnsupported", "OcdbtValue", "read_ocdbt_tree"]
-
 _MANIFEST_MAGIC, _NODE_MAGIC = 0x0CDB3A2A, 0x0CDB20DE
 _LEAST_BYTES = 16
 """Bytes of magic, length and checksum."""

@@ -23,8 +23,6 @@ from shardproof.formats.orbax.ocdbt import MANIFEST, OcdbtArrays
 from shardproof.formats.zarr.zarr import ZarrArrays
 from shardproof.formats.zarr.zarr_metadata import ArrayMetadata
 
-__all__ = ["OrbaxReader"]
-
 _METADATA = "_METADATA"
 _ROOT_METADATA = "_CHECKPOINT_METADATA"
 _STRINGS = "_strings.json"

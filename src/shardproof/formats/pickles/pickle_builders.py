@@ -23,8 +23,6 @@ from shardproof.engine.foreign import Opaque, Unreadable, shape_of
 from shardproof.engine.state import StreamBytes
 from shardproof.formats.pickles.pickle_data import Unfinished, check_keys
 
-__all__ = ["CONSTANTS", "plain_builders"]
-
 CONSTANTS: Mapping[str, Any] = {
     f"torch.{name}": getattr(torch, name) for name in DTYPES if hasattr(torch, name)
 }

@@ -24,9 +24,6 @@ from shardproof._utils.humanize import brief
 from shardproof.engine.foreign import Opaque, ReadBudget
 from shardproof.errors import FormatError
 
-__all__ = ["Bytes", "Pickle", "Unfinished", "check_keys", "read_pickle"]
-
-
 _MOST_KEY_TUPLES = 200
 """Tuples inside a key of a dict or an element of a set, at most. Python hashes them recursively, and hashes a
 tuple as often as it occurs in the key."""

@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Named", "Persistent", "PickledCall", "write_pickle"]
-
 _MOST_LEVELS = 200
 _BATCH = 2000
 """Items that one opcode adds to a container, at most. The limit bounds the reader's stack."""

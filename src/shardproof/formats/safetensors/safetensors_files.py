@@ -21,8 +21,6 @@ from shardproof.formats.embedded_values import PREFIX, EmbeddedValues
 from shardproof.formats.json_files import HfIndex, read_json, top_level_files
 from shardproof.formats.safetensors.safetensors_header import SafetensorsHeader, read_safetensors_header
 
-__all__ = ["NO_CHECKSUMS", "SafetensorsReader", "describe_safetensors"]
-
 NO_CHECKSUMS = "safetensors has no checksums: changed bytes of tensors are not found."
 """Note of every checkpoint of this format."""
 

@@ -17,8 +17,6 @@ from shardproof.engine.foreign import FileRange, Unreadable
 from shardproof.engine.format import read_shard_header
 from shardproof.engine.storage import Storage
 
-__all__ = ["SafetensorsHeader", "SafetensorsTensor", "dtype_of_code", "read_safetensors_header"]
-
 _PAIR = "float4_e2m1fn_x2"
 _DTYPES = {
     dtype.code: dtype.name

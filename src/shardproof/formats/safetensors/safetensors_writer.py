@@ -37,8 +37,6 @@ from shardproof.formats.writer import (
     notes_of,
 )
 
-__all__ = ["HuggingFaceWriter", "SafetensorsWriter"]
-
 _INDEX_NAME = "model.safetensors.index.json"
 _PAIRS_OF_FLOATS = "float4_e2m1fn_x2"
 """Torch's dtype whose element is two 4-bit numbers. The shape in a header counts them one by one."""

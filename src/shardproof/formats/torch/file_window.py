@@ -8,8 +8,6 @@ from typing import Any, overload
 
 from shardproof.engine.storage import Storage
 
-__all__ = ["FileWindow", "WindowBytes"]
-
 _EDGE_BYTES = 4096
 """Bytes that one read fetches at the start of an archive, and another at its end. The metadata of an archive
 of one tensor lies in them."""

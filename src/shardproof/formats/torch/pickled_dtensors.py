@@ -15,8 +15,6 @@ from shardproof.engine.geometry import IndexMap
 from shardproof.engine.state import index_map_of, local_segments, sizes_of
 from shardproof.formats.torch.torch_tensors import TorchTensor
 
-__all__ = ["MeshPlacements", "PickledDTensor", "local_index_maps", "pickled_dtensor"]
-
 _SPLITS = {"Shard": False, "ShardSpec": False, "StridedShard": True, "_StridedShard": True}
 """Names of placements that shard, and whether they are strided."""
 

@@ -41,8 +41,6 @@ from shardproof.formats.pickles.pickle_writer import Named, Persistent, PickledC
 from shardproof.formats.torch.torch_tensors import STORAGE_DTYPES
 from shardproof.formats.writer import BoxSource
 
-__all__ = ["ArchiveTensor", "TorchArchive", "archive_of"]
-
 _ALIGNMENT = 64
 _FLAGS, _EMPTY_FLAGS = 0x0808, 0x0800
 """General purpose flags: the name is UTF-8, and the sizes and the CRC-32 follow the data of a record that is

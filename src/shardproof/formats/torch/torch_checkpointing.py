@@ -29,8 +29,6 @@ from shardproof.formats.pickles.pickle_data import read_pickle
 from shardproof.formats.torch.pickled_dtensors import MeshPlacements
 from shardproof.formats.torch.torch_rank_files import RankFilesReader, ShardedTensorParts
 
-__all__ = ["TorchCheckpointingReader"]
-
 _METADATA = "metadata.pkl"
 _MARK = b"nested_path_to_metadata"
 _MARK_BYTES = 4096

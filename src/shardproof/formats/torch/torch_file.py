@@ -40,17 +40,9 @@ from shardproof.engine.storage import Storage
 from shardproof.errors import FormatError, StorageError
 from shardproof.formats.pickles.pickle_data import Pickle, read_pickle
 from shardproof.formats.torch.file_window import FileWindow, WindowBytes
-from shardproof.formats.torch.torch_tensors import TorchStorage, TorchTensor, read_torch_pickle, torch_storage
+from shardproof.formats.torch.torch_tensors import TorchStorage, read_torch_pickle, torch_storage
+from shardproof.formats.torch.torch_tensors import TorchTensor as TorchTensor
 from shardproof.formats.torch.zip_directory import read_zip_directory
-
-__all__ = [
-    "SmallPickles",
-    "TorchFile",
-    "TorchTensor",
-    "leaves",
-    "unpickled",
-    "with_tensors",
-]
 
 _MAGIC = 0x1950A86A20F9469CFC6C
 _PROTOCOL = 1001

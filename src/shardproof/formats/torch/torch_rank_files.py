@@ -25,8 +25,6 @@ from shardproof.formats.torch.pickled_dtensors import (
 from shardproof.formats.torch.torch_save import TorchFilesReader, TorchObject
 from shardproof.formats.torch.torch_tensors import TorchTensor
 
-__all__ = ["RankFilesReader", "ShardedTensorParts"]
-
 
 @dataclass(frozen=True, slots=True)
 class ShardedTensorParts:

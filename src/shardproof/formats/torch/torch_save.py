@@ -30,8 +30,6 @@ from shardproof.engine.foreign import (
 from shardproof.errors import FormatError
 from shardproof.formats.torch.torch_file import TorchFile, TorchTensor, leaves, unpickled, with_tensors
 
-__all__ = ["TorchFilesReader", "TorchObject", "TorchSaveReader", "is_torch_file"]
-
 _MAGIC = re.compile(
     rb"(\x80[\x02-\x05](\x95.{8})?)?(\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19|L119547037146038801333356L\n)\.",
     re.DOTALL,

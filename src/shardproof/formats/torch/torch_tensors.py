@@ -17,16 +17,6 @@ from shardproof.errors import FormatError
 from shardproof.formats.pickles.pickle_builders import CONSTANTS, plain_builders
 from shardproof.formats.pickles.pickle_data import Bytes, Pickle, read_pickle
 
-__all__ = [
-    "CONVERT",
-    "STORAGE_DTYPES",
-    "TorchStorage",
-    "TorchTensor",
-    "read_torch_pickle",
-    "torch_builders",
-    "torch_storage",
-]
-
 STORAGE_DTYPES = {
     "Double": "float64",
     "Float": "float32",

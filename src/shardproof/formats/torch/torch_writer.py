@@ -20,8 +20,6 @@ from shardproof.formats.writer import (
     notes_of,
 )
 
-__all__ = ["TorchWriter"]
-
 _FILE = "checkpoint.pt"
 
 

@@ -12,8 +12,6 @@ import struct
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-__all__ = ["ZipRecord", "read_zip_directory"]
-
 _END = struct.Struct("<4s4H2LH")
 """Signature, two disk numbers, records on this disk and in all, bytes and start of the directory, bytes of
 the comment."""

@@ -47,8 +47,6 @@ from shardproof.formats.torchsnapshot.torchsnapshot_manifest import (
     unique_keys,
 )
 
-__all__ = ["TorchSnapshotReader"]
-
 _METADATA = ".snapshot_metadata"
 _MOST_LEVELS = 200
 _SHARDED = ("ShardedTensor", "DTensor")

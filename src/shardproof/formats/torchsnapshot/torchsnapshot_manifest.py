@@ -12,16 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
 
-__all__ = [
-    "PRIMITIVES",
-    "ListOfEntries",
-    "collapsed",
-    "containers_of",
-    "is_replicated",
-    "primitive",
-    "unique_keys",
-]
-
 _DICTS = ("dict", "OrderedDict")
 PRIMITIVES = ("int", "str", "bool", "bytes", "float")
 """Types of values that the metadata itself holds."""

@@ -30,8 +30,6 @@ from shardproof.formats.zarr.zarr_metadata import (
     parse_array,
 )
 
-__all__ = ["ZarrArrays", "ZarrReader"]
-
 _V2, _V3 = ".zarray", "zarr.json"
 _GROUP_FILES = (_V3, ".zgroup", _V2, ".zmetadata")
 

@@ -19,8 +19,6 @@ from shardproof.errors import CorruptChunkError, FormatError
 from shardproof.formats.zarr.zarr_codecs import CodedExtent, import_extra
 from shardproof.formats.zarr.zarr_metadata import ArrayMetadata, ChunkLayout
 
-__all__ = ["FillExtent", "ZarrChunks", "chunks_in_shard", "clipped", "leaf"]
-
 _MOST_CHUNKS = 1 << 22
 """Chunks of a checkpoint, at most. Each one takes about 0.5 KB while the checkpoint is open."""
 _MOST_ABSENT = 1 << 18

@@ -28,8 +28,6 @@ from shardproof.engine.foreign import DecodedExtent, UnsupportedError
 from shardproof.engine.storage import Storage
 from shardproof.errors import CorruptChunkError, FormatError
 
-__all__ = ["Codec", "Codecs", "CodedExtent", "import_extra"]
-
 Buffer = bytes | memoryview
 
 _LARGEST_CHUNK = 1 << 36

@@ -25,17 +25,6 @@ from shardproof.engine.geometry import row_major_strides
 from shardproof.errors import FormatError
 from shardproof.formats.zarr.zarr_codecs import Codec, Codecs
 
-__all__ = [
-    "DTYPE_ATTRIBUTE",
-    "EVERY_CHUNK_ATTRIBUTE",
-    "KEY_ATTRIBUTE",
-    "MOST_METADATA_BYTES",
-    "ArrayMetadata",
-    "ChunkLayout",
-    "ShardIndex",
-    "parse_array",
-]
-
 DTYPE_ATTRIBUTE = "shardproof:dtype"
 """Attribute of an array of unsigned integers that holds the bits of another dtype: torch's name of that
 dtype."""

@@ -44,8 +44,6 @@ from shardproof.formats.writer import (
 )
 from shardproof.formats.zarr.zarr_metadata import DTYPE_ATTRIBUTE, EVERY_CHUNK_ATTRIBUTE, KEY_ATTRIBUTE
 
-__all__ = ["ZarrWriter"]
-
 _CHUNK_BYTES = 32 << 20
 """Bytes of a chunk, at most, unless one row of the innermost dimensions has more."""
 _UNIT_BYTES = 256 << 20

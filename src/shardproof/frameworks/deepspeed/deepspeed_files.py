@@ -18,8 +18,6 @@ import shardproof as sp
 from shardproof.engine.state import MASTER, LocalRange, Receipt, StoredSlot, options_of
 from shardproof.frameworks.shared.rank_work import on_every_rank
 
-__all__ = ["is_of_deepspeed", "load_files"]
-
 _MARK = "ds_version"
 _STATE = "optimizer.state."
 _OF_ENGINE = ("global_steps", "global_samples", "skipped_steps")

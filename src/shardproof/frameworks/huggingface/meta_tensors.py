@@ -13,8 +13,6 @@ import shardproof as sp
 from shardproof._utils.humanize import listed
 from shardproof.engine.state import is_dtensor, local_tensor
 
-__all__ = ["compute_buffers", "materialize"]
-
 _INITIALIZED = "_is_hf_initialized"
 """Attribute of the tensors and modules that `initialize_weights` of transformers leaves as they are."""
 

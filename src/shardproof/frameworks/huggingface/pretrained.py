@@ -28,8 +28,6 @@ from shardproof.frameworks.huggingface.weight_plan import (
     tensors_of,
 )
 
-__all__ = ["load_pretrained", "save_pretrained"]
-
 
 def load_pretrained(
     model: PreTrainedModel,

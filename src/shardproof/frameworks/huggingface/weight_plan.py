@@ -23,8 +23,6 @@ from shardproof._utils.humanize import listed
 from shardproof.engine.state import flat_tensors, local_layout, local_tensor
 from shardproof.frameworks.shared.traced_tensor import TracedBox, TracedTensor, inverse, local_parts
 
-__all__ = ["FileTensors", "plan_load", "plan_save", "state_of", "tensors_of"]
-
 _Shape: TypeAlias = "tuple[int, ...]"
 FileTensors: TypeAlias = "dict[str, tuple[_Shape, list[tuple[str, TracedBox]]]]"
 """By key in the files: the shape, and for each part of the tensor the name and the box of the model's tensor.

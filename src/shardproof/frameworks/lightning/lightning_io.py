@@ -13,8 +13,6 @@ from torch.utils._pytree import tree_map_only
 import shardproof as sp
 from shardproof.frameworks.shared.folder_saves import Value, local_path, remove_folder
 
-__all__ = ["LIGHTNING", "ShardproofCheckpointIO"]
-
 LIGHTNING = (
     "pytorch_lightning"
     if "pytorch_lightning" in sys.modules and "lightning" not in sys.modules

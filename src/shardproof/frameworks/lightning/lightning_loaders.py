@@ -17,8 +17,6 @@ from typing import Any
 
 import shardproof as sp
 
-__all__ = ["continue_batches", "set_sampler_epoch"]
-
 _log = logging.getLogger("shardproof")
 
 

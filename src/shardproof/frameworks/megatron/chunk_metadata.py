@@ -22,8 +22,6 @@ from shardproof.frameworks.megatron.uneven_dtensors import (
     uneven_dtensors,
 )
 
-__all__ = ["attach_chunk", "attach_chunk_metadata"]
-
 
 def attach_chunk_metadata(
     state_dict: Mapping[str, Any],

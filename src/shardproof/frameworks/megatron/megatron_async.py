@@ -16,8 +16,6 @@ from typing import Any
 
 import shardproof as sp
 
-__all__ = ["call_of", "wait_for_end"]
-
 _POLL_SECONDS = 1.0
 """Seconds between two checks that the training process is alive."""
 

@@ -19,16 +19,6 @@ from shardproof.frameworks.megatron.megatron_plain import to_plain
 from shardproof.frameworks.megatron.megatron_tensors import COMMON, COMMON_KEY, TYPES, StoredObject
 from shardproof.frameworks.shared.peer_errors import raised_as
 
-__all__ = [
-    "BACKEND",
-    "VERSION",
-    "Common",
-    "as_in_megatron",
-    "check_common_file",
-    "common_of",
-    "publish_for_megatron",
-]
-
 BACKEND, VERSION = "shardproof", 1
 _COMMON_FILE = "common.pt"
 as_in_megatron = partial(raised_as, CheckpointingException)

@@ -31,18 +31,6 @@ from shardproof.frameworks.megatron.megatron_tensors import COMMON, COMMON_KEY, 
 from shardproof.frameworks.shared.rank_work import on_every_rank, on_rank_0
 from shardproof.runs.maintenance import verify
 
-__all__ = [
-    "check_is_distributed_checkpoint",
-    "get_default_load_sharded_strategy",
-    "load",
-    "load_common_state_dict",
-    "load_content_metadata",
-    "load_plain_tensors",
-    "load_sharded_metadata",
-    "load_tensors_metadata",
-    "remove_sharded_tensors",
-]
-
 _log = logging.getLogger("shardproof")
 
 

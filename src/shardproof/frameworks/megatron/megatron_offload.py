@@ -36,8 +36,6 @@ from shardproof.frameworks.megatron.uneven_dtensors import (
     uneven_dtensors,
 )
 
-__all__ = ["MegatronHybridOptimizer"]
-
 _MASTER_OF_MEGATRON = "master_param"
 _CLASSES = frozenset(("params", "cpu_optimizer_cls", "gpu_optimizer_cls"))
 """Entries of a group that a load leaves."""

@@ -37,15 +37,6 @@ from shardproof.engine.state import (
 )
 from shardproof.frameworks.megatron.megatron_options import optimizers_in, options_for
 
-__all__ = [
-    "FlatRange",
-    "box_of",
-    "load_optimizer_state",
-    "mend_distributed_optimizer",
-    "optimizer_state",
-    "sharded",
-]
-
 _PREFIX = "optimizer.state"
 _SLOTS = ("exp_avg", "exp_avg_sq")
 _STEP = "step"

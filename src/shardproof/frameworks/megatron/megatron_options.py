@@ -13,8 +13,6 @@ from typing import Any
 
 import shardproof as sp
 
-__all__ = ["fit_options", "optimizers_in", "options_for"]
-
 
 def fit_options(state: dict[Any, Any], asked: Mapping[Any, Any]) -> None:
     """Gives each optimizer of a sharded state dict its options, in place.

@@ -23,8 +23,6 @@ from typing import Any
 import shardproof as sp
 from shardproof.engine.state import by_name
 
-__all__ = ["Typed", "from_plain", "to_plain"]
-
 Types = list[tuple[list[Any], str]]
 """Path of keys and positions, and the name of the type there."""
 

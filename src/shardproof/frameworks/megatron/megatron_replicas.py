@@ -15,8 +15,6 @@ import xxhash
 import shardproof as sp
 from shardproof.engine.format import box_name
 
-__all__ = ["Box", "MainReplicas", "check_main_replicas"]
-
 
 class Box(NamedTuple):
     """A box of a tensor on this rank, or a ShardedObject, which has no offsets."""

@@ -21,8 +21,6 @@ from shardproof.frameworks.megatron.megatron_plain import to_plain
 from shardproof.frameworks.megatron.megatron_strategies import SaveStrategy, takes
 from shardproof.frameworks.megatron.megatron_tensors import COMMON_KEY
 
-__all__ = ["begin_save", "get_default_save_sharded_strategy", "save"]
-
 _log = logging.getLogger("shardproof")
 _CONTENT = "content_metadata"
 _Preprocess = Callable[[dict[str, Any]], dict[str, Any]]

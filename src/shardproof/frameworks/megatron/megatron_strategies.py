@@ -44,8 +44,6 @@ from shardproof.frameworks.megatron.megatron_tensors import (
 from shardproof.frameworks.shared.last_saver import LastSaver
 from shardproof.frameworks.shared.rank_work import on_every_rank, on_rank_0
 
-__all__ = ["LoadStrategy", "SaveStrategy", "agree_if_ours", "is_ours", "takes"]
-
 _ITERATION = re.compile(r"iter_(\d+)")
 _HAS_COMMON_OBJECT = not hasattr(torch_strategies.TorchDistLoadShardedStrategy, "can_handle_sharded_objects")
 """True if the common state is a ShardedObject: 0.19. Strategies of 0.16 say whether they store these."""

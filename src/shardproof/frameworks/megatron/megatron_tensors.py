@@ -25,18 +25,6 @@ from shardproof.frameworks.megatron.megatron_optimizer import FlatRange, box_of,
 from shardproof.frameworks.megatron.megatron_plain import Typed, from_plain, to_plain
 from shardproof.frameworks.megatron.megatron_replicas import Box
 
-__all__ = [
-    "COMMON",
-    "COMMON_KEY",
-    "TYPES",
-    "Load",
-    "StoredObject",
-    "add_keys",
-    "boxes_of",
-    "save_tree",
-    "sharded_key",
-]
-
 COMMON = "common"
 """Key of the common state in the checkpoint."""
 TYPES = "common_types"

@@ -19,14 +19,6 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 import shardproof as sp
 from shardproof.engine.state import dtensor_index_map, is_dtensor, local_tensor
 
-__all__ = [
-    "UnevenDTensor",
-    "distributed_like",
-    "gated_weights",
-    "megatron_fsdp_of",
-    "uneven_dtensors",
-]
-
 
 def megatron_fsdp_of(model: torch.nn.Module) -> Any:
     """The Megatron-FSDP model in a model: the model, or the one that Megatron-Core's wrapper holds.

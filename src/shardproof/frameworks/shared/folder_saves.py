@@ -28,18 +28,6 @@ from shardproof.engine.saving import Saver, SaveRequest
 from shardproof.engine.storage import LocalStorage
 from shardproof.frameworks.shared.rank_work import on_rank_0
 
-__all__ = [
-    "FolderSaves",
-    "Value",
-    "folders_to_remove",
-    "is_committed",
-    "local_path",
-    "newest_committed",
-    "numbered_folders",
-    "remove_folder",
-    "saves_of",
-]
-
 _log = logging.getLogger("shardproof")
 
 _SAVES = "shardproof_saves"

@@ -5,8 +5,6 @@ from __future__ import annotations
 from shardproof.engine.rendezvous import Rendezvous
 from shardproof.engine.saving import Saver
 
-__all__ = ["LastSaver"]
-
 
 class LastSaver:
     """The saver of the last save. The next save of the same ranks reuses its plan, buffers and threads.

@@ -25,8 +25,6 @@ from shardproof.engine.state import (
     options_of,
 )
 
-__all__ = ["Partition", "PartitionedModule", "PartitionedOptimizer"]
-
 
 @dataclass(eq=False)
 class Partition:

@@ -12,8 +12,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from shardproof.errors import RankFailure, ShardproofError
 
-__all__ = ["as_checkpoint_exception", "raised_as"]
-
 
 @contextmanager
 def raised_as(*classes: type[BaseException]) -> Iterator[None]:

@@ -6,8 +6,6 @@ from collections.abc import Callable
 
 import shardproof as sp
 
-__all__ = ["on_every_rank", "on_rank_0"]
-
 
 def on_rank_0(
     rendezvous: sp.rendezvous.Rendezvous, operation: str, phase: str, work: Callable[[], bytes]

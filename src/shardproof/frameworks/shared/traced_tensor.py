@@ -16,8 +16,6 @@ import torch
 
 import shardproof as sp
 
-__all__ = ["TracedBox", "TracedTensor", "inverse", "local_parts"]
-
 
 @dataclass(frozen=True, slots=True)
 class TracedBox:

@@ -16,8 +16,6 @@ import shardproof as sp
 from shardproof.engine.state import StoredSlot
 from shardproof.frameworks.shared.partitions import Partition, PartitionedOptimizer
 
-__all__ = ["BlockOptimizer", "FlatBlock", "flat_blocks", "frozen_partition", "sharded_blocks"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatBlock:

@@ -9,8 +9,6 @@ from typing import Any
 
 from shardproof.engine.state import StreamBytes
 
-__all__ = ["with_bytes", "with_streams"]
-
 
 def with_bytes(value: Any) -> Any:
     """The value with the content of each stream in its dicts, lists and tuples instead of the stream.

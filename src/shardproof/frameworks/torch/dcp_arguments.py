@@ -13,16 +13,6 @@ from torch.distributed.checkpoint import format_utils, staging, state_dict_saver
 
 from shardproof.errors import StructureError
 
-__all__ = [
-    "OTHER_FILES",
-    "check_executor",
-    "check_planner",
-    "given_arguments",
-    "path_of",
-    "stages_in_background",
-    "storage_by_position",
-]
-
 R = TypeVar("R")
 
 

@@ -18,8 +18,6 @@ from shardproof.engine.loading import Checkpoint
 from shardproof.errors import KeyMismatchError, StructureError
 from shardproof.frameworks.torch.byte_streams import with_bytes, with_streams
 
-__all__ = ["FlatTree", "WholeValue", "is_stateful"]
-
 _Place = tuple[str, Any, Any]
 """The key of a value, the dict or list that holds it, and its name there."""
 

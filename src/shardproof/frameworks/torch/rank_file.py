@@ -33,8 +33,6 @@ from shardproof.engine.storage import FileWriter, Storage
 from shardproof.errors import StructureError
 from shardproof.frameworks.torch.byte_streams import with_bytes
 
-__all__ = ["Assignment", "RankFile", "ShardFile"]
-
 
 @dataclass(frozen=True, slots=True)
 class Assignment:

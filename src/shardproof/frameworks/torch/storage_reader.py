@@ -26,8 +26,6 @@ from shardproof.engine.loading import Checkpoint, open_storage
 from shardproof.engine.state import references
 from shardproof.frameworks.torch.byte_streams import with_streams
 
-__all__ = ["ShardproofReader"]
-
 _BATCH_BYTES = 256 << 20
 """Maximum bytes of one read, unless a single item is larger. Bounds the memory that a load needs in addition
 to the state."""

@@ -41,8 +41,6 @@ from shardproof.errors import AlreadyCommittedError, StorageError, StructureErro
 from shardproof.formats import Named, PickledCall, write_pickle
 from shardproof.frameworks.torch.rank_file import Assignment, RankFile, ShardFile
 
-__all__ = ["ShardproofWriter", "mark_as_committed", "refuse_checkpoint_of_torch"]
-
 _log = logging.getLogger("shardproof")
 _MARK = ".metadata"
 _SENTENCE = (

@@ -15,8 +15,6 @@ from shardproof.runs.checkpointer.retention import KnownSteps, retain
 from shardproof.runs.checkpointer.step_folders import step_name
 from shardproof.runs.checkpointer.tiers import Uploader, UploadRequest
 
-__all__ = ["AfterCommit"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AfterCommit:

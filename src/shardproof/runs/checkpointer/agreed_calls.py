@@ -43,8 +43,6 @@ import msgspec
 from shardproof._utils import forks
 from shardproof.engine.rendezvous import Rendezvous
 
-__all__ = ["AgreedCalls", "Choice", "Gate", "Request", "Requests", "choose"]
-
 _LOOK = 0.5
 """Seconds between two checks of the clock on rank 0."""
 

@@ -43,9 +43,6 @@ from shardproof.runs.checkpointer.tiers import (
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Checkpointer"]
-
-
 _log = logging.getLogger("shardproof")
 
 

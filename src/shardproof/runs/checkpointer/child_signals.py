@@ -33,8 +33,6 @@ from functools import wraps
 from multiprocessing import resource_tracker
 from typing import Any
 
-__all__ = ["blocked", "outlast"]
-
 _STARTS: tuple[tuple[Any, str], ...] = (
     (subprocess, "_fork_exec"),
     (_posixsubprocess, "fork_exec"),

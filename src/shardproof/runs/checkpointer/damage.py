@@ -9,8 +9,6 @@ from shardproof.engine.format import Manifest
 from shardproof.engine.planning import ChunkTable
 from shardproof.errors import CorruptChunkError, ShardproofError, StorageError
 
-__all__ = ["Damage", "is_damage"]
-
 
 def is_damage(error: ShardproofError) -> bool:
     """True if stored bytes are lost or changed; False if the storage cannot read them at the moment."""

@@ -31,8 +31,6 @@ from shardproof.runs.checkpointer.retention import Leftover
 from shardproof.runs.checkpointer.scan import StepInfo, scan_run
 from shardproof.runs.checkpointer.step_folders import StepFolder
 
-__all__ = ["Examination", "Finding", "Severity", "compare_tiers", "examine_run", "probe_storage", "scrub_run"]
-
 Severity = Literal["error", "warning", "note"]
 _ORDER: tuple[Severity, ...] = ("error", "warning", "note")
 

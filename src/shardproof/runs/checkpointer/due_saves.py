@@ -28,8 +28,6 @@ from shardproof.runs.checkpointer.run_marks import checked_step
 from shardproof.runs.checkpointer.save_interval import ENOUGH_SAVES, advice_of
 from shardproof.runs.checkpointer.schedules import Schedule
 
-__all__ = ["DueSaves"]
-
 _SAVES = 10
 """Number of recent saves that `lead_seconds` uses."""
 

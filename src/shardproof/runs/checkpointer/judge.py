@@ -43,17 +43,6 @@ from shardproof.runs.checkpointer.step_folders import (
     parse_folder,
 )
 
-__all__ = [
-    "Depth",
-    "Judgement",
-    "RestorableSteps",
-    "Verdict",
-    "judge",
-    "judge_save",
-    "misplaced",
-    "repair_refusal",
-]
-
 Depth = Literal["sizes", "metadata", "bytes"]
 """What a verdict is based on (note "Three depths")."""
 

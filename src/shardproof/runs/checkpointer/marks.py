@@ -30,22 +30,6 @@ from shardproof.runs.checkpointer.step_folders import (
     step_name,
 )
 
-__all__ = [
-    "NodeMark",
-    "Pin",
-    "Settled",
-    "pinned_steps",
-    "read_mark",
-    "read_node_mark",
-    "read_pin",
-    "read_settled",
-    "remove_pin",
-    "suspects_in",
-    "write_node_mark",
-    "write_pin",
-    "write_settled",
-]
-
 _NODE_NAME = "node.json"
 """The file that marks a folder as that of one node, with the files of that node only."""
 

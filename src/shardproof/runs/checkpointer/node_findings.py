@@ -16,8 +16,6 @@ from shardproof.runs.checkpointer.judge import Verdict, judge
 from shardproof.runs.checkpointer.marks import NodeMark, read_node_mark
 from shardproof.runs.checkpointer.step_folders import folders_in, step_name
 
-__all__ = ["find_missing_copies"]
-
 _RESTORE = "restore the run with node_local=NodeLocal(replicas=1): the ranks copy the files to a second node"
 
 

@@ -28,8 +28,6 @@ from shardproof.runs.checkpointer.scrub import Scrub
 from shardproof.runs.checkpointer.step_folders import StepFolder, folders_in, parse_folder, step_name
 from shardproof.runs.checkpointer.tiers import TieredRun
 
-__all__ = ["OpenRun", "open_run"]
-
 _log = logging.getLogger("shardproof")
 
 _LOG_SECONDS = 10.0

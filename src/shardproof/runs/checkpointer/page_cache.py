@@ -23,8 +23,6 @@ from pathlib import Path
 from shardproof.engine.storage import LocalStorage, fits_cache
 from shardproof.errors import StorageError
 
-__all__ = ["BYTES_PER_SECOND", "NewestStep", "is_on_local_disk"]
-
 _log = logging.getLogger("shardproof")
 
 BYTES_PER_SECOND = 256 << 20

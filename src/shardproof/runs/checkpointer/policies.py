@@ -19,20 +19,6 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from shardproof._utils.arguments import check_number
 
-__all__ = [
-    "BestStep",
-    "KeepAll",
-    "KeepBest",
-    "KeepEvery",
-    "KeepLatest",
-    "MetricCheck",
-    "Retention",
-    "RetentionPolicy",
-    "SavedStep",
-    "check_policy",
-    "is_count",
-]
-
 _NAMES_SHOWN = 8
 
 _log = logging.getLogger("shardproof")

@@ -18,8 +18,6 @@ from typing import Any
 from shardproof._utils.arguments import check_number, check_whole
 from shardproof.runs.checkpointer.child_signals import blocked, outlast
 
-__all__ = ["Preempted", "Preemption", "SignalNotices", "lead_seconds", "limit_of"]
-
 EXIT_CODE = 85
 """No shell, Python, torchrun or signal uses this code."""
 

@@ -33,8 +33,6 @@ from shardproof.runs.checkpointer.retention import (
 from shardproof.runs.checkpointer.scan import StepInfo, scan_run
 from shardproof.runs.checkpointer.step_folders import attempt_of, is_ours, parse_folder, parse_step
 
-__all__ = ["Fate", "PrunePlan", "plan_prune", "prune"]
-
 _SPARED = (Verdict.REPAIRABLE, Verdict.DAMAGED, Verdict.MISPLACED, Verdict.UNREADABLE)
 """The verdicts on folders with a manifest in which no file counts as that of a dead save: the manifest may be
 wrong, and the files may be those of the step."""

@@ -45,8 +45,6 @@ from shardproof.runs.checkpointer.step_selection import (
 )
 from shardproof.runs.checkpointer.tiers import Copies, copies_in
 
-__all__ = ["Restore", "RestoreReport", "check_damage", "check_reports", "report_view"]
-
 _REMOVED = "it was removed or replaced while it was read"
 
 _log = logging.getLogger("shardproof")

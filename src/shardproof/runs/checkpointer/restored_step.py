@@ -7,8 +7,6 @@ from typing import NoReturn
 from shardproof.engine.loading import LoadReport
 from shardproof.runs.checkpointer.step_selection import PassedOver
 
-__all__ = ["RestoredStep"]
-
 
 class RestoredStep(int):
     """The step that `Checkpointer.restore` loaded: an `int` with a report of the restore.

@@ -52,22 +52,6 @@ from shardproof.runs.checkpointer.step_folders import (
     step_name,
 )
 
-__all__ = [
-    "KnownSteps",
-    "Leftover",
-    "Removal",
-    "StepFacts",
-    "abandoned",
-    "branch_removal",
-    "delete_steps",
-    "leftovers",
-    "plan_removal",
-    "remove_dead_saves",
-    "remove_leftover",
-    "retain",
-    "times_of",
-]
-
 _log = logging.getLogger("shardproof")
 
 

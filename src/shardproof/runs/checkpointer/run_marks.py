@@ -16,8 +16,6 @@ from shardproof.runs.checkpointer.marks import remove_pin, write_pin, write_sett
 from shardproof.runs.checkpointer.open_run import OpenRun
 from shardproof.runs.checkpointer.step_folders import StepFolder
 
-__all__ = ["change_pin", "checked_step", "parse_argument", "settle_suspect"]
-
 _log = logging.getLogger("shardproof")
 
 

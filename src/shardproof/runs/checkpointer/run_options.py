@@ -8,8 +8,6 @@ from shardproof._utils.arguments import check_number, wrong_type
 from shardproof.engine.storage import Location, check_location
 from shardproof.runs.checkpointer.policies import Retention, check_policy, is_count
 
-__all__ = ["NEW_FORMS", "Incremental", "NodeLocal", "SecondTier"]
-
 NEW_FORMS = {
     "full_every": "incremental=Incremental(full_every=...)",
     "scrub": "incremental=Incremental(scrub=...)",

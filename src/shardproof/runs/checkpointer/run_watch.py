@@ -12,8 +12,6 @@ from shardproof.runs.checkpointer.judge import Verdict
 from shardproof.runs.checkpointer.retention import Leftover, leftovers
 from shardproof.runs.checkpointer.scan import StepInfo, scan_run
 
-__all__ = ["RunWatch", "WatchedSave"]
-
 
 @dataclass(frozen=True, slots=True)
 class WatchedSave:

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-__all__ = ["IntervalAdvice", "advice_of", "best_interval"]
-
 ENOUGH_SAVES = 5
 """Saves to measure before the log has a suggestion."""
 

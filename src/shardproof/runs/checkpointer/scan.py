@@ -15,8 +15,6 @@ from shardproof.runs.checkpointer.marks import NodeMark, read_node_mark, read_pi
 from shardproof.runs.checkpointer.save_interval import IntervalAdvice, advice_of
 from shardproof.runs.checkpointer.step_folders import PINNED_NAME, SETTLED_NAME, is_ours, parse_folder
 
-__all__ = ["StepInfo", "interval_advice", "scan_run"]
-
 _LONGEST_SAVE = 3600.0
 """Seconds. If the manifest's file is newer than the time in the manifest by this or more, the file is a
 later copy."""

@@ -9,8 +9,6 @@ from typing import Any
 from shardproof._utils.arguments import check_number
 from shardproof.runs.checkpointer.policies import is_count
 
-__all__ = ["Every", "Schedule"]
-
 
 class Schedule:
     """Rules that combine by ``|``. A save is due if any rule selects it."""

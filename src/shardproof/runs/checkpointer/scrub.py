@@ -27,8 +27,6 @@ from shardproof.runs.checkpointer.damage import Damage, is_damage
 from shardproof.runs.checkpointer.step_folders import folders_in
 from shardproof.runs.maintenance import verify
 
-__all__ = ["Scrub"]
-
 _POLL = 0.05
 """Seconds between two checks for a running save."""
 

@@ -18,18 +18,6 @@ from typing import NamedTuple
 from shardproof.engine.format import MANIFEST_NAME, STEP_FOLDER
 from shardproof.engine.storage import Storage
 
-__all__ = [
-    "PINNED_NAME",
-    "SETTLED_NAME",
-    "StepFolder",
-    "attempt_of",
-    "folders_in",
-    "is_ours",
-    "parse_folder",
-    "parse_step",
-    "step_name",
-]
-
 SETTLED_NAME = "settled.json"
 """The file in a suspect's folder with the verdict."""
 PINNED_NAME = "pinned.json"

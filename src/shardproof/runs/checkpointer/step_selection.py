@@ -17,18 +17,6 @@ from shardproof.runs.checkpointer.marks import read_settled, suspects_in
 from shardproof.runs.checkpointer.step_folders import StepFolder, folders_in, is_ours, parse_folder
 from shardproof.runs.checkpointer.tiers import Copies, copies_in
 
-__all__ = [
-    "KEEP_MORE",
-    "MOST_TRIES",
-    "Chosen",
-    "Failed",
-    "PassedOver",
-    "StepSelection",
-    "named",
-    "newest_committed",
-    "seal_now",
-]
-
 MOST_TRIES = 16
 """Maximum number of attempts to choose a step while another process removes or replaces chosen steps. If each
 attempt fails with probability 1/2, one restore in 65,536 fails."""

@@ -33,8 +33,6 @@ from shardproof.engine.planning import ChunkTable, prove_chunks, tensor_order
 from shardproof.engine.storage import FileWriter, Storage
 from shardproof.errors import AlreadyCommittedError, ShardproofError, StorageError
 
-__all__ = ["StandalonePlan", "make_standalone", "plan_standalone"]
-
 _log = logging.getLogger("shardproof")
 
 

@@ -23,8 +23,6 @@ from shardproof.engine.format import (
 from shardproof.engine.storage import FileWriter, Sink, Storage, aligned_buffer
 from shardproof.errors import FormatError, ShardproofError
 
-__all__ = ["copy_shard_file", "read_whole_index", "verify_files_here"]
-
 _ADVICE = "The file was not copied: another copy of the step, or an older step, has to be used"
 
 

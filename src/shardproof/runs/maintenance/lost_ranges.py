@@ -11,8 +11,6 @@ from shardproof.errors import CorruptChunkError
 if TYPE_CHECKING:
     from shardproof.engine.loading import ForeignCheckpoint
 
-__all__ = ["lost_ranges"]
-
 
 def lost_ranges(
     checkpoint: ForeignCheckpoint, rule: ZeroRule, on_box: Callable[[StoredBox], None]

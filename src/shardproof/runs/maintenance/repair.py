@@ -29,8 +29,6 @@ from shardproof.engine.storage import Storage
 from shardproof.errors import AlreadyCommittedError, FormatError, NotCommittedError, StorageError, TilingError
 from shardproof.runs.maintenance.stored import FoundShard, VerifiedShard, find_shard, verify_shard
 
-__all__ = ["RepairPlan", "plan_repair", "repair", "whole_attempts"]
-
 
 def repair(storage: Storage) -> Manifest:
     """Rebuilds index and manifest from complete, verified shard files, and commits them.

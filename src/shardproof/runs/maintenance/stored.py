@@ -27,8 +27,6 @@ from shardproof.engine.format import (
 from shardproof.engine.storage import Storage
 from shardproof.errors import FormatError
 
-__all__ = ["FoundShard", "VerifiedShard", "find_shard", "verify_shard"]
-
 _BUFFER = 8 << 20
 """Bytes that are read and hashed at once."""
 

@@ -32,8 +32,6 @@ from shardproof.engine.planning import ChunkTable, prove_chunks
 from shardproof.engine.storage import Storage
 from shardproof.errors import CorruptChunkError, FormatError, ShardproofError, StorageError, TilingError
 
-__all__ = ["VerifyReport", "verify"]
-
 _BATCH_BYTES = 32 << 20
 
 

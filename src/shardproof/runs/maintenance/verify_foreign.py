@@ -20,8 +20,6 @@ from shardproof.runs.maintenance.verify import VerifyReport, verify
 if TYPE_CHECKING:
     from shardproof.engine.loading import ForeignCheckpoint
 
-__all__ = ["verify_any", "verify_foreign"]
-
 _DAMAGE = (CorruptChunkError, FormatError, StorageError)
 
 

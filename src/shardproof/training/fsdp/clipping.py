@@ -13,8 +13,6 @@ from torch.distributed.tensor import DTensor
 from shardproof.engine.state import local_tensor
 from shardproof.training.collectives import all_reduce
 
-__all__ = ["clip_grad_norm_"]
-
 
 @torch.no_grad()
 def clip_grad_norm_(

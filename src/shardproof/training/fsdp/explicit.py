@@ -9,14 +9,6 @@ from torch import nn
 from shardproof.training.fsdp.hooks import schedule_of
 from shardproof.training.fsdp.unit import ShardedUnit, unit_of
 
-__all__ = [
-    "UnshardHandle",
-    "reshard",
-    "set_modules_to_backward_prefetch",
-    "set_modules_to_forward_prefetch",
-    "unshard",
-]
-
 
 class UnshardHandle:
     """A gather that `unshard` has started."""

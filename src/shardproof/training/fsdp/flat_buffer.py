@@ -13,8 +13,6 @@ from shardproof.training.fsdp.mesh_ranks import MeshRanks
 from shardproof.training.fsdp.packing import Packing
 from shardproof.training.fsdp.unit_parameter import UnitParameter
 
-__all__ = ["FlatBuffer"]
-
 
 class FlatBuffer:
     """The parameters of a unit with one dtype and one alignment class, as one tensor.

@@ -19,8 +19,6 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from shardproof.training.fsdp.schedule import UnitSchedule, is_backward
 from shardproof.training.fsdp.unit import ShardedUnit, units_in
 
-__all__ = ["install", "schedule_of"]
-
 _SCHEDULE = "_shardproof_schedule"
 
 

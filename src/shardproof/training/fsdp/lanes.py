@@ -30,8 +30,6 @@ import torch
 
 from shardproof._utils.streams import on_stream
 
-__all__ = ["Done", "Lane"]
-
 
 class Done:
     """The end of work in a lane. The compute stream waits for it; on a CPU, the host does."""

@@ -10,8 +10,6 @@ from torch import nn
 
 from shardproof.training.fsdp.unit import ShardedUnit, units_in
 
-__all__ = ["materialize"]
-
 
 def _reset(module: nn.Module) -> None:
     reset = getattr(module, "reset_parameters", None)

@@ -16,8 +16,6 @@ from shardproof.engine.state import dtensor_index_map
 from shardproof.errors import StructureError
 from shardproof.training.fsdp.row_layout import RowLayout
 
-__all__ = ["MeshRanks", "TensorSpec", "spec_of"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MeshRanks:

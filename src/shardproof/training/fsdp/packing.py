@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import lcm, prod
 
-__all__ = ["Packing", "pack"]
-
 WASTE = 16
 """Row sizes share a buffer if the padding for their common multiple is below 1 / WASTE of all elements."""
 

@@ -17,8 +17,6 @@ from shardproof.training.collectives import all_reduce, reduce_scatter
 from shardproof.training.fsdp.flat_buffer import FlatBuffer
 from shardproof.training.fsdp.lanes import Done, Lane
 
-__all__ = ["GradientFlags", "GradientPool", "Reduction"]
-
 IN_FLIGHT = 2
 """Largest number of concurrent reductions: one is sent while the memory of the next is filled."""
 

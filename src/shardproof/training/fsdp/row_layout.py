@@ -19,8 +19,6 @@ from shardproof.engine.geometry import Boxes, IndexMap, compose, row_major_strid
 from shardproof.engine.state import local_segments
 from shardproof.training.collectives import all_gather
 
-__all__ = ["RowLayout", "ShardOfRows", "dtensor"]
-
 
 @dataclass(frozen=True, eq=False)
 class RowLayout:

@@ -41,8 +41,6 @@ from torch.utils._pytree import tree_map
 from shardproof.engine.geometry import Boxes, IndexMap
 from shardproof.training.fsdp.row_layout import RowLayout, dtensor
 
-__all__ = ["RowSharded", "in_layout", "row_sharded"]
-
 aten = torch.ops.aten
 
 _ELEMENTWISE = {

@@ -11,8 +11,6 @@ from shardproof.training.fsdp.lanes import Lane
 from shardproof.training.fsdp.reduce import GradientFlags, Reduction
 from shardproof.training.fsdp.unit import ShardedUnit, SharedUnits
 
-__all__ = ["UnitSchedule", "is_backward"]
-
 
 def is_backward() -> bool:
     """True if autograd is running. Then a forward is a recomputation of activation checkpointing."""

@@ -18,8 +18,6 @@ from shardproof.training.fsdp.packing import pack
 from shardproof.training.fsdp.unit import UNIT, MixedPrecision, ShardedUnit, Strategy, unit_of
 from shardproof.training.fsdp.unit_parameter import UnitParameter
 
-__all__ = ["fully_shard"]
-
 CACHE_LINE = 64
 """Alignment of parameters in bytes, as for separate memory, so that kernels give the same bits."""
 

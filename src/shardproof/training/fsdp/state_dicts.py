@@ -9,8 +9,6 @@ from torch import nn
 
 from shardproof.training.fsdp.unit import units_in
 
-__all__ = ["full_state_dict", "load_full_state_dict"]
-
 
 def full_state_dict(
     module: nn.Module, *, device: torch.device | None = None, on_all_ranks: bool = True

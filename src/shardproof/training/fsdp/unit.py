@@ -17,18 +17,6 @@ from shardproof.training.fsdp.mesh_ranks import MeshRanks
 from shardproof.training.fsdp.reduce import GradientPool, Reduction
 from shardproof.training.fsdp.unit_parameter import UnitParameter
 
-__all__ = [
-    "UNIT",
-    "MixedPrecision",
-    "ShardedUnit",
-    "SharedUnits",
-    "Strategy",
-    "no_sync",
-    "set_requires_gradient_sync",
-    "unit_of",
-    "units_in",
-]
-
 UNIT = "_shardproof_fsdp"
 """Attribute of a module: its unit."""
 

@@ -15,8 +15,6 @@ from shardproof.training.fsdp.mesh_ranks import TensorSpec
 from shardproof.training.fsdp.packing import Packing
 from shardproof.training.fsdp.row_sharded import RowSharded, in_layout, row_sharded
 
-__all__ = ["UnitParameter"]
-
 
 class UnitParameter:
     """A parameter, the modules that have it, and its position in a flat buffer.

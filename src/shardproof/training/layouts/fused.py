@@ -9,8 +9,6 @@ import torch
 
 from shardproof.training.layouts.parts import Owned, Part, blocks_of, declare_along
 
-__all__ = ["fused", "gated_delta_net", "latent_attention", "query_key_value", "swiglu"]
-
 
 def fused(
     module: torch.nn.Module,

@@ -14,8 +14,6 @@ from shardproof.engine.geometry import Boxes, IndexMap
 from shardproof.engine.state import LAYOUTS, Layout, declare, inside, is_dtensor
 from shardproof.errors import StructureError
 
-__all__ = ["Owned", "Part", "Segments", "blocks_of", "check_rank", "declare_along", "index_map_of"]
-
 Segments: TypeAlias = Sequence[tuple[int, int]]
 """Start and size of each segment in the model's dimension, in memory order without gaps."""
 

@@ -9,8 +9,6 @@ import torch
 from shardproof.engine.state import Layout, rename, share
 from shardproof.training.layouts.parts import Owned
 
-__all__ = ["layers", "shared"]
-
 
 def layers(modules: Iterable[torch.nn.Module], first: int) -> None:
     """Gives the layers of a pipeline stage, or depths of multi-token prediction, their numbers in the model.

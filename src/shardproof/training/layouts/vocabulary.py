@@ -8,8 +8,6 @@ from shardproof.engine.state import is_dtensor
 from shardproof.errors import StructureError
 from shardproof.training.layouts.parts import Owned, check_rank
 
-__all__ = ["vocabulary"]
-
 
 def vocabulary(
     module: torch.nn.Module, name: str, size: int, *, rank: int = 0, ranks: int = 1, dim: int = 0

@@ -6,8 +6,6 @@ import torch
 
 from shardproof.engine.state import local_tensor
 
-__all__ = ["gradient_of", "local_gradient", "refreshed"]
-
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
     """The gradient to step with: ``decoupled_grad``, of any dtype, where it is set, else ``grad``."""

@@ -16,8 +16,6 @@ import torch
 
 from shardproof.engine.state import LocalRange, RandomState, SlotProvider
 
-__all__ = ["Factory", "Spec", "check_slots", "slot_schema"]
-
 _IMPLEMENTATION_OPTIONS = ("fused", "foreach", "capturable", "differentiable", "params", "param_names")
 """Options that select an implementation. They do not change the slots, and some require a device."""
 

@@ -13,8 +13,6 @@ from shardproof._utils.accelerator import available_accelerator
 from shardproof.training.rerun.result_log import Rejected
 from shardproof.training.rerun.transitions import AttributionKind
 
-__all__ = ["Attribution", "DeviceIdentity", "Shown", "Suspect"]
-
 
 @dataclass(frozen=True, slots=True)
 class DeviceIdentity:

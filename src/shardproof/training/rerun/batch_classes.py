@@ -16,8 +16,6 @@ from typing import Any
 
 from shardproof.errors import PlainDataError, StructureError
 
-__all__ = ["content_of", "described", "of_content", "restored"]
-
 Described = list[list[Any]]
 """For each described object, the outer ones first: the path to it, and the name of its class."""
 

@@ -17,8 +17,6 @@ from shardproof.engine.state import as_bytes, decode_plain, encode_plain, hoiste
 from shardproof.errors import PlainDataError
 from shardproof.training.rerun.batch_classes import described, restored
 
-__all__ = ["pack", "unpack"]
-
 _ALIGNED = 8
 
 

@@ -13,8 +13,6 @@ import torch
 
 from shardproof.engine.state import local_tensor
 
-__all__ = ["Compare", "relative_difference", "reproduced"]
-
 Compare = Callable[[Any, Any], float]
 """Returns the relative difference of the first and the second result, 0.0 if they are equal."""
 

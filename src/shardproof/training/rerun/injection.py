@@ -9,8 +9,6 @@ from typing import Any, Literal, get_args
 import torch
 import xxhash
 
-__all__ = ["FaultInjector", "FaultKind", "Run"]
-
 FaultKind = Literal["transient", "persistent", "correct"]
 Run = Literal["initial", "in place", "from checkpoint"]
 """The first run of a step, the rerun in the same process, or the rerun after a restart."""

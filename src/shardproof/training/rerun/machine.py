@@ -29,8 +29,6 @@ from shardproof.training.rerun.step_start import StepState, iterators_of
 from shardproof.training.rerun.transitions import Mode, State
 from shardproof.training.rerun.votes import BallotExchange
 
-__all__ = ["RerunMachine"]
-
 _DATA_ENDED = (
     "the data of this rank ended within a step. Every rank needs the same number of microbatches: let the "
     "sampler drop or pad the last ones (DistributedSampler, drop_last=True), or pass an endless iterator and "

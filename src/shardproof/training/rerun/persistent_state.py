@@ -24,8 +24,6 @@ from shardproof.training.rerun.statistics import Differences
 from shardproof.training.rerun.step_run import Rejections
 from shardproof.training.rerun.transitions import AttributionKind, State
 
-__all__ = ["JobState", "PersistentState"]
-
 _MAX_NAMES, _OTHERS = 256, "(others)"
 """Largest number of results with separate statistics. Messages may include the step number."""
 

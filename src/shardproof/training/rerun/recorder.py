@@ -10,8 +10,6 @@ from shardproof.training.rerun.attribution import Attribution
 from shardproof.training.rerun.result_log import Rejected, ResultLog, Spread
 from shardproof.training.rerun.statistics import Differences
 
-__all__ = ["Recorder"]
-
 _log = logging.getLogger("shardproof")
 _FROM_OUTSIDE = "rejected from outside of the step"
 

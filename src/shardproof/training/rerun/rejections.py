@@ -18,8 +18,6 @@ import torch
 
 from shardproof.engine.state import local_tensor
 
-__all__ = ["Spike", "UnexpectedlyLarge", "not_finite"]
-
 
 def not_finite(value: Any) -> bool:
     """Return True if a number, or any element of a tensor, is NaN or infinite.

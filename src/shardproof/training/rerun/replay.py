@@ -11,8 +11,6 @@ import torch
 from shardproof.engine.state import RandomState
 from shardproof.training.rerun.batch_classes import content_of, of_content
 
-__all__ = ["ReplayableIterator", "copy_of"]
-
 Batch = TypeVar("Batch")
 
 

@@ -19,17 +19,6 @@ from shardproof._utils.home_paths import unexpanded_home
 from shardproof.engine.state import local_tensor
 from shardproof.errors import FormatError
 
-__all__ = [
-    "CORRECT_RESULT",
-    "Rejected",
-    "ResultLog",
-    "Spread",
-    "read_rejected",
-    "read_spreads",
-    "shown_value",
-    "steps_to_skip",
-]
-
 CORRECT_RESULT = "correct result"
 """The verdict on a result that another device reproduced: the cause is the data or the program."""
 

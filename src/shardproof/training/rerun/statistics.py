@@ -6,8 +6,6 @@ import math
 from collections import Counter
 from typing import Any
 
-__all__ = ["Differences"]
-
 _BINS_PER_OCTAVE = 8
 _OCTAVES = 64
 """Octaves on either side of 1.0. Values beyond them count in the outermost bin."""

@@ -22,8 +22,6 @@ from shardproof.training.rerun.transitions import (
 )
 from shardproof.training.rerun.votes import Ballot, BallotExchange, count
 
-__all__ = ["Decision", "ExitCodes", "Steps"]
-
 
 @dataclass(frozen=True, slots=True)
 class ExitCodes:

@@ -15,8 +15,6 @@ from shardproof.training.rerun.comparison import Compare, relative_difference, r
 from shardproof.training.rerun.injection import Run as RunName
 from shardproof.training.rerun.replay import copy_of
 
-__all__ = ["Call", "Rejection", "Rejections", "StepRun", "Suspicion"]
-
 Rejection = Callable[[Any], Any]
 """Returns True for a result that is rejected."""
 _MAX_STATEFUL = 64

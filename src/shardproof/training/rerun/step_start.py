@@ -14,8 +14,6 @@ from shardproof.training.rerun.byte_tensor import pack, unpack
 from shardproof.training.rerun.replay import ReplayableIterator
 from shardproof.training.rerun.step_run import Suspicion
 
-__all__ = ["BufferState", "Iterators", "ProcessState", "StepStart", "StepState", "iterators_of"]
-
 
 class StepState(Protocol):
     """State that a step changes and that the machine restores before it runs the step again."""

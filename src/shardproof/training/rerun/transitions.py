@@ -11,8 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from enum import Enum
 
-__all__ = ["TABLE", "Action", "AttributionKind", "Effect", "Mode", "Row", "State", "Votes", "transition"]
-
 
 class Mode(Enum):
     """The mode of the machine in this run."""

@@ -36,8 +36,6 @@ from shardproof.training.collectives import all_reduce
 from shardproof.training.rerun.attribution import Suspect
 from shardproof.training.rerun.transitions import State, Votes
 
-__all__ = ["ERROR_POST_SECONDS", "Ballot", "BallotExchange", "count"]
-
 ERROR_POST_SECONDS = 10.0
 """Seconds for which a rank that raised waits until the other ranks have read its exception, at most."""
 _EMPTY, _NOT_EMPTY = 0, 1

@@ -29,8 +29,6 @@ from shardproof.errors import (
     TilingError,
 )
 
-__all__ = ["UNREADABLE", "ReadOnceExchange"]
-
 UNREADABLE = (CorruptChunkError, FormatError, NotCommittedError, StorageError, TilingError)
 """Errors of the checkpoint, as opposed to errors of the state that it is loaded into."""
 

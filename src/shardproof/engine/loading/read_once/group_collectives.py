@@ -22,8 +22,6 @@ from torch.distributed import ProcessGroup
 
 from shardproof.errors import StructureError
 
-__all__ = ["Exchange", "can_exchange"]
-
 
 def can_exchange(group: ProcessGroup | None) -> bool:
     """True if there is a process group."""

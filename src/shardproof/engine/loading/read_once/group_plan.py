@@ -25,8 +25,6 @@ from shardproof.engine.loading.read_once.orders import ChunkRequest, Int64s, Ord
 from shardproof.engine.loading.read_once.units import UNIT_BYTES, Units, joined, wire
 from shardproof.engine.planning import ChunkTable
 
-__all__ = ["ROUND_BYTES", "plan_once"]
-
 ROUND_BYTES = 32 << 20
 """Bytes that a rank sends, and receives, in one round. Its buffers take about four times as much."""
 

@@ -26,8 +26,6 @@ from shardproof.engine.loading.read_once.orders import Orders
 from shardproof.engine.planning import ChunkTable
 from shardproof.engine.state import as_bytes
 
-__all__ = ["PeerFailed", "Receiver", "Sender", "through_group"]
-
 
 class Sender:
     """Reads units, fills this rank's own destinations from them, and packs messages for other ranks."""

@@ -36,8 +36,6 @@ import torch
 
 from shardproof.errors import StorageError
 
-__all__ = ["Handle", "Inbox", "Message", "MessageKind", "NodeMemory", "Outbox", "PeerMemory"]
-
 _OPEN = os.O_CLOEXEC | os.O_NONBLOCK | getattr(os, "O_NOCTTY", 0)
 _FORMAT = struct.Struct("=HHI")
 _MOST = 4096 // _FORMAT.size * _FORMAT.size

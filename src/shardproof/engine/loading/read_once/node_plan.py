@@ -21,8 +21,6 @@ from shardproof.engine.loading.read_once.orders import ChunkRequest, Int64s
 from shardproof.engine.loading.read_once.units import UNIT_BYTES, Units, wire
 from shardproof.engine.planning import ChunkTable
 
-__all__ = ["AHEAD", "RING_BYTES", "ROUND_BYTES", "NodeOrders", "plan_node"]
-
 ROUND_BYTES = 1 << 20
 """Bytes that a rank reads before it notifies the others."""
 RING_BYTES = 8 << 20

@@ -35,8 +35,6 @@ from shardproof.engine.loading.read_once.node_plan import NodeOrders
 from shardproof.engine.loading.read_once.wanted_parts import WantedParts
 from shardproof.engine.rendezvous import Rendezvous
 
-__all__ = ["MOST_RANKS", "through_memory"]
-
 _LOOKS = 4
 """How often a waiting rank checks within the deadline whether another rank makes progress."""
 _REPORTED_BYTES = 8 << 20

@@ -12,8 +12,6 @@ import msgspec
 from shardproof.engine.loading.read_once.node_memory import Handle
 from shardproof.engine.loading.read_once.node_transfer import MOST_RANKS
 
-__all__ = ["Offer", "usable_handles"]
-
 
 class Offer(msgspec.Struct, frozen=True, array_like=True):
     """Shared memory that a rank offers."""

@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 
 from shardproof.engine.planning import ChunkTable, ReadPlan
 
-__all__ = ["ChunkRequest", "Int64s", "Orders"]
-
 Int64s: TypeAlias = NDArray[np.int64]
 
 

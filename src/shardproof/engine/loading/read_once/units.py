@@ -17,8 +17,6 @@ from numpy.typing import NDArray
 from shardproof.engine.loading.read_once.orders import ChunkRequest, Int64s
 from shardproof.engine.planning import ChunkTable
 
-__all__ = ["UNIT_BYTES", "Units", "joined", "sums", "wire"]
-
 UNIT_BYTES = 8 << 20
 """Neighbouring chunks join one unit up to this many bytes."""
 _SHARE = 16

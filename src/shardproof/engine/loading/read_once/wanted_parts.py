@@ -11,8 +11,6 @@ from shardproof.engine.loading.destinations import DestinationWriter
 from shardproof.engine.loading.read_once.orders import Int64s
 from shardproof.engine.planning import ChunkTable
 
-__all__ = ["CUT_BYTES", "WantedParts"]
-
 CUT_BYTES = 64 << 10
 """Least bytes of a chunk whose parts are copied through views that are made before the exchange."""
 

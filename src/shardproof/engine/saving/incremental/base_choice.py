@@ -23,8 +23,6 @@ from shardproof.engine.saving.incremental.base_chunks import Base, match_base, n
 from shardproof.engine.storage import Storage, file_sizes
 from shardproof.errors import FormatError, NotCommittedError, StorageError
 
-__all__ = ["BaseChoice", "CachedBase", "FindBase"]
-
 FindBase = Callable[[], Storage | None]
 """Finds the base, in a sibling folder of the new step; None: there is no base."""
 

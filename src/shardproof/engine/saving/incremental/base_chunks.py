@@ -24,8 +24,6 @@ from shardproof.engine.saving.commit import Committed, Placement, check_counts, 
 from shardproof.engine.saving.messages import WriteReport, pack_rows, unpack_rows
 from shardproof.errors import StructureError
 
-__all__ = ["NAME", "Base", "BaseDigests", "match_base", "no_base", "place_with_base"]
-
 NAME = "incremental"
 """The name of the option, and of its posts."""
 

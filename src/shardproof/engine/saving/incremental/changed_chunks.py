@@ -29,8 +29,6 @@ from shardproof.engine.saving.shard_writer import Output, PreparedShard, ShardSt
 from shardproof.engine.saving.snapshot import Snapshot
 from shardproof.engine.storage import ALIGNMENT
 
-__all__ = ["write_changed"]
-
 _PADDING_ENTRY = 128
 """Upper bound for the bytes of a padding entry in a header."""
 

@@ -24,8 +24,6 @@ from shardproof.engine.saving.shard_writer import Output, PreparedShard, WriteSh
 from shardproof.engine.saving.snapshot import Snapshot
 from shardproof.engine.storage import aligned_buffer
 
-__all__ = ["BaseCache", "IncrementalOption"]
-
 
 @dataclass(frozen=True, slots=True)
 class _CachedDigests:

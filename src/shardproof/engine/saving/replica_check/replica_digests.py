@@ -29,8 +29,6 @@ from shardproof.engine.saving.staging import StagingPool
 from shardproof.engine.state import Piece
 from shardproof.errors import StructureError
 
-__all__ = ["CheckReplicas", "chosen_slices", "compare_replicas", "hash_replicas", "warn_of_divergences"]
-
 CheckReplicas = Literal["sample", "all"]
 """The replicas that a save compares: a sample, which changes with each save, or all."""
 

@@ -26,8 +26,6 @@ from shardproof.engine.saving.shard_writer import WrittenShard
 from shardproof.engine.state import Piece
 from shardproof.errors import StructureError
 
-__all__ = ["ReplicaCache", "ReplicaOption"]
-
 
 @dataclass(slots=True)
 class ReplicaCache:

@@ -11,8 +11,6 @@ import torch
 from shardproof._utils.accelerator import available_accelerator
 from shardproof.engine.state.handlers.stateful_objects import Stateful
 
-__all__ = ["GENERATOR", "NUMPY_GENERATOR", "NUMPY_RANDOM_STATE", "PYTHON_GENERATOR", "RandomState"]
-
 
 class RandomState:
     """The global random generators of this process: Python's, numpy's, torch's on CPU and accelerator.

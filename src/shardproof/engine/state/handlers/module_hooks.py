@@ -30,8 +30,6 @@ from shardproof.engine.state.module_names import EXTRA_STATE, NamedModule
 from shardproof.engine.state.visitor import Place
 from shardproof.errors import KeyMismatchError, ShardproofError, StructureError
 
-__all__ = ["LoadHooks", "is_foreign", "is_uninitialized", "method_of", "refuse_hooks"]
-
 _OWN = ("torch.distributed.", "torch.nn.modules.batchnorm", "torch.nn.modules.instancenorm", "shardproof.")
 """Modules of hooks that a load replaces. Wrappers of torch.distributed rename keys and shard tensors, which
 the load does itself. Norms add a buffer that checkpoints of torch before 0.4.1 lack."""

@@ -26,8 +26,6 @@ from shardproof.engine.state.tensors import check_memory, empty_like_layout, loc
 from shardproof.engine.state.visitor import Place, VisitedModule, Visitor, check_name, join
 from shardproof.errors import KeyMismatchError, StructureError
 
-__all__ = ["MODULE", "flat_parts_of", "named"]
-
 
 class _Module:
     """Handles `torch.nn.Module`.

@@ -15,8 +15,6 @@ from shardproof.engine.state.tensors import torch_dtype
 from shardproof.engine.state.visitor import Place, is_per_rank, join
 from shardproof.errors import StructureError
 
-__all__ = ["PER_RANK", "PerRank", "owner_of"]
-
 
 class PerRank:
     """A state tree that every rank saves and restores separately.

@@ -15,17 +15,6 @@ from shardproof.engine.state.plain.decode import decode, references
 from shardproof.engine.state.visitor import Place, is_per_rank, join
 from shardproof.errors import StructureError
 
-__all__ = [
-    "PART",
-    "SEGMENT",
-    "STATEFUL",
-    "Stateful",
-    "has_state_tree",
-    "is_stateful",
-    "parts_of",
-    "refuse_divided",
-]
-
 SEGMENT = "@part"
 """The segment that the keys of a part's values have after the key of the part."""
 

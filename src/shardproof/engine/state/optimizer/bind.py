@@ -42,8 +42,6 @@ from shardproof.engine.state.tensors import empty_like_layout, local_of, torch_d
 from shardproof.engine.state.visitor import Place, check_name, join
 from shardproof.errors import StructureError
 
-__all__ = ["EXTRA", "SHARED", "OptimizerBinding"]
-
 SHARED = "@shared"
 """Segment of the state in `optimizer.state` of a torch optimizer that belongs to no parameter."""
 EXTRA = "@extra"

@@ -45,8 +45,6 @@ from shardproof.engine.state.subclasses import inner_tensors
 from shardproof.engine.state.visitor import Place, VisitedModule, Visitor, check_name, join
 from shardproof.errors import StructureError
 
-__all__ = ["OPTIMIZER", "OptimizerState"]
-
 
 class OptimizerState:
     """An optimizer with the names of its parameters, for an optimizer whose module is not in the state tree.

@@ -30,8 +30,6 @@ from shardproof.engine.state.optimizer.slots import (
 from shardproof.engine.state.visitor import Place
 from shardproof.errors import StructureError
 
-__all__ = ["FlatSlots"]
-
 
 class FlatSlots:
     """An optimizer of FSDP1's parameters, as a `SlotProvider`.

@@ -22,8 +22,6 @@ from shardproof.engine.state.tensors import local_of
 from shardproof.engine.state.visitor import join
 from shardproof.errors import StructureError
 
-__all__ = ["GroupOptions"]
-
 
 @dataclass(frozen=True, slots=True)
 class GroupOptions:

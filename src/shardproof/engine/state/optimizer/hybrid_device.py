@@ -34,8 +34,6 @@ from shardproof.engine.state.optimizer.slots import (
 )
 from shardproof.errors import StructureError
 
-__all__ = ["HybridDeviceSlots", "is_hybrid_device"]
-
 _STEP = "step"
 _MASTER_OF_MEGATRON = "master_param"
 """A slot that Megatron-Core adds to `state`: the inner tensor itself."""

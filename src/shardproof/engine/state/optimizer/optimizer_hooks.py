@@ -15,8 +15,6 @@ from shardproof.engine.state.handlers.module_hooks import is_foreign, method_of
 from shardproof.engine.state.visitor import Place
 from shardproof.errors import ShardproofError, StructureError
 
-__all__ = ["after_load", "before_save", "overrides"]
-
 
 def overrides(optimizer: torch.optim.Optimizer, method: str) -> bool:
     """True if the program replaced a method of torch's optimizers, on the class or on the object.

@@ -13,8 +13,6 @@ from shardproof.engine.state.module_names import clean_name
 from shardproof.engine.state.visitor import Place, VisitedModule, check_name, join
 from shardproof.errors import StructureError
 
-__all__ = ["Names"]
-
 _NAME = itemgetter(0)
 """Sort key. Several parameters may have one name, and tensors cannot be compared."""
 

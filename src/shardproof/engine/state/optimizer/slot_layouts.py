@@ -15,8 +15,6 @@ from shardproof.engine.state.tensors import check_memory, local_of
 from shardproof.engine.state.visitor import VisitedModule, join
 from shardproof.errors import StructureError
 
-__all__ = ["SlotLayout", "SlotLayouts"]
-
 
 @dataclass(frozen=True, slots=True)
 class SlotLayouts:

@@ -32,8 +32,6 @@ from shardproof.engine.state.optimizer.slots import (
 from shardproof.engine.state.optimizer.zero_redundancy import is_zero_redundancy, owned_receiver, owned_slots
 from shardproof.engine.state.tensors import empty_like_layout
 
-__all__ = ["receiver", "slots_of"]
-
 
 def slots_of(optimizer: torch.optim.Optimizer | SlotProvider) -> list[ParameterSlots]:
     """The slots of any optimizer.

@@ -18,25 +18,6 @@ from shardproof.engine.state.dtensor import local_tensor
 from shardproof.engine.state.subclass_binding import StoredWrapper
 from shardproof.engine.state.tensors import empty_like_layout
 
-__all__ = [
-    "EMPTY_GROUP",
-    "EXECUTION_OPTIONS",
-    "MASTER",
-    "OPTIONS",
-    "LocalRange",
-    "ParameterSlots",
-    "Receipt",
-    "Receiver",
-    "SlotProvider",
-    "StoredSlot",
-    "cast_slot",
-    "destination_dtype",
-    "device_of_scalar",
-    "options_of",
-    "slot_dtype",
-    "tensors_and_values",
-]
-
 MASTER = "master"
 """The slot with a parameter's values in a wider dtype than the parameter's."""
 

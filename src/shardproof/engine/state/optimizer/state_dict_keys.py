@@ -26,8 +26,6 @@ from shardproof.engine.state.records import Catalogue
 from shardproof.engine.state.visitor import join
 from shardproof.errors import StructureError
 
-__all__ = ["optimizer_state_dicts", "translate_state_dict", "with_new_key"]
-
 
 @dataclass(slots=True)
 class _StoredGroup:

@@ -19,8 +19,6 @@ import torch
 from shardproof.engine.state.optimizer.slots import ParameterSlots, Receipt, Receiver, StoredSlot, options_of
 from shardproof.errors import StructureError
 
-__all__ = ["inner_optimizer", "is_zero_redundancy", "owned_receiver", "owned_slots"]
-
 SlotsOf = Callable[[torch.optim.Optimizer], list[ParameterSlots]]
 
 

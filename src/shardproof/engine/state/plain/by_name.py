@@ -6,8 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-__all__ = ["ByName", "by_name", "has_names", "with_names", "with_targets"]
-
 Differs = Callable[[tuple[Any, ...], str, str], None]
 """Reports a class or function of another name. Arguments: path of keys and positions, the target's name, the
 stored name."""

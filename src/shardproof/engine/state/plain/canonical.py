@@ -7,8 +7,6 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["canonical_json"]
-
 _PAIRS = ("$dict", "$counter")
 _TAGS = tuple(f'"{tag}"'.encode() for tag in (*_PAIRS, "$defaultdict"))
 

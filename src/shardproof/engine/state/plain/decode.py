@@ -24,8 +24,6 @@ from shardproof.engine.state.plain.stream_bytes import StreamBytes
 from shardproof.engine.state.tensors import array_dtype, torch_dtype
 from shardproof.errors import PlainDataError
 
-__all__ = ["decode", "references"]
-
 _STRINGS = re.compile("<U[1-9][0-9]{0,8}|\\|S[1-9][0-9]{0,8}")
 _LAST_CODE_POINT = 0x10FFFF
 _KINDS: dict[str, Callable[[np.ndarray[Any, Any]], Any]] = {

@@ -60,8 +60,6 @@ from shardproof.engine.state.plain.stream_bytes import StreamBytes
 from shardproof.engine.state.tensors import array_dtype, as_bytes, check_memory, is_in_host_memory
 from shardproof.errors import PlainDataError
 
-__all__ = ["DEPTH", "FACTORIES", "INLINE_BYTES", "TEXT_KINDS", "Hoist", "encode"]
-
 INLINE_BYTES = 64
 """Maximum size of arrays and bytes in the JSON. Larger ones become tensors, if there is a `Hoist`."""
 

@@ -14,14 +14,6 @@ from typing import Any, Literal, TypeVar
 
 from shardproof.errors import PlainDataError
 
-__all__ = [
-    "name_of",
-    "register_by_name",
-    "register_dataclass",
-    "register_enum",
-    "registered",
-]
-
 _Class = TypeVar("_Class", bound=type)
 
 _BY_NAME: dict[str, type] = {}

@@ -5,8 +5,6 @@ from __future__ import annotations
 import io
 from typing import Any
 
-__all__ = ["StreamBytes"]
-
 
 class StreamBytes(bytes):
     """The bytes of an `io.BytesIO`, with its position. It equals the bytes.

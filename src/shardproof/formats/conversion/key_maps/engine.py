@@ -26,8 +26,6 @@ from shardproof.formats.conversion.key_maps.key_rules import KeyPattern, KeyRule
 from shardproof.formats.conversion.key_maps.layouts import LAYOUTS, Arrangement, LayoutMismatch
 from shardproof.formats.conversion.request import MappedTensor, Move
 
-__all__ = ["MappedKeys", "apply_rules"]
-
 
 @dataclass(frozen=True, slots=True)
 class MappedKeys:

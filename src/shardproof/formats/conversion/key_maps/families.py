@@ -11,8 +11,6 @@ from itertools import chain
 
 from shardproof.formats.conversion.key_maps.key_rules import KeyRules, Rule
 
-__all__ = ["FAMILIES"]
-
 _DECODER = "decoder.layers.{layer}."
 _ATTENTION = f"{_DECODER}self_attention."
 _QKV = f"{_ATTENTION}linear_qkv."

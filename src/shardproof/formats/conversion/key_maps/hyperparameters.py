@@ -11,8 +11,6 @@ from typing import Any
 
 from shardproof.errors import PlainDataError, StructureError
 
-__all__ = ["CONFIG", "Hyperparameters", "hyperparameters"]
-
 CONFIG = "config.json"
 """Key of the configuration of Hugging Face among the values that a key map gets."""
 

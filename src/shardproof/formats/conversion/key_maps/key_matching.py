@@ -13,17 +13,6 @@ from shardproof.errors import StructureError
 from shardproof.formats.conversion.key_maps.hyperparameters import Hyperparameters
 from shardproof.formats.conversion.key_maps.key_rules import KeyPattern, KeyRules, Rule
 
-__all__ = [
-    "MatchedRule",
-    "Numbers",
-    "RuleOptions",
-    "SizeNames",
-    "Source",
-    "Stored",
-    "check_numbers",
-    "match_keys",
-]
-
 Stored: TypeAlias = tuple[str, tuple[int, ...]]
 """Torch's name of the dtype, and the shape, of a stored tensor."""
 Numbers: TypeAlias = tuple[int, ...]

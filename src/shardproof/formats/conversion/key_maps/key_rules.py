@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 from shardproof.formats.conversion.key_maps.layouts import LAYOUTS
 
-__all__ = ["KeyPattern", "KeyRules", "Rule"]
-
 _PLACEHOLDER = re.compile(r"\{([a-z][a-z0-9_]*)\}")
 _TOKEN = re.compile(r"(\.?\{[a-z][a-z0-9_]*\}|\[[^\]]*\])")
 _NUMBER = r"0|[1-9][0-9]{0,8}"

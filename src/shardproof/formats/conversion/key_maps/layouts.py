@@ -14,8 +14,6 @@ from typing import NamedTuple
 
 from shardproof.formats.conversion.key_maps.hyperparameters import Hyperparameters
 
-__all__ = ["LAYOUTS", "Arrangement", "JoinedLayout", "JoinedPart", "LayoutMismatch"]
-
 _Shape = tuple[int, ...]
 _MOST_GROUPS = 65536
 """It bounds the work for a wrong shape."""

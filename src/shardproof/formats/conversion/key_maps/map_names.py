@@ -14,8 +14,6 @@ from shardproof.formats.conversion.key_maps.hyperparameters import Hyperparamete
 from shardproof.formats.conversion.key_maps.key_matching import RuleOptions
 from shardproof.formats.conversion.key_maps.key_rules import KeyRules, Rule
 
-__all__ = ["MapName", "named_rules"]
-
 _NUMBERS = tuple(item.name for item in fields(Hyperparameters))
 _TEXTS = ("config", "direction", "norms", "prefix", "stack")
 _TOP = {"extends", "sides", "direction", "ignored", "options", "rules"}

@@ -13,8 +13,6 @@ from shardproof.errors import StructureError, TilingError
 from shardproof.formats.conversion.key_maps.key_matching import Stored
 from shardproof.formats.conversion.request import MappedTensor, Move
 
-__all__ = ["check_mapped"]
-
 
 def check_mapped(tensors: Mapping[str, MappedTensor], stored: Mapping[str, Stored]) -> None:
     """Checks what a map gives.

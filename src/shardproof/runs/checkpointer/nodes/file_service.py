@@ -38,8 +38,6 @@ from shardproof.runs.checkpointer.nodes.peer_frames import (
     name_to,
 )
 
-__all__ = ["FileService"]
-
 _log = logging.getLogger("shardproof")
 
 _MOST_PUBLISHED = 4 << 30

@@ -39,8 +39,6 @@ from shardproof.runs.checkpointer.nodes.node_storage import NodeStorage
 from shardproof.runs.checkpointer.nodes.peer_frames import PIECE_BYTES
 from shardproof.runs.maintenance import copy_shard_file, read_whole_index
 
-__all__ = ["MissingCopies"]
-
 _log = logging.getLogger("shardproof")
 
 

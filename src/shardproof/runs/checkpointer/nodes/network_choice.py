@@ -18,8 +18,6 @@ from collections.abc import Mapping
 
 from shardproof.errors import StorageError
 
-__all__ = ["SECRET", "SECRET_FILE", "chosen_address", "combined_secret", "own_secret"]
-
 SECRET, SECRET_FILE = "SHARDPROOF_NODES_SECRET", "SHARDPROOF_NODES_SECRET_FILE"
 _INTERFACE = "SHARDPROOF_NODES_INTERFACE"
 _LEAST, _MOST = 16, 4096

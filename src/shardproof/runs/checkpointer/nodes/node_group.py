@@ -35,8 +35,6 @@ from shardproof.runs.checkpointer.nodes.network_choice import (
 )
 from shardproof.runs.checkpointer.nodes.peer_storage import Peer, PeerStorage
 
-__all__ = ["NodeGroup", "join_nodes"]
-
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 _log = logging.getLogger("shardproof")

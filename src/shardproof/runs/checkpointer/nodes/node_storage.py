@@ -48,8 +48,6 @@ from shardproof.runs.checkpointer.nodes.peer_storage import PeerSink, PeerStorag
 from shardproof.runs.checkpointer.step_folders import PINNED_NAME
 from shardproof.runs.checkpointer.tiers import NearerCopy, TieredRun
 
-__all__ = ["NodeSink", "NodeStorage", "NodesView"]
-
 
 class NodesView(TieredRun):
     """The folders of all nodes, and a second tier behind them, as one `Storage` that can only be read."""

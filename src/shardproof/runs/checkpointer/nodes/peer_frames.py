@@ -23,8 +23,6 @@ import msgspec
 
 from shardproof._utils import forks
 
-__all__ = ["PIECE_BYTES", "PeerAnswer", "PeerConnection", "PeerRequest", "WrongPeer", "name_from", "name_to"]
-
 T = TypeVar("T")
 
 PIECE_BYTES = 4 << 20

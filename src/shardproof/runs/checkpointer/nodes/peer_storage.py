@@ -22,8 +22,6 @@ from shardproof.runs.checkpointer.nodes.peer_frames import (
     name_to,
 )
 
-__all__ = ["Peer", "PeerSink", "PeerStorage", "ask_all"]
-
 _MOST_IDLE = 4
 """Connections to a peer that stay open between requests."""
 

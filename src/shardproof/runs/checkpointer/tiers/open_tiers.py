@@ -15,8 +15,6 @@ from shardproof.engine.storage import (
 )
 from shardproof.runs.checkpointer.run_options import NodeLocal, SecondTier
 
-__all__ = ["check_node_local", "open_tiers"]
-
 
 def check_node_local(first: Storage, node_local: NodeLocal | None) -> None:
     """Checks that a first tier can be on the local disks of the nodes.

@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-__all__ = ["Throttle"]
-
 _SLICE = 0.5
 """Seconds between two signs of life during a wait."""
 

@@ -26,17 +26,6 @@ from shardproof.engine.format import MANIFEST_NAME, FileRecord, Manifest, read_m
 from shardproof.engine.storage import Sink, Storage, check_folder, check_name
 from shardproof.errors import FormatError, NotCommittedError, ShardproofError, StorageError
 
-__all__ = [
-    "Copies",
-    "CopyChoice",
-    "NearerCopy",
-    "OneCopy",
-    "TieredRun",
-    "copies_in",
-    "copies_of",
-    "log_other_copy",
-]
-
 T = TypeVar("T")
 
 _log = logging.getLogger("shardproof")

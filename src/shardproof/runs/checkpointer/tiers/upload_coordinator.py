@@ -99,8 +99,6 @@ from shardproof.runs.checkpointer.tiers.upload_messages import (
 )
 from shardproof.runs.maintenance import read_whole_index
 
-__all__ = ["UploadCoordinator"]
-
 T = TypeVar("T")
 
 _log = logging.getLogger("shardproof")

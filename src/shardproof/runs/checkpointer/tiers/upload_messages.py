@@ -9,8 +9,6 @@ import msgspec
 from shardproof.engine.format import FileRecord
 from shardproof.errors import ShardproofError
 
-__all__ = ["UploadAnswer", "UploadReport", "UploadRequest", "UploadShare"]
-
 
 class UploadShare(msgspec.Struct, frozen=True, array_like=True):
     """One rank's part of the upload of a step."""

@@ -50,8 +50,6 @@ from shardproof.runs.checkpointer.tiers.upload_messages import (
 )
 from shardproof.runs.maintenance import copy_shard_file
 
-__all__ = ["Uploader"]
-
 _MOST_PIECE = 1 << 20
 _LEAST_PIECE = 64 << 10
 _PIECES_A_SECOND = 4

@@ -14,8 +14,6 @@ from shardproof.engine.state import local_tensor
 from shardproof.training.optim.distributed.flat_bucket import FlatBucket, Weight, pack
 from shardproof.training.optim.distributed.process_group import RankGroup, RankGroups
 
-__all__ = ["ParamGroups", "check_same", "groups_of", "make_buckets", "make_weights", "model_ranks"]
-
 _ALIGNMENT = 16
 """Alignment of every parameter and every rank's range, in bytes, for vectorised kernels."""
 

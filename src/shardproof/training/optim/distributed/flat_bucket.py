@@ -17,8 +17,6 @@ from shardproof.engine.state import declare_storage_owner, local_tensor
 from shardproof.training.collectives import Work
 from shardproof.training.optim.distributed.process_group import RankGroup
 
-__all__ = ["Bucket", "FlatBucket", "Owner", "Span", "Weight", "pack"]
-
 
 @dataclass(frozen=True, slots=True)
 class Span:

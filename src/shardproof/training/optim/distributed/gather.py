@@ -25,9 +25,6 @@ from torch._compile import _disable_dynamo
 
 from shardproof.training.optim.distributed.flat_bucket import FlatBucket, Owner, Weight
 
-__all__ = ["Gather"]
-
-
 _GATHERED = "_shardproof_gathered"
 """Attribute of a module inside of a compiled one: True from the compiled module's wait to the next step."""
 

@@ -38,8 +38,6 @@ from shardproof.training.optim.distributed.flat_bucket import FlatBucket, Weight
 from shardproof.training.optim.distributed.loss_scale import LossScale
 from shardproof.training.optim.parameter_values import gradient_of, local_gradient
 
-__all__ = ["Gradients"]
-
 
 def _clear_gradient(weight: Weight) -> None:
     """Set the gradients of the parameter to None."""

@@ -31,8 +31,6 @@ from shardproof.engine.state import (
 from shardproof.training.optim.distributed.flat_bucket import Weight
 from shardproof.training.optim.schema import Factory, Spec, check_slots, slot_schema
 
-__all__ = ["Schemas", "Stepper", "make_stepper"]
-
 GroupOptions = Sequence[Mapping[str, Any]]
 Schemas = Mapping[tuple[int, torch.dtype], Mapping[str, Spec]]
 """Slot schemas by group and by the dtype of the parameters in the inner optimizer."""

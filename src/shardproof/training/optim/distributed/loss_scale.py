@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["DynamicLossScale", "LossScale"]
-
 
 class LossScale:
     """A factor on the loss. The optimizer divides the gradients by it.

@@ -10,8 +10,6 @@ from shardproof.engine.state import declare_storage_owner
 from shardproof.training.optim.distributed.flat_bucket import FlatBucket
 from shardproof.training.optim.parameter_values import refreshed
 
-__all__ = ["Masters"]
-
 
 class Masters:
     """Makes the fragment of every weight.

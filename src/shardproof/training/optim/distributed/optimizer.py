@@ -29,8 +29,6 @@ from shardproof.training.optim.distributed.slot_ranges import describe, receipt
 from shardproof.training.optim.distributed.step_agreement import StepAgreement, agree, count_zeros
 from shardproof.training.optim.schema import Factory
 
-__all__ = ["DistributedOptimizer"]
-
 
 def _no_expert(name: str, parameter: torch.nn.Parameter) -> bool:
     return False

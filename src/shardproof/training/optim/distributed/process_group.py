@@ -10,8 +10,6 @@ import torch.distributed as dist
 
 from shardproof.training.collectives import Work, all_gather, reduce_scatter
 
-__all__ = ["RankGroup", "RankGroups"]
-
 
 class RankGroup:
     """A process group, or a single process.

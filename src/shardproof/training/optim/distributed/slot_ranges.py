@@ -12,8 +12,6 @@ from shardproof.training.optim.distributed.flat_bucket import Weight
 from shardproof.training.optim.distributed.inner_optimizer import Stepper
 from shardproof.training.optim.schema import Spec
 
-__all__ = ["describe", "receipt"]
-
 
 def describe(
     weights: Sequence[Weight], stepper: Stepper, groups: Sequence[Mapping[str, Any]]

@@ -18,8 +18,6 @@ import torch
 from shardproof.training.optim.distributed.flat_bucket import FlatBucket, Weight
 from shardproof.training.optim.distributed.process_group import RankGroups
 
-__all__ = ["StepAgreement", "agree", "count_zeros"]
-
 
 @dataclass(frozen=True, slots=True)
 class StepAgreement:

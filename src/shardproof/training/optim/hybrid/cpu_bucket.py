@@ -10,8 +10,6 @@ import torch
 from shardproof.engine.state import local_tensor
 from shardproof.training.optim.hybrid.stepped_copy import SteppedCopy
 
-__all__ = ["CpuBucket", "cut"]
-
 _BUCKET_BYTES = 4 << 20
 """Limit of a bucket's stepped bytes. An optimizer's call takes about 60 µs, and the step of 4 MiB 1 ms."""
 

@@ -21,8 +21,6 @@ from shardproof.training.optim.hybrid.transfers import Transfers, transfers_for
 from shardproof.training.optim.parameter_values import gradient_of
 from shardproof.training.optim.schema import Spec, check_slots
 
-__all__ = ["HybridDeviceOptimizer"]
-
 
 class HybridDeviceOptimizer(torch.optim.Optimizer):
     """Updates a fraction of the parameters on the CPU and the rest on the device, at the same time.

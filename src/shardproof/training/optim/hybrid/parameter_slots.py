@@ -23,8 +23,6 @@ from shardproof.errors import StructureError
 from shardproof.training.optim.hybrid.stepped_copy import SteppedCopy
 from shardproof.training.optim.schema import Spec
 
-__all__ = ["describe", "receipts", "receive", "with_masters"]
-
 Schema = Callable[[], Mapping[str, Spec]]
 
 

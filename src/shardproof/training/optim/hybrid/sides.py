@@ -13,8 +13,6 @@ import torch
 from shardproof.engine.state import is_sharded
 from shardproof.training.optim.schema import Factory, Spec
 
-__all__ = ["DeviceSplit", "Rules"]
-
 _DEVICE_ONLY = frozenset(("capturable",))
 """Options of torch's optimizers that a step on the CPU does not support."""
 

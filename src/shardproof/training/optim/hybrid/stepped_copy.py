@@ -11,8 +11,6 @@ from shardproof.engine.state import local_tensor
 from shardproof.training.optim.hybrid.transfers import CopyEvent, Event, Transfers
 from shardproof.training.optim.parameter_values import gradient_of, local_gradient, refreshed
 
-__all__ = ["SteppedCopy", "master_dtype_of"]
-
 
 class SteppedCopy:
     """A parameter and the plain tensor that a sub-optimizer steps for it.

@@ -13,8 +13,6 @@ from shardproof.training.optim.hybrid.cpu_bucket import CpuBucket, cut
 from shardproof.training.optim.hybrid.sides import Rules
 from shardproof.training.optim.hybrid.stepped_copy import SteppedCopy
 
-__all__ = ["GroupLink", "SubOptimizers"]
-
 
 class GroupLink:
     """Synchronises one group of a sub-optimizer with the program's group.

@@ -48,8 +48,6 @@ import torch
 from shardproof._utils.accelerator import is_on_accelerator
 from shardproof._utils.streams import on_stream
 
-__all__ = ["CopyEvent", "Event", "SideStreams", "Transfers", "transfers_for"]
-
 Tensors: TypeAlias = list[torch.Tensor]
 
 
