@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -63,7 +62,6 @@ def numbers(bits: Bits, dtype: str) -> NDArray[np.float64]:
     return found
 
 
-@cache
 def _values_of_bytes(dtype: str) -> NDArray[np.float64]:
     """(256,) the value of each byte of an 8-bit float."""
     if dtype == "float8_e8m0fnu":
