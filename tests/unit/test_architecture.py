@@ -16,7 +16,8 @@ MOST_FILES = {"Save": 10, "Load": 8}
 def walk(section: str) -> list[tuple[str, str]]:
     """File and name of each step."""
     text = (ROOT / "ARCHITECTURE.md").read_text().split(f"\n## {section}\n")[1].split("\n## ")[0]
-    return re.findall(r"`([a-z_/]+\.py)`: `([A-Za-z_.]+)`", text)
+    files = re.findall(r"`([a-z_/]+\.py)`: (`[A-Za-z_.]+`(?:,(?: then)? `[A-Za-z_.]+`)*)", text)
+    return [(file, name) for file, names in files for name in re.findall(r"`([A-Za-z_.]+)`", names)]
 
 
 def defined(body: list[ast.stmt], names: list[str]) -> bool:
