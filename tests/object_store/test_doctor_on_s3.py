@@ -47,10 +47,15 @@ def test_doctor_and_watch_on_a_bucket(url: str, capsys: pytest.CaptureFixture[st
     assert (code, [save["state"] for save in report["saves"]]) == (0, ["leftover", "damaged"])
 
 
-def test_a_run_is_not_verified_as_a_checkpoint(url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Bad usage, as for a folder: exit code 1 would call the run damaged."""
+def test_a_run_is_not_repaired_and_its_newest_step_is_verified(
+    url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     sp.Checkpointer(url).save(1, {"w": torch.ones(4)}).result()
-    for name in ("verify", "repair", "inspect"):
-        assert run([name, url]) == 2
-        assert f"this is a run: give a step, e.g. {url}/step-00000001" in capsys.readouterr().err
+    assert run(["repair", url]) == 2
+    assert f"this is a run: give a step, e.g. {url}/step-00000001" in capsys.readouterr().err
+    for name in ("verify", "inspect"):
+        assert run([name, url]) == 0
+        printed = capsys.readouterr()
+        assert f"{url}/step-00000001" in printed.out
+        assert printed.err == "step-00000001: the newest step that can be restored\n"
     assert run(["verify", f"{url}/step-00000001"]) == 0

@@ -165,7 +165,7 @@ def _doors(tmp_path: Path) -> Iterator[Callable[[Any], object]]:
     yield lambda storage: sp.load(storage, state)
     yield sp.open
     yield sp.Checkpointer
-    yield lambda storage: sp.Checkpointer(tmp_path / "run", then=storage)
+    yield lambda storage: sp.Checkpointer(tmp_path / "run", second_tier=storage)
     yield lambda storage: sp.Checkpointer(tmp_path / "run").restore(state, step=storage)
 
 

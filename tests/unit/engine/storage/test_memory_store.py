@@ -263,13 +263,13 @@ def _of_modules(job: sp.Checkpointer) -> None:
 
 
 @pytest.mark.parametrize("saves", [_of_a_tree, _of_modules])
-@pytest.mark.parametrize("options", [{}, {"incremental": True}, {"then": "second"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"incremental": True}, {"second_tier": "second"}], ids=str)
 def test_a_checkpointer_ends_with_its_last_reference(
     storage: MemoryStorage, tmp_path: Path, saves: Callable[[sp.Checkpointer], None], options: dict[str, Any]
 ) -> None:
     """Nothing in it refers back to it, so its lock does not live until a garbage collection."""
-    if "then" in options:
-        options = {"then": tmp_path / "second"}
+    if "second_tier" in options:
+        options = {"second_tier": tmp_path / "second"}
     saves(sp.Checkpointer("memory://before"))  # imports of torch catch errors, which keep frames
     gc.collect()
     gc.disable()
