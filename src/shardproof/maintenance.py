@@ -5,6 +5,22 @@ These are the public names of `shardproof.runs.maintenance`.
 
 from __future__ import annotations
 
-from shardproof.runs.maintenance import VerifyReport, repair, verify
+from shardproof.runs.maintenance import (
+    StandalonePlan,
+    VerifyReport,
+    make_standalone,
+    plan_standalone,
+    repair,
+    verify,
+    verify_any,
+)
 
-__all__ = ["VerifyReport", "repair", "verify"]
+__all__ = [
+    "StandalonePlan",
+    "VerifyReport",
+    "make_standalone",
+    "plan_standalone",
+    "repair",
+    "verify",
+    "verify_any",
+]

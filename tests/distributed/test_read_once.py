@@ -421,7 +421,7 @@ def test_a_rank_that_waits_for_a_slow_reader_is_not_silent(way: str, tmp_path: P
 
 def failing_before(folder: str, way: str) -> dict[str, Any]:
     if rank() == 1:
-        load_protocol._Loader._own_reads = _no_room  # type: ignore[method-assign]
+        NativeCheckpoint.reads = _no_room  # type: ignore[method-assign]
     return failing(folder, way, 600, None)
 
 

@@ -54,12 +54,17 @@ def verify_command(
     from shardproof.engine.foreign import foreign_of
     from shardproof.errors import NotCommittedError
 
-    foreign = foreign_of(checkpoint_of(ckpt, step))
+    try:
+        foreign = foreign_of(checkpoint_of(ckpt, step, quiet=as_json))
+    except NotCommittedError as error:  # a result of this command: print it to standard output
+        report = _nothing_there(ckpt, error.to_wire())
+        print_json(report) if as_json else _show_report(report)
+        return BAD
     with bytes_progress("verify", shown=not as_json) as on_progress:
         from shardproof.runs.maintenance import verify_any
 
         try:
-            report: dict[str, Any] = verify_any(foreign, on_progress, format=format).to_json()
+            report = verify_any(foreign, on_progress, format=format).to_json()
         except NotCommittedError as error:  # a result of this command: print it to standard output
             report = _nothing_there(foreign.location, error.to_wire())
     if as_json:
@@ -204,7 +209,7 @@ def diff_command(
 
 
 def _show_difference(difference: Difference) -> None:
-    from shardproof._utils.humanize import counted, gigabytes
+    from shardproof._utils.humanize import counted, gigabytes, printable
     from shardproof.commands.cli.terminal import console, table
     from shardproof.commands.report import fold
 
@@ -241,7 +246,7 @@ def _show_difference(difference: Difference) -> None:
         f"{gigabytes(difference.bytes_read)})"
     )
     for value in difference.uncompared[:VALUES_SHOWN]:
-        out.print(f"not compared: {value.key}: {value.reason}")
+        out.print(printable(f"not compared: {value.key}: {value.reason}"))
     if len(difference.uncompared) > VALUES_SHOWN:
         out.print(f"and {len(difference.uncompared) - VALUES_SHOWN:,} more (--json lists all)")
     rest = ", apart from what could not be compared" if difference.uncompared else ""
@@ -249,22 +254,23 @@ def _show_difference(difference: Difference) -> None:
 
 
 def _show_measures(values: Sequence[ValueDifference]) -> None:
-    """The tensors that differ, with the largest relative difference first."""
+    """The tensors that differ: those whose NaN or infinities differ, then by the relative difference."""
     from shardproof.commands.cli.terminal import console, table
 
     measured = [(value, value.measured) for value in values if value.measured is not None]
-    measured.sort(key=lambda pair: -pair[1].relative)
+    measured.sort(key=lambda pair: (not pair[1].one_finite, -pair[1].relative))
     rows = [
         (
             value.key,
             f"{value.different:,} of {value.total:,}",
             f"{found.relative:.3g}",
             f"{found.largest:.3g}",
+            f"{found.one_finite:,}" if found.one_finite else "",
             *(f"{a:,}, {b:,}" if a or b else "" for a, b in (found.nan, found.inf)),
         )
         for value, found in measured[:VALUES_SHOWN]
     ]
-    titles = ("tensor", "elements", "relative", "largest", "NaN in A, B", "Inf in A, B")
+    titles = ("tensor", "elements", "relative", "largest", "finite in one", "NaN in A, B", "Inf in A, B")
     out = console()
     out.print(table(titles, rows, right=titles[1:]), end="\n\n")
     if len(measured) > VALUES_SHOWN:

@@ -152,7 +152,9 @@ def inspect_command(
     if len(keys) > 1:
         raise click.UsageError(f"expected one KEY, found {len(keys)}: {' '.join(keys)}")
     key = keys[0] if keys else None
-    stored = describe(foreign_of(checkpoint_of(ckpt, step)), format=format, trust_pickle=trust_pickle)
+    stored = describe(
+        foreign_of(checkpoint_of(ckpt, step, quiet=as_json)), format=format, trust_pickle=trust_pickle
+    )
     manifest, table = stored.manifest, stored.table
     found = detail(manifest, table, key) if key is not None else None
     if found is not None:
@@ -360,7 +362,7 @@ def stats_command(
     from shardproof.engine.foreign import foreign_of
 
     is_step = bool(keys and keys[0].isdecimal() and steps_of_run(ckpt))
-    place = foreign_of(checkpoint_of(ckpt, int(keys[0]) if is_step else None))
+    place = foreign_of(checkpoint_of(ckpt, int(keys[0]) if is_step else None, quiet=as_json))
     patterns = keys[1:] if is_step else keys
     with bytes_progress("stats", shown=not as_json) as on_progress:
         found = measure_tensors(place, patterns, format=format, on_progress=on_progress)
@@ -399,7 +401,7 @@ def _show_measures(found: Sequence[tuple[TensorRecord, Measure]]) -> None:
             f"{measure.count:,}",
             *("-" if value is None else f"{value:.4g}" for value in (measure.low, measure.high)),
             f"{measure.mean:.4g}",
-            f"{measure.norm:.4g}",
+            f"{measure.norm.value:.4g}",
             *(f"{count:,}" if count else "" for count in (measure.zeros, measure.nan, measure.inf)),
         )
         for tensor, measure in order[:TENSORS_SHOWN]

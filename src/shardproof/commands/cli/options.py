@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import click
 
 from shardproof._utils.home_paths import unexpanded_home
+from shardproof._utils.humanize import printable
 from shardproof.commands.cli.failures import BadPath
 
 MANIFEST = "manifest.json"
@@ -216,10 +217,11 @@ def steps_of_run(path: str) -> list[str]:
     return sorted(whole or steps, key=lambda name: int(name[5:]))
 
 
-def checkpoint_of(path: str, step: int | None) -> str:
+def checkpoint_of(path: str, step: int | None, *, quiet: bool = False) -> str:
     """The checkpoint that a command means: `path` itself, or a step of the run `path`.
 
-    Without a number, it is the newest step that a restore would take. A line on standard error names it.
+    Without a number, it is the newest step that a restore would take. Unless `quiet`, lines on standard error
+    name it, and the newer steps that it passes over.
 
     Raises:
         click.UsageError: `path` is a checkpoint, and a step is given; or the run has no such step.
@@ -239,16 +241,17 @@ def checkpoint_of(path: str, step: int | None) -> str:
     from shardproof.errors import NotCommittedError
     from shardproof.runs.checkpointer import Verdict, judge, read_node_mark
 
-    storage, passed = storage_at(path), []
+    storage = storage_at(path)
+    passed: list[str] = []
     mark = read_node_mark(storage)
     for name in reversed(steps):
         if (found := judge(storage, name, mark=mark)) is None:
             continue
         if found.verdict is Verdict.COMMITTED:
-            click.echo(f"{name}: the newest step that can be restored", err=True)
+            for line in () if quiet else (*passed, f"{name}: the newest step that can be restored"):
+                click.echo(printable(line), err=True)
             return f"{run}/{name}"
         passed.append(f"{name}: {found.verdict}, {found.reason}")
-        click.echo(passed[-1], err=True)
     raise NotCommittedError(
         f"{path}: no step can be restored:\n" + "\n".join(f"  {line}" for line in passed), path=path
     )

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from shardproof._utils.json_objects import objects_with
 from shardproof.commands.report.description import Stored, describe
 from shardproof.commands.report.detail import rows_of
-from shardproof.commands.report.measures import MeasuredDifference, numbers
+from shardproof.commands.report.measures import MOST_NUMBERS, MeasuredDifference, numbers
 from shardproof.commands.report.stored_bits import StoredBits, open_bits
 from shardproof.commands.report.summary import tensor_bytes
 from shardproof.dtypes import DTYPES
@@ -456,7 +456,10 @@ def compare_tensors(
     yield Compared(0, 0, 0)
     if 0 in tensor.shape:
         return
-    boxes, _ = cut(Boxes.whole(tensor.shape), np.array([max(box_bytes // itemsize, 1)]))
+    most = max(box_bytes // itemsize, 1)
+    if measured is not None:
+        most = min(most, MOST_NUMBERS)
+    boxes, _ = cut(Boxes.whole(tensor.shape), np.array([most]))
     elements = different = 0
     for offsets, sizes in zip(boxes.offsets.tolist(), boxes.sizes.tolist(), strict=True):
         left, right = a.box(tensor.key, offsets, sizes), b.box(tensor.key, offsets, sizes)

@@ -27,6 +27,8 @@ _SMALL = {
 """Bits of the exponent, bits of the mantissa, and the bias."""
 _HALF_BYTES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 """The values of float4_e2m1fn."""
+MOST_NUMBERS = 8 << 20
+"""Numbers of a box that is measured, at most: each takes up to 100 bytes for a while."""
 LOWEST, HIGHEST = -40, 40
 """Powers of two between which the histogram of magnitudes has a bin for each."""
 
@@ -84,6 +86,37 @@ def _values_of_bytes(dtype: str) -> NDArray[np.float64]:
 
 
 @dataclass(slots=True)
+class Norm:
+    """A Euclidean norm of numbers of any size: the squares of a large or small number have no float64.
+
+    >>> norm = Norm()
+    >>> norm.add(np.array([3e200]))
+    >>> norm.add(np.array([4e200]))
+    >>> norm.value
+    5e+200
+    """
+
+    scale: float = 0.0
+    """Largest magnitude."""
+    squares: float = 0.0
+    """Sum of the squares of the numbers over `scale`."""
+
+    def add(self, values: NDArray[np.float64]) -> None:
+        """Adds finite numbers."""
+        most = float(np.abs(values).max(initial=0.0))
+        if most > self.scale:
+            self.squares *= (self.scale / most) ** 2
+            self.scale = most
+        if most:
+            self.squares += float(np.square(values / self.scale).sum())
+
+    @property
+    def value(self) -> float:
+        """The norm; infinite beyond float64."""
+        return self.scale * math.sqrt(self.squares)
+
+
+@dataclass(slots=True)
 class Measure:
     """Measures of the numbers of a tensor. Those of no finite number are 0, or None for `low` and `high`."""
 
@@ -94,10 +127,10 @@ class Measure:
     low: float | None = None
     """Smallest finite number."""
     high: float | None = None
-    total: float = 0.0
-    """Sum of the finite numbers."""
-    squares: float = 0.0
-    """Sum of their squares."""
+    mean: float = 0.0
+    """Mean of the finite numbers."""
+    norm: Norm = field(default_factory=Norm)
+    """Norm of the finite numbers."""
     magnitudes: NDArray[np.int64] = field(
         default_factory=lambda: np.zeros(HIGHEST - LOWEST + 2, np.int64), repr=False
     )
@@ -107,6 +140,7 @@ class Measure:
     def add(self, values: NDArray[np.float64]) -> None:
         """Adds numbers of the tensor."""
         finite = values[np.isfinite(values)]
+        before = self.count - self.nan - self.inf
         nan = int(np.isnan(values).sum())
         self.count += len(values)
         self.nan += nan
@@ -116,24 +150,16 @@ class Measure:
         low, high = float(finite.min()), float(finite.max())
         self.low = low if self.low is None else min(low, self.low)
         self.high = high if self.high is None else max(high, self.high)
-        with np.errstate(over="ignore"):
-            self.total += float(finite.sum())
-            self.squares += float(np.square(finite).sum())
+        most = max(abs(low), abs(high)) or 1.0
+        mean = float((finite / most).mean()) * most  # the sum may have no float64
+        share = len(finite) / (before + len(finite))
+        self.mean = self.mean * (1 - share) + mean * share
+        self.norm.add(finite)
         other = finite[finite != 0]
         self.zeros += len(finite) - len(other)
         _, exponents = np.frexp(other)  # 2^(e-1) <= |x| < 2^e
-        bins = np.clip(exponents - 1 - LOWEST + 1, 0, len(self.magnitudes) - 1)
+        bins = np.clip(exponents - LOWEST, 0, len(self.magnitudes) - 1)
         self.magnitudes += np.bincount(bins, minlength=len(self.magnitudes))
-
-    @property
-    def norm(self) -> float:
-        """Euclidean norm of the finite numbers."""
-        return math.sqrt(self.squares)
-
-    @property
-    def mean(self) -> float:
-        """Mean of the finite numbers; 0 without one."""
-        return self.total / max(self.count - self.nan - self.inf, 1)
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values. `magnitudes` has the bins that are not empty, by power of two."""
@@ -145,7 +171,7 @@ class Measure:
             "min": self.low,
             "max": self.high,
             "mean": self.mean,
-            "norm": self.norm,
+            "norm": _json_number(self.norm.value),
             "magnitudes": {
                 str(LOWEST - 1 + at): int(count) for at, count in enumerate(self.magnitudes) if count
             },
@@ -158,10 +184,12 @@ class MeasuredDifference:
 
     largest: float = 0.0
     """Largest difference of two finite numbers."""
-    squares: float = 0.0
-    """Sum of the squares of the differences."""
-    squares_a: float = 0.0
-    """Sum of the squares of the first tensor's finite numbers."""
+    difference: Norm = field(default_factory=Norm)
+    """Norm of the differences of finite numbers."""
+    first: Norm = field(default_factory=Norm)
+    """Norm of the first tensor's finite numbers."""
+    one_finite: int = 0
+    """Places where only one of the two numbers is finite."""
     nan: tuple[int, int] = (0, 0)
     """NaN in the first tensor, and in the second."""
     inf: tuple[int, int] = (0, 0)
@@ -173,26 +201,32 @@ class MeasuredDifference:
         infs = [int(np.isinf(side).sum()) for side in (a, b)]
         self.nan = self.nan[0] + nans[0], self.nan[1] + nans[1]
         self.inf = self.inf[0] + infs[0], self.inf[1] + infs[1]
+        self.one_finite += int((finite_a != finite_b).sum())
         both = finite_a & finite_b
         with np.errstate(over="ignore"):
             difference = np.abs(a[both] - b[both])
-            self.squares += float(np.square(difference).sum())
-            self.squares_a += float(np.square(a[finite_a]).sum())
         self.largest = max(self.largest, float(difference.max(initial=0.0)))
+        self.difference.add(np.minimum(difference, np.finfo(np.float64).max))
+        self.first.add(a[finite_a])
 
     @property
     def relative(self) -> float:
         """Norm of the difference over the norm of the first tensor; infinite if only the first norm is 0."""
-        if self.squares_a == 0:
-            return math.inf if self.squares else 0.0
-        return math.sqrt(self.squares / self.squares_a)
+        one, other = self.difference, self.first
+        if not other.scale:
+            return math.inf if one.scale else 0.0
+        return one.scale / other.scale * math.sqrt(one.squares / other.squares)
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""
-        relative = self.relative
         return {
-            "largest": self.largest,
-            "relative": relative if math.isfinite(relative) else None,
+            "largest": _json_number(self.largest),
+            "relative": _json_number(self.relative),
+            "one_finite": self.one_finite,
             "nan": list(self.nan),
             "inf": list(self.inf),
         }
+
+
+def _json_number(value: float) -> float | None:
+    return value if math.isfinite(value) else None

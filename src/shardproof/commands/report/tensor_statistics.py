@@ -9,18 +9,14 @@ from fnmatch import fnmatchcase
 import numpy as np
 
 from shardproof.commands.report.description import describe
-from shardproof.commands.report.measures import Measure, numbers
+from shardproof.commands.report.measures import MOST_NUMBERS, Measure, numbers
 from shardproof.commands.report.stored_bits import open_bits
 from shardproof.commands.report.summary import tensor_bytes
-from shardproof.dtypes import DTYPES
 from shardproof.engine.foreign import Foreign
 from shardproof.engine.format import TensorRecord
 from shardproof.engine.geometry import Boxes, cut
 from shardproof.engine.storage import Storage
 from shardproof.errors import KeyMismatchError
-
-BOX_BYTES = 32 << 20
-"""Bytes of the boxes that are read, at most, unless a single row is larger."""
 
 
 def measure_tensors(
@@ -32,7 +28,8 @@ def measure_tensors(
 ) -> list[tuple[TensorRecord, Measure]]:
     """Measures stored tensors: counts, extremes, mean, norm and magnitudes.
 
-    Every byte that is read is verified. The memory is bounded by `BOX_BYTES`, about twelve times.
+    Every byte that is read is verified. The memory is bounded: a box has at most `MOST_NUMBERS` numbers,
+    unless a single row has more.
 
     Args:
         place: a checkpoint of any format.
@@ -62,8 +59,7 @@ def measure_tensors(
         for tensor in wanted:
             measure = Measure()
             if 0 not in tensor.shape:
-                most = max(BOX_BYTES // DTYPES[tensor.dtype].itemsize, 1)
-                boxes, _ = cut(Boxes.whole(tensor.shape), np.array([most]))
+                boxes, _ = cut(Boxes.whole(tensor.shape), np.array([MOST_NUMBERS]))
                 for offsets, sizes in zip(boxes.offsets.tolist(), boxes.sizes.tolist(), strict=True):
                     box = bits.box(tensor.key, offsets, sizes)
                     measure.add(numbers(box, tensor.dtype))

@@ -112,7 +112,6 @@ class Matched:
 
     report: MatchReport
     binding: Binding
-    """The contents of the checkpoint, under the target's names."""
     destinations: list[Destination]
     plan: ReadPlan | None
     """None after a mismatch, because then no rank reads."""

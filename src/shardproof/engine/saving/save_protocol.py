@@ -191,7 +191,7 @@ class _BothThreads:
         """Done when the ranks have agreed and this rank has its snapshot, or the save fails earlier."""
         self.snapshot: Snapshot | None = None
         self.failure: BaseException | None = None
-        """The first error of this rank. It is the rank's report at the next meeting."""
+        """The first error of this rank, which is its report at the next meeting; or that of the agreement."""
         self.is_refused = False
         """True if `failure` is that of the agreement: all ranks have it, and no commit follows."""
 
@@ -376,7 +376,7 @@ class _ThreadSteps:
                     shared.reservation.release()
             except BaseException as error:
                 shared.fail(error)
-                shared.is_refused = True
+                shared.failure, shared.is_refused = error, True  # also after an earlier error of this rank
                 raise
         return part
 
@@ -443,13 +443,14 @@ class _ThreadSteps:
     def read_state(self) -> None:
         """Lets the options of the save read the state before the caller may change it."""
         collected = self._collected()
+        if self._options:
+            self._rendezvous.start_heartbeat()  # other ranks may wait there already
         for option in self._options:
             option.read_state(collected.capture.pieces, collected.structure, self._track)
 
     @contextmanager
     def _track(self, name: str, total: int) -> Iterator[Callable[[int], None]]:
         """A phase of an option, with the callback for its progress."""
-        self._rendezvous.start_heartbeat()  # other ranks may wait there already
         with self._shared.phase(name) as phase:
             yield self._progress_of(phase, total)
 

@@ -30,7 +30,7 @@ def refuse_undeclared(module: NamedModule, place: Place) -> None:
             f"{join(place.key, name)} has this key on all {ranks} parallel ranks of Megatron-Core, and each "
             "of them has another part of the model. Save `live_state(model, optimizer)` by `save` of "
             "shardproof.frameworks.megatron_core, or declare the part of this rank: "
-            f"shardproof.training.layouts.{declaration}",
+            f"shardproof.layouts.{declaration}. `shardproof.PerRank(model)` keeps it for this rank alone",
             key=join(place.key, name),
         )
 
@@ -39,12 +39,19 @@ def _undeclared(module: NamedModule, parallel: Any) -> tuple[str, str, str] | No
     """The first such weight or layer: its name, the kind of ranks, and the function that declares it."""
     divides_tensors = parallel.get_tensor_model_parallel_world_size() > 1
     divides_experts = parallel.get_expert_model_parallel_world_size() > 1
-    for name, parameter in module.parameters() if divides_tensors or divides_experts else ():
+    expert_tensors = getattr(parallel, "get_expert_tensor_parallel_world_size", None)
+    divides_expert_tensors = divides_tensors if expert_tensors is None else expert_tensors() > 1
+    divides = divides_tensors or divides_experts or divides_expert_tensors
+    experts = [path for path, part in module.parts if getattr(part, "is_expert", False)] if divides else []
+    for name, parameter in module.parameters() if divides else ():
         if module.layout(name) is not None or is_dtensor(parameter):
             continue
         if divides_experts and not getattr(parameter, "allreduce", True):
             return module.clean(name), "expert", "experts.sequential"
-        if divides_tensors and getattr(parameter, "tensor_model_parallel", False):
+        if ".experts." in f".{name}" or any(name.startswith(f"{path}.") for path in experts):
+            if divides_expert_tensors:
+                return module.clean(name), "expert tensor", "experts.sequential"
+        elif divides_tensors and getattr(parameter, "tensor_model_parallel", False):
             return module.clean(name), "tensor", "fused or swiglu"
     if parallel.get_pipeline_model_parallel_world_size() > 1:
         for path, part in module.parts:

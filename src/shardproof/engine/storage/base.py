@@ -291,13 +291,16 @@ class Storage(ABC):
         Raises:
             StorageError: the storage failed.
         """
+        failure: StorageError | None = None
         for name in sorted(self.list(), key=lambda name: "/" in name):
             try:
                 self.flush(name)
                 return
-            except StorageError as error:
+            except StorageError as error:  # such as a link of the user to nothing
                 if not error.details.get("missing"):  # else another process removed the file
-                    raise
+                    failure = error
+        if failure is not None:
+            raise failure
 
     def free_space(self) -> FreeSpace | None:
         """The space for new files at the moment. Never raises.

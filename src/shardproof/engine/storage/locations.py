@@ -57,7 +57,8 @@ def check_location(name: str, location: object) -> None:
         kind = type(location).__qualname__
         raise TypeError(
             f"{name} has the methods of a storage and not its base class: write "
-            f"`class {kind}(shardproof.storage.Storage)`. The base class has the optional methods"
+            f"`class {kind}(shardproof.storage.Storage)`. The base class has the optional methods and "
+            "attributes with their defaults: set `is_remote` and `bounds_reads` where they apply"
         )
     raise wrong_type(name, location, "a path, a URL or a storage")
 

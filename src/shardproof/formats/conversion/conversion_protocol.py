@@ -90,6 +90,7 @@ def carry_out(
         conversion = _Conversion(request, ranks, on, on_progress, operation)
         try:
             if dry_run:
+                conversion.check_model_files()
                 return conversion.report(begun, dry_run=True)
             meetings = MeetingSequence(ranks, operation)
             todo = meetings.meet("plan", conversion.plan, conversion.begin)
@@ -130,6 +131,18 @@ class _Conversion:
         self._work.folder.close()
         self._work.close()
 
+    def check_model_files(self) -> None:
+        """Raises StructureError if the files of the model cannot be copied beside the weights."""
+        if not self._request.like:
+            return
+        model_files(self._request.like)
+        destination = self._work.folder.destination
+        if destination.is_file:
+            raise StructureError(
+                f"{destination.location} names a file, and like (--like) needs a folder for the files of the "
+                "model"
+            )
+
     def plan(self) -> bytes:
         """The digest of this rank's plan."""
         return self._work.plan.digest.encode()
@@ -148,8 +161,7 @@ class _Conversion:
                     ranks=[0, rank],
                 )
         plan, folder = self._work.plan, self._work.folder
-        if self._request.like:
-            folder.destination.check_files(len(plan.writer.units) + len(model_files(self._request.like)))
+        self.check_model_files()
         folder.begin(plan.digest, plan.nbytes)
         written = folder.records()
         todo = [at for at, unit in enumerate(plan.writer.units) if unit.name not in written]

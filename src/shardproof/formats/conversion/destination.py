@@ -83,7 +83,7 @@ class NewCheckpoint(ABC):
             StructureError: the name is of a file, and the format has other files.
         """
         suffix = os.path.splitext(self.location)[1]
-        if suffix in _UNWRITTEN:
+        if suffix.lower() in _UNWRITTEN:
             raise StructureError(
                 f"{self.location} names a file of a format that is not written: for the format {to}, choose "
                 f"a name without {suffix}"

@@ -83,7 +83,7 @@ class WorkFolder:
                 destination fails.
         """
         self.destination.begin(digest)
-        self._make_private()
+        is_made = self._make_private()
         try:
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
             self._lock = os.open(self.path / _LOCK, flags, 0o600)
@@ -103,8 +103,9 @@ class WorkFolder:
         written = sum(record.nbytes for record in self.records().values())
         free = shutil.disk_usage(self.path).free
         if free < nbytes - written + _SPARE_BYTES:
-            if is_new:
+            if is_made:
                 shutil.rmtree(self.path)
+                self.destination.end()
             raise StorageError(
                 f"{self.path}: {free:,} bytes are free, and the conversion writes {nbytes - written:,}. Free "
                 f"some space, or {self.destination.space_advice}",
@@ -117,13 +118,17 @@ class WorkFolder:
             if name.endswith(".tmp"):  # a process was killed in the `publish` of this file
                 self.files.delete(name)
 
-    def _make_private(self) -> None:
-        """Makes the folder, or checks the one that is there; see note "The folder is private"."""
+    def _make_private(self) -> bool:
+        """Makes the folder, or checks the one that is there; see note "The folder is private".
+
+        Returns:
+            True if it made the folder.
+        """
         try:
             make_folders(self.path.parent)
             try:
                 self.path.mkdir(0o700)
-                return
+                return True
             except FileExistsError:
                 found, new = self.path.lstat(), _new_private(self.path.parent)
         except OSError as error:
@@ -137,7 +142,7 @@ class WorkFolder:
         elif found.st_mode & ~new.st_mode & 0o022:
             fault = f"has the mode {stat.S_IMODE(found.st_mode):04o}, so that other users can write to it"
         else:
-            return
+            return False
         raise StorageError(f"{self.path} {fault}. {self.destination.work_advice}", file=str(self.path))
 
     def check_is_shared(self) -> None:

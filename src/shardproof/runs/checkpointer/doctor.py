@@ -20,6 +20,7 @@ from shardproof.engine.format import MANIFEST_NAME
 from shardproof.engine.storage import (
     FreeSpace,
     Storage,
+    UncachedStorage,
     write_file,
 )
 from shardproof.errors import NotCommittedError, ShardproofError, StorageError
@@ -412,7 +413,7 @@ def scrub_run(
 
     findings = []
     mark = read_node_mark(storage)
-    uncached = storage.past_cache()
+    uncached = storage if storage.path is None else UncachedStorage(storage.path)
     infos = [info for info in scan_run(storage) if info.whole or info.status == Verdict.PARTIAL]
     damaged: dict[str, Judgement] = {}
     whole: set[str] = set()

@@ -349,7 +349,8 @@ def open_run(
         RankFailure, RankSilent: with `node_local`, a rank failed or fell silent.
     """
     storage, rate = first, None if incremental is None else incremental.scrub
-    if node_local is not None and isinstance(first, LocalStorage):
+    if node_local is not None:
+        assert isinstance(first, LocalStorage), "check_node_local"
         storage = NodeStorage(join_nodes(rendezvous, first, node_local.replicas))
         if first.in_memory:
             remove_dead_saves(storage, first)

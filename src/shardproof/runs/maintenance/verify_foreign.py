@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from shardproof.engine.foreign import NATIVE, Foreign, StoredBox, foreign_faults, format_of
 from shardproof.engine.planning import prove_chunks
+from shardproof.engine.storage import UncachedStorage
 from shardproof.errors import CorruptChunkError, FormatError, ShardproofError, StorageError, TilingError
 from shardproof.runs.maintenance.lost_ranges import lost_ranges
 from shardproof.runs.maintenance.verify import VerifyReport, verify
@@ -44,7 +45,8 @@ def verify_any(
         name = format or format_of(foreign)
         if name == NATIVE:
             storage = foreign.storage
-            return verify(storage.past_cache(), on_progress)
+            uncached = storage if storage.path is None else UncachedStorage(storage.path)
+            return verify(uncached, on_progress)
         from shardproof.engine.loading import ForeignCheckpoint, open_storage  # imports torch
 
         checkpoint = open_storage(foreign, format=name, warn=False)

@@ -193,9 +193,13 @@ def test_the_newest_restorable_step_of_a_run_is_taken_and_named(call: Any, ckpt:
     assert code == 2
     assert f"{run} has no step 5 (`shardproof ls {run}` lists its steps)" in err
     (run / "step-00000006" / MANIFEST_NAME).write_text("{")
-    code, _, err = call(name, run)
+    code, out, err = call(name, run)
     assert code == 1
-    assert f"{run}: no step can be restored:" in err
+    assert f"{run}: no step can be restored:" in (out if name == "verify" else err)
+    code, out, err = call(name, run, "--json")
+    assert code == 1
+    report = json.loads(out or err)
+    assert "no step can be restored" in str(report) and (name != "verify" or report["ok"] is False)
 
 
 def test_a_number_behind_a_checkpoint_is_a_key_or_an_error(call: Any, ckpt: Path) -> None:

@@ -48,10 +48,14 @@ def test_a_measure_of_parts_is_that_of_the_whole() -> None:
     assert (whole.count, whole.nan, whole.inf) == (1000, 1, 2)
     assert whole.zeros == int((finite == 0).sum())
     assert (whole.low, whole.high) == (finite.min().item(), finite.max().item())
-    assert whole.norm == pytest.approx(finite.norm().item())
+    assert whole.norm.value == pytest.approx(finite.norm().item())
     assert whole.mean == pytest.approx(finite.mean().item())
     assert whole.magnitudes.sum() == len(finite) - whole.zeros
-    assert (parts.low, parts.high, parts.norm) == (whole.low, whole.high, pytest.approx(whole.norm))
+    assert (parts.low, parts.high, parts.norm.value) == (
+        whole.low,
+        whole.high,
+        pytest.approx(whole.norm.value),
+    )
     assert np.array_equal(parts.magnitudes, whole.magnitudes)
 
 
@@ -78,6 +82,28 @@ def test_a_difference_is_relative_to_the_first_tensor() -> None:
     assert from_zero.to_json()["relative"] is None
 
 
+def test_numbers_near_the_ends_of_float64_are_measured() -> None:
+    large, small = np.array([1e300, -1.7e308]), np.array([1e-300, 2e-300])
+    found = Measure()
+    found.add(large)
+    found.add(-large)
+    assert (found.mean, found.norm.value) == (pytest.approx(0, abs=1e295), math.inf)
+    assert found.to_json()["norm"] is None
+    difference = MeasuredDifference()
+    difference.add(small, 2 * small)
+    assert (difference.relative, difference.largest) == (pytest.approx(1), 2e-300)
+    difference = MeasuredDifference()
+    difference.add(large, -large)
+    assert difference.to_json()["largest"] is None
+    json.dumps(difference.to_json(), allow_nan=False)
+
+
+def test_a_place_that_is_finite_on_one_side_alone_is_counted() -> None:
+    found = MeasuredDifference()
+    found.add(np.array([np.nan, 1.0, np.inf, 2.0]), np.array([1.0, np.nan, np.inf, 2.0]))
+    assert (found.one_finite, found.nan, found.inf, found.relative) == (2, (1, 1), (1, 1), 0.0)
+
+
 STATE: dict[str, np.ndarray[Any, Any]] = {
     "model.a": np.linspace(-1, 1, 600, dtype=np.float32).reshape(20, 30),
     "model.b": np.array([1, 2, np.inf, np.nan], np.float32),
@@ -85,11 +111,11 @@ STATE: dict[str, np.ndarray[Any, Any]] = {
 }
 
 
-@pytest.mark.parametrize("box_bytes", [64, 1 << 20])
+@pytest.mark.parametrize("most", [16, 1 << 20])
 def test_stats_measures_each_tensor_box_by_box(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, box_bytes: int
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
-    monkeypatch.setattr(tensor_statistics, "BOX_BYTES", box_bytes)
+    monkeypatch.setattr(tensor_statistics, "MOST_NUMBERS", most)
     write(tmp_path / "step-00000003", Sample(STATE, cuts={"model.a": rows_cut((20, 30), 3, 1)}, world_size=3))
     assert run(["stats", str(tmp_path), "--json"]) == 1
     a, b, step = json.loads(capsys.readouterr().out)["tensors"]
@@ -125,5 +151,5 @@ def test_diff_measures_the_tensors_that_differ(tmp_path: Path, capsys: pytest.Ca
     assert (b["measured"]["nan"], b["measured"]["inf"]) == ([1, 2], [1, 1])
     assert run(["diff", *places, "--measure"]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1].split()[:5] == ["model.a", "30", "of", "600", f"{want:.3g}"]
-    assert lines[2].split()[0] == "model.b" and "1, 2" in lines[2]
+    assert lines[1].split()[0] == "model.b" and "1, 2" in lines[1], "a number became NaN"
+    assert lines[2].split()[:5] == ["model.a", "30", "of", "600", f"{want:.3g}"]

@@ -21,7 +21,7 @@ def test_each_phase_has_one_record_with_machine_readable_facts(caplog: pytest.Lo
             raise OSError("full")
     written, failed = caplog.records
     assert (written.levelno, failed.levelno) == (logging.DEBUG, logging.ERROR)
-    assert written.getMessage().startswith("rank 3: save runs/a: write 1.0 kB in ")
+    assert written.getMessage().startswith("rank 3: save runs/a: write 1.00 kB in ")
     facts = written.shardproof  # type: ignore[attr-defined]
     assert (facts["rank"], facts["world_size"], facts["step"], facts["bytes"]) == (3, 4, 7, 1000)
     assert facts["files"] == 2 and facts["bytes_per_second"] == pytest.approx(1000 / facts["seconds"])

@@ -14,7 +14,7 @@ from shardproof.training.rerun.transitions import State
 
 ROOT = Path(__file__).parents[4]
 SOURCE = ROOT / "src" / "shardproof"
-OPENERS = {"phase", "_phase"}
+OPENERS = {"phase", "_phase", "track"}
 NAMES = {phase.name for phase in PHASES}
 
 
@@ -74,7 +74,11 @@ def phases_of_source() -> dict[str, list[str]]:
     """Each phase that the package names, with its places."""
     packages: dict[Path, dict[Path, ast.Module]] = {}
     for path in sorted(SOURCE.rglob("*.py")):
-        packages.setdefault(path.parent, {})[path] = ast.parse(path.read_text())
+        place = path.relative_to(SOURCE)
+        package = (
+            SOURCE / "frameworks" if place.parts[0] == "frameworks" else path.parent
+        )  # it has shared parts
+        packages.setdefault(package, {})[path] = ast.parse(path.read_text())
     found: dict[str, list[str]] = {}
     for trees in packages.values():
         functions = functions_with_phase(list(trees.values()))

@@ -21,11 +21,12 @@ from shardproof.state import collect
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The numbers of parallel ranks that `megatron.core.parallel_state` returns."""
-    numbers = SimpleNamespace(tensor=1, expert=1, pipeline=1)
+    numbers = SimpleNamespace(tensor=1, expert=1, expert_tensor=1, pipeline=1)
     state = SimpleNamespace(
         model_parallel_is_initialized=lambda: True,
         get_tensor_model_parallel_world_size=lambda: numbers.tensor,
         get_expert_model_parallel_world_size=lambda: numbers.expert,
+        get_expert_tensor_parallel_world_size=lambda: numbers.expert_tensor,
         get_pipeline_model_parallel_world_size=lambda: numbers.pipeline,
     )
     monkeypatch.setitem(sys.modules, "megatron.core.parallel_state", state)
@@ -62,11 +63,28 @@ def test_a_divided_weight_without_a_layout_is_refused(
     collect({"model": model})
 
 
+@pytest.mark.parametrize("known_by", ["name", "attribute"])
+def test_experts_are_divided_by_the_tensor_parallel_ranks_of_experts(
+    ranks: SimpleNamespace, known_by: str
+) -> None:
+    linear: Any = torch.nn.Linear(2, 4)
+    linear.weight.tensor_model_parallel = True  # whatever the size for experts is
+    linear.is_expert = known_by == "attribute"
+    model = torch.nn.ModuleDict(
+        {"experts" if known_by == "name" else "mlp": torch.nn.ModuleDict({"fc": linear})}
+    )
+    ranks.tensor = 2
+    collect({"model": model})
+    ranks.tensor, ranks.expert_tensor = 1, 2
+    with pytest.raises(StructureError, match=r"on all expert tensor parallel ranks .*shardproof\.PerRank"):
+        collect({"model": model})
+
+
 def test_layers_with_the_numbers_of_their_stage_are_refused(ranks: SimpleNamespace) -> None:
     ranks.pipeline = 2
     collect({"model": stage(0)})
     model = stage(2)
-    with pytest.raises(StructureError, match=r"^model\.layers\.0 .*shardproof\.layouts\.layers$"):
+    with pytest.raises(StructureError, match=r"^model\.layers\.0 .*shardproof\.layouts\.layers\. "):
         collect({"model": model})
     layouts.layers(model["layers"], 2)  # type: ignore[arg-type]
     assert {entry.key.split(".")[2] for entry in collect({"model": model}).tensors} == {"2", "3"}

@@ -208,10 +208,13 @@ def test_a_file_name_of_another_format_is_refused_before_any_work(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("name", ["o.gguf", "o.GGUF"])
 @pytest.mark.parametrize("to", ["safetensors", "shardproof"])
-def test_a_file_name_of_a_format_that_is_not_written_makes_no_folder(tmp_path: Path, to: str) -> None:
-    with pytest.raises(StructureError, match="o.gguf names a file of a format that is not written"):
-        sp.convert(tmp_path / "missing", tmp_path / "o.gguf", to=to)
+def test_a_file_name_of_a_format_that_is_not_written_makes_no_folder(
+    tmp_path: Path, name: str, to: str
+) -> None:
+    with pytest.raises(StructureError, match=f"{name} names a file of a format that is not written"):
+        sp.convert(tmp_path / "missing", tmp_path / name, to=to)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -223,6 +226,15 @@ def test_a_conversion_that_lacks_space_leaves_nothing_in_the_way_of_the_next(
         with pytest.raises(StorageError, match="0 bytes are free"):
             sp.convert(source, tmp_path / "there", to="torch")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
+    own = tmp_path / "there.converting"
+    own.mkdir(0o700)
+    (own / "mine.txt").write_text("mine")
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
+        with pytest.raises(StorageError, match="0 bytes are free"):
+            sp.convert(source, tmp_path / "there", to="torch")
+    assert (own / "mine.txt").read_text() == "mine", "a folder that was there before"
+    shutil.rmtree(own)
     sp.convert(source, tmp_path / "there", to="dcp")
 
 
@@ -244,8 +256,13 @@ def test_the_configuration_and_tokenizer_of_a_model_are_copied(source: Path, tmp
     assert any("config.json" in note and "--like FOLDER" in note for note in without.notes)
     with pytest.raises(ValueError, match="like .* goes with the format hf, not with torch"):
         sp.convert(source, tmp_path / "other", to="torch", like=like)
-    with pytest.raises(StructureError, match="names a file, and the checkpoint has 6 files"):
-        sp.convert(source, tmp_path / "x.safetensors", to="hf", include="model", like=like)
+    for dry_run in (False, True):
+        with pytest.raises(StructureError, match="names a file, and like .* needs a folder"):
+            sp.convert(
+                source, tmp_path / "x.safetensors", to="hf", include="model", like=like, dry_run=dry_run
+            )
+        with pytest.raises(StructureError, match="has no config.json"):
+            sp.convert(source, tmp_path / "y", to="hf", include="model", like=tmp_path, dry_run=dry_run)
     assert not (tmp_path / "x.safetensors.converting").exists()
 
 

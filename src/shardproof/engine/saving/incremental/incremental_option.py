@@ -76,7 +76,7 @@ class IncrementalOption(SaveOption):
         """Posts the attempt whose chunk digests this rank has cached; empty: none."""
         plan, digests = self.cache.plan, self._kept.digests
         is_cached = plan is not None and digests is not None and digests.plan == plan.id
-        request = f"incremental=True, full_every={self._full_every}"
+        request = f"incremental=Incremental(full_every={self._full_every})"
         return OptionReport(request, digests.attempt if digests is not None and is_cached else "")
 
     def decide(self, attempt: Attempt, posts: Sequence[Any], reuse_plan: bool) -> tuple[Attempt, Any]:

@@ -57,7 +57,9 @@ def method_of(value: object, name: str) -> Any:
     True
     """
     own = vars(value).get(name)
-    return getattr(type(value), name) if own is None else getattr(own, "__func__", own)
+    if own is None:
+        return getattr(type(value), name)
+    return own.__func__ if getattr(own, "__self__", None) is value else own
 
 
 def _overrides(module: torch.nn.Module, method: str, replaced: tuple[str, ...] = ()) -> bool:

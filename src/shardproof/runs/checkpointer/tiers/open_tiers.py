@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardproof.engine.storage import (
+    LocalStorage,
     Location,
     Storage,
     is_bucket_url,
@@ -22,7 +23,7 @@ def check_node_local(first: Storage, node_local: NodeLocal | None) -> None:
     Raises:
         ValueError: it cannot.
     """
-    if node_local is not None and first.path is None:
+    if node_local is not None and not isinstance(first, LocalStorage):
         raise ValueError(f"node_local needs a folder on the disk of each node, not {first.location}")
 
 
