@@ -15,7 +15,7 @@ import torch
 
 import shardproof as sp
 from shardproof.engine.format import read_manifest
-from shardproof.engine.loading import LoadReport, chunk_reader, load_from
+from shardproof.engine.loading import LoadOptions, LoadReport, chunk_reader, load_from
 from shardproof.engine.loading.checkpoint import NativeCheckpoint
 from shardproof.engine.loading.chunk_reader import COLD_BYTES, Chunks
 from shardproof.engine.loading.read_executor import Scratch
@@ -72,7 +72,7 @@ WAYS: dict[str, Callable[[Path], Any]] = {
 
 
 def load(storage: Any, state: Any, **options: Any) -> LoadReport:
-    return load_from(storage, state, LocalRendezvous(), sp.loading.LoadOptions(**options))
+    return load_from(storage, state, LocalRendezvous(), LoadOptions(**options))
 
 
 @pytest.mark.parametrize("way", WAYS)

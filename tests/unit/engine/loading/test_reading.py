@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardproof as sp
-from shardproof.engine.loading import load_from, read_executor
+from shardproof.engine.loading import LoadOptions, load_from, read_executor
 from shardproof.engine.loading.checkpoint import NativeCheckpoint
 from shardproof.engine.loading.chunk_reader import GAP, Chunks
 from shardproof.engine.loading.read_executor import in_threads
@@ -99,13 +99,13 @@ def test_small_neighbours_share_a_read_across_a_small_gap(tmp_path: Path) -> Non
     sp.save(tmp_path, state)
     storage = Counting(tmp_path)
     target = {key: torch.zeros(1000) for key in state if key != "30"}
-    report = load_from(storage, target, LocalRendezvous(), sp.loading.LoadOptions(exclude="30"))
+    report = load_from(storage, target, LocalRendezvous(), LoadOptions(exclude="30"))
     assert all(torch.equal(target[key], state[key]) for key in target)
     assert len(storage.ranges) == 1 and storage.ranges[0][1] == 40 * 4000
     assert (report.bytes, report.needed) == (40 * 4000, 39 * 4000)
     far = Counting(tmp_path)
     target = {key: torch.zeros(1000) for key in ("00", "39")}
-    report = load_from(far, target, LocalRendezvous(), sp.loading.LoadOptions(strict=False))
+    report = load_from(far, target, LocalRendezvous(), LoadOptions(strict=False))
     assert len(far.ranges) == 2 and report.bytes == report.needed == 2 * 4000
 
 

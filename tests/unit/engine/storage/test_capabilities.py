@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -11,11 +12,12 @@ import pytest
 import torch
 
 import shardproof as sp
-from shardproof.maintenance import verify
+from shardproof.engine.foreign import Foreign
+from shardproof.maintenance import verify, verify_any
 from shardproof.runs.checkpointer.nodes import NodeStorage
 from shardproof.runs.checkpointer.nodes.peer_storage import PeerStorage
 from shardproof.runs.checkpointer.tiers import TieredRun
-from shardproof.storage import LocalStorage, Storage
+from shardproof.storage import LocalStorage, Storage, UncachedStorage
 from shardproof.storage.conformance import StorageConformance
 from tests.faulty_storage import FaultyStorage
 
@@ -157,6 +159,46 @@ def test_by_default_a_file_that_is_still_there_is_flushed_for_the_names(tmp_path
         storage.publish(name, b"bytes")
     Least(storage).flush_names()
     assert storage.operations == [("flush", "b"), ("flush", "c")]
+
+
+def test_a_file_that_cannot_be_flushed_does_not_stop_the_default_flush_of_names(tmp_path: Path) -> None:
+    storage = FaultyStorage(LocalStorage(tmp_path), 0, sp.StorageError("a link to nothing"), only=("flush",))
+    for name in ("a", "b"):
+        storage.publish(name, b"bytes")
+    Least(storage).flush_names()
+    assert storage.operations == [("flush", "a"), ("flush", "b")]
+    (tmp_path / "b").unlink()
+    storage = FaultyStorage(LocalStorage(tmp_path), 0, sp.StorageError("a link to nothing"), only=("flush",))
+    with pytest.raises(sp.StorageError, match="a link to nothing"):
+        Least(storage).flush_names()
+
+
+def test_a_storage_with_a_path_is_no_disk_of_a_node(tmp_path: Path) -> None:
+    """Its files would be in one place, and the user would believe that there are copies."""
+
+    class Wrapper(Least):
+        @property
+        def path(self) -> Path | None:
+            return tmp_path
+
+    wrapper = Wrapper(LocalStorage(tmp_path))
+    for replicas in (0, 1):
+        with pytest.raises(ValueError, match="node_local needs a folder on the disk of each node"):
+            sp.Checkpointer(wrapper, node_local=sp.NodeLocal(replicas=replicas))
+
+
+def test_a_subclass_of_a_folder_is_verified_past_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Mine(LocalStorage):
+        pass
+
+    seen: list[type] = []
+    module = importlib.import_module("shardproof.runs.maintenance.verify_foreign")
+    monkeypatch.setattr(module, "verify", lambda storage, on_progress: seen.append(type(storage)))
+    sp.save(tmp_path / "c", {"w": torch.ones(2)})
+    verify_any(Foreign(Mine(tmp_path / "c")))
+    assert seen == [UncachedStorage]
 
 
 def _doors(tmp_path: Path) -> Iterator[Callable[[Any], object]]:
