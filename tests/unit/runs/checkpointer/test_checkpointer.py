@@ -493,7 +493,7 @@ def test_every_save_gets_the_mode_of_the_replica_check(
         begin = checkpointer._saver.begin
 
         def watched(*args: Any, begin: Any = begin, **options: Any) -> Any:
-            seen_modes.append(options["check_replicas"])
+            seen_modes.append(args[2].check_replicas)
             return begin(*args, **options)
 
         monkeypatch.setattr(checkpointer._saver, "begin", watched)
