@@ -7,6 +7,7 @@ import fcntl
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -209,3 +210,22 @@ def test_closing_gives_back_every_descriptor(written: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) > before
     storage.close()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_link_that_takes_the_name_of_a_new_file_is_not_written_through(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second descriptor is opened by name, and another user may have replaced the file meanwhile."""
+    other, real = tmp_path / "other", os.open
+    other.write_bytes(b"bytes of another place")
+
+    def swapped(path: Any, flags: int, *args: Any, **options: Any) -> int:
+        if flags & os.O_DIRECT and flags & os.O_WRONLY:
+            (tmp_path / "run" / "a").unlink()
+            (tmp_path / "run" / "a").symlink_to(other)
+        return real(path, flags, *args, **options)
+
+    monkeypatch.setattr(os, "open", swapped)
+    with pytest.raises(StorageError, match="cannot open unbuffered .*ELOOP"):
+        LocalStorage(tmp_path / "run", direct=True).create("a")
+    assert other.read_bytes() == b"bytes of another place"
