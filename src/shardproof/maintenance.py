@@ -13,6 +13,8 @@ from shardproof.runs.maintenance import (
     repair,
     verify,
     verify_any,
+    verify_foreign,
+    whole_attempts,
 )
 
 __all__ = [
@@ -23,4 +25,6 @@ __all__ = [
     "repair",
     "verify",
     "verify_any",
+    "verify_foreign",
+    "whole_attempts",
 ]

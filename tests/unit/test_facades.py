@@ -11,7 +11,6 @@ from tests.rooms import FACADES, GROUND, SOURCE, WINGS
 
 SOME = {
     "loading": {"Checkpoint", "LoadReport", "StoredTensor", "load", "open"},
-    "maintenance": {"VerifyReport", "repair", "verify"},
 }
 """Public modules that name only a part of what their package offers to the others."""
 

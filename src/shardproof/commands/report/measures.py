@@ -92,8 +92,8 @@ class Norm:
     >>> norm = Norm()
     >>> norm.add(np.array([3e200]))
     >>> norm.add(np.array([4e200]))
-    >>> norm.value
-    5e+200
+    >>> f"{norm.value:.6g}"
+    '5e+200'
     """
 
     scale: float = 0.0
