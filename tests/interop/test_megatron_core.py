@@ -259,7 +259,7 @@ def test_a_model_of_which_the_ranks_have_parts_is_refused(
     at = {name: tmp_path / name for name in ("declared", "live", "one", "whole")}
     steps = [("bare", tmp_path / "bare"), ("save_live", at["live"]), ("declared", at["declared"])]
     error = train("megatron", steps, layout, nproc=2, **options).facts["errors"]["model"]
-    assert f"declare the part of this rank: shardproof.training.layouts.{declaration}" in error
+    assert f"declare the part of this rank: shardproof.layouts.{declaration}" in error
     steps = [("load_live", at["live"]), ("save_live", at["one"]), ("declared", at["whole"])]
     train("megatron", steps, {}, nproc=1, seed=1, **options)
     assert_same_tensors(tensors(at["one"]), tensors(at["live"]))
