@@ -23,11 +23,10 @@ from shardproof.errors import tells_nothing
 
 if TYPE_CHECKING:
     from shardproof.commands.report import Difference, ValueDifference
+    from shardproof.engine.foreign import Foreign
     from shardproof.engine.storage import Storage
 
 FAULTS_SHOWN = 20
-UNPROVED = "consistent, unproved"
-"""All that the format can prove holds, and it has no checksum."""
 
 
 @click.command("verify", short_help="Read every byte and compare it with its digest.")
@@ -53,25 +52,23 @@ def verify_command(
     from shardproof.commands.cli.terminal import bytes_progress
     from shardproof.engine.foreign import foreign_of
     from shardproof.errors import NotCommittedError
+    from shardproof.runs.maintenance import verify_any
 
+    foreign: Foreign | None = None
     try:
-        foreign = foreign_of(checkpoint_of(ckpt, step, quiet=as_json))
-    except NotCommittedError as error:  # a result of this command: print it to standard output
-        report = _nothing_there(ckpt, error.to_wire())
-        print_json(report) if as_json else _show_report(report)
-        return BAD
-    with bytes_progress("verify", shown=not as_json) as on_progress:
-        from shardproof.runs.maintenance import verify_any
-
-        try:
+        checkpoint, rest = checkpoint_of(ckpt, () if step is None else (str(step),), quiet=as_json)
+        if rest:
+            raise click.UsageError(f"{ckpt} is no run, so it has no step {step}: leave the number out")
+        foreign = foreign_of(checkpoint)
+        with bytes_progress("verify", shown=not as_json) as on_progress:
             report = verify_any(foreign, on_progress, format=format).to_json()
-        except NotCommittedError as error:  # a result of this command: print it to standard output
-            report = _nothing_there(foreign.location, error.to_wire())
+    except NotCommittedError as error:  # a result of this command: print it to standard output
+        report = _nothing_there(ckpt if foreign is None else foreign.location, error.to_wire())
     if as_json:
         print_json(report)
     else:
         _show_report(report)
-        if not report["ok"] and (note := _of_nodes(foreign.storage)) is not None:
+        if foreign is not None and not report["ok"] and (note := _of_nodes(foreign.storage)) is not None:
             click.echo(note)
     return _code(report)
 
@@ -124,10 +121,11 @@ def _show_report(report: dict[str, Any]) -> None:
         f"read in {span(report['seconds'])} at {gigabytes_per_second(nbytes, report['seconds'])}"
     )
     if unproved:
-        most = "none" if not report["bytes"] else f"{gigabytes(report['bytes'])}"
+        most = gigabytes(report["bytes"]) if report["bytes"] else "none"
         read += f"; the format {report['format']} has checksums for {most} of it"
     if report["ok"]:
-        title = "whole" if not unproved else "consistent, partly proved" if report["bytes"] else UNPROVED
+        proved = "partly proved" if report["bytes"] else "unproved"
+        title = f"consistent, {proved}" if unproved else "whole"
         click.echo(printable(f"{title}: {report['location']}{step}: {read}"))
         for note in report.get("notes", ()):
             click.echo(printable(f"note: {note}"))

@@ -18,7 +18,6 @@ from shardproof.commands.cli.options import (
     print_json,
     register_option,
     span,
-    steps_of_run,
     trust_pickle_option,
 )
 
@@ -146,15 +145,11 @@ def inspect_command(
     from shardproof.commands.report import describe, detail, summarise
     from shardproof.engine.foreign import foreign_of
 
-    steps = steps_of_run(ckpt)
-    step = int(words[0]) if steps and words and words[0].isdecimal() else None
-    keys = words if step is None else words[1:]
+    checkpoint, keys = checkpoint_of(ckpt, words, quiet=as_json)
     if len(keys) > 1:
         raise click.UsageError(f"expected one KEY, found {len(keys)}: {' '.join(keys)}")
     key = keys[0] if keys else None
-    stored = describe(
-        foreign_of(checkpoint_of(ckpt, step, quiet=as_json)), format=format, trust_pickle=trust_pickle
-    )
+    stored = describe(foreign_of(checkpoint), format=format, trust_pickle=trust_pickle)
     manifest, table = stored.manifest, stored.table
     found = detail(manifest, table, key) if key is not None else None
     if found is not None:
@@ -361,9 +356,8 @@ def stats_command(
     from shardproof.commands.report import measure_tensors
     from shardproof.engine.foreign import foreign_of
 
-    is_step = bool(keys and keys[0].isdecimal() and steps_of_run(ckpt))
-    place = foreign_of(checkpoint_of(ckpt, int(keys[0]) if is_step else None, quiet=as_json))
-    patterns = keys[1:] if is_step else keys
+    checkpoint, patterns = checkpoint_of(ckpt, keys, quiet=as_json)
+    place = foreign_of(checkpoint)
     with bytes_progress("stats", shown=not as_json) as on_progress:
         found = measure_tensors(place, patterns, format=format, on_progress=on_progress)
     bad = any(measure.nan or measure.inf for _, measure in found)

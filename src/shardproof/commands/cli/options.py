@@ -184,11 +184,14 @@ def _shown(path: str) -> str:
 
 def _checkpoint(context: click.Context, parameter: click.Parameter, path: str) -> str:
     path = _checkpoint_or_run(context, parameter, path)
-    if steps := steps_of_run(path):
-        step = f"{path.rstrip('/')}/{steps[-1]}"
+    if steps := _steps_of_run(path):
+        from shardproof.engine.storage import storage_at
+
+        run = storage_at(path)
+        saved = (name for name in reversed(steps) if run.size(f"{name}/{MANIFEST}") is not None)
         raise BadPath(
-            f"{parameter.human_readable_name}: this is a run: give a step, e.g. {step} "
-            f"(`shardproof ls {path}`)"
+            f"{parameter.human_readable_name}: this is a run: give a step, e.g. {path.rstrip('/')}/"
+            f"{next(saved, steps[-1])} (`shardproof ls {path}`)"
         )
     return path
 
@@ -199,8 +202,8 @@ def _checkpoint_or_run(_context: click.Context, parameter: click.Parameter, path
     return path
 
 
-def steps_of_run(path: str) -> list[str]:
-    """The folders of a run's committed steps, or of all steps if none is committed; empty if it is no run."""
+def _steps_of_run(path: str) -> list[str]:
+    """The step folders of a run, oldest first; empty if the path is no run."""
     from shardproof.engine.storage import storage_at
     from shardproof.errors import StorageError
 
@@ -211,46 +214,49 @@ def steps_of_run(path: str) -> list[str]:
         steps = [name for name in storage.folders() if re.fullmatch(r"step-[0-9]{8,18}", name)]
         if not steps or storage.size(MANIFEST) is not None or storage.list("shards"):
             return []
-        whole = [step for step in steps if storage.size(f"{step}/{MANIFEST}") is not None]
     except StorageError:  # the command reports it with its cause
         return []
-    return sorted(whole or steps, key=lambda name: int(name[5:]))
+    return sorted(steps, key=lambda name: int(name[5:]))
 
 
-def checkpoint_of(path: str, step: int | None, *, quiet: bool = False) -> str:
+def checkpoint_of(path: str, words: Sequence[str], *, quiet: bool = False) -> tuple[str, Sequence[str]]:
     """The checkpoint that a command means: `path` itself, or a step of the run `path`.
 
-    Without a number, it is the newest step that a restore would take. Unless `quiet`, lines on standard error
-    name it, and the newer steps that it passes over.
+    The first word behind a run may be the number of a step. Without one, it is the newest step that can be
+    restored. Unless `quiet`, lines on standard error name it, and the newer steps that it passes over.
+
+    Returns:
+        The path of the checkpoint, and the words behind the number.
 
     Raises:
-        click.UsageError: `path` is a checkpoint, and a step is given; or the run has no such step.
+        click.UsageError: the run has no such step.
         NotCommittedError: no step of the run can be restored.
+        StorageError: the storage cannot read a step at the moment, and it may be whole.
     """
-    steps = steps_of_run(path)
+    steps = _steps_of_run(path)
     if not steps:
-        if step is not None:
-            raise click.UsageError(f"{path} is no run, so it has no step {step}: leave the number out")
-        return path
+        return path, words
     run = path.rstrip("/")
-    if step is not None:
-        if not any(int(name[5:]) == step for name in steps):
-            raise click.UsageError(f"{path} has no step {step} (`shardproof ls {path}` lists its steps)")
-        return f"{run}/step-{step:08d}"
+    if words and words[0].isdecimal():
+        name = f"step-{int(words[0]):08d}"
+        if name not in steps:
+            raise click.UsageError(f"{path} has no step {words[0]} (`shardproof ls {path}` lists its steps)")
+        return f"{run}/{name}", words[1:]
     from shardproof.engine.storage import storage_at
     from shardproof.errors import NotCommittedError
     from shardproof.runs.checkpointer import Verdict, judge, read_node_mark
 
-    storage = storage_at(path)
-    passed: list[str] = []
+    storage, passed = storage_at(path), list[str]()
     mark = read_node_mark(storage)
     for name in reversed(steps):
         if (found := judge(storage, name, mark=mark)) is None:
             continue
-        if found.verdict is Verdict.COMMITTED:
+        if found.verdict is Verdict.UNREADABLE and found.error is not None:
+            raise found.error
+        if found.verdict in (Verdict.COMMITTED, Verdict.PARTIAL):
             for line in () if quiet else (*passed, f"{name}: the newest step that can be restored"):
                 click.echo(printable(line), err=True)
-            return f"{run}/{name}"
+            return f"{run}/{name}", words
         passed.append(f"{name}: {found.verdict}, {found.reason}")
     raise NotCommittedError(
         f"{path}: no step can be restored:\n" + "\n".join(f"  {line}" for line in passed), path=path

@@ -121,13 +121,14 @@ class _NativeBits:
             plan.sizes[:, : len(sizes)].tolist(),
             strict=True,
         )
-        for chunk, start, stop, into, extent in parts:
-            elements = self._range(chunk, start * itemsize, stop * itemsize)
+        verifier = ChunkVerifier.of_table(self._manifest, self._table, plan.chunk)
+        for at, (chunk, start, stop, into, extent) in enumerate(parts):
+            elements = self._range(verifier, at, chunk, start * itemsize, stop * itemsize)
             strides = [step * itemsize for step in row_major_strides(self._sizes_of(chunk))]
             part = np.lib.stride_tricks.as_strided(
                 elements, (*extent, itemsize), (*strides, 1), writeable=False
             )
-            found[tuple(slice(at, at + size) for at, size in zip(into, extent, strict=True))] = part
+            found[tuple(slice(low, low + size) for low, size in zip(into, extent, strict=True))] = part
         return found.reshape(-1, itemsize)
 
     def inlined(self, key: str, data: Any) -> Any:
@@ -156,16 +157,15 @@ class _NativeBits:
         sizes: list[int] = self._table.box_sizes[first:last].tolist()
         return sizes
 
-    def _range(self, chunk: int, start: int, stop: int) -> Bits:
-        """Bytes [start, stop) of a chunk, verified.
+    def _range(self, verifier: ChunkVerifier, position: int, chunk: int, start: int, stop: int) -> Bits:
+        """Bytes [start, stop) of a chunk, verified by its position in the verifier.
 
         The whole blocks around the range are read, or the whole chunk if its block digests are not known.
         """
         table = self._table
         storage, name = self._files[int(table.file[chunk])]
         at, count = int(table.byte_start[chunk]), int(table.byte_count[chunk])
-        verifier = ChunkVerifier.of_table(self._manifest, table, np.array([chunk]))
-        known = self._blocks.of(chunk, verifier.digests[0]) if count > BLOCK_BYTES else None
+        known = self._blocks.of(chunk, verifier.digests[position]) if count > BLOCK_BYTES else None
         first, last = 0, count
         if known is not None:
             first, last = (
@@ -176,9 +176,9 @@ class _NativeBits:
         storage.read_into(name, at + first, memory)
         found = block_digests(memory)
         if known is None:
-            verifier.check(0, digest_of_blocks(found))
+            verifier.check(position, digest_of_blocks(found))
         else:
-            verifier.check_blocks(0, first, found, known[first // BLOCK_BYTES :][: len(found)])
+            verifier.check_blocks(position, first, found, known[first // BLOCK_BYTES :][: len(found)])
         return np.frombuffer(memory, np.uint8)[start - first : stop - first]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from itertools import accumulate
 from typing import Any
 
 from shardproof.engine.state.dtensor import is_dtensor
@@ -42,13 +43,14 @@ def _undeclared(module: NamedModule, parallel: Any) -> tuple[str, str, str] | No
     expert_tensors = getattr(parallel, "get_expert_tensor_parallel_world_size", None)
     divides_expert_tensors = divides_tensors if expert_tensors is None else expert_tensors() > 1
     divides = divides_tensors or divides_experts or divides_expert_tensors
-    experts = [path for path, part in module.parts if getattr(part, "is_expert", False)] if divides else []
+    experts = {path for path, part in module.parts if getattr(part, "is_expert", False)} if divides else set()
     for name, parameter in module.parameters() if divides else ():
         if module.layout(name) is not None or is_dtensor(parameter):
             continue
         if divides_experts and not getattr(parameter, "allreduce", True):
             return module.clean(name), "expert", "experts.sequential"
-        if ".experts." in f".{name}" or any(name.startswith(f"{path}.") for path in experts):
+        above = accumulate(name.split("."), "{}.{}".format)
+        if ".experts." in f".{name}" or not experts.isdisjoint(above):
             if divides_expert_tensors:
                 return module.clean(name), "expert tensor", "experts.sequential"
         elif divides_tensors and getattr(parameter, "tensor_model_parallel", False):

@@ -202,6 +202,18 @@ def test_the_newest_restorable_step_of_a_run_is_taken_and_named(call: Any, ckpt:
     assert "no step can be restored" in str(report) and (name != "verify" or report["ok"] is False)
 
 
+@pytest.mark.parametrize("name", ["inspect", "verify", "stats"])
+def test_a_step_that_cannot_be_read_at_the_moment_says_nothing_about_the_run(
+    call: Any, ckpt: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """A script that removes a run for code 1 would lose it."""
+    write(ckpt.parent / "step-00000006", SPREAD)
+    _unreadable(monkeypatch, "step-00000007", errno.EIO)
+    code, out, err = call(name, ckpt.parent)
+    assert (code, out) == (3, "")
+    assert "EIO" in err and "may be whole" in err
+
+
 def test_a_number_behind_a_checkpoint_is_a_key_or_an_error(call: Any, ckpt: Path) -> None:
     code, _, err = call("verify", ckpt, 7)
     assert code == 2
@@ -541,7 +553,7 @@ def test_verify(call: Any, ckpt: Path) -> None:
     code, out, err = call("verify", ckpt)
     assert (code, err) == (0, "")
     assert out.startswith(f"whole: {ckpt}, step 7")
-    assert re.search(r" read in \S+ m?s at \S+ kB/s", out)
+    assert re.search(r" read in \S+ m?s at \S+ [kMG]B/s", out)
     code, out, _ = call("verify", ckpt, "--json")
     report = json.loads(out)
     assert code == 0
