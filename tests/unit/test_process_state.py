@@ -1,4 +1,4 @@
-"""ARCHITECTURE.md lists all module-level mutable state of the source."""
+"""docs/process_state.md lists all module-level mutable state of the source."""
 
 from __future__ import annotations
 
@@ -170,9 +170,8 @@ class Scanned:
 
 
 def listed() -> dict[str, bool]:
-    """What ARCHITECTURE.md lists, as ``file: name``; True for the table of caches."""
-    section = (ROOT / "ARCHITECTURE.md").read_text().split("\n## State of the process\n")[1].split("\n## ")[0]
-    state, caches = section.split("| cache |")
+    """What docs/process_state.md lists, as ``file: name``; True for the table of caches."""
+    state, caches = (ROOT / "docs" / "process_state.md").read_text().split("| cache |")
     rows = re.compile(r"^\| `([^`]+\.py)`: `([^`]+)` \|", re.MULTILINE)
     return {
         f"{file}: {name}": is_cache
@@ -181,7 +180,7 @@ def listed() -> dict[str, bool]:
     }
 
 
-def test_module_level_state_is_what_architecture_lists() -> None:
+def test_module_level_state_is_what_the_page_lists() -> None:
     modules = {path: Scanned.of(path.read_text()) for path in SOURCE.rglob("*.py")}
     mutable = {name for module in modules.values() for name in module.mutable_classes}
     found = {
