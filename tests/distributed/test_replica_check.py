@@ -406,7 +406,7 @@ def test_a_rank_that_cannot_compare_fails_the_save_of_all(culprit: int, tmp_path
 
 def hashes_slowly(root: str) -> int:
     """Rank 1 hashes its replicas for longer than the deadline, but each one in less."""
-    import shardproof.engine.saving.replica_check.replica_digests as replicas
+    import shardproof.engine.saving.replica_check as replicas
 
     meetings = rendezvous(deadline=20.0)
     saver = Saver(meetings)

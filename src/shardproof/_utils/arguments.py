@@ -1,7 +1,8 @@
-"""Checks of the types of arguments, with errors that name the argument and what it takes."""
+"""Checks of arguments, with errors that name the argument and what it takes; of paths, with a ``~``, too."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from numbers import Real
@@ -131,3 +132,23 @@ def names_forms(caller: str, forms: Mapping[str, str]) -> Callable[[Callable[P, 
         return call
 
     return decorate
+
+
+def unexpanded_home(path: str) -> str | None:
+    """What is wrong with a path that has a ``~``, and the advice; None for other paths.
+
+    Only a shell expands ``~``. The operating system takes it for the name of a folder, so a program would
+    write into a folder of that name in its working directory.
+
+    >>> print(unexpanded_home("~/runs"))
+    ~ is not expanded: pass os.path.expanduser('~/runs')
+    >>> unexpanded_home("/runs/gpt~/a") is None
+    True
+    """
+    if os.path.expanduser(path) != path:
+        return f"~ is not expanded: pass os.path.expanduser({path!r})"
+    if "~" in path.split(os.sep):
+        return (
+            "it has a folder named ~. Apply os.path.expanduser where the path is made, or rename the folder"
+        )
+    return None

@@ -184,7 +184,7 @@ def _file_fault(manifest: Manifest) -> str | None:
     places: set[str] = set()
     ranks: set[int] = set()
     for record in manifest.files:
-        fault = _reference_fault(record) if record.folder else _own_fault(record, manifest)
+        fault = _place_fault(record, manifest)
         if fault is not None:
             return fault
         if record.place in places or (not record.folder and record.rank in ranks):
@@ -198,14 +198,12 @@ def _file_fault(manifest: Manifest) -> str | None:
     return _record_fault(manifest.index, index_name(manifest.attempt))
 
 
-def _own_fault(record: FileRecord, manifest: Manifest) -> str | None:
-    if not 0 <= record.rank < manifest.world_size:
-        return f"the file {record.name!r} is of rank {record.rank} of {manifest.world_size}"
-    return _record_fault(record, shard_name(record.rank, manifest.attempt))
-
-
-def _reference_fault(record: FileRecord) -> str | None:
-    """The fault of a reference that does not name a shard file in a sibling folder; None if it does."""
+def _place_fault(record: FileRecord, manifest: Manifest) -> str | None:
+    """The fault of a record that names no shard file of this save, nor one in a sibling folder."""
+    if not record.folder:
+        if not 0 <= record.rank < manifest.world_size:
+            return f"the file {record.name!r} is of rank {record.rank} of {manifest.world_size}"
+        return _record_fault(record, shard_name(record.rank, manifest.attempt))
     if not is_folder_name(record.folder):
         return f"it refers to a file in {record.folder!r:.200}, which cannot be the folder of a step"
     found = parse_shard_name(record.name)

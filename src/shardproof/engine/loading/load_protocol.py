@@ -48,11 +48,10 @@ from shardproof.engine.loading.matching import (
 )
 from shardproof.engine.loading.opening import open_storage
 from shardproof.engine.loading.read_executor import reading_threads
-from shardproof.engine.loading.read_once.agreement import UNREADABLE, ReadOnceExchange
+from shardproof.engine.loading.read_once.agreement import UNREADABLE, Offer, ReadOnceExchange, usable_handles
 from shardproof.engine.loading.read_once.group_collectives import can_exchange
 from shardproof.engine.loading.read_once.group_transfer import PeerFailed
 from shardproof.engine.loading.read_once.node_memory import Handle, NodeMemory
-from shardproof.engine.loading.read_once.offers import Offer, usable_handles
 from shardproof.engine.loading.selection import selects
 from shardproof.engine.loading.shared_destinations import check_shared_memory
 from shardproof.engine.planning import ReadPlan

@@ -191,11 +191,13 @@ def _of_loadable_dtypes(
         return binding.tensors, mismatched
     entries: list[TensorEntry] = []
     for entry in binding.tensors:
-        difference = _difference(entry, binding.catalogue.tensors[entry.key][0], may_cast)
-        if difference is None:
+        dtype = binding.catalogue.tensors[entry.key][0]
+        loses_part = dtype.startswith("complex") and not entry.dtype.startswith("complex")
+        if entry.dtype == dtype or (not loses_part and may_cast(entry.key)):
             entries.append(entry)
         else:
-            mismatched.append((entry.key, *difference))
+            advice = "a cast would drop the imaginary part" if loses_part else "cast=True converts"
+            mismatched.append((entry.key, entry.dtype, f"{dtype} ({advice})"))
     return entries, mismatched
 
 
@@ -280,15 +282,6 @@ def _unrequested(
     return unexpected, of_absent_parts
 
 
-def _difference(entry: TensorEntry, dtype: str, may_cast: Callable[[str], bool]) -> tuple[str, str] | None:
-    """The dtypes of the target and the checkpoint; None if they are equal or the load may convert."""
-    if entry.dtype == dtype:
-        return None
-    if dtype.startswith("complex") and not entry.dtype.startswith("complex"):
-        return entry.dtype, f"{dtype} (a cast would drop the imaginary part)"
-    return None if may_cast(entry.key) else (entry.dtype, f"{dtype} (cast=True converts)")
-
-
 def _same_chunks(checkpoint: Checkpoint, row: int, other: int) -> bool:
     """True if two stored tensors have the same boxes and digests, chunk by chunk."""
     if row == other:
@@ -367,8 +360,14 @@ def agree(location: str, reports: Sequence[MatchReport], stored: Callable[[], It
         )
     if missing:
         _check_overlap(location, reports, missing, sorted(leftover), stored)
+    adapted = {key for report in reports for key in report.adapted}
+    for report in reports if adapted else ():  # only those that belong to no rank's target
+        adapted &= {*report.adapted, *report.unexpected, *report.of_absent_parts}
     return AgreedKeys(
-        tuple(missing), tuple(sorted(leftover)), tuple(_dropped(reports, stored)), _only_adapted(reports)
+        tuple(missing),
+        tuple(sorted(leftover)),
+        tuple(_dropped(reports, stored)),
+        tuple(sorted(adapted)),
     )
 
 
@@ -404,15 +403,6 @@ def _check_same(location: str, reports: Sequence[MatchReport]) -> None:
             file=location,
             damaged=False,
         )
-
-
-def _only_adapted(reports: Sequence[MatchReport]) -> _Keys:
-    """The keys that load hooks of some ranks get, and that belong to no rank's target."""
-    if not any(report.adapted for report in reports):
-        return ()
-    adapted = {key for report in reports for key in report.adapted}
-    without = ({*report.adapted, *report.unexpected, *report.of_absent_parts} for report in reports)
-    return tuple(sorted(adapted.intersection(*without)))
 
 
 def _check_overlap(

@@ -168,7 +168,14 @@ def find_replicas(
         ranks.append(rank[rows[0]])
         pieces.append(columns[:, :1].copy() if bool((columns == columns[:, :1]).all()) else columns)
     before = row_pointers(boxes.volumes() * itemsize)
-    starts, length = _line(ranks, (before[ends] - before[ends - counts]).tolist(), world_size)
+    ends_on_line = np.zeros(world_size, np.int64)  # of each rank's last set
+    starts = np.zeros(len(ranks), np.int64)
+    for row, (of_set, count) in enumerate(
+        zip(ranks, (before[ends] - before[ends - counts]).tolist(), strict=True)
+    ):
+        starts[row] = ends_on_line[of_set].max()
+        ends_on_line[of_set] = starts[row] + count
+    length = int(ends_on_line.max(initial=0))
     slice_bytes = sample_bytes // _SLICES
     turns = max(1, -(-(length - slice_bytes) // (sample_bytes - slice_bytes)))
     return Replicas(sample_bytes, turns, boxes, tensor, itemsize, counts, starts, tuple(ranks), tuple(pieces))
@@ -192,16 +199,6 @@ def _boxes(proved: Sequence[DistinctBoxes], rows: _Ints, ndim: _Ints) -> BoxTabl
         groups.append((chosen, distinct.boxes.take(row[chosen])))
         before += len(distinct.tensor)
     return BoxTable.of_groups(ndim, groups)
-
-
-def _line(ranks: Sequence[_Ints], byte_count: Sequence[int], world_size: int) -> tuple[_Ints, int]:
-    """The first byte of each set on the line, and the length of the line."""
-    ends = np.zeros(world_size, np.int64)  # end of each rank's last set on the line
-    starts = np.zeros(len(ranks), np.int64)
-    for row, (holders, count) in enumerate(zip(ranks, byte_count, strict=True)):
-        starts[row] = ends[holders].max()
-        ends[holders] = starts[row] + count
-    return starts, int(ends.max(initial=0))
 
 
 def _cut(

@@ -189,7 +189,11 @@ class Saver:
                 return PendingSave(request.step, None)
             cache = self._own_cache()
             self.wait_for_end()
-            options = self._options(request)
+            options: list[SaveOption] = []
+            if request.base is not None:
+                options.append(IncrementalOption(request.base, request.full_every, self._bases))
+            if request.check_replicas is not None:
+                options.append(ReplicaOption(request.check_replicas, self._replicas))
             save = Save(self._rendezvous, storage, request, options, cache, self._limits)
             failed = self._take_failure()
             try:
@@ -210,15 +214,6 @@ class Saver:
                     save.end()
                 raise
             return save.pending
-
-    def _options(self, request: SaveRequest) -> list[SaveOption]:
-        """The optional parts of a save."""
-        options: list[SaveOption] = []
-        if request.base is not None:
-            options.append(IncrementalOption(request.base, request.full_every, self._bases))
-        if request.check_replicas is not None:
-            options.append(ReplicaOption(request.check_replicas, self._replicas))
-        return options
 
     def _submit(self, save: Save, work: Callable[[], SaveResult]) -> None:
         self._under_way = save

@@ -53,9 +53,9 @@ from shardproof.engine.state.plain.by_name import has_names as has_names  # not 
 from shardproof.engine.state.plain.by_name import (
     with_targets as with_targets,  # not listed in __all__: internal
 )
-from shardproof.engine.state.plain.canonical import canonical_json
 from shardproof.engine.state.plain.decode import decode as decode_plain
 from shardproof.engine.state.plain.decode import references
+from shardproof.engine.state.plain.encode import canonical_json
 from shardproof.engine.state.plain.encode import encode as encode_plain
 from shardproof.engine.state.plain.registry import register_by_name, register_dataclass, register_enum
 from shardproof.engine.state.plain.stream_bytes import (

@@ -96,7 +96,12 @@ class UnitSchedule:
             self._to_reduce[unit] = None
             unit.gather()
             unit.show_whole()
-            self._gather_before(unit)
+            found = [index for index, other in enumerate(self._finished) if other is unit]
+            if found:
+                del self._finished[found[-1] :]
+            preceding = self._finished[: -unit.prefetch - 1 : -1] if found else []
+            for other in preceding if unit.ahead_in_backward is None else unit.ahead_in_backward:
+                other.gather()
         unit.wait_for_gather()
 
     def leave_backward(self, unit: ShardedUnit) -> None:
@@ -165,14 +170,6 @@ class UnitSchedule:
             following = self._expected[self._cursor : self._cursor + unit.prefetch]
         for other in following if unit.ahead_in_forward is None else unit.ahead_in_forward:
             other.adopt_changes()
-            other.gather()
-
-    def _gather_before(self, unit: ShardedUnit) -> None:
-        found = [index for index, other in enumerate(self._finished) if other is unit]
-        if found:
-            del self._finished[found[-1] :]
-        preceding = self._finished[: -unit.prefetch - 1 : -1] if found else []
-        for other in preceding if unit.ahead_in_backward is None else unit.ahead_in_backward:
             other.gather()
 
     def _end_unit(self, unit: ShardedUnit) -> None:

@@ -101,18 +101,25 @@ def fully_shard(
     precision = mixed_precision or MixedPrecision()
     if unit_of(module) is not None:
         raise ValueError(f"this {type(module).__name__} is already a unit of fully_shard")
-    ranks = MeshRanks.of(mesh)
-    device = torch.device(mesh.device_type)
+    ranks, device = MeshRanks.of(mesh), torch.device(mesh.device_type)
     if device.type not in ("cpu", "meta"):
         device = torch.device(device.type, torch.get_device_module(device).current_device())
     found = _parameters_of(module, set(map(id, ignored_params)))
     warn_of_row_major_copies(
         [one.name for one in found if not local_tensor(one.parameter).is_contiguous()], "fully_shard"
     )
-    _move_buffers(module, device)
-    buffers = []
-    for alike in _classes(found, precision):
-        buffers += _buffers(alike, ranks, precision, strategy, device)
+    for _, part in _own_modules(module):
+        for name, buffer in part._buffers.items():
+            if buffer is not None and not buffer.is_meta and buffer.device != device:
+                part._buffers[name] = buffer.to(device)
+    classes: dict[tuple[torch.dtype, bool, bool], list[_ModuleParameter]] = {}
+    """Parameters that may share a buffer: alike in master dtype, `requires_grad` and `is_meta`."""
+    for one in found:
+        key = (_master(one, precision), one.parameter.requires_grad, one.parameter.is_meta)
+        classes.setdefault(key, []).append(one)
+    buffers = [
+        one for alike in classes.values() for one in _buffers(alike, ranks, precision, strategy, device)
+    ]
     if not buffers and not any(unit_of(part) for part in module.modules()):
         raise ValueError(f"{type(module).__name__} has no parameters to shard")
     unit = ShardedUnit(
@@ -167,26 +174,10 @@ def _parameters_of(module: nn.Module, ignored: set[int]) -> list[_ModuleParamete
     return list(by_id.values())
 
 
-def _move_buffers(module: nn.Module, device: torch.device) -> None:
-    for _, part in _own_modules(module):
-        for name, buffer in part._buffers.items():
-            if buffer is not None and not buffer.is_meta and buffer.device != device:
-                part._buffers[name] = buffer.to(device)
-
-
 def _master(found: _ModuleParameter, precision: MixedPrecision) -> torch.dtype:
     if precision.master_dtype is not None and found.parameter.is_floating_point():
         return precision.master_dtype
     return found.parameter.dtype
-
-
-def _classes(found: list[_ModuleParameter], precision: MixedPrecision) -> list[list[_ModuleParameter]]:
-    """Groups of parameters that may share a buffer: alike in master dtype, `requires_grad` and `is_meta`."""
-    classes: dict[tuple[torch.dtype, bool, bool], list[_ModuleParameter]] = {}
-    for one in found:
-        key = (_master(one, precision), one.parameter.requires_grad, one.parameter.is_meta)
-        classes.setdefault(key, []).append(one)
-    return list(classes.values())
 
 
 def _buffers(
@@ -221,16 +212,11 @@ def _buffers(
             device=torch.device("meta") if found[0].parameter.is_meta else device,
         )
         for parameter, (one, _) in zip(parameters, members, strict=True):
-            _fill(buffer, parameter, one.parameter)
+            if not one.parameter.is_meta:
+                rows = local_tensor(one.parameter).detach()[slice(*parameter.rows)]
+                parameter.part(buffer.shard).copy_(rows)
         buffer.bind([one.parameter.requires_grad for one, _ in members])
         for one, _ in members:
             setattr(one.parameter, _IN_UNIT, True)
         made.append(buffer)
     return made
-
-
-def _fill(buffer: FlatBuffer, parameter: UnitParameter, old: torch.Tensor) -> None:
-    if old.is_meta:
-        return
-    first, stop = parameter.rows
-    parameter.part(buffer.shard).copy_(local_tensor(old).detach()[first:stop])

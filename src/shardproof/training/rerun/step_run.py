@@ -74,7 +74,10 @@ class StepRun:
         nth = self._messages[call.message]
         self._messages[call.message] += 1
         if self.stores_results:
-            self.results[self._name_of(call, number)] = (_detached_copy(call.value), call.compare)
+            name = call.message or f"call {number}"
+            if name in self.results:
+                name = f"{name} (call {number})"
+            self.results[name] = (_detached_copy(call.value), call.compare)
             return
         bad = bool(call.rejected(call.value))
         if hasattr(call.rejected, "accept"):
@@ -113,10 +116,6 @@ class StepRun:
             value, compare = self.results[name]
             found[name] = _difference(first.results[name][0], value, compare)
         return found
-
-    def _name_of(self, call: Call, number: int) -> str:
-        name = call.message or f"call {number}"
-        return name if name not in self.results else f"{name} (call {number})"
 
 
 class Rejections:

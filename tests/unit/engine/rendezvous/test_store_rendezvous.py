@@ -19,8 +19,8 @@ from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
 
 import shardproof as sp
 from shardproof.engine.rendezvous.channel import Channel, View
-from shardproof.engine.rendezvous.keys import MeetingKeys
 from shardproof.engine.rendezvous.store_requests import peek
+from shardproof.engine.rendezvous.wire import MeetingKeys
 from shardproof.errors import RankFailure, RankSilent, ReentrantCallError, StructureError
 from shardproof.rendezvous import LocalRendezvous, StoreRendezvous, connect
 from tests.thread_limit import limit_threads
