@@ -29,8 +29,6 @@ from shardproof.engine.planning import ReadPlan, RequestedBoxes, plan_reads
 from shardproof.engine.state import Binding, TensorEntry, bind, owner_of, parts_of
 from shardproof.errors import (
     KeyMismatchError,
-    NotCommittedError,
-    ShardproofError,
     StorageError,
     StructureError,
 )
@@ -95,7 +93,6 @@ class MatchReport(msgspec.Struct, frozen=True, array_like=True):
     """Keys of the per-rank values that the checkpoint and this rank's target both have."""
     gathered: tuple[str, ...] = ()
     """The keys in `per_rank` for which this rank gathers the values of ranks that do not load."""
-    error: dict[str, Any] | None = None
     unused_excludes: tuple[str, ...] = ()
     """Patterns of `exclude` that match no key of this rank's target or of the checkpoint."""
     unused_renames: dict[str, str] = {}
@@ -254,7 +251,6 @@ def _report(
         tuple(sorted(binding.declined)),
         tuple(binding.own),
         tuple(binding.gathered),
-        next((error.to_wire() for error in binding.refused), None),
         tuple(unused_excludes),
         unused_renames(options.rename, requested | binding.used) if options.rename else {},
         sum(key in catalogue.tensors or key in catalogue.objects for key in binding.used),
@@ -338,7 +334,6 @@ def agree(location: str, reports: Sequence[MatchReport], stored: Callable[[], It
     `stored` returns the selected keys of the checkpoint. It is called only for some checks.
 
     Raises:
-        ShardproofError: the error of the first rank that reports one.
         StructureError: the ranks pass different options, or decline different parts.
         StorageError: the ranks see different checkpoints.
         KeyMismatchError: the state and the checkpoint do not fit.
@@ -372,14 +367,12 @@ def agree(location: str, reports: Sequence[MatchReport], stored: Callable[[], It
 
 
 def _check_same(location: str, reports: Sequence[MatchReport]) -> None:
-    """Checks that no rank has an error, and that options, parts and checkpoint are the same on all ranks.
+    """Checks that options, parts and checkpoint are the same on all ranks.
 
     Raises:
-        ShardproofError, StructureError, StorageError: see `agree`.
+        StructureError, StorageError: see `agree`.
     """
     for rank, report in enumerate(reports):
-        if report.error is not None:
-            raise from_rank(rank, len(reports), report.error)
         for option in ("strict", "read_once"):
             one, other = getattr(reports[0], option), getattr(report, option)
             if one != other:
@@ -455,25 +448,6 @@ def _dropped(reports: Sequence[MatchReport], stored: Callable[[], Iterable[str]]
         if key not in (per_rank[rank] if rank < len(reports) else gathered)
     ]
     return [f"{key}.@rank-{rank}" if key else f"@rank-{rank}" for key, rank in dropped]
-
-
-def from_rank(rank: int, world_size: int, wire: dict[str, Any]) -> ShardproofError:
-    """The error that a rank posted. If there are several ranks, its text names the rank.
-
-    Rank 0 checks every file of a checkpoint at the beginning of a load. So a file that only
-    another rank lacks does exist, and the node of that rank does not see it. This is not damage.
-    """
-    error = ShardproofError.from_wire(wire)
-    if world_size == 1:
-        return error
-    text, details = f"rank {rank}: {error.message}", {**error.details, "rank": rank}
-    if rank and (isinstance(error, NotCommittedError) or error.details.get("missing") is True):
-        text += (
-            "\nRank 0 sees it. Check that all nodes share this folder, and that the node of this rank mounts "
-            "it."
-        )
-        details["damaged"] = False
-    return type(error)(text, **details)
 
 
 def _is_within(key: str, above: str) -> bool:

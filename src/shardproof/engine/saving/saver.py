@@ -9,8 +9,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
-import msgspec
-
 from shardproof._utils import forks
 from shardproof._utils.arguments import check_whole
 from shardproof.engine.planning import CHUNK_BYTES, SAMPLE_BYTES
@@ -284,11 +282,7 @@ class Saver:
         busy = under_way is not None and not under_way.future.done()
         meeting = MeetingSequence(self._rendezvous, f"save {storage.location}")
 
-        def decide(posts: list[bytes]) -> bytes:
-            return msgspec.msgpack.encode(any(msgspec.msgpack.decode(post, type=bool) for post in posts))
-
-        answer = meeting.meet("busy", lambda: msgspec.msgpack.encode(busy), decide)
-        return msgspec.msgpack.decode(answer, type=bool)
+        return meeting.exchange("busy", lambda: busy, any, bool, bool)
 
     def _take_failure(self) -> ShardproofError | None:
         under_way = self._own_save()
