@@ -1,9 +1,10 @@
-"""Checks of arguments, with errors that name the argument and what it takes; of paths, with a ``~``, too."""
+"""Checks of arguments, with errors or warnings that name the argument and what it takes."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from numbers import Real
 from typing import ParamSpec, TypeVar
@@ -152,3 +153,21 @@ def unexpanded_home(path: str) -> str | None:
             "it has a folder named ~. Apply os.path.expanduser where the path is made, or rename the folder"
         )
     return None
+
+
+def warn_of_row_major_copies(names: Sequence[str], holder: str) -> None:
+    """Warns that parameters with other strides become row-major.
+
+    Args:
+        names: the parameters whose strides change; empty for no warning.
+        holder: what moves the parameters.
+    """
+    if names:
+        warnings.warn(
+            f"{holder} moves {len(names)} parameters into row-major flat buffers, which changes their "
+            f"strides (channels_last, for example). The first is {names[0]}. Values do not change, and "
+            "kernels may be slower. Without this warning: call "
+            "module.to(memory_format=torch.contiguous_format) before",
+            UserWarning,
+            stacklevel=4,
+        )

@@ -58,7 +58,6 @@ from shardproof.engine.format.file_names import (
 )
 from shardproof.engine.format.header import HeaderEntry, ShardHeader, parse_header, read_shard_header
 from shardproof.engine.format.index import decode_index, encode_index
-from shardproof.engine.format.inner_tensors import inner_tensors
 from shardproof.engine.format.json import decode_strictly
 from shardproof.engine.format.manifest import (
     FORMAT_VERSION,
@@ -66,6 +65,7 @@ from shardproof.engine.format.manifest import (
     FileRecord,
     Manifest,
     TensorRecord,
+    inner_tensors,
     manifest_version,
     tensor_bytes,
 )

@@ -155,7 +155,10 @@ def find_replicas(
         raise ValueError(f"sample_bytes must be {_MIN_SAMPLE_BYTES} or more, found {sample_bytes!r}")
     tensors = np.concatenate([_NONE, *(distinct.tensor for distinct in proved)])
     is_stored = np.array([key not in merged.aliases for key in merged.keys], np.bool_)
-    stored, counts = _by_set(shared, np.flatnonzero(is_stored[tensors[shared.box]]))
+    stored = np.flatnonzero(is_stored[tensors[shared.box]])
+    # By set, sets with the most holders first.
+    stored = stored[np.lexsort((shared.set[stored], -np.diff(shared.starts)[stored]))]
+    counts = np.diff(np.flatnonzero(np.diff(shared.set[stored], prepend=-1)), append=len(stored))
     ends = np.cumsum(counts)
     tensor = tensors[shared.box[stored]]
     boxes, itemsize = _boxes(proved, shared.box[stored], merged.ndims[tensor]), merged.itemsizes[tensor]
@@ -179,15 +182,6 @@ def find_replicas(
     slice_bytes = sample_bytes // _SLICES
     turns = max(1, -(-(length - slice_bytes) // (sample_bytes - slice_bytes)))
     return Replicas(sample_bytes, turns, boxes, tensor, itemsize, counts, starts, tuple(ranks), tuple(pieces))
-
-
-def _by_set(shared: SharedBoxes, rows: _Ints) -> tuple[_Ints, _Ints]:
-    """Sorts rows of `shared` by set, sets with the most holders first. Also returns the box count of each."""
-    holders = np.diff(shared.starts)[rows]
-    numbers = shared.set[rows]
-    rows = rows[np.lexsort((numbers, -holders))]
-    begins = np.flatnonzero(np.diff(shared.set[rows], prepend=-1))
-    return rows, np.diff(begins, append=len(rows))
 
 
 def _boxes(proved: Sequence[DistinctBoxes], rows: _Ints, ndim: _Ints) -> BoxTable:

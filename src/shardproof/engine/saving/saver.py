@@ -182,9 +182,13 @@ class Saver:
         Later, the save continues to its last meeting, and fails there.
         """
         with self._rendezvous.operation(f"save {storage.location}") as operation:
-            if when_busy == "skip" and self._any_busy(storage):
-                _log.info("%s: skipped, because the previous save has not ended", storage.location)
-                return PendingSave(request.step, None)
+            if when_busy == "skip":
+                before = self._own_save()
+                busy = before is not None and not before.future.done()
+                meeting = MeetingSequence(self._rendezvous, f"save {storage.location}")
+                if meeting.exchange("busy", lambda: busy, any, bool, bool):  # on any rank
+                    _log.info("%s: skipped, because the previous save has not ended", storage.location)
+                    return PendingSave(request.step, None)
             cache = self._own_cache()
             self.wait_for_end()
             options: list[SaveOption] = []
@@ -275,14 +279,6 @@ class Saver:
                 self.unconfirmed,
             )
         return self._cache
-
-    def _any_busy(self, storage: Storage) -> bool:
-        """True if the previous save has not ended on a rank. Equal on all ranks."""
-        under_way = self._own_save()
-        busy = under_way is not None and not under_way.future.done()
-        meeting = MeetingSequence(self._rendezvous, f"save {storage.location}")
-
-        return meeting.exchange("busy", lambda: busy, any, bool, bool)
 
     def _take_failure(self) -> ShardproofError | None:
         under_way = self._own_save()
