@@ -306,7 +306,7 @@ class _Connected:
     """A store whose clones are made beforehand: to connect can take longer than the deadlines tested."""
 
     def __init__(self, store: Any) -> None:
-        from shardproof.engine.rendezvous.store_client import new_client
+        from shardproof.engine.rendezvous.store_requests import new_client
 
         self.underlying_store = store
         # two in the foreground and two in the background, twice

@@ -21,7 +21,7 @@ import torch.distributed as dist
 import shardproof as sp
 from shardproof.engine.loading import LoadOptions, LoadReport, load_from, load_protocol
 from shardproof.engine.loading.checkpoint import NativeCheckpoint
-from shardproof.engine.loading.read_once import agreement, wanted_parts
+from shardproof.engine.loading.read_once import agreement, node_transfer
 from shardproof.engine.loading.read_once.group_plan import plan_once
 from shardproof.engine.loading.read_once.node_memory import PeerMemory
 from shardproof.engine.loading.read_once.node_plan import plan_node
@@ -95,7 +95,7 @@ def small_rounds(round_bytes: int) -> None:
     over_group: Any = partial(plan_once, round_bytes=round_bytes, unit_bytes=512)
     on_node: Any = partial(plan_node, round_bytes=round_bytes, ring_bytes=3 * round_bytes, unit_bytes=512)
     agreement.plan_once, agreement.plan_node = over_group, on_node  # type: ignore[attr-defined]
-    wanted_parts.CUT_BYTES = 64
+    node_transfer.CUT_BYTES = 64
 
 
 def transfer_only_through(way: str) -> None:
@@ -579,7 +579,7 @@ def subgroup(folder: str) -> int | None:
         group = dist.new_group([1, 2])
         if rank() == 0:
             return None
-        from shardproof.engine.rendezvous.store_client import new_client
+        from shardproof.engine.rendezvous.store_requests import new_client
         from shardproof.rendezvous import StoreRendezvous
 
         store: Any = dist.distributed_c10d._get_default_store()

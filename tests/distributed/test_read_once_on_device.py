@@ -103,7 +103,7 @@ def use_device_collectives() -> None:
         return FinishedWork()
 
     dist.all_reduce, dist.all_to_all_single = reduce, exchanged  # type: ignore[assignment]
-    group_collectives._device_of = lambda group: torch.device("simulated", 0)
+    group_collectives.device_of_group = lambda group: torch.device("simulated", 0)
 
 
 def load_over_the_device(folder: str, full: range) -> tuple[str, dict[str, str]]:

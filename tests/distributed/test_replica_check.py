@@ -373,20 +373,20 @@ def test_rank_0_and_the_ranks_at_fault_log_the_differences(tmp_path: Path) -> No
 
 
 def hashing_fails(root: str, culprit: int) -> tuple[str, str]:
-    from shardproof.engine.saving.replica_check import replica_option
+    from shardproof.engine.saving import replica_check
 
     saver = Saver(rendezvous(deadline=20.0))
-    hash_replicas = replica_option.hash_replicas
+    hash_replicas = replica_check.hash_replicas
     if rank() == culprit:
 
         def fails(*_: Any) -> bytes:
             raise MemoryError("no room to hash")
 
-        replica_option.hash_replicas = fails  # type: ignore[assignment]
+        replica_check.hash_replicas = fails  # type: ignore[assignment]
     pending = saver.begin(LocalStorage(f"{root}/0"), state_of(1.0), SaveRequest(check_replicas="all"))
     with pytest.raises(ShardproofError) as failed:
         pending.result(LIMIT)
-    replica_option.hash_replicas = hash_replicas
+    replica_check.hash_replicas = hash_replicas
     assert saver.begin(LocalStorage(f"{root}/1"), state_of(1.0), SaveRequest(check_replicas="all")).result(
         LIMIT
     )
@@ -406,7 +406,7 @@ def test_a_rank_that_cannot_compare_fails_the_save_of_all(culprit: int, tmp_path
 
 def hashes_slowly(root: str) -> int:
     """Rank 1 hashes its replicas for longer than the deadline, but each one in less."""
-    import shardproof.engine.saving.replica_check.replica_digests as replicas
+    import shardproof.engine.saving.replica_check as replicas
 
     meetings = rendezvous(deadline=20.0)
     saver = Saver(meetings)

@@ -375,9 +375,7 @@ def one_is_interrupted(root: str, within: str, begin: bool) -> tuple[CallResult 
 
 
 @pytest.mark.parametrize("begin", [False, True])
-@pytest.mark.parametrize(
-    "within", ["save_protocol.prepare_shard", "replica_check.replica_option.hash_replicas"]
-)
+@pytest.mark.parametrize("within", ["save_protocol.prepare_shard", "replica_check.hash_replicas"])
 def test_a_rank_interrupted_between_two_meetings_tells_the_others(
     within: str, begin: bool, tmp_path: Path
 ) -> None:

@@ -1,8 +1,10 @@
-"""Checks of the types of arguments, with errors that name the argument and what it takes."""
+"""Checks of arguments, with errors or warnings that name the argument and what it takes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import os
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from numbers import Real
 from typing import ParamSpec, TypeVar
@@ -131,3 +133,41 @@ def names_forms(caller: str, forms: Mapping[str, str]) -> Callable[[Callable[P, 
         return call
 
     return decorate
+
+
+def unexpanded_home(path: str) -> str | None:
+    """What is wrong with a path that has a ``~``, and the advice; None for other paths.
+
+    Only a shell expands ``~``. The operating system takes it for the name of a folder, so a program would
+    write into a folder of that name in its working directory.
+
+    >>> print(unexpanded_home("~/runs"))
+    ~ is not expanded: pass os.path.expanduser('~/runs')
+    >>> unexpanded_home("/runs/gpt~/a") is None
+    True
+    """
+    if os.path.expanduser(path) != path:
+        return f"~ is not expanded: pass os.path.expanduser({path!r})"
+    if "~" in path.split(os.sep):
+        return (
+            "it has a folder named ~. Apply os.path.expanduser where the path is made, or rename the folder"
+        )
+    return None
+
+
+def warn_of_row_major_copies(names: Sequence[str], holder: str) -> None:
+    """Warns that parameters with other strides become row-major.
+
+    Args:
+        names: the parameters whose strides change; empty for no warning.
+        holder: what moves the parameters.
+    """
+    if names:
+        warnings.warn(
+            f"{holder} moves {len(names)} parameters into row-major flat buffers, which changes their "
+            f"strides (channels_last, for example). The first is {names[0]}. Values do not change, and "
+            "kernels may be slower. Without this warning: call "
+            "module.to(memory_format=torch.contiguous_format) before",
+            UserWarning,
+            stacklevel=4,
+        )

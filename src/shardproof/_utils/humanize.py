@@ -67,7 +67,10 @@ def brief(value: Any, most: int = 100) -> str:
     """
     if isinstance(value, BaseException):
         argument = value.args[0] if len(value.args) == 1 else None
-        text = brief(argument, most) if isinstance(value, KeyError) else _message(value)[:most]
+        try:
+            text = brief(argument, most) if isinstance(value, KeyError) else str(value)[:most]
+        except Exception:  # the arguments of an error are of any class
+            text = "an error without a text"
         return f"{type(value).__name__}: {text}"
     if isinstance(value, (list, tuple)) and len(value) <= _FEW:
         text = ", ".join(
@@ -87,13 +90,6 @@ def brief(value: Any, most: int = 100) -> str:
         return f"a {type(value).__name__} of {len(value)}"
     name = getattr(value, "name", None)  # of a class that a pickle names
     return f"{type(value).__name__} {name[:most]}" if isinstance(name, str) else f"a {type(value).__name__}"
-
-
-def _message(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception:  # the arguments of an error are of any class
-        return "an error without a text"
 
 
 def printable(text: str, *, lines: bool = False) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
 _FALLBACK = 16 << 30
@@ -40,17 +41,12 @@ def available_memory() -> int:
     >>> available_memory() > 0
     True
     """
-    return max(1, min([_available_on_node(), *_left_in_groups()]))
-
-
-def _available_on_node() -> int:
-    try:
+    on_node = _FALLBACK
+    with suppress(OSError, ValueError, IndexError):  # not Linux
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except (OSError, ValueError, IndexError):
-        pass  # not Linux
-    return _FALLBACK
+                on_node = int(line.split()[1]) * 1024
+    return max(1, min([on_node, *_left_in_groups()]))
 
 
 def _left_in_groups(

@@ -101,7 +101,7 @@ def test_keys_and_the_summary_of_another_format_read_no_plain_value(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.save({"a": {"b": ([1], 2)}, "a.b.c": WEIGHT}, tmp_path / "a.pt")
-    monkeypatch.setattr("shardproof.engine.loading.foreign_checkpoint.encode_plain", None)
+    monkeypatch.setattr("shardproof.engine.loading.opening.encode_plain", None)
     with sp.open(tmp_path / "a.pt") as checkpoint:
         assert checkpoint.keys() == ["a.b", "a.b.c"]
     assert run(["inspect", str(tmp_path / "a.pt")]) == 0

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import click
 
-from shardproof._utils.home_paths import unexpanded_home
+from shardproof._utils.arguments import unexpanded_home
 from shardproof._utils.humanize import printable
 from shardproof.commands.cli.failures import BadPath
 

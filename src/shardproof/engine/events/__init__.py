@@ -16,8 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from shardproof.engine.events.display import Bars, show
-from shardproof.engine.events.logs import JsonFormatter, facts_of, log_to
+from shardproof.engine.events.display import Bars, JsonFormatter, facts_of, log_to, show
 from shardproof.engine.events.phase_table import PHASES, KnownPhase
 from shardproof.engine.events.phases import Event, Hub, Listener, Phase, Subscription, hub
 from shardproof.engine.events.trace_files import trace

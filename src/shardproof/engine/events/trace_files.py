@@ -35,7 +35,7 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
-from shardproof._utils.home_paths import unexpanded_home
+from shardproof._utils.arguments import unexpanded_home
 from shardproof.engine.events.phases import Event, Subscription, hub
 
 _OPEN_FILES = 64

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardproof._utils.home_paths import unexpanded_home
+from shardproof._utils.arguments import unexpanded_home
 from shardproof.engine.events.phase_table import PHASES
 from shardproof.engine.events.trace_files import encoded, row_about
 from shardproof.errors import FormatError

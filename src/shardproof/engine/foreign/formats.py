@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
@@ -41,14 +42,6 @@ READERS: Mapping[str, str] = {
 """Name of each format to the module and class of its reader, in the order in which readers are tried."""
 
 
-def _recognizes(name: str, foreign: Foreign) -> bool:
-    try:
-        with foreign_faults(foreign.location):
-            return bool(_class(READERS[name]).recognizes(foreign))
-    except FormatError:
-        return False
-
-
 def _class(place: str) -> Any:
     module, _, attribute = place.partition(":")
     return getattr(import_module(f"shardproof.formats.{module}"), attribute)
@@ -66,8 +59,11 @@ def format_of(foreign: Foreign) -> str:
     """
     if foreign.has(MANIFEST_NAME) or (foreign.file is None and _SHARDS in foreign.storage.folders()):
         return NATIVE
-    name = next((name for name in READERS if _recognizes(name, foreign)), None)
-    if name is None and foreign.file is not None:
+    for name, place in READERS.items():
+        with suppress(FormatError), foreign_faults(foreign.location):
+            if _class(place).recognizes(foreign):
+                return name
+    if foreign.file is not None:
         with naming_other_files(foreign.storage):
             raise FormatError(
                 f"{foreign.location} is not a checkpoint of a known format ({', '.join(READERS)}). Name its "
@@ -75,7 +71,7 @@ def format_of(foreign: Foreign) -> str:
                 "--other-format)",
                 file=foreign.location,
             )
-    return name or NATIVE
+    return NATIVE
 
 
 def keeps_tensors_of_values(format: str) -> bool:  # noqa: A002 as in sp.open

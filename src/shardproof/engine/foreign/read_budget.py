@@ -172,7 +172,9 @@ def check_repeats(value: Any) -> None:
     pending: list[Any] = [value]
     while pending:
         item = pending[-1]
-        inside = _inside(item)
+        inside: Iterable[Any] = item if isinstance(item, _SEQUENCES) else ()
+        if isinstance(item, dict):
+            inside = [*item.keys(), *item.values()]
         if id(item) not in sizes:
             sizes[id(item)] = 1
             known += _length(item)
@@ -191,9 +193,3 @@ def check_repeats(value: Any) -> None:
 
 def _length(item: Any) -> int:
     return item.nbytes if isinstance(item, np.ndarray) else len(item) if isinstance(item, Sized) else 1
-
-
-def _inside(item: Any) -> Iterable[Any]:
-    if isinstance(item, dict):
-        return [*item.keys(), *item.values()]
-    return item if isinstance(item, _SEQUENCES) else ()

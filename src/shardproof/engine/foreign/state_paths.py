@@ -117,7 +117,10 @@ def state_paths(
     slots = _optimizer_slots(keys)
     models = {head: _model(tensor_keys, set(names.values())) for head, names in slots.items()}
     prefixes = {model for model in models.values() if model}
-    paths = {key: _model_path(key, prefixes) for key in keys}
+    paths: dict[str, Path] = {}
+    for key in keys:
+        model = next((one for one in prefixes if key.startswith(f"{one}.")), None)
+        paths[key] = (key,) if model is None else (*_steps(model), key[len(model) + 1 :])
     for head, names in slots.items():
         if models[head] is not None or all(name.isdigit() for name in names.values()):
             for key, name in names.items():
@@ -150,13 +153,6 @@ def _model(tensors: Mapping[str, None], names: set[str]) -> str | None:
         if ".state." not in f".{prefix}" and all(f"{prefix}{name}" in tensors for name in names)
     ]
     return min(fits, key=len).removesuffix(".") if fits else None
-
-
-def _model_path(key: str, models: Iterable[str]) -> Path:
-    for model in models:
-        if key.startswith(f"{model}."):
-            return (*_steps(model), key[len(model) + 1 :])
-    return (key,)
 
 
 def _group_paths(keys: Iterable[str]) -> dict[str, Path]:

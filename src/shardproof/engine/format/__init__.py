@@ -6,13 +6,13 @@ other steps. Index and shard files are the same in both.
 
 from __future__ import annotations
 
-from shardproof.engine.format.block_reader import BlockDigests, Extents, Files
 from shardproof.engine.format.checkpoint_files import (
     check_size,
     check_sizes,
     locate_files,
     lost_files,
     metadata_files,
+    naming_other_files,
     read_index,
     read_manifest,
     read_manifest_text,
@@ -21,7 +21,14 @@ from shardproof.engine.format.checkpoint_files import (
     size_errors,
     size_fault,
 )
-from shardproof.engine.format.chunk_verifier import ChunkVerifier, block_digests, read_pieces
+from shardproof.engine.format.chunk_verifier import (
+    BlockDigests,
+    ChunkVerifier,
+    Extents,
+    Files,
+    block_digests,
+    read_pieces,
+)
 from shardproof.engine.format.declared import Declared, declaration_of, declared_header, header_of_chunks
 from shardproof.engine.format.digests import (
     BLOCK_BYTES,
@@ -51,7 +58,6 @@ from shardproof.engine.format.file_names import (
 )
 from shardproof.engine.format.header import HeaderEntry, ShardHeader, parse_header, read_shard_header
 from shardproof.engine.format.index import decode_index, encode_index
-from shardproof.engine.format.inner_tensors import inner_tensors
 from shardproof.engine.format.json import decode_strictly
 from shardproof.engine.format.manifest import (
     FORMAT_VERSION,
@@ -59,13 +65,12 @@ from shardproof.engine.format.manifest import (
     FileRecord,
     Manifest,
     TensorRecord,
+    inner_tensors,
     manifest_version,
     tensor_bytes,
 )
 from shardproof.engine.format.manifest_text import SEAL_LENGTH, decode_manifest, encode_manifest
-from shardproof.engine.format.new_manifest import new_manifest, with_files
-from shardproof.engine.format.other_files import naming_other_files
-from shardproof.engine.format.publication import publish
+from shardproof.engine.format.publication import new_manifest, publish, with_files
 from shardproof.engine.format.references import (
     References,
     flush_manifests_in,
@@ -77,7 +82,6 @@ from shardproof.engine.format.references import (
     unreadable_manifests_message,
     unreferenced_files,
 )
-from shardproof.engine.format.shard_file import ShardFileWriter
 from shardproof.engine.format.shards import (
     BLOCKS,
     DIGESTS,
@@ -85,6 +89,7 @@ from shardproof.engine.format.shards import (
     PADDING,
     PAGE_BYTES,
     Entries,
+    ShardFileWriter,
     chunk_entries,
     encode_chunks,
     encode_entries,

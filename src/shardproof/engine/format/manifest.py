@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
+from shardproof._utils.json_objects import objects_with
 from shardproof.dtypes import DTYPES
 from shardproof.engine.format.file_names import index_name, parse_shard_name, shard_name
 from shardproof.engine.format.header import MAX_NDIM
@@ -184,7 +185,7 @@ def _file_fault(manifest: Manifest) -> str | None:
     places: set[str] = set()
     ranks: set[int] = set()
     for record in manifest.files:
-        fault = _reference_fault(record) if record.folder else _own_fault(record, manifest)
+        fault = _place_fault(record, manifest)
         if fault is not None:
             return fault
         if record.place in places or (not record.folder and record.rank in ranks):
@@ -198,14 +199,12 @@ def _file_fault(manifest: Manifest) -> str | None:
     return _record_fault(manifest.index, index_name(manifest.attempt))
 
 
-def _own_fault(record: FileRecord, manifest: Manifest) -> str | None:
-    if not 0 <= record.rank < manifest.world_size:
-        return f"the file {record.name!r} is of rank {record.rank} of {manifest.world_size}"
-    return _record_fault(record, shard_name(record.rank, manifest.attempt))
-
-
-def _reference_fault(record: FileRecord) -> str | None:
-    """The fault of a reference that does not name a shard file in a sibling folder; None if it does."""
+def _place_fault(record: FileRecord, manifest: Manifest) -> str | None:
+    """The fault of a record that names no shard file of this save, nor one in a sibling folder."""
+    if not record.folder:
+        if not 0 <= record.rank < manifest.world_size:
+            return f"the file {record.name!r} is of rank {record.rank} of {manifest.world_size}"
+        return _record_fault(record, shard_name(record.rank, manifest.attempt))
     if not is_folder_name(record.folder):
         return f"it refers to a file in {record.folder!r:.200}, which cannot be the folder of a step"
     found = parse_shard_name(record.name)
@@ -222,3 +221,38 @@ def _record_fault(record: FileRecord, name: str) -> str | None:
     if record.data_start > record.size:
         return f"the data of {name!r} begin at byte {record.data_start} of {record.size}"
     return None
+
+
+def inner_tensors(objects: Mapping[str, Any], keys: Iterable[str]) -> set[str]:
+    """Of the keys of tensors, those that hold an array, bytes, a text or a long list of a plain value.
+
+    A tensor inside a plain value is not one of them: it has a key of its own. A value that
+    is a tensor as a whole, such as the state of a generator, has only the key of the value.
+
+    Args:
+        objects: encoded plain values by key.
+        keys: keys of tensors. Only values whose key is above one of them are read.
+
+    >>> objects = {"a": {"$tensor": "a.@data", "kind": "array"}, "b": {"w": {"$tensor": "b.w"}}}
+    >>> inner_tensors(objects, ["a.@data", "b.w", "c"])
+    {'a.@data'}
+    """
+    inner: dict[str, set[str]] = {}
+    found = set()
+    for key in keys:
+        above = key
+        while "." in above:
+            above = above.rpartition(".")[0]
+            if above not in objects:
+                continue
+            if above not in inner:
+                parts = objects_with(objects[above], "$tensor")
+                inner[above] = {
+                    part["$tensor"]
+                    for part in parts
+                    if part.get("kind", "tensor") != "tensor" or part["$tensor"] == f"{above}.@data"
+                }
+            if key in inner[above]:
+                found.add(key)
+                break
+    return found

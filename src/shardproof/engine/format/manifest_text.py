@@ -93,13 +93,6 @@ _DECODERS: dict[int, msgspec.json.Decoder[Any]] = {
 _FIELDS = tuple(name for name in _ManifestText.__struct_fields__ if name not in ("format", "files", "index"))
 
 
-def _wire(manifest: Manifest) -> _ManifestText[Any]:
-    form = _Placed if manifest.version == REFERENCES_VERSION else _File
-    files = tuple(_formed(record, form) for record in manifest.files)
-    values = {name: getattr(manifest, name) for name in _FIELDS}
-    return _ManifestText(format="shardproof", **values, files=files, index=_formed(manifest.index, _File))
-
-
 def _formed(record: FileRecord, form: type[_File] | type[_Placed]) -> Any:
     return form(*(getattr(record, name) for name in form.__struct_fields__))
 
@@ -124,8 +117,12 @@ def encode_manifest(manifest: Manifest) -> bytes:
     >>> decode_manifest(encode_manifest(manifest), "manifest.json") == manifest
     True
     """
+    form = _Placed if manifest.version == REFERENCES_VERSION else _File
+    files = tuple(_formed(record, form) for record in manifest.files)
+    values = {name: getattr(manifest, name) for name in _FIELDS}
+    index = _formed(manifest.index, _File)
     try:
-        body = msgspec.json.encode(_wire(manifest))
+        body = msgspec.json.encode(_ManifestText(format="shardproof", **values, files=files, index=index))
     except (TypeError, ValueError, RecursionError) as error:
         raise FormatError(f"the manifest cannot be written as JSON: {error}.", file=MANIFEST_NAME) from error
     data = b"".join((body[:-1], _DIGEST, bytes_digest(body[:-1]).encode(), b'"}\n'))

@@ -1,12 +1,17 @@
-"""The commit of a checkpoint in a storage: write the index, publish the manifest, remove replaced files."""
+"""The commit of a checkpoint: make manifest and index, publish the manifest, and remove replaced files."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
 
 from shardproof.engine.format.checkpoint_files import read_manifest
-from shardproof.engine.format.file_names import MANIFEST_NAME
-from shardproof.engine.format.manifest import Manifest
+from shardproof.engine.format.digests import bytes_digest
+from shardproof.engine.format.file_names import MANIFEST_NAME, index_name
+from shardproof.engine.format.manifest import FileRecord, Manifest, TensorRecord, manifest_version
 from shardproof.engine.format.manifest_text import SEAL_LENGTH, encode_manifest
 from shardproof.engine.format.references import (
     flush_manifests_of_siblings,
@@ -16,6 +21,61 @@ from shardproof.engine.format.references import (
 )
 from shardproof.engine.storage import Storage, write_file
 from shardproof.errors import FormatError, NotCommittedError, StorageError
+from shardproof.version import __version__
+
+
+def new_manifest(
+    *,
+    attempt: str,
+    step: int | None,
+    time: float,
+    world_size: int,
+    tensors: tuple[TensorRecord, ...],
+    objects: Mapping[str, Any],
+    metadata: dict[str, Any] | None = None,
+    aliases: dict[str, str] | None = None,
+) -> Manifest:
+    """The manifest of a checkpoint that has no files yet (see `with_files`).
+
+    Args:
+        attempt: name of the save.
+        step: number of the step; None outside of a run.
+        time: seconds since 1970, UTC.
+        world_size: number of ranks that save.
+        tensors: all stored tensors, sorted by key.
+        objects: plain values as JSON, by key, in any order.
+        metadata: the user's metadata, plain JSON; None without.
+        aliases: other keys of tied tensors; None without.
+
+    >>> new_manifest(attempt="a", step=3, time=1.5, world_size=1, tensors=(), objects={"b": 1}).index.name
+    'index-a.safetensors'
+    """
+    manifest = Manifest(
+        writer="",
+        attempt=attempt,
+        step=step,
+        time=time,
+        world_size=world_size,
+        metadata=metadata or {},
+        tensors=tensors,
+        aliases=aliases or {},
+        objects=dict(sorted(objects.items())),
+        files=(),
+        index=FileRecord(index_name(attempt), 0, ""),
+    )
+    return with_files(manifest, (), b"")
+
+
+def with_files(manifest: Manifest, files: Sequence[FileRecord], index: bytes) -> Manifest:
+    """The same checkpoint with these shard files and this index, written by this version of shardproof."""
+    return msgspec.structs.replace(
+        manifest,
+        version=manifest_version(files),
+        writer=f"shardproof {__version__}",
+        files=tuple(files),
+        index=FileRecord(index_name(manifest.attempt), len(index), bytes_digest(index)),
+    )
+
 
 _log = logging.getLogger("shardproof")
 

@@ -8,8 +8,16 @@ intersect and compare boxes, prove that they tile tensors, and map them from loc
 from __future__ import annotations
 
 from shardproof.engine.geometry.boxes import Boxes, cut, row_major_strides, stable_order
-from shardproof.engine.geometry.flat_range import flat_range_boxes, flat_range_of, flat_range_pairs
-from shardproof.engine.geometry.index_map import IndexMap, axis_weights, compose, flat_shard, split_axes
+from shardproof.engine.geometry.index_map import (
+    IndexMap,
+    axis_weights,
+    compose,
+    flat_range_boxes,
+    flat_range_of,
+    flat_range_pairs,
+    flat_shard,
+    split_axes,
+)
 from shardproof.engine.geometry.intersect import intersect, overlapping_pairs
 from shardproof.engine.geometry.table import BoxTable as BoxTable  # not listed in __all__: internal
 from shardproof.engine.geometry.table import consecutive as consecutive

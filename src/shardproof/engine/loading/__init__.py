@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from shardproof.engine.foreign import foreign_of
 from shardproof.engine.loading.checkpoint import Checkpoint, NativeCheckpoint, StoredTensor
-from shardproof.engine.loading.foreign_checkpoint import ForeignCheckpoint
 from shardproof.engine.loading.load_protocol import LoadReport, load_from
-from shardproof.engine.loading.matching import LoadOptions, from_rank
+from shardproof.engine.loading.matching import LoadOptions
+from shardproof.engine.loading.opening import ForeignCheckpoint, open_storage
 from shardproof.engine.loading.opening import open_checkpoint as open  # noqa: A004 the public name is sp.open
-from shardproof.engine.loading.opening import open_storage
 from shardproof.engine.loading.read_once.agreement import UNREADABLE
 from shardproof.engine.loading.selection import Cast, Patterns, check_patterns, rename_keys, selects
-from shardproof.engine.rendezvous import Rendezvous, connected
+from shardproof.engine.rendezvous import Rendezvous, connected, from_rank
 from shardproof.engine.storage import Location, check_location
 from shardproof.reentrance import refuse_inside
 

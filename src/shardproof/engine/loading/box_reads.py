@@ -125,7 +125,10 @@ class BoxReads:
             return 0
         read = 0
         if is_pending or not extent.is_seekable:
-            if len(boxes) == 1 and self._read_straight(places[boxes[0]], extent, boxes[0]):
+            at, place = boxes[0], places[boxes[0]]
+            is_all = len(boxes) == 1 and not place.first and self._direct.nbytes[at] == extent.nbytes
+            if is_all and self._is_contiguous(at, place) and not self._direct.begin[at]:
+                extent.read_into(self._destination(at))
                 self._note_proved(extent)
                 return extent.stored_bytes
             wanted = sum(places[at].end - places[at].begin for at in boxes)
@@ -147,15 +150,6 @@ class BoxReads:
             else:
                 ranges.append(_Range(extent, origin + place.begin, origin + place.end, [at], False))
         return read
-
-    def _read_straight(self, place: _BoxBytes, extent: Extent, at: int) -> bool:
-        """Reads an extent into its destination, if the box is all of it and the destination is dense."""
-        if not self._is_contiguous(at, place) or self._direct.begin[at] or place.first:
-            return False
-        if self._direct.nbytes[at] != extent.nbytes:
-            return False
-        extent.read_into(self._destination(at))
-        return True
 
     def _read_ranges(self, places: _Places, ranges: Sequence[_Range]) -> int:
         """Reads neighbouring ranges at once, verifies those that are whole extents, and fills their boxes."""

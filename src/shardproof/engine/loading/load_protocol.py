@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
+from types import NoneType
 from typing import Any
 
 import msgspec
@@ -43,16 +44,14 @@ from shardproof.engine.loading.matching import (
     Matched,
     MatchReport,
     agree,
-    from_rank,
     match,
 )
 from shardproof.engine.loading.opening import open_storage
 from shardproof.engine.loading.read_executor import reading_threads
-from shardproof.engine.loading.read_once.agreement import UNREADABLE, ReadOnceExchange
+from shardproof.engine.loading.read_once.agreement import UNREADABLE, Offer, ReadOnceExchange, usable_handles
 from shardproof.engine.loading.read_once.group_collectives import can_exchange
 from shardproof.engine.loading.read_once.group_transfer import PeerFailed
 from shardproof.engine.loading.read_once.node_memory import Handle, NodeMemory
-from shardproof.engine.loading.read_once.offers import Offer, usable_handles
 from shardproof.engine.loading.selection import selects
 from shardproof.engine.loading.shared_destinations import check_shared_memory
 from shardproof.engine.planning import ReadPlan
@@ -127,18 +126,24 @@ def load_from(
     try:
         with loader.phase("match"):
             loader.share_metadata(meetings)
-            all_matched = partial(_all_matched, location, loader.stored)
-            answer = meetings.meet("match", lambda: loader.match(state, check), all_matched)
-            agreed, handles = msgspec.msgpack.decode(answer, type=tuple[AgreedKeys, tuple[Handle, ...]])
+            agreed, handles = meetings.exchange(
+                "match",
+                lambda: loader.match(state, check),
+                lambda posts: (
+                    agree(location, [post.report for post in posts], loader.stored),
+                    usable_handles([post.offer for post in posts]),
+                ),
+                _MatchPost,
+                tuple[AgreedKeys, tuple[Handle, ...]],
+            )
             loader.share(meetings, handles)
         try:
             with loader.phase("read") as phase:
-                more = meetings.meet("read", lambda: loader.read(phase), _all_read)
+                more = meetings.exchange("read", lambda: loader.read(phase), _all_read, ReadReport, bool)
             if more:
                 with loader.phase("apply"):
-                    meetings.meet(
-                        "apply", loader.finish, partial(_all_applied, location, agreed.only_adapted)
-                    )
+                    check_applied = partial(_check_applied, location, agreed.only_adapted)
+                    meetings.exchange("apply", loader.finish, check_applied, HookReport, NoneType)
         except BaseException as error:
             raise _overwritten(error, location, loader.untouched(agreed.missing)) from error.__cause__
     finally:
@@ -198,23 +203,20 @@ class _Loader:
             except UNREADABLE as error:
                 silence = error if error.details.get("unanswered") else None
         is_small = sum(map(len, files.values())) <= _SHARED_METADATA_BYTES
-        post = msgspec.msgpack.encode(files if is_small else {})
 
-        def decide(posts: Sequence[bytes]) -> bytes:
+        def decide(posts: list[dict[str, bytes]]) -> dict[str, bytes]:
             if silence is not None:
                 raise silence
             return posts[0]
 
-        answer = meetings.meet("metadata", lambda: post, decide)
-        files = files or msgspec.msgpack.decode(answer, type=dict[str, bytes])
+        small, kind = files if is_small else {}, dict[str, bytes]
+        answer = meetings.exchange("metadata", lambda: small, decide, kind, kind)
+        files = files or answer
         if files:
             self._source = storage.with_contents(files)
 
-    def match(self, state: Any, check: Callable[[Manifest], None] | None) -> bytes:
-        """Opens the checkpoint and matches the target to it.
-
-        Posts an error of the checkpoint as data, so that it keeps its class on every rank.
-        """
+    def match(self, state: Any, check: Callable[[Manifest], None] | None) -> _MatchPost | ShardproofError:
+        """Opens the checkpoint and matches the target to it. Returns an error of the checkpoint."""
         options = self._options
         try:
             with no_garbage_collection():
@@ -234,10 +236,11 @@ class _Loader:
                     self._writer = DestinationWriter(
                         checkpoint.tensors, checkpoint.table, matched.plan, matched.destinations
                     )
-            post = _MatchPost(matched.report, self._offer())
+            if matched.binding.refused:
+                return matched.binding.refused[0]
+            return _MatchPost(matched.report, self._offer())
         except UNREADABLE as error:
-            post = _MatchPost(MatchReport("", options.strict, options.read_once, error=error.to_wire()))
-        return msgspec.msgpack.encode(post)
+            return error
 
     def _check_kind(self, checkpoint: Checkpoint, check: Callable[[Manifest], None] | None) -> None:
         """Checks that the checkpoint is one that this load can read."""
@@ -276,22 +279,21 @@ class _Loader:
             if exchange.is_active:
                 self._exchange = exchange
 
-    def read(self, phase: events.Phase) -> bytes:
-        """Fills the destinations and returns an encoded `ReadReport`, errors of the checkpoint included."""
+    def read(self, phase: events.Phase) -> ReadReport | ShardproofError:
+        """Fills the destinations. Returns an error of the checkpoint."""
         checkpoint, matched = self._checkpoint, self._matched
         assert matched.plan is not None
-        report = ReadReport(bool(matched.binding.finish))
         try:
             self._read_all(matched.plan, phase)
             check_shared_memory(checkpoint, matched.plan, matched.destinations, self._writer.overlapping)
             phase.note(read=self._read, received=self._received, needed=self._needed)
+            return ReadReport(bool(matched.binding.finish))
         except PeerFailed:
-            report = ReadReport(False, left=True)
+            return ReadReport(False, left=True)
         except UNREADABLE as error:
-            report = ReadReport(False, error=error.to_wire())
+            return error
         finally:
             matched.binding.increment_versions()
-        return msgspec.msgpack.encode(report)
 
     def _read_all(self, plan: ReadPlan, phase: events.Phase) -> None:
         """Reads shared ranges first, because other ranks wait for them, then the ranges of only this rank."""
@@ -327,13 +329,13 @@ class _Loader:
             if not choice.through:
                 checkpoint.bypass_cache()
 
-    def finish(self) -> bytes:
+    def finish(self) -> HookReport:
         """Sets plain values, attaches new optimizer state and gives objects their state."""
         binding = self._matched.binding
         for step in binding.finish:
             step()
         used = binding.adapted - binding.leftover
-        return msgspec.msgpack.encode(HookReport(tuple(sorted(binding.leftover)), tuple(sorted(used))))
+        return HookReport(tuple(sorted(binding.leftover)), tuple(sorted(used)))
 
     def stored(self) -> Iterator[str]:
         """Selected keys of the checkpoint, under the names of the target."""
@@ -391,13 +393,6 @@ class _MatchPost(msgspec.Struct, frozen=True, array_like=True):
     offer: Offer | None = None
 
 
-def _all_matched(location: str, stored: Callable[[], Iterator[str]], posts: Sequence[bytes]) -> bytes:
-    """Coordinator: the keys that all ranks agree on, and the handles of shared memory; errors as `agree`."""
-    decoded = [msgspec.msgpack.decode(post, type=_MatchPost) for post in posts]
-    agreed = agree(location, [post.report for post in decoded], stored)
-    return msgspec.msgpack.encode((agreed, usable_handles([post.offer for post in decoded])))
-
-
 class ReadReport(msgspec.Struct, frozen=True, array_like=True):
     """The report of a rank after its read."""
 
@@ -405,28 +400,23 @@ class ReadReport(msgspec.Struct, frozen=True, array_like=True):
     """True if the rank has values other than tensors to fill."""
     left: bool = False
     """True if the rank left the exchange because another rank failed."""
-    error: dict[str, Any] | None = None
 
 
-def _all_read(posts: Sequence[bytes]) -> bytes:
-    """Coordinator: returns ``b"more"`` if a rank has more to fill, else nothing.
+def _all_read(reports: Sequence[ReadReport]) -> bool:
+    """Coordinator: True if a rank has more to fill.
 
     Raises:
-        ShardproofError: the error of the first rank that posted one.
+        ShardproofError: a rank left the exchange, and no rank reported an error.
     """
-    reports = [msgspec.msgpack.decode(post, type=ReadReport) for post in posts]
-    for rank, report in enumerate(reports):
-        if report.error is not None:
-            raise from_rank(rank, len(reports), report.error)
     left = [rank for rank, report in enumerate(reports) if report.left]
     if left:
         raise ShardproofError(
             f"ranks {left} left the exchange because of a failure, but no rank reported one", ranks=left
         )
-    return b"more" if any(report.more for report in reports) else b""
+    return any(report.more for report in reports)
 
 
-def _all_applied(location: str, only_adapted: Sequence[str], posts: Sequence[bytes]) -> bytes:
+def _check_applied(location: str, only_adapted: Sequence[str], reports: Sequence[HookReport]) -> None:
     """Coordinator: checks that each stored key belongs to a target, or that the hooks of a rank used it.
 
     `only_adapted` are the keys that belong to no target.
@@ -434,7 +424,6 @@ def _all_applied(location: str, only_adapted: Sequence[str], posts: Sequence[byt
     Raises:
         KeyMismatchError: keys are left.
     """
-    reports = [msgspec.msgpack.decode(post, type=HookReport) for post in posts]
     used = {key for report in reports for key in report.used}
     leftover = {key for report in reports for key in report.leftover}.intersection(only_adapted) - used
     if leftover:
@@ -446,7 +435,6 @@ def _all_applied(location: str, only_adapted: Sequence[str], posts: Sequence[byt
             unexpected=keys,
             mismatched=[],
         )
-    return b""
 
 
 def _overwritten(error: BaseException, location: str, untouched: list[str]) -> BaseException:

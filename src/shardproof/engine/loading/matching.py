@@ -29,8 +29,6 @@ from shardproof.engine.planning import ReadPlan, RequestedBoxes, plan_reads
 from shardproof.engine.state import Binding, TensorEntry, bind, owner_of, parts_of
 from shardproof.errors import (
     KeyMismatchError,
-    NotCommittedError,
-    ShardproofError,
     StorageError,
     StructureError,
 )
@@ -95,7 +93,6 @@ class MatchReport(msgspec.Struct, frozen=True, array_like=True):
     """Keys of the per-rank values that the checkpoint and this rank's target both have."""
     gathered: tuple[str, ...] = ()
     """The keys in `per_rank` for which this rank gathers the values of ranks that do not load."""
-    error: dict[str, Any] | None = None
     unused_excludes: tuple[str, ...] = ()
     """Patterns of `exclude` that match no key of this rank's target or of the checkpoint."""
     unused_renames: dict[str, str] = {}
@@ -191,11 +188,13 @@ def _of_loadable_dtypes(
         return binding.tensors, mismatched
     entries: list[TensorEntry] = []
     for entry in binding.tensors:
-        difference = _difference(entry, binding.catalogue.tensors[entry.key][0], may_cast)
-        if difference is None:
+        dtype = binding.catalogue.tensors[entry.key][0]
+        loses_part = dtype.startswith("complex") and not entry.dtype.startswith("complex")
+        if entry.dtype == dtype or (not loses_part and may_cast(entry.key)):
             entries.append(entry)
         else:
-            mismatched.append((entry.key, *difference))
+            advice = "a cast would drop the imaginary part" if loses_part else "cast=True converts"
+            mismatched.append((entry.key, entry.dtype, f"{dtype} ({advice})"))
     return entries, mismatched
 
 
@@ -252,7 +251,6 @@ def _report(
         tuple(sorted(binding.declined)),
         tuple(binding.own),
         tuple(binding.gathered),
-        next((error.to_wire() for error in binding.refused), None),
         tuple(unused_excludes),
         unused_renames(options.rename, requested | binding.used) if options.rename else {},
         sum(key in catalogue.tensors or key in catalogue.objects for key in binding.used),
@@ -278,15 +276,6 @@ def _unrequested(
         is_expected_part = binding.parts.issuperset(parts_of(key))
         (unexpected if is_expected_part else of_absent_parts).append(key)
     return unexpected, of_absent_parts
-
-
-def _difference(entry: TensorEntry, dtype: str, may_cast: Callable[[str], bool]) -> tuple[str, str] | None:
-    """The dtypes of the target and the checkpoint; None if they are equal or the load may convert."""
-    if entry.dtype == dtype:
-        return None
-    if dtype.startswith("complex") and not entry.dtype.startswith("complex"):
-        return entry.dtype, f"{dtype} (a cast would drop the imaginary part)"
-    return None if may_cast(entry.key) else (entry.dtype, f"{dtype} (cast=True converts)")
 
 
 def _same_chunks(checkpoint: Checkpoint, row: int, other: int) -> bool:
@@ -345,7 +334,6 @@ def agree(location: str, reports: Sequence[MatchReport], stored: Callable[[], It
     `stored` returns the selected keys of the checkpoint. It is called only for some checks.
 
     Raises:
-        ShardproofError: the error of the first rank that reports one.
         StructureError: the ranks pass different options, or decline different parts.
         StorageError: the ranks see different checkpoints.
         KeyMismatchError: the state and the checkpoint do not fit.
@@ -367,20 +355,24 @@ def agree(location: str, reports: Sequence[MatchReport], stored: Callable[[], It
         )
     if missing:
         _check_overlap(location, reports, missing, sorted(leftover), stored)
+    adapted = {key for report in reports for key in report.adapted}
+    for report in reports if adapted else ():  # only those that belong to no rank's target
+        adapted &= {*report.adapted, *report.unexpected, *report.of_absent_parts}
     return AgreedKeys(
-        tuple(missing), tuple(sorted(leftover)), tuple(_dropped(reports, stored)), _only_adapted(reports)
+        tuple(missing),
+        tuple(sorted(leftover)),
+        tuple(_dropped(reports, stored)),
+        tuple(sorted(adapted)),
     )
 
 
 def _check_same(location: str, reports: Sequence[MatchReport]) -> None:
-    """Checks that no rank has an error, and that options, parts and checkpoint are the same on all ranks.
+    """Checks that options, parts and checkpoint are the same on all ranks.
 
     Raises:
-        ShardproofError, StructureError, StorageError: see `agree`.
+        StructureError, StorageError: see `agree`.
     """
     for rank, report in enumerate(reports):
-        if report.error is not None:
-            raise from_rank(rank, len(reports), report.error)
         for option in ("strict", "read_once"):
             one, other = getattr(reports[0], option), getattr(report, option)
             if one != other:
@@ -404,15 +396,6 @@ def _check_same(location: str, reports: Sequence[MatchReport]) -> None:
             file=location,
             damaged=False,
         )
-
-
-def _only_adapted(reports: Sequence[MatchReport]) -> _Keys:
-    """The keys that load hooks of some ranks get, and that belong to no rank's target."""
-    if not any(report.adapted for report in reports):
-        return ()
-    adapted = {key for report in reports for key in report.adapted}
-    without = ({*report.adapted, *report.unexpected, *report.of_absent_parts} for report in reports)
-    return tuple(sorted(adapted.intersection(*without)))
 
 
 def _check_overlap(
@@ -465,25 +448,6 @@ def _dropped(reports: Sequence[MatchReport], stored: Callable[[], Iterable[str]]
         if key not in (per_rank[rank] if rank < len(reports) else gathered)
     ]
     return [f"{key}.@rank-{rank}" if key else f"@rank-{rank}" for key, rank in dropped]
-
-
-def from_rank(rank: int, world_size: int, wire: dict[str, Any]) -> ShardproofError:
-    """The error that a rank posted. If there are several ranks, its text names the rank.
-
-    Rank 0 checks every file of a checkpoint at the beginning of a load. So a file that only
-    another rank lacks does exist, and the node of that rank does not see it. This is not damage.
-    """
-    error = ShardproofError.from_wire(wire)
-    if world_size == 1:
-        return error
-    text, details = f"rank {rank}: {error.message}", {**error.details, "rank": rank}
-    if rank and (isinstance(error, NotCommittedError) or error.details.get("missing") is True):
-        text += (
-            "\nRank 0 sees it. Check that all nodes share this folder, and that the node of this rank mounts "
-            "it."
-        )
-        details["damaged"] = False
-    return type(error)(text, **details)
 
 
 def _is_within(key: str, above: str) -> bool:

@@ -193,7 +193,12 @@ class _Job:
     def choose_threads(self) -> int:
         """Number of reads in flight; see "depth"."""
         if self._chunks.is_remote:
-            return max(_LEAST_REMOTE, min(_MOST_REMOTE, _REMOTE_BYTES // max(1, self._longest_request())))
+            longest = 1
+            for batch in self.batches:
+                count = self._chunks.place(batch)[-1]
+                in_pieces = self._direct[batch.start] or batch.start in self._device_ranges
+                longest = max(longest, min(count, REQUEST_BYTES) if in_pieces else count)
+            return max(_LEAST_REMOTE, min(_MOST_REMOTE, _REMOTE_BYTES // longest))
         self._chunks.look_for_pages(self.batches)
         request = UPLOAD_BYTES if self.uploads.devices else COLD_BYTES
         return max(reading_threads(), _IN_FLIGHT_BYTES // request if self._chunks.is_cold else 1)
@@ -209,7 +214,13 @@ class _Job:
         elif batch.start in self._device_ranges:
             read = self._upload(batch.start, UPLOAD_BYTES, self._read_to_buffer)
         elif batch.start in self._chunks.extents:
-            read = self._read_part_through_scratch(batch.start)
+            first, end = self._chunks.extents[batch.start]
+            scratch, memory = self._scratch.take(end - first + BLOCK_BYTES)
+            part, spare = memory[: end - first], memory[end - first :]
+            read = self._chunks.read_run(batch.start, first, part, spare)
+            self._writer.put(
+                self._chunks.rows[batch.start], self._parts[batch.start], scratch[: end - first], first
+            )
         else:
             read = self._read_through_scratch(batch)
         with self._lock:
@@ -224,14 +235,6 @@ class _Job:
             since, self._reported = self.read - self._reported, self.read
         if since and self._on_bytes is not None:
             self._on_bytes(since)
-
-    def _longest_request(self) -> int:
-        longest = 0
-        for batch in self.batches:
-            count = self._chunks.place(batch)[-1]
-            in_pieces = self._direct[batch.start] or batch.start in self._device_ranges
-            longest = max(longest, min(count, REQUEST_BYTES) if in_pieces else count)
-        return longest
 
     def _fetch(self, batch: range) -> int:
         """Reads and verifies one batch of a remote storage, and fills its destinations."""
@@ -343,14 +346,6 @@ class _Job:
         if not self.uploads.upload_small(memory, parts, non_blocking=non_blocking):
             return wanted
         return [at for number, at in enumerate(wanted) if number not in found]
-
-    def _read_part_through_scratch(self, at: int) -> int:
-        first, end = self._chunks.extents[at]
-        count = end - first
-        scratch, memory = self._scratch.take(count + BLOCK_BYTES)
-        read = self._chunks.read_run(at, first, memory[:count], memory[count:])
-        self._writer.put(self._chunks.rows[at], self._parts[at], scratch[:count], first)
-        return read
 
 
 def _request(storage: Storage, name: str, start: int, count: int) -> memoryview:

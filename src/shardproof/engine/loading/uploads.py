@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 import torch
 
-from shardproof._utils.page_locked import page_locked
+from shardproof._utils.accelerator import page_locked
 from shardproof._utils.streams import has_streams, on_stream
 
 UPLOAD_BYTES = 8 << 20

@@ -6,12 +6,13 @@ In a save, the coordinator calls `plan_writes` on the `Structure` of each rank (
 replicas). In a load, each rank calls `plan_reads` on the `ChunkTable` of the index.
 """
 
-from shardproof.engine.planning.chunk_table import ChunkTable, chunk_table
 from shardproof.engine.planning.merge import remedy_of_difference
 from shardproof.engine.planning.read_plan import (
     OWN_ADVICE,
+    ChunkTable,
     ReadPlan,
     RequestedBoxes,
+    chunk_table,
     plan_reads,
     prove_chunks,
 )

@@ -1,11 +1,11 @@
-"""The plan of a load on one rank: which chunk contains which part of which requested box."""
+"""The chunk table, and the plan of a load on one rank: which chunk has which part of which requested box."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import chain
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,10 +16,58 @@ from shardproof.engine.geometry import (
     consecutive,
     intersect,
     overlapping_pairs,
+    stable_order,
     tiling_faults,
 )
-from shardproof.engine.planning.chunk_table import ChunkTable
 from shardproof.errors import FormatError, TilingError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChunkTable:
+    """A row for each chunk, sorted by `tensor`. The last three columns form `boxes`."""
+
+    tensor: NDArray[np.int64]
+    """(n,) row of the chunk's tensor in the manifest."""
+    file: NDArray[np.int64]
+    """(n,) row of the chunk's file in the manifest."""
+    byte_start: NDArray[np.int64]
+    """(n,) first byte of the chunk, counted from the start of the file."""
+    byte_count: NDArray[np.int64]
+    """(n,) size of the chunk in bytes."""
+    digest: NDArray[np.uint64]
+    """(n, 2) high and low half of the chunk's digest (`shardproof.engine.format.ChunkHasher`)."""
+    box_start: NDArray[np.int64]
+    """(n + 1,) row pointers."""
+    box_offsets: NDArray[np.int64]
+    """(m,) global offsets of the chunks, elements."""
+    box_sizes: NDArray[np.int64]
+    """(m,) sizes of the chunks, elements."""
+
+    @property
+    def boxes(self) -> BoxTable:
+        """The box of each chunk."""
+        return BoxTable(self.box_start, self.box_offsets, self.box_sizes)
+
+    def __len__(self) -> int:
+        return len(self.tensor)
+
+
+def chunk_table(
+    tensor: np.ndarray[Any, Any],
+    file: np.ndarray[Any, Any],
+    byte_start: np.ndarray[Any, Any],
+    byte_count: np.ndarray[Any, Any],
+    digest: np.ndarray[Any, Any],
+    box_start: np.ndarray[Any, Any],
+    box_offsets: np.ndarray[Any, Any],
+    box_sizes: np.ndarray[Any, Any],
+) -> ChunkTable:
+    """Builds a `ChunkTable`. Sorts the rows by tensor; rows of one tensor keep their order."""
+    order = stable_order(tensor)
+    boxes = BoxTable(box_start, box_offsets, box_sizes).take(order)
+    box = boxes.start, boxes.offsets, boxes.sizes
+    return ChunkTable(tensor[order], file[order], byte_start[order], byte_count[order], digest[order], *box)
+
 
 OWN_ADVICE = "Load another step, and report a bug: each save proves that its chunks cover their tensors"
 """Advice about a checkpoint that shardproof saved."""

@@ -155,7 +155,10 @@ def find_replicas(
         raise ValueError(f"sample_bytes must be {_MIN_SAMPLE_BYTES} or more, found {sample_bytes!r}")
     tensors = np.concatenate([_NONE, *(distinct.tensor for distinct in proved)])
     is_stored = np.array([key not in merged.aliases for key in merged.keys], np.bool_)
-    stored, counts = _by_set(shared, np.flatnonzero(is_stored[tensors[shared.box]]))
+    stored = np.flatnonzero(is_stored[tensors[shared.box]])
+    # By set, sets with the most holders first.
+    stored = stored[np.lexsort((shared.set[stored], -np.diff(shared.starts)[stored]))]
+    counts = np.diff(np.flatnonzero(np.diff(shared.set[stored], prepend=-1)), append=len(stored))
     ends = np.cumsum(counts)
     tensor = tensors[shared.box[stored]]
     boxes, itemsize = _boxes(proved, shared.box[stored], merged.ndims[tensor]), merged.itemsizes[tensor]
@@ -168,19 +171,17 @@ def find_replicas(
         ranks.append(rank[rows[0]])
         pieces.append(columns[:, :1].copy() if bool((columns == columns[:, :1]).all()) else columns)
     before = row_pointers(boxes.volumes() * itemsize)
-    starts, length = _line(ranks, (before[ends] - before[ends - counts]).tolist(), world_size)
+    ends_on_line = np.zeros(world_size, np.int64)  # of each rank's last set
+    starts = np.zeros(len(ranks), np.int64)
+    for row, (of_set, count) in enumerate(
+        zip(ranks, (before[ends] - before[ends - counts]).tolist(), strict=True)
+    ):
+        starts[row] = ends_on_line[of_set].max()
+        ends_on_line[of_set] = starts[row] + count
+    length = int(ends_on_line.max(initial=0))
     slice_bytes = sample_bytes // _SLICES
     turns = max(1, -(-(length - slice_bytes) // (sample_bytes - slice_bytes)))
     return Replicas(sample_bytes, turns, boxes, tensor, itemsize, counts, starts, tuple(ranks), tuple(pieces))
-
-
-def _by_set(shared: SharedBoxes, rows: _Ints) -> tuple[_Ints, _Ints]:
-    """Sorts rows of `shared` by set, sets with the most holders first. Also returns the box count of each."""
-    holders = np.diff(shared.starts)[rows]
-    numbers = shared.set[rows]
-    rows = rows[np.lexsort((numbers, -holders))]
-    begins = np.flatnonzero(np.diff(shared.set[rows], prepend=-1))
-    return rows, np.diff(begins, append=len(rows))
 
 
 def _boxes(proved: Sequence[DistinctBoxes], rows: _Ints, ndim: _Ints) -> BoxTable:
@@ -192,16 +193,6 @@ def _boxes(proved: Sequence[DistinctBoxes], rows: _Ints, ndim: _Ints) -> BoxTabl
         groups.append((chosen, distinct.boxes.take(row[chosen])))
         before += len(distinct.tensor)
     return BoxTable.of_groups(ndim, groups)
-
-
-def _line(ranks: Sequence[_Ints], byte_count: Sequence[int], world_size: int) -> tuple[_Ints, int]:
-    """The first byte of each set on the line, and the length of the line."""
-    ends = np.zeros(world_size, np.int64)  # end of each rank's last set on the line
-    starts = np.zeros(len(ranks), np.int64)
-    for row, (holders, count) in enumerate(zip(ranks, byte_count, strict=True)):
-        starts[row] = ends[holders].max()
-        ends[holders] = starts[row] + count
-    return starts, int(ends.max(initial=0))
 
 
 def _cut(

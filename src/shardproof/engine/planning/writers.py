@@ -128,8 +128,13 @@ def _writers(sets: list[_Set], loads: _Floats, world_size: int, nodes: _Ints, ce
         node_loads[nodes_of[at]] += np.add.reduceat(share, sets[at].node_starts)
 
     def refill(at: int) -> _Floats:
+        """Takes the shares of a set from the loads. Returns new ones: (k,) bytes of each holder."""
         add(at, -shares[at])
-        return _divide(sets[at], loads, node_loads[nodes_of[at]])
+        line = sets[at]
+        total = np.array([float(line.byte_count.sum())])
+        share = _filled(node_loads[nodes_of[at]], np.zeros(1, np.int64), total)  # over nodes, then over ranks
+        is_divided = len(line.node_starts) == len(line.ranks)
+        return share if is_divided else _filled(loads[line.ranks], line.node_starts, share)
 
     are_crossing = np.bincount(np.concatenate(nodes_of)).max() > 1
     for _ in range(_ROUNDS if are_crossing else 0):
@@ -156,15 +161,6 @@ def _writers(sets: list[_Set], loads: _Floats, world_size: int, nodes: _Ints, ce
 def _sums(at: _Ints, values: _Ints | _Floats, length: int) -> _Floats:
     """(length,) sum of the values of each index in `at`."""
     return np.bincount(at, weights=values, minlength=length).astype(np.float64)
-
-
-def _divide(line: _Set, loads: _Floats, node_loads: _Floats) -> _Floats:
-    """(k,) bytes of each holder's share of a set, divided over nodes, then over ranks."""
-    total = np.array([float(line.byte_count.sum())])
-    shares = _filled(node_loads, np.zeros(1, np.int64), total)
-    if len(line.node_starts) == len(line.ranks):
-        return shares
-    return _filled(loads[line.ranks], line.node_starts, shares)
 
 
 def _filled(loads: _Floats, starts: _Ints, totals: _Floats) -> _Floats:
@@ -252,8 +248,14 @@ def _sets(ranks: _Ints, starts: _Ints) -> _Ints:
         return np.zeros(0, np.int64)
     sums = np.add.reduceat(_hashes(ranks), starts[:-1])
     _, first, number = np.unique(sums, return_index=True, return_inverse=True)
-    first = _verified(ranks, starts, first[number.reshape(-1)])
-    is_first = first == np.arange(len(first))
+    first = first[number.reshape(-1)]
+    counts, rows = np.diff(starts), np.arange(len(first))
+    same = counts == counts[first]
+    expected = consecutive(starts[first], counts)
+    differs = ranks != ranks[np.minimum(expected, len(ranks) - 1)]
+    same &= np.add.reduceat(differs, starts[:-1], dtype=np.int64) == 0
+    first = np.where(same, first, rows)
+    is_first = first == rows
     number_of: _Ints = np.cumsum(is_first) - 1
     return number_of[first]
 
@@ -265,13 +267,3 @@ def _hashes(ranks: _Ints) -> NDArray[np.uint64]:
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     mixed ^= mixed >> np.uint64(31)
     return mixed
-
-
-def _verified(ranks: _Ints, starts: _Ints, first: _Ints) -> _Ints:
-    """(m,) the entry of `first` if that box has the same holders, otherwise the row of the box itself."""
-    counts = np.diff(starts)
-    same = counts == counts[first]
-    expected = consecutive(starts[first], counts)
-    differs = ranks != ranks[np.minimum(expected, len(ranks) - 1)]
-    same &= np.add.reduceat(differs, starts[:-1], dtype=np.int64) == 0
-    return np.where(same, first, np.arange(len(first)))

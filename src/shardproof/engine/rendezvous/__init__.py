@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from shardproof.engine.rendezvous.connection import check_deadline, check_group, connect, connected
+from shardproof.engine.rendezvous.connection import (
+    LocalRendezvous,
+    check_deadline,
+    check_group,
+    connect,
+    connected,
+)
 from shardproof.engine.rendezvous.meeting_errors import format_rank_ranges
+from shardproof.engine.rendezvous.meeting_errors import (
+    from_rank as from_rank,  # not listed in __all__: internal
+)
 from shardproof.engine.rendezvous.ordering import Operation, Reservation
 from shardproof.engine.rendezvous.protocol import Decide, MeetingSequence, Rendezvous
-from shardproof.engine.rendezvous.single_process import LocalRendezvous
 from shardproof.engine.rendezvous.store import StoreRendezvous
 
 __all__ = [

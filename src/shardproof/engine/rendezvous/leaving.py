@@ -41,9 +41,8 @@ from typing import Any
 from shardproof.engine.rendezvous import meeting_errors
 from shardproof.engine.rendezvous import store_requests as requests
 from shardproof.engine.rendezvous.channel import Channel
-from shardproof.engine.rendezvous.keys import MeetingKeys
 from shardproof.engine.rendezvous.ordering import Operation
-from shardproof.engine.rendezvous.wire import ERROR, GIVEN_UP, Record, pack, pack_error, unpack
+from shardproof.engine.rendezvous.wire import ERROR, GIVEN_UP, MeetingKeys, pack, pack_error, unpack
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,18 +104,18 @@ def fail_next_meeting(
             at += 1
             same = standing.kind == GIVEN_UP and standing.operation_position == (operation.name, before)
             if standing.kind == ERROR or same or standing.renew is not None:
-                return LeaveResult(
-                    at, standing.kind == ERROR or same, standing.renew is not None, _carried(standing)
-                )
+                carried = None
+                if standing.renew and not standing.parts:  # otherwise the coordinator itself wrote it
+                    position = standing.operation_position
+                    carried = pack(
+                        standing.operation,
+                        standing.phase,
+                        GIVEN_UP,
+                        standing.body,
+                        operation_position=position,
+                    )
+                return LeaveResult(at, standing.kind == ERROR or same, standing.renew is not None, carried)
             if standing.kind != GIVEN_UP and first is None:
                 first = at - 1
 
     return channel.submit(request)
-
-
-def _carried(verdict: Record) -> bytes | None:
-    """The verdict for the first meeting of the new generation, as each rank that saw it proposes it."""
-    if not verdict.renew or verdict.parts:
-        return None  # the coordinator itself wrote it
-    position = verdict.operation_position
-    return pack(verdict.operation, verdict.phase, GIVEN_UP, verdict.body, operation_position=position)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from shardproof.engine.rendezvous.heartbeat import NO_PROGRESS
-from shardproof.errors import RankFailure, RankSilent, StructureError
+from shardproof.errors import NotCommittedError, RankFailure, RankSilent, ShardproofError, StructureError
 
 _CALLS = ("save", "load", "restore")
 """Operations that a program calls on all ranks."""
@@ -181,3 +182,22 @@ def stuck(rank: int, seconds: float) -> RankSilent:
         last_heard={str(rank): seconds},
         progress={},
     )
+
+
+def from_rank(rank: int, world_size: int, wire: dict[str, Any]) -> ShardproofError:
+    """The error that a rank posted as data. If there are several ranks, its text names the rank.
+
+    Rank 0 checks every file of a checkpoint at the beginning of a load. So a file that only
+    another rank lacks does exist, and the node of that rank does not see it. This is not damage.
+    """
+    error = ShardproofError.from_wire(wire)
+    if world_size == 1:
+        return error
+    text, details = f"rank {rank}: {error.message}", {**error.details, "rank": rank}
+    if rank and (isinstance(error, NotCommittedError) or error.details.get("missing") is True):
+        text += (
+            "\nRank 0 sees it. Check that all nodes share this folder, and that the node of this rank mounts "
+            "it."
+        )
+        details["damaged"] = False
+    return type(error)(text, **details)

@@ -37,8 +37,17 @@ import msgspec
 
 from shardproof._utils import forks
 from shardproof.engine.rendezvous import store_requests as requests
-from shardproof.engine.rendezvous.keys import JoinKeys, MeetingKeys
-from shardproof.engine.rendezvous.wire import Count, RankKeys, Token, WrongBytes, checked, part_keys, unpack
+from shardproof.engine.rendezvous.wire import (
+    Count,
+    JoinKeys,
+    MeetingKeys,
+    RankKeys,
+    Token,
+    WrongBytes,
+    checked,
+    part_keys,
+    unpack,
+)
 
 _OLD_MEETINGS = 64
 """Maximum number of meetings before the last one of a generation whose keys a rank deletes. It bounds the

@@ -102,7 +102,11 @@ class Turns:
             Exception: `stuck` made it, because the thread that has the turn makes no progress.
         """
         seen, since = self._evidence(), time.monotonic()
-        while not self._is_first(reservation, min(_LOOK, self._patience())):
+        while True:
+            with self._lock:
+                pause = min(_LOOK, self._patience())
+                if self._changed.wait_for(lambda: self._first() is reservation, pause):
+                    return
             if all(place() is not reservation for place in self._order):
                 raise RuntimeError("a place in the order of meetings was used after it was left")
             if (now := self._evidence()) != seen:
@@ -115,11 +119,6 @@ class Turns:
         with self._lock:
             self._order = [place for place in self._order if place() not in (None, reservation)]
             self._changed.notify_all()
-
-    def _is_first(self, reservation: Reservation, seconds: float) -> bool:
-        """True if the turn of this place comes within so many seconds."""
-        with self._lock:
-            return self._changed.wait_for(lambda: self._first() is reservation, seconds)
 
     def _first(self) -> Reservation | None:
         return next((there for place in self._order if (there := place()) is not None), None)

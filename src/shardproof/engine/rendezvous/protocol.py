@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeVar
 
+import msgspec
+
+from shardproof.engine.rendezvous.meeting_errors import from_rank
 from shardproof.engine.rendezvous.ordering import Operation, Reservation
 from shardproof.errors import ShardproofError
 
 Decide: TypeAlias = Callable[[list[bytes]], bytes | Sequence[bytes]]
 """Takes one post per rank, in the order of ranks. Returns one answer for all ranks, or one per rank."""
+Post = TypeVar("Post")
+Answer = TypeVar("Answer")
 
 
 class Rendezvous(Protocol):
@@ -145,3 +150,44 @@ class MeetingSequence:
             if isinstance(post, BaseException) and not isinstance(post, Exception):
                 raise post from None  # an interrupt or exit keeps its class on its own rank
             raise
+
+    def exchange(
+        self,
+        phase: str,
+        work: Callable[[], Post | ShardproofError],
+        decide: Callable[[list[Post]], Answer],
+        post: type[Post],
+        answer: type[Answer],
+    ) -> Answer:
+        """As `meet`, with typed messages, which msgpack can encode, and one answer for all ranks.
+
+        Args:
+            phase: see `Rendezvous.meet`.
+            work: does the local work and returns the post. An error that it returns keeps its class: if any
+                rank returns one, all ranks raise that of the first rank, and `decide` is not called.
+            decide: takes one post per rank, in the order of ranks, and returns the answer.
+            post: type of the posts.
+            answer: type of the answer.
+
+        Raises:
+            RankFailure, RankSilent, ShardproofError: as `meet`.
+            ShardproofError: `work` returned it on a rank.
+        """
+
+        def encoded() -> bytes:
+            done = work()
+            if isinstance(done, ShardproofError):
+                return msgspec.msgpack.encode((done.to_wire(), None))
+            return msgspec.msgpack.encode((None, done))
+
+        def decided(posts: list[bytes]) -> bytes:
+            kind = tuple[dict[str, Any] | None, msgspec.Raw]
+            found = [msgspec.msgpack.decode(one, type=kind) for one in posts]
+            for rank, (error, _) in enumerate(found):
+                if error is not None:
+                    raise from_rank(rank, len(found), error)
+            return msgspec.msgpack.encode(
+                decide([msgspec.msgpack.decode(body, type=post) for _, body in found])
+            )
+
+        return msgspec.msgpack.decode(self.meet(phase, encoded, decided), type=answer)

@@ -103,7 +103,6 @@ class StoreRendezvous:
         self._heartbeat = Heartbeat()
         self.deadline = deadline
         self._own_name = name
-        self._name = f"{name}/{world_size}"
         self._server = server
         self._store = store
         self._waits_for_readers = rank == 0 and _ends_with_this_process(store)
@@ -302,6 +301,11 @@ class StoreRendezvous:
     def closed(self) -> bool:
         """True after `close`, and in a child that was forked after this rendezvous was made."""
         return self._closed or self._process != os.getpid()
+
+    @property
+    def _name(self) -> str:
+        """The prefix of all keys."""
+        return f"{self._own_name}/{self.world_size}"
 
     def _open(self) -> Channel:
         if self._channel is None:

@@ -118,22 +118,19 @@ def wait_while_moving(
         True if the future is done; False after `patience` seconds without progress.
     """
     seen, since = progress.count, time.monotonic()
-    while not _is_done(future, _POLL_SECONDS):
+    while True:
+        try:
+            future.exception(_POLL_SECONDS)
+            return True
+        except TimeoutError:
+            if future.done():
+                return True
         if progress.is_bounded or progress.count != seen:
             seen, since = progress.count, time.monotonic()
             if tick is not None:
                 tick()
         elif time.monotonic() - since > patience:
             return False
-    return True
-
-
-def _is_done(future: Future[Any], seconds: float) -> bool:
-    try:
-        future.exception(seconds)
-    except TimeoutError:
-        return future.done()
-    return True
 
 
 class _Unfinished:

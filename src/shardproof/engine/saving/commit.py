@@ -28,15 +28,15 @@ from shardproof.engine.format import (
     FileRecord,
     Manifest,
     TensorRecord,
-    bytes_digest,
     check_sizes,
     encode_index,
     index_name,
     locate_files,
-    manifest_version,
+    new_manifest,
     publish,
     read_manifest,
     shard_name,
+    with_files,
 )
 from shardproof.engine.geometry import row_pointers
 from shardproof.engine.planning import ChunkTable, WritePlan, chunk_table, remedy_of_difference
@@ -49,7 +49,6 @@ from shardproof.errors import (
     StorageError,
     StructureError,
 )
-from shardproof.version import __version__
 
 _log = logging.getLogger("shardproof")
 
@@ -130,10 +129,7 @@ def commit(
     for report in reports:
         objects |= {key: msgspec.json.decode(value) for key, value in report.objects.items()}
     index = encode_index(placed.table(plan))
-    files = (*own, *placed.referenced)
-    manifest = Manifest(
-        version=manifest_version(files),
-        writer=f"shardproof {__version__}",
+    without_files = new_manifest(
         attempt=attempt.id,
         step=attempt.step,
         time=attempt.time,
@@ -141,10 +137,9 @@ def commit(
         metadata=attempt.metadata,
         tensors=tensors,
         aliases=plan.merged.aliases,
-        objects=dict(sorted(objects.items())),
-        files=files,
-        index=FileRecord(index_name(attempt.id), len(index), bytes_digest(index)),
+        objects=objects,
     )
+    manifest = with_files(without_files, (*own, *placed.referenced), index)
     try:
         _check_visible(storage, manifest)
     except StorageError as error:

@@ -67,9 +67,8 @@ class Coordinator:
         self._nodes: list[int] = []
         self._spaces: list[FreeSpace | None] = []
 
-    def agree(self, posts: Sequence[bytes]) -> bytes:
+    def agree(self, reports: Sequence[RankReport]) -> Agreement:
         """Checks that the requests agree, names the attempt, and decides which caches the ranks use."""
-        reports = [msgspec.msgpack.decode(post, type=RankReport) for post in posts]
         self._check_requests(reports)
         cached = self._cache.coordinator_plan
         reuse_plan = (
@@ -91,8 +90,7 @@ class Coordinator:
         self._attempt = attempt
         if cached is not None and reuse_plan:
             self._check_space(cached.plan)
-        agreement = Agreement(attempt, reuse_plan, self._cache.background_name, answers)
-        return msgspec.msgpack.encode(agreement)
+        return Agreement(attempt, reuse_plan, self._cache.background_name, answers)
 
     def _time(self) -> float:
         """The time of this save, Unix seconds; later than that of the save that it replaces.
@@ -155,11 +153,10 @@ class Coordinator:
             check_space(location, self._spaces, plan.bytes_by_rank(), lambda: free_space(storage))
 
     @no_garbage_collection()
-    def commit(self, posts: Sequence[bytes]) -> bytes:
+    def commit(self, reports: Sequence[WriteReport]) -> SaveResult:
         """Commits what the ranks wrote. An error of the coordinator becomes a `RankFailure` of rank 0."""
         attempt, options = self._attempt, self._options
         assert self._cache.coordinator_plan is not None
-        reports = [msgspec.msgpack.decode(post, type=WriteReport) for post in posts]
         plan = self._cache.coordinator_plan.plan
         place: PlaceChunks = place_chunks
         slowest = max(range(len(reports)), key=lambda rank: reports[rank].seconds)
@@ -188,7 +185,7 @@ class Coordinator:
         )
         for option in options:
             result = option.complete(result, done)
-        return msgspec.msgpack.encode(result)
+        return result
 
     def _complete(self) -> None:
         """Calls `on_commit` of the request. Its error reaches all ranks; the checkpoint stays committed."""

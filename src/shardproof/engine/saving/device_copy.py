@@ -28,7 +28,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from shardproof._utils.page_locked import page_locked
+from shardproof._utils.accelerator import page_locked
 from shardproof._utils.streams import has_streams, on_stream
 from shardproof.engine.storage import ALIGNMENT, aligned_buffer
 

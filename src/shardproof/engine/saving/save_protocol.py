@@ -59,6 +59,7 @@ After = Callable[[SaveResult, Callable[[int, int], None]], None]
 """Called after the commit, with the result and a function that takes the numbers of done and total steps."""
 
 T = TypeVar("T")
+A = TypeVar("A")
 
 _log = logging.getLogger("shardproof")
 
@@ -384,8 +385,9 @@ class _ThreadSteps:
         shared, cache = self._shared, self._shared.cache
         meeting = MeetingSequence(self._rendezvous, shared.operation)
         with shared.phase("agree"):
-            answer = meeting.meet("collect", self._first_report, self._unbounded(self._coordinator.agree))
-        agreement = self._agreement = msgspec.msgpack.decode(answer, type=Agreement)
+            agreement = self._agreement = meeting.exchange(
+                "collect", self._first_report, self._unbounded(self._coordinator.agree), RankReport, Agreement
+            )
         part = None
         if not agreement.reuse_plan:
             cache.plan = None
@@ -395,13 +397,13 @@ class _ThreadSteps:
             option.meet(agreement.options[option.name], agreement.attempt, meeting, shared.phase)
         return part
 
-    def _first_report(self) -> bytes:
+    def _first_report(self) -> RankReport:
         """This rank's first report, with the space for its file; or the error of the caller's steps."""
         report = self._collected().report
         with self._shared.progress.bounded(False):  # the storage may hang here
             space = free_space(self._shared.storage)
         seen = None if space is None else astuple(space)
-        return msgspec.msgpack.encode(msgspec.structs.replace(report, space=seen))
+        return msgspec.structs.replace(report, space=seen)
 
     def _collected(self) -> _Collected:
         collected = self._shared.collected
@@ -454,12 +456,12 @@ class _ThreadSteps:
         with self._shared.phase(name) as phase:
             yield self._progress_of(phase, total)
 
-    def write(self, background: bool) -> bytes | BaseException:
+    def write(self, background: bool) -> WriteReport | BaseException:
         """Writes this rank's shard file, if it has one. Returns the report for the commit, or the error."""
         with self._shared.phase("write") as phase:
             return _outcome(partial(self._write_shard, background, phase), phase)
 
-    def _write_shard(self, background: bool, phase: events.Phase) -> bytes:
+    def _write_shard(self, background: bool, phase: events.Phase) -> WriteReport:
         shared, cache = self._shared, self._shared.cache
         shared.check()
         self._rendezvous.start_heartbeat()
@@ -491,7 +493,7 @@ class _ThreadSteps:
             shared.snapshot.check_unchanged()
             phase.note(staged=shared.snapshot.staged_bytes, waited=shared.snapshot.waited)
         digests, orders = capture.object_digests()
-        report = WriteReport(
+        return WriteReport(
             file.size,
             file.data_start,
             file.digest,
@@ -503,9 +505,8 @@ class _ThreadSteps:
             time.monotonic() - begun,
             orders,
         )
-        return msgspec.msgpack.encode(report)
 
-    def commit(self, report: bytes | BaseException) -> SaveResult:
+    def commit(self, report: WriteReport | BaseException) -> SaveResult:
         """Commits with the other ranks. After a refusal, this rank removes its files."""
         shared, attempt = self._shared, self._agreement.attempt
         meeting = MeetingSequence(self._rendezvous, shared.operation)
@@ -513,8 +514,9 @@ class _ThreadSteps:
             with shared.phase("commit") as phase:
                 with shared.progress.bounded():
                     commit = self._unbounded(self._coordinator.commit)
-                    answer = meeting.meet("write", partial(_result_of, report), commit)
-                result = msgspec.msgpack.decode(answer, type=SaveResult)
+                    result = meeting.exchange(
+                        "write", partial(_result_of, report), commit, WriteReport, SaveResult
+                    )
                 phase.note(**self._coordinator.facts)
                 for option in self._options:
                     option.committed(result, phase, shared.rendezvous.rank)
@@ -537,10 +539,10 @@ class _ThreadSteps:
 
         return on_progress
 
-    def _unbounded(self, decide: Callable[[Sequence[bytes]], bytes]) -> Callable[[Sequence[bytes]], bytes]:
+    def _unbounded(self, decide: Callable[[list[T]], A]) -> Callable[[list[T]], A]:
         """On the coordinator: storage may hang in `decide`, so waiters apply the progress timeout."""
 
-        def decided(posts: Sequence[bytes]) -> bytes:
+        def decided(posts: list[T]) -> A:
             with self._shared.progress.bounded(False):
                 return decide(posts)
 

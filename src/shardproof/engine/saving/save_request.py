@@ -73,22 +73,19 @@ def report_rank(
     """
     check_mapping("metadata", request.metadata, "a dict of plain data, or None")
     check_boolean("overwrite", request.overwrite)
+    step: Any = request.step
+    if step is not None:
+        is_index = not isinstance(step, bool) and hasattr(step, "__index__")
+        if not is_index or not 0 <= operator.index(step) < _LATEST_STEP:
+            raise StructureError(f"step is {step!r}, not an int from 0 to 10**18 - 1")
+        step = operator.index(step)
     return RankReport(
         digest,
         cache.plan.id if cache.plan else "",
-        _checked_step(request.step),
+        step,
         canonical_json(encode_plain({} if request.metadata is None else request.metadata, "metadata")),
         request.overwrite,
         {option.name: option.report() for option in options},
         zlib.crc32(socket.gethostname().encode()),
         msgspec.json.encode(failed.to_wire()) if failed is not None else b"",
     )
-
-
-def _checked_step(step: Any) -> int | None:
-    if step is None:
-        return None
-    is_index = not isinstance(step, bool) and hasattr(step, "__index__")
-    if not is_index or not 0 <= operator.index(step) < _LATEST_STEP:
-        raise StructureError(f"step is {step!r}, not an int from 0 to 10**18 - 1")
-    return operator.index(step)

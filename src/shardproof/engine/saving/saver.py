@@ -9,8 +9,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
-import msgspec
-
 from shardproof._utils import forks
 from shardproof._utils.arguments import check_whole
 from shardproof.engine.planning import CHUNK_BYTES, SAMPLE_BYTES
@@ -184,12 +182,20 @@ class Saver:
         Later, the save continues to its last meeting, and fails there.
         """
         with self._rendezvous.operation(f"save {storage.location}") as operation:
-            if when_busy == "skip" and self._any_busy(storage):
-                _log.info("%s: skipped, because the previous save has not ended", storage.location)
-                return PendingSave(request.step, None)
+            if when_busy == "skip":
+                before = self._own_save()
+                busy = before is not None and not before.future.done()
+                meeting = MeetingSequence(self._rendezvous, f"save {storage.location}")
+                if meeting.exchange("busy", lambda: busy, any, bool, bool):  # on any rank
+                    _log.info("%s: skipped, because the previous save has not ended", storage.location)
+                    return PendingSave(request.step, None)
             cache = self._own_cache()
             self.wait_for_end()
-            options = self._options(request)
+            options: list[SaveOption] = []
+            if request.base is not None:
+                options.append(IncrementalOption(request.base, request.full_every, self._bases))
+            if request.check_replicas is not None:
+                options.append(ReplicaOption(request.check_replicas, self._replicas))
             save = Save(self._rendezvous, storage, request, options, cache, self._limits)
             failed = self._take_failure()
             try:
@@ -210,15 +216,6 @@ class Saver:
                     save.end()
                 raise
             return save.pending
-
-    def _options(self, request: SaveRequest) -> list[SaveOption]:
-        """The optional parts of a save."""
-        options: list[SaveOption] = []
-        if request.base is not None:
-            options.append(IncrementalOption(request.base, request.full_every, self._bases))
-        if request.check_replicas is not None:
-            options.append(ReplicaOption(request.check_replicas, self._replicas))
-        return options
 
     def _submit(self, save: Save, work: Callable[[], SaveResult]) -> None:
         self._under_way = save
@@ -282,18 +279,6 @@ class Saver:
                 self.unconfirmed,
             )
         return self._cache
-
-    def _any_busy(self, storage: Storage) -> bool:
-        """True if the previous save has not ended on a rank. Equal on all ranks."""
-        under_way = self._own_save()
-        busy = under_way is not None and not under_way.future.done()
-        meeting = MeetingSequence(self._rendezvous, f"save {storage.location}")
-
-        def decide(posts: list[bytes]) -> bytes:
-            return msgspec.msgpack.encode(any(msgspec.msgpack.decode(post, type=bool) for post in posts))
-
-        answer = meeting.meet("busy", lambda: msgspec.msgpack.encode(busy), decide)
-        return msgspec.msgpack.decode(answer, type=bool)
 
     def _take_failure(self) -> ShardproofError | None:
         under_way = self._own_save()

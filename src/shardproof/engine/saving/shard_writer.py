@@ -33,12 +33,10 @@ from shardproof.engine.format import (
     ChunkHasher,
     Declared,
     Entries,
+    ShardFileWriter,
     box_name,
     declared_header,
-    digests_from_bytes,
     encode_chunks,
-    file_digest,
-    shard_tail,
 )
 from shardproof.engine.planning import RankPlan, Structure
 from shardproof.engine.saving.background import Workers
@@ -202,12 +200,11 @@ def write_shard(
     head = header(shard.entries)
     with ShardStream(output) as stream:
         stream.open()
-        stream.put(head)
-        chunks = stream.put_chunks(snapshot, range(len(snapshot.byte_counts)))
-        digests = digests_from_bytes(chunks)
-        stream.put(shard_tail(shard.entries.padding, stream.blocks, digests))
-        size = stream.finish()
-    return WrittenShard(size, len(head), file_digest(head, digests), digests)
+        file = ShardFileWriter(stream, head, shard.entries.padding)
+        file.note_chunks(stream.put_chunks(snapshot, range(len(snapshot.byte_counts))), stream.blocks)
+        digests = file.digests
+        record = file.finish("", 0)
+    return WrittenShard(record.size, record.data_start, record.digest, digests)
 
 
 class ShardStream:
@@ -340,7 +337,13 @@ class ShardStream:
     def _room(self) -> memoryview:
         """The free part of the current buffer; takes a new buffer if there is none."""
         if self._buffer is None:
-            self._stop_if_failed()
+            left: list[Future[None]] = []
+            for write in self._pending:
+                if write.done():  # called once, because the write may fail during the loop
+                    write.result()
+                else:
+                    left.append(write)
+            self._pending = left
             self._buffer = self._buffers.take()
             self._address = address(self._buffer)
             self._filled = 0
@@ -365,12 +368,3 @@ class ShardStream:
             self.count(count)
         finally:
             self._buffers.give(buffer)
-
-    def _stop_if_failed(self) -> None:
-        left: list[Future[None]] = []
-        for write in self._pending:
-            if write.done():  # called once, because the write may fail during the loop
-                write.result()
-            else:
-                left.append(write)
-        self._pending = left

@@ -44,7 +44,7 @@ from shardproof.engine.saving.device_copy import DeviceCopies, copies_of
 from shardproof.engine.saving.source import SliceSource
 from shardproof.engine.saving.staging import SLOT_BYTES, Staged, StagingPool
 from shardproof.engine.saving.write_watch import WriteWatch
-from shardproof.engine.state import Collected, ObjectEntry, Piece, Stepped, canonical_json
+from shardproof.engine.state import Collected, Piece, Stepped, canonical_json
 from shardproof.errors import StorageError, StructureError
 
 _UNFENCED_BYTES = 1 << 20
@@ -81,10 +81,14 @@ class Capture:
         pieces = [piece for entry in collected.tensors for piece in entry.pieces]
         watch = WriteWatch(pieces, stepped) if guarded else None
         goes_ahead = goes_ahead and _copy_unfenced(pieces, watch)
+        encoded: dict[int, bytes] = {}  # a value that several keys share is encoded once
+        for entry in collected.objects:
+            if id(entry.value) not in encoded:
+                encoded[id(entry.value)] = msgspec.json.encode(entry.value)
         return Capture(
             pieces,
             [entry.key for entry in collected.tensors for _ in entry.pieces],
-            _encoded(collected.objects),
+            {entry.key: encoded[id(entry.value)] for entry in collected.objects},
             copies_of(piece.view for piece in pieces),
             watch,
             goes_ahead,
@@ -117,15 +121,6 @@ def _copy_unfenced(pieces: list[Piece], watch: WriteWatch | None) -> bool:
     except torch.OutOfMemoryError:  # staging through host memory takes no device memory
         return False
     return True
-
-
-def _encoded(objects: Sequence[ObjectEntry]) -> dict[str, bytes]:
-    """Objects as JSON, by key. A value that several keys share is encoded once."""
-    encoded: dict[int, bytes] = {}
-    for entry in objects:
-        if id(entry.value) not in encoded:
-            encoded[id(entry.value)] = msgspec.json.encode(entry.value)
-    return {entry.key: encoded[id(entry.value)] for entry in objects}
 
 
 _log = logging.getLogger("shardproof")
@@ -332,7 +327,10 @@ class Snapshot:
     def _wait_to_stage(self, row: int) -> None:
         """Waits until a chunk is not live, or the save has failed. The caller holds `changed`."""
         self._live.wait()
-        self._ask_for_memory(row)
+        live = sum(self.byte_counts[self._front : row + 1])
+        staged = sum(self.byte_counts[other] for other in self._staged)
+        size, largest = live + staged, max(self.byte_counts)
+        self._allocator.submit(lambda: self._grow(size, largest))
         seen, since, waiting = -1, time.monotonic(), 0.0
         while row >= self._front and not self._over and not self._try_to_stage(row):
             if (moved := self._progress.count + self._pool.size) != seen:
@@ -347,9 +345,6 @@ class Snapshot:
             begun = time.monotonic()
             self._changed.wait(_POLL_SECONDS)  # nothing is enqueued: `_try_to_stage` failed
             waiting += time.monotonic() - begun
-        self._warn_of_wait(waiting)
-
-    def _warn_of_wait(self, waiting: float) -> None:
         if waiting > 0.5 and self._pool.size >= self._pool.budget:
             _log.warning(
                 "training waited %.1f s for the writer of a save, because host_memory_budget (%.2f GB) is "
@@ -357,13 +352,6 @@ class Snapshot:
                 waiting,
                 self._pool.budget / 1e9,
             )
-
-    def _ask_for_memory(self, row: int) -> None:
-        """Lets the pool grow to the size of all live and staged chunks."""
-        live = sum(self.byte_counts[self._front : row + 1])
-        staged = sum(self.byte_counts[other] for other in self._staged)
-        size, largest = live + staged, max(self.byte_counts)
-        self._allocator.submit(lambda: self._grow(size, largest))
 
     def _grow(self, size: int, largest: int) -> None:
         """Without more memory, training waits for the writer, so an error is only logged."""

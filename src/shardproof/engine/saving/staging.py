@@ -109,7 +109,10 @@ class StagingPool:
                 if self.size >= size:
                     return
                 useful = max(largest, min(size - self.size, _LARGEST), _SMALLEST)
-                count = _power_of_two(useful, self.budget - self.size)
+                left = self.budget - self.size
+                count = 1 << (useful - 1).bit_length()  # the smallest power of two that is enough
+                if count > left:
+                    count = 1 << (left.bit_length() - 1) if left > 0 else 0
                 if count < largest:
                     return
                 self.size += count
@@ -122,12 +125,6 @@ class StagingPool:
             with self.changed:
                 self._free.append(_Segment(memory, address(memory)))
                 self.changed.notify_all()
-
-
-def _power_of_two(useful: int, most: int) -> int:
-    """The smallest power of two >= `useful`, or the largest one <= `most` if that is smaller; 0 if none."""
-    wanted = 1 << (useful - 1).bit_length()
-    return wanted if wanted <= most else 1 << (most.bit_length() - 1) if most > 0 else 0
 
 
 def default_budget() -> int:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from shardproof.engine.state.collector import hoisted_key as hoisted_key  # not listed in __all__: internal
 from shardproof.engine.state.collector import hoisted_tensor
 from shardproof.engine.state.dtensor import LOCAL, dtensor_index_map, is_dtensor, is_sharded, local_tensor
-from shardproof.engine.state.fabric_wrappers import (
-    without_fabric as without_fabric,
-)  # not listed in __all__: internal
 from shardproof.engine.state.fence import Fence, open_all
 from shardproof.engine.state.flat_parameters import (
     flat_tensors as flat_tensors,  # not listed in __all__: internal
 )
+from shardproof.engine.state.framework_modules import (
+    without_fabric as without_fabric,
+)  # not listed in __all__: internal
 from shardproof.engine.state.handlers.generators import RandomState
 from shardproof.engine.state.handlers.per_rank import PerRank, owner_of
 from shardproof.engine.state.handlers.stateful_objects import parts_of
@@ -53,9 +53,9 @@ from shardproof.engine.state.plain.by_name import has_names as has_names  # not 
 from shardproof.engine.state.plain.by_name import (
     with_targets as with_targets,  # not listed in __all__: internal
 )
-from shardproof.engine.state.plain.canonical import canonical_json
 from shardproof.engine.state.plain.decode import decode as decode_plain
 from shardproof.engine.state.plain.decode import references
+from shardproof.engine.state.plain.encode import canonical_json
 from shardproof.engine.state.plain.encode import encode as encode_plain
 from shardproof.engine.state.plain.registry import register_by_name, register_dataclass, register_enum
 from shardproof.engine.state.plain.stream_bytes import (

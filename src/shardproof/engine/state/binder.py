@@ -241,18 +241,13 @@ class Binder(Visitor[BindHandler]):
             pieces = [piece for entry in entries for piece in entry.pieces]
             self.binding.storages += [piece.view.untyped_storage() for piece in pieces]
             self._add(entries)
-        self._note_missing()
+        if self._absent:  # a tied tensor needs one of its keys only
+            present = self.binding.tensors
+            filled = {entry.key for entry in present}
+            tied = tie([*present, *self._absent], self.anchors)[len(present) :]
+            self.binding.missing += [entry.key for entry in tied if entry.alias_of not in filled]
         self.binding.tensors = tie(sorted(self.binding.tensors, key=lambda entry: entry.key), self.anchors)
         return self.binding
-
-    def _note_missing(self) -> None:
-        """Records the destinations that the catalogue lacks. A tied tensor needs one of its keys only."""
-        if not self._absent:
-            return
-        present = self.binding.tensors
-        filled = {entry.key for entry in present}
-        tied = tie([*present, *self._absent], self.anchors)
-        self.binding.missing += [entry.key for entry in tied[len(present) :] if entry.alias_of not in filled]
 
     def _layouts(self, key: str, value: Any) -> dict[str, torch.Tensor]:
         layouts: dict[str, torch.Tensor] = {}
@@ -279,24 +274,25 @@ class Binder(Visitor[BindHandler]):
             advice: what to do if the catalogue has a tensor.
         """
         if key in self.catalogue.objects:
-            self.mismatch(key, expected, self._kind_of(key))
+            found = "a plain value"
+            try:
+                self.catalogue.objects[key]
+            except PlainDataError as error:
+                found = f"a value that cannot be read: {error.message}"
+            self.mismatch(key, expected, found)
         elif key in self.catalogue.tensors:
             dtype, shape = self.catalogue.tensors[key]
             self.mismatch(key, expected, describe(dtype, tuple(shape)) + advice)
         elif self.strict and (below := list(filter(self.selected, self.keys_below(f"{key}.")))):
             self.binding.used.update(below)
-            self.mismatch(key, expected, _describe_below(key, below))
+            count = f"{len(below)} keys" if len(below) > 1 else "a key"
+            found = f"{count} below it ({', '.join(below[:3])}): give the target the same keys, or exclude it"
+            if below[0].startswith(f"{key}.@rank-"):
+                found = "per-rank values: wrap the target's value in shardproof.PerRank, or exclude it"
+            self.mismatch(key, expected, found)
         else:
             return False
         return True
-
-    def _kind_of(self, key: str) -> str:
-        """Describes the value of the catalogue under a key that is not one of a tensor."""
-        try:
-            self.catalogue.objects[key]
-        except PlainDataError as error:
-            return f"a value that cannot be read: {error.message}"
-        return "a plain value"
 
 
 def _with_own_memory(piece: Piece) -> Piece:
@@ -317,11 +313,3 @@ def _write_shared(key: str, read: torch.Tensor, view: torch.Tensor) -> None:
             key=key,
         )
     view[(slice(0, 1),) * view.dim()] = first
-
-
-def _describe_below(key: str, below: list[str]) -> str:
-    """Describes the checkpoint's keys below a key of the target, and says what to do."""
-    if below[0].startswith(f"{key}.@rank-"):
-        return "per-rank values: wrap the target's value in shardproof.PerRank, or exclude it"
-    count = f"{len(below)} keys" if len(below) > 1 else "a key"
-    return f"{count} below it ({', '.join(below[:3])}): give the target the same keys, or exclude it"

@@ -312,15 +312,15 @@ def tie(entries: Sequence[TensorEntry], anchors: Mapping[str, torch.Tensor]) -> 
         first: dict[Any, str] = {}
         for row in rows:
             entry = tied[row]
-            identity = _identity(entry, anchors.get(entry.key))
-            if identity is not None:
-                key = first.setdefault(identity, entry.key)
-                if key != entry.key:
-                    tied[row] = replace(entry, alias_of=key)
+            identity: Any
+            if entry.pieces:
+                memory = tuple((memory_identity(piece.view), piece.offsets) for piece in entry.pieces)
+                identity = entry.shape, memory
+            elif (anchor := anchors.get(entry.key)) is not None:
+                identity = entry.dtype, entry.shape, memory_identity(anchor)
+            else:
+                continue
+            key = first.setdefault(identity, entry.key)
+            if key != entry.key:
+                tied[row] = replace(entry, alias_of=key)
     return tied
-
-
-def _identity(entry: TensorEntry, anchor: torch.Tensor | None) -> Any:
-    if entry.pieces:
-        return entry.shape, tuple((memory_identity(piece.view), piece.offsets) for piece in entry.pieces)
-    return None if anchor is None else (entry.dtype, entry.shape, memory_identity(anchor))

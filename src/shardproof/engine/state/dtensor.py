@@ -42,13 +42,10 @@ def is_dtensor(value: Any) -> TypeGuard[Any]:
 
     Does not import `torch.distributed.tensor`: until the program imports it, no DTensor exists.
     """
-    return isinstance(value, _dtensor or _imported_dtensor())
-
-
-def _imported_dtensor() -> Any:
     global _dtensor
-    _dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
-    return _dtensor
+    if not _dtensor:
+        _dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+    return isinstance(value, _dtensor)
 
 
 def is_sharded(tensor: Any) -> bool:
@@ -204,20 +201,20 @@ def _are_alike(meshes: Sequence[Any], placements: Sequence[Sequence[Any]], order
 def _cached_local_boxes(
     cache: _ByShapes, shapes: tuple[torch.Size, torch.Size], tensor: Any, key: str
 ) -> LocalBoxes:
-    """The local boxes of a DTensor, from the cache of its placements."""
+    """The local boxes of a DTensor, from the cache of its placements, or from mesh and placements."""
     if getattr(tensor, LOCAL, None) is not None:
         return LocalBoxes(tuple(tensor.shape), None, (), dtensor_index_map(tensor, key))
-    return cache.get(shapes) or cache.setdefault(shapes, _local_boxes(tensor, key))
-
-
-def _local_boxes(tensor: Any, key: str) -> LocalBoxes:
-    """The local boxes of a DTensor, from mesh and placements."""
+    found = cache.get(shapes)
+    if found is not None:
+        return found
     shape, part = tuple(tensor.shape), _local_part_of(tensor, key)
     if part is None:
-        return LocalBoxes(shape, None, ())
-    if part.offsets is not None or 0 in part.sizes:
-        return LocalBoxes(shape, part.offsets, part.sizes)
-    return LocalBoxes(shape, None, part.sizes, index_map_of(part.sizes, shape, part.segments))
+        boxes = LocalBoxes(shape, None, ())
+    elif part.offsets is not None or 0 in part.sizes:
+        boxes = LocalBoxes(shape, part.offsets, part.sizes)
+    else:
+        boxes = LocalBoxes(shape, None, part.sizes, index_map_of(part.sizes, shape, part.segments))
+    return cache.setdefault(shapes, boxes)
 
 
 def dtensor_index_map(tensor: Any, path: str) -> IndexMap:

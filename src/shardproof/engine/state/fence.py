@@ -110,7 +110,12 @@ class _FenceRegistry:
         with self._lock:
             self._fences.append(fence)
             if not self._hooked:
-                register_optimizer_step_pre_hook(_uncompiled(_before_step))
+                hook: Callable[..., None] = _before_step
+                if "torch._dynamo" in sys.modules:
+                    # Otherwise torch would recompile compiled steps for each save. Without the module, which
+                    # takes seconds to import, no step is compiled yet.
+                    hook = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
+                register_optimizer_step_pre_hook(hook)
                 self._hooked = True
 
     def remove(self, fence: Fence) -> None:
@@ -125,14 +130,6 @@ class _FenceRegistry:
 def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
     for fence in _registry.fences():
         fence.before_step(optimizer)
-
-
-def _uncompiled(hook: Callable[..., None]) -> Callable[..., None]:
-    """The hook, excluded from compiled steps. Otherwise torch would recompile them for each save."""
-    if "torch._dynamo" not in sys.modules:  # the import takes seconds, and no step is compiled yet
-        return hook
-    disabled: Callable[..., None] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
-    return disabled
 
 
 _registry = _FenceRegistry()

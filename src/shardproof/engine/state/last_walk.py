@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter, is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -96,6 +96,16 @@ class LastWalk:
         return self._token
 
 
+class _Ones(NamedTuple):
+    """Columns of descriptions with one piece."""
+
+    keys: list[str]
+    dtypes: list[str]
+    shapes: list[tuple[int, ...]]
+    offsets: list[tuple[int, ...]]
+    sizes: list[tuple[int, ...]]
+
+
 @dataclass(frozen=True, slots=True)
 class _BlockCache:
     """Columns of a block of one walk.
@@ -123,13 +133,9 @@ class _BlockCache:
     wholes: list[torch.Size]
     """Global shape of each DTensor."""
     kinds: list[tuple[torch.dtype, torch.Size]]
-    """dtype and shape of the local tensors. This and the next five columns have the rows of `types`."""
-    named: list[str]
-    """Keys."""
-    dtypes: list[str]
-    shapes: list[tuple[int, ...]]
-    offsets: list[tuple[int, ...]]
-    sizes: list[tuple[int, ...]]
+    """dtype and shape of the local tensors."""
+    ones: _Ones
+    """Descriptions of the tensors of one piece, in the rows of `types`."""
     keys: list[str]
     """Keys of the other rows."""
     boxes: list[_Boxes]
@@ -157,11 +163,13 @@ class _BlockCache:
             orders,
             wholes,
             list(map(_KIND, memory)),
-            [entry.key for entry in ones],
-            [entry.dtype for entry in ones],
-            [entry.shape for entry in ones],
-            [entry.pieces[0].offsets for entry in ones],
-            [entry.pieces[0].sizes for entry in ones],
+            _Ones(
+                [entry.key for entry in ones],
+                [entry.dtype for entry in ones],
+                [entry.shape for entry in ones],
+                [entry.pieces[0].offsets for entry in ones],
+                [entry.pieces[0].sizes for entry in ones],
+            ),
             [entries[row].key for row in others],
             [_boxes(entries[row]) for row in others],
         )
@@ -184,8 +192,9 @@ class _BlockCache:
         if list(map(_boxes, others)) != self.boxes:
             return None
         views = list(map(torch.Tensor.detach, memory))
-        pieces = Piece.of_all(self.named, views, self.offsets, self.sizes)
-        return [*map(TensorEntry, self.named, self.dtypes, self.shapes, zip(pieces, strict=True)), *others]
+        keys, dtypes, shapes, offsets, sizes = self.ones
+        pieces = Piece.of_all(keys, views, offsets, sizes)
+        return [*map(TensorEntry, keys, dtypes, shapes, zip(pieces, strict=True)), *others]
 
 
 def _columns(

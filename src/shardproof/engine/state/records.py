@@ -221,16 +221,19 @@ class Binding:
     unchanged: list[str] = field(default_factory=list)
     """Keys of values that the load leaves unchanged: per-rank values without a saved value of this rank, and
     parts that the catalogue lacks or that declined."""
-    own: list[str] = field(default_factory=list)
-    """Keys of the per-rank values that the catalogue and the tree both have."""
-    gathered: list[str] = field(default_factory=list)
-    """The keys in `own` for which this rank gathers the values of ranks that do not exist in the load."""
+    own: dict[str, bool] = field(default_factory=dict)
+    """Keys of the per-rank values that the catalogue and the tree both have. True for those in `gathered`."""
     parts: set[str] = field(default_factory=set)
     """Prefixes of the parts that the catalogue and the tree both have."""
     declined: list[str] = field(default_factory=list)
     """The prefixes in `parts` of parts that declined the stored state."""
     refused: list[ShardproofError] = field(default_factory=list)
     """Errors of parts that fail the whole load."""
+
+    @property
+    def gathered(self) -> list[str]:
+        """The keys in `own` for which this rank gathers the values of ranks that do not exist in the load."""
+        return [key for key, gathers in self.own.items() if gathers]
 
     def increment_versions(self) -> None:
         """Increments the version counters of the destinations.

@@ -87,7 +87,13 @@ def _fits(key: str, wrapped: Wrapped, to: Destinations) -> bool:
     assert own is not None
     if found is not None:
         to.binding.used.update(keys)
-        to.mismatch(name, *_difference(own, found))
+        expected, stored = str(own), str(found)
+        if isinstance(found, dict):
+            differing = [part for part in own if own[part] != found.get(part)]
+            expected, stored = (
+                ", ".join(f"{part} {of.get(part)}" for part in differing) for of in (own, found)
+            )
+        to.mismatch(name, expected, stored)
     elif key in to.catalogue.tensors:
         to.binding.used.add(key)
         to.mismatch(
@@ -98,14 +104,6 @@ def _fits(key: str, wrapped: Wrapped, to: Destinations) -> bool:
     else:
         to.binding.missing.append(name)
     return False
-
-
-def _difference(own: dict[str, Any], found: Any) -> tuple[str, str]:
-    """The difference between two descriptions, for a message."""
-    if not isinstance(found, dict):
-        return str(own), str(found)
-    names = [name for name in own if own[name] != found.get(name)]
-    return tuple(", ".join(f"{name} {of.get(name)}" for name in names) for of in (own, found))  # type: ignore[return-value]
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,17 +165,12 @@ def stored_wrapper(key: str, catalogue: Catalogue) -> StoredWrapper | None:
         return None
     try:
         parts = {name: catalogue.tensors[f"{key}.{name}"] for name in description["parts"]}
-        kinds = [
-            kind == "whole" or _is_sizes(kind.get("grid", [kind.get("blocks")]))
-            for kind in description["parts"].values()
-        ]
-        valid = all(kinds) and {"class", "shape", "dtype", "context"} <= description.keys()
+        kinds = [kind for kind in description["parts"].values() if kind != "whole"]
+        sizes = [size for kind in kinds for size in kind.get("grid", [kind.get("blocks")])]
+        are_sizes = all(type(size) is int and size > 0 for size in sizes)
+        valid = are_sizes and {"class", "shape", "dtype", "context"} <= description.keys()
     except (KeyError, TypeError, AttributeError) as error:
         raise StructureError(f"{key}: the checkpoint lacks a part of it: {error}", key=key) from error
     if not valid:
         raise StructureError(f"{key}.{SUBCLASS} in the checkpoint describes no tensor subclass", key=key)
     return StoredWrapper(key, description, parts)
-
-
-def _is_sizes(sizes: list[Any]) -> bool:
-    return all(type(size) is int and size > 0 for size in sizes)

@@ -37,7 +37,10 @@ def dtype_name(dtype: torch.dtype, path: str) -> str:
     """
     name = _NAMES.get(dtype)
     if name is None:
-        raise StructureError(f"{path}: tensors of dtype {dtype} cannot be stored. {_advice(dtype)}", key=path)
+        advice = "Convert it to a dtype that safetensors can hold"
+        if "q" in str(dtype).removeprefix("torch.")[:2]:
+            advice = "Store the components of a quantised tensor: int_repr(), q_scale() and q_zero_point()"
+        raise StructureError(f"{path}: tensors of dtype {dtype} cannot be stored. {advice}", key=path)
     return name
 
 
@@ -219,12 +222,6 @@ def _refused_subclass(tensor: torch.Tensor, path: str) -> StructureError:
         "Store its plain tensors",
         key=path,
     )
-
-
-def _advice(dtype: torch.dtype) -> str:
-    if "q" in str(dtype).removeprefix("torch.")[:2]:
-        return "Store the components of a quantised tensor: int_repr(), q_scale() and q_zero_point()"
-    return "Convert it to a dtype that safetensors can hold"
 
 
 def check_destination(view: torch.Tensor, path: str) -> None:

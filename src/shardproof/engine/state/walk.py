@@ -50,7 +50,12 @@ class _Plain:
         collector.object(place.key, value, place.path)
 
     def bind(self, place: Place, value: Any, binder: Binder) -> None:
-        data = binder.object(place.key, _described(value))
+        expected = "a plain value"
+        if value is None:
+            expected = "None"
+        elif type(value) in (*_DICTS, *_LISTS) and not value:  # often a placeholder
+            expected = f"an empty {type(value).__name__}"
+        data = binder.object(place.key, expected)
         if data is not MISSING:
             put = binder.put_of(place)
             rebuilt = binder.rebuild(place.key, data, lambda: value)
@@ -274,15 +279,6 @@ def _of_list(value: Any, place: Place) -> Handler:
             key=place.key,
         )
     return _TUPLE if isinstance(value, tuple) else _LIST
-
-
-def _described(value: Any) -> str:
-    """Describes a plain leaf of a target; empty values are often placeholders."""
-    if value is None:
-        return "None"
-    if type(value) in (*_DICTS, *_LISTS) and not value:
-        return f"an empty {type(value).__name__}"
-    return "a plain value"
 
 
 def _holds_state(value: Any, depth: int = 0) -> bool:

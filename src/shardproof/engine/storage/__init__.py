@@ -18,7 +18,6 @@ from shardproof.engine.storage.durable import publish_path as publish_path  # no
 from shardproof.engine.storage.file_modes import (
     make_folders as make_folders,  # not listed in __all__: internal
 )
-from shardproof.engine.storage.file_writer import FileWriter as FileWriter  # not listed in __all__: internal
 from shardproof.engine.storage.free_space import file_system_number as file_system_number  # internal
 from shardproof.engine.storage.fsspec_storage import FsspecStorage
 from shardproof.engine.storage.local import LocalStorage, UncachedStorage
@@ -47,8 +46,9 @@ from shardproof.engine.storage.remote_requests import (
 from shardproof.engine.storage.remote_requests import (
     map_requests as map_requests,  # not listed in __all__: internal
 )
+from shardproof.engine.storage.remote_requests import time_at as time_at  # not listed in __all__: internal
+from shardproof.engine.storage.sink import FileWriter as FileWriter  # not listed in __all__: internal
 from shardproof.engine.storage.sink import LocalSink
-from shardproof.engine.storage.store_time import time_at as time_at  # not listed in __all__: internal
 
 __all__ = [
     "ALIGNMENT",

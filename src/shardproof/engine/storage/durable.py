@@ -132,7 +132,12 @@ def rename_exclusively(source: Path | str, target: Path | str, folder: int | Non
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
-        _rename_no_replace(source, target, _AT_FDCWD if folder is None else folder)
+        if not libc.has("renameat2"):
+            text = "the file system has neither links nor exclusive renames"
+            raise OSError(errno.ENOTSUP, text, str(target)) from error
+        old, new = (ctypes.c_char_p(os.fsencode(path)) for path in (source, target))
+        at = ctypes.c_int(_AT_FDCWD if folder is None else folder)
+        libc.call("renameat2", at, old, at, new, ctypes.c_uint(_RENAME_NOREPLACE))
         return
     unlink_quietly(source, folder)  # the rename has taken effect; a second name is a leftover for prune
 
@@ -153,14 +158,6 @@ def publish_path(source: Path, target: Path) -> None:
         ) from error
     except OSError as error:
         raise storage_error(error, f"move {source} to", target) from error
-
-
-def _rename_no_replace(source: Path | str, target: Path | str, folder: int) -> None:
-    if not libc.has("renameat2"):
-        raise OSError(errno.ENOTSUP, "the file system has neither links nor exclusive renames", str(target))
-    old, new = (ctypes.c_char_p(os.fsencode(path)) for path in (source, target))
-    at = ctypes.c_int(folder)
-    libc.call("renameat2", at, old, at, new, ctypes.c_uint(_RENAME_NOREPLACE))
 
 
 def unlink_quietly(path: Path | str, folder: int | None = None) -> None:

@@ -39,7 +39,14 @@ def local_free_space(folder: Path) -> FreeSpace | None:
         None if it is unknown.
     """
     try:
-        return _measured(_there(folder))
+        there = _there(folder)
+        found, device, kind = os.statvfs(there), os.stat(there).st_dev, _type_of(there)
+        if found.f_blocks == 0:  # the file system has no limit, or does not know it
+            return None
+        bound = None
+        if kind in _EXACT and not _has_project_quota(there):
+            bound = found.f_frsize * (found.f_bfree if _may_use_reserve(device) else found.f_bavail)
+        return FreeSpace(file_system_number(there), found.f_bavail * found.f_frsize, bound)
     except OSError:
         return None
 
@@ -72,16 +79,6 @@ def file_system_number(folder: Path) -> int:
 def _there(folder: Path) -> Path:
     """The lowest folder of a path that exists."""
     return next(above for above in (folder, *folder.parents) if os.path.lexists(above))
-
-
-def _measured(there: Path) -> FreeSpace | None:
-    found, device, kind = os.statvfs(there), os.stat(there).st_dev, _type_of(there)
-    if found.f_blocks == 0:  # the file system has no limit, or does not know it
-        return None
-    bound = None
-    if kind in _EXACT and not _has_project_quota(there):
-        bound = found.f_frsize * (found.f_bfree if _may_use_reserve(device) else found.f_bavail)
-    return FreeSpace(file_system_number(there), found.f_bavail * found.f_frsize, bound)
 
 
 def _type_of(path: Path) -> int | None:

@@ -115,7 +115,11 @@ class ObjectSink:
                 self._spool.seek(0)
                 self._put(self._spool, chunk_size=_part_bytes(size), max_concurrency=_PARTS_IN_FLIGHT)
             else:
-                self._put(self._assembled(size), mode="create", use_multipart=False)
+                data = bytearray(size)  # a hole has zeros
+                for start, piece in self._pieces.items():
+                    if start < size:
+                        data[start : start + len(piece)] = piece[: size - start]
+                self._put(bytes(data), mode="create", use_multipart=False)
         finally:
             self._release()
 
@@ -138,14 +142,6 @@ class ObjectSink:
             raise StorageError(
                 f"cannot {doing} {self._file}: the file is already finished or aborted", file=self._file
             )
-
-    def _assembled(self, size: int) -> bytes:
-        """All bytes of a small object; a hole has zeros."""
-        data = bytearray(size)
-        for start, piece in self._pieces.items():
-            if start < size:
-                data[start : start + len(piece)] = piece[: size - start]
-        return bytes(data)
 
     def _begin_upload(self) -> bool:
         """Starts the thread of the upload. False if no thread can be started."""

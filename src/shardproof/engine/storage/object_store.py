@@ -261,7 +261,10 @@ class ObjectStorage(Storage):
         if known is not None and start <= (len(known) if stop is None else stop) <= len(known):
             return known[start:stop]
         if stop is None:
-            return self._read_to_end(name, start)
+            data = self._whole(name)  # of one version of the object
+            if start > len(data):
+                raise short_remote_read(f"{self.location}/{name}", start, start, len(data))
+            return data[start:]
         if stop <= start:
             if self.size(name) is None:
                 raise self._missing(name)
@@ -285,13 +288,6 @@ class ObjectStorage(Storage):
             return bytes(found.bytes())
 
         return self._ask("read", name, request)
-
-    def _read_to_end(self, name: str, start: int) -> bytes:
-        """All bytes from `start` on, of one version of the object."""
-        data = self._whole(name)
-        if start > len(data):
-            raise short_remote_read(f"{self.location}/{name}", start, start, len(data))
-        return data[start:]
 
     def read_into(self, name: str, start: int, buffer: memoryview) -> None:
         """Fill `buffer` from byte `start` on, in requests of limited size; see `Storage.read_into`."""
@@ -513,8 +509,9 @@ class ObjectStorage(Storage):
     def _error(self, error: Exception, doing: str, name: str) -> StorageError:
         """The `StorageError` for an error of obstore."""
         file = f"{self.location}/{name}" if name else self.location
-        no_bucket = _has_no_bucket(error)
-        missing = _is_missing(error) and not no_bucket
+        no_bucket = "NoSuchBucket" in str(error) or "ContainerNotFound" in str(error)
+        is_missing = isinstance(error, FileNotFoundError) or type(error).__name__ == "NotFoundError"
+        missing = is_missing and not no_bucket
         # A refused write may follow an earlier attempt that the store carries out later.
         is_refused = doing in _READS and _REFUSED.search(str(error)) is not None
         unanswered = type(error).__name__ == "GenericError" and not is_refused
@@ -580,14 +577,6 @@ def _open(bucket: str, settings: dict[str, Any], endpoint: str, retry: dict[str,
         # The error of obstore may repeat a setting, so it is not the cause that Python prints.
         raise StorageError(f"cannot open {bucket}: {text}", file=bucket) from None
     return store
-
-
-def _is_missing(error: Exception) -> bool:
-    return isinstance(error, FileNotFoundError) or type(error).__name__ == "NotFoundError"
-
-
-def _has_no_bucket(error: Exception) -> bool:
-    return "NoSuchBucket" in str(error) or "ContainerNotFound" in str(error)
 
 
 def _first_line(error: Exception) -> str:

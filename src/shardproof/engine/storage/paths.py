@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import TypeAlias
 
-from shardproof._utils.home_paths import unexpanded_home
+from shardproof._utils.arguments import unexpanded_home
 from shardproof._utils.humanize import printable as printable_text
 from shardproof.errors import StorageError
 
@@ -27,7 +27,11 @@ def absolute(path: StrOrBytesPath) -> Path:
     '/runs/gpt'
     """
     text = os.fsdecode(path)
-    fault = "it is empty" if not text else "it has a NUL character" if "\0" in text else _encoding_fault(text)
+    fault = "it is empty" if not text else "it has a NUL character" if "\0" in text else None
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError:
+        fault = fault or "it is not valid Unicode"
     fault = fault or unexpanded_home(text)
     if fault is not None:
         raise StorageError(f"{text!r} cannot be the path of a folder: {fault}", file=ascii(text))
@@ -59,14 +63,6 @@ def lost_link(path: Path) -> StorageError | None:
 def leads_beside(link: str) -> bool:
     """True if a symbolic link points to an entry of its own folder, even one that does not exist."""
     return os.path.dirname(os.path.realpath(link)) == os.path.realpath(os.path.dirname(link))
-
-
-def _encoding_fault(text: str) -> str | None:
-    try:
-        os.fsencode(text)
-    except UnicodeEncodeError:
-        return "it is not valid Unicode"
-    return None
 
 
 _ADVICE = {

@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -86,14 +87,11 @@ class RealFolder:
                 except FileExistsError:
                     pass
         except NotADirectoryError as error:
-            if self._is_link(part):
+            is_link = False
+            with suppress(OSError):
+                is_link = stat.S_ISLNK(os.stat(part, dir_fd=self.number, follow_symlinks=False).st_mode)
+            if is_link:
                 text = f"{printable(path)} is a symbolic link, behind which no file is written or removed"
                 raise OSError(errno.ELOOP, text, str(path)) from error
             raise
         raise AssertionError("unreachable")
-
-    def _is_link(self, name: str) -> bool:
-        try:
-            return stat.S_ISLNK(os.stat(name, dir_fd=self.number, follow_symlinks=False).st_mode)
-        except OSError:
-            return False

@@ -1,4 +1,4 @@
-"""Requests to a storage with a latency: several at a time, and the errors of those that fail."""
+"""Requests to a storage with a latency: several at a time, the errors of those that fail, and its time."""
 
 from __future__ import annotations
 
@@ -141,3 +141,24 @@ def short_remote_read(file: str, start: int, stop: int, end: int) -> StorageErro
         file=file,
         missing=False,
     )
+
+
+def time_at(storage: Storage) -> float:
+    """The time now, Unix seconds, by the clock that dates the files of a storage. May write a file.
+
+    The age of a file is the difference of this time and the time of its last write. The clock of this machine
+    may differ from that of a store by hours.
+
+    Raises:
+        StorageError: the store does not tell its time.
+
+    Example:
+        >>> import tempfile, time
+        >>> from shardproof.storage import LocalStorage
+        >>> time_at(LocalStorage(tempfile.mkdtemp())) <= time.time()
+        True
+    """
+    now = storage.now()
+    if now is None:
+        raise StorageError(f"{storage.location}: the store does not tell its time", file=storage.location)
+    return now

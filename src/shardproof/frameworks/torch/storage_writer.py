@@ -33,6 +33,7 @@ from shardproof.engine.format import (
     encode_index,
     new_manifest,
     publish,
+    with_files,
 )
 from shardproof.engine.geometry import BoxTable
 from shardproof.engine.planning import chunk_table, prove_chunks
@@ -265,7 +266,5 @@ def _merged(
         world_size=world_size,
         tensors=records,
         objects=objects,
-        files=[file.record for file in files],
-        index=index,
     )
-    return manifest, index
+    return with_files(manifest, [file.record for file in files], index), index

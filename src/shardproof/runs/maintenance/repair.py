@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from shardproof.engine.format import (
@@ -22,6 +23,7 @@ from shardproof.engine.format import (
     parse_chunk_name,
     read_index,
     read_manifest,
+    with_files,
 )
 from shardproof.engine.geometry import BoxTable
 from shardproof.engine.planning import ChunkTable, chunk_table, prove_chunks
@@ -314,7 +316,7 @@ def _commit(storage: Storage, shards: list[VerifiedShard], intact: Manifest | No
     tensors = _tensors(shards) if intact is None else intact.tensors
     table = _table(storage, shards, tensors)
     index = encode_index(table)
-    manifest = new_manifest(
+    without_files = new_manifest(
         attempt=first.attempt,
         step=first.step,
         time=first.time,
@@ -323,9 +325,9 @@ def _commit(storage: Storage, shards: list[VerifiedShard], intact: Manifest | No
         tensors=tensors,
         aliases=first.aliases if intact is None else intact.aliases,
         objects=_objects(shards) if intact is None else intact.objects,
-        files=[shard.record for shard in shards],
-        index=index,
-        repaired=True,
+    )
+    manifest = with_files(
+        msgspec.structs.replace(without_files, repaired=True), [shard.record for shard in shards], index
     )
     text = encode_manifest(manifest)
     decode_index(index, manifest, manifest.index.name)

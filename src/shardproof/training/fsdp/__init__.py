@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from shardproof.training.fsdp.clipping import clip_grad_norm_
-from shardproof.training.fsdp.explicit import (
+from shardproof.training.fsdp.materialize import materialize
+from shardproof.training.fsdp.sharding import (
     UnshardHandle,
+    fully_shard,
     reshard,
     set_modules_to_backward_prefetch,
     set_modules_to_forward_prefetch,
     unshard,
 )
-from shardproof.training.fsdp.materialize import materialize
-from shardproof.training.fsdp.sharding import fully_shard
 from shardproof.training.fsdp.state_dicts import full_state_dict, load_full_state_dict
 from shardproof.training.fsdp.unit import MixedPrecision, Strategy, no_sync, set_requires_gradient_sync
 

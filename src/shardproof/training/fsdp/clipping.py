@@ -47,7 +47,11 @@ def clip_grad_norm_(
     kinds: dict[tuple[int, ...], tuple[list[ProcessGroup], list[torch.Tensor]]] = {}
     gradients = []
     for parameter in wanted:
-        groups = _groups(parameter)
+        groups: list[ProcessGroup] = []
+        """Groups whose ranks hold different parts of the parameter."""
+        if isinstance(parameter, DTensor):
+            mesh, placements = parameter.device_mesh, parameter.placements
+            groups = [mesh.get_group(dim) for dim, one in enumerate(placements) if not one.is_replicate()]
         kind = kinds.setdefault(tuple(map(id, groups)), (groups, []))
         if parameter.grad is not None:
             gradients.append(local_tensor(parameter.grad))
@@ -70,13 +74,3 @@ def clip_grad_norm_(
         scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         torch._foreach_mul_(gradients, scale)
     return total
-
-
-def _groups(parameter: torch.Tensor) -> list[ProcessGroup]:
-    """Groups whose ranks hold different parts of the parameter."""
-    if not isinstance(parameter, DTensor):
-        return []
-    mesh = parameter.device_mesh
-    return [
-        mesh.get_group(dim) for dim, placed in enumerate(parameter.placements) if not placed.is_replicate()
-    ]

@@ -83,7 +83,10 @@ class TensorSpec:
         """The parameter that the module computes with: `whole`, or its tensor parallel DTensor."""
         if self.parallel is None:
             return whole
-        return _dtensor(whole, *self.parallel, self.shape)
+        mesh, placements = self.parallel
+        shape = torch.Size(self.shape)
+        stride = torch.empty(shape, dtype=torch.float32, device="meta").stride()
+        return DTensor.from_local(whole, mesh, placements, run_check=False, shape=shape, stride=stride)
 
     def layout(self, bounds: tuple[tuple[int, int], ...], index: int) -> RowLayout:
         """The layout of the sharded parameter.
@@ -96,15 +99,6 @@ class TensorSpec:
         return RowLayout(
             self.mesh, self.placements, self.shape, bounds, self.shard_dim, index, self.outer, strides
         )
-
-
-def _dtensor(
-    local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...]
-) -> DTensor:
-    stride = torch.empty(shape, dtype=torch.float32, device="meta").stride()
-    return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
-    )
 
 
 def spec_of(parameter: torch.Tensor, ranks: MeshRanks, name: str) -> TensorSpec:

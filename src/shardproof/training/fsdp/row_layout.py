@@ -174,7 +174,8 @@ class RowLayout:
             known = [parts[rank, : stop - first] for rank, (first, stop) in enumerate(self.bounds)]
             joined = torch.cat(known).movedim(0, self.dim).contiguous()
             strides = tuple(row_major_strides(self.shape))
-            spec = _spec(self.mesh, self.gathered, self.shape, strides, joined.dtype)
+            meta = TensorMeta(torch.Size(self.shape), strides, joined.dtype)
+            spec = DTensorSpec(self.mesh, self.gathered, tensor_meta=meta)
             whole: DTensor = dtensor(DTensor, joined, spec)
             return whole
 
@@ -228,13 +229,3 @@ class ShardOfRows(Shard):
 def dtensor(kind: Any, local: torch.Tensor, spec: Any) -> Any:
     """A DTensor without a gradient. `DTensor.__init__` does nothing, and takes longer than all the rest."""
     return kind.__new__(kind, local, spec, requires_grad=False)
-
-
-def _spec(
-    mesh: DeviceMesh,
-    placements: tuple[Placement, ...],
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    dtype: torch.dtype,
-) -> DTensorSpec:
-    return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(torch.Size(shape), strides, dtype))

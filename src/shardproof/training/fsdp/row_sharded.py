@@ -131,11 +131,17 @@ class RowSharded(DTensor):
                 "buffer. Change the shape of parameter.full_tensor()"
             )
         if packet in _PERMUTATIONS:
-            return _permute(func, args)
+            tensor = args[0]
+            dims = tuple(_PERMUTATIONS[packet](tensor.ndim, *args[1:]))
+            made = row_sharded(tensor.row_layout.permuted(dims), func(tensor._local_tensor, *args[1:]))
+            return return_and_correct_aliasing(func, args, {}, made)  # type: ignore[no-untyped-call]
         if packet in _NORMS and not _along_dimensions(func, args):
             return _norms(func, args, kwargs)
         if packet is aten.new_empty_strided and tuple(args[1]) == tuple(args[0].shape):
-            return _new_rows(args[0], kwargs)
+            # The same rows, for the gradient that autograd copies into its own memory.
+            like, options = args[0], {name: value for name, value in kwargs.items() if value is not None}
+            local = like._local_tensor.new_empty(like._local_tensor.shape, **options)
+            return row_sharded(like.row_layout.contiguous, local)
         if packet in _OF_PARTS:
             return func(*tree_map(_plain_dtensor, args), **tree_map(_plain_dtensor, kwargs))
         is_of_lists = func.__name__.startswith(_OF_LISTS) and _is_tensor_list(args[0])
@@ -447,21 +453,6 @@ def _lists_elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 def _is_tensor_list(value: Any) -> bool:
     return isinstance(value, list | tuple) and bool(value) and isinstance(value[0], torch.Tensor)
-
-
-def _permute(func: Any, args: tuple[Any, ...]) -> Any:
-    tensor = args[0]
-    dims = tuple(_PERMUTATIONS[func.overloadpacket](tensor.ndim, *args[1:]))
-    made = row_sharded(tensor.row_layout.permuted(dims), func(tensor._local_tensor, *args[1:]))
-    return return_and_correct_aliasing(func, args, {}, made)  # type: ignore[no-untyped-call]
-
-
-def _new_rows(like: RowSharded, options: dict[str, Any]) -> RowSharded:
-    """A tensor with the same rows, for the gradient that autograd copies into its own memory."""
-    options = {name: value for name, value in options.items() if value is not None}
-    return row_sharded(
-        like.row_layout.contiguous, like._local_tensor.new_empty(like._local_tensor.shape, **options)
-    )
 
 
 def _with_gathered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

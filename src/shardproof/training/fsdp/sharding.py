@@ -1,20 +1,23 @@
-"""`fully_shard` makes a module a unit."""
+"""`fully_shard` makes a module a unit.
+
+A program may control when units gather and free their parameters, with the names of torch's FSDP2.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import get_args
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardproof._utils.memory_format import warn_of_row_major_copies
+from shardproof._utils.arguments import warn_of_row_major_copies
 from shardproof.engine.state import LOCAL, local_tensor
 from shardproof.training.fsdp.flat_buffer import FlatBuffer
-from shardproof.training.fsdp.hooks import install
 from shardproof.training.fsdp.mesh_ranks import MeshRanks, spec_of
 from shardproof.training.fsdp.packing import pack
+from shardproof.training.fsdp.schedule import install, schedule_of
 from shardproof.training.fsdp.unit import UNIT, MixedPrecision, ShardedUnit, Strategy, unit_of
 from shardproof.training.fsdp.unit_parameter import UnitParameter
 
@@ -101,18 +104,25 @@ def fully_shard(
     precision = mixed_precision or MixedPrecision()
     if unit_of(module) is not None:
         raise ValueError(f"this {type(module).__name__} is already a unit of fully_shard")
-    ranks = MeshRanks.of(mesh)
-    device = torch.device(mesh.device_type)
+    ranks, device = MeshRanks.of(mesh), torch.device(mesh.device_type)
     if device.type not in ("cpu", "meta"):
         device = torch.device(device.type, torch.get_device_module(device).current_device())
     found = _parameters_of(module, set(map(id, ignored_params)))
     warn_of_row_major_copies(
         [one.name for one in found if not local_tensor(one.parameter).is_contiguous()], "fully_shard"
     )
-    _move_buffers(module, device)
-    buffers = []
-    for alike in _classes(found, precision):
-        buffers += _buffers(alike, ranks, precision, strategy, device)
+    for _, part in _own_modules(module):
+        for name, buffer in part._buffers.items():
+            if buffer is not None and not buffer.is_meta and buffer.device != device:
+                part._buffers[name] = buffer.to(device)
+    classes: dict[tuple[torch.dtype, bool, bool], list[_ModuleParameter]] = {}
+    """Parameters that may share a buffer: alike in master dtype, `requires_grad` and `is_meta`."""
+    for one in found:
+        key = (_master(one, precision), one.parameter.requires_grad, one.parameter.is_meta)
+        classes.setdefault(key, []).append(one)
+    buffers = [
+        one for alike in classes.values() for one in _buffers(alike, ranks, precision, strategy, device)
+    ]
     if not buffers and not any(unit_of(part) for part in module.modules()):
         raise ValueError(f"{type(module).__name__} has no parameters to shard")
     unit = ShardedUnit(
@@ -167,26 +177,10 @@ def _parameters_of(module: nn.Module, ignored: set[int]) -> list[_ModuleParamete
     return list(by_id.values())
 
 
-def _move_buffers(module: nn.Module, device: torch.device) -> None:
-    for _, part in _own_modules(module):
-        for name, buffer in part._buffers.items():
-            if buffer is not None and not buffer.is_meta and buffer.device != device:
-                part._buffers[name] = buffer.to(device)
-
-
 def _master(found: _ModuleParameter, precision: MixedPrecision) -> torch.dtype:
     if precision.master_dtype is not None and found.parameter.is_floating_point():
         return precision.master_dtype
     return found.parameter.dtype
-
-
-def _classes(found: list[_ModuleParameter], precision: MixedPrecision) -> list[list[_ModuleParameter]]:
-    """Groups of parameters that may share a buffer: alike in master dtype, `requires_grad` and `is_meta`."""
-    classes: dict[tuple[torch.dtype, bool, bool], list[_ModuleParameter]] = {}
-    for one in found:
-        key = (_master(one, precision), one.parameter.requires_grad, one.parameter.is_meta)
-        classes.setdefault(key, []).append(one)
-    return list(classes.values())
 
 
 def _buffers(
@@ -221,7 +215,9 @@ def _buffers(
             device=torch.device("meta") if found[0].parameter.is_meta else device,
         )
         for parameter, (one, _) in zip(parameters, members, strict=True):
-            _fill(buffer, parameter, one.parameter)
+            if not one.parameter.is_meta:
+                rows = local_tensor(one.parameter).detach()[slice(*parameter.rows)]
+                parameter.part(buffer.shard).copy_(rows)
         buffer.bind([one.parameter.requires_grad for one, _ in members])
         for one, _ in members:
             setattr(one.parameter, _IN_UNIT, True)
@@ -229,8 +225,111 @@ def _buffers(
     return made
 
 
-def _fill(buffer: FlatBuffer, parameter: UnitParameter, old: torch.Tensor) -> None:
-    if old.is_meta:
-        return
-    first, stop = parameter.rows
-    parameter.part(buffer.shard).copy_(local_tensor(old).detach()[first:stop])
+class UnshardHandle:
+    """A gather that `unshard` has started."""
+
+    def __init__(self, unit: ShardedUnit) -> None:
+        self._unit = unit
+
+    def wait(self) -> None:
+        """Waits for the gather, and registers the whole parameters in the module."""
+        self._unit.gather()
+        self._unit.wait_for_gather()
+        self._unit.show_whole()
+
+
+def unshard(module: nn.Module, *, async_op: bool = False) -> UnshardHandle | None:
+    """Gathers a unit's own parameters, and registers them in the module as whole tensors. A collective.
+
+    They stay until the end of the unit's next forward or backward, or until `reshard`. Not recursive. A loss
+    that is computed with them outside of the unit's forward needs its backward before they are freed.
+
+    The forward of the outermost unit gathers its parameters again, because they may have changed. So
+    `unshard` before that forward costs one more gather.
+
+    Args:
+        module: a unit.
+        async_op: True to return before the gather ends.
+
+    Returns:
+        With `async_op`, a handle: its `wait` ends the gather.
+
+    Raises:
+        ValueError: the module is not a unit.
+
+    >>> import torch, torch.distributed as dist
+    >>> from shardproof.fsdp import fully_shard, reshard
+    >>> from torch.distributed.device_mesh import init_device_mesh
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> model = fully_shard(nn.Linear(3, 2), mesh=init_device_mesh("cpu", (1,)))
+    >>> unshard(model)
+    >>> type(model.weight.data)
+    <class 'torch.Tensor'>
+    >>> reshard(model)
+    >>> model.weight.placements
+    (Shard(dim=0),)
+    >>> dist.destroy_process_group()
+    """
+    unit = _unit(module)
+    schedule_of(unit)
+    unit.adopt_changes()
+    unit.forget_old()
+    unit.gather()
+    handle = UnshardHandle(unit)
+    if async_op:
+        return handle
+    handle.wait()
+    return None
+
+
+def reshard(module: nn.Module) -> None:
+    """Registers the sharded parameters of a unit again, and frees the whole ones. Not recursive.
+
+    Args:
+        module: a unit.
+
+    Raises:
+        ValueError: the module is not a unit.
+    """
+    unit = _unit(module)
+    unit.show_sharded()
+    unit.free()
+
+
+def set_modules_to_forward_prefetch(module: nn.Module, modules: Iterable[nn.Module]) -> None:
+    """Sets the units to gather when this unit's forward begins, instead of the next ones of the last forward.
+
+    All ranks must pass the same modules.
+
+    Args:
+        module: a unit.
+        modules: units, in the order in which to gather them.
+
+    Raises:
+        ValueError: a module is not a unit.
+    """
+    _unit(module).ahead_in_forward = [_unit(other) for other in modules]
+
+
+def set_modules_to_backward_prefetch(module: nn.Module, modules: Iterable[nn.Module]) -> None:
+    """Sets the units to gather when this unit's backward begins, instead of those before it in the forward.
+
+    All ranks must pass the same modules.
+
+    Args:
+        module: a unit.
+        modules: units, in the order in which to gather them.
+
+    Raises:
+        ValueError: a module is not a unit.
+    """
+    _unit(module).ahead_in_backward = [_unit(other) for other in modules]
+
+
+def _unit(module: nn.Module) -> ShardedUnit:
+    unit = unit_of(module)
+    if unit is None:
+        raise ValueError(
+            f"{type(module).__name__} is not a unit: call shardproof.fsdp.fully_shard on this module first"
+        )
+    return unit

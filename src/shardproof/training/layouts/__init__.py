@@ -17,8 +17,7 @@ from shardproof.training.layouts.fused import (
     swiglu,
 )
 from shardproof.training.layouts.parts import Part
-from shardproof.training.layouts.pipeline import layers, shared
-from shardproof.training.layouts.vocabulary import vocabulary
+from shardproof.training.layouts.pipeline import layers, shared, vocabulary
 
 __all__ = [
     "Part",

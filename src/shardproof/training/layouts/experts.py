@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -120,7 +121,7 @@ def stacked(
     if not item.tensor.dim():
         raise StructureError(f"{item.where} is a scalar and has no dimension for experts")
     factors = tuple((size,) for size in item.tensor.shape)
-    _declare_axes(item, factors, 0, first, total, transposed, key, parts, dim, rank, ranks)
+    _declare_axes(item, factors, 0, first, total, transposed, key, _Cut(parts, dim, rank, ranks))
 
 
 def grouped(
@@ -173,7 +174,16 @@ def grouped(
         )
     along %= len(shape)
     factors = tuple((count, size // count) if axis == along else (size,) for axis, size in enumerate(shape))
-    _declare_axes(item, factors, along, first, total, transposed, key, parts, dim, rank, ranks)
+    _declare_axes(item, factors, along, first, total, transposed, key, _Cut(parts, dim, rank, ranks))
+
+
+class _Cut(NamedTuple):
+    """The part of each expert that a rank has; see `stacked`."""
+
+    parts: Sequence[int | Part] | None
+    dim: int
+    rank: int
+    ranks: int
 
 
 def _declare_axes(
@@ -184,10 +194,7 @@ def _declare_axes(
     total: int | None,
     transposed: bool,
     key: str | None,
-    parts: Sequence[int | Part] | None,
-    dim: int,
-    rank: int,
-    ranks: int,
+    cut: _Cut,
 ) -> None:
     """Declares a tensor whose axes are split into `factors`, of which number `axis` indexes the experts."""
     local_shape = [size for sizes in factors for size in sizes]
@@ -196,13 +203,14 @@ def _declare_axes(
     if transposed and len(shape) != 2:
         raise StructureError(f"{item.where} holds experts of shape {shape}; transposed=True needs matrices")
     own: list[tuple[Segments, int]] = [([(0, size)], size) for size in shape]
-    if parts is not None:
-        if not -len(own) <= dim < len(own):
+    if cut.parts is not None:
+        if not -len(own) <= cut.dim < len(own):
             raise StructureError(
-                f"{item.where} holds experts of shape {shape}, which have no dimension {dim}"
+                f"{item.where} holds experts of shape {shape}, which have no dimension {cut.dim}"
             )
-        sizes = [part.size if isinstance(part, Part) else part for part in parts]
-        own[dim] = item.segments_of(shape[dim], blocks_of(parts, ranks), rank), sum(sizes)
+        sizes = [part.size if isinstance(part, Part) else part for part in cut.parts]
+        blocks = blocks_of(cut.parts, cut.ranks)
+        own[cut.dim] = item.segments_of(shape[cut.dim], blocks, cut.rank), sum(sizes)
     axes = [*own[:axis], ([(first, count)], total), *own[axis:]]
     within = [number for number in range(len(axes)) if number != axis]
     order = (axis, *(reversed(within) if transposed else within))

@@ -128,9 +128,11 @@ def slot_schema(
     ValueError: Adafactor is not elementwise: ...
     """
     name = getattr(optimizer_class, "__qualname__", None) or repr(optimizer_class)
-    chosen = {key: _apart(value) for key, value in options.items() if key not in _IMPLEMENTATION_OPTIONS} | {
-        "lr": _RATE
-    }
+    chosen: dict[str, Any] = {}
+    for key, value in options.items():
+        if key not in _IMPLEMENTATION_OPTIONS:  # copies, because a trial step may change a tensor
+            chosen[key] = value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
+    chosen["lr"] = _RATE
     factory = Factory(optimizer_class, {}).accepting(chosen)
     with _on_the_side():
         try:
@@ -208,11 +210,6 @@ def _spec(item: Any, what: str) -> Spec:
 
 def _near(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.allclose(one, other, rtol=1e-3, atol=1e-6, equal_nan=True)
-
-
-def _apart(value: Any) -> Any:
-    """A copy of an option, because a trial step may change a tensor."""
-    return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
 
 
 @contextmanager

@@ -41,7 +41,10 @@ class DeviceIdentity:
         index, uuid = int(os.environ.get("LOCAL_RANK", "0")), ""
         accelerator = available_accelerator()
         if accelerator is not None:
-            index, uuid = _current_device(accelerator)
+            module = torch.get_device_module(accelerator)
+            index = module.current_device() if hasattr(module, "current_device") else 0
+            if hasattr(module, "get_device_properties"):
+                uuid = str(getattr(module.get_device_properties(index), "uuid", ""))
         return cls(socket.gethostname(), uuid, index)
 
     @classmethod
@@ -69,15 +72,6 @@ class DeviceIdentity:
     def __str__(self) -> str:
         uuid = f" ({self.uuid})" if self.uuid else ""
         return f"device {self.index}{uuid} of node {self.node}"
-
-
-def _current_device(accelerator: torch.device) -> tuple[int, str]:
-    """Index and UUID, as far as the device's module supports them."""
-    module = torch.get_device_module(accelerator)
-    index = module.current_device() if hasattr(module, "current_device") else 0
-    if not hasattr(module, "get_device_properties"):
-        return index, ""
-    return index, str(getattr(module.get_device_properties(index), "uuid", ""))
 
 
 Shown = float | int | str | None

@@ -109,7 +109,9 @@ def restored(value: Any, found: Described) -> Any:
             return value
         name = by_path[at]
         kind = class_named(name)
-        if type(value) is not (tuple if _is_namedtuple(kind) else dict) or not _is_supported(kind):
+        is_tuple = _is_namedtuple(kind)
+        is_dict = _is_plain_dataclass(kind) or (isinstance(kind, type) and issubclass(kind, UserDict))
+        if type(value) is not (tuple if is_tuple else dict) or not (is_tuple or is_dict):
             raise StructureError(
                 f"the suspicious step has a microbatch of class {name.replace(':', '.')}, which this program "
                 f"has not imported as it was: import {name.partition(':')[0]} before the first should_run"
@@ -126,14 +128,6 @@ def class_named(name: str) -> Any:
     for part in path.split("."):
         found = vars(found).get(part) if hasattr(found, "__dict__") else None
     return found if isinstance(found, type) else None
-
-
-def _is_supported(kind: Any) -> bool:
-    return (
-        _is_namedtuple(kind)
-        or _is_plain_dataclass(kind)
-        or (isinstance(kind, type) and issubclass(kind, UserDict))
-    )
 
 
 def _is_namedtuple(kind: Any) -> bool:

@@ -134,8 +134,10 @@ def copy_of(value: Any, into: Any = None) -> Any:
     """
     kind = type(value)
     if isinstance(value, torch.Tensor):
-        if kind is torch.Tensor and _is_like(into, value):
-            return into.copy_(value.detach())
+        if kind is torch.Tensor and type(into) is torch.Tensor and not into.is_inference():
+            mine, its = ((one.shape, one.dtype, one.device, one.stride()) for one in (into, value))
+            if mine == its:
+                return into.copy_(value.detach())
         return value.detach().clone()
     if kind is dict:
         old = into if type(into) is dict else {}
@@ -148,12 +150,3 @@ def copy_of(value: Any, into: Any = None) -> Any:
     if content is not None:
         return of_content(kind, copy_of(content, content_of(into) if type(into) is kind else None))
     return copying.deepcopy(value)
-
-
-def _is_like(into: Any, value: torch.Tensor) -> bool:
-    return (
-        type(into) is torch.Tensor
-        and not into.is_inference()
-        and (into.shape, into.dtype, into.device) == (value.shape, value.dtype, value.device)
-        and into.stride() == value.stride()
-    )

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import torch
 
-from shardproof._utils.home_paths import unexpanded_home
+from shardproof._utils.arguments import unexpanded_home
 from shardproof.engine.state import local_tensor
 from shardproof.errors import FormatError
 
@@ -96,7 +96,14 @@ class ResultLog:
         """
         if not records:
             return
-        text = "".join(json.dumps(_plain(record), allow_nan=False) + "\n" for record in records)
+        text = ""
+        for record in records:
+            plain = msgspec.structs.asdict(record)
+            if isinstance(record, Rejected):
+                plain |= {"first": _text(record.first), "second": _text(record.second)}
+            else:
+                plain["quantiles"] = {name: _text(value) for name, value in record.quantiles.items()}
+            text += json.dumps(plain, allow_nan=False) + "\n"
         self.path.parent.mkdir(parents=True, exist_ok=True)
         new = not self.path.exists()
         with self.path.open("a+b") as file:
@@ -105,7 +112,11 @@ class ResultLog:
             file.flush()
             os.fsync(file.fileno())
         if new:
-            _flush_folder(self.path.parent)
+            folder = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
 
 
 def read_rejected(path: str | os.PathLike[str]) -> list[Rejected]:
@@ -175,7 +186,14 @@ def shown_value(value: Any) -> float | int | str | None:
     """
     if isinstance(value, torch.Tensor):
         local = local_tensor(value.detach())
-        return shown_value(local.item()) if local.numel() == 1 else _outline(local)
+        if local.numel() == 1:
+            return shown_value(local.item())
+        finite = local[local.isfinite()]
+        largest = f"{float(finite.abs().max()):.6g}" if finite.numel() else "none"
+        return (
+            f"{str(local.dtype).removeprefix('torch.')} tensor of shape {tuple(local.shape)}, "
+            f"{local.numel() - finite.numel()} not finite, largest magnitude {largest}"
+        )
     if isinstance(value, np.ndarray | np.generic) and value.size == 1:
         return shown_value(value.item())
     if isinstance(value, bool):
@@ -183,15 +201,6 @@ def shown_value(value: Any) -> float | int | str | None:
     if value is None or isinstance(value, int | float | str):
         return value
     return f"{value!r:.200}"
-
-
-def _outline(tensor: torch.Tensor) -> str:
-    finite = tensor[tensor.isfinite()]
-    largest = f"{float(finite.abs().max()):.6g}" if finite.numel() else "none"
-    return (
-        f"{str(tensor.dtype).removeprefix('torch.')} tensor of shape {tuple(tensor.shape)}, "
-        f"{tensor.numel() - finite.numel()} not finite, largest magnitude {largest}"
-    )
 
 
 def _text(value: float | int | str | None) -> float | int | str | None:
@@ -203,13 +212,6 @@ def _text(value: float | int | str | None) -> float | int | str | None:
 
 def _number(value: float | int | str | None) -> float | int | str | None:
     return _NOT_FINITE.get(value, value) if isinstance(value, str) else value
-
-
-def _plain(record: Rejected | Spread) -> dict[str, Any]:
-    plain = msgspec.structs.asdict(record)
-    if isinstance(record, Rejected):
-        return plain | {"first": _text(record.first), "second": _text(record.second)}
-    return plain | {"quantiles": {name: _text(value) for name, value in record.quantiles.items()}}
 
 
 def _records(path: str | os.PathLike[str]) -> list[Rejected | Spread]:
@@ -244,11 +246,3 @@ def _drop_torn_line(file: BinaryIO) -> None:
     if file.read(1) != b"\n":
         file.seek(0)
         file.truncate(len(_whole_lines(file.read())))
-
-
-def _flush_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

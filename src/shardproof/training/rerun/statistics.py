@@ -54,7 +54,8 @@ class Differences:
         elif math.isinf(difference):
             self.infinite += 1
         else:
-            self._bins[_bin_of(difference)] += 1
+            at = math.floor(math.log2(difference) * _BINS_PER_OCTAVE)
+            self._bins[max(-_LAST, min(_LAST - 1, at))] += 1
 
     @property
     def differing(self) -> int:
@@ -86,7 +87,8 @@ class Differences:
         for index in sorted(self._bins):
             passed += self._bins[index]
             if rank <= passed:
-                return min(_middle_of(index), self.largest)
+                middle = float(2.0 ** ((index + 0.5) / _BINS_PER_OCTAVE))  # of the bin, on its scale
+                return min(middle, self.largest)
         return math.inf
 
     def quantiles(self) -> dict[str, float]:
@@ -124,18 +126,6 @@ class Differences:
             return "none compared"
         if not self.differing:
             return f"{self.count} compared, none differed"
-        shown = ", ".join(f"{name} {_text(value)}" for name, value in self.quantiles().items())
+        texts = {name: f"{value:.1e}" if value else "0" for name, value in self.quantiles().items()}
+        shown = ", ".join(f"{name} {text}" for name, text in texts.items())
         return f"{self.count} compared, {self.differing} differed: {shown}"
-
-
-def _bin_of(difference: float) -> int:
-    return max(-_LAST, min(_LAST - 1, math.floor(math.log2(difference) * _BINS_PER_OCTAVE)))
-
-
-def _middle_of(index: int) -> float:
-    """The value in the middle of a bin, on its logarithmic scale."""
-    return float(2.0 ** ((index + 0.5) / _BINS_PER_OCTAVE))
-
-
-def _text(value: float) -> str:
-    return "0" if value == 0.0 else f"{value:.1e}"

@@ -74,7 +74,10 @@ class StepRun:
         nth = self._messages[call.message]
         self._messages[call.message] += 1
         if self.stores_results:
-            self.results[self._name_of(call, number)] = (_detached_copy(call.value), call.compare)
+            name = call.message or f"call {number}"
+            if name in self.results:
+                name = f"{name} (call {number})"
+            self.results[name] = (_detached_copy(call.value), call.compare)
             return
         bad = bool(call.rejected(call.value))
         if hasattr(call.rejected, "accept"):
@@ -111,12 +114,10 @@ class StepRun:
         found = dict.fromkeys([*first.results, *self.results], math.inf)
         for name in first.results.keys() & self.results.keys():
             value, compare = self.results[name]
-            found[name] = _difference(first.results[name][0], value, compare)
+            before = first.results[name][0]
+            difference = math.nan if compare is None else float(compare(before, value))
+            found[name] = relative_difference(before, value) if math.isnan(difference) else abs(difference)
         return found
-
-    def _name_of(self, call: Call, number: int) -> str:
-        name = call.message or f"call {number}"
-        return name if name not in self.results else f"{name} (call {number})"
 
 
 class Rejections:
@@ -162,14 +163,6 @@ class Rejections:
         for name, rejection in self._by_name.items():
             if name in self._loaded:
                 rejection.load_state_dict(self._loaded.pop(name))
-
-
-def _difference(first: Any, second: Any, compare: Compare | None) -> float:
-    if compare is not None:
-        difference = float(compare(first, second))
-        if not math.isnan(difference):
-            return abs(difference)
-    return relative_difference(first, second)
 
 
 def _detached_copy(value: Any) -> Any:

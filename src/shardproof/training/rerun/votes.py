@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from shardproof._utils.accelerator import device_of_group
 from shardproof.engine.rendezvous import MeetingSequence, Rendezvous
 from shardproof.errors import ShardproofError
 from shardproof.training.collectives import all_reduce
@@ -99,7 +100,7 @@ class BallotExchange:
         self.rank, self.world_size = rendezvous.rank, rendezvous.world_size
         self._rendezvous = rendezvous
         self._group = group
-        self._device = None if group is None else _device_of(group)
+        self._device = None if group is None else device_of_group(group)
 
     def vote(
         self, step: int, state: State, fill: Callable[[], Ballot], *, quick: bool = True
@@ -124,7 +125,11 @@ class BallotExchange:
             ballot = error
         if self._group is not None and quick:
             try:
-                if self._all_empty(step, ballot):
+                is_empty = isinstance(ballot, Ballot) and ballot.is_empty
+                tensor, work = self._start(step, _EMPTY if is_empty else _NOT_EMPTY)
+                work.wait()
+                flag, last_step, negated_first_step = tensor.tolist()
+                if flag == _EMPTY and last_step == -negated_first_step:
                     return [Ballot()] * self.world_size
             except RuntimeError as error:  # a peer has exited
                 ballot = ballot if isinstance(ballot, BaseException) else error
@@ -161,13 +166,6 @@ class BallotExchange:
         poster.join(timeout + 1.0)
         rendezvous.deadline = before
 
-    def _all_empty(self, step: int, ballot: Ballot | BaseException) -> bool:
-        is_empty = isinstance(ballot, Ballot) and ballot.is_empty
-        tensor, work = self._start(step, _EMPTY if is_empty else _NOT_EMPTY)
-        work.wait()
-        flag, last_step, negated_first_step = tensor.tolist()
-        return bool(flag == _EMPTY and last_step == -negated_first_step)
-
     def _start(self, step: int, flag: int) -> tuple[torch.Tensor, Any]:
         tensor = torch.tensor([flag, step, -step], dtype=torch.int64, device=self._device)
         return tensor, all_reduce(tensor, self._group, dist.ReduceOp.MAX)
@@ -182,9 +180,3 @@ def _join_posts(posts: list[bytes]) -> bytes:
     if not any(posts):
         return b""
     return json.dumps([json.loads(post) if post else None for post in posts]).encode()
-
-
-def _device_of(group: ProcessGroup) -> torch.device:
-    """A device whose tensors the group can reduce, preferably the CPU."""
-    kinds = [part.split(":")[0] for part in str(dist.get_backend_config(group)).split(",")]
-    return torch.device("cpu" if "cpu" in kinds else kinds[0])

@@ -35,7 +35,7 @@ from shardproof.engine.format import (
     shard_name,
 )
 from shardproof.engine.geometry import row_pointers
-from shardproof.engine.planning.chunk_table import ChunkTable
+from shardproof.engine.planning.read_plan import ChunkTable
 from shardproof.storage import LocalStorage, Storage
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]

@@ -63,7 +63,7 @@ def test_help_needs_only_the_files_of_the_commands() -> None:
     assert sorted(ours - {f"shardproof.commands.cli.{name}" for name in COMMANDS.values()}) == [
         "shardproof",
         "shardproof._utils",
-        "shardproof._utils.home_paths",
+        "shardproof._utils.arguments",
         "shardproof._utils.humanize",
         "shardproof.commands",
         "shardproof.commands.cli",

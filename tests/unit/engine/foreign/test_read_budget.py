@@ -165,7 +165,7 @@ def test_errors_of_python_name_the_file_and_the_key(tmp_path: Path, monkeypatch:
     def without_memory(*args: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("shardproof.engine.loading.foreign_checkpoint.encode_plain", without_memory)
+    monkeypatch.setattr("shardproof.engine.loading.opening.encode_plain", without_memory)
     with (
         sp.open(tmp_path / "model.pt") as checkpoint,
         pytest.raises(FormatError, match="MemoryError") as caught,

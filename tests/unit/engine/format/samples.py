@@ -20,7 +20,7 @@ from shardproof.engine.format import (
     encode_index,
     shard_header,
 )
-from shardproof.engine.planning.chunk_table import ChunkTable
+from shardproof.engine.planning.read_plan import ChunkTable
 
 
 def table() -> ChunkTable:

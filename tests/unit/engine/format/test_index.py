@@ -22,7 +22,7 @@ from shardproof.engine.format import (
     read_manifest,
     shard_header,
 )
-from shardproof.engine.planning.chunk_table import ChunkTable
+from shardproof.engine.planning.read_plan import ChunkTable
 from shardproof.errors import FormatError
 from shardproof.storage import LocalStorage
 from tests.unit.engine.format.samples import manifest, table

@@ -12,9 +12,8 @@ from torch.distributed import HashStore
 
 from shardproof.engine.rendezvous.channel import Channel
 from shardproof.engine.rendezvous.heartbeat import Heartbeat
-from shardproof.engine.rendezvous.keys import MeetingKeys
 from shardproof.engine.rendezvous.link import LinkLost
-from shardproof.engine.rendezvous.wire import INLINE, pack, unpack
+from shardproof.engine.rendezvous.wire import INLINE, MeetingKeys, pack, unpack
 from tests.thread_limit import limit_threads
 
 WORLD = 600

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
 
-from shardproof.engine.rendezvous.keys import MeetingKeys
 from shardproof.engine.rendezvous.membership import Membership
+from shardproof.engine.rendezvous.wire import MeetingKeys
 from shardproof.errors import RankSilent, ShardproofError
 from shardproof.rendezvous import StoreRendezvous
 

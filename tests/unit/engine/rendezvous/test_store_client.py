@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
 
-from shardproof.engine.rendezvous.store_client import new_client
+from shardproof.engine.rendezvous.store_requests import new_client
 from shardproof.rendezvous import StoreRendezvous
 
 Make = Callable[[Path], Any]

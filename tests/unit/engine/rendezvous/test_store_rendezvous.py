@@ -19,10 +19,10 @@ from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
 
 import shardproof as sp
 from shardproof.engine.rendezvous.channel import Channel, View
-from shardproof.engine.rendezvous.keys import MeetingKeys
 from shardproof.engine.rendezvous.store_requests import peek
-from shardproof.errors import RankFailure, RankSilent, ReentrantCallError, StructureError
-from shardproof.rendezvous import LocalRendezvous, StoreRendezvous, connect
+from shardproof.engine.rendezvous.wire import MeetingKeys
+from shardproof.errors import RankFailure, RankSilent, ReentrantCallError, StorageError, StructureError
+from shardproof.rendezvous import LocalRendezvous, MeetingSequence, StoreRendezvous, connect
 from tests.thread_limit import limit_threads
 
 
@@ -488,3 +488,28 @@ def test_a_new_rendezvous_needs_no_thread_later(monkeypatch: pytest.MonkeyPatch)
     assert other.meet("save", "write", b"1", join) == b"1"
     for each in (other, background, rendezvous):
         each.close()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"), [(1, "cannot read a: StorageError"), (2, "rank 1: cannot read a: StorageError")]
+)
+def test_an_error_that_the_work_of_an_exchange_returns_keeps_its_class(ranks: int, expected: str) -> None:
+    def work(rendezvous: StoreRendezvous) -> list[str]:
+        last = rendezvous.rank == ranks - 1
+        meetings = MeetingSequence(rendezvous, "load")
+        seen = [str(meetings.exchange("match", lambda: {"rank": rendezvous.rank}, ranks_of, dict, list))]
+        error = StorageError("cannot read a", file="a")
+        with pytest.raises(StorageError) as returned:
+            meetings.exchange("read", lambda: error if last else {}, ranks_of, dict, list)
+        seen.append(f"{returned.value.message}: {type(returned.value).__name__}")
+        with pytest.raises(RankFailure, match="cannot read a"):
+            meetings.exchange("read", lambda: fail(error) if last else {}, ranks_of, dict, list)
+        return seen
+
+    def ranks_of(posts: list[dict[str, int]]) -> list[int]:
+        return [post["rank"] for post in posts]
+
+    def fail(error: StorageError) -> dict[str, int]:
+        raise error
+
+    assert on_ranks(ranks, HashStore(), work) == [[str([*range(ranks)]), expected]] * ranks

@@ -144,7 +144,7 @@ def test_the_base_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     matched = []
     real = match_base
     monkeypatch.setattr(
-        "shardproof.engine.saving.incremental.base_choice.match_base",
+        "shardproof.engine.saving.incremental.incremental_option.match_base",
         lambda *args: matched.append(args[3]) or real(*args),
     )
     save(saver(tmp_path), 1, state(0, 1))

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from shardproof import rerun
-from shardproof.training.rerun.byte_tensor import pack, unpack
 from shardproof.training.rerun.injection import FaultInjector
+from shardproof.training.rerun.step_start import pack, unpack
 from tests.accelerator import first_device
 
 pytestmark = pytest.mark.gpu

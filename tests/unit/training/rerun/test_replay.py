@@ -15,7 +15,7 @@ from safetensors.numpy import load
 
 from shardproof.errors import PlainDataError, StructureError
 from shardproof.rerun import ReplayableIterator
-from shardproof.training.rerun.byte_tensor import pack, unpack
+from shardproof.training.rerun.step_start import pack, unpack
 
 
 def test_a_replay_gives_the_microbatch_without_the_writes_of_the_step() -> None:

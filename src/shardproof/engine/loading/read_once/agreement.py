@@ -1,4 +1,8 @@
-"""The meeting at which the ranks choose how to exchange."""
+"""The meeting at which the ranks choose how to exchange.
+
+The ranks of a node offer each other shared memory in the first meeting of a load, so that they can open each
+other's memory before the exchange is planned, without another meeting.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ from shardproof.engine.loading.read_once.group_plan import plan_once
 from shardproof.engine.loading.read_once.group_transfer import Receiver, Sender, through_group
 from shardproof.engine.loading.read_once.node_memory import Handle, NodeMemory, PeerMemory
 from shardproof.engine.loading.read_once.node_plan import NodeOrders, plan_node
-from shardproof.engine.loading.read_once.node_transfer import send_failed, through_memory
+from shardproof.engine.loading.read_once.node_transfer import MOST_RANKS, send_failed, through_memory
 from shardproof.engine.loading.read_once.orders import ChunkRequest, Int64s, Orders
 from shardproof.engine.planning import ReadPlan
 from shardproof.engine.rendezvous import MeetingSequence, Rendezvous
@@ -28,6 +32,31 @@ from shardproof.errors import (
     StructureError,
     TilingError,
 )
+
+
+class Offer(msgspec.Struct, frozen=True, array_like=True):
+    """Shared memory that a rank offers."""
+
+    node: str
+    """Host name."""
+    handle: Handle
+
+
+def usable_handles(offers: Sequence[Offer | None]) -> tuple[Handle, ...]:
+    """The handles of all ranks, in the order of ranks.
+
+    Empty if shared memory cannot serve the exchange: there are several nodes, too many ranks, or a rank
+    without an offer.
+
+    >>> one, other = (Offer(node, Handle(1, 2, 3, 4, b"")) for node in ("n0", "n1"))
+    >>> [len(usable_handles(offers)) for offers in ([one, one], [one, other], [one, None])]
+    [2, 0, 0]
+    """
+    offered = [offer for offer in offers if offer is not None]
+    if len(offered) < len(offers) or len(offers) > MOST_RANKS or len({one.node for one in offered}) > 1:
+        return ()
+    return tuple(one.handle for one in offered)
+
 
 UNREADABLE = (CorruptChunkError, FormatError, NotCommittedError, StorageError, TilingError)
 """Errors of the checkpoint, as opposed to errors of the state that it is loaded into."""
@@ -176,15 +205,12 @@ class ReadOnceExchange:
         request = ChunkRequest.of(
             socket.gethostname(), checkpoint.table, self._plan, self._writer.part_bytes, end - begin
         )
-        return msgspec.msgpack.encode(_RequestReport(request.encode(), self._reaches()))
-
-    def _reaches(self) -> bool:
-        """Opens the shared memory of every other rank. True if all could be opened."""
         own = self._rendezvous.rank
         self._peers = [
             None if rank == own else PeerMemory.opened(handle) for rank, handle in enumerate(self._handles)
         ]
-        return bool(self._handles) and all(peer for rank, peer in enumerate(self._peers) if rank != own)
+        reached = bool(self._handles) and all(peer for rank, peer in enumerate(self._peers) if rank != own)
+        return msgspec.msgpack.encode(_RequestReport(request.encode(), reached))
 
     def _plan_all(self, posts: Sequence[bytes]) -> list[bytes]:
         """Coordinator: plans the exchange, through shared memory if all ranks reach that of all others."""

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from shardproof._utils.accelerator import device_of_group
 from shardproof.errors import StructureError
 
 
@@ -43,7 +44,7 @@ class Exchange:
                 f"as rank {rank} of {world_size}: pass the group of the ranks that load, in their order"
             )
         self._group = group
-        self._device = _device_of(group)
+        self._device = device_of_group(group)
         self._flag = torch.zeros(1, dtype=torch.int32, device=self._device)
         self._outgoing = self._arriving = torch.empty(0, dtype=torch.uint8, device="cpu")
 
@@ -98,12 +99,3 @@ class PendingExchange:
         self._work.wait()
         if self._arriving is not self._target:
             self._target.copy_(self._arriving)
-
-
-def _device_of(group: ProcessGroup | None) -> torch.device:
-    """The device whose tensors the group sends: the CPU if it can."""
-    backends = dict(entry.split(":") for entry in str(dist.get_backend_config(group)).split(","))
-    if "cpu" in backends:
-        return torch.device("cpu")
-    kind = next(iter(backends))
-    return torch.device(kind, torch.get_device_module(kind).current_device())

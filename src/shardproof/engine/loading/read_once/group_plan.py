@@ -59,7 +59,13 @@ def plan_once(
 
     parts = joined([request.parts for request in requests])
     width = max((request.sizes.shape[1] for request in requests), default=0)
-    boxes = np.concatenate([_boxes(request, width) for request in requests])
+    boxes = np.zeros((sum(len(request.sizes) for request in requests), 2, width), np.int64)
+    boxes[:, 1] = 1  # dimensions beyond a tensor's have offset 0 and size 1
+    first = 0
+    for request in requests:
+        own = boxes[first : first + len(request.sizes), :, : request.sizes.shape[1]]
+        own[:, 0], own[:, 1] = request.in_chunk, request.sizes
+        first += len(request.sizes)
     plan = _PlacedUnits(units, message, pair_round, unit_round, last, parts, width, boxes)
     return [plan.orders(rank) for rank in range(world_size)], units.saved
 
@@ -158,12 +164,3 @@ def _rounds(
         sent[number] += size
         into[now[number]] = into.get(now[number], 0) + size
     return rounds, unit_round
-
-
-def _boxes(request: ChunkRequest, width: int) -> Int64s:
-    """(p, 2, width) offsets and sizes of the parts; dimensions beyond the tensor's are 0 and 1."""
-    boxes = np.zeros((len(request.sizes), 2, width), np.int64)
-    boxes[:, 1] = 1
-    boxes[:, 0, : request.sizes.shape[1]] = request.in_chunk
-    boxes[:, 1, : request.sizes.shape[1]] = request.sizes
-    return boxes

@@ -6,9 +6,8 @@ passes `BaseDigests` to `write_changed`, and `place_with_base` finds unwritten c
 
 from __future__ import annotations
 
-from shardproof.engine.saving.incremental.base_choice import FindBase
 from shardproof.engine.saving.incremental.base_chunks import Base, BaseDigests, match_base, place_with_base
-from shardproof.engine.saving.incremental.incremental_option import BaseCache, IncrementalOption
+from shardproof.engine.saving.incremental.incremental_option import BaseCache, FindBase, IncrementalOption
 
 __all__ = [
     "Base",

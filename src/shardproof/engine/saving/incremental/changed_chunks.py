@@ -16,7 +16,6 @@ from shardproof._utils.memcpy import address
 from shardproof.engine.format import (
     BLOCK_BYTES,
     ChunkHasher,
-    Entries,
     digests_as_bytes,
     digests_from_bytes,
     encode_chunks,
@@ -67,7 +66,12 @@ def write_changed(
         if not stream.is_open and not shard.plan.objects:
             return WrittenShard(0, 0, "", digests), written
         changed.open(len(written))
-        entries = _entries_of(shard, written)
+        entries = shard.entries
+        if not written.all():
+            chosen = written.tolist()
+            columns = (shard.names, shard.codes, shard.shapes)
+            names, codes, shapes = (list(compress(column, chosen)) for column in columns)
+            entries = encode_chunks(names, codes, shapes, shard.plan.byte_count[written])  # type: ignore[arg-type]
         stream.put(shard_tail(entries.padding, stream.blocks, digests[written]))
         length = reserved + changed.spaces
         head = header(entries, size=length)
@@ -75,16 +79,6 @@ def write_changed(
             raise AssertionError(f"the header takes {len(head)} bytes, {length} are reserved")
         size = stream.finish(head[:reserved])
     return WrittenShard(size, len(head), file_digest(head, digests[written]), digests), written
-
-
-def _entries_of(shard: PreparedShard, written: NDArray[np.bool_]) -> Entries:
-    """The entries of a file with some of the chunks: those where `written`, (chunks,), is True."""
-    if written.all():
-        return shard.entries
-    chosen = written.tolist()
-    columns = (list(compress(column, chosen)) for column in (shard.names, shard.codes, shard.shapes))
-    names, codes, shapes = columns
-    return encode_chunks(names, codes, shapes, shard.plan.byte_count[written])  # type: ignore[arg-type]
 
 
 class _ChangedChunks:

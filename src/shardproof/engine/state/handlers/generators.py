@@ -36,11 +36,17 @@ class RandomState:
 
     def state_dict(self) -> dict[str, Any]:
         """The state of all generators. It does not change."""
+        module, accelerator = _accelerator(), None
+        if module is not None and hasattr(module, "device_count"):
+            devices = [module.get_rng_state(index) for index in range(module.device_count())]
+            accelerator = {"current": module.current_device(), "devices": devices}
+        elif module is not None:
+            accelerator = {"current": 0, "devices": [module.get_rng_state()]}
         return {
             "python": _python_state(random),
             "numpy": np.random.get_state(legacy=False),
             "torch": torch.get_rng_state(),
-            "accelerator": _accelerator_state(),
+            "accelerator": accelerator,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -70,16 +76,6 @@ def _accelerator() -> Any:
         return None
     # Reading the generator would initialise a device that the process does not use.
     return module if getattr(module, "is_initialized", lambda: True)() else None
-
-
-def _accelerator_state() -> dict[str, Any] | None:
-    module = _accelerator()
-    if module is None:
-        return None
-    if not hasattr(module, "device_count"):
-        return {"current": 0, "devices": [module.get_rng_state()]}
-    devices = [module.get_rng_state(index) for index in range(module.device_count())]
-    return {"current": module.current_device(), "devices": devices}
 
 
 def _set_accelerator_state(state: dict[str, Any] | None) -> None:

@@ -131,8 +131,10 @@ class LoadHooks:
             if part._load_state_dict_pre_hooks or method_of(part, _LOAD_FROM.__name__) is not _LOAD_FROM:
                 changes = _overrides(part, "_load_from_state_dict") or _has_foreign(part, _LOAD[:1])
                 exist |= changes
-                if changes and not _is_sharded(part, module):
-                    adapting.add(f"{name}.".replace(_CHECKPOINTED, "") if name else "")
+                if changes and not module.layouts:
+                    own = (*part.parameters(), *part.buffers())
+                    if not any(map(is_dtensor, own)):
+                        adapting.add(f"{name}.".replace(_CHECKPOINTED, "") if name else "")
             exist |= bool(part._load_state_dict_post_hooks) and _has_foreign(part, _LOAD[1:])
         return LoadHooks(module.module, path, exist, frozenset(adapting))
 
@@ -203,10 +205,6 @@ class LoadHooks:
 
 
 _LOAD_FROM = torch.nn.Module._load_from_state_dict
-
-
-def _is_sharded(part: torch.nn.Module, module: NamedModule) -> bool:
-    return bool(module.layouts) or any(map(is_dtensor, (*part.parameters(), *part.buffers())))
 
 
 def _named(call: Callable[[], Any], path: str, name: str, module: torch.nn.Module) -> Any:

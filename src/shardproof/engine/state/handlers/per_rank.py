@@ -90,7 +90,7 @@ class _PerRank:
             if binder.selected(place.key):
                 binder.binding.missing.append(place.key)
             return
-        binder.binding.own.append(place.key)
+        binder.binding.own[place.key] = False
         if isinstance(value, PerRank) and value.fewer != "drop":
             self._bind_others(place, value, stored, binder)
         if binder.rank >= binder.catalogue.world_size:
@@ -119,7 +119,7 @@ class _PerRank:
                     f"the value of rank {rank}; use PerRank(fewer='gather') or PerRank(fewer='drop') to load",
                 )
             return
-        binder.binding.gathered.append(place.key)
+        binder.binding.own[place.key] = True
         values = {
             rank: _stored_value(join(place.key, f"@rank-{rank}"), keys, binder)
             for rank, keys in sorted(others.items())

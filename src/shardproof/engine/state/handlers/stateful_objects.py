@@ -86,18 +86,18 @@ def _accepts(value: Any, prefix: str, stored: list[str], binder: Binder) -> bool
     if check is None:
         return True
     below = {key.removeprefix(prefix): key for key in stored}
+    plain: dict[str, Any] = {}
+    """None for a tensor, and for plain data that refers to one."""
     try:
-        accepted = check({name: _plain(key, binder) for name, key in below.items() if not is_per_rank(name)})
+        for name, key in below.items():
+            if not is_per_rank(name):
+                data = binder.catalogue.objects.get(key)
+                plain[name] = None if any(references(data)) else decode(data, path=key)
+        accepted = check(plain)
     except StructureError as error:
         binder.binding.refused.append(error)
         return False
     return accepted is not False
-
-
-def _plain(key: str, binder: Binder) -> Any:
-    """Plain data of the checkpoint; None for a tensor, and for plain data that refers to one."""
-    data = binder.catalogue.objects.get(key)
-    return None if any(references(data)) else decode(data, path=key)
 
 
 def has_state_tree(value: Any) -> bool:

@@ -78,29 +78,35 @@ class OptimizerBinding:
         self._translate()
         self.binder.binding.used.update(self.binder.keys_below(join(self.place.key, EMPTY_GROUP)))
         for number, group in enumerate(self.optimizer.param_groups):
-            stored: dict[str, Any] = {} if group["params"] else self._of_empty_group(number)
+            stored: dict[str, Any] = {}
+            """Stored options, by the name of the parameter, or of a group that has none."""
+            if not group["params"]:
+                name = f"{EMPTY_GROUP}{number}"
+                key = join(self.place.key, name)
+                options = self.binder.catalogue.objects.get(key, MISSING)
+                if options is not MISSING and self.binder.selected(key):
+                    stored[name] = options
             for parameter in group["params"]:
                 name = self.names[parameter]
                 key = join(self.place.key, name)
-                self._check_slots(key, parameter)
+                for slot in self.optimizer.state.get(parameter, ()) if self.provider is None else ():
+                    if isinstance(slot, str) and "@" in slot:  # it looks like a reserved key
+                        check_name(slot, key, key)
                 data = self.binder.object(f"{key}.{OPTIONS}")
                 if data is MISSING:
                     self._bind_existing_slots(key, parameter)
                     continue
-                _check_data(data, key)
+                is_state = isinstance(data, dict) and {"options", "slots", "values"} <= data.keys()
+                if not is_state or not isinstance(data.get("class", ""), str):
+                    raise StructureError(
+                        f"{key}.{OPTIONS} in the checkpoint is not the state of an optimizer", key=key
+                    )
                 stored[name] = data["options"]
                 self._parameter(key, group, parameter, data)
             self.attach.append(GroupOptions(self.place.key, stored).bind(group, self.binder))
         self._bind_shared()
         for act in self.attach:
             self.binder.on_finish(act)
-
-    def _of_empty_group(self, number: int) -> dict[str, Any]:
-        """The stored options of a group without parameters, by a name for messages."""
-        name = f"{EMPTY_GROUP}{number}"
-        options = self.binder.catalogue.objects.get(join(self.place.key, name), MISSING)
-        is_stored = options is not MISSING and self.binder.selected(join(self.place.key, name))
-        return {name: options} if is_stored else {}
 
     def _translate(self) -> None:
         """Gives a stored state dict of a torch optimizer the keys of a live optimizer."""
@@ -116,13 +122,6 @@ class OptimizerBinding:
             self.binder.translate(catalogue, stored_keys)
             self.binder.binding.missing += filter(self.binder.selected, missing)
 
-    def _check_slots(self, key: str, parameter: torch.Tensor) -> None:
-        """Refuses slots of the target whose keys look like reserved keys."""
-        if self.provider is None:
-            for slot in self.optimizer.state.get(parameter, ()):
-                if isinstance(slot, str) and "@" in slot:
-                    check_name(slot, key, key)
-
     def _parameter(self, key: str, group: dict[str, Any], parameter: torch.Tensor, data: Any) -> None:
         """Binds the stored slots of one parameter."""
         layout = self.layouts.of_slots(parameter)
@@ -131,7 +130,11 @@ class OptimizerBinding:
             del stored[MASTER]
             self.binder.binding.used.add(f"{key}.{MASTER}")
         receipt = self.receive(parameter, group, stored)
-        self._check_class(data, receipt.kind, key)
+        found = data.get("class", receipt.kind)  # early checkpoints do not store the class
+        if self.binder.strict and found != receipt.kind and found not in self.reported:
+            self.reported.add(found)
+            expected, found = f"state of {receipt.kind}", f"state of {found}; strict=False loads it anyway"
+            self.binder.mismatch(f"{key}.{OPTIONS}", expected, found)
         if self.provider is not None and unselected:
             raise StructureError(
                 f"{key}: include and exclude leave out {', '.join(sorted(unselected))} of this parameter, "
@@ -152,7 +155,12 @@ class OptimizerBinding:
         if MASTER in stored and MASTER not in receipt.tensors:
             self.binder.binding.used.add(f"{key}.{MASTER}")
             if parameter.dtype == stored[MASTER].dtype:
-                self._weight_from_master(key, layout)
+                # See "masters" above. The copy preserves padding, which the checkpoint does not store.
+                local_of(parameter, key)
+                exact = empty_like_layout(parameter, parameter.dtype)
+                _copy(exact, parameter)
+                if self._fill(layout, f"{key}.{MASTER}", MASTER, exact, True):
+                    self.binder.on_finish(partial(_copy, parameter, exact))
         current: Mapping[str, Any] = (
             {} if self.provider is not None else self.optimizer.state.get(parameter, {})
         )
@@ -216,24 +224,6 @@ class OptimizerBinding:
         found = self.binder.catalogue.tensors.get(weight)
         return found is not None and self.binder.selected(weight) and torch_dtype(found[0]) != master.dtype
 
-    def _weight_from_master(self, key: str, layout: SlotLayout) -> None:
-        """See "masters" above."""
-        parameter = layout.parameter
-        local_of(parameter, key)
-        exact = empty_like_layout(parameter, parameter.dtype)
-        _copy(exact, parameter)  # the checkpoint does not store padding, so the copy preserves it
-        if self._fill(layout, f"{key}.{MASTER}", MASTER, exact, True):
-            self.binder.on_finish(partial(_copy, parameter, exact))
-
-    def _check_class(self, data: Any, kind: str, key: str) -> None:
-        """Records a mismatch for state of another optimizer class, once for all parameters."""
-        found = data.get("class", kind)  # early checkpoints do not store the class
-        if self.binder.strict and found != kind and found not in self.reported:
-            self.reported.add(found)
-            self.binder.mismatch(
-                f"{key}.{OPTIONS}", f"state of {kind}", f"state of {found}; strict=False loads it anyway"
-            )
-
     def _bind_existing_slots(self, key: str, parameter: torch.Tensor) -> None:
         """Binds existing slots in place if the options are missing or not selected."""
         if self.provider is not None:
@@ -267,10 +257,3 @@ def _attach(receipt: Receipt, values: Mapping[str, Callable[[], Any]], filled: f
 @torch.no_grad()
 def _copy(destination: torch.Tensor, source: torch.Tensor) -> None:
     local_tensor(destination).copy_(local_tensor(source))
-
-
-def _check_data(data: Any, key: str) -> None:
-    if not (isinstance(data, dict) and {"options", "slots", "values"} <= data.keys()) or not isinstance(
-        data.get("class", ""), str
-    ):
-        raise StructureError(f"{key}.{OPTIONS} in the checkpoint is not the state of an optimizer", key=key)

@@ -18,11 +18,10 @@ import torch
 from shardproof.engine.state.binder import Binder
 from shardproof.engine.state.collector import Collector, Hoister
 from shardproof.engine.state.dtensor import local_tensor
-from shardproof.engine.state.fabric_wrappers import without_fabric
 from shardproof.engine.state.flat_parameters import is_in_flat
+from shardproof.engine.state.framework_modules import refuse_undeclared, without_fabric
 from shardproof.engine.state.handlers.modules import flat_parts_of, named
 from shardproof.engine.state.handlers.stateful_objects import refuse_divided
-from shardproof.engine.state.megatron_modules import refuse_undeclared
 from shardproof.engine.state.optimizer.bind import EXTRA, SHARED, OptimizerBinding
 from shardproof.engine.state.optimizer.flat_slots import FlatSlots
 from shardproof.engine.state.optimizer.group_options import GroupOptions

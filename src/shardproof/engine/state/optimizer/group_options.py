@@ -81,7 +81,7 @@ class GroupOptions:
                         "in one group of the target. Give each value a group of its own",
                         key=self.key,
                     )
-                value = with_targets(value, group.get(name), _ignore)
+                value = with_targets(value, group.get(name), lambda *_difference: None)  # reported above
                 if not has_names(value):  # the target has them all
                     group[name] = _in_target_form(group.get(name), value)
 
@@ -97,10 +97,6 @@ class GroupOptions:
             f"{option}={target}",
             f"{option}={stored}; strict=False keeps that of the target",
         )
-
-
-def _ignore(path: tuple[Any, ...], target: str, stored: str) -> None:
-    """Reports nothing: `GroupOptions.bind` has reported the difference."""
 
 
 def _is_tensor(encoded: Any) -> bool:

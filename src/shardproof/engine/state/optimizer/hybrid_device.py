@@ -86,13 +86,16 @@ class HybridDeviceSlots:
             # Megatron-Core's load leaves an old count of steps in the groups.
             options = self._defaults | options_of(group, (_STEP,))
             for parameter in group["params"]:
-                tensors, values = tensors_and_values(self._state(parameter))
+                inner = self._inner(parameter)
+                sub, group_of_sub = self._trained[id(inner)]
+                tensors, values = tensors_and_values(sub.state.get(inner) or {})
                 tensors.pop(_MASTER_OF_MEGATRON, None)
-                if tensors and (count := self._count_of_group(parameter)) is not None:
+                count = group_of_sub.get(_STEP) if _counts_by_group(sub) else None
+                if tensors and count is not None:
                     device = count.device if isinstance(count, torch.Tensor) else "cpu"
                     tensors[_STEP] = torch.as_tensor(count, dtype=torch.float32, device=device)
                 if self._has_master(parameter):
-                    tensors[MASTER] = self._inner(parameter).detach()
+                    tensors[MASTER] = inner.detach()
                 yield ParameterSlots(parameter, self.kind, options, tensors, values)
 
     def receive_slots(self, parameter: torch.Tensor, stored: Mapping[str, StoredSlot]) -> Receipt:
@@ -137,12 +140,18 @@ class HybridDeviceSlots:
     def receive_shared(self, state: Mapping[str, Any]) -> None:
         """Does nothing; see `describe_shared`."""
 
+    @torch.no_grad()
     def apply(self) -> None:
-        """Ends a load. Inner tensors of parameters without stored state follow the loaded parameters."""
+        """Ends a load. Inner tensors of parameters without stored state follow the loaded parameters.
+
+        The values of a master that round to those of its parameter stay.
+        """
         for group in self.param_groups:
             for parameter in group["params"]:
-                if id(parameter) not in self._received:
-                    self._follow(parameter)
+                inner = self._inner(parameter)
+                if id(parameter) not in self._received and inner is not parameter:
+                    values = parameter.detach().to(inner.device)
+                    inner.copy_(torch.where(inner.to(values.dtype) == values, inner, values.to(inner.dtype)))
 
     def _inner(self, parameter: torch.Tensor) -> torch.Tensor:
         inner: torch.Tensor = self.optimizer.param_to_inner_param[parameter]
@@ -150,16 +159,6 @@ class HybridDeviceSlots:
 
     def _has_master(self, parameter: torch.Tensor) -> bool:
         return parameter in self.optimizer.param_to_fp32_param
-
-    def _state(self, parameter: torch.Tensor) -> Mapping[str, Any]:
-        """The sub-optimizer's state of a parameter."""
-        inner = self._inner(parameter)
-        return self._trained[id(inner)][0].state.get(inner) or {}
-
-    def _count_of_group(self, parameter: torch.Tensor) -> Any:
-        """The count of steps in the group of the sub-optimizer; None if it counts them in its state."""
-        sub, group = self._trained[id(self._inner(parameter))]
-        return group.get(_STEP) if _counts_by_group(sub) else None
 
     def _set_count(self, group: dict[str, Any], count: int, parameter: torch.Tensor) -> None:
         """Sets the count of a group, which all its parameters share."""
@@ -184,14 +183,6 @@ class HybridDeviceSlots:
         if self.optimizer.param_update_in_fp32:
             state[inner][_MASTER_OF_MEGATRON] = inner
         self.optimizer.state[parameter] = state[inner]
-
-    @torch.no_grad()
-    def _follow(self, parameter: torch.Tensor) -> None:
-        """Gives the inner tensor the values of the parameter. A master's values that round to them stay."""
-        inner = self._inner(parameter)
-        if inner is not parameter:
-            values = parameter.detach().to(inner.device)
-            inner.copy_(torch.where(inner.to(values.dtype) == values, inner, values.to(inner.dtype)))
 
 
 def _common_defaults(rules: list[Any]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from operator import itemgetter
 
@@ -99,7 +99,12 @@ class Names:
         for key, names in owners:
             for parameter, name in names.items():
                 named.setdefault(parameter, join(key, name))
-        own = [] if owners else list(_own_names(optimizer))
+        own = [
+            (clean_name(name), parameter)
+            for group in (() if owners else optimizer.param_groups)
+            if "param_names" in group
+            for name, parameter in zip(group["param_names"], group["params"], strict=True)
+        ]
         return Names(named | _by_identity(own), place)
 
 
@@ -111,13 +116,6 @@ def _of_module(owner: VisitedModule) -> dict[int, str]:
         (clean(name), parameter) for name, parameter in owner.parameters() if id(parameter) not in named
     ]
     return named | _by_identity(sorted(listed, key=_NAME))
-
-
-def _own_names(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-    for group in optimizer.param_groups:
-        if "param_names" in group:
-            for name, parameter in zip(group["param_names"], group["params"], strict=True):
-                yield clean_name(name), parameter
 
 
 def _by_identity(named: Sequence[tuple[str, torch.Tensor]]) -> dict[int, str]:

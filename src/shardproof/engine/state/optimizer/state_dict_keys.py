@@ -74,7 +74,11 @@ def translate_state_dict(
     """
     names = [parameter for group in groups for parameter in group]
     state_prefix, groups_key = f"{join(key, 'state')}.", join(key, "param_groups")
-    slots = _slots(keys_below(state_prefix), state_prefix)
+    slots: defaultdict[str, dict[str, str]] = defaultdict(dict)
+    """Stored name of a parameter to its slots and their keys."""
+    for slot_key in keys_below(state_prefix):
+        name, _, slot = slot_key.removeprefix(state_prefix).rpartition(".")
+        slots[name][slot] = slot_key
     option_keys = keys_below(f"{groups_key}.")
     if not slots and not option_keys and groups_key not in catalogue.objects:
         return None
@@ -113,15 +117,6 @@ def translate_state_dict(
             if not group:
                 added[join(key, f"{EMPTY_GROUP}{number}")] = stored.options
     return catalogue.with_keys(stored_keys, added, replaced), stored_keys, missing
-
-
-def _slots(keys: Iterable[str], prefix: str) -> dict[str, dict[str, str]]:
-    """Stored name of a parameter to its slots and their keys."""
-    slots: defaultdict[str, dict[str, str]] = defaultdict(dict)
-    for key in keys:
-        name, _, slot = key.removeprefix(prefix).rpartition(".")
-        slots[name][slot] = key
-    return slots
 
 
 def _options(

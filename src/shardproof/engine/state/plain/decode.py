@@ -207,13 +207,9 @@ def _name(text: Any) -> ByName:
     return ByName(text)
 
 
-def _float(text: str) -> float:
-    return {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[text]
-
-
 _DECODERS: dict[str, Callable[[_Decoder, Any, int], Any]] = {
     "$tuple": lambda d, data, depth: tuple([d.decode(item, depth) for item in data]),
-    "$float": lambda d, data, depth: _float(data),
+    "$float": lambda d, data, depth: {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[data],
     "$int": lambda d, data, depth: int(data, 16),
     "$complex": lambda d, data, depth: complex(d.decode(data[0], depth), d.decode(data[1], depth)),
     "$bytes": lambda d, data, depth: base64.b64decode(data, validate=True),

@@ -50,6 +50,7 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 import xxhash
@@ -141,9 +142,11 @@ class _Encoder:
         return {"$tensor": self.hoist(at, kind, value), "kind": kind, "digest": _digest(raw)}
 
     def sequence(self, value: list[Any], at: str, depth: int) -> Any:
-        numbers = _numbers(value) if self.hoists and len(value) > LONG_LIST else None
-        if numbers is not None:
-            return self.outside("ints" if numbers.dtype == np.int64 else "floats", at, numbers)
+        kinds = set(map(type, value)) if self.hoists and len(value) > LONG_LIST else set()
+        if kinds == {float}:
+            return self.outside("floats", at, np.array(value, np.float64))
+        if kinds == {int} and min(value) >= -(2**63) and max(value) < 2**63:
+            return self.outside("ints", at, np.array(value, np.int64))
         return self.items(value, at, depth + 1)
 
     def items(self, value: Any, at: str, depth: int) -> list[Any]:
@@ -254,7 +257,7 @@ class _Encoder:
             names = sorted(field.name for field in dataclasses.fields(value))
             fields = {one: self.encode(getattr(value, one), _join(at, one), depth + 3) for one in names}
             return {"$dataclass": [name, fields]}
-        raise self.refuse(at, f"{_what(value)} cannot be stored: it is not plain data{_advice(value)}")
+        raise self.refuse(at, _not_plain(value))
 
 
 def _digest(array: np.ndarray[Any, Any]) -> str:
@@ -286,16 +289,6 @@ _ENCODERS: dict[type, Callable[[_Encoder, Any, str, int], Any]] = {
 }
 
 
-def _numbers(value: list[Any]) -> np.ndarray[Any, Any] | None:
-    """The numbers as an array; None if a conversion would lose information."""
-    kinds = set(map(type, value))
-    if kinds == {float}:
-        return np.array(value, np.float64)
-    if kinds == {int} and min(value) >= -(2**63) and max(value) < 2**63:
-        return np.array(value, np.int64)
-    return None
-
-
 def _join(path: str, segment: Any) -> str:
     return f"{path}.{segment}" if path else str(segment)
 
@@ -308,17 +301,51 @@ def _full_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def _what(value: Any) -> str:
+def _not_plain(value: Any) -> str:
+    """What a value is that cannot be stored, and what to do."""
+    refused = "cannot be stored: it is not plain data"
     name = by_name(value)
-    if name is None:
-        return f"a value of {_full_name(type(value))}"
-    return f"the {'class' if isinstance(value, type) else 'function'} {name}"
+    if name is not None:
+        kind = "class" if isinstance(value, type) else "function"
+        advice = "Store its name. Of an optimizer, store the optimizer itself, not its state_dict()"
+        return f"the {kind} {name} {refused}, but code. {advice}"
+    has_state = hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+    advice = ". Store its state_dict()" if has_state else " and has no state_dict and load_state_dict"
+    return f"a value of {_full_name(type(value))} {refused}{advice}"
 
 
-def _advice(value: Any) -> str:
-    """What to do about a value that is not plain data."""
-    if by_name(value) is not None:
-        return ", but code. Store its name. Of an optimizer, store the optimizer itself, not its state_dict()"
-    if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
-        return ". Store its state_dict()"
-    return " and has no state_dict and load_state_dict"
+_PAIRS = ("$dict", "$counter")
+_TAGS = tuple(f'"{tag}"'.encode() for tag in (*_PAIRS, "$defaultdict"))
+
+
+def canonical_json(data: Any) -> bytes:
+    """Encoded plain data as JSON, with every dict in the order of its keys. An OrderedDict keeps its order.
+
+    >>> canonical_json({"b": 1, "a": {"$dict": [[2, "y"], [1, "x"]]}})
+    b'{"a":{"$dict":[[1,"x"],[2,"y"]]},"b":1}'
+    """
+    text = msgspec.json.encode(data, order="deterministic")
+    return (
+        msgspec.json.encode(_sorted(data), order="deterministic")
+        if any(map(text.__contains__, _TAGS))
+        else text
+    )
+
+
+def _sorted(data: Any) -> Any:
+    if isinstance(data, list):
+        return [_sorted(item) for item in data]
+    if not isinstance(data, dict):
+        return data
+    data = {key: _sorted(item) for key, item in data.items()}
+    tag = next(iter(data), "")
+    if tag in _PAIRS:
+        return {tag: sorted(data[tag], key=_key)}
+    if tag == "$defaultdict":
+        factory, pairs = data[tag]
+        return {tag: [factory, sorted(pairs, key=_key)]}
+    return data
+
+
+def _key(pair: list[Any]) -> str:
+    return json.dumps(pair[0], sort_keys=True)

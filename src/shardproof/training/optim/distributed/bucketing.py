@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardproof._utils.memory_format import warn_of_row_major_copies
+from shardproof._utils.arguments import warn_of_row_major_copies
 from shardproof.engine.state import local_tensor
 from shardproof.training.optim.distributed.flat_bucket import FlatBucket, Weight, pack
 from shardproof.training.optim.distributed.process_group import RankGroup, RankGroups

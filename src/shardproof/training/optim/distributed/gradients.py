@@ -130,7 +130,12 @@ class Gradients:
         if self.synchronized and self.overlap:
             self._begun = weight.ready = True
             self.queue_end()
-            self._advance()
+            while self._next < len(self.buckets):
+                bucket = self.buckets[self._next]
+                if any(weight.expected and not weight.ready for weight in bucket.weights):
+                    break
+                self._launch(bucket)
+                self._next += 1
 
     def begin_forward(self) -> None:
         """Queue the end of the backward pass that recomputes a forward. See "the end of backward"."""
@@ -208,14 +213,6 @@ class Gradients:
         else:
             view.copy_(gradient)
         weight.seen = weight.written = True
-
-    def _advance(self) -> None:
-        while self._next < len(self.buckets):
-            bucket = self.buckets[self._next]
-            if any(weight.expected and not weight.ready for weight in bucket.weights):
-                return
-            self._launch(bucket)
-            self._next += 1
 
     def _launch_rest(self) -> None:
         while self._next < len(self.buckets):

@@ -20,6 +20,8 @@ from typing import Any, Protocol
 import torch
 
 from shardproof.engine.state import (
+    MASTER,
+    LocalRange,
     ParameterSlots,
     Receipt,
     SlotProvider,
@@ -192,7 +194,12 @@ class LowPrecisionStepper:
             for chunk in chunks:
                 stored = before[chunk.weight]
                 if stored is not None:
-                    self.inner.state[chunk.values] = _fp32_state(stored, chunk)
+                    part = slice(chunk.start, chunk.stop)
+                    self.inner.state[chunk.values] = dict(stored.values) | {
+                        # Scalars are copies, because each chunk's step increments them.
+                        slot: item[part].to(torch.float32) if item.dim() else item.clone()
+                        for slot, item in stored.tensors.items()
+                    }
                 self.inner.param_groups[chunk.weight.group]["params"].append(chunk.values)
             self.inner.step()
             for chunk in chunks:
@@ -289,15 +296,66 @@ def _fp32_chunk(weight: Weight, start: int, stop: int) -> _Chunk:
     return _Chunk(weight, start, stop, values)
 
 
-def _fp32_state(stored: _Slots, chunk: _Chunk) -> dict[str, Any]:
-    """A chunk's slice of the slots in fp32. Scalars are copies, because each chunk's step increments them."""
-    state = dict(stored.values)
-    for slot, item in stored.tensors.items():
-        state[slot] = item[chunk.start : chunk.stop].to(torch.float32) if item.dim() else item.clone()
-    return state
-
-
 def _copy_options(options: GroupOptions, inner: torch.optim.Optimizer) -> None:
     """Copies the options of the outer groups, which schedulers change, to the inner groups."""
     for mine, theirs in zip(options, inner.param_groups, strict=True):
         theirs.update(options_of(mine))
+
+
+def describe(
+    weights: Sequence[Weight], stepper: Stepper, groups: Sequence[Mapping[str, Any]]
+) -> Iterator[ParameterSlots]:
+    """Describe every parameter. Masters always exist, other slots from the first step on."""
+    slots_by_weight = stepper.slots()
+    options = [options_of(group) for group in groups]
+    for weight in weights:
+        slots = slots_by_weight[weight]
+        tensors: dict[str, torch.Tensor | LocalRange] = {}
+        if weight.mastered:
+            tensors[MASTER] = LocalRange(weight.fragment, weight.start, weight.stop)
+        tensors |= {slot: _ranged(item, weight) for slot, item in slots.tensors.items()}
+        yield ParameterSlots(weight.parameter, slots.kind, options[weight.group], tensors, slots.values)
+
+
+def receipt(
+    weight: Weight, stepper: Stepper, schema: Mapping[str, Spec], stored: Mapping[str, StoredSlot]
+) -> Receipt:
+    """Prepare one parameter for a load of slots that any ranks saved."""
+    wanted = {
+        slot: _of_fragment(slot, like, weight, stepper, schema)
+        for slot, like in stored.items()
+        if slot != MASTER or MASTER in schema
+    }
+    inner = stepper.receive(weight, wanted)
+    tensors = {slot: _ranged(item, weight) for slot, item in inner.tensors.items()}
+    fresh = None
+    if weight.mastered and MASTER not in schema:
+        fresh = weight.fragment.clone()  # elements that are not stored (padding) do not change
+        tensors[MASTER] = LocalRange(fresh, weight.start, weight.stop)
+
+    def attach(values: Mapping[str, Any], filled: frozenset[str]) -> None:
+        inner.attach(values, filled & inner.tensors.keys())
+        if fresh is not None:
+            with torch.no_grad():
+                weight.fragment.copy_(fresh if MASTER in filled else weight.owned)
+
+    return Receipt(inner.kind, tensors, attach)
+
+
+def _of_fragment(
+    slot: str, like: StoredSlot, weight: Weight, stepper: Stepper, schema: Mapping[str, Spec]
+) -> StoredSlot:
+    """Convert a stored slot to the shape and dtype of the fragment's slot."""
+    spec = schema.get(slot)
+    if spec is None:  # another optimizer's slot
+        spec = Spec("elements" if like.shape else "scalar", like.dtype)
+    if spec.kind != "elements":
+        return like
+    return StoredSlot(stepper.dtype_of(slot, spec) or like.dtype, (weight.stop - weight.start,))
+
+
+def _ranged(item: torch.Tensor | LocalRange, weight: Weight) -> torch.Tensor | LocalRange:
+    """A fragment's slot as a range of the parameter's local tensor."""
+    if isinstance(item, LocalRange):
+        return LocalRange(item.buffer, weight.start + item.start, weight.start + item.stop)
+    return LocalRange(item, weight.start, weight.stop) if item.dim() else item

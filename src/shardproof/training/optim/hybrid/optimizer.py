@@ -130,7 +130,11 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         frozen = {parameter: group for parameter in group["params"] if _is_frozen(parameter)}
         try:
             for parameter in group["params"]:
-                self._check_device(parameter)
+                if self._device is not None and parameter.device.type != self._device.type:
+                    raise ValueError(
+                        f"a parameter of shape {list(parameter.shape)} is on {parameter.device}, not on "
+                        f"{self._device}: move the model first, or omit device="
+                    )
             self._add_copies(group, [item for item in group["params"] if item not in frozen])
         except BaseException:
             self.param_groups.pop()
@@ -161,7 +165,9 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         self._add_unfrozen()
         self._subs.push_options()
         self.refresh()
-        gradients = self._gradients()
+        each = ((stepped, stepped.gradient()) for stepped in self._copies.values())
+        # Each in the layout of its copy. This frame keeps the CPU side's until the step ends.
+        gradients = {stepped: gradient for stepped, gradient in each if gradient is not None}
         # After the redistribution of gradients: see "Down waits for main".
         for transfers in self._transfers.values():
             transfers.begin()
@@ -285,13 +291,6 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             "HybridDeviceOptimizer cannot be copied or pickled: use state_dict(), or shardproof.save"
         )
 
-    def _check_device(self, parameter: torch.Tensor) -> None:
-        if self._device is not None and parameter.device.type != self._device.type:
-            raise ValueError(
-                f"a parameter of shape {list(parameter.shape)} is on {parameter.device}, not on "
-                f"{self._device}: move the model first, or omit device="
-            )
-
     def _add_unfrozen(self) -> None:
         """Adds copies of the parameters that were frozen and have to be stepped."""
         for group in self.param_groups if self._frozen else ():
@@ -346,11 +345,6 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         if parameter not in self._copies:
             raise ValueError(f"a tensor of shape {list(parameter.shape)} is no parameter of this optimizer")
         return self._copies[parameter]
-
-    def _gradients(self) -> dict[SteppedCopy, torch.Tensor]:
-        """The gradient of each copy, in its layout. The caller keeps the CPU side's until the step ends."""
-        found = {stepped: stepped.gradient() for stepped in self._copies.values()}
-        return {stepped: gradient for stepped, gradient in found.items() if gradient is not None}
 
     def _start_gradients(
         self, gradients: dict[SteppedCopy, torch.Tensor]

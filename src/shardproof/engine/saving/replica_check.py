@@ -1,11 +1,12 @@
-"""Hashes the replicas of a rank, and compares the digests of all ranks.
+"""Replica checks: ranks hash their replicas of a box, and the coordinator compares the digests.
 
     rank: SharedPieces --slices--> chosen --hash_replicas--> 16 bytes each, in the write report
     coordinator: Replicas --slices--> the same chosen slices; digests --compare_replicas--> Divergence
 
-The reports do not name the slice of a digest: both sides derive it from the plan (see "How successive samples
-cover all replicas" in `engine.planning.replicas`). Bytes are compared, so a NaN equals itself and 0.0
-differs from -0.0.
+`ReplicaOption` plugs into the steps of a save. Each rank hashes before its caller continues, and the
+coordinator compares before the commit. The reports do not name the slice of a digest: both sides derive it
+from the plan (see "How successive samples cover all replicas" in `engine.planning.replicas`). Bytes are
+compared, so a NaN equals itself and 0.0 differs from -0.0.
 """
 
 from __future__ import annotations
@@ -14,16 +15,23 @@ import ctypes
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Literal
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
+import msgspec
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
 from shardproof._utils.memcpy import address
-from shardproof.engine.planning import Slices, WritePlan
+from shardproof.engine import events
+from shardproof.engine.planning import Slices, Structure, WritePlan
+from shardproof.engine.rendezvous import MeetingSequence
+from shardproof.engine.saving.commit import Committed
 from shardproof.engine.saving.device_copy import copies_of
-from shardproof.engine.saving.messages import Divergence, SaveResult
+from shardproof.engine.saving.messages import Attempt, Divergence, OptionReport, SaveResult
+from shardproof.engine.saving.save_option import SaveOption, Track
+from shardproof.engine.saving.shard_writer import WrittenShard
 from shardproof.engine.saving.source import SliceSource
 from shardproof.engine.saving.staging import StagingPool
 from shardproof.engine.state import Piece
@@ -157,3 +165,91 @@ def warn_of_divergences(result: SaveResult, rank: int) -> None:
             "; ".join(map(str, concerns[:_SHOWN])),
             "; ..." if len(concerns) > _SHOWN else "",
         )
+
+
+@dataclass(slots=True)
+class ReplicaCache:
+    """The cache between the replica checks of one process."""
+
+    turn: int | None = None
+    """Coordinator: number of the next sample of replicas."""
+    slices: tuple[str, Slices] | None = None
+    """Slices of the pieces that other ranks have too, and the id of the plan that they are made from."""
+
+
+class ReplicaOption(SaveOption):
+    """Compares the bytes of boxes that several ranks have.
+
+    Args:
+        which: the replicas to compare.
+        kept: the cache of the saver.
+    """
+
+    name = "replicas"
+
+    def __init__(self, which: CheckReplicas, kept: ReplicaCache) -> None:
+        self._which = which
+        self._kept = kept
+        self._turn: int | None = None
+        """Number of the sample; None: all replicas."""
+        self._digests = b""
+        self._diverged: tuple[Divergence, ...] = ()
+        self._count = 0
+
+    def report(self) -> OptionReport:
+        """Checks the argument. There is nothing to post."""
+        if self._which not in get_args(CheckReplicas):
+            raise StructureError(f"check_replicas is 'sample', 'all' or None, not {self._which!r}")
+        return OptionReport(f"check_replicas={self._which!r}")
+
+    def decide(self, attempt: Attempt, posts: Sequence[Any], reuse_plan: bool) -> tuple[Attempt, Any]:
+        """Coordinator: answers with the number of the sample.
+
+        The first is a hash of the step, so restarts compare other samples.
+        """
+        if self._which == "all":
+            return attempt, None
+        if self._kept.turn is None:
+            self._kept.turn = xxhash.xxh32_intdigest(str(attempt.step).encode())
+        return attempt, self._kept.turn
+
+    def meet(
+        self,
+        answer: Any,
+        attempt: Attempt,
+        meetings: MeetingSequence,
+        phase: Callable[[str], events.Phase],
+    ) -> None:
+        """Takes the number of the sample."""
+        self._turn = answer
+
+    def read_state(self, pieces: Sequence[Piece], structure: Structure, track: Track) -> None:
+        """Hashes the replicas that the request selects."""
+        plan = self.cache.plan
+        assert plan is not None
+        shared = plan.shard.plan.shared
+        if self._kept.slices is None or self._kept.slices[0] != plan.id:
+            self._kept.slices = plan.id, shared.slices(structure)
+        slices = self._kept.slices[1]
+        rows = chosen_slices(slices, shared.turns, self._turn)
+        with track("replicas", int(slices.byte_count[rows].sum())) as on_progress:
+            self._digests = hash_replicas(pieces, slices, rows, self.cache.staging, on_progress)
+
+    def report_write(self, file: WrittenShard) -> bytes:
+        """The digests of the replicas that this rank compares."""
+        return self._digests
+
+    def check(self, plan: WritePlan, posts: Sequence[Any]) -> None:
+        """Coordinator: compares the digests of all ranks."""
+        self._diverged, self._count = compare_replicas(plan, self._turn, posts)
+
+    def complete(self, result: SaveResult, committed: Committed) -> SaveResult:
+        """Coordinator: adds the divergences."""
+        if self._turn is not None:
+            self._kept.turn = self._turn + 1
+        return msgspec.structs.replace(result, diverged=self._diverged, diverged_count=self._count)
+
+    def committed(self, result: SaveResult, phase: events.Phase, rank: int) -> None:
+        """Logs the divergences."""
+        phase.note(diverged=result.diverged_count)
+        warn_of_divergences(result, rank)

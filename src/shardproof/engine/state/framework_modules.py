@@ -1,4 +1,7 @@
-"""Modules of Megatron-Core, whose weights have one name on ranks that have different parts of the model."""
+"""Wrappers of Fabric, and modules of Megatron-Core.
+
+The weights of the latter have one name on ranks that have different parts of the model.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,27 @@ from shardproof.engine.state.dtensor import is_dtensor
 from shardproof.engine.state.module_names import NamedModule
 from shardproof.engine.state.visitor import Place, is_per_rank, join
 from shardproof.errors import StructureError
+
+_PACKAGES = ("lightning.fabric", "lightning_fabric")
+_INNER = {"_FabricModule": "_forward_module", "_FabricOptimizer": "optimizer"}
+"""Class of a wrapper, and its attribute that has the wrapped object."""
+
+
+def without_fabric(value: Any) -> Any:
+    """The object inside Fabric's wrapper of a module or an optimizer; other values unchanged.
+
+    Does not import Fabric: until the program imports it, no wrapper exists.
+
+    >>> without_fabric(3)
+    3
+    """
+    for package in _PACKAGES:
+        wrappers = sys.modules.get(f"{package}.wrappers")
+        for name, attribute in _INNER.items():
+            kind = getattr(wrappers, name, None)
+            if kind is not None and isinstance(value, kind):
+                return getattr(value, attribute)
+    return value
 
 
 def refuse_undeclared(module: NamedModule, place: Place) -> None:
