@@ -13,10 +13,11 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 
+from shardproof._utils.arguments import check_boolean, wrong_type
 from shardproof.engine import events
 from shardproof.engine.loading import ForeignCheckpoint
 from shardproof.engine.rendezvous import MeetingSequence, Rendezvous, connected
@@ -84,6 +85,11 @@ def carry_out(
         rendezvous: where the ranks meet; found by itself when None.
         deadline: seconds that a rank may be silent; see `shardproof.load`.
     """
+    check_boolean("dry_run", dry_run)
+    if not (on_progress is None or callable(on_progress)):
+        raise wrong_type("on_progress", on_progress, "a function of two numbers, or None")
+    if on not in get_args(Where):
+        raise ValueError(f"on is 'processes' or 'ray', not {on!r}")
     begun = time.monotonic()
     operation = f"convert {request.source} to {request.destination}"
     with connected(rendezvous, deadline) as ranks, ranks.operation(operation):

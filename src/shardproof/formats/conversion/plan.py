@@ -104,7 +104,7 @@ def plan_conversion(checkpoint: Checkpoint, request: ConversionRequest) -> Conve
     writer = new_writer(contents, options)
     units = [(unit.name, unit.boxes) for unit in writer.units]
     without_map = replace(
-        request, key_map=None, workers=0, memory_bytes=0, source="", register=(), temporary=""
+        request, key_map=None, workers=1, memory_bytes=0, source="", register=(), temporary=""
     )
     described: list[Any] = [checkpoint.attempt, asdict(without_map), key_map_label(request.key_map), units]
     if request.key_map is not None:
