@@ -119,7 +119,12 @@ class MappedSource:
         """A small box that was expected, read with the others of its batch; None for any other."""
         if box not in self._ahead and box in self._batch_of:
             batch = self._batch_of[box]
-            moves = {one: move for one in batch if (move := self._whole_move(one)) is not None}
+            moves: dict[Box, Move] = {}  # of the boxes that one move fills, without a permutation or zeros
+            for one in batch:
+                match self._tensors[one[0]].moves:
+                    case [Move(key=str()) as move] if (move.offsets, move.sizes) == one[1:]:
+                        if 0 not in one[2] and not move.axes:
+                            moves[one] = move
             stored = [(move.key or "", move.source_offsets, move.source_sizes) for move in moves.values()]
             read = self._checkpoint.read_boxes(stored) if stored else []
             for one, values in zip(moves, read, strict=True):
@@ -127,15 +132,6 @@ class MappedSource:
             for one in batch:
                 self._batch_of.pop(one, None)  # a box of a tied tensor may be expected twice
         return self._ahead.pop(box, None)
-
-    def _whole_move(self, box: Box) -> Move | None:
-        """The single move that fills a box, without a permutation; None if there is none, and for zeros."""
-        tensor = self._tensors[box[0]]
-        if len(tensor.moves) != 1 or 0 in box[2]:
-            return None
-        (move,) = tensor.moves
-        is_whole = (move.offsets, move.sizes) == box[1:] and move.key is not None and not move.axes
-        return move if is_whole else None
 
     def _read(self, key: str, box: _Box) -> torch.Tensor:
         dtype: torch.dtype = getattr(torch, self._tensors[key].dtype)

@@ -21,7 +21,6 @@ import shutil
 import socket
 import stat
 import tempfile
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -130,7 +129,12 @@ class WorkFolder:
                 self.path.mkdir(0o700)
                 return True
             except FileExistsError:
-                found, new = self.path.lstat(), _new_private(self.path.parent)
+                found = self.path.lstat()
+                probe = tempfile.mkdtemp(prefix=".shardproof-", dir=self.path.parent)
+                try:  # owner and mode of a private folder that this process makes
+                    new = os.lstat(probe)
+                finally:
+                    os.rmdir(probe)
         except OSError as error:
             failure = storage_error(error, "make the work folder", self.path)
             advice = self.destination.work_advice
@@ -215,12 +219,3 @@ class WorkFolder:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
-
-
-def _new_private(folder: Path) -> os.stat_result:
-    """Owner and mode of a private folder that this process makes in a folder, and removes."""
-    probe = tempfile.mkdtemp(prefix=".shardproof-", dir=folder)
-    try:
-        return os.lstat(probe)
-    finally:
-        os.rmdir(probe)

@@ -128,7 +128,8 @@ class MegatronLegacyMergedReader(MegatronLegacyReader):
 
     def __init__(self, foreign: Foreign) -> None:
         super().__init__(foreign)
-        version = self._objects.get(f"{self._first_prefix()}checkpoint_version")
+        rank, name = next(iter(self.models.values())).path.rsplit("/", 2)[1:]
+        version = self._objects.get(f"{rank}/{name.removesuffix('.pt')}/checkpoint_version")
         if version is None or type(version.value) not in (int, float) or version.value < 3:
             raise self._refused(
                 "its checkpoint_version is below 3, which orders query, key and value in another way"
@@ -157,11 +158,6 @@ class MegatronLegacyMergedReader(MegatronLegacyReader):
     def recognizes(cls, foreign: Foreign) -> bool:
         """Never true: the caller has to name the format."""
         return False
-
-    def _first_prefix(self) -> str:
-        file = next(iter(self.models.values()))
-        rank, name = file.path.rsplit("/", 2)[1:]
-        return f"{rank}/{name.removesuffix('.pt')}/"
 
     def _stages(self) -> tuple[list[list[dict[str, StageTensor]]], int]:
         """For each pipeline stage in the order of layers, the weights of each tensor-parallel rank."""

@@ -69,8 +69,11 @@ class SafetensorsReader(FormatReader):
             self._add(name, header, index)
         self.identity = digest.hexdigest()
         self._embedded = self._read_embedded(next(iter(names), ""))
-        if index is not None:
-            self._check_total(index)
+        if index is not None and index.total_size not in (None, self._tensor_bytes):
+            self.notes.append(
+                f"The index gives {index.total_size} bytes for all tensors, but they have "
+                f"{self._tensor_bytes}."
+            )
         self.notes.append(NO_CHECKSUMS)
         if foreign.file is None:
             self._note_config(foreign)
@@ -183,13 +186,6 @@ class SafetensorsReader(FormatReader):
         others = {key: text for key, text in self.user_metadata.items() if key not in texts}
         self.step, self.user_metadata = embedded.step, {**others, **embedded.metadata}
         return embedded
-
-    def _check_total(self, index: HfIndex) -> None:
-        total = self._tensor_bytes
-        if index.total_size not in (None, total):
-            self.notes.append(
-                f"The index gives {index.total_size} bytes for all tensors, but they have {total}."
-            )
 
     def _note_unread(self, names: Iterable[str]) -> None:
         if unread := sorted(names):

@@ -74,9 +74,8 @@ class RankFilesReader(TorchFilesReader):
             key = ".".join((item, *path))
             places = {rank: (files[rank], value) for rank, (_, value) in values.items()}
             sharding = shardings.get(path) or _by_dtensors(places)
-            tie = (
-                tuple((rank, value) for rank, (_, value) in places.items()) if _are_tensors(places) else None
-            )
+            parts = tuple((rank, value) for rank, (_, value) in places.items())
+            tie = parts if all(isinstance(v, TorchTensor | PickledDTensor) for _, v in parts) else None
             if tie in ties and sharding is not None:
                 self.check_new(key, files[min(files)])
                 self.aliases[key] = ties[tie]
@@ -149,7 +148,9 @@ class RankFilesReader(TorchFilesReader):
             for box in self._boxes(places[rank][0], tensors[rank], maps[rank]):
                 known = boxes.setdefault((box.offsets, box.sizes), box)
                 if known is not box and _crc(known.located()) != _crc(box.located()):
-                    self._note_difference(key)
+                    note = f"The copies of {key} differ between ranks: the copy of the first rank is read."
+                    if note not in self.notes:
+                        self.notes.append(note)
         self.check_new(key, places[ranks[0]][0])
         self.tensors[key] = TensorDescription(dtypes.pop(), sharding.shape, list(boxes.values()))
 
@@ -167,11 +168,6 @@ class RankFilesReader(TorchFilesReader):
                 first = view.offset + sum(at * step for at, step in zip(local, view.stride, strict=True))
                 boxes.append(StoredBox.of(offsets, sizes, StoredView(view.extent, first, view.stride)))
         return boxes
-
-    def _note_difference(self, key: str) -> None:
-        note = f"The copies of {key} differ between ranks: the copy of the first rank is read."
-        if note not in self.notes:
-            self.notes.append(note)
 
     def _add_ranks(
         self, key: str, places: Mapping[int, tuple[str, Any]], paths: Mapping[int, tuple[Any, ...]]
@@ -226,10 +222,6 @@ class RankFilesReader(TorchFilesReader):
         else:
             return bool(a == b)
         return all(self._are_equal((name, x), (other_name, y), above) for x, y in pairs)
-
-
-def _are_tensors(places: Mapping[int, tuple[str, Any]]) -> bool:
-    return all(isinstance(value, (TorchTensor, PickledDTensor)) for _, value in places.values())
 
 
 def _crc(view: StoredView) -> Any:

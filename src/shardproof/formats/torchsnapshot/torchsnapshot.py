@@ -211,8 +211,13 @@ class TorchSnapshotReader(FormatReader):
         if dtype not in DTYPES:
             self.unreadable[key] = Unreadable(f"a tensor of {dtype} and shape {list(shape)}", CONVERT)
             return
-        boxes = [self._box(key, part) for part in sorted(parts, key=lambda part: part.offsets)]
-        self.tensors[key] = TensorDescription(dtype, shape, [box for box in boxes if 0 not in box.sizes])
+        boxes = []
+        for part in sorted(parts, key=lambda part: part.offsets):
+            if nbytes := prod(part.sizes) * DTYPES[part.dtype].itemsize:
+                view = partial(self._view, key, part, nbytes)
+                stored = part.nbytes or nbytes
+                boxes.append(StoredBox(part.offsets, part.sizes, part.file, part.start, stored, view))
+        self.tensors[key] = TensorDescription(dtype, shape, boxes)
 
     def _part(self, shard: Mapping[str, Any]) -> _StoredBox:
         tensor = shard["tensor"]
@@ -233,11 +238,6 @@ class TorchSnapshotReader(FormatReader):
         else:
             self._sizes[file] = prod(sizes) * DTYPES[dtype].itemsize
         return _StoredBox(offsets, sizes, dtype, file, start, nbytes, is_raw)
-
-    def _box(self, key: str, part: _StoredBox) -> StoredBox:
-        nbytes = prod(part.sizes) * DTYPES[part.dtype].itemsize
-        view = partial(self._view, key, part, nbytes)
-        return StoredBox(part.offsets, part.sizes, part.file, part.start, part.nbytes or nbytes, view)
 
     def _view(self, key: str, part: _StoredBox, nbytes: int) -> StoredView:
         """The elements of a box. It raises the errors of `Extent.read_into`."""
