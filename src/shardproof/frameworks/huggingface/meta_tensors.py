@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 
 import torch
 from transformers import PreTrainedModel
@@ -46,8 +45,14 @@ def materialize(model: PreTrainedModel, dtype: torch.dtype | None, device: torch
             return tensor
         return torch.empty_like(tensor, device=device, dtype=dtypes.get(id(tensor), tensor.dtype))
 
-    with _same_objects(), torch.no_grad():
-        model._apply(memory)
+    # `Module._apply` then changes parameters in place, so that ties, optimizers and `fully_shard` keep them.
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        with torch.no_grad():
+            model._apply(memory)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
     for parameter, values in attributes:
         vars(parameter).update(values)
 
@@ -102,14 +107,3 @@ def _dtypes(model: PreTrainedModel, dtype: torch.dtype | None) -> dict[int, torc
         for name, parameter in model.named_parameters(remove_duplicate=False)
         if parameter.is_floating_point()
     }
-
-
-@contextmanager
-def _same_objects() -> Iterator[None]:
-    """`Module._apply` changes parameters in place, so that ties, optimizers and `fully_shard` keep them."""
-    before = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        yield
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(before)

@@ -61,8 +61,11 @@ def boxes_of(sharded_state_dict: Mapping[Any, Any]) -> list[Box]:
 
     An empty box has no bytes to write, so any number of ranks may have it.
     """
-    items = nested_values(sharded_state_dict)
-    boxes = [_box(item) for item in items if not isinstance(item, FlatRange)]
+    boxes = []
+    for item in nested_values(sharded_state_dict):
+        if not isinstance(item, FlatRange):
+            offsets, sizes = ((), ()) if isinstance(item, ShardedObject) else box_of(item)
+            boxes.append(Box(sharded_key(item), offsets, sizes, bool(is_main_replica(item.replica_id))))
     return [box for box in boxes if 0 not in box.sizes]
 
 
@@ -162,12 +165,6 @@ class Load:
             return item.data if isinstance(item, (ShardedTensor, FlatRange)) else item
 
         return dict_list_map_outplace(loaded, self.sharded_state_dict)
-
-
-def _box(item: ShardedBase) -> Box:
-    is_main = bool(is_main_replica(item.replica_id))
-    offsets, sizes = ((), ()) if isinstance(item, ShardedObject) else box_of(item)
-    return Box(sharded_key(item), offsets, sizes, is_main)
 
 
 def _to_save(key: str, items: Iterable[ShardedTensor], replicas: bool) -> sp.LocalShards:
