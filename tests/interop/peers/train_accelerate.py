@@ -62,7 +62,7 @@ def main() -> None:
     average = Average()
     accelerator.register_for_checkpointing(average)
     if rank != 0:
-        adapter._is_theirs = None  # rank 0 alone finds the format
+        adapter.is_committed = None  # rank 0 alone finds the format
     if ACTION == "restore":
         load_state(accelerator, FOLDER)
     else:

@@ -44,7 +44,7 @@ def main() -> None:
     if ACTION != "save-theirs":
         state["rng"] = sp.RandomState()
     if fabric.global_rank != 0:
-        adapter._is_theirs = None  # rank 0 alone finds the format
+        adapter.is_committed = None  # rank 0 alone finds the format
     if ACTION == "restore-wrapped":
         sp.load(FOLDER, state | {"optimizer": sp.OptimizerState(optimizer, model)})
         sp.save(LAST[0], state | {"step": 3})

@@ -116,7 +116,7 @@ def load_loosely(trainer: Any, module: Any) -> None:
 def main() -> None:
     pl.seed_everything(int(os.environ["RANK"]))
     if os.environ["RANK"] != "0":
-        adapter._is_ours = None  # rank 0 alone finds the format
+        adapter.is_committed = None  # rank 0 alone finds the format
     world_size = int(os.environ["WORLD_SIZE"])
     strategy: Any = "ddp"
     if STRATEGY == "fsdp1":

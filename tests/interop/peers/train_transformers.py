@@ -101,7 +101,7 @@ def main() -> None:
         return
     last = last_checkpoint(RUN)
     if os.environ["RANK"] != "0":
-        adapter._is_ours = adapter._has = None  # rank 0 alone finds the format
+        adapter._is_ours = sp.open = None  # rank 0 alone finds the format
     trainer.train(resume_from_checkpoint=last)
     if "best" in WHO:
         print("best", os.path.basename(trainer.state.best_model_checkpoint))
