@@ -29,8 +29,7 @@ from shardproof.engine.rendezvous import LocalRendezvous, Rendezvous, connect
 from shardproof.engine.saving import SaveRequest
 from shardproof.engine.storage import LocalStorage
 from shardproof.errors import KeyMismatchError
-from shardproof.frameworks.shared.last_saver import LastSaver
-from shardproof.frameworks.shared.peer_errors import raised_as
+from shardproof.frameworks.shared.replacements import LastSaver, raised_as
 from shardproof.frameworks.torch.dcp_arguments import (
     OTHER_FILES,
     check_executor,

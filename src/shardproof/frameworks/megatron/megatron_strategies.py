@@ -41,8 +41,8 @@ from shardproof.frameworks.megatron.megatron_tensors import (
     boxes_of,
     save_tree,
 )
-from shardproof.frameworks.shared.last_saver import LastSaver
 from shardproof.frameworks.shared.rank_work import on_every_rank, on_rank_0
+from shardproof.frameworks.shared.replacements import LastSaver
 
 _ITERATION = re.compile(r"iter_(\d+)")
 _HAS_COMMON_OBJECT = not hasattr(torch_strategies.TorchDistLoadShardedStrategy, "can_handle_sharded_objects")
