@@ -71,15 +71,12 @@ _SPLIT: Mapping[str, int | None] = {
 """The dimension that tensor parallelism splits; None if each rank has the whole weight."""
 
 
-def merged_model(
-    stages: Sequence[Sequence[Mapping[str, StageTensor]]], width: int
-) -> dict[str, TensorDescription]:
+def merged_model(stages: Sequence[Sequence[Mapping[str, StageTensor]]]) -> dict[str, TensorDescription]:
     """Joins the weights of all ranks.
 
     Args:
         stages: for each pipeline stage, in the order of layers, and each tensor-parallel rank, the weights by
             their keys in the model.
-        width: number of tensor-parallel ranks.
 
     Returns:
         The weights by their keys in the sharded state dict.
@@ -283,9 +280,9 @@ class MegatronLegacyMergedReader(MegatronLegacyReader):
             raise self._refused(
                 "its checkpoint_version is below 3, which orders query, key and value in another way"
             )
-        stages, width = self._stages()
+        stages = self._stages()
         try:
-            merged = merged_model(stages, width)
+            merged = merged_model(stages)
         except ValueError as error:
             raise self._refused(str(error)) from error
         self.tensors = {key: tensor for key, tensor in self.tensors.items() if not _is_model(key)}
@@ -308,7 +305,7 @@ class MegatronLegacyMergedReader(MegatronLegacyReader):
         """Never true: the caller has to name the format."""
         return False
 
-    def _stages(self) -> tuple[list[list[dict[str, StageTensor]]], int]:
+    def _stages(self) -> list[list[dict[str, StageTensor]]]:
         """For each pipeline stage in the order of layers, the weights of each tensor-parallel rank."""
         if (
             any(len(numbers) > 2 for numbers in self.models)
@@ -329,7 +326,7 @@ class MegatronLegacyMergedReader(MegatronLegacyReader):
                     for rank in range(width)
                 ]
                 stages.append([_weights(self.models[numbers], name) for numbers in ranks])
-        return stages, width
+        return stages
 
     def _refused(self, text: str) -> FormatError:
         return FormatError(
