@@ -82,17 +82,12 @@ def collapsed(entries: Mapping[str, Any], filled: set[str]) -> Iterator[tuple[st
             yield path, entry
     for path, inside in whole.items():
         if len(inside) > 1 or (inside and path not in filled):
-            yield path, _items(path, dict(inside))
-
-
-def _items(path: str, inside: Mapping[str, Any]) -> ListOfEntries:
-    """Builds a list from its own entry and all entries below it."""
-    below: dict[str, list[tuple[int, str]]] = {}
-    for name in inside:
-        parent, _, number = name.rpartition("/")
-        if name != path:
-            below.setdefault(parent, []).append((int(number), name))
-    return _list_of(path, inside, below)
+            below: dict[str, list[tuple[int, str]]] = {}  # by list: its items' numbers and paths
+            for name, _ in inside:
+                parent, _, number = name.rpartition("/")
+                if name != path:
+                    below.setdefault(parent, []).append((int(number), name))
+            yield path, _list_of(path, dict(inside), below)
 
 
 def _list_of(

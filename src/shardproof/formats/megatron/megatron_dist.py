@@ -38,7 +38,7 @@ from shardproof.formats.dcp.dcp_reader import DcpReader, inner_name
 from shardproof.formats.json_files import read_json
 from shardproof.formats.megatron.megatron_run import BACKEND_FILE, latest_iteration, sharded_backend
 from shardproof.formats.megatron.megatron_zeros import rules_of_megatron
-from shardproof.formats.torch.file_window import FileWindow
+from shardproof.formats.torch.archive_bytes import FileWindow
 from shardproof.formats.torch.torch_file import TorchFile, with_tensors
 
 _DCP_METADATA = ".metadata"

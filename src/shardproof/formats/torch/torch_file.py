@@ -39,10 +39,9 @@ from shardproof.engine.state import as_bytes
 from shardproof.engine.storage import Storage
 from shardproof.errors import FormatError, StorageError
 from shardproof.formats.pickles.pickle_data import Pickle, read_pickle
-from shardproof.formats.torch.file_window import FileWindow, WindowBytes
+from shardproof.formats.torch.archive_bytes import FileWindow, WindowBytes, read_zip_directory
 from shardproof.formats.torch.torch_tensors import TorchStorage, read_torch_pickle, torch_storage
 from shardproof.formats.torch.torch_tensors import TorchTensor as TorchTensor
-from shardproof.formats.torch.zip_directory import read_zip_directory
 
 _MAGIC = 0x1950A86A20F9469CFC6C
 _PROTOCOL = 1001

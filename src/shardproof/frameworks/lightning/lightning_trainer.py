@@ -19,10 +19,8 @@ from importlib import import_module
 from typing import Any
 
 import shardproof as sp
-from shardproof.frameworks.lightning.lightning_io import LIGHTNING, ShardproofCheckpointIO
+from shardproof.frameworks.lightning.lightning_io import LIGHTNING
 from shardproof.frameworks.shared.folder_saves import FolderSaves, Value, is_committed, newest_committed
-
-__all__ = ["ShardproofCheckpoint", "ShardproofCheckpointIO", "with_shardproof"]
 
 ModelCheckpoint: Any = import_module(f"{LIGHTNING}.callbacks").ModelCheckpoint
 _Strategy: Any = import_module(f"{LIGHTNING}.strategies").Strategy

@@ -135,7 +135,11 @@ class MegatronHybridOptimizer(Released):
             return loss
         self.synchronize()
         for parameter, local in self._local.items():
-            self._set_gradient(parameter, local)
+            gradient = getattr(parameter, "decoupled_grad", None)
+            gradient = parameter.grad if gradient is None else gradient
+            self._set_local_gradient(
+                local, None if gradient is None else local_tensor(gradient).view(local.shape)
+            )
         self._released.step()
         for local in self._local.values():
             self._set_local_gradient(local, None)
@@ -243,14 +247,6 @@ class MegatronHybridOptimizer(Released):
                 destination.copy_(tensors[slot])
         values = {slot: item for slot, item in state.items() if not isinstance(item, torch.Tensor)}
         receipt.attach(values, frozenset(tensors))
-
-    def _set_gradient(self, parameter: Any, local: torch.nn.Parameter) -> None:
-        gradient = getattr(parameter, "decoupled_grad", None)
-        if gradient is None:
-            gradient = parameter.grad
-        self._set_local_gradient(
-            local, None if gradient is None else local_tensor(gradient).view(local.shape)
-        )
 
     def _set_local_gradient(self, local: Any, gradient: torch.Tensor | None) -> None:
         """Sets the gradient of the tensor that a sub-optimizer trains.

@@ -197,7 +197,8 @@ def _to_load(key: str, items: Iterable[ShardedTensor], shape: tuple[int, ...]) -
         view = _view(item)
         if item.allow_shape_mismatch:
             item.data.zero_()
-            view = _within(view, item.global_offset, shape)
+            for axis, (offset, size) in enumerate(zip(item.global_offset, shape, strict=True)):
+                view = view.narrow(axis, 0, min(view.shape[axis], max(0, size - offset)))
         elif tuple(item.global_shape) != shape:
             raise sp.KeyMismatchError(
                 f"{key!r} has the global shape {list(shape)} in the checkpoint, and "
@@ -214,10 +215,3 @@ def _view(item: ShardedTensor) -> torch.Tensor:
     """The local tensor with the prepended axes, in the same memory."""
     data: torch.Tensor = item.data.detach()
     return data[(None,) * item.prepend_axis_num]
-
-
-def _within(view: torch.Tensor, offsets: Iterable[int], shape: tuple[int, ...]) -> torch.Tensor:
-    """The part of a box that lies within a shape."""
-    for axis, (offset, size) in enumerate(zip(offsets, shape, strict=True)):
-        view = view.narrow(axis, 0, min(view.shape[axis], max(0, size - offset)))
-    return view
