@@ -21,6 +21,7 @@ import shutil
 import socket
 import stat
 import tempfile
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -28,13 +29,23 @@ import msgspec
 from shardproof.engine.storage import LocalStorage, make_folders, storage_error
 from shardproof.errors import FormatError, StorageError, StructureError
 from shardproof.formats.conversion.destination import FILES, BucketDestination, destination_at
-from shardproof.formats.conversion.mapped_source import HashedBox
 
 _PLAN, _UNITS, _LOCK = "plan", "units", "lock"
 _SPARE_BYTES = 64 << 20
 """Bytes of metadata that a conversion may write in addition to the tensors."""
 _SMALL_BYTES, _GROUP_FILES = 8 << 20, 64
 """Files of at most this size are uploaded in groups of this many: requests take most of their time."""
+
+
+@dataclass(frozen=True, slots=True)
+class HashedBox:
+    """A box that was given to a writer, and the digest of its bytes."""
+
+    key: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    digest: str
+    """xxh3_128 of the dense bytes, 32 hexadecimal digits."""
 
 
 class UnitRecord(msgspec.Struct, frozen=True):
