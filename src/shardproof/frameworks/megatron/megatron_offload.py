@@ -104,12 +104,6 @@ class MegatronHybridOptimizer(Released):
             self._init_sub_optimizers()
 
     @property
-    def _kind(self) -> str:
-        """The class of a torch optimizer with the same update rule."""
-        rule = self.cpu_optimizer_cls or self.gpu_optimizer_cls
-        return str((rule.func if isinstance(rule, partial) else rule).__qualname__)
-
-    @property
     def param_to_inner_param(self) -> Any:
         """Raises an error: this optimizer has no state by parameter without the model."""
         raise sp.StructureError(
@@ -221,7 +215,9 @@ class MegatronHybridOptimizer(Released):
             empty = {
                 slot: torch.empty(like.shape, dtype=like.dtype, device="cpu") for slot, like in stored.items()
             }
-            return Receipt(self._kind, empty, lambda values, filled: None)
+            rule = self.cpu_optimizer_cls or self.gpu_optimizer_cls
+            kind = str((rule.func if isinstance(rule, partial) else rule).__qualname__)
+            return Receipt(kind, empty, lambda values, filled: None)
         if self._loading is None:
             self._loading = HybridDeviceSlots(self._released, receiver)
         return self._loading.receive_slots(self._local[parameter], stored)
