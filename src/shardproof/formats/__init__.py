@@ -9,8 +9,15 @@ from __future__ import annotations
 
 from shardproof.formats.json_files import read_json
 from shardproof.formats.pickles.pickle_writer import Named, PickledCall, write_pickle
-from shardproof.formats.writer import BoxSource, Contents, FormatWriter, Unit, WriteOptions
-from shardproof.formats.writer_table import WRITERS, writer_of
+from shardproof.formats.writer import (
+    WRITERS,
+    BoxSource,
+    Contents,
+    FormatWriter,
+    Unit,
+    WriteOptions,
+    writer_of,
+)
 
 __all__ = [
     "WRITERS",

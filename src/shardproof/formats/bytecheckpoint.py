@@ -59,7 +59,12 @@ class ByteCheckpointReader(DcpReader):
         """Describes the folders that exist, and the files of ranks."""
         for folder in _FOLDERS:
             if folder == "model" or self.storage.size(f"{folder}/.metadata") is not None:
-                self._add_pickles(folder, self.add_folder(f"{folder}/", f"{folder}."))
+                pickles = self.add_folder(f"{folder}/", f"{folder}.").get("all_tensor_metadata")
+                for index, pickled in (pickles or {}).items() if isinstance(pickles, dict | None) else ():
+                    match index:
+                        case Opaque(state={"fqn": str(key), "offset": tuple(offsets)}):
+                            if isinstance(pickled, bytes):
+                                self._described[folder, key, offsets] = pickled
         self.notes.append("The format has no checksums of tensors: their changed bytes are not found.")
         ranks = sorted(
             (int(match[1]), match[0])
@@ -75,13 +80,6 @@ class ByteCheckpointReader(DcpReader):
                     "are lost."
                 )
 
-    def _add_pickles(self, folder: str, state: Mapping[str, Any]) -> None:
-        pickles = state.get("all_tensor_metadata")
-        for index, pickled in (pickles or {}).items() if isinstance(pickles, dict | None) else ():
-            match index:
-                case Opaque(state={"fqn": str(key), "offset": tuple(offsets)}) if isinstance(pickled, bytes):
-                    self._described[folder, key, offsets] = pickled
-
     def chunk(
         self, key: str, dtype: str, offsets: tuple[int, ...], sizes: tuple[int, ...], entry: DcpEntry
     ) -> StoredView:
@@ -95,9 +93,12 @@ class ByteCheckpointReader(DcpReader):
         expected = math.prod(sizes) * DTYPES[dtype].itemsize
         match found:
             case TorchTensor(dtype=kind, shape=shape, is_conjugated=False, is_negated=False) if (
-                (kind, shape) == (dtype, sizes) and expected == entry.nbytes and _is_within(found, expected)
-            ):
-                return StoredView(extent, found.offset, found.stride)
+                kind,
+                shape,
+            ) == (dtype, sizes) and expected == entry.nbytes:
+                last = sum((size - 1) * step for size, step in zip(shape, found.stride, strict=True))
+                if (found.offset + last + 1) * DTYPES[dtype].itemsize <= expected:
+                    return StoredView(extent, found.offset, found.stride)
         kind = found.kind if isinstance(found, Unreadable) else brief(found)
         raise FormatError(
             f"{path}: the entry of {key} at {offsets} has {entry.nbytes} bytes and is {kind}, "
@@ -124,9 +125,3 @@ class ByteCheckpointReader(DcpReader):
         """Verifies the entries of all objects, and the extra states."""
         extra = sum(TorchFile(self.storage, name).verify() for name in self._extra.values())
         return super().verify_extra() + extra
-
-
-def _is_within(tensor: TorchTensor, nbytes: int) -> bool:
-    """True if all elements of a non-empty tensor lie in the first `nbytes` bytes."""
-    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride, strict=True))
-    return (tensor.offset + last + 1) * DTYPES[tensor.dtype].itemsize <= nbytes

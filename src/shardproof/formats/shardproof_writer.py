@@ -6,8 +6,9 @@ files of the same attempt, and an interrupted conversion continues with the file
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -99,10 +100,16 @@ class NativeWriter(FormatWriter):
         rank = self._ranks[unit.name]
         name = shard_name(rank, self._manifest.attempt)
         header, padding = self._header(rank)
+        dtypes = {record.key: record.dtype for record in self._manifest.tensors}
+        hoisted, own = self._hoisted.tensors, _HoistedSource(self._hoisted, source)
+        pieces = (
+            box_bytes(own if key in hoisted else source, key, dtypes[key], offsets, sizes, self._piece_bytes)
+            for key, offsets, sizes in unit.boxes
+        )
         with new_file(target, name) as file:
             shard = ShardFileWriter(file, header, padding)
             counts = self._chunks.byte_count[self._chunks.rows(rank)].tolist()
-            shard.put_chunks(self._pieces(unit, source), counts)
+            shard.put_chunks(chain.from_iterable(pieces), counts)
             record = shard.finish(name, rank)
         digests = b"".join(digests_as_bytes(shard.digests)).hex()
         return {"size": record.size, "digest": record.digest, "digests": digests}
@@ -166,12 +173,6 @@ class NativeWriter(FormatWriter):
             files=manifest.world_size,
             is_first=rank == 0,
         )
-
-    def _pieces(self, unit: Unit, source: BoxSource) -> Iterator[memoryview]:
-        dtypes = {record.key: record.dtype for record in self._manifest.tensors}
-        for key, offsets, sizes in unit.boxes:
-            given = _HoistedSource(self._hoisted, source) if key in self._hoisted.tensors else source
-            yield from box_bytes(given, key, dtypes[key], offsets, sizes, self._piece_bytes)
 
     def _checked(self, unit: Unit, written: dict[str, Any]) -> tuple[FileRecord, NDArray[np.uint64]]:
         """The file of a unit, and the digests of its chunks. Raises if the file does not match the plan."""
@@ -302,16 +303,17 @@ class _Hoisted:
     def encoded(self, key: str, value: Any) -> Any:
         """A plain value as JSON."""
         used: set[str] = set()
-        return encode_plain(value, key, lambda path, kind, inner: self._hoist(key, used, path, kind, inner))
 
-    def _hoist(self, key: str, used: set[str], path: str, kind: str, value: Any) -> str:
-        inner = hoisted_key(key, path, used)
-        while inner in self._taken:
-            inner += "@"
-        used.add(inner)
-        self._taken.add(inner)
-        self.tensors[inner] = hoisted_tensor(kind, value).detach()
-        return inner
+        def hoist(path: str, kind: str, tensor: Any) -> str:
+            inner = hoisted_key(key, path, used)
+            while inner in self._taken:
+                inner += "@"
+            used.add(inner)
+            self._taken.add(inner)
+            self.tensors[inner] = hoisted_tensor(kind, tensor).detach()
+            return inner
+
+        return encode_plain(value, key, hoist)
 
     def kinds(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Dtype and shape of each of `tensors`."""

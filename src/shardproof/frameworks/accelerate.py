@@ -150,8 +150,9 @@ def save_state(
     saves.save(folder, state, step=accelerator.step)
     project.iteration += 1
     if accelerator.is_main_process and project.automatic_checkpoint_naming and project.total_limit:
+        own = _NAME.fullmatch(os.path.basename(folder))
         numbered = numbered_folders(os.path.dirname(folder), _NAME)
-        older = [path for number, path in numbered if number < _number(folder)]
+        older = [path for number, path in numbered if own and number < int(own[1])]
         whole = [item for item in older if is_committed(item) or _is_theirs(item)]
         for old in folders_to_remove(older, whole, project.total_limit - 1):
             saves.remove(old)
@@ -182,7 +183,12 @@ def load_state(
     """
     if folder is None:
         run = _checkpoints(accelerator)
-        folder = saves_of(accelerator).choose(run, lambda: _newest(run))
+
+        def newest() -> str | None:
+            newest_first = (path for _, path in reversed(numbered_folders(run, _NAME)))
+            return next((path for path in newest_first if is_committed(path) or _is_theirs(path)), None)
+
+        folder = saves_of(accelerator).choose(run, newest)
         if folder is None:
             return None
     if saves_of(accelerator).agree(folder, lambda: _is_theirs(folder)):
@@ -211,16 +217,6 @@ def _checkpoints(accelerator: Accelerator) -> str:
             "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)"
         )
     return os.path.join(accelerator.project_dir, "checkpoints")
-
-
-def _number(folder: str | os.PathLike[str]) -> int:
-    named = _NAME.fullmatch(os.path.basename(folder))
-    return int(named[1]) if named else -1
-
-
-def _newest(run: str) -> str | None:
-    newest_first = (path for _, path in reversed(numbered_folders(run, _NAME)))
-    return next((path for path in newest_first if is_committed(path) or _is_theirs(path)), None)
 
 
 def _is_theirs(folder: str | os.PathLike[str]) -> bool:

@@ -29,8 +29,7 @@ from shardproof.engine.rendezvous import LocalRendezvous, Rendezvous, connect
 from shardproof.engine.saving import SaveRequest
 from shardproof.engine.storage import LocalStorage
 from shardproof.errors import KeyMismatchError
-from shardproof.frameworks.shared.last_saver import LastSaver
-from shardproof.frameworks.shared.peer_errors import raised_as
+from shardproof.frameworks.shared.replacements import LastSaver, raised_as
 from shardproof.frameworks.torch.dcp_arguments import (
     OTHER_FILES,
     check_executor,
@@ -253,7 +252,10 @@ def load(
         _fit(
             flat, source, is_partial, [key for key in parts if parts[key] is not state_dict[key]], rendezvous
         )
-        flat.materialise(_device_type())
+        has_group = (
+            dist.is_available() and dist.is_initialized()
+        )  # tensors are made on its device, as in torch
+        flat.materialise(dist.distributed_c10d._get_pg_default_device().type if has_group else "cpu")
     report = sp.load(path, flat.tree, strict=False, cast=True, rendezvous=rendezvous)
     if report.missing and not is_partial:
         raise KeyMismatchError(
@@ -278,13 +280,6 @@ def _rendezvous_of(process_group: dist.ProcessGroup | None, no_dist: bool) -> Re
     each other's checkpoint, so that they meet, or `connect` raises an error.
     """
     return LocalRendezvous() if no_dist else connect(group=process_group)
-
-
-def _device_type() -> str:
-    """The type of the device on which a load makes tensors: that of the process group, as in torch."""
-    if dist.is_available() and dist.is_initialized():
-        return str(dist.distributed_c10d._get_pg_default_device().type)
-    return "cpu"
 
 
 def _at(storage: LocalStorage, writer: ShardproofWriter | None) -> dict[str, Any]:

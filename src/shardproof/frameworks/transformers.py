@@ -36,6 +36,165 @@ FOLDER = "shardproof"
 _NAME = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
 _STATE = "trainer_state.json"
 
+_KIND: Any = object
+"""In place of the class of the trainer, whose methods follow those of `_TrainerMethods`."""
+
+
+class _TrainerMethods(_KIND):
+    """The methods that `with_shardproof` puts before those of a trainer.
+
+    It overrides `_save_checkpoint` and the `_load...` methods.
+    """
+
+    shardproof_background: bool
+    """False to wait for the commit of each save."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        if self.is_deepspeed_enabled:
+            raise TypeError(
+                "with_shardproof does not work with DeepSpeed, whose engine saves its state itself. Use the "
+                "trainer without it, and `shardproof convert` for what it writes"
+            )
+        if self.args.push_to_hub and self.args.hub_strategy != "end":
+            raise ValueError(
+                f"hub_strategy={str(self.args.hub_strategy.value)!r} pushes each checkpoint before it is "
+                'committed. Use hub_strategy="end"'
+            )
+        self.shardproof_saves = FolderSaves(background=self.shardproof_background)
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **options: Any) -> Any:
+        """Trains, and returns after the commit of the last save.
+
+        Args:
+            resume_from_checkpoint: a folder, or True for the newest committed one. All ranks use the
+                folder of rank 0.
+            args: arguments of `Trainer.train`.
+            options: options of `Trainer.train`.
+
+        Raises:
+            ValueError: `resume_from_checkpoint` is True, and no checkpoint is committed.
+            NotCommittedError: the save of this checkpoint did not finish.
+        """
+        run, wanted = self.args.output_dir, resume_from_checkpoint
+        found = self.shardproof_saves.choose(
+            run, lambda: last_checkpoint(run) if wanted is True else wanted or None
+        )
+        if wanted is True and found is None:
+            raise ValueError(
+                f"{run} has no committed checkpoint. Leave resume_from_checkpoint out, or set it to "
+                "last_checkpoint(output_dir), which may be None"
+            )
+        try:
+            return super().train(found, *args, **options)
+        finally:
+            self.shardproof_saves.wait()
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Writes weights for `from_pretrained`; within a checkpoint only their configuration.
+
+        Args:
+            output_dir: the folder; None for `output_dir` of the arguments.
+        """
+        if not _internal_call:
+            self.shardproof_saves.wait_for_end()
+            super().save_model(output_dir, _internal_call)
+        elif self.args.should_save:
+            os.makedirs(output_dir or self.args.output_dir, exist_ok=True)
+            configurations = (
+                self.model.peft_config.values()
+                if hasattr(self.model, "peft_config")
+                else [getattr(self.model, name, None) for name in ("config", "generation_config")]
+            )
+            for item in [*configurations, self.processing_class]:
+                if item is not None:
+                    item.save_pretrained(output_dir)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        self.shardproof_saves.wait_for_end()
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        try:  # older checkpoints are removed after the commit; the Trainer would remove them before it
+            super()._save_checkpoint(model, trial)
+        finally:
+            self.args.save_total_limit = limit
+        run, step = self._get_output_dir(trial), self.state.global_step
+        state = {"model": _weights(self.model)}
+        if not self.args.save_only_model:
+            state |= self._optimizer_tree() | self._scaler_tree() | {"rng": sp.RandomState()}
+        rotate = partial(_rotate, run, limit, step, self.state.best_model_checkpoint)
+        self.shardproof_saves.save(
+            os.path.join(run, f"{PREFIX_CHECKPOINT_DIR}-{step}", FOLDER),
+            state,
+            step=step,
+            then=rotate if limit and self.is_world_process_zero() else None,
+        )
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Nothing: `_save_checkpoint` saves them."""
+
+    def _save_scaler(self, output_dir: str) -> None:
+        """Nothing: `_save_checkpoint` saves it."""
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Nothing: `_save_checkpoint` saves it."""
+
+    def _finalize_training(self, *args: Any, **options: Any) -> Any:
+        self.shardproof_saves.wait()  # before the Trainer removes folders and loads the best model
+        return super()._finalize_training(*args, **options)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if self._reads_ours(resume_from_checkpoint):
+            self._load_tree(resume_from_checkpoint, {"model": _weights(self.model)})
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        best = self.state.best_model_checkpoint
+        if self._reads_ours(best):
+            self._load_tree(best, {"model": _weights(self.model)})
+        else:
+            super()._load_best_model()
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not self._reads_ours(checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
+        elif self._stores(checkpoint, "rng"):
+            self._load_tree(checkpoint, self._optimizer_tree())
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not self._reads_ours(checkpoint):
+            super()._load_scaler(checkpoint)
+        elif self._stores(checkpoint, "scaler"):
+            self._load_tree(checkpoint, self._scaler_tree())
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not self._reads_ours(checkpoint):
+            super()._load_rng_state(checkpoint)
+        elif self._stores(checkpoint, "rng"):
+            self._load_tree(checkpoint, {"rng": sp.RandomState()})
+
+    def _reads_ours(self, checkpoint: str) -> bool:
+        return self.shardproof_saves.agree(checkpoint, lambda: _is_ours(checkpoint))
+
+    def _stores(self, checkpoint: str, key: str) -> bool:
+        def has_key() -> bool:
+            with sp.open(os.path.join(checkpoint, FOLDER)) as stored:
+                return any(f"{name}.".startswith(f"{key}.") for name in stored)
+
+        return self.shardproof_saves.agree(checkpoint, has_key)
+
+    def _load_tree(self, checkpoint: str, state: dict[str, Any]) -> None:
+        if state:
+            self.shardproof_saves.load(os.path.join(checkpoint, FOLDER), state, include=list(state))
+
+    def _optimizer_tree(self) -> dict[str, Any]:
+        optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)  # inside of Accelerate's
+        return {"optimizer": sp.OptimizerState(optimizer, self.model), "scheduler": self.lr_scheduler}
+
+    def _scaler_tree(self) -> dict[str, Any]:
+        scaler = getattr(self.accelerator, "scaler", None)
+        return {} if scaler is None else {"scaler": scaler}
+
 
 def with_shardproof(kind: Any, *, background: bool = True) -> Any:
     """A class of trainers that saves and loads with shardproof.
@@ -54,149 +213,7 @@ def with_shardproof(kind: Any, *, background: bool = True) -> Any:
     Example:
         >>> trainer = with_shardproof(Trainer)(model, arguments)  # doctest: +SKIP
     """
-
-    class ShardproofTrainer(kind):
-        """The trainer. It overrides `_save_checkpoint` and the `_load...` methods of the Trainer."""
-
-        def __init__(self, *args: Any, **options: Any) -> None:
-            super().__init__(*args, **options)
-            if self.is_deepspeed_enabled:
-                raise TypeError(
-                    "with_shardproof does not work with DeepSpeed, whose engine saves its state itself. Use "
-                    f"{kind.__name__}, and `shardproof convert` for what it writes"
-                )
-            if self.args.push_to_hub and self.args.hub_strategy != "end":
-                raise ValueError(
-                    f"hub_strategy={str(self.args.hub_strategy.value)!r} pushes each checkpoint before it is "
-                    'committed. Use hub_strategy="end"'
-                )
-            self.shardproof_saves = FolderSaves(background=background)
-
-        def train(self, resume_from_checkpoint: Any = None, *args: Any, **options: Any) -> Any:
-            """Trains, and returns after the commit of the last save.
-
-            Args:
-                resume_from_checkpoint: a folder, or True for the newest committed one. All ranks use the
-                    folder of rank 0.
-                args: arguments of `Trainer.train`.
-                options: options of `Trainer.train`.
-
-            Raises:
-                ValueError: `resume_from_checkpoint` is True, and no checkpoint is committed.
-                NotCommittedError: the save of this checkpoint did not finish.
-            """
-            run, wanted = self.args.output_dir, resume_from_checkpoint
-            found = self.shardproof_saves.choose(
-                run, lambda: last_checkpoint(run) if wanted is True else wanted or None
-            )
-            if wanted is True and found is None:
-                raise ValueError(
-                    f"{run} has no committed checkpoint. Leave resume_from_checkpoint out, or set it to "
-                    "last_checkpoint(output_dir), which may be None"
-                )
-            try:
-                return super().train(found, *args, **options)
-            finally:
-                self.shardproof_saves.wait()
-
-        def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-            """Writes weights for `from_pretrained`; within a checkpoint only their configuration.
-
-            Args:
-                output_dir: the folder; None for `output_dir` of the arguments.
-            """
-            if not _internal_call:
-                self.shardproof_saves.wait_for_end()
-                super().save_model(output_dir, _internal_call)
-            elif self.args.should_save:
-                os.makedirs(output_dir or self.args.output_dir, exist_ok=True)
-                for item in [*_configurations(self.model), self.processing_class]:
-                    if item is not None:
-                        item.save_pretrained(output_dir)
-
-        def _save_checkpoint(self, model: Any, trial: Any) -> None:
-            self.shardproof_saves.wait_for_end()
-            limit, self.args.save_total_limit = self.args.save_total_limit, None
-            try:  # older checkpoints are removed after the commit; the Trainer would remove them before it
-                super()._save_checkpoint(model, trial)
-            finally:
-                self.args.save_total_limit = limit
-            run, step = self._get_output_dir(trial), self.state.global_step
-            state = {"model": _weights(self.model)}
-            if not self.args.save_only_model:
-                state |= self._optimizer_tree() | self._scaler_tree() | {"rng": sp.RandomState()}
-            rotate = partial(_rotate, run, limit, step, self.state.best_model_checkpoint)
-            self.shardproof_saves.save(
-                os.path.join(run, f"{PREFIX_CHECKPOINT_DIR}-{step}", FOLDER),
-                state,
-                step=step,
-                then=rotate if limit and self.is_world_process_zero() else None,
-            )
-
-        def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-            """Nothing: `_save_checkpoint` saves them."""
-
-        def _save_scaler(self, output_dir: str) -> None:
-            """Nothing: `_save_checkpoint` saves it."""
-
-        def _save_rng_state(self, output_dir: str) -> None:
-            """Nothing: `_save_checkpoint` saves it."""
-
-        def _finalize_training(self, *args: Any, **options: Any) -> Any:
-            self.shardproof_saves.wait()  # before the Trainer removes folders and loads the best model
-            return super()._finalize_training(*args, **options)
-
-        def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-            if self._reads_ours(resume_from_checkpoint):
-                self._load_tree(resume_from_checkpoint, {"model": _weights(self.model)})
-            else:
-                super()._load_from_checkpoint(resume_from_checkpoint, model)
-
-        def _load_best_model(self) -> None:
-            best = self.state.best_model_checkpoint
-            if self._reads_ours(best):
-                self._load_tree(best, {"model": _weights(self.model)})
-            else:
-                super()._load_best_model()
-
-        def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-            if checkpoint is None or not self._reads_ours(checkpoint):
-                super()._load_optimizer_and_scheduler(checkpoint)
-            elif self._stores(checkpoint, "rng"):
-                self._load_tree(checkpoint, self._optimizer_tree())
-
-        def _load_scaler(self, checkpoint: str | None) -> None:
-            if checkpoint is None or not self._reads_ours(checkpoint):
-                super()._load_scaler(checkpoint)
-            elif self._stores(checkpoint, "scaler"):
-                self._load_tree(checkpoint, self._scaler_tree())
-
-        def _load_rng_state(self, checkpoint: str | None) -> None:
-            if checkpoint is None or not self._reads_ours(checkpoint):
-                super()._load_rng_state(checkpoint)
-            elif self._stores(checkpoint, "rng"):
-                self._load_tree(checkpoint, {"rng": sp.RandomState()})
-
-        def _reads_ours(self, checkpoint: str) -> bool:
-            return self.shardproof_saves.agree(checkpoint, lambda: _is_ours(checkpoint))
-
-        def _stores(self, checkpoint: str, key: str) -> bool:
-            return self.shardproof_saves.agree(checkpoint, lambda: _has(checkpoint, key))
-
-        def _load_tree(self, checkpoint: str, state: dict[str, Any]) -> None:
-            if state:
-                self.shardproof_saves.load(os.path.join(checkpoint, FOLDER), state, include=list(state))
-
-        def _optimizer_tree(self) -> dict[str, Any]:
-            optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)  # inside of Accelerate's
-            return {"optimizer": sp.OptimizerState(optimizer, self.model), "scheduler": self.lr_scheduler}
-
-        def _scaler_tree(self) -> dict[str, Any]:
-            scaler = getattr(self.accelerator, "scaler", None)
-            return {} if scaler is None else {"scaler": scaler}
-
-    ShardproofTrainer.__name__ = ShardproofTrainer.__qualname__ = kind.__name__
-    return ShardproofTrainer
+    return type(kind.__name__, (_TrainerMethods, kind), {"shardproof_background": background})
 
 
 def last_checkpoint(folder: str | os.PathLike[str]) -> str | None:
@@ -223,11 +240,6 @@ def _is_usable(checkpoint: str) -> bool:
         return False
     names = os.listdir(checkpoint)  # a save of ours that was killed before its first file has none of these
     return any(name.endswith((".safetensors", ".bin", ".pth", ".pt")) for name in names)
-
-
-def _has(checkpoint: str, key: str) -> bool:
-    with sp.open(os.path.join(checkpoint, FOLDER)) as stored:
-        return any(f"{name}.".startswith(f"{key}.") for name in stored)
 
 
 def _weights(model: Any) -> Any:
@@ -265,12 +277,6 @@ def _weights(model: Any) -> Any:
 def _address(value: Any) -> int:
     """The address of the memory that a tensor is part of; of a DTensor, that of this rank's part."""
     return local_tensor(value).untyped_storage().data_ptr()
-
-
-def _configurations(model: Any) -> list[Any]:
-    if hasattr(model, "peft_config"):
-        return list(model.peft_config.values())
-    return [getattr(model, "config", None), getattr(model, "generation_config", None)]
 
 
 def _rotate(run: str, limit: int, step: int, best: str | None) -> None:

@@ -26,7 +26,7 @@ READERS: Mapping[str, str] = {
     "deepspeed": "deepspeed.deepspeed_reader:DeepSpeedReader",
     "torch_checkpointing": "torch.torch_checkpointing:TorchCheckpointingReader",
     "verl": "verl:VerlReader",
-    "torchsnapshot": "torchsnapshot.torchsnapshot:TorchSnapshotReader",
+    "torchsnapshot": "torchsnapshot:TorchSnapshotReader",
     "dcp": "dcp.dcp_reader:DcpReader",
     "dcp_raw": "dcp.dcp_reader:DcpRawReader",
     "bytecheckpoint": "bytecheckpoint:ByteCheckpointReader",
@@ -34,10 +34,10 @@ READERS: Mapping[str, str] = {
     "torch": "torch.torch_save:TorchSaveReader",
     "megatron_legacy": "megatron.megatron_legacy:MegatronLegacyReader",
     "megatron_legacy_merged": "megatron.megatron_legacy:MegatronLegacyMergedReader",
-    "accelerate": "huggingface.accelerate_reader:AccelerateReader",
-    "hf_trainer": "huggingface.accelerate_reader:TrainerReader",
+    "accelerate": "huggingface:AccelerateReader",
+    "hf_trainer": "huggingface:TrainerReader",
     "safetensors": "safetensors.safetensors_files:SafetensorsReader",
-    "hf_bin": "huggingface.hf_bin:HfBinReader",
+    "hf_bin": "huggingface:HfBinReader",
 }
 """Name of each format to the module and class of its reader, in the order in which readers are tried."""
 

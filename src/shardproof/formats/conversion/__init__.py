@@ -7,9 +7,8 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.reduction import ForkingPickler
 from operator import index
-from typing import get_args
 
-from shardproof._utils.arguments import check_boolean, check_mapping, check_texts, check_whole, wrong_type
+from shardproof._utils.arguments import check_mapping, check_texts, check_whole, wrong_type
 from shardproof.engine.rendezvous import Rendezvous
 from shardproof.engine.storage import StrOrBytesPath, is_url
 from shardproof.formats.conversion.conversion_protocol import ConversionReport, Where, carry_out
@@ -33,7 +32,7 @@ __all__ = [
     "convert",
 ]
 
-_REGISTER_TAKES = "a module, a full name or a list of them"
+_PATTERNS = "a pattern, a list of patterns or None"
 
 
 def convert(
@@ -118,74 +117,50 @@ def convert(
         8
     """
     refuse_inside("convert")
-    for name, path in (("source", source), ("destination", destination)):
-        if not isinstance(path, (str, bytes, os.PathLike)):
-            raise wrong_type(name, path, "a path or a URL")
-    for name, patterns in (("include", include), ("exclude", exclude)):
-        check_texts(name, patterns, "a pattern, a list of patterns or None")
     check_mapping("rename", rename, "a dict of key to key, or None", texts=True)
-    if not (key_map is None or isinstance(key_map, str) or callable(key_map)):
-        raise wrong_type("key_map", key_map, "a name, the path of a TOML file as a text, a function or None")
     check_whole("max_file_bytes", max_file_bytes, "of bytes")
     check_whole("memory_bytes", memory_bytes, "of bytes", optional=False)
     check_whole("workers", workers, "of processes", optional=False)
-    check_texts("register", register, _REGISTER_TAKES)
-    if register is None:
-        raise wrong_type("register", register, _REGISTER_TAKES)
-    check_boolean("trust_pickle", trust_pickle)
-    check_boolean("dry_run", dry_run)
-    if not (on_progress is None or callable(on_progress)):
-        raise wrong_type("on_progress", on_progress, "a function of two numbers, or None")
-    if on not in get_args(Where):
-        raise ValueError(f"on is 'processes' or 'ray', not {on!r}")
-    if not (like is None or isinstance(like, (str, os.PathLike))):
-        raise wrong_type("like", like, "the path of a folder, or None")
-    if like is not None and to != "hf":
-        raise ValueError(f"like (--like) goes with the format hf, not with {to}")
-    if max_file_bytes is not None and max_file_bytes < 1:
-        raise ValueError(f"max_file_bytes (--max-file-size) is at least 1 or None, not {max_file_bytes}")
-    if workers < 1:
-        raise ValueError(f"workers is at least 1, not {workers}")
-    if callable(key_map) and workers > 1 and on == "processes":
-        _check_picklable(key_map)
+    destination = _path("destination", destination)
     request = ConversionRequest(
-        os.fsdecode(source),
-        os.fsdecode(destination),
+        _path("source", source),
+        destination,
         to,
         format=format,
         dtype=dtype,
-        include=_listed(include),
-        exclude=_listed(exclude),
+        include=None if include is None else _texts("include", include, _PATTERNS),
+        exclude=None if exclude is None else _texts("exclude", exclude, _PATTERNS),
         rename=dict(rename or {}),
         key_map=key_map,
         max_file_bytes=None if max_file_bytes is None else index(max_file_bytes),
         memory_bytes=index(memory_bytes),
         workers=index(workers),
         trust_pickle=trust_pickle,
-        register=[register] if isinstance(register, str) else list(register),
-        like="" if like is None else os.fsdecode(like),
-        temporary=tempfile.gettempdir() if is_url(os.fsdecode(destination)) else "",
+        register=_texts("register", register, "a module, a full name or a list of them"),
+        like="" if like is None else _path("like", like, "the path of a folder, or None"),
+        temporary=tempfile.gettempdir() if is_url(destination) else "",
     )
+    if callable(key_map) and request.workers > 1 and on == "processes":
+        try:
+            ForkingPickler.dumps(key_map)
+        except Exception as error:
+            raise ValueError(
+                f"key_map cannot be sent to worker processes ({error}): define it in a module, or give "
+                "workers=1"
+            ) from error
     return carry_out(
-        request,
-        on=on,
-        dry_run=dry_run,
-        on_progress=on_progress,
-        rendezvous=rendezvous,
-        deadline=deadline,
+        request, on=on, dry_run=dry_run, on_progress=on_progress, rendezvous=rendezvous, deadline=deadline
     )
 
 
-def _check_picklable(key_map: KeyMapFunction) -> None:
-    try:
-        ForkingPickler.dumps(key_map)
-    except Exception as error:
-        raise ValueError(
-            f"key_map cannot be sent to worker processes ({error}): define it in a module, or give workers=1"
-        ) from error
+def _path(name: str, value: StrOrBytesPath, takes: str = "a path or a URL") -> str:
+    if not isinstance(value, (str, bytes, os.PathLike)):
+        raise wrong_type(name, value, takes)
+    return os.fsdecode(value)
 
 
-def _listed(patterns: str | Sequence[str] | None) -> list[str] | None:
-    if patterns is None:
-        return None
-    return [patterns] if isinstance(patterns, str) else list(patterns)
+def _texts(name: str, value: str | Sequence[str], takes: str) -> list[str]:
+    check_texts(name, value, takes)
+    if value is None:
+        raise wrong_type(name, value, takes)
+    return [value] if isinstance(value, str) else list(value)

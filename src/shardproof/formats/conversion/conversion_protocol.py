@@ -12,14 +12,18 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatch
 from functools import partial
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, get_args
 
 import msgspec
 
+from shardproof._utils.arguments import check_boolean, wrong_type
 from shardproof.engine import events
 from shardproof.engine.loading import ForeignCheckpoint
 from shardproof.engine.rendezvous import MeetingSequence, Rendezvous, connected
+from shardproof.engine.storage import Storage, storage_error
 from shardproof.errors import StructureError
 from shardproof.formats.conversion.executors import (
     Executor,
@@ -28,7 +32,7 @@ from shardproof.formats.conversion.executors import (
     RayExecutor,
     Task,
 )
-from shardproof.formats.conversion.model_files import NOTE, copy_model_files, model_files
+from shardproof.formats.conversion.key_maps import CONFIG
 from shardproof.formats.conversion.request import ConversionRequest
 from shardproof.formats.conversion.work import ConversionWork
 
@@ -84,6 +88,11 @@ def carry_out(
         rendezvous: where the ranks meet; found by itself when None.
         deadline: seconds that a rank may be silent; see `shardproof.load`.
     """
+    check_boolean("dry_run", dry_run)
+    if not (on_progress is None or callable(on_progress)):
+        raise wrong_type("on_progress", on_progress, "a function of two numbers, or None")
+    if on not in get_args(Where):
+        raise ValueError(f"on is 'processes' or 'ray', not {on!r}")
     begun = time.monotonic()
     operation = f"convert {request.source} to {request.destination}"
     with connected(rendezvous, deadline) as ranks, ranks.operation(operation):
@@ -229,7 +238,7 @@ class _Conversion:
         """What was converted."""
         plan, checkpoint = self._work.plan, self._work.checkpoint
         read_notes = checkpoint.reader.notes if isinstance(checkpoint, ForeignCheckpoint) else []
-        own_notes = [NOTE] if self._request.to == "hf" and not self._request.like else []
+        own_notes = [_MODEL_NOTE] if self._request.to == "hf" and not self._request.like else []
         return ConversionReport(
             checkpoint.location,
             self._work.folder.destination.location,
@@ -266,3 +275,58 @@ class _Conversion:
         self._ranks.progress(min(self._done, self._total), self._total)
         if self._on_progress is not None:
             self._on_progress(min(self._done, self._total), self._total)
+
+
+_MODEL_FILES = (
+    CONFIG,
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "chat_template*",
+    "*processor_config.json",
+)
+_MODEL_NOTE = (
+    f"from_pretrained also reads {CONFIG} and the files of the tokenizer, which no conversion writes. "
+    "--like FOLDER (like= in Python) copies them from the folder of a model"
+)
+
+
+def model_files(folder: str) -> list[Path]:
+    """The files of a model's folder that are no weights and no program.
+
+    Args:
+        folder: the local folder of a model that `from_pretrained` loads.
+
+    Raises:
+        StructureError: it is no folder, or has no configuration.
+    """
+    path = Path(folder)
+    if not (path / CONFIG).is_file():
+        raise StructureError(
+            f"like: {folder} has no {CONFIG}: name the local folder of a model that from_pretrained loads"
+        )
+    return sorted(
+        file
+        for file in path.iterdir()
+        if file.is_file() and any(fnmatch(file.name, pattern) for pattern in _MODEL_FILES)
+    )
+
+
+def copy_model_files(folder: str, target: Storage) -> None:
+    """Copies `model_files` to the folder of a new checkpoint, durably.
+
+    Raises:
+        StructureError: as `model_files`.
+        StorageError: a file cannot be read or written.
+    """
+    for file in model_files(folder):
+        try:
+            content = file.read_bytes()
+        except OSError as error:
+            raise storage_error(error, "read", file) from error
+        target.publish(file.name, content, replace=True)

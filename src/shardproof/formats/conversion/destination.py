@@ -232,6 +232,14 @@ class BucketDestination(NewCheckpoint):
         Raises:
             StorageError: an object has other bytes than its file, or a storage failed.
         """
+
+        def compare(piece: tuple[str, int, int]) -> int:
+            name, start, stop = piece
+            target, there = self._object(name)
+            if target.read(there, start, stop) != files.read(name, start, stop):
+                raise self._differs(name, f"other bytes between {start} and {stop}")
+            return stop - start
+
         with ThreadPoolExecutor(_REQUESTS, "shardproof-upload") as pool:
             if len(names) == 1:
                 sizes = [self._send(files, names[0], on_bytes)]
@@ -245,7 +253,7 @@ class BucketDestination(NewCheckpoint):
                 for name, size in zip(names, sizes, strict=True)
                 for start in range(0, size, _PIECE_BYTES)
             ]
-            for count in pool.map(lambda piece: self._compare(files, *piece), pieces):
+            for count in pool.map(compare, pieces):
                 on_bytes(count)
 
     def _send(self, files: LocalStorage, name: str, on_bytes: Callable[[int], None]) -> int:
@@ -265,13 +273,6 @@ class BucketDestination(NewCheckpoint):
         if (found := target.size(there)) != size:
             raise self._differs(name, f"{found} bytes, expected {size}")
         return size
-
-    def _compare(self, files: LocalStorage, name: str, start: int, stop: int) -> int:
-        """Compares a range of an object with its file. Returns the size of the range."""
-        target, there = self._object(name)
-        if target.read(there, start, stop) != files.read(name, start, stop):
-            raise self._differs(name, f"other bytes between {start} and {stop}")
-        return stop - start
 
     def _object(self, name: str) -> tuple[ObjectStorage, str]:
         """The storage and name of the object of a file."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -65,7 +65,10 @@ def plan_conversion(checkpoint: Checkpoint, request: ConversionRequest) -> Conve
     selected = selects(request.include, request.exclude)
     if (request.include or request.exclude) and not any(map(selected, checkpoint)):
         raise StructureError(f"include and exclude leave no key of {checkpoint.location}: nothing to convert")
-    inside = _inside_values(checkpoint, selected)
+    inside: set[str] = set()  # tensors that are parts of plain values, which contain them
+    if isinstance(checkpoint, NativeCheckpoint):
+        values = [value for key, value in checkpoint.objects.items() if selected(key)]
+        inside = {key for key, _ in references(values)}
     aliases = {key: other for key, other in checkpoint.aliases.items() if selected(key) and key not in inside}
     tensors = {
         item.key: MappedTensor(item.dtype, item.shape, [_whole(item.key, item.shape)])
@@ -88,7 +91,9 @@ def plan_conversion(checkpoint: Checkpoint, request: ConversionRequest) -> Conve
         tensors, aliases, unmapped = _mapped(checkpoint, request, tensors, aliases)
         objects = {}
     new_name = rename_keys([*tensors, *aliases, *objects], request.rename, stored_first=True).__getitem__
-    paths = _paths(checkpoint, [*tensors, *aliases, *objects], new_name)
+    recorded = checkpoint.paths
+    renamed = {new_name(key): recorded[key] for key in [*tensors, *aliases, *objects] if key in recorded}
+    paths = {key: path for key, old in renamed.items() if (path := renamed_path(old, key)) is not None}
     cast = _caster(request.dtype)
     tensors = {new_name(key): MappedTensor(cast(t.dtype), t.shape, t.moves) for key, t in tensors.items()}
     contents = Contents(
@@ -104,7 +109,7 @@ def plan_conversion(checkpoint: Checkpoint, request: ConversionRequest) -> Conve
     writer = new_writer(contents, options)
     units = [(unit.name, unit.boxes) for unit in writer.units]
     without_map = replace(
-        request, key_map=None, workers=0, memory_bytes=0, source="", register=(), temporary=""
+        request, key_map=None, workers=1, memory_bytes=0, source="", register=(), temporary=""
     )
     described: list[Any] = [checkpoint.attempt, asdict(without_map), key_map_label(request.key_map), units]
     if request.key_map is not None:
@@ -112,16 +117,6 @@ def plan_conversion(checkpoint: Checkpoint, request: ConversionRequest) -> Conve
     digest = hashlib.sha256(json.dumps(described, default=list).encode()).hexdigest()[:32]
     left_out = (*(key for key in checkpoint if not selected(key) and not is_paths_key(key)), *unmapped)
     return ConversionPlan(tensors, writer, len(objects), digest, left_out)
-
-
-def _paths(
-    checkpoint: Checkpoint, keys: Iterable[str], new_name: Callable[[str], str]
-) -> dict[str, tuple[str | int, ...]]:
-    """The recorded paths of the keys to write, under their new names."""
-    recorded = checkpoint.paths
-    named = {new_name(key): recorded[key] for key in keys if key in recorded}
-    found = {key: renamed_path(path, key) for key, path in named.items()}
-    return {key: path for key, path in found.items() if path is not None}
 
 
 def _with_state_dicts(
@@ -151,7 +146,12 @@ def _mapped(
     assert request.key_map is not None
     stored = {key: (tensor.dtype, tensor.shape) for key, tensor in tensors.items()}
     stored |= {key: stored[other] for key, other in aliases.items()}
-    result = apply_key_map(request.key_map, stored, _plain_values_and_config(checkpoint, request.source))
+    storage = foreign_of(request.source).storage
+    values = LazyMapping(
+        [*checkpoint.objects, *([CONFIG] if storage.size(CONFIG) is not None else [])],
+        lambda key: checkpoint[key] if key in checkpoint.objects else read_json(storage, CONFIG)[1],
+    )
+    result = apply_key_map(request.key_map, stored, values)
     holder = {key: move.key for key, tensor in tensors.items() for move in tensor.moves if move.key}
     holder |= {key: holder[other] for key, other in aliases.items()}
     written: dict[str, MappedTensor] = {}
@@ -192,14 +192,6 @@ def _whole(key: str, shape: tuple[int, ...]) -> Move:
     return Move(start, shape, key, start, shape)
 
 
-def _inside_values(checkpoint: Checkpoint, selected: Callable[[str], bool]) -> set[str]:
-    """Keys of tensors that are parts of plain values. The plain values contain them."""
-    if not isinstance(checkpoint, NativeCheckpoint):
-        return set()
-    values = [value for key, value in checkpoint.objects.items() if selected(key)]
-    return {key for key, _ in references(values)}
-
-
 def _plain_values(checkpoint: Checkpoint, selected: Callable[[str], bool]) -> dict[str, Any]:
     values, refused = {}, []
     for key in checkpoint.objects:
@@ -218,15 +210,6 @@ def _plain_values(checkpoint: Checkpoint, selected: Callable[[str], bool]) -> di
             keys=[key for key, _ in refused],
         )
     return values
-
-
-def _plain_values_and_config(checkpoint: Checkpoint, path: str) -> Mapping[str, Any]:
-    """The plain values of a checkpoint, and its ``config.json``."""
-    storage = foreign_of(path).storage
-    keys = [*checkpoint.objects, *([CONFIG] if storage.size(CONFIG) is not None else [])]
-    return LazyMapping(
-        keys, lambda key: checkpoint[key] if key in checkpoint.objects else read_json(storage, CONFIG)[1]
-    )
 
 
 def _caster(dtype: str | None) -> Callable[[str], str]:

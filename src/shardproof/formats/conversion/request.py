@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from shardproof._utils.arguments import check_boolean, wrong_type
+
 
 @dataclass(frozen=True, slots=True)
 class Move:
@@ -86,3 +88,18 @@ class ConversionRequest:
     """Folder of a model whose configuration and tokenizer are copied (format "hf"); empty for none."""
     temporary: str = ""
     """Folder for the work folder of a destination in an object store. Equal in all processes."""
+
+    def __post_init__(self) -> None:
+        if not (self.key_map is None or isinstance(self.key_map, str) or callable(self.key_map)):
+            raise wrong_type(
+                "key_map", self.key_map, "a name, the path of a TOML file as a text, a function or None"
+            )
+        check_boolean("trust_pickle", self.trust_pickle)
+        if self.like and self.to != "hf":
+            raise ValueError(f"like (--like) goes with the format hf, not with {self.to}")
+        if self.max_file_bytes is not None and self.max_file_bytes < 1:
+            raise ValueError(
+                f"max_file_bytes (--max-file-size) is at least 1 or None, not {self.max_file_bytes}"
+            )
+        if self.workers < 1:
+            raise ValueError(f"workers is at least 1, not {self.workers}")

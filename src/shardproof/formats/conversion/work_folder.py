@@ -21,7 +21,7 @@ import shutil
 import socket
 import stat
 import tempfile
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -29,13 +29,23 @@ import msgspec
 from shardproof.engine.storage import LocalStorage, make_folders, storage_error
 from shardproof.errors import FormatError, StorageError, StructureError
 from shardproof.formats.conversion.destination import FILES, BucketDestination, destination_at
-from shardproof.formats.conversion.mapped_source import HashedBox
 
 _PLAN, _UNITS, _LOCK = "plan", "units", "lock"
 _SPARE_BYTES = 64 << 20
 """Bytes of metadata that a conversion may write in addition to the tensors."""
 _SMALL_BYTES, _GROUP_FILES = 8 << 20, 64
 """Files of at most this size are uploaded in groups of this many: requests take most of their time."""
+
+
+@dataclass(frozen=True, slots=True)
+class HashedBox:
+    """A box that was given to a writer, and the digest of its bytes."""
+
+    key: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    digest: str
+    """xxh3_128 of the dense bytes, 32 hexadecimal digits."""
 
 
 class UnitRecord(msgspec.Struct, frozen=True):
@@ -130,7 +140,12 @@ class WorkFolder:
                 self.path.mkdir(0o700)
                 return True
             except FileExistsError:
-                found, new = self.path.lstat(), _new_private(self.path.parent)
+                found = self.path.lstat()
+                probe = tempfile.mkdtemp(prefix=".shardproof-", dir=self.path.parent)
+                try:  # owner and mode of a private folder that this process makes
+                    new = os.lstat(probe)
+                finally:
+                    os.rmdir(probe)
         except OSError as error:
             failure = storage_error(error, "make the work folder", self.path)
             advice = self.destination.work_advice
@@ -215,12 +230,3 @@ class WorkFolder:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
-
-
-def _new_private(folder: Path) -> os.stat_result:
-    """Owner and mode of a private folder that this process makes in a folder, and removes."""
-    probe = tempfile.mkdtemp(prefix=".shardproof-", dir=folder)
-    try:
-        return os.lstat(probe)
-    finally:
-        os.rmdir(probe)

@@ -18,8 +18,11 @@ import xxhash
 from shardproof.engine.foreign import Foreign, FormatReader, StoredBox, StoredView, TensorDescription
 from shardproof.engine.format import decode_strictly
 from shardproof.errors import NotCommittedError
-from shardproof.formats.safetensors.safetensors_files import NO_CHECKSUMS
-from shardproof.formats.safetensors.safetensors_header import SafetensorsHeader, read_safetensors_header
+from shardproof.formats.safetensors.safetensors_files import (
+    NO_CHECKSUMS,
+    SafetensorsHeader,
+    read_safetensors_header,
+)
 
 _NAME = re.compile(r"shard-(\d{5,})-model-(\d{5,})-of-(\d{5,})\.safetensors")
 _OFFSETS = "DCP_SHARDING_INFO"

@@ -11,7 +11,8 @@ readers use their defaults.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any, ClassVar
 
 from shardproof._utils.humanize import listed
@@ -20,7 +21,7 @@ from shardproof.engine.foreign import state_paths
 from shardproof.engine.geometry import Boxes, cut
 from shardproof.engine.storage import Storage
 from shardproof.formats.pickles.pickle_writer import Named, PickledCall, write_pickle
-from shardproof.formats.torch.torch_archive import ArchiveTensor, TorchArchive, archive_of
+from shardproof.formats.torch.torch_writer import ArchiveTensor, TorchArchive, archive_of
 from shardproof.formats.writer import (
     BoxSource,
     Contents,
@@ -76,7 +77,12 @@ class DcpWriter(FormatWriter):
         if self._objects and not files:
             files.append([])
         self._files = {f"__{number}_0.distcp": chunks for number, chunks in enumerate(files)}
-        self.units = [self._unit(name, chunks) for name, chunks in self._files.items()]
+        itemsize = {key: DTYPES[dtype].itemsize for key, (dtype, _) in contents.tensors.items()}
+        self.units = []
+        for name, chunks in self._files.items():
+            boxes = [chunk for chunk in chunks if 0 not in chunk[2]]
+            nbytes = sum(math.prod(sizes) * itemsize[key] for key, _, sizes in boxes)
+            self.units.append(Unit(name, boxes, nbytes))
         self.notes: list[str] = notes_of(self.name, contents, keeps_step=self._keeps_step)
         if contents.aliases:
             self.notes.append(
@@ -88,8 +94,17 @@ class DcpWriter(FormatWriter):
     def write(self, unit: Unit, source: BoxSource, target: Storage) -> dict[str, Any]:
         """Writes a ``.distcp`` file; see `FormatWriter.write`. It returns where each entry lies."""
         entries = []
+        objects = self._objects.values() if unit.name == self.units[0].name else ()
+        tensors = (
+            TorchArchive(
+                ArchiveTensor.box(
+                    source, key, self._contents.tensors[key][0], offsets, sizes, self._piece_bytes
+                )
+            )
+            for key, offsets, sizes in self._files[unit.name]
+        )
         with new_file(target, unit.name) as file:
-            for archive in self._archives(unit.name, source):
+            for archive in chain(objects, tensors):
                 start = file.size
                 archive.write(file)
                 entries.append([start, file.size - start])
@@ -129,19 +144,6 @@ class DcpWriter(FormatWriter):
         tensors = [*self._contents.tensors, *self._contents.aliases]
         return state_paths(tensors, self._objects, self._contents.paths)
 
-    def _unit(self, name: str, chunks: Iterable[_Chunk]) -> Unit:
-        boxes = [chunk for chunk in chunks if 0 not in chunk[2]]
-        itemsize = {key: DTYPES[dtype].itemsize for key, (dtype, _) in self._contents.tensors.items()}
-        return Unit(name, boxes, sum(math.prod(sizes) * itemsize[key] for key, _, sizes in boxes))
-
-    def _archives(self, name: str, source: BoxSource) -> Iterator[TorchArchive]:
-        """The archives of a file's entries, in the order of the file."""
-        if name == self.units[0].name:
-            yield from self._objects.values()
-        for key, offsets, sizes in self._files[name]:
-            dtype = self._contents.tensors[key][0]
-            yield TorchArchive(ArchiveTensor.box(source, key, dtype, offsets, sizes, self._piece_bytes))
-
 
 class FsdpDTensorWriter(DcpWriter):
     """Writes the ``fsdp_dtensor`` format of Megatron-FSDP: a DCP checkpoint with the keys as given.
@@ -164,7 +166,11 @@ def _files(tensors: Mapping[str, tuple[str, tuple[int, ...]]], most_bytes: int) 
     used = 0
     for key, (dtype, shape) in tensors.items():
         itemsize = DTYPES[dtype].itemsize
-        for offsets, sizes in _chunks(shape, max(most_chunk // itemsize, 1)):
+        most = max(most_chunk // itemsize, 1)
+        parts = Boxes.whole(shape)
+        if math.prod(shape) > most:
+            parts, _ = cut(parts, most)
+        for offsets, sizes in map(parts.pair, range(len(parts))):
             nbytes = math.prod(sizes) * itemsize
             fair = left / max(count - len(files) + 1, 1)  # if the open file and all later ones were equal
             if not files or used + nbytes > most_bytes or used + nbytes / 2 > fair:
@@ -174,16 +180,6 @@ def _files(tensors: Mapping[str, tuple[str, tuple[int, ...]]], most_bytes: int) 
             files[-1].append((key, offsets, sizes))
             used += nbytes
     return files
-
-
-def _chunks(shape: tuple[int, ...], most: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Offsets and sizes of the chunks of a tensor, of at most `most` elements. An empty tensor has one."""
-    if math.prod(shape) <= most:
-        yield (0,) * len(shape), shape
-        return
-    parts, _ = cut(Boxes.whole(shape), most)
-    for row in range(len(parts)):
-        yield parts.pair(row)
 
 
 class _Metadata:

@@ -103,7 +103,12 @@ class DeepSpeedReader(DeepSpeedStates):
         if ranks:
             self.add_buffers(states)
             self.add_shared(first, states)
-            names = _names_of_groups(pieces, len(ranks[0].weights))
+            names: list[dict[str, None]] = [
+                {} for _ in ranks[0].weights
+            ]  # of the parameters in each flat tensor
+            for name, parts in pieces.items():
+                for part in parts:
+                    names[part.group][name] = None
             base = ranks[0].state.get(ranks[0].path[-1])
             groups = base.get("param_groups") if isinstance(base, dict) else None
             self.add_optimizer_values(ranks[0].name, (_STATE,), ranks[0].state)
@@ -252,15 +257,6 @@ class DeepSpeedReader(DeepSpeedStates):
                 else:
                     states = [(rank.name, [moments.get(key) for moments in rank.moments]) for rank in ranks]
                     self.add_flat(where, shapes[name], found, states)
-
-
-def _names_of_groups(pieces: Mapping[str, Sequence[PartitionPart]], count: int) -> list[dict[str, None]]:
-    """Names of the parameters in each flat tensor, in order."""
-    names: list[dict[str, None]] = [{} for _ in range(count)]
-    for name, found in pieces.items():
-        for piece in found:
-            names[piece.group][name] = None
-    return names
 
 
 def _slices(mapping: Mapping[str, Any]) -> dict[str, tuple[int, int]]:

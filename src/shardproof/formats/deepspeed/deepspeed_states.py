@@ -299,7 +299,9 @@ class DeepSpeedStates(TorchFilesReader):
         named = []
         for group in groups if isinstance(groups, list) else ():
             numbers = group.get("params") if isinstance(group, dict) else None
-            if isinstance(numbers, list) and all(_is_row(number, names) for number in numbers):
+            if isinstance(numbers, list) and all(
+                type(number) is int and 0 <= number < len(names) for number in numbers
+            ):
                 group = {**group, "params": [key for number in numbers for key in names[number]]}
             named.append(group)
         if named:
@@ -314,10 +316,6 @@ def _plain(value: Any) -> Any:
         if value.name.rpartition(".")[2] in _SCALERS and isinstance(value.state, dict):
             return value.state
     return value
-
-
-def _is_row(number: Any, rows: Sequence[Any]) -> bool:
-    return type(number) is int and 0 <= number < len(rows)
 
 
 def _count(value: Any) -> int | None:

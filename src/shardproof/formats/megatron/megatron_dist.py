@@ -38,7 +38,7 @@ from shardproof.formats.dcp.dcp_reader import DcpReader, inner_name
 from shardproof.formats.json_files import read_json
 from shardproof.formats.megatron.megatron_run import BACKEND_FILE, latest_iteration, sharded_backend
 from shardproof.formats.megatron.megatron_zeros import rules_of_megatron
-from shardproof.formats.torch.file_window import FileWindow
+from shardproof.formats.torch.archive_bytes import FileWindow
 from shardproof.formats.torch.torch_file import TorchFile, with_tensors
 
 _DCP_METADATA = ".metadata"
@@ -85,15 +85,27 @@ class MegatronDistReader(DcpReader):
         plans = state.get("all_local_plans")
         if isinstance(plans, list):
             self.world_size = len(plans)
-        self._common = self._open_common()
+        self._common: TorchFile | ShardproofError
         """The file of the common state, or the error of reading it."""
-        self._objects = dict.fromkeys([*self._common_keys(), *self.entries])
+        common: Any = None
+        entry = self.entries.pop(_COMMON_ENTRY, None)
+        try:
+            self._common = TorchFile(self.storage, _COMMON_FILE) if entry is None else self.open_entry(entry)
+        except ShardproofError as error:  # tensors can be read without the common state
+            self._common = error
+        else:
+            common = _unwrapped(self._common.value)
+        keys = [_COMMON]
+        if isinstance(common, dict) and opaque_names(common):
+            keys = [f"{_COMMON}.{name}" for name in common if isinstance(name, str)]
+        self._objects = dict.fromkeys([*keys, *self.entries])
         for name in self.storage.list():
             key = name.removesuffix(".pt")
             if key != name and _SHARD.fullmatch(key):
                 self._objects.setdefault(key, name)
         if self.step is None:
-            self.step = self._iteration()
+            found = common.get("iteration") if isinstance(common, dict) else None
+            self.step = found if type(found) is int else None
         for key, tensor in self.tensors.items():
             if (shape := self._true_shape(key, state)) is not None:
                 self.tensors[key] = self._of_fragments(key, tensor, shape)
@@ -101,11 +113,6 @@ class MegatronDistReader(DcpReader):
                 self.tensors[key] = replace(tensor, notes=(_BUCKETS,))
         if any(tensor.notes for tensor in self.tensors.values()):
             self.notes.append(_BUCKETS)
-
-    def _iteration(self) -> int | None:
-        value = None if isinstance(self._common, ShardproofError) else _unwrapped(self._common.value)
-        found = value.get("iteration") if isinstance(value, dict) else None
-        return found if type(found) is int else None
 
     def object_keys(self) -> Iterable[str]:
         """``common`` or its items, and ``<key>/shard_<offset>_<shape>`` for the objects of ranks."""
@@ -145,21 +152,6 @@ class MegatronDistReader(DcpReader):
         if isinstance(self._common, ShardproofError):
             raise self._common
         return self._common
-
-    def _open_common(self) -> TorchFile | ShardproofError:
-        entry = self.entries.pop(_COMMON_ENTRY, None)
-        try:
-            return TorchFile(self.storage, _COMMON_FILE) if entry is None else self.open_entry(entry)
-        except ShardproofError as error:  # tensors can be read without the common state
-            return error
-
-    def _common_keys(self) -> list[str]:
-        if isinstance(self._common, ShardproofError):
-            return [_COMMON]
-        value = _unwrapped(self._common.value)
-        if not isinstance(value, dict) or not opaque_names(value):
-            return [_COMMON]
-        return [f"{_COMMON}.{name}" for name in value if isinstance(name, str)]
 
     def _common_part(self, value: Any, key: str) -> Any:
         whole = _unwrapped(value)

@@ -68,7 +68,9 @@ def _bound(common: Mapping[Any, Any]) -> float | None:
     bounds = []
     for group in _groups(common.get("optimizer")):
         betas = group.get("betas")
-        if not (isinstance(betas, tuple | list) and len(betas) == 2 and all(map(_is_rate, betas))):
+        if not (isinstance(betas, tuple | list) and len(betas) == 2):
+            return None
+        if not all(isinstance(beta, int | float) and 0 <= beta < 1 for beta in betas):
             return None
         first, second = betas
         if first**2 >= second:
@@ -76,10 +78,6 @@ def _bound(common: Mapping[Any, Any]) -> float | None:
         constant = (1 - first) ** 2 / ((1 - first**2 / second) * (1 - second))
         bounds.append(math.sqrt(_ROUNDING * constant * _TINY / (1 - second)))
     return max(bounds, default=None)
-
-
-def _is_rate(value: Any) -> bool:
-    return isinstance(value, int | float) and 0 <= value < 1
 
 
 def _groups(state: Any) -> Iterator[Mapping[str, Any]]:

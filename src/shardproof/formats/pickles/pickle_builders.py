@@ -84,7 +84,7 @@ def plain_builders() -> Mapping[str, Callable[..., Any]]:
         }
     for module in ("pathlib", "pathlib._local"):
         for kind in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"):
-            builders[f"{module}.{kind}"] = _path
+            builders[f"{module}.{kind}"] = lambda *parts: str(PurePosixPath(*parts))
     return builders
 
 
@@ -149,10 +149,6 @@ def _encode(text: str, encoding: str) -> bytes:
     if encoding not in ("latin1", "latin-1"):
         raise ValueError(f"the encoding {brief(encoding)} is not the one of pickled bytes")
     return text.encode("latin-1")
-
-
-def _path(*parts: str) -> str:
-    return str(PurePosixPath(*parts))
 
 
 def _numpy_dtype(code: Any, *options: Any) -> Unfinished | Opaque:

@@ -175,7 +175,11 @@ def check_keys(keys: Iterable[Any], hashes: dict[int, int] | None = None) -> lis
         ValueError: a key has more than 200 tuples in it, or more than 32 keys have one hash.
         TypeError: a key has no hash.
     """
-    found = [key for key in keys if type(key) not in _FREE_KEYS and not _is_small(key)]
+    found = [
+        key
+        for key in keys
+        if type(key) not in _FREE_KEYS and not (type(key) is int and -_LARGE_KEY < key < _LARGE_KEY)
+    ]
     if not found:
         return found
     counts = {} if hashes is None else hashes
@@ -192,10 +196,6 @@ def check_keys(keys: Iterable[Any], hashes: dict[int, int] | None = None) -> lis
         if counts[value] > _MOST_EQUAL_HASHES:
             raise ValueError(f"more than {_MOST_EQUAL_HASHES} keys of one dict or set have the same hash")
     return found
-
-
-def _is_small(key: Any) -> bool:
-    return type(key) is int and -_LARGE_KEY < key < _LARGE_KEY
 
 
 class _Reader:
@@ -385,13 +385,6 @@ class _Reader:
         options, args = self._pop(), self._pop()
         return self._built(self._pop(), args, options)
 
-    def _object(self) -> Any:
-        reference = self._stack.pop(self._last_mark() + 1)
-        return self._built(reference, tuple(self._pop_to_mark()), {})
-
-    def _instance(self) -> Any:
-        return self._built(self._global(), tuple(self._pop_to_mark()), {})
-
     def _resolved(self, identifier: Any) -> Any:
         if self._persistent is None:
             self._fault("the pickle has a persistent identifier")
@@ -495,8 +488,10 @@ _VALUES: dict[int, Callable[[_Reader], Any]] = {
     ord("R"): _Reader._reduced,
     0x81: _Reader._reduced,
     0x92: _Reader._with_options,
-    ord("o"): _Reader._object,
-    ord("i"): _Reader._instance,
+    ord("o"): lambda reader: reader._built(
+        reader._stack.pop(reader._last_mark() + 1), tuple(reader._pop_to_mark()), {}
+    ),
+    ord("i"): lambda reader: reader._built(reader._global(), tuple(reader._pop_to_mark()), {}),
     ord("Q"): lambda reader: reader._resolved(reader._value()),
     ord("P"): lambda reader: reader._resolved(reader._line()),
     **{code: partial(_Reader._text_value, opcode=code) for code in b"ILFSV"},

@@ -26,8 +26,7 @@ from shardproof.engine.geometry import Boxes, IndexMap
 from shardproof.engine.storage import check_name
 from shardproof.errors import StorageError
 from shardproof.formats.pickles.pickle_data import read_pickle
-from shardproof.formats.torch.pickled_dtensors import MeshPlacements
-from shardproof.formats.torch.torch_rank_files import RankFilesReader, ShardedTensorParts
+from shardproof.formats.torch.torch_rank_files import MeshPlacements, RankFilesReader, ShardedTensorParts
 
 _METADATA = "metadata.pkl"
 _MARK = b"nested_path_to_metadata"

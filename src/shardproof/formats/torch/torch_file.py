@@ -39,10 +39,9 @@ from shardproof.engine.state import as_bytes
 from shardproof.engine.storage import Storage
 from shardproof.errors import FormatError, StorageError
 from shardproof.formats.pickles.pickle_data import Pickle, read_pickle
-from shardproof.formats.torch.file_window import FileWindow, WindowBytes
+from shardproof.formats.torch.archive_bytes import FileWindow, WindowBytes, read_zip_directory
 from shardproof.formats.torch.torch_tensors import TorchStorage, read_torch_pickle, torch_storage
 from shardproof.formats.torch.torch_tensors import TorchTensor as TorchTensor
-from shardproof.formats.torch.zip_directory import read_zip_directory
 
 _MAGIC = 0x1950A86A20F9469CFC6C
 _PROTOCOL = 1001
@@ -176,7 +175,12 @@ class TorchFile:
             self._open_zip(tensors)
         else:
             self._open_legacy()
-        self._check_storages()
+        for key, stored in self._storages.items():
+            record = self._records.get(key)
+            if record is None:
+                raise self._fault(f"the storage {key} is missing")
+            if stored.nbytes is not None and record.nbytes != stored.nbytes:
+                raise self._fault(f"the storage {key} has {record.nbytes} bytes, expected {stored.nbytes}")
 
     def view(self, tensor: TorchTensor) -> StoredView:
         """The view of the file that holds the elements of a tensor.
@@ -358,14 +362,6 @@ class TorchFile:
             raise self._fault(f"the storage {storage.key} has two sizes")
         return storage
 
-    def _check_storages(self) -> None:
-        for key, storage in self._storages.items():
-            record = self._records.get(key)
-            if record is None:
-                raise self._fault(f"the storage {key} is missing")
-            if storage.nbytes is not None and record.nbytes != storage.nbytes:
-                raise self._fault(f"the storage {key} has {record.nbytes} bytes, expected {storage.nbytes}")
-
     def _range(self, offset: int, nbytes: int, crc: int | None) -> FileRange:
         return FileRange(self._storage, self._name, self._start + offset, nbytes, crc)
 
@@ -424,16 +420,14 @@ class _Materializer:
         if depth > _MOST_LEVELS:
             raise self._fault(f"an object is nested deeper than {_MOST_LEVELS} levels")
         if id(value) not in self._made:
-            self._made[id(value)] = self._container(value, depth + 1)
+            if isinstance(value, dict):
+                made = value.copy()  # preserves the class: OrderedDict, Counter or defaultdict
+                for key, item in value.items():
+                    made[key] = self.made(item, depth + 1)
+            else:
+                made = type(value)(self.made(item, depth + 1) for item in value)
+            self._made[id(value)] = made
         return self._made[id(value)]
-
-    def _container(self, value: Any, depth: int) -> Any:
-        if isinstance(value, dict):
-            copy = value.copy()  # preserves the class: OrderedDict, Counter or defaultdict
-            for key, item in value.items():
-                copy[key] = self.made(item, depth)
-            return copy
-        return type(value)(self.made(item, depth) for item in value)
 
     def _tensor(self, tensor: TorchTensor) -> torch.Tensor:
         found = self._file.read(tensor)

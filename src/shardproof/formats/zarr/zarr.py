@@ -129,7 +129,10 @@ class ZarrArrays:
         if folder in self.metadata:
             other = self.metadata[folder][1]
             if _kind(array) != _kind(other):
-                raise self._fault(name, f"it says that {folder} is {_kind(array)}, {_V2} says {_kind(other)}")
+                path = f"{self.storage.location}/{name}"
+                raise FormatError(
+                    f"{path}: it says that {folder} is {_kind(array)}, {_V2} says {_kind(other)}", file=path
+                )
         self.metadata[folder] = name, array
         attributes = document.get("attributes")
         key = attributes.get(KEY_ATTRIBUTE) if isinstance(attributes, dict) else None
@@ -159,10 +162,6 @@ class ZarrArrays:
         self._digest.update(f"{name}\0{len(data)}\0".encode("utf-8", "surrogateescape"))
         self._digest.update(data)
         return document
-
-    def _fault(self, name: str, text: str) -> FormatError:
-        path = f"{self.storage.location}/{name}"
-        return FormatError(f"{path}: {text}", file=path)
 
 
 def _kind(array: ArrayMetadata | Unreadable) -> str:

@@ -129,7 +129,10 @@ class Codec:
             _check_declared(declared, size)
             if stored != len(data):
                 raise ValueError(f"{len(data)} bytes, but its header says {stored}")
-        return _flat(codec.decode(_array(data)))
+        decoded = codec.decode(_array(data))
+        if isinstance(decoded, (bytes, bytearray)):
+            return memoryview(decoded)
+        return np.ascontiguousarray(decoded).reshape(-1).view(np.uint8).data
 
 
 @dataclass(frozen=True)
@@ -252,13 +255,6 @@ class CodedExtent(DecodedExtent):
 
 def _array(data: Buffer) -> Any:
     return np.frombuffer(data, np.uint8)
-
-
-def _flat(decoded: Any) -> memoryview:
-    """The bytes of what numcodecs returns."""
-    if isinstance(decoded, (bytes, bytearray)):
-        return memoryview(decoded)
-    return np.ascontiguousarray(decoded).reshape(-1).view(np.uint8).data
 
 
 def _check_declared(declared: int, size: int) -> None:

@@ -196,7 +196,11 @@ def _parse_v2(document: Mapping[str, Any], attributes: Mapping[str, Any]) -> Arr
         raise ValueError(f"the order {document['order']!r} is neither C nor F")
     axes = tuple(range(len(sizes)))[:: 1 if document["order"] == "C" else -1]
     found = [document["compressor"], *reversed(document["filters"] or ())]
-    codecs = tuple(_v2_codec(codec) for codec in found if codec is not None)
+    codecs = tuple(
+        Codec.of(codec["id"], {key: value for key, value in codec.items() if key != "id"})
+        for codec in found
+        if codec is not None
+    )
     nbytes = math.prod(sizes) * DTYPES[dtype].itemsize
     separator = document.get("dimension_separator", ".")
     return ArrayMetadata(
@@ -207,10 +211,6 @@ def _parse_v2(document: Mapping[str, Any], attributes: Mapping[str, Any]) -> Arr
         _separator(separator),
         ChunkLayout(sizes, axes, _swap(stored, order), Codecs(codecs, nbytes)),
     )
-
-
-def _v2_codec(document: Mapping[str, Any]) -> Codec:
-    return Codec.of(document["id"], {key: value for key, value in document.items() if key != "id"})
 
 
 def _v2_dtype(text: Any) -> tuple[str, str]:

@@ -13,10 +13,7 @@ It works with `lightning` and with `pytorch_lightning`. If a program uses the la
 
 from __future__ import annotations
 
-from shardproof.frameworks.lightning.lightning_trainer import (
-    ShardproofCheckpoint,
-    ShardproofCheckpointIO,
-    with_shardproof,
-)
+from shardproof.frameworks.lightning.lightning_io import ShardproofCheckpointIO
+from shardproof.frameworks.lightning.lightning_trainer import ShardproofCheckpoint, with_shardproof
 
 __all__ = ["ShardproofCheckpoint", "ShardproofCheckpointIO", "with_shardproof"]

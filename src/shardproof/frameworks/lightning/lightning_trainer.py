@@ -1,30 +1,29 @@
-"""Checkpoints of a Lightning `Trainer`. Each rank saves its own part in the background.
+"""The strategy of Lightning that saves with shardproof, and the callback in place of `ModelCheckpoint`.
 
-`ShardproofCheckpoint` replaces Lightning's `ModelCheckpoint`, with the same arguments:
+After a load, a resumed run continues with the batches of its data loaders. Lightning 2.6 gives each loader
+its state and makes its iterator. Four things differ from a run without the restart, and this module mends
+them:
 
-    from shardproof.frameworks.lightning import ShardproofCheckpoint
-
-    trainer = Trainer(callbacks=[ShardproofCheckpoint(every_n_train_steps=1000)])
-    trainer.fit(model, ckpt_path="last")
-
-It works with `lightning` and with `pytorch_lightning`. If a program uses the latter, it imports
-`pytorch_lightning` before this module.
+- The iterator is made before the sampler knows its epoch, so a `DistributedSampler` shuffles for epoch 0.
+- A loader does not get its state if the save followed the last batch and the other hooks of an epoch.
+- A loader that is restored after its last batch has no batches left. Lightning counts an epoch without steps.
+- An iterator may draw random numbers when it is made. Within an epoch, that was before the save.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 
 import shardproof as sp
-from shardproof.frameworks.lightning.lightning_io import LIGHTNING, ShardproofCheckpointIO
-from shardproof.frameworks.lightning.lightning_loaders import continue_batches, set_sampler_epoch
+from shardproof.frameworks.lightning.lightning_io import LIGHTNING
 from shardproof.frameworks.shared.folder_saves import FolderSaves, Value, is_committed, newest_committed
 
-__all__ = ["ShardproofCheckpoint", "ShardproofCheckpointIO", "with_shardproof"]
-
 ModelCheckpoint: Any = import_module(f"{LIGHTNING}.callbacks").ModelCheckpoint
+_Strategy: Any = import_module(f"{LIGHTNING}.strategies").Strategy
 
 _REFUSED = {
     "FSDPStrategy": "FSDP1 collects its state with collectives. Use ModelParallelStrategy with fully_shard",
@@ -33,6 +32,149 @@ _REFUSED = {
     "XLAFSDPStrategy": "XLA devices are not supported. Use ModelCheckpoint",
 }
 """Strategies whose ranks cannot save their own parts: the reason, and what to do."""
+
+
+class _StrategyMethods(_Strategy):
+    """The methods that `with_shardproof` puts before those of a strategy. Lightning calls all ranks."""
+
+    shardproof_saves: FolderSaves
+    """Saves and loads the folders."""
+    shardproof_loaded = False
+    """True after `load_checkpoint` has loaded a checkpoint of shardproof."""
+    _given: dict[str, Any] | None = None
+    """The module's values that the strategy returned for Lightning's next checkpoint."""
+    _random: dict[str, Any] | None = None
+    """The random state of the loaded checkpoint, until training starts."""
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """True, because a load fills the optimizers in place, and `setup` makes them."""
+        return True
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """False after a load of a checkpoint of shardproof, which has filled the optimizers."""
+        return not self.shardproof_loaded and super().lightning_restore_optimizer
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """This rank's part of the module, without a copy or a collective."""
+        state: dict[str, Any] = self._module.state_dict()
+        self._given = dict(state)  # a copy: hooks may change the dict that Lightning gets
+        return state
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Nothing: `save_checkpoint` saves the optimizer itself."""
+        return {}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Begins to save a folder.
+
+        Args:
+            checkpoint: Lightning's checkpoint. Hooks may have changed its `state_dict`.
+            filepath: the folder.
+            storage_options: not supported.
+
+        Raises:
+            TypeError: `storage_options` is given.
+            ShardproofError: see `shardproof.save`; or the failure of the previous save.
+        """
+        if storage_options is not None:
+            raise TypeError(f"storage_options={storage_options!r}: shardproof saves to a path. Leave it out")
+        rest = dict(checkpoint)
+        weights = rest.pop("state_dict")
+        state: dict[str, Any] = {"state_dict": self._module}
+        given, self._given = self._given, None
+        if given is None or (
+            weights.keys() != given.keys() or any(weights[key] is not value for key, value in given.items())
+        ):  # a hook replaced, added or removed some
+            state["state_dict"] = weights
+        if rest.pop("optimizer_states", None) is not None:
+            state["optimizers"] = self._optimizer_states()
+            state["rng"] = sp.RandomState()
+            state["loaders"] = sp.PerRank(Value(_take_loaders(rest)))
+        if self.is_global_zero:
+            state["lightning"] = Value(rest)
+        self.shardproof_saves.save(filepath, state, step=rest.get("global_step"))
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **options: Any) -> dict[str, Any]:
+        """Loads a folder of shardproof into module and optimizers, or a checkpoint of Lightning.
+
+        All ranks use the path of rank 0. Further arguments are for a checkpoint of Lightning.
+
+        Returns:
+            Lightning's checkpoint. The state dict is that of the loaded module.
+        """
+        checkpoint_path = self.shardproof_saves.choose(
+            os.path.dirname(checkpoint_path), lambda: os.fspath(checkpoint_path)
+        )
+        shards = os.path.join(checkpoint_path, "shards")  # not in a folder of Lightning
+        self.shardproof_loaded = self.shardproof_saves.agree(
+            checkpoint_path, lambda: is_committed(checkpoint_path) or os.path.isdir(shards)
+        )
+        if not self.shardproof_loaded:
+            loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **options)
+            return loaded
+        rest, loaders = Value(), Value([])
+        training = {
+            "optimizers": self._optimizer_states(),
+            "rng": sp.RandomState(),
+            "loaders": sp.PerRank(loaders),
+        }
+        fits = self._module.trainer.state.fn == "fit"
+        weights = {"state_dict": self._module}
+        others: dict[str, Any] = {"lightning": rest, **(training if fits else {})}
+        left = [] if fits else list(training)
+        load = self.shardproof_saves.load
+        if self._module.strict_loading:
+            load(checkpoint_path, weights | others, exclude=left)
+        else:  # before any change, all values except the weights must be there
+            load(checkpoint_path, others, exclude=[*left, "state_dict"])
+            load(checkpoint_path, weights, include="state_dict", strict=False)
+        if fits:
+            self._random = sp.RandomState().state_dict()
+        if loaders.value:
+            rest.value["loops"]["fit_loop"]["state_dict"]["combined_loader"] = loaders.value
+        return {**rest.value, "state_dict": self._module.state_dict(), "optimizer_states": []}
+
+    def load_model_state_dict(self, checkpoint: Any, *args: Any, **options: Any) -> None:
+        """Does nothing for a checkpoint of shardproof: `load_checkpoint` has filled the module."""
+        if not self.shardproof_loaded:
+            super().load_model_state_dict(checkpoint, *args, **options)
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Gives the samplers of a data loader the epoch in which the run resumes."""
+        set_sampler_epoch(dataloader, self._module.trainer.fit_loop.epoch_progress.current.processed)
+        return super().process_dataloader(dataloader)
+
+    def on_train_start(self) -> None:
+        """Makes a resumed run continue with the batch after the save.
+
+        Lightning calls this after the hooks of callbacks and of the module, before the first batch.
+        """
+        super().on_train_start()
+        random, self._random = self._random, None
+        fit_loop = self._module.trainer.fit_loop
+        if fit_loop.is_resuming:
+            continue_batches(fit_loop, random)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Removes a checkpoint after the commit of the newest save."""
+        if self.is_global_zero:
+            self.shardproof_saves.remove(filepath)
+
+    def teardown(self) -> None:
+        """Waits for the current save, before the strategy moves the module to the CPU."""
+        try:
+            self.shardproof_saves.wait()
+        finally:
+            super().teardown()
+
+    @property
+    def _module(self) -> Any:
+        return self.lightning_module
+
+    def _optimizer_states(self) -> list[sp.OptimizerState]:
+        return [sp.OptimizerState(item, self._module) for item in self.optimizers]
 
 
 def with_shardproof(kind: Any) -> Any:
@@ -50,152 +192,7 @@ def with_shardproof(kind: Any) -> Any:
     Returns:
         A class derived from it, with the same name.
     """
-
-    class ShardproofStrategy(kind):
-        """The strategy. Its methods are called by Lightning, on all ranks together."""
-
-        shardproof_saves: FolderSaves
-        """Saves and loads the folders."""
-        shardproof_loaded = False
-        """True after `load_checkpoint` has loaded a checkpoint of shardproof."""
-        _given: dict[str, Any] | None = None
-        """The module's values that the strategy returned for Lightning's next checkpoint."""
-        _random: dict[str, Any] | None = None
-        """The random state of the loaded checkpoint, until training starts."""
-
-        @property
-        def restore_checkpoint_after_setup(self) -> bool:
-            """True, because a load fills the optimizers in place, and `setup` makes them."""
-            return True
-
-        @property
-        def lightning_restore_optimizer(self) -> bool:
-            """False after a load of a checkpoint of shardproof, which has filled the optimizers."""
-            return not self.shardproof_loaded and super().lightning_restore_optimizer
-
-        def lightning_module_state_dict(self) -> dict[str, Any]:
-            """This rank's part of the module, without a copy or a collective."""
-            state: dict[str, Any] = self._module.state_dict()
-            self._given = dict(state)  # a copy: hooks may change the dict that Lightning gets
-            return state
-
-        def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-            """Nothing: `save_checkpoint` saves the optimizer itself."""
-            return {}
-
-        def save_checkpoint(
-            self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
-        ) -> None:
-            """Begins to save a folder.
-
-            Args:
-                checkpoint: Lightning's checkpoint. Hooks may have changed its `state_dict`.
-                filepath: the folder.
-                storage_options: not supported.
-
-            Raises:
-                TypeError: `storage_options` is given.
-                ShardproofError: see `shardproof.save`; or the failure of the previous save.
-            """
-            if storage_options is not None:
-                raise TypeError(
-                    f"storage_options={storage_options!r}: shardproof saves to a path. Leave it out"
-                )
-            rest = dict(checkpoint)
-            weights = rest.pop("state_dict")
-            state: dict[str, Any] = {"state_dict": self._module}
-            if not _is_same(weights, self._given):  # a hook replaced, added or removed some
-                state["state_dict"] = weights
-            self._given = None
-            if rest.pop("optimizer_states", None) is not None:
-                state["optimizers"] = self._optimizer_states()
-                state["rng"] = sp.RandomState()
-                state["loaders"] = sp.PerRank(Value(_take_loaders(rest)))
-            if self.is_global_zero:
-                state["lightning"] = Value(rest)
-            self.shardproof_saves.save(filepath, state, step=rest.get("global_step"))
-
-        def load_checkpoint(self, checkpoint_path: Any, *args: Any, **options: Any) -> dict[str, Any]:
-            """Loads a folder of shardproof into module and optimizers, or a checkpoint of Lightning.
-
-            All ranks use the path of rank 0. Further arguments are for a checkpoint of Lightning.
-
-            Returns:
-                Lightning's checkpoint. The state dict is that of the loaded module.
-            """
-            checkpoint_path = self.shardproof_saves.choose(
-                os.path.dirname(checkpoint_path), lambda: os.fspath(checkpoint_path)
-            )
-            self.shardproof_loaded = self.shardproof_saves.agree(
-                checkpoint_path, lambda: _is_ours(checkpoint_path)
-            )
-            if not self.shardproof_loaded:
-                loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **options)
-                return loaded
-            rest, loaders = Value(), Value([])
-            training = {
-                "optimizers": self._optimizer_states(),
-                "rng": sp.RandomState(),
-                "loaders": sp.PerRank(loaders),
-            }
-            fits = self._module.trainer.state.fn == "fit"
-            weights = {"state_dict": self._module}
-            others: dict[str, Any] = {"lightning": rest, **(training if fits else {})}
-            left = [] if fits else list(training)
-            load = self.shardproof_saves.load
-            if self._module.strict_loading:
-                load(checkpoint_path, weights | others, exclude=left)
-            else:  # before any change, all values except the weights must be there
-                load(checkpoint_path, others, exclude=[*left, "state_dict"])
-                load(checkpoint_path, weights, include="state_dict", strict=False)
-            if fits:
-                self._random = sp.RandomState().state_dict()
-            if loaders.value:
-                rest.value["loops"]["fit_loop"]["state_dict"]["combined_loader"] = loaders.value
-            return {**rest.value, "state_dict": self._module.state_dict(), "optimizer_states": []}
-
-        def load_model_state_dict(self, checkpoint: Any, *args: Any, **options: Any) -> None:
-            """Does nothing for a checkpoint of shardproof: `load_checkpoint` has filled the module."""
-            if not self.shardproof_loaded:
-                super().load_model_state_dict(checkpoint, *args, **options)
-
-        def process_dataloader(self, dataloader: Any) -> Any:
-            """Gives the samplers of a data loader the epoch in which the run resumes."""
-            set_sampler_epoch(dataloader, self._module.trainer.fit_loop.epoch_progress.current.processed)
-            return super().process_dataloader(dataloader)
-
-        def on_train_start(self) -> None:
-            """Makes a resumed run continue with the batch after the save.
-
-            Lightning calls this after the hooks of callbacks and of the module, before the first batch.
-            """
-            super().on_train_start()
-            random, self._random = self._random, None
-            fit_loop = self._module.trainer.fit_loop
-            if fit_loop.is_resuming:
-                continue_batches(fit_loop, random)
-
-        def remove_checkpoint(self, filepath: Any) -> None:
-            """Removes a checkpoint after the commit of the newest save."""
-            if self.is_global_zero:
-                self.shardproof_saves.remove(filepath)
-
-        def teardown(self) -> None:
-            """Waits for the current save, before the strategy moves the module to the CPU."""
-            try:
-                self.shardproof_saves.wait()
-            finally:
-                super().teardown()
-
-        @property
-        def _module(self) -> Any:
-            return self.lightning_module
-
-        def _optimizer_states(self) -> list[sp.OptimizerState]:
-            return [sp.OptimizerState(item, self._module) for item in self.optimizers]
-
-    ShardproofStrategy.__name__ = kind.__name__
-    return ShardproofStrategy
+    return type(kind.__name__, (_StrategyMethods, kind), {})
 
 
 class ShardproofCheckpoint(ModelCheckpoint):
@@ -250,18 +247,6 @@ class ShardproofCheckpoint(ModelCheckpoint):
         return {path for path in super()._find_last_checkpoints(trainer) if os.path.isfile(path)}
 
 
-def _is_ours(path: Any) -> bool:
-    """True for a folder of shardproof, committed or not. Lightning's folders have a file `meta.pt`."""
-    return is_committed(path) or os.path.isdir(os.path.join(path, "shards"))
-
-
-def _is_same(weights: dict[str, Any], given: dict[str, Any] | None) -> bool:
-    """True if the hooks have left the values of the module as they are."""
-    return given is not None and (
-        weights.keys() == given.keys() and all(weights[key] is value for key, value in given.items())
-    )
-
-
 def _take_loaders(checkpoint: dict[str, Any]) -> Any:
     """Removes the states of the data loaders from Lightning's checkpoint. They differ between ranks."""
     loops = dict(checkpoint.get("loops", {}))
@@ -271,3 +256,78 @@ def _take_loaders(checkpoint: dict[str, Any]) -> Any:
     if loops:
         checkpoint["loops"] = loops | {"fit_loop": fit | {"state_dict": state}}
     return loaders
+
+
+_log = logging.getLogger("shardproof")
+
+
+def set_sampler_epoch(loader: Any, epoch: int) -> None:
+    """Gives the samplers of a loader the epoch, before an iterator of the loader is made."""
+    for owner in (loader, getattr(loader, "batch_sampler", None)):
+        set_epoch = getattr(getattr(owner, "sampler", None), "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(epoch)
+
+
+def continue_batches(fit_loop: Any, random: dict[str, Any] | None) -> None:
+    """Makes the first epoch of a resumed run continue with the batch after the save.
+
+    Called when Lightning has restored the loaders and made their iterators, before the first batch.
+
+    Args:
+        fit_loop: the loop of the trainer. Its state is restored.
+        random: the random state of the checkpoint; None if it has none.
+    """
+    loader = fit_loop._combined_loader
+    if states := fit_loop._combined_loader_states_to_load:  # Lightning skipped them
+        fit_loop._combined_loader_states_to_load = []
+        loader._load_state_dicts(states)
+        _restore(random)
+        iter(fit_loop._data_fetcher)
+    if fit_loop.epoch_loop.batch_progress.is_last_batch:
+        batches = loader._iterator  # Lightning's, with an iterator for each loader
+        batches.iterators = [
+            _FirstEpoch(iterator, of, random)
+            for iterator, of in zip(batches.iterators, loader.flattened, strict=True)
+        ]
+        return
+    _restore(random)
+    if fit_loop.max_batches == float("inf") and any(hasattr(of, "state_dict") for of in loader.flattened):
+        _log.warning(
+            "this run skips a batch: Lightning fetches one batch ahead of training from a data loader without"
+            " a length, so the saved position of the loader is behind that batch. Give the dataset of the"
+            " loader a __len__, or the trainer limit_train_batches=NUMBER"
+        )
+
+
+def _restore(random: dict[str, Any] | None) -> None:
+    if random is not None:
+        sp.RandomState().load_state_dict(random)
+
+
+class _FirstEpoch:
+    """The batches of a loader that was restored at the end of an epoch.
+
+    A loader whose state is the position after the last batch has none left. Then the batches are those of its
+    next iterator, which begins the next epoch.
+    """
+
+    def __init__(self, batches: Iterator[Any], loader: Any, random: dict[str, Any] | None) -> None:
+        self._batches = batches
+        self._loader = loader
+        self._random = random
+        self._begun = False
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        begun, self._begun = self._begun, True
+        try:
+            return next(self._batches)
+        except StopIteration:
+            if begun:
+                raise
+        _restore(self._random)
+        self._batches = iter(self._loader)
+        return next(self._batches)

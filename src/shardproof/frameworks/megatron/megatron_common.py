@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 import shardproof as sp
 from shardproof.frameworks.megatron.megatron_plain import to_plain
 from shardproof.frameworks.megatron.megatron_tensors import COMMON, COMMON_KEY, TYPES, StoredObject
-from shardproof.frameworks.shared.peer_errors import raised_as
+from shardproof.frameworks.shared.replacements import raised_as
 
 BACKEND, VERSION = "shardproof", 1
 _COMMON_FILE = "common.pt"

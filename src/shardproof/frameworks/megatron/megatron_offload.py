@@ -104,12 +104,6 @@ class MegatronHybridOptimizer(Released):
             self._init_sub_optimizers()
 
     @property
-    def _kind(self) -> str:
-        """The class of a torch optimizer with the same update rule."""
-        rule = self.cpu_optimizer_cls or self.gpu_optimizer_cls
-        return str((rule.func if isinstance(rule, partial) else rule).__qualname__)
-
-    @property
     def param_to_inner_param(self) -> Any:
         """Raises an error: this optimizer has no state by parameter without the model."""
         raise sp.StructureError(
@@ -135,7 +129,11 @@ class MegatronHybridOptimizer(Released):
             return loss
         self.synchronize()
         for parameter, local in self._local.items():
-            self._set_gradient(parameter, local)
+            gradient = getattr(parameter, "decoupled_grad", None)
+            gradient = parameter.grad if gradient is None else gradient
+            self._set_local_gradient(
+                local, None if gradient is None else local_tensor(gradient).view(local.shape)
+            )
         self._released.step()
         for local in self._local.values():
             self._set_local_gradient(local, None)
@@ -217,7 +215,9 @@ class MegatronHybridOptimizer(Released):
             empty = {
                 slot: torch.empty(like.shape, dtype=like.dtype, device="cpu") for slot, like in stored.items()
             }
-            return Receipt(self._kind, empty, lambda values, filled: None)
+            rule = self.cpu_optimizer_cls or self.gpu_optimizer_cls
+            kind = str((rule.func if isinstance(rule, partial) else rule).__qualname__)
+            return Receipt(kind, empty, lambda values, filled: None)
         if self._loading is None:
             self._loading = HybridDeviceSlots(self._released, receiver)
         return self._loading.receive_slots(self._local[parameter], stored)
@@ -243,14 +243,6 @@ class MegatronHybridOptimizer(Released):
                 destination.copy_(tensors[slot])
         values = {slot: item for slot, item in state.items() if not isinstance(item, torch.Tensor)}
         receipt.attach(values, frozenset(tensors))
-
-    def _set_gradient(self, parameter: Any, local: torch.nn.Parameter) -> None:
-        gradient = getattr(parameter, "decoupled_grad", None)
-        if gradient is None:
-            gradient = parameter.grad
-        self._set_local_gradient(
-            local, None if gradient is None else local_tensor(gradient).view(local.shape)
-        )
 
     def _set_local_gradient(self, local: Any, gradient: torch.Tensor | None) -> None:
         """Sets the gradient of the tensor that a sub-optimizer trains.

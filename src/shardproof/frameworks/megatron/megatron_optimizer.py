@@ -140,7 +140,8 @@ def load_optimizer_state(optimizer: Any, state: Mapping[Any, Any]) -> None:
             options of another number of optimizers, and these options differ.
     """
     optimizers = _optimizers(optimizer)
-    for inner, options in zip(optimizers, _options(state, optimizers), strict=True):
+    targets = [{"optimizer": {"param_groups": inner.optimizer.param_groups}} for inner in optimizers]
+    for inner, options in zip(optimizers, options_for(optimizers_in(state), targets), strict=True):
         _load_options(inner, options["optimizer"]["param_groups"])
         if inner.grad_scaler and "grad_scaler" in options:
             inner.grad_scaler.load_state_dict(options["grad_scaler"])
@@ -252,7 +253,9 @@ def _state_of(inner: Any, parts: Mapping[int, Any], keys: set[str] | None) -> di
     ranges: list[FlatRange] = []
     for parameter, main, start in found:
         item = parts[id(parameter)]
-        shape, boxes = _boxes(item)
+        # A factory builds the parts of a fused weight along its first axis, in the order of the local part.
+        built = [item] if isinstance(item, ShardedTensor) else list(nested_values({"built": item.build()}))
+        shape, boxes = tuple(map(int, built[0].global_shape)), [box_of(one) for one in built]
         is_main = not any(item.replica_id[:-1]) if isinstance(item.replica_id, tuple) else True
         tensors = slots[id(main)]
         moments = {name: tensors[name] for name in _SLOTS if name in tensors}
@@ -354,15 +357,6 @@ def _counts_in_state(optimizer: Any) -> bool:
     return isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW) or is_hybrid_device(optimizer)
 
 
-def _options(state: Mapping[Any, Any], optimizers: Sequence[Any]) -> list[dict[str, Any]]:
-    """The options of each optimizer, from those of the optimizers that saved; see `options_for`."""
-    targets = [{"optimizer": {"param_groups": inner.optimizer.param_groups}} for inner in optimizers]
-    return [
-        {key: value for key, value in options.items() if not str(key).startswith("param_state")}
-        for options in options_for(optimizers_in(state), targets)
-    ]
-
-
 def _optimizers(optimizer: Any) -> list[Any]:
     """The DistributedOptimizers. Checks that their state is main weights and the moments of `_SLOTS`."""
     found = list(getattr(optimizer, "chained_optimizers", [optimizer]))
@@ -405,13 +399,6 @@ def _ranges(optimizer: Any) -> Iterator[tuple[Any, torch.Tensor, int]]:
                     group, order = optimizer.model_param_group_index_map[parameter]
                     main = optimizer.optimizer.param_groups[group]["params"][order]
                     yield parameter, main, ranges["param"].start
-
-
-def _boxes(item: Any) -> tuple[tuple[int, ...], list[tuple[tuple[int, ...], tuple[int, ...]]]]:
-    """The global shape, and the boxes of a local part in the order of the local part."""
-    # A factory builds the parts of a fused weight along its first axis.
-    tensors = [item] if isinstance(item, ShardedTensor) else list(nested_values({"built": item.build()}))
-    return tuple(map(int, tensors[0].global_shape)), [box_of(one) for one in tensors]
 
 
 def box_of(item: ShardedTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -66,7 +66,14 @@ def options_for(
     """
     if len(saved) == len(targets):
         return [dict(options) for options in saved]
-    groups = [_shared(options) for options in saved]
+    own = ("params", "is_expert_parallel")  # they always differ between dense and expert weights
+    groups = [
+        [
+            {key: value for key, value in group.items() if key not in own}
+            for group in options["optimizer"]["param_groups"]
+        ]
+        for options in saved
+    ]
     if any(group not in groups[0] for others in groups[1:] for group in others):
         raise sp.StructureError(
             f"the checkpoint has the options of {len(saved)} optimizers, which differ, and this run has "
@@ -89,10 +96,3 @@ def options_for(
 def _has_groups(state: Any) -> bool:
     inner = state.get("optimizer") if isinstance(state, Mapping) else None
     return isinstance(inner, Mapping) and "param_groups" in inner
-
-
-def _shared(options: Mapping[Any, Any]) -> list[dict[str, Any]]:
-    """The groups of an optimizer without the options that always differ between dense and expert weights."""
-    own = ("params", "is_expert_parallel")
-    groups = options["optimizer"]["param_groups"]
-    return [{key: value for key, value in group.items() if key not in own} for group in groups]

@@ -65,7 +65,10 @@ def save(
         ShardproofError: see `shardproof.save`.
     """
     strategy = _DEFAULT if sharded_strategy in (None, (BACKEND, VERSION)) else sharded_strategy
-    if not _saves_with_us(strategy):
+    inner = strategy
+    while isinstance(inner, FullyParallelSaveStrategyWrapper):
+        inner = inner.base_strategy
+    if not isinstance(inner, SaveStrategy):
         options = {"async_strategy": async_strategy, "verify_integrity": verify_integrity}
         return mcore.save(
             sharded_state_dict,
@@ -113,12 +116,6 @@ def get_default_save_sharded_strategy(backend: str = BACKEND, version: int = VER
     if (backend, version) == (BACKEND, VERSION):
         return _DEFAULT
     return mcore.serialization.get_default_save_sharded_strategy(backend)
-
-
-def _saves_with_us(strategy: Any) -> bool:
-    while isinstance(strategy, FullyParallelSaveStrategyWrapper):
-        strategy = strategy.base_strategy
-    return isinstance(strategy, SaveStrategy)
 
 
 def _parts(

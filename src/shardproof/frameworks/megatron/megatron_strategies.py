@@ -41,8 +41,8 @@ from shardproof.frameworks.megatron.megatron_tensors import (
     boxes_of,
     save_tree,
 )
-from shardproof.frameworks.shared.last_saver import LastSaver
 from shardproof.frameworks.shared.rank_work import on_every_rank, on_rank_0
+from shardproof.frameworks.shared.replacements import LastSaver
 
 _ITERATION = re.compile(r"iter_(\d+)")
 _HAS_COMMON_OBJECT = not hasattr(torch_strategies.TorchDistLoadShardedStrategy, "can_handle_sharded_objects")
@@ -240,7 +240,8 @@ class LoadStrategy(torch_strategies.TorchDistLoadShardedStrategy):
         def match() -> None:
             with sp.open(location) as checkpoint:
                 check_common_file(Path(location), checkpoint)
-                tree.update(request.tree(_stored(checkpoint)))
+                shapes = {key: shape for key, (_, shape) in checkpoint.catalogue().tensors.items()}
+                tree.update(request.tree(shapes | dict.fromkeys(checkpoint.objects, ())))
 
         on_every_rank(rendezvous, f"match {location}", "match", match)
         sp.load(location, tree, strict=False, cast=True, rendezvous=rendezvous)
@@ -291,12 +292,6 @@ def _tensors_metadata(checkpoint: sp.Checkpoint) -> dict[str, Any]:
         for key, (dtype, shape) in checkpoint.catalogue().tensors.items()
         if checkpoint.aliases.get(key, key) not in inside
     }
-
-
-def _stored(checkpoint: sp.Checkpoint) -> dict[str, tuple[int, ...]]:
-    """Key to shape of each tensor, and of each object, which has none."""
-    shapes = {key: shape for key, (_, shape) in checkpoint.catalogue().tensors.items()}
-    return shapes | dict.fromkeys(checkpoint.objects, ())
 
 
 def _request_class(async_strategy: str) -> Any:

@@ -61,8 +61,11 @@ def boxes_of(sharded_state_dict: Mapping[Any, Any]) -> list[Box]:
 
     An empty box has no bytes to write, so any number of ranks may have it.
     """
-    items = nested_values(sharded_state_dict)
-    boxes = [_box(item) for item in items if not isinstance(item, FlatRange)]
+    boxes = []
+    for item in nested_values(sharded_state_dict):
+        if not isinstance(item, FlatRange):
+            offsets, sizes = ((), ()) if isinstance(item, ShardedObject) else box_of(item)
+            boxes.append(Box(sharded_key(item), offsets, sizes, bool(is_main_replica(item.replica_id))))
     return [box for box in boxes if 0 not in box.sizes]
 
 
@@ -164,12 +167,6 @@ class Load:
         return dict_list_map_outplace(loaded, self.sharded_state_dict)
 
 
-def _box(item: ShardedBase) -> Box:
-    is_main = bool(is_main_replica(item.replica_id))
-    offsets, sizes = ((), ()) if isinstance(item, ShardedObject) else box_of(item)
-    return Box(sharded_key(item), offsets, sizes, is_main)
-
-
 def _to_save(key: str, items: Iterable[ShardedTensor], replicas: bool) -> sp.LocalShards:
     first, *others = items
     pieces: dict[tuple[tuple[int, ...], tuple[int, ...]], torch.Tensor] = {}
@@ -200,7 +197,8 @@ def _to_load(key: str, items: Iterable[ShardedTensor], shape: tuple[int, ...]) -
         view = _view(item)
         if item.allow_shape_mismatch:
             item.data.zero_()
-            view = _within(view, item.global_offset, shape)
+            for axis, (offset, size) in enumerate(zip(item.global_offset, shape, strict=True)):
+                view = view.narrow(axis, 0, min(view.shape[axis], max(0, size - offset)))
         elif tuple(item.global_shape) != shape:
             raise sp.KeyMismatchError(
                 f"{key!r} has the global shape {list(shape)} in the checkpoint, and "
@@ -217,10 +215,3 @@ def _view(item: ShardedTensor) -> torch.Tensor:
     """The local tensor with the prepended axes, in the same memory."""
     data: torch.Tensor = item.data.detach()
     return data[(None,) * item.prepend_axis_num]
-
-
-def _within(view: torch.Tensor, offsets: Iterable[int], shape: tuple[int, ...]) -> torch.Tensor:
-    """The part of a box that lies within a shape."""
-    for axis, (offset, size) in enumerate(zip(offsets, shape, strict=True)):
-        view = view.narrow(axis, 0, min(view.shape[axis], max(0, size - offset)))
-    return view

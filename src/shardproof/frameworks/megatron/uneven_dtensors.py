@@ -88,7 +88,7 @@ class UnevenDTensor:
             StructureError: the rows are not those of the parameter, or the tensor has another layout.
         """
         self.chunk_of(tensor, key)
-        if not self.shape or sum(rows.values()) != self.shape[0] or is_dtensor(self._raw):
+        if not self.shape or sum(rows.values()) != self.shape[0] or is_dtensor(self.parameter.orig_param):
             raise sp.StructureError(
                 f"{self.name} has shape {list(self.shape)} on this rank and cannot be split into "
                 f"{dict(rows)}. The rows of the parts must have the sum of its rows, and a weight that is "
@@ -107,10 +107,6 @@ class UnevenDTensor:
             parts[suffix] = (part, self._chunk(first - self.first[0], start - begin, local.shape))
             begin = end
         return parts
-
-    @property
-    def _raw(self) -> Any:
-        return self.parameter.orig_param
 
     def _chunk(self, shift: int, start: int, sizes: torch.Size) -> ChunkStorageMetadata:
         """The position of rows that begin at element `start`, `shift` rows after `first`."""

@@ -103,9 +103,15 @@ class Partition:
         A weight without a master takes the exact values of a master with its dtype, which the checkpoint
         stores besides the rounded weight. A master that is not stored is made from the weight.
         """
-        if self.master is not None:
-            return {MASTER: self.range_of(self.master)}, self._finish_master
         weight = self.memory
+        if (master := self.master) is not None:
+
+            @torch.no_grad()
+            def finish_master(filled: frozenset[str]) -> None:
+                if MASTER not in filled:
+                    master.copy_(self.weight)
+
+            return {MASTER: self.range_of(master)}, finish_master
         if MASTER not in stored or stored[MASTER].dtype != weight.dtype:
             return {}, lambda filled: None
         exact = torch.empty_like(weight)
@@ -118,11 +124,6 @@ class Partition:
                 self.update_copies()
 
         return {MASTER: LocalRange(exact, first, first + exact.numel())}, finish
-
-    @torch.no_grad()
-    def _finish_master(self, filled: frozenset[str]) -> None:
-        if self.master is not None and MASTER not in filled:
-            self.master.copy_(self.weight)
 
     def shard(self) -> sp.FlatShard:
         """The weight as a checkpoint stores it."""

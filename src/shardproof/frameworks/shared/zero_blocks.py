@@ -116,12 +116,15 @@ class BlockOptimizer(PartitionedOptimizer):
     def state_of(self, partition: Partition) -> Mapping[str, Any]:
         """Ranges of the flat tensors. All parameters of a flat tensor share its scalars."""
         block, _ = self._places[id(partition)]
-        return {
-            slot: self._range(partition, item)
-            if _is_flat(item, block)
-            else (item.clone() if isinstance(item, torch.Tensor) else item)
-            for slot, item in (self._base.state.get(block.stepped) or {}).items()
-        }
+        found: dict[str, Any] = {}
+        for slot, item in (self._base.state.get(block.stepped) or {}).items():
+            if not isinstance(item, torch.Tensor):
+                found[slot] = item
+            elif item.dim() == 1 and len(item) == len(block.stepped):
+                found[slot] = self._range(partition, item)
+            else:
+                found[slot] = item.clone()
+        return found
 
     def new_slot(self, partition: Partition, slot: str, stored: StoredSlot) -> torch.Tensor:
         """A range of a new flat tensor, or a scalar."""
@@ -164,7 +167,3 @@ class BlockOptimizer(PartitionedOptimizer):
     def _range(self, partition: Partition, flat: torch.Tensor) -> torch.Tensor:
         _, place = self._places[id(partition)]
         return flat.detach().narrow(0, place, partition.stop - partition.start)
-
-
-def _is_flat(item: Any, block: FlatBlock) -> bool:
-    return isinstance(item, torch.Tensor) and item.dim() == 1 and len(item) == len(block.stepped)

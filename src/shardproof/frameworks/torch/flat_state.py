@@ -134,7 +134,9 @@ class FlatTree:
         """
         missing = []
         for key, value in list(self.tree.items()):
-            if key in checkpoint or (isinstance(value, _PER_RANK) and _has_below(checkpoint, key)):
+            if key in checkpoint:
+                continue
+            if isinstance(value, _PER_RANK) and any(stored.startswith(f"{key}.") for stored in checkpoint):
                 continue
             whole = next((place for place in self._places[key] if place[0] in checkpoint.objects), None)
             if whole is not None:
@@ -161,7 +163,14 @@ class FlatTree:
         """
         for key, value in self.tree.items():
             if isinstance(value, torch.Tensor) and value.device.type == "meta":
-                self.tree[key] = self._new[key] = _with_memory(value, device)
+                made = torch.empty_like(
+                    value.to_local() if isinstance(value, DTensor) else value, device=device
+                )
+                if isinstance(value, DTensor):
+                    made = DTensor.from_local(
+                        made, value.device_mesh, value.placements, shape=value.size(), stride=value.stride()
+                    )
+                self.tree[key] = self._new[key] = made
 
     def place_new(self) -> None:
         """Puts the tensors that `materialise` made into the state dict."""
@@ -184,20 +193,6 @@ class FlatTree:
             and key not in checkpoint.objects
             and checkpoint.dtype(key) != str(value.dtype).removeprefix("torch.")
         ]
-
-
-def _with_memory(value: torch.Tensor, device: str) -> torch.Tensor:
-    """An uninitialised tensor like one on the meta device."""
-    if not isinstance(value, DTensor):
-        return torch.empty_like(value, device=device)
-    local = torch.empty_like(value.to_local(), device=device)
-    return DTensor.from_local(
-        local, value.device_mesh, value.placements, shape=value.size(), stride=value.stride()
-    )
-
-
-def _has_below(checkpoint: Checkpoint, key: str) -> bool:
-    return any(stored.startswith(f"{key}.") for stored in checkpoint)
 
 
 def _leaves(path: tuple[str, ...], places: list[_Place], value: Any) -> Iterator[tuple[str, list[_Place]]]:

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 
 from shardproof.dtypes import DTYPES
 from shardproof.engine.foreign import paths_object
@@ -96,8 +96,13 @@ class ShardFile:
         for item in plan.items:
             if item.type == WriteItemType.BYTE_IO:
                 self._add_value(item.index)
-            else:
-                self._add_box(item)
+                continue
+            data = item.tensor_data
+            assert data is not None
+            key, offsets, sizes = item.index.fqn, tuple(data.chunk.offsets), tuple(data.chunk.sizes)
+            self._declare(key, data.properties.dtype, tuple(data.size))
+            if 0 not in sizes:
+                self._parts.append(_BoxPart(key, offsets, sizes, partial(planner.resolve_data, item)))
         if isinstance(plan.planner_data, dict) and (recorded := paths_object(plan.planner_data)) is not None:
             self._objects[recorded[0]] = encode_plain(recorded[1])
 
@@ -108,10 +113,14 @@ class ShardFile:
             StructureError: the planner gives other values than it planned.
             StorageError: the storage failed.
         """
-        keys = list(self._tensors)
-        row = {key: number for number, key in enumerate(keys)}
+        row = {key: number for number, key in enumerate(self._tensors)}
         itemsize = {key: DTYPES[dtype].itemsize for key, (dtype, _) in self._tensors.items()}
-        parts = self._in_file_order(row, itemsize)
+        rows = np.array([row[part.key] for part in self._parts], np.int64)
+        nbytes = [math.prod(part.sizes) * itemsize[part.key] for part in self._parts]
+        counts = np.minimum(np.array(nbytes, np.int64), CHUNK_BYTES)
+        place = tensor_order([dtype for dtype, _ in self._tensors.values()], rows, counts)
+        order = np.argsort(place[rows], kind="stable") if len(rows) else rows
+        parts = [self._parts[at] for at in order.tolist()]
         whole = BoxTable.of(
             [len(part.sizes) for part in parts],
             np.array([at for part in parts for at in part.offsets], np.int64),
@@ -129,8 +138,8 @@ class ShardFile:
         with FileWriter(storage.create(name)) as file:
             shard = ShardFileWriter(file, header, entries.padding)
             for number, part in enumerate(parts):
-                counts = byte_count[first[number] : first[number + 1]].tolist()
-                shard.put_chunks([as_bytes(self._values(part)).numpy().data], counts)
+                of_part = byte_count[first[number] : first[number + 1]].tolist()
+                shard.put_chunks([as_bytes(self._values(part)).numpy().data], of_part)
             record = shard.finish(name, self._assignment.rank)
         return RankFile(
             record,
@@ -143,14 +152,6 @@ class ShardFile:
             byte_count,
             shard.digests,
         )
-
-    def _add_box(self, item: WriteItem) -> None:
-        data = item.tensor_data
-        assert data is not None
-        key, offsets, sizes = item.index.fqn, tuple(data.chunk.offsets), tuple(data.chunk.sizes)
-        self._declare(key, data.properties.dtype, tuple(data.size))
-        if 0 not in sizes:
-            self._parts.append(_BoxPart(key, offsets, sizes, partial(self._planner.resolve_data, item)))
 
     def _add_value(self, index: MetadataIndex) -> None:
         """Encodes a plain value. Its tensors and large arrays become tensors of their own."""
@@ -182,14 +183,6 @@ class ShardFile:
         if name not in DTYPES:
             raise StructureError(f"{key!r}: shardproof cannot store tensors of dtype {name}", key=key)
         self._tensors[key] = name, shape
-
-    def _in_file_order(self, row: dict[str, int], itemsize: dict[str, int]) -> list[_BoxPart]:
-        rows = np.array([row[part.key] for part in self._parts], np.int64)
-        nbytes = [math.prod(part.sizes) * itemsize[part.key] for part in self._parts]
-        counts = np.minimum(np.array(nbytes, np.int64), CHUNK_BYTES)
-        place = tensor_order([dtype for dtype, _ in self._tensors.values()], rows, counts)
-        order = np.argsort(place[rows], kind="stable") if len(rows) else rows
-        return [self._parts[at] for at in order.tolist()]
 
     def _declared(self) -> Declared:
         assignment = self._assignment

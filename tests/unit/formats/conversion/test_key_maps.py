@@ -19,7 +19,7 @@ from shardproof.errors import ShardproofError, StructureError, TilingError
 from shardproof.formats import WRITERS
 from shardproof.formats.conversion import MappedTensor, Move
 from shardproof.formats.conversion.key_maps import apply_key_map
-from shardproof.formats.conversion.mapped_source import MappedSource, box_digest
+from shardproof.formats.conversion.work import MappedSource, box_digest
 from tests.unit.formats.conversion.models import SIZES, applied, hugging_face, stored
 
 TO_MEGATRON = "hf-to-megatron:llama"

@@ -11,21 +11,22 @@ import shardproof as sp
 from shardproof.frameworks.shared.partitions import Partition, PartitionedModule
 
 
-def partitioned(value: float) -> PartitionedModule:
+def partitioned(
+    value: float, kind: type[PartitionedModule] = PartitionedModule
+) -> tuple[torch.nn.BatchNorm1d, PartitionedModule]:
     """A module of a framework: `weight` is a partition; the frozen `bias` and the buffer are plain values."""
     module = torch.nn.BatchNorm1d(4)
     module.bias.requires_grad_(False)
     for tensor in (module.weight, module.bias, module.running_mean):
         tensor.data.fill_(value)
     part = Partition("weight", (4,), 0, 4, module.weight.detach())
-    return PartitionedModule(module, {"weight": part}, lambda: None)
+    return module, kind(module, {"weight": part}, lambda: None)
 
 
 def test_values_that_are_no_partitions_are_loaded(tmp_path: Path) -> None:
-    saved, target = partitioned(1), partitioned(2)
+    (_, saved), (module, target) = partitioned(1), partitioned(2)
     sp.save(tmp_path / "ckpt", {"model": saved})
     sp.load(tmp_path / "ckpt", {"model": target})
-    module = target._inner[0]
     for tensor in (module.weight, module.bias, module.running_mean):
         assert tensor.eq(1).all()
 
@@ -35,13 +36,9 @@ def test_a_value_that_the_module_does_not_take_is_an_error(tmp_path: Path) -> No
         def state_dict(self, *args: object, **options: object) -> dict[str, object]:
             return {**super().state_dict(), "more": torch.zeros(2)}
 
-    def extra() -> Extra:
-        made = partitioned(1)
-        return Extra(made._inner[0], made._partitions, lambda: None)
-
-    sp.save(tmp_path / "ckpt", {"model": extra()})
+    sp.save(tmp_path / "ckpt", {"model": partitioned(1, Extra)[1]})
     with pytest.raises(sp.KeyMismatchError, match=r"did not take 1 stored values: more"):
-        sp.load(tmp_path / "ckpt", {"model": extra()})
+        sp.load(tmp_path / "ckpt", {"model": partitioned(1, Extra)[1]})
 
 
 def test_a_hook_of_the_framework_reads_masters_that_follow_the_weights(tmp_path: Path) -> None:
@@ -66,13 +63,11 @@ def test_a_hook_of_the_framework_reads_masters_that_follow_the_weights(tmp_path:
         def set_extra_state(self, state: float) -> None:
             self.extra = state
 
-    def made(value: float) -> PartitionedModule:
-        module = Framework(value)
+    def made(module: Framework) -> PartitionedModule:
         part = Partition("weight", (4,), 0, 4, module.weight.detach(), module.master)
         return PartitionedModule(module, {"weight": part}, lambda: None)
 
-    sp.save(tmp_path / "ckpt", {"model": made(3)})
-    target = made(1)
-    sp.load(tmp_path / "ckpt", {"model": target})
-    module = target._inner[0]
+    sp.save(tmp_path / "ckpt", {"model": made(Framework(3))})
+    module = Framework(1)
+    sp.load(tmp_path / "ckpt", {"model": made(module)})
     assert module.weight.eq(3).all() and module.master.eq(3).all() and module.extra == 3

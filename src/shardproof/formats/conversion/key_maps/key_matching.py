@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, product
 from math import prod
@@ -111,7 +111,14 @@ def match_keys(
     Raises:
         StructureError: no rule takes a key, or two keys are one tensor.
     """
-    patterns = list(_patterns(rules, joined_is_stored))
+    prefix = rules.first_prefix if joined_is_stored else ""
+    patterns = [
+        (row, rule, part, KeyPattern(text, stackable=joined_is_stored, prefix=prefix))
+        for row, rule in enumerate(rules.rules)
+        for part, text in (
+            ((0, name) for name in rule.joined_names) if joined_is_stored else enumerate(rule.parts)
+        )
+    ]
     ignored_patterns = [KeyPattern(text, prefix=rules.first_prefix) for text in rules.ignored]
     found: dict[tuple[str, int], MatchedRule] = {}
     ignored: list[str] = []
@@ -140,16 +147,6 @@ def match_keys(
             keys=unknown,
         )
     return [found[at] for at in sorted(found)], ignored
-
-
-def _patterns(rules: KeyRules, joined_is_stored: bool) -> Iterator[tuple[int, Rule, int, KeyPattern]]:
-    for row, rule in enumerate(rules.rules):
-        if joined_is_stored:
-            for text in rule.joined_names:
-                yield row, rule, 0, KeyPattern(text, stackable=True, prefix=rules.first_prefix)
-        else:
-            for part, text in enumerate(rule.parts):
-                yield row, rule, part, KeyPattern(text)
 
 
 def _add(

@@ -179,7 +179,9 @@ class _QueryGroups(_RowLayout):
         group = [heads // groups * size, size, size]
         starts = [0, *accumulate(group[:-1])]
         runs = [
-            _Run(at * sum(group) + starts[part], group[part], *self._place(part, at * group[part], bases))
+            _Run(at * sum(group) + starts[part], group[part], 0, bases[part] + at * group[part])
+            if self.parts == 1
+            else _Run(at * sum(group) + starts[part], group[part], part, at * group[part])
             for at in range(groups)
             for part in range(3)
         ]
@@ -189,9 +191,6 @@ class _QueryGroups(_RowLayout):
             runs,
             {"q": parts[0], "kv": parts[1], "head_dim": size},
         )
-
-    def _place(self, part: int, row: int, bases: Sequence[int]) -> tuple[int, int]:
-        return (0, bases[part] + row) if self.parts == 1 else (part, row)
 
 
 class JoinedLayout:

@@ -20,7 +20,7 @@ from shardproof.errors import (
     StructureError,
 )
 from shardproof.frameworks import dcp
-from shardproof.frameworks.shared.peer_errors import raised_as
+from shardproof.frameworks.shared.replacements import raised_as
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -1,4 +1,7 @@
-"""Reads folders of ``Accelerator.save_state`` and of the Trainer of transformers.
+"""Reads what Hugging Face's libraries save with ``torch.save``: weights, and folders of training runs.
+
+`HfBinReader` reads ``pytorch_model.bin``: one file, or several with an index. The others read folders of
+``Accelerator.save_state`` and of the Trainer of transformers.
 
 A folder has the files of a model as Hugging Face writes them, and one file of ``torch.save`` for each other
 item: optimizer, scheduler, states of random number generators. The keys of the model are its own. Keys of
@@ -13,11 +16,65 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from shardproof.engine.foreign import Foreign, FormatReader
-from shardproof.errors import NotCommittedError
-from shardproof.formats.huggingface.hf_bin import HfBinReader
-from shardproof.formats.json_files import read_json, top_level_files
+from shardproof.errors import FormatError, NotCommittedError
+from shardproof.formats.json_files import HfIndex, read_json, top_level_files
 from shardproof.formats.safetensors.safetensors_files import NO_CHECKSUMS, SafetensorsReader
 from shardproof.formats.torch.torch_save import TorchFilesReader, is_torch_file
+
+_SUFFIX, _INDEX_SUFFIX = ".bin", ".bin.index.json"
+_STEMS = ("pytorch_model", "adapter_model", "diffusion_pytorch_model")
+
+
+class HfBinReader(TorchFilesReader):
+    """A folder with ``pytorch_model.bin``, or with an index of such files; see `FormatReader`.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from shardproof.storage import LocalStorage
+        >>> folder = tempfile.mkdtemp()
+        >>> torch.save({"weight": torch.arange(6.0).reshape(3, 2)}, f"{folder}/pytorch_model.bin")
+        >>> HfBinReader(Foreign(LocalStorage(folder))).tensors["weight"].shape
+        (3, 2)
+    """
+
+    name = "hf_bin"
+
+    def __init__(self, foreign: Foreign) -> None:
+        super().__init__(foreign)
+        names = [foreign.file] if foreign.file is not None else _bin_files(foreign)
+        if not names:
+            raise NotCommittedError(
+                f"{self.location} has no pytorch_model.bin, and no index", file=self.location
+            )
+        if len(names) > 1:
+            raise FormatError(
+                f"{self.location} has {' and '.join(names)}. They may differ: name the one file to read",
+                file=self.location,
+            )
+        if not names[0].endswith(_INDEX_SUFFIX):
+            self.add_torch_file(names[0])
+            self.conclude()
+            return
+        index = HfIndex.read(self.storage, names[0])
+        for name in sorted(index.keys_of):
+            before = self.keys()
+            self.add_torch_file(name)
+            index.check(name, self.keys() - before)
+        self.conclude(index.digest)
+
+    @classmethod
+    def recognizes(cls, foreign: Foreign) -> bool:
+        """True for a folder with such files or an index of them, and for an index file."""
+        if foreign.file is not None:
+            return foreign.file.endswith(_INDEX_SUFFIX)
+        return bool(_bin_files(foreign))
+
+
+def _bin_files(foreign: Foreign) -> list[str]:
+    return [
+        stem + suffix for stem in _STEMS for suffix in (_INDEX_SUFFIX, _SUFFIX) if foreign.has(stem + suffix)
+    ]
+
 
 _MODEL_SUFFIXES = (
     (".safetensors.index.json", SafetensorsReader),

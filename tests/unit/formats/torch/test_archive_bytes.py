@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from shardproof.formats.torch.zip_directory import ZipRecord, read_zip_directory
+from shardproof.formats.torch.archive_bytes import ZipRecord, read_zip_directory
 
 
 def read(data: bytes) -> list[ZipRecord]:

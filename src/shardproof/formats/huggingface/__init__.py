@@ -1,1 +1,0 @@
-"""Folders of Accelerate, of the Trainer, and of sharded ``pytorch_model.bin`` files."""
