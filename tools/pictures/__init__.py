@@ -1,0 +1,12 @@
+"""The pictures of the documentation, as code: `python -m tools.pictures` writes them to docs/pictures."""
+
+from __future__ import annotations
+
+from tools.pictures.diagrams import hybrid_step, rerun
+from tools.pictures.layouts import layouts, reshard
+from tools.pictures.saves import restart, save, tiers
+
+__all__ = ["PICTURES"]
+
+PICTURES = (hybrid_step, layouts, rerun, reshard, restart, save, tiers)
+"""Each draws the picture that has its name."""
