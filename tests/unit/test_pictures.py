@@ -26,7 +26,7 @@ def test_a_picture_has_a_title_and_colours_for_dark_systems(draw: type) -> None:
     text = draw().svg()
     tree = ElementTree.fromstring(text)
     assert tree.find("{http://www.w3.org/2000/svg}title") is not None
-    styled = set(re.findall(r"\.([\w-]+)\{", text.partition("@media(prefers-color-scheme:dark)")[2]))
+    styled = set(re.findall(r"\.([\w-]+)[ {]", text.partition("@media(prefers-color-scheme:dark)")[2]))
     used = {name for names in re.findall(r'class="([^"]+)"', text) for name in names.split()}
     assert used and used <= styled
 

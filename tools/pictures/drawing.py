@@ -49,6 +49,8 @@ class Drawing:
         self.height = height
         self.title = title
         self.parts: list[str] = []
+        self.rules = ""
+        """Further rules of CSS."""
 
     def box(
         self,
@@ -104,7 +106,7 @@ class Drawing:
         style = (
             f"text{{font:{SIZE}px system-ui,-apple-system,'Segoe UI',sans-serif}}"
             f"rect,polyline{{stroke-width:1.2}}{_rules(0)}"
-            f"@media(prefers-color-scheme:dark){{{_rules(1)}}}"
+            f"@media(prefers-color-scheme:dark){{{_rules(1)}}}{self.rules}"
         )
         return "\n".join(
             [
