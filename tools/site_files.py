@@ -19,8 +19,9 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).resolve().parents[1]
 HOME = "README.md"
 LINK = re.compile(r"(?<=\]\()(?P<path>[^)#\s:]+)(?=[#)])")
+BLOCKS = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
 CODE_OF_CELL = re.compile(r"`[^`\n]*\\\|[^`\n]*`(?=.*\|$)", re.MULTILINE)
-"""Code with an escaped bar in a row of a table: GitHub wants the backslash, Python-Markdown shows it."""
+NESTED = re.compile(r"^ {2,3}(?=(?:-|\d+\.) )", re.MULTILINE)
 FENCE = "~" * 12
 LANGUAGES = {".py": "python", ".sbatch": "bash", ".json": "json"}
 
@@ -79,6 +80,17 @@ def as_page(path: str) -> str:
     return f"---\nsearch: {{exclude: true}}\n---\n# `{path}`\n\n{FENCE}{language}\n{text}{FENCE}\n"
 
 
+def as_python_markdown(text: str) -> str:
+    r"""The text where GitHub's Markdown and that of the site differ, apart from blocks of code.
+
+    A list inside of an item is indented by four columns, and code in a cell of a table has no backslash.
+
+    >>> as_python_markdown("- a\n  - b"), as_python_markdown(r"| `a \| b` |")
+    ('- a\n    - b', '| `a | b` |')
+    """
+    return NESTED.sub("    ", CODE_OF_CELL.sub(lambda code: code[0].replace(r"\|", "|"), text))
+
+
 def named(nav: object) -> Iterator[str]:
     """The pages that a navigation names."""
     if isinstance(nav, str):
@@ -114,4 +126,7 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
             return match["path"]  # MkDocs reports it
         return posixpath.relpath(in_site(target), posixpath.dirname(uri) or ".")
 
-    return CODE_OF_CELL.sub(lambda code: code[0].replace(r"\|", "|"), LINK.sub(moved, markdown))
+    return "".join(
+        part if part.startswith("```") else as_python_markdown(LINK.sub(moved, part))
+        for part in BLOCKS.split(markdown)
+    )

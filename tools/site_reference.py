@@ -52,117 +52,112 @@ def source_of(path: Path) -> str:
     return (path / "__init__.py" if path.is_dir() else path).read_text()
 
 
-def members_of(path: str) -> list[str]:
-    """Public members of a class, in the order of their names."""
-    inner = [name.removeprefix(f"{path}.") for name in snapshot() if name.startswith(f"{path}.")]
-    attributes = snapshot().get(f"{path}, attributes", "").split(", ")
-    return sorted({name for name in [*inner, *attributes] if name and "." not in name and ", " not in name})
-
-
-def top_level(package: griffe.Module) -> dict[str, list[str]]:
-    """Each public module to the paths of the names in it."""
-    paths: dict[str, list[str]] = {module: [] for module in modules()}
-    for path in snapshot():
-        module = path.rpartition(".")[0]
-        if module in paths and "," not in path:
-            paths[module].append(path)
-    for module in paths:
-        if ".frameworks." in module:
-            adapter = package[module.removeprefix(f"{PACKAGE}.")]
-            paths[module] = sorted(
-                f"{module}.{name}" for name in map(str, adapter.exports or ()) if is_ours(adapter[name])
-            )
-    return paths
-
-
-def found(path: str, package: griffe.Module) -> griffe.Object | griffe.Alias:
-    """The object of a public path. A function may have the name of the module that it comes from."""
-    item = package[path.removeprefix(f"{PACKAGE}.")]
-    return item[item.name] if item.is_module and snapshot().get(path) != "module" else item
-
-
-def is_ours(item: griffe.Object | griffe.Alias) -> bool:
-    """True if the package defines an object; an adapter also passes on names of its framework."""
-    return not item.is_alias or item.target_path.startswith(f"{PACKAGE}.")
-
-
-def homes(paths: dict[str, list[str]], package: griffe.Module) -> dict[str, str]:
-    """Each public path to the first path of the same object: the shortest one."""
-    same = defaultdict(list)
-    for path in (path for listed in paths.values() for path in listed):
-        same[found(path, package).canonical_path].append(path)
-    first = {}
-    for group in same.values():
-        group.sort(key=lambda path: (path.count("."), path))
-        first |= dict.fromkeys(group, group[0])
-    return first
-
-
 def page_of(module: str) -> str:
     """The page of a module."""
     return f"{NAV}{module}.md"
 
 
-def places(paths: dict[str, list[str]], first: dict[str, str]) -> dict[str, str]:
-    """Each object, by its first path, to the module whose page describes it.
+class Reference:
+    """The texts of the pages.
 
-    The package names what other public modules have, too. The page of that module describes it.
+    Args:
+        package: what griffe has read of the sources.
     """
-    place = {path: path.rpartition(".")[0] for path in first.values()}
-    for module, listed in paths.items():
-        for path in listed:
-            if place[first[path]] == PACKAGE:
-                place[first[path]] = module
-    return place
 
+    def __init__(self, package: griffe.Module) -> None:
+        self.package = package
+        self.listed = {module: self._names_in(module) for module in modules()}
+        """Each public module to the paths of the names in it."""
+        self.first = self._first_paths()
+        """Each public path to the shortest path of the same object."""
+        self.place = self._places()
+        """The shortest path of each object to the module whose page describes it."""
+        self.described = {self.found(path).canonical_path for path in self.first}
 
-def directive(path: str, package: griffe.Module, public: set[str]) -> str:
-    """The text that renders a name. What a class inherits from a public class is a link to it."""
-    item = found(path, package)
-    if not item.is_class:
-        anchor = "" if item.path == path else f'<span id="{path}"></span>\n\n'
-        return f"{anchor}::: {item.path}\n"
-    names = members_of(path)
-    inherited: dict[griffe.Class, list[str]] = defaultdict(list)
-    for name in names:
-        if name not in item.members:
-            inherited[item.all_members[name].final_target.parent].append(name)
-    shown = [
-        name for parent in inherited if parent.canonical_path not in public for name in inherited[parent]
-    ]
-    own = [name for name in item.members if name in names]
-    text = f"::: {path}\n    options: {json.dumps({'members': own + shown, 'inherited_members': shown})}\n"
-    for parent, listed in inherited.items():
-        if parent.canonical_path in public:
+    def found(self, path: str) -> griffe.Object | griffe.Alias:
+        """The object of a public path. A function may have the name of the module that it comes from."""
+        item = self.package[path.removeprefix(f"{PACKAGE}.")]
+        return item[item.name] if item.is_module and snapshot().get(path) != "module" else item
+
+    def _names_in(self, module: str) -> list[str]:
+        if ".frameworks." not in module:
+            inside = [path for path in snapshot() if path.rpartition(".")[0] == module]
+            return [path for path in inside if "," not in path]
+        adapter = self.package[module.removeprefix(f"{PACKAGE}.")]
+        ours = [
+            name
+            for name in map(str, adapter.exports or ())  # an adapter also passes on names of its framework
+            if not adapter[name].is_alias or adapter[name].target_path.startswith(f"{PACKAGE}.")
+        ]
+        return sorted(f"{module}.{name}" for name in ours)
+
+    def _first_paths(self) -> dict[str, str]:
+        same = defaultdict(list)
+        for path in (path for listed in self.listed.values() for path in listed):
+            same[self.found(path).canonical_path].append(path)
+        first: dict[str, str] = {}
+        for group in same.values():
+            first |= dict.fromkeys(group, min(group, key=lambda path: (path.count("."), path)))
+        return first
+
+    def _places(self) -> dict[str, str]:
+        """The package names what other public modules have, too. The page of that module describes it."""
+        place = {path: path.rpartition(".")[0] for path in self.first.values()}
+        for module, listed in self.listed.items():
+            for path in listed:
+                if place[self.first[path]] == PACKAGE:
+                    place[self.first[path]] = module
+        return place
+
+    def page(self, module: str) -> str:
+        """The text of the page of a module: all its names, then those that are described here."""
+        options = "{members: false, heading_level: 1, show_root_full_path: true}"
+        lines = [f"::: {module}\n    options: {options}\n", "| name | purpose |", "| --- | --- |"]
+        directives = []
+        for path in self.listed[module]:
+            item, first = self.found(path), self.first[path]
+            here = self.place[first] == module and not item.is_module
+            if here:
+                directives.append(self.directive(first))
+            anchor = "" if item.is_module or (here and path == first) else f'<span id="{path}"></span>'
+            link = f"[`{path.rpartition('.')[2]}`][{self.found(first).path}]"
+            lines.append(f"| {anchor}{link} | {summary(item)} |")
+        return "\n".join([*lines, "", *directives])
+
+    def directive(self, path: str) -> str:
+        """The text that renders a name. What a class inherits from a described class is a link to it."""
+        item = self.found(path)
+        if not item.is_class:
+            anchor = "" if item.path == path else f'<span id="{path}"></span>\n\n'
+            return f"{anchor}::: {item.path}\n"
+        names = members_of(path) if path in snapshot() else [name for name in item.members if name[0] != "_"]
+        inherited: dict[griffe.Class, list[str]] = defaultdict(list)
+        for name in names:
+            if name not in item.members:
+                inherited[item.all_members[name].final_target.parent].append(name)
+        bases = {base: base.canonical_path in self.described for base in inherited}
+        shown = [name for base in inherited if not bases[base] for name in inherited[base]]
+        members = [name for name in item.members if name in names] + shown
+        text = f"::: {path}\n    options: {json.dumps({'members': members, 'inherited_members': shown})}\n"
+        for base in (base for base in inherited if bases[base]):
             links = ", ".join(
-                f'<span id="{path}.{name}"></span>[`{name}`][{parent.canonical_path}.{name}]'
-                for name in listed
+                f'<span id="{path}.{name}"></span>[`{name}`][{base.canonical_path}.{name}]'
+                for name in inherited[base]
             )
-            text += f"\nInherited from [`{parent.name}`][{parent.canonical_path}]: {links}\n"
-    return text
+            text += f"\nInherited from [`{base.name}`][{base.canonical_path}]: {links}\n"
+        return text
+
+
+def members_of(path: str) -> list[str]:
+    """Public members of a class of the snapshot."""
+    inner = [name.removeprefix(f"{path}.") for name in snapshot() if name.startswith(f"{path}.")]
+    attributes = snapshot().get(f"{path}, attributes", "").split(", ")
+    return sorted({name for name in [*inner, *attributes] if name and not {".", ","} & {*name}})
 
 
 def summary(item: griffe.Object | griffe.Alias) -> str:
-    """The first sentence of a docstring, for a cell of a table."""
+    """The first paragraph of a docstring, for a cell of a table."""
     return " ".join(item.docstring.value.split("\n\n")[0].split()) if item.docstring else ""
-
-
-def page(module: str, paths: dict[str, list[str]], package: griffe.Module) -> str:
-    """The text of the page of a module: all its names, then those that are described here."""
-    first = homes(paths, package)
-    place = places(paths, first)
-    public = {found(path, package).canonical_path for path in first}
-    options = "{members: false, heading_level: 1, show_root_full_path: true}"
-    lines = [f"::: {module}\n    options: {options}\n", "| name | purpose |", "| --- | --- |"]
-    described = []
-    for path in paths[module]:
-        name, item = path.rpartition(".")[2], found(path, package)
-        here = place[first[path]] == module and not item.is_module
-        described += [first[path]] * here
-        anchor = "" if item.is_module or (here and path == first[path]) else f'<span id="{path}"></span>'
-        lines.append(f"| {anchor}[`{name}`][{found(first[path], package).path}] | {summary(item)} |")
-    directives = [directive(path, package, public) for path in described]
-    return "\n".join([*lines, "", *directives])
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -183,8 +178,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds the pages."""
     handler = config.plugins["mkdocstrings"].get_handler("python")  # it loads the package once
-    package = handler.collect(PACKAGE, handler.get_options({}))
-    paths = top_level(package)
+    reference = Reference(handler.collect(PACKAGE, handler.get_options({})))
     for module in modules():
-        files.append(File.generated(config, page_of(module), content=page(module, paths, package)))
+        files.append(File.generated(config, page_of(module), content=reference.page(module)))
     return files

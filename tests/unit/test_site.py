@@ -32,13 +32,16 @@ class Page(HTMLParser):
         super().__init__()
         self.anchors: set[str] = set()
         self.loaded: set[str] = set()
+        self.links: set[str] = set()
         self.text = ""
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         values = {name: value or "" for name, value in attrs}
         self.anchors |= {values[name] for name in ("id", "name") if name in values}
-        if tag in ("script", "img", "iframe"):
+        if tag == "a":
+            self.links.add(values.get("href", ""))
+        elif tag in ("script", "img", "iframe"):
             self.loaded.add(values.get("src", ""))
         elif tag == "link" and values.get("rel") != "canonical":
             self.loaded.add(values.get("href", ""))
@@ -95,15 +98,19 @@ def test_sections_and_examples_of_docstrings_are_rendered(site: Path) -> None:
     assert "<blockquote>" not in page  # what Markdown makes of a prompt
 
 
-def test_the_pages_load_nothing_from_a_network(site: Path) -> None:
+def test_the_pages_load_nothing_from_a_network_and_lead_to_files(site: Path) -> None:
     pages = {path: Page(path.read_text()) for path in site.rglob("*.html")}
     assert len(pages) > 50
     loaded = {source for page in pages.values() for source in page.loaded}
     assert [source for source in loaded if source.startswith(("http:", "https:", "//"))] == []
     for path, page in pages.items():
-        for source in page.loaded:
+        for source in page.loaded | page.links:
             local = source.partition("?")[0].partition("#")[0]
-            if local and path.name != "404.html" and not local.startswith("data:"):
+            if (
+                local
+                and path.name != "404.html"
+                and not local.startswith(("data:", "http:", "https:", "mailto:"))
+            ):
                 assert (path.parent / local).exists(), f"{path}: {source}"
 
 
@@ -114,9 +121,15 @@ def test_files_outside_of_docs_are_in_the_site(site: Path) -> None:
     assert 'href="repository/ARCHITECTURE.html"' in (site / "index.html").read_text()
 
 
+def test_lists_and_tables_are_those_that_github_shows(site: Path) -> None:
+    assert "<li><em>fence</em>: optimizer steps" in (site / "repository" / "ARCHITECTURE.html").read_text()
+    assert "<code>| head</code>" in (site / "cli.html").read_text()
+
+
 def test_the_search_finds_pages_and_names(site: Path) -> None:
     index = json.loads((site / "search" / "search_index.json").read_text())
     places = {entry["location"] for entry in index["docs"]}
     assert "operate.html#after-a-crash" in places
     assert "reference/shardproof.checkpointer.html#shardproof.Checkpointer.restore" in places
     assert not any(place.startswith("repository/tests/faults") for place in places)
+    assert (site / "search" / "search_index.js").is_file()  # for pages that are opened from the folder

@@ -115,7 +115,8 @@ class Drawing:
                 f"<title>{escape(self.title)}</title>",
                 f"<style>{style}</style>",
                 f"<defs>{markers}</defs>",
-                f'<rect class="paper" width="{self.width}" height="{self.height}" rx="8"/>',
+                f'<rect class="paper s-line" x="1" y="1" width="{self.width - 2}" '
+                f'height="{self.height - 2}" rx="8"/>',
                 *self.parts,
                 "</svg>\n",
             ]
