@@ -23,7 +23,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-unit test-all test-interop test-torch bench bench-peers check check-wheel format clean
+.PHONY: help venv demo test test-unit test-all test-interop test-torch bench bench-peers check check-wheel docs format clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -109,7 +109,7 @@ check: $(STAMP) check-wheel  ## format, lint, types, layers, docs, and the built
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q tests/unit/test_layers.py tests/unit/test_docs.py
+	$(BIN)/python -m pytest -q tests/unit/test_layers.py tests/unit/test_docs.py tests/unit/test_site.py
 
 check-wheel: $(STAMP)  ## the example of the README from a built wheel, in an environment with nothing else
 	rm -rf build/wheel
@@ -118,6 +118,9 @@ check-wheel: $(STAMP)  ## the example of the README from a built wheel, in an en
 	build/wheel/venv/bin/python -m pip install --quiet -c constraints.txt torch build/wheel/*.whl
 	sed -n '/^```python/,/^```/p' README.md | grep -v '^```' > build/wheel/example.py
 	cd build/wheel && venv/bin/python example.py && venv/bin/shardproof verify runs/example
+
+docs: $(STAMP)  ## the documentation site in build/site, built without a network
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 format: $(STAMP)  ## format the code, and fix what ruff can fix
 	$(BIN)/ruff check --fix .

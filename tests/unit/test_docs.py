@@ -16,6 +16,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+"""Pages whose blocks run. `tests.tutorials` runs those of docs/tutorials."""
 SECONDS_A_PAGE = 120
 
 # Started by their launcher, or written as a pytest suite: not modules that a person imports.

@@ -104,7 +104,8 @@ class FlatShard:
     ) -> None:
         self.buffer = buffer
         self.shape = tuple(shape)
-        self.start, self.stop = start, stop
+        self.start = start
+        self.stop = stop
         self.index_map = index_map
         if buffer.dim() != 1 or buffer.numel() != stop - start:
             raise StructureError(

@@ -19,7 +19,10 @@ from shardproof.frameworks.megatron.megatron_plain import to_plain
 from shardproof.frameworks.megatron.megatron_tensors import COMMON, COMMON_KEY, TYPES, StoredObject
 from shardproof.frameworks.shared.replacements import raised_as
 
-BACKEND, VERSION = "shardproof", 1
+BACKEND = "shardproof"
+"""Name of the strategies in Megatron's metadata."""
+VERSION = 1
+"""Version of the strategies in Megatron's metadata."""
 _COMMON_FILE = "common.pt"
 as_in_megatron = partial(raised_as, CheckpointingException)
 """A context, and a decorator: errors are also those that Megatron raises, its own and torch's."""

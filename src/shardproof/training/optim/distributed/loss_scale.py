@@ -61,7 +61,10 @@ class DynamicLossScale(LossScale):
                 f"growth is {growth}, backoff {backoff}, interval {interval}: growth must be at least 1, "
                 "backoff between 0 and 1, interval at least 1"
             )
-        self.growth, self.backoff, self.interval, self.minimum = growth, backoff, interval, minimum
+        self.growth = growth
+        self.backoff = backoff
+        self.interval = interval
+        self.minimum = minimum
         self.finite_steps = 0
         """Number of consecutive finite steps."""
 

@@ -1,0 +1,1 @@
+"""Tools of the repository: hooks of the documentation site, and the pictures in it."""
