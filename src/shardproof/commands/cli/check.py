@@ -12,11 +12,13 @@ from shardproof.commands.cli.options import (
     checkpoint_of,
     format_option,
     json_option,
+    key_options,
     other_format_option,
     path_argument,
     path_or_run_argument,
     print_json,
     register_option,
+    renames_of,
     trust_pickle_option,
 )
 from shardproof.errors import tells_nothing
@@ -153,6 +155,7 @@ _NOUNS = {"digest": "chunk", "read": "element"}
 @path_argument("b")
 @format_option
 @other_format_option
+@key_options("compare")
 @click.option("--measure", is_flag=True, help="Measure by how much tensors differ. Reads those that do.")
 @trust_pickle_option
 @register_option
@@ -162,6 +165,9 @@ def diff_command(
     b: str,
     format: str | None,  # noqa: A002 the name of the option
     other_format: str | None,
+    include: Sequence[str],
+    exclude: Sequence[str],
+    rename: Sequence[str],
     measure: bool,
     trust_pickle: bool,
     register: Sequence[str],
@@ -172,13 +178,18 @@ def diff_command(
     A and B may have different formats. --format names the format of A, as it names the format of SRC for
     convert. --other-format names the format of B. If both checkpoints have digests and cut a tensor into the
     same chunks, digests are compared; otherwise the tensor is read. Step, time, metadata and layout are not
-    differences. Plain values are compared after decoding, wherever their bytes are stored. Exit code 0: the
-    same state. 1: they differ, or one is damaged. 3: one of them, or a value, could not be read.
+    differences. Plain values are compared after decoding, wherever their bytes are stored.
+
+    --include, --exclude and --rename are those of a conversion of A to B: they take the keys of A. A key of B
+    is compared if they take the name that it would have in A.
+
+    Exit code 0: the same state. 1: they differ, or one is damaged. 2: a pattern or a rename fits no key. 3:
+    one of them, or a value, could not be read.
     """
     from shardproof.commands.cli.terminal import bytes_progress
     from shardproof.commands.report import diff
     from shardproof.engine.foreign import foreign_of
-    from shardproof.errors import StorageError
+    from shardproof.errors import StorageError, StructureError
 
     one, other = foreign_of(a), foreign_of(b)
     try:
@@ -189,9 +200,14 @@ def diff_command(
                 format=format,
                 other_format=other_format,
                 trust_pickle=trust_pickle,
+                include=include or None,
+                exclude=exclude or None,
+                rename=renames_of(rename),
                 measure=measure,
                 on_progress=on_progress,
             )
+    except StructureError as error:  # an option does not fit
+        raise click.UsageError(str(error)) from error
     except StorageError:
         for foreign in () if as_json else (one, other):
             if (note := _of_nodes(foreign.storage)) is not None:

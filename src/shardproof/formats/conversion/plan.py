@@ -13,7 +13,8 @@ from shardproof._utils.humanize import printable
 from shardproof._utils.lazy_mapping import LazyMapping
 from shardproof.dtypes import DTYPES
 from shardproof.engine.foreign import foreign_of, is_paths_key, renamed_path
-from shardproof.engine.loading import Checkpoint, NativeCheckpoint, check_patterns, rename_keys, selects
+from shardproof.engine.loading import Checkpoint, NativeCheckpoint
+from shardproof.engine.planning import check_patterns, rename_keys, selects
 from shardproof.engine.state import optimizer_state_dicts, references, with_new_key
 from shardproof.engine.storage import is_url
 from shardproof.errors import PlainDataError, StructureError
