@@ -55,6 +55,7 @@ from shardproof.engine.format.inner_tensors import inner_tensors
 from shardproof.engine.format.json import decode_strictly
 from shardproof.engine.format.manifest import (
     FORMAT_VERSION,
+    PROVENANCE,
     REFERENCES_VERSION,
     FileRecord,
     Manifest,
@@ -103,6 +104,7 @@ __all__ = [
     "MANIFEST_NAME",
     "PADDING",
     "PAGE_BYTES",
+    "PROVENANCE",
     "REFERENCES_VERSION",
     "SEAL_LENGTH",
     "STEP_FOLDER",

@@ -22,6 +22,7 @@ def new_manifest(
     tensors: tuple[TensorRecord, ...],
     objects: Mapping[str, Any],
     metadata: dict[str, Any] | None = None,
+    provenance: Mapping[str, Any] | None = None,
     aliases: dict[str, str] | None = None,
     repaired: bool = False,
     files: Sequence[FileRecord] = (),
@@ -37,6 +38,7 @@ def new_manifest(
         tensors: all stored tensors, sorted by key.
         objects: plain values as JSON, by key, in any order.
         metadata: the user's metadata, plain JSON; None without.
+        provenance: the origin of the save, plain JSON; None without.
         aliases: other keys of tied tensors; None without.
         repaired: True if it is rebuilt from shard files.
         files: the shard files; none before they are written (see `with_files`).
@@ -53,6 +55,7 @@ def new_manifest(
         world_size=world_size,
         repaired=repaired,
         metadata=metadata or {},
+        provenance=dict(provenance or {}),
         tensors=tensors,
         aliases=aliases or {},
         objects=dict(sorted(objects.items())),

@@ -99,10 +99,11 @@ def commit(
     *,
     overwrite: bool,
     place: PlaceChunks | None = None,
+    provenance: dict[str, Any] | None = None,
 ) -> Committed:
     """Checks that the ranks wrote what was planned, then writes the index and, last, the manifest.
 
-    `place` finds the chunks. None: `place_chunks`.
+    `place` finds the chunks. None: `place_chunks`. `provenance` is the origin of the save, as JSON.
 
     Raises:
         StructureError: the value of an object differs between ranks that share it, or a rank did not write
@@ -139,6 +140,7 @@ def commit(
         time=attempt.time,
         world_size=attempt.world_size,
         metadata=attempt.metadata,
+        provenance=provenance or {},
         tensors=tensors,
         aliases=plan.merged.aliases,
         objects=dict(sorted(objects.items())),

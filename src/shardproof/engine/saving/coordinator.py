@@ -16,6 +16,7 @@ from shardproof.engine.planning import Structure, WritePlan, plan_writes
 from shardproof.engine.saving.cache import CoordinatorPlan, Limits, SaveCache
 from shardproof.engine.saving.commit import PlaceChunks, commit, is_in_place, place_chunks, warn_of_orders
 from shardproof.engine.saving.messages import Agreement, Attempt, RankReport, SaveResult, WriteReport
+from shardproof.engine.saving.provenance import provenance
 from shardproof.engine.saving.save_option import SaveOption
 from shardproof.engine.saving.save_request import SaveRequest
 from shardproof.engine.saving.space_check import check_space, free_space
@@ -168,7 +169,15 @@ class Coordinator:
             for option in options:
                 option.check(plan, [report.options[option.name] for report in reports])
                 place = option.placer(place)
-            done = commit(self._storage, plan, attempt, reports, overwrite=self._replace, place=place)
+            done = commit(
+                self._storage,
+                plan,
+                attempt,
+                reports,
+                overwrite=self._replace,
+                place=place,
+                provenance=self._provenance(),
+            )
         except (AlreadyCommittedError, StructureError):
             raise
         except Exception as error:
@@ -189,6 +198,12 @@ class Coordinator:
         for option in options:
             result = option.complete(result, done)
         return msgspec.msgpack.encode(result)
+
+    def _provenance(self) -> dict[str, Any]:
+        if not self._cache.records_provenance:
+            return {}
+        structure = self._cache.structure
+        return provenance(len(set(self._nodes)), () if structure is None else structure.meshes)
 
     def _complete(self) -> None:
         """Calls `on_commit` of the request. Its error reaches all ranks; the checkpoint stays committed."""

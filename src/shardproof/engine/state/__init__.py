@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from shardproof.engine.state.collector import hoisted_key as hoisted_key  # not listed in __all__: internal
 from shardproof.engine.state.collector import hoisted_tensor
-from shardproof.engine.state.dtensor import LOCAL, dtensor_index_map, is_dtensor, is_sharded, local_tensor
+from shardproof.engine.state.dtensor import (
+    LOCAL,
+    Mesh,
+    dtensor_index_map,
+    is_dtensor,
+    is_sharded,
+    local_tensor,
+)
 from shardproof.engine.state.fabric_wrappers import (
     without_fabric as without_fabric,
 )  # not listed in __all__: internal
@@ -91,6 +98,7 @@ __all__ = [
     "Layout",
     "LocalRange",
     "LocalShards",
+    "Mesh",
     "Mismatch",
     "ObjectEntry",
     "OptimizerState",

@@ -100,6 +100,7 @@ def plan_conversion(checkpoint: Checkpoint, request: ConversionRequest) -> Conve
         checkpoint.metadata,
         _time(checkpoint, request.source),
         paths,
+        provenance=checkpoint.provenance,
     )
     options = WriteOptions(request.max_file_bytes, piece_bytes(request))
     writer = new_writer(contents, options)
