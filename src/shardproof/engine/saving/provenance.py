@@ -165,11 +165,16 @@ def _start_of_process() -> float:
 def _git_state(known: dict[str, Any]) -> dict[str, Any]:
     """The state of the repository of the program, else of the working directory.
 
+    A program that is installed in the environment of Python has none: `python -m pytest`.
+
     `known` gets the commit from the files first: git may take longer.
     """
-    program = Path(sys.argv[0]).absolute() if sys.argv and sys.argv[0] else None
-    for folder in (program.parent if program is not None and program.is_file() else None, Path.cwd()):
-        if folder is not None and (commit := stored_commit(folder)) is not None:
+    folders = [Path.cwd()]
+    program = Path(sys.argv[0]).resolve() if sys.argv and sys.argv[0] else folders[0]
+    if program.is_file() and not program.is_relative_to(Path(sys.prefix).resolve()):
+        folders.insert(0, program.parent)
+    for folder in folders:
+        if (commit := stored_commit(folder)) is not None:
             known["commit"] = commit
             if (found := checked_commit(folder, _GIT_SECONDS)) is not None:
                 return dict(zip(("commit", "changed"), found, strict=True))

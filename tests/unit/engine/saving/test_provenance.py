@@ -220,6 +220,18 @@ def test_the_commit_is_read_from_the_files_where_there_is_no_git(
     assert facts.git(PATIENCE) == {"commit": commit}
 
 
+def test_an_installed_program_has_the_commit_of_the_working_directory(
+    repository: Path, tmp_path: Path, facts: provenance.ProcessFacts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = tmp_path / "environment"
+    subprocess.run(["cp", "-r", str(repository), str(installed)], check=True, timeout=60)
+    git(installed, "commit", "-qm", "other", "--allow-empty")
+    monkeypatch.setattr(sys, "prefix", str(installed))
+    monkeypatch.setattr(sys, "argv", [str(installed / "train.py")])
+    monkeypatch.chdir(repository)
+    assert facts.git(PATIENCE) == {"commit": git(repository, "rev-parse", "HEAD"), "changed": False}
+
+
 def test_commits_of_all_kinds_of_repositories(repository: Path, tmp_path: Path) -> None:
     first = git(repository, "rev-parse", "HEAD")
     assert stored_commit(repository) == first
