@@ -6,12 +6,12 @@ from shardproof.engine.state.collector import hoisted_key as hoisted_key  # not 
 from shardproof.engine.state.collector import hoisted_tensor
 from shardproof.engine.state.dtensor import (
     LOCAL,
-    Mesh,
     dtensor_index_map,
     is_dtensor,
     is_sharded,
     local_tensor,
 )
+from shardproof.engine.state.dtensor import Mesh as Mesh  # not listed in __all__: internal
 from shardproof.engine.state.fabric_wrappers import (
     without_fabric as without_fabric,
 )  # not listed in __all__: internal
@@ -98,7 +98,6 @@ __all__ = [
     "Layout",
     "LocalRange",
     "LocalShards",
-    "Mesh",
     "Mismatch",
     "ObjectEntry",
     "OptimizerState",
