@@ -49,13 +49,9 @@ def mask_arguments(arguments: Iterable[str]) -> list[str]:
             found.append(MASK)
             is_first = False
             continue
-        found.append(_masked(argument))
+        text = argument if len(argument) <= _LONGEST else f"{argument[:_LONGEST]}..."
+        for pattern in _PATTERNS:
+            text = pattern.sub(rf"\g<1>{MASK}", text)
+        found.append(text)
         expects = is_first = _NAME.fullmatch(argument) is not None and bool(_IS_SECRET.search(argument))
     return found
-
-
-def _masked(argument: str) -> str:
-    text = argument if len(argument) <= _LONGEST else f"{argument[:_LONGEST]}..."
-    for pattern in _PATTERNS:
-        text = pattern.sub(rf"\g<1>{MASK}", text)
-    return text

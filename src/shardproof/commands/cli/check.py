@@ -163,15 +163,12 @@ _NOUNS = {"digest": "chunk", "read": "element"}
 def diff_command(
     a: str,
     b: str,
-    format: str | None,  # noqa: A002 the name of the option
-    other_format: str | None,
     include: Sequence[str],
     exclude: Sequence[str],
     rename: Sequence[str],
-    measure: bool,
-    trust_pickle: bool,
     register: Sequence[str],
     as_json: bool,
+    **options: Any,
 ) -> int:
     """Compare the states in A and B: keys, dtypes, shapes, plain values, and every tensor to the bit.
 
@@ -197,14 +194,11 @@ def diff_command(
             difference = diff(
                 one,
                 other,
-                format=format,
-                other_format=other_format,
-                trust_pickle=trust_pickle,
                 include=include or None,
                 exclude=exclude or None,
                 rename=renames_of(rename),
-                measure=measure,
                 on_progress=on_progress,
+                **options,
             )
     except StructureError as error:  # an option does not fit
         raise click.UsageError(str(error)) from error

@@ -165,6 +165,9 @@ class Coordinator:
         place: PlaceChunks = place_chunks
         slowest = max(range(len(reports)), key=lambda rank: reports[rank].seconds)
         self.facts = {"slowest_rank": slowest, "slowest_seconds": reports[slowest].seconds}
+        structure, origin = self._cache.structure, dict[str, Any]()
+        if self._cache.records_provenance:
+            origin = provenance(len(set(self._nodes)), () if structure is None else structure.meshes)
         try:
             for option in options:
                 option.check(plan, [report.options[option.name] for report in reports])
@@ -176,7 +179,7 @@ class Coordinator:
                 reports,
                 overwrite=self._replace,
                 place=place,
-                provenance=self._provenance(),
+                provenance=origin,
             )
         except (AlreadyCommittedError, StructureError):
             raise
@@ -198,12 +201,6 @@ class Coordinator:
         for option in options:
             result = option.complete(result, done)
         return msgspec.msgpack.encode(result)
-
-    def _provenance(self) -> dict[str, Any]:
-        if not self._cache.records_provenance:
-            return {}
-        structure = self._cache.structure
-        return provenance(len(set(self._nodes)), () if structure is None else structure.meshes)
 
     def _complete(self) -> None:
         """Calls `on_commit` of the request. Its error reaches all ranks; the checkpoint stays committed."""

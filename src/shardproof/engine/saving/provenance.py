@@ -135,7 +135,10 @@ def provenance(hosts: int, meshes: Sequence[Mesh]) -> dict[str, Any]:
         if len(arguments) > _MOST_ARGUMENTS:
             record["arguments"].append(f"... {len(arguments) - _MOST_ARGUMENTS} more")
         with suppress(OSError, ValueError, IndexError):
-            record["started"] = _start_of_process()
+            # Seconds of the boot, and ticks since then. The name in parentheses may have spaces.
+            ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+            boot = Path("/proc/stat").read_text().partition("btime ")[2].split()[0]
+            record["started"] = int(boot) + ticks / os.sysconf("SC_CLK_TCK")
         if git := facts.git(_PATIENCE):
             record["git"] = git
         record["versions"] = _versions()
@@ -151,15 +154,6 @@ def provenance(hosts: int, meshes: Sequence[Mesh]) -> dict[str, Any]:
 def _text(text: str) -> str:
     """The text in valid Unicode: bytes of an argument that are not UTF-8 become escapes."""
     return str(text).encode("utf-8", "backslashreplace").decode()
-
-
-def _start_of_process() -> float:
-    """Start of this process, Unix seconds."""
-    # The name of the program, in parentheses, may have spaces.
-    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-    lines = Path("/proc/stat").read_text().splitlines()
-    boot = next(int(line.split()[1]) for line in lines if line.startswith("btime "))
-    return boot + ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _git_state(known: dict[str, Any]) -> dict[str, Any]:
