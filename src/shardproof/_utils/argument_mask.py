@@ -1,9 +1,9 @@
 """Masks what looks like a secret in the arguments of a program, for a record that others read.
 
-Note "What is masked": a value whose name has a word such as ``token`` or ``key``, whatever joins the two: the
-next argument, ``=`` or ``:``. In a URL, the user with the password, and everything behind a signature. A text
-with the form of a known token. Too much is masked rather than too little: ``--num-key-value-heads 8`` also
-loses its value.
+Note "What is masked": a value whose name has a word such as ``token`` or ``key``. The value is what follows
+``=`` or ``:``, or the arguments up to the next option. In a URL, the user with the password, and everything
+behind a signature. A text with the form of a known token. Too much is masked rather than too little:
+``--num-key-value-heads 8`` also loses its value.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _PATTERNS = (
 def mask_arguments(arguments: Iterable[str]) -> list[str]:
     """The arguments of a program without what looks like a secret; see "What is masked".
 
-    >>> mask_arguments(["--lr=0.1", "--hf-token", "abc", "wandb.api_key=abc", "--tokenizer", "gpt2"])
-    ['--lr=0.1', '--hf-token', '***', 'wandb.api_key=***', '--tokenizer', 'gpt2']
+    >>> mask_arguments(["lr=0.1", "wandb.api_key=abc", "--hf-token", "abc", "--tokenizer", "gpt2"])
+    ['lr=0.1', 'wandb.api_key=***', '--hf-token', '***', '--tokenizer', 'gpt2']
     >>> mask_arguments(["--data", "https://me:abc@host/x", "https://host/x?sig=abc&b=1"])
     ['--data', 'https://***@host/x', 'https://host/x?sig=***']
     """
