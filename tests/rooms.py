@@ -39,6 +39,7 @@ FACADES = {
     "checkpointer": "runs.checkpointer",
     "cli": "commands.cli",
     "events": "engine.events",
+    "events.otel": "engine.events.otel",
     "events.prometheus": "engine.events.prometheus",
     "events.tensorboard": "engine.events.tensorboard",
     "fsdp": "training.fsdp",

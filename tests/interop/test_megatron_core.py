@@ -88,6 +88,7 @@ def test_every_kind_of_entry_comes_back(environment: str, tmp_path: Path) -> Non
     """ShardedTensor, ShardedObject, factory, local object, common state and content metadata."""
     assert unit("kinds", tmp_path / "step", environment).facts["keys"]
     with sp.open(tmp_path / "step") as checkpoint:
+        assert "megatron-core" in checkpoint.provenance["versions"]
         assert checkpoint["common"]["args"] == {
             "backend": "FLASH",
             "lr": 3,
@@ -204,6 +205,8 @@ def test_the_example_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
     assert sorted(again) == ["7", "8"]
     with sp.open(tmp_path / "run" / "iter_0000004") as checkpoint:
         assert checkpoint.step == 4 and checkpoint["common"]["step"] == 4
+        groups = {"tensor": 2, "pipeline": 1, "context": 1, "expert": 1, "data": 2}
+        assert checkpoint.provenance["layout"] == {"megatron": groups}
 
 
 def test_live_state_is_what_megatron_gathers(tmp_path: Path) -> None:

@@ -43,3 +43,11 @@ def test_added_lines_are_those_of_the_example(page: str, example: str) -> None:
     assert added
     assert [line for line in added if line not in lines] == []
     assert len(lines) <= 40
+
+
+@pytest.mark.parametrize("example", ["wandb_run.py", "mlflow_run.py"])
+def test_the_page_of_trackers_shows_lines_of_the_examples(example: str) -> None:
+    section = (ROOT / "docs" / "trackers.md").read_text().partition(f"[examples/{example}]")[2]
+    block = re.search(r"```py\n(.*?)```", section, re.DOTALL)
+    assert block is not None
+    assert block[1] in (ROOT / "examples" / example).read_text()

@@ -383,9 +383,13 @@ def test_dependencies_are_those_imported() -> None:
         if extra != "dev"
         for entry in entries
     ]
+    modules = {"opentelemetry_api": "opentelemetry"}  # of packages that have another name
     declared, optional = (
-        {re.split(r"[<>=~!\[; ]", entry, maxsplit=1)[0].replace("-", "_") for entry in entries}
-        for entries in (project["dependencies"], extras)
+        {modules.get(name, name) for name in names}
+        for names in (
+            {re.split(r"[<>=~!\[; ]", entry, maxsplit=1)[0].replace("-", "_") for entry in entries}
+            for entries in (project["dependencies"], extras)
+        )
     )
     imported = {
         found.module.split(".")[0]

@@ -36,6 +36,7 @@ MODULES = (
     "shardproof.cli",
     "shardproof.errors",
     "shardproof.events",
+    "shardproof.events.otel",
     "shardproof.events.prometheus",
     "shardproof.events.tensorboard",
     "shardproof.fsdp",

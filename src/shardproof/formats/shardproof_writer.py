@@ -280,6 +280,7 @@ def _manifest(
         time=contents.time,
         world_size=1,
         metadata=metadata,
+        provenance=contents.provenance,
         tensors=tensors,
         aliases=aliases,
         objects=objects,

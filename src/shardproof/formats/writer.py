@@ -40,6 +40,8 @@ class Contents:
     """Date of the checkpoint in seconds since 1970, for formats that store it. Equal in all processes."""
     paths: Mapping[str, tuple[str | int, ...]] = field(default_factory=dict)
     """Recorded paths in the nested state dict by key; see `state_paths`."""
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+    """The origin of the save, as JSON; only shardproof's own format stores it."""
 
 
 class BoxSource(Protocol):

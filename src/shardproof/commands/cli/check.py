@@ -12,11 +12,13 @@ from shardproof.commands.cli.options import (
     checkpoint_of,
     format_option,
     json_option,
+    key_options,
     other_format_option,
     path_argument,
     path_or_run_argument,
     print_json,
     register_option,
+    renames_of,
     trust_pickle_option,
 )
 from shardproof.errors import tells_nothing
@@ -153,6 +155,7 @@ _NOUNS = {"digest": "chunk", "read": "element"}
 @path_argument("b")
 @format_option
 @other_format_option
+@key_options("compare")
 @click.option("--measure", is_flag=True, help="Measure by how much tensors differ. Reads those that do.")
 @trust_pickle_option
 @register_option
@@ -160,25 +163,30 @@ _NOUNS = {"digest": "chunk", "read": "element"}
 def diff_command(
     a: str,
     b: str,
-    format: str | None,  # noqa: A002 the name of the option
-    other_format: str | None,
-    measure: bool,
-    trust_pickle: bool,
+    include: Sequence[str],
+    exclude: Sequence[str],
+    rename: Sequence[str],
     register: Sequence[str],
     as_json: bool,
+    **options: Any,
 ) -> int:
     """Compare the states in A and B: keys, dtypes, shapes, plain values, and every tensor to the bit.
 
     A and B may have different formats. --format names the format of A, as it names the format of SRC for
     convert. --other-format names the format of B. If both checkpoints have digests and cut a tensor into the
     same chunks, digests are compared; otherwise the tensor is read. Step, time, metadata and layout are not
-    differences. Plain values are compared after decoding, wherever their bytes are stored. Exit code 0: the
-    same state. 1: they differ, or one is damaged. 3: one of them, or a value, could not be read.
+    differences. Plain values are compared after decoding, wherever their bytes are stored.
+
+    --include, --exclude and --rename are those of a conversion of A to B: they take the keys of A. A key of B
+    is compared if they take the name that it would have in A.
+
+    Exit code 0: the same state. 1: they differ, or one is damaged. 2: a pattern or a rename fits no key. 3:
+    one of them, or a value, could not be read.
     """
     from shardproof.commands.cli.terminal import bytes_progress
     from shardproof.commands.report import diff
     from shardproof.engine.foreign import foreign_of
-    from shardproof.errors import StorageError
+    from shardproof.errors import StorageError, StructureError
 
     one, other = foreign_of(a), foreign_of(b)
     try:
@@ -186,12 +194,14 @@ def diff_command(
             difference = diff(
                 one,
                 other,
-                format=format,
-                other_format=other_format,
-                trust_pickle=trust_pickle,
-                measure=measure,
+                include=include or None,
+                exclude=exclude or None,
+                rename=renames_of(rename),
                 on_progress=on_progress,
+                **options,
             )
+    except StructureError as error:  # an option does not fit
+        raise click.UsageError(str(error)) from error
     except StorageError:
         for foreign in () if as_json else (one, other):
             if (note := _of_nodes(foreign.storage)) is not None:

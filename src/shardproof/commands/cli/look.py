@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -257,6 +257,30 @@ def _show_summary(summary: Summary) -> None:
         out.print()
         rows_of_metadata = ((key, str(value)) for key, value in summary.metadata.items())
         out.print(table(("metadata", ""), rows_of_metadata))
+    if summary.provenance:
+        out.print()
+        out.print(table(("saved by", ""), _rows_of_provenance(summary.provenance)))
+
+
+def _rows_of_provenance(record: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The origin of a save as names and texts. Members of a newer version are shown as they are."""
+    rest = dict(record)
+    rows = []
+    if (program := rest.pop("program", None)) is not None:
+        rows.append(("program", " ".join(map(str, (program, *rest.pop("arguments", ()))))))
+    if isinstance(started := rest.pop("started", None), int | float):
+        rows.append(("started", time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(started))))
+    if isinstance(git := rest.pop("git", None), dict):
+        states: dict[Any, str] = {True: ", with changes", False: ", without changes"}
+        rows.append(("git commit", f"{git.get('commit')}{states.get(git.get('changed'), '')}"))
+    if isinstance(versions := rest.pop("versions", None), dict):
+        rows.append(("versions", ", ".join(f"{name} {version}" for name, version in versions.items())))
+    if isinstance(layout := rest.pop("layout", None), dict):
+        groups = {"mesh": layout.get("meshes", ()), "megatron": [layout.get("megatron", {})]}
+        for name, found in groups.items():
+            texts = ["x".join(f"{key}={size}" for key, size in one.items()) for one in found if one]
+            rows += [(name, "; ".join(texts))] if texts else []
+    return [*rows, *((name, str(value)) for name, value in rest.items())]
 
 
 def _show_writers(summary: Summary) -> None:

@@ -291,6 +291,67 @@ trust_pickle_option = click.option(
 )
 
 
+def renames_of(items: Sequence[str]) -> dict[str, str]:
+    """The table of the option --rename, from all its pairs and files: stored key to new key.
+
+    Raises:
+        click.UsageError: a file cannot be read, or a key has two new names.
+    """
+    found: dict[str, str] = {}
+    for item in items:
+        stored, sign, new = item.partition("=")
+        is_file = not sign or item.endswith(".toml")
+        for key, name in (_rename_table(item) if is_file else {stored: new}).items():
+            if found.setdefault(key, name) != name:
+                raise click.UsageError(f"--rename: {key!r} would be both {found[key]!r} and {name!r}")
+    return found
+
+
+def _rename_table(path: str) -> dict[str, str]:
+    """The table of a TOML file."""
+    import tomllib
+
+    try:
+        with open(path, "rb") as file:
+            table = tomllib.load(file)
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise click.UsageError(
+            f"--rename: {path} cannot be read: {error}. Give OLD=NEW or a TOML file"
+        ) from error
+    wrong = [key for key, value in table.items() if not isinstance(value, str)]
+    if wrong:
+        raise click.UsageError(
+            f"--rename: {path}: the value of {wrong[0]!r} is not a string. Write keys with dots in quotes: "
+            '"model.module" = "model"'
+        )
+    return table
+
+
+def key_options(verb: str) -> Callable[[Function], Function]:
+    """The options --include, --exclude and --rename of a command that does `verb` to keys."""
+    options = (
+        click.option(
+            "--include", multiple=True, metavar="PATTERN", help=f"Keys to {verb}, and all below them."
+        ),
+        click.option(
+            "--exclude", multiple=True, metavar="PATTERN", help="Keys to leave out, and all below them."
+        ),
+        click.option(
+            "--rename",
+            multiple=True,
+            metavar="OLD=NEW",
+            help='New name of a key and of all below it; or a TOML file of lines "model.module" = "model".',
+        ),
+    )
+
+    def add(function: Function) -> Function:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return add
+
+
 def _registered(_context: click.Context, _parameter: click.Parameter, names: Sequence[str]) -> Sequence[str]:
     for name in names:
         from shardproof.engine.state import register_by_name  # imports torch

@@ -16,9 +16,11 @@ from shardproof.commands.cli.options import (
     destination_argument,
     format_option,
     json_option,
+    key_options,
     path_argument,
     print_json,
     register_option,
+    renames_of,
     size,
     trust_pickle_option,
 )
@@ -42,9 +44,7 @@ KEYS_SHOWN = 20
 )
 @format_option
 @click.option("--dtype", metavar="DTYPE", help="Convert floating point tensors, for example to bfloat16.")
-@click.option("--include", multiple=True, metavar="PATTERN", help="Keys to convert, and all below them.")
-@click.option("--exclude", multiple=True, metavar="PATTERN", help="Keys to leave out, and all below them.")
-@click.option("--rename", type=click.Path(), help='TOML file with lines such as "model.module" = "model".')
+@key_options("convert")
 @click.option(
     "--map",
     "key_map",
@@ -83,7 +83,7 @@ def convert_command(
     dst: str,
     to: str | None,
     standalone: bool,
-    rename: str | None,
+    rename: Sequence[str],
     include: Sequence[str],
     exclude: Sequence[str],
     dry_run: bool,
@@ -121,7 +121,7 @@ def convert_command(
                 src,
                 dst,
                 to=to,
-                rename=_renames(rename) if rename else None,
+                rename=renames_of(rename) or None,
                 include=include or None,
                 exclude=exclude or None,
                 dry_run=dry_run,
@@ -137,24 +137,6 @@ def convert_command(
     else:
         _show_conversion(report)
     return YES
-
-
-def _renames(path: str) -> dict[str, str]:
-    """The table of a TOML file: stored key to written key."""
-    import tomllib
-
-    try:
-        with open(path, "rb") as file:
-            table = tomllib.load(file)
-    except (OSError, tomllib.TOMLDecodeError) as error:
-        raise click.UsageError(f"--rename: {path} cannot be read: {error}") from error
-    wrong = [key for key, value in table.items() if not isinstance(value, str)]
-    if wrong:
-        raise click.UsageError(
-            f"--rename: {path}: the value of {wrong[0]!r} is not a string. Write keys with dots in quotes: "
-            '"model.module" = "model"'
-        )
-    return table
 
 
 def _show_conversion(report: ConversionReport) -> None:

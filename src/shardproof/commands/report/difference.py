@@ -12,7 +12,7 @@ Only the state counts. Step, time, metadata and layout are not differences.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -30,9 +30,16 @@ from shardproof.dtypes import DTYPES
 from shardproof.engine.foreign import Foreign, keeps_tensors_of_values, tensors_in_values
 from shardproof.engine.format import FileRecord, Manifest, TensorRecord, locate_files, size_error
 from shardproof.engine.geometry import Boxes, cut
-from shardproof.engine.planning import ChunkTable
+from shardproof.engine.planning import (
+    ChunkTable,
+    Patterns,
+    check_patterns,
+    rename_keys,
+    selects,
+    stored_name,
+)
 from shardproof.engine.storage import Storage, map_requests
-from shardproof.errors import PlainDataError, StorageError, tells_nothing
+from shardproof.errors import PlainDataError, StorageError, StructureError, tells_nothing
 
 _LONGEST_TEXT = 2000
 """Characters of a plain value in a `Change`, at most."""
@@ -120,19 +127,30 @@ class Difference:
 
 
 class _Side:
-    """The keys of one checkpoint as its user sees them."""
+    """The keys of one checkpoint as its user sees them, under the names that are compared."""
 
     def __init__(self, stored: Stored) -> None:
         self.stored = stored
-        self.objects: dict[str, Any] = dict.fromkeys(stored.manifest.objects)
-        """Keys of plain values. A part of a value has its encoded data; None for a whole value."""
+        self.objects = dict.fromkeys(stored.manifest.objects)
+        """Keys of plain values."""
+        self._parts: dict[str, Any] = {}
+        """Encoded data of the plain values that are parts of a stored one."""
         rows = {record.key: row for row, record in enumerate(stored.manifest.tensors)}
         inner = tensors_in_values(stored.format, stored.manifest.objects, rows)
         self.tensors: dict[str, int] = {key: row for key, row in rows.items() if key not in inner}
         """Row of every tensor. A tied tensor has the row of the key it is stored under."""
         self.tensors |= {key: rows[target] for key, target in stored.manifest.aliases.items()}
+        self._names = {key: key for key in (*self.tensors, *self.objects)}
+        self._stored_keys = dict(self._names)
         self._references: dict[str, set[str]] = {}
         """Keys of the tensors that a plain value refers to, by its key."""
+
+    def take(self, names: Mapping[str, str]) -> None:
+        """Takes the keys in `names`, under these names, and forgets all others."""
+        self._names = dict(names)
+        self._stored_keys = {name: key for key, name in names.items()}
+        self.objects = dict.fromkeys(names[key] for key in self.objects if key in names)
+        self.tensors = {names[key]: row for key, row in self.tensors.items() if key in names}
 
     def split(self, other: _Side) -> None:
         """Splits the dicts that the other checkpoint stores as separate values.
@@ -148,17 +166,18 @@ class _Side:
         }
         while pending:
             key = pending.pop()
-            if key not in heads or key in other.objects or key in self.stored.unreadable:
+            if key not in heads or key in other.objects or self._unreadable(key) is not None:
                 continue
-            part = self.objects[key]
-            data = self.stored.manifest.objects[key] if part is None else part
+            data = self.encoded(key)
             if not isinstance(data, dict) or not data or any(name.startswith("$") for name in data):
                 continue
             del self.objects[key]
             for name, item in data.items():
                 below = f"{key}.{name}"
-                if not (isinstance(item, dict) and item.get("$tensor") == below and below in self.tensors):
-                    self.objects[below] = item
+                tensor = item.get("$tensor", "") if isinstance(item, dict) else ""
+                if not (self._names.get(tensor) == below and below in self.tensors):
+                    self.objects[below] = None
+                    self._parts[below] = item
                     pending.append(below)
 
     def forget_parts(self, other: _Side) -> None:
@@ -179,13 +198,17 @@ class _Side:
             return False
         if value not in self._references:
             parts = objects_with(self.encoded(value), "$tensor")
-            self._references[value] = {part["$tensor"] for part in parts}
+            self._references[value] = {self._names.get(part["$tensor"], "") for part in parts}
         return key in self._references[value]
 
     def encoded(self, key: str) -> Any:
         """The encoded data of a plain value. Raises `PlainDataError` if it cannot be read."""
-        part = self.objects[key]
-        return self.stored.manifest.objects[key] if part is None else part
+        if key in self._parts:
+            return self._parts[key]
+        return self.stored.manifest.objects[self._stored_keys[key]]
+
+    def _unreadable(self, key: str) -> str | None:
+        return None if key in self._parts else self.stored.unreadable.get(self._stored_keys[key])
 
     def described(self) -> dict[str, str]:
         """Each key with its structure as a text."""
@@ -193,8 +216,24 @@ class _Side:
         kinds = {key: manifest.tensors[row] for key, row in self.tensors.items()}
         tensors = {key: f"{record.dtype} {list(record.shape)}" for key, record in kinds.items()}
         for key, target in manifest.aliases.items():
-            tensors[key] = f"{tensors[key]}, tied to {target}"
-        return tensors | {key: self.stored.unreadable.get(key, "plain value") for key in self.objects}
+            if key in self._names and target in self._names:
+                tensors[self._names[key]] += f", tied to {self._names[target]}"
+        return tensors | {key: self._unreadable(key) or "plain value" for key in self.objects}
+
+
+def _choose_keys(a: _Side, b: _Side, include: Patterns, exclude: Patterns, rename: Mapping[str, str]) -> None:
+    """Leaves the keys to compare, those of `a` under their new names; see `diff`."""
+    keys_a = [*a.tensors, *a.objects]
+    keys_b = {key: stored_name(key, rename) for key in (*b.tensors, *b.objects)}
+    for option, patterns in (("include", include), ("exclude", exclude)):
+        check_patterns(option, patterns, [*keys_a, *keys_b.values()])
+    selected = selects(include, exclude)
+    names = rename_keys(filter(selected, keys_a), rename, stored_first=True)
+    renamed = set(names.values())
+    a.take(names)
+    b.take({key: key for key, stored in keys_b.items() if key in renamed or selected(stored)})
+    if not names:
+        raise StructureError(f"include and exclude leave no key of {a.stored.location}: nothing to compare")
 
 
 def _structure_changes(a: _Side, b: _Side) -> tuple[list[str], list[str], list[Change]]:
@@ -215,6 +254,9 @@ def diff(
     format: str | None = None,  # noqa: A002 as in sp.open
     other_format: str | None = None,
     trust_pickle: bool = False,
+    include: Patterns = None,
+    exclude: Patterns = None,
+    rename: Mapping[str, str] | None = None,
     measure: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Difference:
@@ -229,6 +271,11 @@ def diff(
         format: name of the format of `a`; None to find it.
         other_format: name of the format of `b`; None to find it.
         trust_pickle: True to unpickle values of other formats that are no plain data.
+        include: patterns (`fnmatch`, over the whole key or the keys above it) of the keys to compare, as `a`
+            has them; None for all. A key of `b` counts under the name that it would have in `a`.
+        exclude: patterns of the keys to leave out, of the same names.
+        rename: key of `a` to key of `b`, for a key and all keys below it, as in a conversion of `a` to `b`.
+            The longest key of `a` that applies decides. An empty key of `b` removes the prefix.
         measure: True to read the tensors whose digests differ, and to measure by how much numbers differ.
         on_progress: called with the bytes read so far and in all.
 
@@ -237,6 +284,19 @@ def diff(
             missing or has another size.
         CorruptChunkError: a chunk that had to be read does not match its digest.
         TilingError: the chunks of a tensor that had to be read do not cover it.
+        StructureError: a pattern or a rename fits no key, the patterns leave no key of `a`, or two keys get
+            one name.
+
+    Example:
+        >>> import shardproof as sp, tempfile, torch
+        >>> from shardproof.report import diff
+        >>> from shardproof.storage import LocalStorage
+        >>> run = tempfile.mkdtemp()
+        >>> _ = sp.save(f"{run}/a", {"model": {"w": torch.ones(2)}, "epoch": 3})
+        >>> _ = sp.save(f"{run}/b", {"w": torch.ones(2)})
+        >>> a, b = LocalStorage(f"{run}/a"), LocalStorage(f"{run}/b")
+        >>> diff(a, b, include="model", rename={"model": ""}).same
+        True
     """
     one, other = (
         describe(place, format=name, trust_pickle=trust_pickle)
@@ -246,21 +306,22 @@ def diff(
         if stored.has_digests:
             _check_files(place.storage if isinstance(place, Foreign) else place, stored.manifest)
     side_a, side_b = _Side(one), _Side(other)
+    if include is not None or exclude is not None or rename:
+        _choose_keys(side_a, side_b, include, exclude, rename or {})
     side_a.split(side_b)
     side_b.split(side_a)
     side_a.forget_parts(side_b)
     side_b.forget_parts(side_a)
     only_a, only_b, changed = _structure_changes(side_a, side_b)
     pairs = list(_comparable(side_a, side_b))
-    unlike, values = [], []
+    unlike, values = list[_Pair](), list[ValueDifference]()
     for key, row_a, row_b in pairs:
         different = None
-        kept = one.manifest.tensors[row_a]
-        record = TensorRecord(key, kept.dtype, kept.shape)
+        record = one.manifest.tensors[row_a]
         if one.has_digests and other.has_digests:
             different = _different_chunks(one.table, row_a, other.table, row_b, len(record.shape))
         if different is None or (measure and different.any()):
-            unlike.append(record)
+            unlike.append(_Pair(key, record, other.manifest.tensors[row_b].key))
         elif different.any():
             values.append(ValueDifference(key, "digest", int(different.sum()), len(different)))
     objects, uncompared = _object_changes((a, side_a), (b, side_b), trust_pickle=trust_pickle)
@@ -277,7 +338,7 @@ def diff(
         len(pairs) - len(values),
         len(pairs) - len(unlike),
         len(unlike),
-        2 * sum(tensor_bytes(record) for record in unlike),
+        2 * sum(tensor_bytes(pair.tensor) for pair in unlike),
         tuple(uncompared),
     )
 
@@ -310,10 +371,21 @@ def _check_files(storage: Storage, manifest: Manifest) -> None:
         raise min(faults, key=lambda fault: tells_nothing(fault.details))
 
 
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """A tensor that both have with the same dtype and shape."""
+
+    key: str
+    tensor: TensorRecord
+    """As A has it."""
+    other_key: str
+    """Its key in B."""
+
+
 def _read_differences(
     a: tuple[Storage | Foreign, Stored],
     b: tuple[Storage | Foreign, Stored],
-    tensors: Sequence[TensorRecord],
+    tensors: Sequence[_Pair],
     measure: bool,
     on_progress: Callable[[int, int], None] | None,
 ) -> list[ValueDifference]:
@@ -322,21 +394,21 @@ def _read_differences(
     Args:
         a: one checkpoint, and its description.
         b: the other.
-        tensors: key, dtype and shape of each.
+        tensors: those to read.
         measure: as of `diff`.
         on_progress: as of `diff`.
     """
-    values, done, total = [], 0, 2 * sum(tensor_bytes(record) for record in tensors)
+    values, done, total = [], 0, 2 * sum(tensor_bytes(pair.tensor) for pair in tensors)
     with ExitStack() as opened:
         one, other = (opened.enter_context(closing(open_bits(place, stored))) for place, stored in (a, b))
-        for record in tensors:
+        for pair in tensors:
             measured = MeasuredDifference() if measure else None
-            for step in compare_tensors(one, other, record, measured=measured):
+            for step in compare_tensors(one, other, pair.tensor, pair.other_key, measured=measured):
                 if on_progress is not None:
                     on_progress(done + step.bytes, total)
-            done += 2 * tensor_bytes(record)
+            done += 2 * tensor_bytes(pair.tensor)
             if step.different:
-                values.append(ValueDifference(record.key, "read", step.different, step.elements, measured))
+                values.append(ValueDifference(pair.key, "read", step.different, step.elements, measured))
     return values
 
 
@@ -433,6 +505,7 @@ def compare_tensors(
     a: StoredBits,
     b: StoredBits,
     tensor: TensorRecord,
+    other_key: str | None = None,
     *,
     measured: MeasuredDifference | None = None,
     box_bytes: int = BOX_BYTES,
@@ -445,6 +518,7 @@ def compare_tensors(
         a: the bits of one checkpoint.
         b: those of the other.
         tensor: key, dtype and shape.
+        other_key: the key in `b`; None for the same.
         measured: takes the numbers of both.
         box_bytes: bytes of the boxes that are read, at most, unless a single row is larger.
 
@@ -453,6 +527,7 @@ def compare_tensors(
         TilingError: the chunks of one of the two do not cover the tensor exactly once.
     """
     itemsize = DTYPES[tensor.dtype].itemsize
+    keys = tensor.key, tensor.key if other_key is None else other_key
     yield Compared(0, 0, 0)
     if 0 in tensor.shape:
         return
@@ -462,7 +537,7 @@ def compare_tensors(
     boxes, _ = cut(Boxes.whole(tensor.shape), np.array([most]))
     elements = different = 0
     for offsets, sizes in zip(boxes.offsets.tolist(), boxes.sizes.tolist(), strict=True):
-        left, right = a.box(tensor.key, offsets, sizes), b.box(tensor.key, offsets, sizes)
+        left, right = (side.box(key, offsets, sizes) for side, key in zip((a, b), keys, strict=True))
         if not np.array_equal(left, right):
             different += int((left != right).any(axis=1).sum())
         if measured is not None:

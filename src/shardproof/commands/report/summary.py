@@ -169,6 +169,8 @@ class Summary:
     repaired: bool
     world_size: int
     metadata: dict[str, Any]
+    provenance: dict[str, Any]
+    """The origin of the save; empty if it is not recorded."""
     tensors: int
     bytes: int
     referenced_bytes: int
@@ -243,6 +245,7 @@ def summarise(
         repaired=manifest.repaired,
         world_size=manifest.world_size,
         metadata=dict(manifest.metadata),
+        provenance=dict(manifest.provenance),
         tensors=len(records),
         bytes=sum(map(tensor_bytes, stored)),
         referenced_bytes=_referenced_bytes(manifest, table, chunks),

@@ -61,6 +61,7 @@ from shardproof.engine.format.index import decode_index, encode_index
 from shardproof.engine.format.json import decode_strictly
 from shardproof.engine.format.manifest import (
     FORMAT_VERSION,
+    PROVENANCE,
     REFERENCES_VERSION,
     FileRecord,
     Manifest,
@@ -108,6 +109,7 @@ __all__ = [
     "MANIFEST_NAME",
     "PADDING",
     "PAGE_BYTES",
+    "PROVENANCE",
     "REFERENCES_VERSION",
     "SEAL_LENGTH",
     "STEP_FOLDER",

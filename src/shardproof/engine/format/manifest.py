@@ -26,6 +26,9 @@ REFERENCES_VERSION = 2
 """The version of a manifest that refers to files of other steps; readers that know only version 1 refuse
 it."""
 
+PROVENANCE = "@provenance"
+"""The key of the metadata that belongs to shardproof, an object."""
+
 _Size = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 _ATTEMPT = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,127}")
 _FOLDER = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,254}")
@@ -86,6 +89,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """True if `shardproof repair` rebuilt the manifest from the shard files."""
     metadata: dict[str, Any]
     """The user's metadata, plain JSON."""
+    provenance: dict[str, Any] = {}
+    """The origin of the save, plain JSON; empty: not recorded. `manifest.json` has it below `PROVENANCE` of
+    the metadata."""
     tensors: tuple[TensorRecord, ...]
     """All stored tensors, sorted by key."""
     aliases: dict[str, str]

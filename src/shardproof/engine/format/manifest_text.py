@@ -13,6 +13,7 @@ from shardproof.engine.format.file_names import MANIFEST_NAME
 from shardproof.engine.format.json import decode_strictly
 from shardproof.engine.format.manifest import (
     FORMAT_VERSION,
+    PROVENANCE,
     REFERENCES_VERSION,
     FileRecord,
     Manifest,
@@ -120,6 +121,8 @@ def encode_manifest(manifest: Manifest) -> bytes:
     form = _Placed if manifest.version == REFERENCES_VERSION else _File
     files = tuple(_formed(record, form) for record in manifest.files)
     values = {name: getattr(manifest, name) for name in _FIELDS}
+    if manifest.provenance:
+        values["metadata"] = {**manifest.metadata, PROVENANCE: manifest.provenance}
     index = _formed(manifest.index, _File)
     try:
         body = msgspec.json.encode(_ManifestText(format="shardproof", **values, files=files, index=index))
@@ -154,8 +157,12 @@ def decode_manifest(data: bytes, file: str) -> Manifest:
         )
     body = data[:-SEAL_LENGTH] + b"}"
     wire = decode_strictly(_DECODERS[_version(body, file)], body, file)
+    values = {name: getattr(wire, name) for name in _FIELDS}
+    # Before shardproof had the key, users may have stored another value there.
+    is_recorded = isinstance(wire.metadata.get(PROVENANCE), dict)
     manifest = Manifest(
-        **{name: getattr(wire, name) for name in _FIELDS},
+        **values,
+        provenance=wire.metadata.pop(PROVENANCE) if is_recorded else {},
         files=tuple(map(_record, wire.files)),
         index=_record(wire.index),
     )

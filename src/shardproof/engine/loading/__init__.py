@@ -12,7 +12,7 @@ from shardproof.engine.loading.matching import LoadOptions
 from shardproof.engine.loading.opening import ForeignCheckpoint, open_storage
 from shardproof.engine.loading.opening import open_checkpoint as open  # noqa: A004 the public name is sp.open
 from shardproof.engine.loading.read_once.agreement import UNREADABLE
-from shardproof.engine.loading.selection import Cast, Patterns, check_patterns, rename_keys, selects
+from shardproof.engine.planning import Cast, Patterns
 from shardproof.engine.rendezvous import Rendezvous, connected, from_rank
 from shardproof.engine.storage import Location, check_location
 from shardproof.reentrance import refuse_inside
@@ -30,14 +30,11 @@ __all__ = [
     "NativeCheckpoint",
     "Patterns",
     "StoredTensor",
-    "check_patterns",
     "from_rank",
     "load",
     "load_from",
     "open",
     "open_storage",
-    "rename_keys",
-    "selects",
 ]
 
 

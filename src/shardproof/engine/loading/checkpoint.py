@@ -130,6 +130,14 @@ class Checkpoint(ABC):
         return {}
 
     @property
+    def provenance(self) -> dict[str, Any]:
+        """The origin of the save: program, git commit, versions; empty if it is not recorded.
+
+        docs/format.md lists the members.
+        """
+        return {}
+
+    @property
     def paths(self) -> Mapping[str, tuple[str | int, ...]]:
         """Recorded paths of keys in the nested state dict that was saved. Other keys have no entry."""
         recorded = [self[key] for key in self.objects if is_paths_key(key)]
@@ -351,6 +359,11 @@ class NativeCheckpoint(Checkpoint):
         decoded = self.decoded(self.manifest.metadata)
         assert isinstance(decoded, dict)
         return decoded
+
+    @property
+    def provenance(self) -> dict[str, Any]:
+        """The origin of the save; see `Checkpoint.provenance`."""
+        return dict(self.manifest.provenance)
 
     def check_files(self, rows: NDArray[np.int64] | None = None) -> None:
         """Checks that shard files have their recorded sizes; see `Checkpoint.check_files`."""

@@ -52,9 +52,8 @@ from shardproof.engine.loading.read_once.agreement import UNREADABLE, Offer, Rea
 from shardproof.engine.loading.read_once.group_collectives import can_exchange
 from shardproof.engine.loading.read_once.group_transfer import PeerFailed
 from shardproof.engine.loading.read_once.node_memory import Handle, NodeMemory
-from shardproof.engine.loading.selection import selects
 from shardproof.engine.loading.shared_destinations import check_shared_memory
-from shardproof.engine.planning import ReadPlan
+from shardproof.engine.planning import ReadPlan, selects
 from shardproof.engine.rendezvous import MeetingSequence, Rendezvous
 from shardproof.engine.state import open_all
 from shardproof.engine.storage import Storage, choose_cache

@@ -14,18 +14,20 @@ import numpy as np
 from shardproof._utils.arguments import check_boolean, check_mapping, check_texts
 from shardproof.engine.loading.checkpoint import Checkpoint
 from shardproof.engine.loading.destinations import Destination
-from shardproof.engine.loading.selection import (
+from shardproof.engine.loading.selection import renamed
+from shardproof.engine.planning import (
     Cast,
     Patterns,
+    ReadPlan,
+    RequestedBoxes,
     casts,
     check_patterns,
     no_match,
-    renamed,
+    plan_reads,
     selects,
     unused_patterns,
     unused_renames,
 )
-from shardproof.engine.planning import ReadPlan, RequestedBoxes, plan_reads
 from shardproof.engine.state import Binding, TensorEntry, bind, owner_of, parts_of
 from shardproof.errors import (
     KeyMismatchError,

@@ -1,161 +1,14 @@
-"""Selects the keys of a load, and maps names of the target to names of the checkpoint."""
+"""Maps names of the target of a load to names of the checkpoint."""
 
 from __future__ import annotations
 
-import fnmatch
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from shardproof._utils.humanize import nearest
 from shardproof._utils.lazy_mapping import LazyMapping
+from shardproof.engine.planning import rename_keys
 from shardproof.engine.state import Catalogue
-from shardproof.errors import StructureError
-
-Patterns = str | Sequence[str] | None
-Cast = bool | str | Sequence[str]
-
-_PAIRS_SHOWN = 8
-_NAMES_LOOKED_UP = 3
-"""Maximum number of names for which an error searches for similar keys. One search takes seconds among
-100,000 keys."""
-
-
-def selects(include: Patterns, exclude: Patterns) -> Callable[[str], bool]:
-    """Returns a predicate.
-
-    It is True for a key that matches a pattern of `include` (None: any key) and no pattern of `exclude`.
-    Patterns are those of `fnmatch`, over the whole key; a pattern also takes all keys below it.
-
-    >>> selected = selects("model", "*.bias")
-    >>> [selected(key) for key in ("model.w", "model.bias", "optimizer.w.exp_avg")]
-    [True, False, False]
-    """
-    included, excluded = _as_tuple(include), _as_tuple(exclude)
-    if include is None and not excluded:
-        return lambda key: True
-
-    def selected(key: str) -> bool:
-        return (include is None or _matches(key, included)) and not _matches(key, excluded)
-
-    return selected
-
-
-def casts(cast: Cast) -> Callable[[str], bool]:
-    """Returns a predicate: True if the values of a key may be converted to the dtype of their destination."""
-    if isinstance(cast, bool):
-        return lambda key: cast
-    patterns = _as_tuple(cast)
-    return lambda key: _matches(key, patterns)
-
-
-def check_patterns(option: str, patterns: Patterns, keys: Sequence[str]) -> None:
-    """Refuses a pattern of an option that matches no key: a typo would load nothing and report success.
-
-    Raises:
-        StructureError: a pattern matches no key.
-    """
-    unused = unused_patterns(patterns, keys)
-    if unused:
-        raise no_match(option, unused, keys)
-
-
-def unused_patterns(patterns: Patterns, keys: Collection[str]) -> list[str]:
-    """The patterns that match no key.
-
-    >>> unused_patterns(["model", "optimiser"], ["model.w", "optimizer.w.exp_avg"])
-    ['optimiser']
-    """
-    return [item for item in _as_tuple(patterns) if not any(_matches(key, (item,)) for key in keys)]
-
-
-def no_match(option: str, unused: Sequence[str], keys: Sequence[str]) -> StructureError:
-    """The error of patterns of an option that match no key; the keys are for the advice."""
-    return StructureError(f"{option}: no key matches {list(unused)}{_advice(unused, keys)}")
-
-
-def unused_renames(rename: Mapping[str, str] | None, keys: Collection[str]) -> dict[str, str]:
-    """The entries of a rename with a target key that neither is nor is above a key of the target.
-
-    >>> unused_renames({"model": "net", "typo": "w", "": "head"}, ["model.0.weight"])
-    {'typo': 'w'}
-    """
-    above = {key[:at] for key in keys for at, letter in enumerate(f"{key}.") if letter == "."}
-    return {new: stored for new, stored in (rename or {}).items() if new and new not in above}
-
-
-def rename_keys(keys: Iterable[str], rename: Mapping[str, str], *, stored_first: bool) -> dict[str, str]:
-    """Returns the new name of each stored key.
-
-    If several entries of `rename` equal the key or are above it, the longest one applies.
-
-    Args:
-        keys: the stored keys.
-        rename: stored key to new key, or new key to stored key; each stands for all keys below it too. An
-            empty new key removes the prefix.
-        stored_first: True for stored key to new key, as in a conversion.
-
-    Raises:
-        StructureError: a stored key of `rename` matches no key, its direction is reversed, or two keys get
-            one name.
-
-    >>> rename_keys(["net.w", "epoch"], {"net": "model"}, stored_first=True)
-    {'net.w': 'model.w', 'epoch': 'epoch'}
-    """
-    pairs = [pair if stored_first else pair[::-1] for pair in rename.items()]
-    new_names, unused, names = dict(pairs), {stored for stored, _ in pairs}, {}
-    for key in keys:
-        head, tail = key, ""
-        while head not in new_names and "." in head:
-            head, _, last = head.rpartition(".")
-            tail = f".{last}{tail}"
-        if head in new_names:
-            unused.discard(head)
-            names[key] = (new_names[head] + tail).removeprefix(".")
-            if not names[key]:
-                raise StructureError(f"rename: {key!r} would have an empty name", key=key)
-        else:
-            names[key] = key
-    if unused:
-        raise _no_key(sorted(unused), list(names), rename, stored_first)
-    for stored, new in pairs:
-        if new_names[stored] != new:
-            raise StructureError(
-                f"rename: both {new!r} and {new_names[stored]!r} would be {stored!r} of the checkpoint",
-                key=stored,
-            )
-    stored_of: dict[str, str] = {}
-    for key, name in names.items():
-        if stored_of.setdefault(name, key) != key:
-            raise StructureError(
-                f"rename: {stored_of[name]!r} and {key!r} of the checkpoint would both be {name!r}", key=name
-            )
-    return names
-
-
-def _no_key(
-    unused: list[str], keys: Sequence[str], rename: Mapping[str, str], stored_first: bool
-) -> StructureError:
-    """The error of a rename with stored keys that match no key."""
-    left, right = list(rename), list(rename.values())
-    stored, new = (left, right) if stored_first else (right, left)
-    known = [key for key in dict.fromkeys(new) if any(f"{other}.".startswith(f"{key}.") for other in keys)]
-    if not known or len(unused) < len(set(stored)):
-        return StructureError(f"rename: no key matches {unused}{_advice(unused, keys)}", keys=unused)
-    direction = (
-        "of a conversion maps a stored key to the key that is written"
-        if stored_first
-        else "of a load maps a key of the target to the stored key"
-    )
-    swapped = dict(zip(right, left, strict=True))
-    shown = f": {dict(list(swapped.items())[:_PAIRS_SHOWN])}" if len(swapped) == len(rename) else ""
-    if shown and len(swapped) > _PAIRS_SHOWN:
-        shown = f"{shown[:-1]}, ...}}"
-    return StructureError(
-        f"rename: the direction is reversed: rename {direction}, and the checkpoint has "
-        f"{known[:_PAIRS_SHOWN]} and no {unused[:_PAIRS_SHOWN]}. Swap both sides{shown}",
-        keys=unused,
-    )
 
 
 def renamed(catalogue: Catalogue, rename: Mapping[str, str] | None) -> tuple[Catalogue, dict[str, str]]:
@@ -191,21 +44,3 @@ def _with_references(value: Any, names: Mapping[str, str]) -> Any:
             for key, item in value.items()
         }
     return value
-
-
-def _advice(names: Sequence[str], keys: Sequence[str]) -> str:
-    """Advice for names that match no key, as the end of a sentence."""
-    near = dict.fromkeys(key for name in names[:_NAMES_LOOKED_UP] for key in nearest(name, keys))
-    return (f"; near it: {', '.join(near)}" if near else "") + (
-        "; `shardproof inspect` lists the keys of the checkpoint"
-    )
-
-
-def _as_tuple(patterns: Patterns) -> tuple[str, ...]:
-    if patterns is None:
-        return ()
-    return (patterns,) if isinstance(patterns, str) else tuple(patterns)
-
-
-def _matches(key: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatch.fnmatchcase(key, item) or fnmatch.fnmatchcase(key, f"{item}.*") for item in patterns)

@@ -6,6 +6,18 @@ In a save, the coordinator calls `plan_writes` on the `Structure` of each rank (
 replicas). In a load, each rank calls `plan_reads` on the `ChunkTable` of the index.
 """
 
+from shardproof.engine.planning.key_selection import (
+    Cast,
+    Patterns,
+    casts,
+    check_patterns,
+    no_match,
+    rename_keys,
+    selects,
+    stored_name,
+    unused_patterns,
+    unused_renames,
+)
 from shardproof.engine.planning.merge import remedy_of_difference
 from shardproof.engine.planning.read_plan import (
     OWN_ADVICE,
@@ -32,7 +44,9 @@ __all__ = [
     "LARGE_BYTES",
     "OWN_ADVICE",
     "SAMPLE_BYTES",
+    "Cast",
     "ChunkTable",
+    "Patterns",
     "RankPlan",
     "ReadPlan",
     "Replicas",
@@ -42,10 +56,18 @@ __all__ = [
     "Structure",
     "TensorTable",
     "WritePlan",
+    "casts",
+    "check_patterns",
     "chunk_table",
+    "no_match",
     "plan_reads",
     "plan_writes",
     "prove_chunks",
     "remedy_of_difference",
+    "rename_keys",
+    "selects",
+    "stored_name",
     "tensor_order",
+    "unused_patterns",
+    "unused_renames",
 ]

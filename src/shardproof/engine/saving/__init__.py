@@ -43,6 +43,7 @@ def save(
     metadata: dict[str, Any] | None = None,
     overwrite: bool = False,
     check_replicas: CheckReplicas | None = None,
+    provenance: bool = True,
     rendezvous: Rendezvous | None = None,
     deadline: float | None = None,
     storage_options: Mapping[str, Any] | None = None,
@@ -58,6 +59,9 @@ def save(
         overwrite: whether to replace a committed checkpoint. It stays valid until the new one is committed.
         check_replicas: ``"all"`` or ``"sample"`` to compare the bytes of boxes that several ranks have.
             Differences are in `SaveResult.diverged`, and logged.
+        provenance: True to record the origin of the save in the manifest: the program and its arguments
+            without secrets, the git commit, versions, hosts and meshes (docs/format.md). The environment
+            variable SHARDPROOF_PROVENANCE=0 turns it off for all saves.
         rendezvous: the rendezvous of all ranks. None: the one that `shardproof.rendezvous.connect` finds.
         deadline: seconds that a rank may be silent before all ranks fail with `RankSilent`. It bounds each
             wait for another rank, and the time to reach the store. It does not bound the whole call: the
@@ -86,7 +90,7 @@ def save(
     """
     check_location("path", path)
     with connected(rendezvous, deadline) as meetings:
-        return Saver(meetings).save(
+        return Saver(meetings, provenance=provenance).save(
             storage_at(path, storage_options),
             state,
             step=step,

@@ -10,7 +10,7 @@ from shardproof.engine.saving.background import Workers
 from shardproof.engine.saving.commit import Unconfirmed
 from shardproof.engine.saving.shard_writer import BufferPool, PreparedShard
 from shardproof.engine.saving.staging import StagingPool
-from shardproof.engine.state import Collected, LastWalk
+from shardproof.engine.state import Collected, LastWalk, Mesh
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,8 @@ class CachedStructure:
     """See `Collected.token`."""
     structure: Structure
     digest: bytes
+    meshes: tuple[Mesh, ...]
+    """Those of the DTensors."""
 
 
 @dataclass(slots=True)
@@ -66,6 +68,8 @@ class SaveCache:
     staging: StagingPool
     unconfirmed: Unconfirmed
     """Coordinator: commits that are not known to be durable."""
+    records_provenance: bool = True
+    """Coordinator: True if manifests have the origin of the save."""
     coordinator_plan: CoordinatorPlan | None = None
     plan: CachedPlan | None = None
     walk: LastWalk = field(default_factory=LastWalk)
@@ -87,7 +91,10 @@ class SaveCache:
         cached, objects = self.structure, tuple([entry.key for entry in collected.objects])
         if cached is None or cached.token is not collected.token or cached.structure.objects != objects:
             structure = Structure.of(collected)
-            cached = self.structure = CachedStructure(collected.token, structure, structure.digest())
+            before = () if cached is None else cached.meshes
+            meshes = tuple(dict.fromkeys((*before, *collected.meshes)))
+            cached = CachedStructure(collected.token, structure, structure.digest(), meshes)
+            self.structure = cached
         return cached.structure, cached.digest
 
     def background_rendezvous(self, rendezvous: Rendezvous, name: str) -> Rendezvous:

@@ -98,10 +98,11 @@ def commit(
     *,
     overwrite: bool,
     place: PlaceChunks | None = None,
+    provenance: dict[str, Any] | None = None,
 ) -> Committed:
     """Checks that the ranks wrote what was planned, then writes the index and, last, the manifest.
 
-    `place` finds the chunks. None: `place_chunks`.
+    `place` finds the chunks. None: `place_chunks`. `provenance` is the origin of the save, as JSON.
 
     Raises:
         StructureError: the value of an object differs between ranks that share it, or a rank did not write
@@ -135,6 +136,7 @@ def commit(
         time=attempt.time,
         world_size=attempt.world_size,
         metadata=attempt.metadata,
+        provenance=provenance,
         tensors=tensors,
         aliases=plan.merged.aliases,
         objects=objects,

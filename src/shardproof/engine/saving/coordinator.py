@@ -16,6 +16,7 @@ from shardproof.engine.planning import Structure, WritePlan, plan_writes
 from shardproof.engine.saving.cache import CoordinatorPlan, Limits, SaveCache
 from shardproof.engine.saving.commit import PlaceChunks, commit, is_in_place, place_chunks, warn_of_orders
 from shardproof.engine.saving.messages import Agreement, Attempt, RankReport, SaveResult, WriteReport
+from shardproof.engine.saving.provenance import provenance
 from shardproof.engine.saving.save_option import SaveOption
 from shardproof.engine.saving.save_request import SaveRequest
 from shardproof.engine.saving.space_check import check_space, free_space
@@ -161,11 +162,22 @@ class Coordinator:
         place: PlaceChunks = place_chunks
         slowest = max(range(len(reports)), key=lambda rank: reports[rank].seconds)
         self.facts = {"slowest_rank": slowest, "slowest_seconds": reports[slowest].seconds}
+        structure, origin = self._cache.structure, dict[str, Any]()
+        if self._cache.records_provenance:
+            origin = provenance(len(set(self._nodes)), () if structure is None else structure.meshes)
         try:
             for option in options:
                 option.check(plan, [report.options[option.name] for report in reports])
                 place = option.placer(place)
-            done = commit(self._storage, plan, attempt, reports, overwrite=self._replace, place=place)
+            done = commit(
+                self._storage,
+                plan,
+                attempt,
+                reports,
+                overwrite=self._replace,
+                place=place,
+                provenance=origin,
+            )
         except (AlreadyCommittedError, StructureError):
             raise
         except Exception as error:

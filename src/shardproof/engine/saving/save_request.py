@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from shardproof._utils.arguments import check_boolean, check_mapping
+from shardproof.engine.format import PROVENANCE
 from shardproof.engine.saving.cache import SaveCache
 from shardproof.engine.saving.incremental import FindBase
 from shardproof.engine.saving.messages import RankReport
@@ -67,12 +68,16 @@ def report_rank(
     `failed` is the error of the previous save, if this rank's caller has not received it.
 
     Raises:
-        StructureError: the step or an option is invalid.
+        StructureError: the step or an option is invalid, or the metadata have shardproof's own key.
         TypeError: the metadata or `overwrite` have a wrong type.
         PlainDataError: the metadata are not plain data.
     """
     check_mapping("metadata", request.metadata, "a dict of plain data, or None")
     check_boolean("overwrite", request.overwrite)
+    if PROVENANCE in (request.metadata or ()):
+        raise StructureError(
+            f"metadata has the key {PROVENANCE!r}, which belongs to shardproof: rename it", key=PROVENANCE
+        )
     step: Any = request.step
     if step is not None:
         is_index = not isinstance(step, bool) and hasattr(step, "__index__")

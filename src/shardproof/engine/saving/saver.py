@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Literal
 
 from shardproof._utils import forks
-from shardproof._utils.arguments import check_whole
+from shardproof._utils.arguments import check_boolean, check_whole
 from shardproof.engine.planning import CHUNK_BYTES, SAMPLE_BYTES
 from shardproof.engine.rendezvous import MeetingSequence, Rendezvous
 from shardproof.engine.saving.background import PendingSave, Workers, unfinished, wait_for_end
@@ -19,6 +19,7 @@ from shardproof.engine.saving.commit import Unconfirmed
 from shardproof.engine.saving.device_copy import pinned_buffer
 from shardproof.engine.saving.incremental import BaseCache, IncrementalOption
 from shardproof.engine.saving.messages import SaveResult
+from shardproof.engine.saving.provenance import facts, is_allowed
 from shardproof.engine.saving.replica_check import CheckReplicas, ReplicaCache, ReplicaOption
 from shardproof.engine.saving.save_option import SaveOption
 from shardproof.engine.saving.save_protocol import After, Save
@@ -50,6 +51,8 @@ class Saver:
             available memory, divided by the ranks of this node.
         sample_bytes: upper bound of the replicas that a rank hashes in one save with
             ``check_replicas="sample"``.
+        provenance: True to record the origin of each save in its manifest, unless the environment variable
+            SHARDPROOF_PROVENANCE is 0; see `shardproof.save`.
     """
 
     def __init__(
@@ -59,7 +62,9 @@ class Saver:
         chunk_bytes: int = CHUNK_BYTES,
         host_memory_budget: int | None = None,
         sample_bytes: int = SAMPLE_BYTES,
+        provenance: bool = True,
     ) -> None:
+        check_boolean("provenance", provenance)
         check_whole("host_memory_budget", host_memory_budget, "of bytes")
         if host_memory_budget is not None and host_memory_budget < 0:
             raise ValueError(f"host_memory_budget is {host_memory_budget!r}, not a number of bytes")
@@ -68,6 +73,9 @@ class Saver:
         self._budget = host_memory_budget
         self.unconfirmed = Unconfirmed()
         """Commits that are not known to be durable; empty on ranks other than 0."""
+        self._records_provenance = is_allowed() and provenance and rendezvous.rank == 0
+        if self._records_provenance:
+            facts.begin()
         self._cache: SaveCache | None = None
         self._bases = BaseCache()
         self._replicas = ReplicaCache()
@@ -277,6 +285,7 @@ class Saver:
                 Workers("shardproof-touch", 1),
                 StagingPool(budget, pinned_buffer),
                 self.unconfirmed,
+                self._records_provenance,
             )
         return self._cache
 

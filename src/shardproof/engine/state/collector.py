@@ -209,7 +209,7 @@ class Collector(Visitor[CollectHandler]):
         token = object()
         if last is not None and not self.tensors:
             token = last.token([entry.alias_of for entry in tied])
-        return Collected(tuple(tied), tuple(self.objects), tuple(self.stepped), token)
+        return Collected(tuple(tied), tuple(self.objects), tuple(self.stepped), token, self.layouts.meshes())
 
     def _duplicate(self, key: str, origin: Any) -> StructureError:
         return StructureError(

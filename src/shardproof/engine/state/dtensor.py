@@ -33,6 +33,9 @@ LIKE = "_shardproof_like"
 """Method of a subclass of DTensor: the tensor of the same class and layout with another local tensor."""
 
 
+Mesh = tuple[tuple[str, int], ...]
+"""Name and size of each dimension of a mesh."""
+
 _dtensor: Any = ()
 """The class `DTensor`; an empty tuple until the program has imported it."""
 
@@ -133,6 +136,15 @@ class LocalBoxesCache:
             next(found) if sharded else self._plain.get(shape) or self._of_plain(shape)
             for sharded, shape in zip(are_dtensors, local_shapes, strict=True)
         ]
+
+    def meshes(self) -> tuple[Mesh, ...]:
+        """The different meshes of the DTensors, each once."""
+        found: dict[Mesh, None] = {}
+        for caches in self._by_mesh.values():
+            mesh = caches[0].mesh
+            names = mesh.mesh_dim_names or [f"dim{number}" for number in range(len(mesh.shape))]
+            found[tuple(zip(names, map(int, mesh.shape), strict=True))] = None
+        return tuple(found)
 
     def _of_plain(self, shape: torch.Size) -> LocalBoxes:
         sizes = tuple(shape)

@@ -13,7 +13,8 @@ from shardproof._utils.humanize import printable
 from shardproof._utils.lazy_mapping import LazyMapping
 from shardproof.dtypes import DTYPES
 from shardproof.engine.foreign import foreign_of, is_paths_key, renamed_path
-from shardproof.engine.loading import Checkpoint, NativeCheckpoint, check_patterns, rename_keys, selects
+from shardproof.engine.loading import Checkpoint, NativeCheckpoint
+from shardproof.engine.planning import check_patterns, rename_keys, selects
 from shardproof.engine.state import optimizer_state_dicts, references, with_new_key
 from shardproof.engine.storage import is_url
 from shardproof.errors import PlainDataError, StructureError
@@ -104,6 +105,7 @@ def plan_conversion(checkpoint: Checkpoint, request: ConversionRequest) -> Conve
         checkpoint.metadata,
         _time(checkpoint, request.source),
         paths,
+        provenance=checkpoint.provenance,
     )
     options = WriteOptions(request.max_file_bytes, piece_bytes(request))
     writer = new_writer(contents, options)

@@ -17,7 +17,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 import shardproof as sp
 from shardproof._utils.humanize import listed
 from shardproof.engine.foreign import foreign_of
-from shardproof.engine.loading import Patterns, from_rank, open_storage, selects
+from shardproof.engine.loading import Patterns, from_rank, open_storage
+from shardproof.engine.planning import selects
 from shardproof.engine.rendezvous import MeetingSequence, Rendezvous, connected
 from shardproof.engine.state import inside, is_dtensor, local_tensor
 from shardproof.engine.storage import LocalStorage, StrOrBytesPath, publish_path

@@ -89,6 +89,9 @@ class Checkpointer:
         incremental: True or an `Incremental` to write only the chunks that differ from an earlier step.
         check_replicas: the replicas that a save compares among the ranks: "all", or a "sample" that changes
             with each save; None: none. See `SaveResult.diverged`.
+        provenance: True to record the origin of each save in its manifest: the program and its arguments
+            without secrets, the git commit, versions, hosts and meshes (docs/format.md). The environment
+            variable SHARDPROOF_PROVENANCE=0 turns it off for all saves.
         cache: "newest" to keep the newest step in the page cache of each node, for a restart in place. After
             the commit each rank reads its file again, at 256 MiB a second or less, until the next save. The
             read takes at most half of the available memory. "auto" does so on local file systems. "none" does
@@ -139,6 +142,7 @@ class Checkpointer:
         host_memory_budget: int | None = None,
         incremental: bool | Incremental = False,
         check_replicas: CheckReplicas | None = None,
+        provenance: bool = True,
         cache: Literal["auto", "newest", "none"] = "auto",
         every: Schedule | None = None,
         preemption: Preemption | None = None,
@@ -164,7 +168,7 @@ class Checkpointer:
         check_node_local(first, nodes)
         self._rendezvous = rendezvous or connect(deadline=deadline)
         self._found_rendezvous = rendezvous is None
-        self._saver = Saver(self._rendezvous, host_memory_budget=host_memory_budget)
+        self._saver = Saver(self._rendezvous, host_memory_budget=host_memory_budget, provenance=provenance)
         self._run = open_run(
             first, second, self._saver, self._rendezvous, node_local=nodes, incremental=how.incremental
         )

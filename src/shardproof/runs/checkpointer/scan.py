@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -59,6 +59,8 @@ class StepInfo:
     file_bytes: int = 0
     """Bytes of the files in its folder that it names, or of a leftover's files. An incremental step also uses
     files of other steps."""
+    provenance: dict[str, Any] = field(default_factory=dict)
+    """The origin of the save; empty if it is not recorded."""
 
     @property
     def committed(self) -> bool:
@@ -153,6 +155,7 @@ def _folder_info(
         file_bytes=nbytes
         if manifest is None
         else manifest.index.size + sum(record.size for record in manifest.own_files),
+        provenance={} if manifest is None else manifest.provenance,
     )
 
 

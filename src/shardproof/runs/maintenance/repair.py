@@ -322,6 +322,7 @@ def _commit(storage: Storage, shards: list[VerifiedShard], intact: Manifest | No
         time=first.time,
         world_size=first.world_size,
         metadata=first.metadata if intact is None else intact.metadata,
+        provenance=None if intact is None else intact.provenance,
         tensors=tensors,
         aliases=first.aliases if intact is None else intact.aliases,
         objects=_objects(shards) if intact is None else intact.objects,

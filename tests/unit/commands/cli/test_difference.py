@@ -14,6 +14,7 @@ import torch
 
 import shardproof as sp
 from shardproof.commands.cli.group import run
+from shardproof.commands.report import difference
 from shardproof.commands.report.difference import compare_tensors
 from shardproof.commands.report.stored_bits import open_bits
 from shardproof.engine.foreign import foreign_of
@@ -260,3 +261,125 @@ def test_values_that_cannot_be_read_are_listed_and_the_rest_is_compared(
     assert "not compared: q: " in shown
     assert code == 3
     assert run(["diff", str(tmp_path / "a.pt"), str(tmp_path / "c.pt")]) == 1
+
+
+def test_parts_of_a_value_that_are_null_are_compared(tmp_path: Path) -> None:
+    whole, split = {"o": {"a": None, "b": 1}}, {"o.a": None, "o.b": 2}
+    found = compare(tmp_path, Sample(STATE, objects=whole), Sample(STATE, objects=split))
+    assert [(change.key, change.a, change.b) for change in found.objects] == [("o.b", "1", "2")]
+
+
+def _export(folder: Path) -> tuple[str, str]:
+    """A step with an optimizer, and its export as in README.md."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.Linear(32, 4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(8, 16)).sum().backward()
+    optimizer.step()
+    sp.save(folder / "step", {"model": model, "optimizer": optimizer, "rng": sp.RandomState()})
+    weights = folder / "model-1.safetensors"
+    sp.convert(folder / "step", weights, to="safetensors", include="model", rename={"model": ""})
+    return str(folder / "step"), str(weights)
+
+
+KEYS_OF_THE_EXPORT = ("--include", "model", "--rename", "model=")
+
+
+@pytest.mark.parametrize("measure", [(), ("--measure",)])
+def test_an_export_with_renamed_keys_is_compared_with_its_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], measure: tuple[str, ...]
+) -> None:
+    step, weights = _export(tmp_path)
+    assert run(["diff", step, weights, *measure, "--json"]) == 1
+    assert "model.0.weight" in json.loads(capsys.readouterr().out)["only_a"]
+    assert run(["diff", step, weights, *KEYS_OF_THE_EXPORT, *measure, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["same_tensors"], found["by_reading"]) == (4, 4)
+    (tmp_path / "names.toml").write_text('model = ""\n')
+    from_file = ("--exclude", "rng", "--exclude", "optim*", "--rename", str(tmp_path / "names.toml"))
+    assert run(["diff", step, weights, *from_file, *measure]) == 0
+    back = ("--rename", "0=model.0", "--rename", "2=model.2", "--exclude", "optimizer", "--exclude", "rng")
+    assert run(["diff", weights, step, *back, *measure]) == 0
+
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(weights)
+    tensors["2.bias"][1] += 1
+    tensors["extra"] = tensors.pop("0.bias")
+    save_file(tensors, weights)
+    capsys.readouterr()
+    assert run(["diff", step, weights, *KEYS_OF_THE_EXPORT, *measure, "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert (found["only_a"], found["only_b"]) == (["0.bias"], ["extra"])
+    (value,) = found["values"]
+    assert (value["key"], value["different"], value["total"]) == ("2.bias", 1, 4)
+    assert (value["measured"] is None) == (not measure)
+
+
+def test_keys_of_two_steps_are_selected_by_the_same_patterns(tmp_path: Path) -> None:
+    other = {key: array + 1 if key.startswith("opt") else array for key, array in STATE.items()}
+    other["optimizer.new"] = np.zeros(3)
+    assert not compare(tmp_path, Sample(STATE), Sample(other)).same
+    a, b = LocalStorage(tmp_path / "a"), LocalStorage(tmp_path / "b")
+    assert diff(a, b, include="model").same
+    assert diff(a, b, exclude=["opt*"]).same
+    assert diff(a, b, include="optimizer").only_b == ("optimizer.new",)
+
+
+def test_tied_tensors_and_references_in_values_follow_a_renaming(tmp_path: Path) -> None:
+    w, ids = torch.randn(4, 4), list(range(2000))
+    sp.save(tmp_path / "a", {"old": {"w": w, "tied": w, "ids": ids, "part": sp.PerRank({"t": w + 1})}})
+    sp.save(tmp_path / "b", {"new": {"w": w, "tied": w, "ids": ids, "part": sp.PerRank({"t": w + 1})}})
+    a, b = LocalStorage(tmp_path / "a"), LocalStorage(tmp_path / "b")
+    found = diff(a, b, rename={"old": "new"})
+    assert found.same, found
+    assert found.same_tensors == 2
+    sp.save(
+        tmp_path / "c",
+        {"new": {"w": w, "tied": w.clone(), "ids": [*ids[1:], 0], "part": sp.PerRank({"t": w + 2})}},
+    )
+    found = diff(a, LocalStorage(tmp_path / "c"), rename={"old": "new"})
+    assert [change.key for change in found.objects] == ["new.ids"]
+    assert [(change.a, change.b) for change in found.changed] == [
+        ("float32 [4, 4], tied to new.tied", "float32 [4, 4]")
+    ]
+    assert len(found.values) == 1
+
+
+def test_a_renamed_tensor_is_measured_box_by_box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(difference, "MOST_NUMBERS", 16)
+    array = np.arange(600, dtype=np.float32).reshape(20, 30)[:, :8].copy()
+    write(tmp_path / "a", Sample({"model.a": array}))
+    write(tmp_path / "b", Sample({"a": array + 1}))
+    seen: list[int] = []
+    found = diff(
+        LocalStorage(tmp_path / "a"),
+        LocalStorage(tmp_path / "b"),
+        rename={"model": ""},
+        measure=True,
+        on_progress=lambda done, _total: seen.append(done),
+    )
+    (value,) = found.values
+    assert value.key == "a"
+    assert value.measured is not None
+    assert value.measured.largest == 1.0
+    assert max(after - before for before, after in pairwise(seen)) == 2 * 16 * array.itemsize
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--include", "modle"), "include: no key matches ['modle']; near it: model"),
+        (("--exclude", "modle"), "exclude: no key matches ['modle']"),
+        (("--rename", "modle="), "rename: no key matches ['modle']"),
+        (("--include", "model", "--exclude", "model"), "leave no key"),
+        (("--rename", "model=a", "--rename", "model=b"), "'model' would be both 'a' and 'b'"),
+        (("--rename", "model"), "model cannot be read"),
+    ],
+)
+def test_a_pattern_or_rename_without_a_key_is_bad_usage(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], message: str
+) -> None:
+    write(tmp_path / "a", Sample({"model": np.ones(2), "modal": np.ones(2)}))
+    assert run(["diff", str(tmp_path / "a"), str(tmp_path / "a"), *options]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())

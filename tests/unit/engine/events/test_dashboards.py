@@ -1,4 +1,4 @@
-"""Prometheus and TensorBoard, with the real libraries where they are installed."""
+"""Prometheus, TensorBoard and OpenTelemetry, with the real libraries where they are installed."""
 
 from __future__ import annotations
 
@@ -91,20 +91,22 @@ def test_operations_without_a_step_are_counted() -> None:
     assert added == [("shardproof/load/read/seconds", number) for number in range(3)]
 
 
-def test_the_core_needs_neither_library() -> None:
+def test_the_core_needs_none_of_the_libraries() -> None:
     script = (
         "import sys\n"
         "sys.modules['prometheus_client'] = None\n"
         "sys.modules['tensorboard'] = None\n"
+        "sys.modules['opentelemetry'] = None\n"
         "import shardproof as sp\n"
         "sp.events.show; sp.events.trace; sp.events.log_to\n"
-        "import shardproof.events.tensorboard, shardproof.events.prometheus\n"
-        "try:\n"
-        "    shardproof.events.prometheus.export()\n"
-        "except ImportError:\n"
-        "    pass\n"
-        "else:\n"
-        "    raise AssertionError('prometheus_client was found')\n"
+        "import shardproof.events.tensorboard\n"
+        "from shardproof.events import otel, prometheus\n"
+        "for exporter in (otel, prometheus):\n"
+        "    try:\n"
+        "        exporter.export()\n"
+        "    except ImportError:\n"
+        "        continue\n"
+        "    raise AssertionError(f'{exporter} found its library')\n"
         "assert not {'rich', 'torch', 'numpy'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", script], timeout=60, check=True)

@@ -14,7 +14,8 @@ from hypothesis import given
 
 import shardproof as sp
 from shardproof.engine.loading.matching import MatchReport, agree
-from shardproof.engine.loading.selection import casts, check_patterns, renamed, selects
+from shardproof.engine.loading.selection import renamed
+from shardproof.engine.planning import casts, check_patterns, selects
 from shardproof.errors import StructureError
 from shardproof.state import Catalogue
 

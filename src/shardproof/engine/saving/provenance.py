@@ -1,0 +1,208 @@
+"""The record of a save's origin: program, git commit, versions, hosts and layout.
+
+The coordinator gathers it. It has no values of the environment, and arguments that look like secrets are
+masked (note "What is masked" in `shardproof._utils.argument_mask`).
+
+Note "No save waits for git": a thread reads the repository once in a process, from the creation of the first
+saver on. The first commit waits for it for `_PATIENCE` at most. A commit that comes earlier has no git state.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from shardproof._utils.argument_mask import mask_arguments
+from shardproof._utils.git_state import checked_commit, stored_commit
+from shardproof.engine.state import Mesh
+from shardproof.version import __version__
+
+VARIABLE = "SHARDPROOF_PROVENANCE"
+"""The environment variable that turns the record off: 0."""
+_PATIENCE = 0.25
+"""Seconds that the first commit of a process waits for the state of git."""
+_GIT_SECONDS = 10.0
+_MOST_ARGUMENTS = 500
+
+_FRAMEWORKS = {
+    "accelerate": "accelerate",
+    "deepspeed": "deepspeed",
+    "lightning": "lightning",
+    "megatron.core": "megatron-core",
+    "megatron_fsdp": "megatron-fsdp",
+    "peft": "peft",
+    "pytorch_lightning": "pytorch-lightning",
+    "ray": "ray",
+    "torchao": "torchao",
+    "torchtitan": "torchtitan",
+    "transformer_engine": "transformer-engine",
+    "transformers": "transformers",
+    "trl": "trl",
+    "verl": "verl",
+}
+"""Module to distribution, of the frameworks whose version is recorded if the program has imported them."""
+
+_MEGATRON = {
+    "tensor": "get_tensor_model_parallel_world_size",
+    "pipeline": "get_pipeline_model_parallel_world_size",
+    "context": "get_context_parallel_world_size",
+    "expert": "get_expert_model_parallel_world_size",
+    "data": "get_data_parallel_world_size",
+}
+"""Functions of `megatron.core.parallel_state` that give the sizes of its groups."""
+
+_log = logging.getLogger("shardproof")
+
+
+def is_allowed() -> bool:
+    """False if the environment turns the record off.
+
+    Raises:
+        ValueError: the variable has another value than 0 or 1.
+    """
+    value = os.environ.get(VARIABLE, "")
+    if value not in ("", "0", "1"):
+        raise ValueError(
+            f"the environment variable {VARIABLE} is {value!r}: set it to 0 to save without a record of the "
+            "program, its arguments and its versions, to 1 for the record, or unset it"
+        )
+    return value != "0"
+
+
+class ProcessFacts:
+    """What is known of this process: its program, its start and the git repository of the program."""
+
+    def __init__(self) -> None:
+        self._process = -1
+        self._is_read = threading.Event()
+        self._is_waited_for = False
+        self._git: dict[str, Any] = {}
+
+    def begin(self) -> None:
+        """Begins to read the state of git in a thread, once in a process; a forked child reads it again."""
+        if self._process == os.getpid():
+            return
+        self._process = os.getpid()
+        self._is_read, self._is_waited_for, self._git = threading.Event(), False, {}
+        target, done = self._git, self._is_read
+
+        def read() -> None:
+            try:
+                target.update(_git_state(target))
+            except (OSError, ValueError) as error:
+                _log.info("the state of the git repository cannot be read: %s", error)
+            finally:
+                done.set()
+
+        try:
+            threading.Thread(target=read, name="shardproof-provenance", daemon=True).start()
+        except RuntimeError:  # no more threads
+            done.set()
+
+    def git(self, patience: float) -> dict[str, Any]:
+        """The state of git, as far as it is known; only the first call waits, for `patience` seconds."""
+        self.begin()
+        if not self._is_waited_for:
+            self._is_waited_for = True
+            self._is_read.wait(patience)
+        return dict(self._git)
+
+
+facts = ProcessFacts()
+
+
+def provenance(hosts: int, meshes: Sequence[Mesh]) -> dict[str, Any]:
+    """The record of a save, as JSON; empty if it cannot be made. No error of it fails a save.
+
+    Args:
+        hosts: number of hosts of the ranks.
+        meshes: those of the DTensors of this rank.
+    """
+    try:
+        program, *arguments = sys.argv or [""]
+        record: dict[str, Any] = {
+            "program": _text(mask_arguments([program])[0]),
+            "arguments": [_text(argument) for argument in mask_arguments(arguments[:_MOST_ARGUMENTS])],
+        }
+        if len(arguments) > _MOST_ARGUMENTS:
+            record["arguments"].append(f"... {len(arguments) - _MOST_ARGUMENTS} more")
+        with suppress(OSError, ValueError, IndexError):
+            # Seconds of the boot, and ticks since then. The name in parentheses may have spaces.
+            ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+            boot = Path("/proc/stat").read_text().partition("btime ")[2].split()[0]
+            record["started"] = int(boot) + ticks / os.sysconf("SC_CLK_TCK")
+        if git := facts.git(_PATIENCE):
+            record["git"] = git
+        record["versions"] = _versions()
+        record["hosts"] = hosts
+        if layout := _layout(meshes):
+            record["layout"] = layout
+    except Exception as error:
+        _log.warning("the save has no record of its origin: %s: %s", type(error).__name__, error)
+        return {}
+    return record
+
+
+def _text(text: str) -> str:
+    """The text in valid Unicode: bytes of an argument that are not UTF-8 become escapes."""
+    return str(text).encode("utf-8", "backslashreplace").decode()
+
+
+def _git_state(known: dict[str, Any]) -> dict[str, Any]:
+    """The state of the repository of the program, else of the working directory.
+
+    A program that is installed in the environment of Python has none: `python -m pytest`.
+
+    `known` gets the commit from the files first: git may take longer.
+    """
+    folders = [Path.cwd()]
+    program = Path(sys.argv[0]).resolve() if sys.argv and sys.argv[0] else folders[0]
+    if program.is_file() and not program.is_relative_to(Path(sys.prefix).resolve()):
+        folders.insert(0, program.parent)
+    for folder in folders:
+        if (commit := stored_commit(folder)) is not None:
+            known["commit"] = commit
+            if (found := checked_commit(folder, _GIT_SECONDS)) is not None:
+                return dict(zip(("commit", "changed"), found, strict=True))
+            return {}
+    return {}
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "shardproof": __version__}
+    for module, distribution in {"torch": "torch", **_FRAMEWORKS}.items():
+        loaded = sys.modules.get(module)
+        if loaded is None:
+            continue
+        version = vars(loaded).get("__version__")  # no `getattr`, which may import
+        if not isinstance(version, str):
+            try:
+                version = metadata.version(distribution)
+            except metadata.PackageNotFoundError:
+                version = "unknown"
+        found[distribution] = _text(version)
+    return found
+
+
+def _layout(meshes: Sequence[Mesh]) -> dict[str, Any]:
+    """The meshes that are no part of another one, and the sizes of Megatron's groups."""
+    found: dict[str, Any] = {}
+    sizes = [dict(mesh) for mesh in meshes]
+    whole = [mesh for mesh in sizes if not any(mesh.items() < other.items() for other in sizes)]
+    if whole:
+        found["meshes"] = whole
+    groups = sys.modules.get("megatron.core.parallel_state")
+    if groups is not None and groups.model_parallel_is_initialized():
+        found["megatron"] = {}
+        for name, function in _MEGATRON.items():
+            with suppress(AssertionError, AttributeError, RuntimeError):
+                found["megatron"][name] = int(getattr(groups, function)())
+    return found
