@@ -90,7 +90,7 @@ class RunWatch:
     ) -> Iterator[WatchedSave]:
         found = unnamed.get(info.name, [])
         if info.status != Verdict.LEFTOVER or not found:
-            stored = info.name, info.step, info.attempt, info.status, info.time, info.bytes
+            stored = info.name, info.step, info.save.attempt, info.status, info.time, info.bytes
             yield WatchedSave(*stored, speed=None, share=None, note=_note(info))
         for leftover in found:
             yield self._of_attempt(info, leftover, newest, now)
@@ -126,7 +126,7 @@ def _note(info: StepInfo) -> str:
         info.reason or "",
         f"pinned: {info.pinned}" if info.pinned is not None else "",
         "a symbolic link" if info.linked else "",
-        _some("refers to", info.references),
+        _some("refers to", info.save.references),
         _some("stays for", info.referenced_by) if info.committed else "",
     ]
     return "; ".join(filter(None, parts))

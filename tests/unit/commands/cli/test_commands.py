@@ -768,12 +768,12 @@ def test_prune_spares_a_step_that_was_saved_again_meanwhile(
     write(ckpt.parent / "step-00000001", replace(SPREAD, step=1))
     make_old(ckpt.parent)
 
-    def agreed(_plan: object) -> bool:
-        write(ckpt, Sample(STATE, attempt="a2"))
-        return True
+    class Saves(_Terminal):
+        def readline(self, *_: Any) -> str:
+            write(ckpt, Sample(STATE, attempt="a2"))
+            return "y\n"
 
-    monkeypatch.setattr("shardproof.commands.cli.clean._agreed", agreed)
-    monkeypatch.setattr("shardproof.commands.cli.clean.sys.stdin", _Terminal(""))
+    monkeypatch.setattr("shardproof.commands.cli.clean.sys.stdin", Saves(""))
     report = json.loads(call("prune", ckpt.parent, "--damaged", "--json")[1])
     assert report["committed_meanwhile"] == ["step-00000007"]
     assert call("verify", ckpt)[0] == 0

@@ -89,7 +89,7 @@ from shardproof.runs.checkpointer.judge import RestorableSteps, misplaced
 from shardproof.runs.checkpointer.marks import read_pin
 from shardproof.runs.checkpointer.policies import Retention
 from shardproof.runs.checkpointer.retention import KnownSteps, StepFacts, branch_removal, retain
-from shardproof.runs.checkpointer.step_folders import PINNED_NAME, folders_in, step_name
+from shardproof.runs.checkpointer.step_folders import PINNED_NAME, seal_in, step_name, steps_in
 from shardproof.runs.checkpointer.tiers.tiered_run import copies_of, log_other_copy
 from shardproof.runs.checkpointer.tiers.upload_messages import (
     UploadAnswer,
@@ -394,21 +394,15 @@ class UploadCoordinator:
             run: the run in the tier.
             only: steps that matter; None: all.
         """
-        steps = [folder.step for folder in folders_in(run) if not folder.suspect]
-        if only is not None:
-            steps = [step for step in steps if step in only]
+        steps = [step for step in steps_in(run) if only is None or step in only]
         if run is self._first:
             steps = [step for step in steps if step not in self._damaged_before]
 
         def seal_of(step: int) -> bytes | StorageError | None:
-            place = run.within(step_name(step))
             try:
-                seal = read_seal(place)
-                if seal is None and place.size(MANIFEST_NAME) is not None:
-                    return b""  # the manifest is cut to less than a seal
+                return seal_in(run.within(step_name(step)))
             except StorageError as error:
                 return None if error.details.get("lost_link") else error
-            return seal
 
         found = dict(zip(steps, map_requests(run, seal_of, steps), strict=True))
         unreadable = {step: seal for step, seal in found.items() if isinstance(seal, StorageError)}
