@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -84,8 +83,6 @@ def convert_command(
     to: str | None,
     standalone: bool,
     rename: str | None,
-    include: Sequence[str],
-    exclude: Sequence[str],
     dry_run: bool,
     as_json: bool,
     **options: Any,
@@ -111,6 +108,7 @@ def convert_command(
             f"name the format to write: --to {'|'.join(FORMATS)}; or give --standalone for a copy that "
             "refers to no other step"
         )
+    patterns: dict[str, Any] = {name: options.pop(name) or None for name in ("include", "exclude")}
     from shardproof.commands.cli.terminal import bytes_progress
     from shardproof.errors import PlainDataError, StructureError
     from shardproof.formats.conversion import convert
@@ -122,10 +120,9 @@ def convert_command(
                 dst,
                 to=to,
                 rename=_renames(rename) if rename else None,
-                include=include or None,
-                exclude=exclude or None,
                 dry_run=dry_run,
                 on_progress=on_progress,
+                **patterns,
                 **options,
             )
     except (ValueError, StructureError, PlainDataError) as error:  # the request does not fit

@@ -137,7 +137,7 @@ def examine_run(storage: Storage, run: str, *, older_than: float, now: float) ->
         ((1,), True)
     """
     infos = scan_run(storage, depth="metadata")
-    committed = [info for info in infos if info.committed and info.step is not None]
+    committed = [info for info in infos if info.is_step]
     partial = [info for info in infos if info.status == Verdict.PARTIAL and info.step is not None]
     newest = (committed or partial)[-1:]
     next_save = newest[0].bytes if newest else 0
@@ -157,7 +157,7 @@ def examine_run(storage: Storage, run: str, *, older_than: float, now: float) ->
 
 def _of_steps(infos: Sequence[StepInfo], run: str) -> Iterator[Finding]:
     quoted = shlex.quote(run)
-    has_steps = any(info.committed or info.status == Verdict.PARTIAL for info in infos)
+    has_steps = any(info.is_step or info.status == Verdict.PARTIAL for info in infos)
     if not has_steps:
         severity: Severity = "error" if infos else "note"
         yield Finding(severity, "no steps", ".", "no step of the run can be restored")
@@ -447,7 +447,7 @@ def scrub_run(
             damaged[info.name] = found
         elif faults:
             findings.append(_of_faults(info.name, faults, f"{shlex.quote(run)}/{info.name}"))
-    good = [info for info in infos if info.step is not None and info.name in whole]
+    good = [info for info in infos if info.is_step and info.name in whole]
     findings += [
         _of_damaged_bytes(name, found, run, restored=good[-1].name if good else None)
         for name, found in damaged.items()
@@ -518,8 +518,8 @@ def compare_tiers(
     Raises:
         StorageError: a storage cannot list its run.
     """
-    there = {info.name: info for info in scan_run(second) if info.committed}
-    found = [info for info in scan_run(first) if info.committed and info.step is not None]
+    there = {info.name: info for info in scan_run(second) if info.is_step}
+    found = [info for info in scan_run(first) if info.is_step]
     findings = []
     for info in found:
         copy = there.get(info.name)

@@ -173,7 +173,11 @@ class Restore:
         except ShardproofError as error:
             if self._overwritten is None or error.details.get("overwritten"):
                 raise
-            raise _half_restored(error, self._overwritten) from error
+            advice = (
+                f"The target is partly overwritten from {self._overwritten}: restore again, before using it."
+            )
+            details = {**error.details, "overwritten": True}
+            raise type(error)(f"{error.message}\n{advice}", **details) from error
         return chosen
 
     def _check(self, chosen: Chosen, first: bool, manifest: Manifest) -> None:
@@ -316,11 +320,6 @@ def check_damage(run: Storage, chosen: Chosen) -> None:
 
 def _newest(run: Storage, step: int | None, suspect: bool) -> StepFolder | None:
     return newest_committed(run, suspect=suspect) if step is None else named(run, step, suspect=suspect)
-
-
-def _half_restored(error: ShardproofError, overwritten: StepFolder) -> ShardproofError:
-    text = f"The target is partly overwritten from {overwritten}: restore again, before using it."
-    return type(error)(f"{error.message}\n{text}", **{**error.details, "overwritten": True})
 
 
 def _mixed(problem: str, damaged: StepFolder, older: StepFolder) -> StructureError:

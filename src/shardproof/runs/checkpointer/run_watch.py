@@ -80,7 +80,7 @@ class RunWatch:
         unnamed: dict[str, list[Leftover]] = {}
         for leftover in leftovers(self._storage, self._storage.modified):
             unnamed.setdefault(leftover.folder, []).append(leftover)
-        newest = next((info for info in reversed(infos) if info.committed and info.step is not None), None)
+        newest = next((info for info in reversed(infos) if info.is_step), None)
         saves = [save for info in infos for save in self._of_folder(info, unnamed, newest, now)]
         self._before = {save.key: (now, save.bytes) for save in saves if save.state == Verdict.WRITING}
         return saves

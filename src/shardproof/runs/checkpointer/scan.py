@@ -18,6 +18,7 @@ from shardproof.runs.checkpointer.step_folders import (
     SETTLED_NAME,
     files_in,
     parse_folder,
+    parse_step,
     place_of,
 )
 
@@ -90,8 +91,13 @@ class StepInfo:
 
     @property
     def committed(self) -> bool:
-        """True if it can be restored as a step of the run."""
+        """True if it is a whole checkpoint, and no suspect."""
         return self.status == Verdict.COMMITTED
+
+    @property
+    def is_step(self) -> bool:
+        """True if a restore takes it: it is committed, in the folder of a step."""
+        return self.committed and parse_step(self.name) is not None
 
     @property
     def whole(self) -> bool:

@@ -77,7 +77,9 @@ def verify_foreign(
     """
     begun = time.monotonic()
     faults: list[ShardproofError] = []
-    _prove_tilings(checkpoint, faults)
+    rows = np.arange(len(checkpoint.tensors))
+    if _tiling_fault(checkpoint, rows) is not None:  # proved tensor by tensor, to find all faults
+        faults.extend(filter(None, (_tiling_fault(checkpoint, rows[at : at + 1]) for at in rows.tolist())))
     where = operator.attrgetter("file", "start", "nbytes")
     rules = checkpoint.reader.zero_rules()
     boxes = sorted(checkpoint.boxes, key=where)
@@ -131,13 +133,6 @@ def verify_foreign(
         list(checkpoint.reader.notes),
         checkpoint.reader.name,
     )
-
-
-def _prove_tilings(checkpoint: ForeignCheckpoint, faults: list[ShardproofError]) -> None:
-    """Proves all tilings at once; tensor by tensor only if one fails, to find all faults."""
-    rows = np.arange(len(checkpoint.tensors))
-    if _tiling_fault(checkpoint, rows) is not None:
-        faults.extend(filter(None, (_tiling_fault(checkpoint, rows[at : at + 1]) for at in rows.tolist())))
 
 
 def _tiling_fault(checkpoint: ForeignCheckpoint, rows: NDArray[np.int64]) -> ShardproofError | None:

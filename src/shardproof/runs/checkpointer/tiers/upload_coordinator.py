@@ -176,11 +176,16 @@ class UploadCoordinator:
     def commit(self, requests: Sequence[UploadRequest], posts: Sequence[bytes]) -> list[bytes]:
         """Commits the upload under way, removes old steps of the second tier, and answers as `plan` does."""
         reports = self._reports(posts)
-        upload, failed = self._round.under_way, _first_error(reports)
+        upload = self._round.under_way
         assert upload is not None
         step, seal = upload.step, _seal_of(upload.text)
-        if failed is not None:
-            rank, wire = failed
+        failed = [
+            (report.of_first, report.is_damage, rank, wire)
+            for rank, report in enumerate(reports)
+            if (wire := report.error) is not None
+        ]
+        if failed:
+            _, _, rank, wire = min(failed)  # errors of the second tier come first, damage last
             error = from_rank(rank, len(reports), wire)
             if not reports[rank].of_first:
                 raise error
@@ -623,16 +628,6 @@ class _Claims:
         """The steps that retention does not remove."""
         with self._lock:
             return {step: value for step, value in steps.items() if step not in self._removed}
-
-
-def _first_error(reports: Sequence[UploadReport]) -> tuple[int, dict[str, object]] | None:
-    """The first rank with an error, and the error. Errors of the second tier come first, damage last."""
-    failed = [
-        (report.of_first, report.is_damage, rank, report.error)
-        for rank, report in enumerate(reports)
-        if report.error is not None
-    ]
-    return min(failed)[2:] if failed else None
 
 
 def _seal_of(text: bytes) -> bytes:
