@@ -89,6 +89,8 @@ class Restore:
         """The last step whose load failed after it had overwritten part of the target."""
         self._untouched: set[str] = set()
         """Keys that no such load overwrote on this rank."""
+        self._failed: Failed | None = None
+        """The last choice, if it could not be read."""
         self._removed: list[StepFolder] = []
         """Steps that another process removed or replaced while they were read."""
 
@@ -98,44 +100,50 @@ class Restore:
         Returns:
             The restored step and the report of this rank; None if no rank sees a committed step.
         """
-        failed: Failed | None = None
-        while True:
-            chosen = self._choose(failed)
-            if chosen.folder is None:
+        try:
+            while (folder := (chosen := self._choose()).folder) is not None:
+                if (report := self._load(chosen, folder, state)) is not None:
+                    break
+            else:
                 return None
-            check = partial(self._check, chosen, failed is None)
-            try:
-                report = load_from(
-                    self._run.within(chosen.folder.name), state, self._rendezvous, self._options, check=check
-                )
-            except KeyMismatchError as error:
-                if self._overwritten is None:
-                    raise
-                raise _mixed(error.message, self._overwritten, chosen.folder) from error
-            except UNREADABLE as error:
-                if error.details.get("unanswered"):  # equal on all ranks
-                    with self._explained():
-                        raise
-                if error.details.get("overwritten"):
-                    untouched = set(error.details["untouched"])
-                    self._untouched = untouched & (self._untouched if self._overwritten else untouched)
-                    self._overwritten = chosen.folder
-                failed = Failed(chosen, error)
-                continue
-            if self._overwritten is not None:
-                self._check_complete(report, self._overwritten, chosen.folder)
-            for folder in {folder for folder in self._removed if folder > chosen.folder}:
-                self._pass_over(PassedOver(folder.step, _REMOVED, damaged=False, suspect=folder.suspect))
-            # A step that was passed over, then replaced and now restored is not a newer one.
-            # A copy in a nearer tier was passed over although its step is restored.
-            self.passed_over = tuple(
-                item
-                for item in self.passed_over
-                if (item.folder == chosen.folder if item.tier else item.folder > chosen.folder)
-            )
-            return chosen.folder, report
+        finally:
+            self._failed = None  # the frames of its error refer to this object
+        if self._overwritten is not None:
+            self._check_complete(report, self._overwritten, folder)
+        for removed in {removed for removed in self._removed if removed > folder}:
+            self._pass_over(PassedOver(removed.step, _REMOVED, damaged=False, suspect=removed.suspect))
+        # A step that was passed over, then replaced and now restored is not a newer one.
+        # A copy in a nearer tier was passed over although its step is restored.
+        self.passed_over = tuple(
+            item
+            for item in self.passed_over
+            if (item.folder == folder if item.tier else item.folder > folder)
+        )
+        return folder, report
 
-    def _choose(self, failed: Failed | None) -> Chosen:
+    def _load(self, chosen: Chosen, folder: StepFolder, state: Any) -> LoadReport | None:
+        """Loads the chosen step into the state; None if it cannot be read (`_failed`)."""
+        check = partial(self._check, chosen, self._failed is None)
+        try:
+            return load_from(
+                self._run.within(folder.name), state, self._rendezvous, self._options, check=check
+            )
+        except KeyMismatchError as error:
+            if self._overwritten is None:
+                raise
+            raise _mixed(error.message, self._overwritten, folder) from error
+        except UNREADABLE as error:
+            if error.details.get("unanswered"):  # equal on all ranks
+                with self._explained():
+                    raise
+            if error.details.get("overwritten"):
+                untouched = set(error.details["untouched"])
+                self._untouched = untouched & (self._untouched if self._overwritten else untouched)
+                self._overwritten = folder
+            self._failed = Failed(chosen, error)
+            return None
+
+    def _choose(self) -> Chosen:
         """The step that rank 0 chooses after all reports. Raises if the restore cannot continue."""
         rank = self._rendezvous.rank
         fault: ShardproofError | None = None
@@ -155,7 +163,7 @@ class Restore:
                 if fault is not None:
                     raise fault
                 check_reports(self._run, [msgspec.msgpack.decode(post, type=RestoreReport) for post in posts])
-                chosen = self._selection.choose_after(self.passed_over, self._step, failed)
+                chosen = self._selection.choose_after(self.passed_over, self._step, self._failed)
                 return msgspec.msgpack.encode(chosen)
 
         try:
@@ -168,8 +176,8 @@ class Restore:
                 self._pass_over(item)
             if chosen.folder is not None:
                 self._copies.use(chosen.left_out, chosen.folder.name, chosen.seal)
-            if failed is not None:
-                self._check_progress(failed, chosen)
+            if self._failed is not None:
+                self._check_progress(chosen)
         except ShardproofError as error:
             if self._overwritten is None or error.details.get("overwritten"):
                 raise
@@ -189,11 +197,12 @@ class Restore:
         if first and 0 < self._rendezvous.rank == self._rendezvous.world_size - 1:
             check_damage(self._copies.anew(), chosen)
 
-    def _check_progress(self, failed: Failed, chosen: Chosen) -> None:
+    def _check_progress(self, chosen: Chosen) -> None:
         """Raises if the restore ends with the step that could not be read."""
-        last, location = failed.chosen.folder, self._run.location
+        assert self._failed is not None
+        last, location = self._failed.chosen.folder, self._run.location
         if chosen.stands or last is None:
-            raise failed.error
+            raise self._failed.error
         if chosen.changed:
             self._removed.append(last)
             if len(self._removed) >= MOST_TRIES:
@@ -202,14 +211,14 @@ class Restore:
                     f"row during their load, {last} last. {KEEP_MORE}",
                     file=location,
                     damaged=False,
-                ) from failed.error
+                ) from self._failed.error
         if chosen.folder is None or chosen.seal is None:
             left = "no step is committed there now" if chosen.folder is None else "it is not committed now"
             raise NotCommittedError(
                 f"{location}: {last} was committed when this restore began, and {left}: another process "
                 "removed it during the load, or this node does not see the folder",
                 path=location,
-            ) from failed.error
+            ) from self._failed.error
 
     def _check_complete(self, report: LoadReport, overwritten: StepFolder, restored: StepFolder) -> None:
         """Raises on every rank if any rank still has values of a damaged step."""
