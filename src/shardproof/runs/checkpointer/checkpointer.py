@@ -26,8 +26,7 @@ from shardproof.runs.checkpointer.open_run import open_run
 from shardproof.runs.checkpointer.page_cache import NewestStep
 from shardproof.runs.checkpointer.policies import MetricCheck, Retention, check_policy
 from shardproof.runs.checkpointer.preemption import Preemption
-from shardproof.runs.checkpointer.restore import Restore
-from shardproof.runs.checkpointer.restored_step import RestoredStep
+from shardproof.runs.checkpointer.restore import Restore, RestoredStep
 from shardproof.runs.checkpointer.run_marks import change_pin, checked_step, parse_argument, settle_suspect
 from shardproof.runs.checkpointer.run_options import NEW_FORMS, Incremental, NodeLocal, SecondTier
 from shardproof.runs.checkpointer.schedules import Schedule
