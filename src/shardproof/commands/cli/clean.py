@@ -6,7 +6,7 @@ import os
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import click
 
@@ -17,7 +17,28 @@ if TYPE_CHECKING:
     from shardproof.engine.storage import MemoryRun
     from shardproof.runs.checkpointer import PrunePlan
 
-_REMOVE = "; --damaged removes such steps, if another step can be restored"
+_REMOVED = {
+    "steps": "committed, beyond those to keep",
+    "branch": "committed, of the branch that a rollback gave up",
+    "settled": "settled suspect, older than a step that stays",
+    "damaged_removed": "damaged, cannot be repaired",
+}
+_STAYS = {
+    "newer": "newer than the step of --after: it was saved after that step, is a link, or may be in use",
+    "suspect": "validation failed there and is not settled",
+    "repairable": "`shardproof repair` makes it restorable",
+    "misplaced": "the checkpoint of another step: the folder was renamed or copied (see `shardproof doctor`)",
+}
+"""What `prune` says of a folder that goes and of one that stays, by its `Fate`."""
+
+
+class _WhichSteps(TypedDict):
+    """The options of `prune` that remove steps."""
+
+    keep: int | None
+    after: int | None
+    damaged: bool
+    complete: bool
 
 
 @click.command("prune", short_help="Remove the files of dead saves, and old steps.")
@@ -53,15 +74,7 @@ _REMOVE = "; --damaged removes such steps, if another step can be restored"
 )
 @json_option
 def prune_command(
-    run: str,
-    keep: int | None,
-    after: int | None,
-    older_than: float,
-    damaged: bool,
-    complete: bool,
-    dry_run: bool,
-    yes: bool,
-    as_json: bool,
+    run: str, older_than: float, dry_run: bool, yes: bool, as_json: bool, **steps: Unpack[_WhichSteps]
 ) -> int:
     """Remove the files of dead saves from RUN: files in step folders that no manifest names.
 
@@ -73,33 +86,22 @@ def prune_command(
     from shardproof.engine.storage import storage_at, time_at
     from shardproof.runs.checkpointer import plan_prune, prune
 
-    given = {
-        "--keep": keep is not None,
-        "--after": after is not None,
-        "--damaged": damaged,
-        "--complete": complete,
-    }
-    if any(given.values()) and not (yes or dry_run or sys.stdin.isatty()):
-        option = next(name for name, is_given in given.items() if is_given)
+    given = [name for name, value in steps.items() if value is not None and value is not False]
+    if given and not (yes or dry_run or sys.stdin.isatty()):
         raise click.UsageError(
-            f"{option} removes steps, and standard input is not a terminal: add --yes to remove them, or "
+            f"--{given[0]} removes steps, and standard input is not a terminal: add --yes to remove them, or "
             "--dry-run to list them"
         )
     storage = storage_at(run)
     now = time_at(storage)
-    plan = plan_prune(
-        storage,
-        storage.modified,
-        older_than=older_than,
-        now=now,
-        keep=keep,
-        after=after,
-        damaged=damaged,
-        complete=complete,
-    )
+    plan = plan_prune(storage, storage.modified, older_than=older_than, now=now, **steps)
     if not as_json:
-        _show_plan(plan, now, older_than, damaged)
-    carried_out = not dry_run and not plan.empty and (yes or _agreed(plan))
+        _show_plan(plan, now, older_than, steps["damaged"])
+    carried_out = not dry_run and not plan.empty
+    if carried_out and not yes and sys.stdin.isatty():
+        from shardproof._utils.humanize import gigabytes
+
+        carried_out = click.confirm(f"remove {gigabytes(plan.bytes)}?", err=True)
     committed_meanwhile = prune(storage, plan) if carried_out else []
     if not dry_run and storage.path is not None:
         _remove_empty_folders(storage.path, older_than, now)
@@ -120,14 +122,6 @@ def prune_command(
     return YES
 
 
-def _agreed(plan: PrunePlan) -> bool:
-    if not sys.stdin.isatty():
-        return True
-    from shardproof._utils.humanize import gigabytes
-
-    return click.confirm(f"remove {gigabytes(plan.bytes)}?", err=True)
-
-
 def _remove_empty_folders(run: Path, older_than: float, now: float) -> None:
     """Removes the empty folders of saves that died before their first file. Storages list files only."""
     from shardproof.runs.checkpointer import parse_folder
@@ -145,10 +139,26 @@ def _remove_empty_folders(run: Path, older_than: float, now: float) -> None:
 
 
 def _show_plan(plan: PrunePlan, now: float, older_than: float, damaged: bool) -> None:
-    from shardproof._utils.humanize import age, counted, gigabytes, printable
+    from shardproof._utils.humanize import gigabytes, printable
     from shardproof.commands.cli.terminal import console, table
 
     out = console()
+    rows = _rows_to_remove(plan, now)
+    if rows:
+        out.print(table(("to remove", "what", "size", "age"), rows, right=("size", "age")))
+        out.print(f"{gigabytes(plan.bytes)} in all")
+    else:
+        out.print("nothing to remove")
+    stays = _reasons_to_stay(plan, older_than, damaged)
+    for name in dict.fromkeys(name for name, _ in stays):
+        reasons = "; ".join(reason for other, reason in stays if other == name)
+        out.print(printable(f"not removed: {name}: {reasons}"))
+
+
+def _rows_to_remove(plan: PrunePlan, now: float) -> list[tuple[str, str, str, str]]:
+    """Folder, what, size and age of each thing that a plan removes."""
+    from shardproof._utils.humanize import age, counted, gigabytes
+
     rows = [
         (
             leftover.folder,
@@ -168,70 +178,45 @@ def _show_plan(plan: PrunePlan, now: float, older_than: float, damaged: bool) ->
         )
         for upload in plan.uploads
     ]
-    rows += [(name, "committed, beyond those to keep", "", "") for name in plan.steps]
-    rows += [(name, "committed, of the branch that a rollback gave up", "", "") for name in plan.branch]
-    rows += [(name, "settled suspect, older than a step that stays", "", "") for name in plan.settled]
-    rows += [(name, "damaged, cannot be repaired", "", "") for name in plan.damaged_removed]
-    if rows:
-        out.print(table(("to remove", "what", "size", "age"), rows, right=("size", "age")))
-        out.print(f"{gigabytes(plan.bytes)} in all")
-    else:
-        out.print("nothing to remove")
+    return [*rows, *((name, _REMOVED[fate], "", "") for name, fate in plan.removed.items())]
+
+
+def _reasons_to_stay(plan: PrunePlan, older_than: float, damaged: bool) -> list[tuple[str, str]]:
+    """What a plan leaves, and why."""
+    from shardproof._utils.humanize import age, gigabytes
+
     recent = f"written to in the last {age(older_than)}"
     busy = f"{recent}: a save may be in progress (--older-than)"
-    without_repair = _REMOVE
+    without_repair = "; --damaged removes such steps, if another step can be restored"
     if damaged:
         without_repair = f", but {recent} (--older-than), or no step of the run can be restored"
-    stays = [
-        *((one.folder, f"{gigabytes(one.bytes)} that no manifest names, {busy}") for one in plan.writing),
-        *(
-            (
-                one.folder,
-                f"all shard files of the save {one.attempt}, which no manifest names (`shardproof doctor` "
-                "says whether `repair` makes it a step; --complete removes them, unless they are newer than "
-                "the last restorable step)",
-            )
-            for one in plan.complete
-        ),
-        *((one.name, f"an upload that did not complete, {busy}") for one in plan.recent_uploads),
-        *(
-            (
-                name,
-                "newer than the step of --after: it was saved after that step, is a link, or may be in use",
-            )
-            for name in plan.newer
-        ),
-        *(
-            ("parts of uploads that did not complete, if any", fault)
-            for fault in (plan.uploads_fault,)
-            if fault
-        ),
-        *(
-            (
-                f"files of {name}",
-                f"{', '.join(users)} {'refers' if len(users) == 1 else 'refer'} to them (saved "
-                "incrementally; `shardproof convert --standalone` makes a step that needs no other)",
-            )
-            for name, users in plan.referenced.items()
-        ),
-        *(
-            ("files of other steps", f"the manifest of {name} cannot be read and may refer to them")
-            for name in plan.unknown
-        ),
-        *((name, "validation failed there and is not settled") for name in plan.suspect),
-        *((name, "`shardproof repair` makes it restorable") for name in plan.repairable),
-        *(
-            (
-                name,
-                "the checkpoint of another step: the folder was renamed or copied (see `shardproof doctor`)",
-            )
-            for name in plan.misplaced
-        ),
-        *((name, f"damaged, cannot be repaired{without_repair}") for name in plan.damaged),
+    stays = [(one.folder, f"{gigabytes(one.bytes)} that no manifest names, {busy}") for one in plan.writing]
+    stays += [
+        (
+            one.folder,
+            f"all shard files of the save {one.attempt}, which no manifest names (`shardproof doctor` "
+            "says whether `repair` makes it a step; --complete removes them, unless they are newer than "
+            "the last restorable step)",
+        )
+        for one in plan.complete
     ]
-    for name in dict.fromkeys(name for name, _ in stays):
-        reasons = "; ".join(reason for other, reason in stays if other == name)
-        out.print(printable(f"not removed: {name}: {reasons}"))
+    stays += [(one.name, f"an upload that did not complete, {busy}") for one in plan.recent_uploads]
+    if plan.uploads_fault:
+        stays.append(("parts of uploads that did not complete, if any", plan.uploads_fault))
+    stays += [
+        (
+            f"files of {name}",
+            f"{', '.join(users)} {'refers' if len(users) == 1 else 'refer'} to them (saved "
+            "incrementally; `shardproof convert --standalone` makes a step that needs no other)",
+        )
+        for name, users in plan.referenced.items()
+    ]
+    stays += [
+        ("files of other steps", f"the manifest of {name} cannot be read and may refer to them")
+        for name in plan.unknown
+    ]
+    reasons = {**_STAYS, "damaged": f"damaged, cannot be repaired{without_repair}"}
+    return [*stays, *((name, text) for fate, text in reasons.items() for name in plan.folders[fate])]
 
 
 @click.command("memory", short_help="List the runs in the memory of this node, or drop one.")

@@ -43,6 +43,12 @@ COMMANDS = {
 }
 """Each command, and the module of this package that defines it as ``<name>_command``."""
 
+_INSTEAD = {
+    "demo": " The demo is in the repository: `make demo`.",
+    "--then": " Name the second tier with '--second-tier'.",
+}
+"""What to use in place of words that a user may try as a command or an option."""
+
 
 class Commands(click.Group):
     """The commands of `COMMANDS`, imported on demand."""
@@ -64,7 +70,7 @@ class Commands(click.Group):
         if self.get_command(ctx, args[0]) is None and not args[0].startswith("-"):
             near = difflib.get_close_matches(args[0], COMMANDS)
             meant = f" Did you mean {' or '.join(near)}?" if near else ""
-            ctx.fail(f"No such command {args[0]!r}.{meant}")
+            ctx.fail(f"No such command {args[0]!r}.{_INSTEAD.get(args[0], meant)}")
         return super().resolve_command(ctx, args)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
@@ -93,6 +99,8 @@ def run(arguments: Sequence[str]) -> int:
         result: Any = commands.main(list(arguments), prog_name="shardproof", standalone_mode=False)
         sys.stdout.flush()
     except click.UsageError as error:
+        if isinstance(error, click.NoSuchOption) and error.option_name in _INSTEAD:
+            error = click.UsageError(error.message + _INSTEAD[error.option_name], error.ctx)
         show_usage(error, as_json)
         return USAGE
     except (click.Abort, KeyboardInterrupt):

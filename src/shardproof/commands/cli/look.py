@@ -23,7 +23,7 @@ from shardproof.commands.cli.options import (
 
 if TYPE_CHECKING:
     from shardproof.commands.report import Measure, ObjectDetail, Summary, TensorDetail
-    from shardproof.engine.format import Manifest, TensorRecord
+    from shardproof.engine.format import TensorRecord
 
 
 @click.command("ls", short_help="List the checkpoints of a run.")
@@ -80,9 +80,9 @@ def ls_command(run: str, mtbf: float | None, as_json: bool) -> int:
             "-" if info.time is None else age(now - info.time),
             gigabytes(info.bytes) if info.whole else "-",
             gigabytes(info.file_bytes),
-            str(info.tensors) if info.whole else "-",
-            "-" if info.world_size is None else str(info.world_size),
-            info.status + (", repaired" if info.repaired else ""),
+            str(info.save.tensors) if info.whole else "-",
+            "-" if info.save.world_size is None else str(info.save.world_size),
+            info.status + (", repaired" if info.save.repaired else ""),
             info.reason
             or (f"{counted(info.unnamed, 'file')} of dead saves" if info.unnamed else "")
             or ("a symbolic link" if info.linked else "")
@@ -169,7 +169,12 @@ def inspect_command(
         unreadable=stored.unreadable,
     )
     if key is not None and not (summary.tensors or summary.objects or summary.aliases or summary.unreadable):
-        raise click.UsageError(f"{stored.location} has no key {key!r}{_near(key, manifest)}")
+        from shardproof._utils.humanize import nearest
+
+        stored_keys = [*(record.key for record in manifest.tensors), *manifest.aliases, *manifest.objects]
+        near = ", ".join(nearest(key, stored_keys))
+        advice = f"near it: {near}" if near else "run inspect without KEY to see the keys"
+        raise click.UsageError(f"{stored.location} has no key {key!r}; {advice}")
     if as_json:
         print_json(summary.to_json())
     else:
@@ -177,18 +182,10 @@ def inspect_command(
     return YES
 
 
-def _near(key: str, manifest: Manifest) -> str:
-    """The keys most like `key`, as the end of a sentence."""
-    from shardproof._utils.humanize import nearest
-
-    near = nearest(key, [*(record.key for record in manifest.tensors), *manifest.aliases, *manifest.objects])
-    return f"; near it: {', '.join(near)}" if near else "; run inspect without KEY to see the keys"
-
-
-def _show_summary(summary: Summary) -> None:
+def _show_origin(summary: Summary) -> None:
+    """Prints where a checkpoint is, who saved it, and how much it has."""
     from shardproof._utils.humanize import age, counted, gigabytes, printable
-    from shardproof.commands.cli.terminal import console, table
-    from shardproof.commands.report import fold
+    from shardproof.commands.cli.terminal import console
 
     out = console()
     where = summary.location + (f", {summary.prefix}" if summary.prefix else "")
@@ -213,6 +210,15 @@ def _show_summary(summary: Summary) -> None:
                 "(`shardproof convert --standalone` makes a copy that needs no other step)"
             )
         )
+
+
+def _show_summary(summary: Summary) -> None:
+    from shardproof._utils.humanize import gigabytes, printable
+    from shardproof.commands.cli.terminal import console, table
+    from shardproof.commands.report import fold
+
+    out = console()
+    _show_origin(summary)
     if summary.rows:
         out.print()
         rows = (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -83,9 +82,6 @@ def convert_command(
     dst: str,
     to: str | None,
     standalone: bool,
-    rename: Sequence[str],
-    include: Sequence[str],
-    exclude: Sequence[str],
     dry_run: bool,
     as_json: bool,
     **options: Any,
@@ -111,6 +107,8 @@ def convert_command(
             f"name the format to write: --to {'|'.join(FORMATS)}; or give --standalone for a copy that "
             "refers to no other step"
         )
+    keys: dict[str, Any] = {name: options.pop(name) or None for name in ("include", "exclude")}
+    keys["rename"] = renames_of(options.pop("rename")) or None
     from shardproof.commands.cli.terminal import bytes_progress
     from shardproof.errors import PlainDataError, StructureError
     from shardproof.formats.conversion import convert
@@ -121,11 +119,9 @@ def convert_command(
                 src,
                 dst,
                 to=to,
-                rename=renames_of(rename) or None,
-                include=include or None,
-                exclude=exclude or None,
                 dry_run=dry_run,
                 on_progress=on_progress,
+                **keys,
                 **options,
             )
     except (ValueError, StructureError, PlainDataError) as error:  # the request does not fit

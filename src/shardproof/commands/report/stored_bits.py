@@ -124,7 +124,9 @@ class _NativeBits:
         verifier = ChunkVerifier.of_table(self._manifest, self._table, plan.chunk)
         for at, (chunk, start, stop, into, extent) in enumerate(parts):
             elements = self._range(verifier, at, chunk, start * itemsize, stop * itemsize)
-            strides = [step * itemsize for step in row_major_strides(self._sizes_of(chunk))]
+            first, last = self._table.box_start[chunk : chunk + 2].tolist()
+            stored_sizes = self._table.box_sizes[first:last].tolist()
+            strides = [step * itemsize for step in row_major_strides(stored_sizes)]
             part = np.lib.stride_tricks.as_strided(
                 elements, (*extent, itemsize), (*strides, 1), writeable=False
             )
@@ -151,11 +153,6 @@ class _NativeBits:
     def close(self) -> None:
         for storage in {id(storage): storage for storage in (self._storage, *dict(self._files))}.values():
             storage.close()
-
-    def _sizes_of(self, chunk: int) -> list[int]:
-        first, last = self._table.box_start[chunk : chunk + 2].tolist()
-        sizes: list[int] = self._table.box_sizes[first:last].tolist()
-        return sizes
 
     def _range(self, verifier: ChunkVerifier, position: int, chunk: int, start: int, stop: int) -> Bits:
         """Bytes [start, stop) of a chunk, verified by its position in the verifier.

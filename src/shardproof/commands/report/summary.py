@@ -232,6 +232,8 @@ def summarise(
     among = np.zeros(len(manifest.tensors), bool)
     among[chosen] = True
     chunks = np.flatnonzero(among[table.tensor])
+    elsewhere = np.array([bool(record.folder) for record in manifest.files], bool)
+    referenced = chunks[elsewhere[table.file[chunks]]] if len(elsewhere) else chunks
     base = 0 if prefix is None else prefix.count(".") + 1
     return Summary(
         location=location,
@@ -248,7 +250,7 @@ def summarise(
         provenance=dict(manifest.provenance),
         tensors=len(records),
         bytes=sum(map(tensor_bytes, stored)),
-        referenced_bytes=_referenced_bytes(manifest, table, chunks),
+        referenced_bytes=int(table.byte_count[referenced].sum()),
         chunks=len(chunks),
         rows=_tensor_rows(records),
         parts=_part_rows(stored, base + depth, inner),
@@ -257,12 +259,6 @@ def summarise(
         objects=tuple(key for key in manifest.objects if is_below(key, prefix) and key not in unreadable),
         unreadable={key: kind for key, kind in unreadable.items() if is_below(key, prefix)},
     )
-
-
-def _referenced_bytes(manifest: Manifest, table: ChunkTable, chunks: np.ndarray[Any, Any]) -> int:
-    elsewhere = np.array([bool(record.folder) for record in manifest.files], bool)
-    rows = chunks[elsewhere[table.file[chunks]]] if len(elsewhere) else chunks
-    return int(table.byte_count[rows].sum())
 
 
 def _tensor_rows(records: Sequence[TensorRecord]) -> tuple[TensorRow, ...]:

@@ -7,6 +7,10 @@ no thread can be started. So these threads are started at the first save and nee
 a rendezvous start before the caller continues (`StoreRendezvous.new_rendezvous`). At exit, `map_requests`
 and `ObjectSink` need no other threads and work in the calling thread. A child made by fork has none of these
 threads, and does not wait.
+
+Note "Frames": an error refers to the frames that it passed, and these to their variables. The future of a
+save keeps its error. So the error has no traceback there, and a caller raises a copy of it. Otherwise the
+save, and all that it refers to, would live until a garbage collection.
 """
 
 from __future__ import annotations
@@ -171,6 +175,12 @@ class _Unfinished:
 unfinished = _Unfinished()
 
 
+def drop_frames(future: Future[SaveResult]) -> None:
+    """Removes the traceback of the error of a save that is over (note "Frames")."""
+    if (error := future.exception()) is not None:
+        error.__traceback__ = None
+
+
 def wait_for_end(future: Future[SaveResult], step: int | None, timeout: float | None) -> None:
     """Waits until a save is over, with any outcome.
 
@@ -302,11 +312,10 @@ class PendingSave:
         if timeout is None:
             self.wait_for_end()
         wait_for_end(self._future, self.step, timeout)
-        try:
-            return self._future.result()
-        except ShardproofError:
+        if isinstance(error := self._future.exception(), ShardproofError):
             self._reported = True
-            raise
+            raise _copied(error)
+        return self._future.result()
 
     def future(self) -> Future[SaveResult]:
         """This save as a future of `concurrent.futures`, for callbacks and waits for several.
@@ -351,7 +360,7 @@ class PendingSave:
         error = self._future.exception()
         self._reported = True
         assert error is None or isinstance(error, ShardproofError)
-        return error
+        return error and _copied(error)
 
     def __repr__(self) -> str:
         if self._future is None:
@@ -361,6 +370,13 @@ class PendingSave:
         else:
             state = "failed" if self._future.exception() else "committed"
         return f"PendingSave(step={self.step}, {state})"
+
+
+def _copied(error: ShardproofError) -> ShardproofError:
+    """A copy for a caller to raise (note "Frames")."""
+    copied = ShardproofError.from_wire(error.to_wire())
+    copied.__cause__ = error.__cause__
+    return copied
 
 
 class _SaveFuture(Future[SaveResult]):

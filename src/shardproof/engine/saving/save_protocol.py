@@ -209,7 +209,7 @@ class _BothThreads:
 
     def fail(self, error: BaseException) -> None:
         """Makes the save fail with this error on this rank, unless it has failed."""
-        if self.failure is None:
+        if self.failure is None and not self.is_refused:
             self.failure = error
         if self.snapshot is not None:
             self.snapshot.fail(error)
@@ -237,7 +237,9 @@ class _BothThreads:
         location, cause = self.storage.location, f"{type(error).__name__}: {error}"
         if background and not caller_has_it:
             _log.error(
-                "%s: the save failed: %s", location, error if isinstance(error, ShardproofError) else cause
+                "%s: the save failed: %s",
+                location,
+                str(error) if isinstance(error, ShardproofError) else cause,
             )
         if isinstance(error, ShardproofError):
             return error
@@ -258,6 +260,8 @@ class _BothThreads:
         if self.snapshot is not None:
             self.snapshot.end()
         self.collected = self.store = None
+        if isinstance(self.failure, Exception) and not (self.is_refused and not self.goes_ahead):
+            self.failure = None  # no caller waits for it, and its frames refer to this object
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -321,7 +325,11 @@ class _CallerSteps:
             )
         # The commit reports any other error to the caller, as to the other ranks.
         if shared.is_refused or not isinstance(shared.failure, Exception | None):
-            shared.check()
+            try:
+                shared.check()
+            finally:
+                if shared.is_refused:  # the error belongs to the caller, and its frames refer to this save
+                    shared.failure = None
 
     def stage(self) -> None:
         """Copies all memory that no fence protects. The commit reports an error."""

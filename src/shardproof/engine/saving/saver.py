@@ -13,7 +13,7 @@ from shardproof._utils import forks
 from shardproof._utils.arguments import check_boolean, check_whole
 from shardproof.engine.planning import CHUNK_BYTES, SAMPLE_BYTES
 from shardproof.engine.rendezvous import MeetingSequence, Rendezvous
-from shardproof.engine.saving.background import PendingSave, Workers, unfinished, wait_for_end
+from shardproof.engine.saving.background import PendingSave, Workers, drop_frames, unfinished, wait_for_end
 from shardproof.engine.saving.cache import Limits, SaveCache
 from shardproof.engine.saving.commit import Unconfirmed
 from shardproof.engine.saving.device_copy import pinned_buffer
@@ -227,6 +227,7 @@ class Saver:
 
     def _submit(self, save: Save, work: Callable[[], SaveResult]) -> None:
         self._under_way = save
+        save.future.add_done_callback(drop_frames)
         self._thread.submit(work, save.future)
         unfinished.add(save.future, save.progress, save.patience, save.operation)
 
@@ -255,7 +256,10 @@ class Saver:
         else:
             wait_for_end(under_way.future, under_way.pending.step, timeout)
         if (failed := self._take_failure()) is not None:
-            raise failed
+            try:
+                raise failed
+            finally:
+                del failed  # its frames have this one
 
     def wait_for_end(self) -> None:
         """Waits for the current save; the next call reports its error."""

@@ -58,7 +58,7 @@ from shardproof.runs.checkpointer.step_folders import (
 
 if TYPE_CHECKING:
     from shardproof.runs.checkpointer.checkpointer import Checkpointer
-    from shardproof.runs.checkpointer.restored_step import RestoredStep
+    from shardproof.runs.checkpointer.restore import RestoredStep
     from shardproof.runs.checkpointer.step_selection import PassedOver
 
 __all__ = [
@@ -95,7 +95,7 @@ __all__ = [
 ]
 
 
-_LAZY = {"Checkpointer": "checkpointer", "PassedOver": "step_selection", "RestoredStep": "restored_step"}
+_LAZY = {"Checkpointer": "checkpointer", "PassedOver": "step_selection", "RestoredStep": "restore"}
 
 
 def __getattr__(name: str) -> Any:

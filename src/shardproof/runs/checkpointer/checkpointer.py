@@ -21,13 +21,12 @@ from shardproof.reentrance import guarded, refuse_inside
 from shardproof.runs.checkpointer.after_commit import AfterCommit
 from shardproof.runs.checkpointer.damage import Damage
 from shardproof.runs.checkpointer.due_saves import DueSaves
-from shardproof.runs.checkpointer.marks import Pin, suspects_in
+from shardproof.runs.checkpointer.marks import Pin, unsettled_in
 from shardproof.runs.checkpointer.open_run import open_run
 from shardproof.runs.checkpointer.page_cache import NewestStep
 from shardproof.runs.checkpointer.policies import MetricCheck, Retention, check_policy
 from shardproof.runs.checkpointer.preemption import Preemption
-from shardproof.runs.checkpointer.restore import Restore
-from shardproof.runs.checkpointer.restored_step import RestoredStep
+from shardproof.runs.checkpointer.restore import Restore, RestoredStep
 from shardproof.runs.checkpointer.run_marks import change_pin, checked_step, parse_argument, settle_suspect
 from shardproof.runs.checkpointer.run_options import NEW_FORMS, Incremental, NodeLocal, SecondTier
 from shardproof.runs.checkpointer.schedules import Schedule
@@ -498,7 +497,7 @@ class Checkpointer:
 
     def suspects(self) -> list[int]:
         """Steps with a committed, unsettled suspect, ascending. Lists the storage, as `steps` does."""
-        return [one.step for one, settled in suspects_in(self._run.storage).items() if settled is None]
+        return [folder.step for folder in unsettled_in(self._run.storage)]
 
     def pin(self, step: int, label: str) -> None:
         """Pins a committed step: retention and ``shardproof prune`` do not remove it. Every rank calls this.

@@ -30,7 +30,7 @@ from shardproof.runs.checkpointer.marks import read_node_mark
 from shardproof.runs.checkpointer.prune import PrunePlan, plan_prune
 from shardproof.runs.checkpointer.retention import Leftover
 from shardproof.runs.checkpointer.scan import StepInfo, scan_run
-from shardproof.runs.checkpointer.step_folders import StepFolder
+from shardproof.runs.checkpointer.step_folders import StepFolder, place_of
 
 Severity = Literal["error", "warning", "note"]
 _ORDER: tuple[Severity, ...] = ("error", "warning", "note")
@@ -137,7 +137,7 @@ def examine_run(storage: Storage, run: str, *, older_than: float, now: float) ->
         ((1,), True)
     """
     infos = scan_run(storage, depth="metadata")
-    committed = [info for info in infos if info.committed and info.step is not None]
+    committed = [info for info in infos if info.is_step]
     partial = [info for info in infos if info.status == Verdict.PARTIAL and info.step is not None]
     newest = (committed or partial)[-1:]
     next_save = newest[0].bytes if newest else 0
@@ -157,7 +157,7 @@ def examine_run(storage: Storage, run: str, *, older_than: float, now: float) ->
 
 def _of_steps(infos: Sequence[StepInfo], run: str) -> Iterator[Finding]:
     quoted = shlex.quote(run)
-    has_steps = any(info.committed or info.status == Verdict.PARTIAL for info in infos)
+    has_steps = any(info.is_step or info.status == Verdict.PARTIAL for info in infos)
     if not has_steps:
         severity: Severity = "error" if infos else "note"
         yield Finding(severity, "no steps", ".", "no step of the run can be restored")
@@ -210,14 +210,16 @@ def _damaged_step(folder: str, reason: str, run: str, *, has_others: bool) -> Fi
 def _misplaced_step(info: StepInfo, infos: Sequence[StepInfo], run: str) -> Finding:
     """The finding of a folder that was renamed or copied. The fix depends on the folder of the step."""
     reason = info.reason or ""
-    name = StepFolder(info.stored_step or 0, info.suspect).name
+    name = StepFolder(info.save.step or 0, info.suspect).name
     there = next((one for one in infos if one.name == name), None)
     here, own = (shlex.quote(f"{run}/{folder}") for folder in (info.name, name))
     if "://" in run:
         fix = f"shardproof convert {here} {own} --standalone" if there is None else ""
     elif there is None:
         fix = f"mv {here} {own}"
-    elif there.whole and there.attempt == info.attempt and not info.referenced_by and not info.linked:
+    elif (
+        there.whole and there.save.attempt == info.save.attempt and not info.referenced_by and not info.linked
+    ):
         fix = f"rm -r {here}"
         reason = f"{reason}. {name} has the same checkpoint"
     else:
@@ -431,13 +433,12 @@ def scrub_run(
             found = judge(uncached, info.name, depth="bytes", plan_repairs=False, on_progress=read)
             if found is None or isinstance(found.error, NotCommittedError):
                 continue  # retention removed it meanwhile
-            faults = _faults_of(found)
+            faults = found.faults or (() if found.error is None else (found.error,))
             if found.verdict is Verdict.COMMITTED:
                 whole.add(info.name)
         else:
-            place = uncached if info.name == "." else uncached.within(info.name)
             try:
-                faults = verify_files_here(place, read)
+                faults = verify_files_here(place_of(uncached, info.name), read)
             except NotCommittedError:
                 continue  # retention removed it meanwhile
         if faults and mark is not None and mark.replicas:
@@ -446,7 +447,7 @@ def scrub_run(
             damaged[info.name] = found
         elif faults:
             findings.append(_of_faults(info.name, faults, f"{shlex.quote(run)}/{info.name}"))
-    good = [info for info in infos if info.step is not None and info.name in whole]
+    good = [info for info in infos if info.is_step and info.name in whole]
     findings += [
         _of_damaged_bytes(name, found, run, restored=good[-1].name if good else None)
         for name, found in damaged.items()
@@ -455,11 +456,6 @@ def scrub_run(
         text = "no step of the run can be restored: every step is damaged or cannot be read"
         findings.append(Finding("error", "no steps", ".", text))
     return findings
-
-
-def _faults_of(found: Judgement) -> tuple[ShardproofError, ...]:
-    """The faults that a verdict names."""
-    return found.faults or (() if found.error is None else (found.error,))
 
 
 def _of_damaged_bytes(folder: str, found: Judgement, run: str, *, restored: str | None) -> Finding:
@@ -522,8 +518,8 @@ def compare_tiers(
     Raises:
         StorageError: a storage cannot list its run.
     """
-    there = {info.name: info for info in scan_run(second) if info.committed}
-    found = [info for info in scan_run(first) if info.committed and info.step is not None]
+    there = {info.name: info for info in scan_run(second) if info.is_step}
+    found = [info for info in scan_run(first) if info.is_step]
     findings = []
     for info in found:
         copy = there.get(info.name)
@@ -537,7 +533,7 @@ def compare_tiers(
             findings.append(
                 Finding("warning", "one copy", info.name, f"not committed on {second.location}", fix)
             )
-        elif copy.attempt != info.attempt and (copy.time or 0) < (info.time or 0):
+        elif copy.save.attempt != info.save.attempt and (copy.time or 0) < (info.time or 0):
             text = f"{second.location} has an older checkpoint of the step"
             findings.append(
                 Finding("warning", "other copy", info.name, text, f"remove the step there, then {fix}")

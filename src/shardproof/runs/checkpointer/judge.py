@@ -39,8 +39,9 @@ from shardproof.runs.checkpointer.step_folders import (
     PINNED_NAME,
     SETTLED_NAME,
     StepFolder,
-    is_ours,
+    files_in,
     parse_folder,
+    place_of,
 )
 
 Depth = Literal["sizes", "metadata", "bytes"]
@@ -135,6 +136,12 @@ def judge(
     return found
 
 
+def verdict_on(run: Storage, folder: str) -> Verdict | None:
+    """The verdict of `judge` alone; None if there is no file of a checkpoint."""
+    found = judge(run, folder)
+    return None if found is None else found.verdict
+
+
 def _judge_once(
     run: Storage,
     folder: str,
@@ -144,7 +151,7 @@ def _judge_once(
     plan_repairs: bool,
     on_progress: Callable[[int, int], None] | None,
 ) -> Judgement | None:
-    place = run if folder == "." else run.within(folder)
+    place = place_of(run, folder)
     try:
         manifest: Manifest | None = read_manifest(place)
         error: ShardproofError | None = None
@@ -183,7 +190,7 @@ def _judge_manifest(
     plan_repairs: bool,
 ) -> Judgement:
     """The verdict on a folder with a manifest, of a step or of a suspect."""
-    place = run if folder == "." else run.within(folder)
+    place = place_of(run, folder)
     if error is not None:
         if mark is not None and manifest is not None and _has_only_missing_files(place, manifest):
             return Judgement(Verdict.PARTIAL, mark.sentence, None, manifest)
@@ -196,7 +203,7 @@ def _judge_manifest(
 
 def _is_replaced(run: Storage, folder: str, judged: Manifest | None) -> bool:
     """True if a save, a repair or a removal changed the manifest while it was judged."""
-    place = run if folder == "." else run.within(folder)
+    place = place_of(run, folder)
     try:
         now: Manifest | None = read_manifest(place)
     except NotCommittedError:
@@ -331,10 +338,9 @@ class RestorableSteps:
 
 def _judge_without_manifest(place: Storage, folder: str, references: References | None) -> Judgement | None:
     try:
-        names = place.list()
+        files = {*files_in(place, folder)} - {SETTLED_NAME, PINNED_NAME}
     except StorageError as error:
         return Judgement(Verdict.UNREADABLE, error.message, error)
-    files = {name for name in names if is_ours(name, folder)} - {SETTLED_NAME, PINNED_NAME}
     if not files:
         return None
     needed = files.intersection(references.files(folder)) if references is not None else set()

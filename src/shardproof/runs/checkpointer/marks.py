@@ -160,6 +160,16 @@ def suspects_in(run: Storage) -> dict[StepFolder, Settled | None]:
     }
 
 
+def unsettled_in(run: Storage) -> list[StepFolder]:
+    """Committed suspects of a run without a verdict, ascending."""
+    return [folder for folder, settled in suspects_in(run).items() if settled is None]
+
+
+def is_settled(run: Storage, folder: StepFolder) -> bool:
+    """True for a suspect with a verdict."""
+    return folder.suspect and read_settled(run.within(folder.name)) is not None
+
+
 def _attempt(folder: Storage) -> str:
     try:
         return read_manifest(folder).attempt

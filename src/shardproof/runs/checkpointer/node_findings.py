@@ -14,7 +14,7 @@ from shardproof.engine.storage import Storage
 from shardproof.runs.checkpointer.doctor import Finding, Severity
 from shardproof.runs.checkpointer.judge import Verdict, judge
 from shardproof.runs.checkpointer.marks import NodeMark, read_node_mark
-from shardproof.runs.checkpointer.step_folders import folders_in, step_name
+from shardproof.runs.checkpointer.step_folders import step_name, steps_in
 
 _RESTORE = "restore the run with node_local=NodeLocal(replicas=1): the ranks copy the files to a second node"
 
@@ -45,7 +45,7 @@ def find_missing_copies(storage: Storage, others: Sequence[Storage]) -> list[Fin
         return []
     unseen = max(0, len(mark.nodes) - len(runs))
     findings: list[Finding] = []
-    steps = {folder.step for run in runs for folder in folders_in(run) if not folder.suspect}
+    steps = {step for run in runs for step in steps_in(run)}
     newest = None
     for step in sorted(steps, reverse=True):
         name = step_name(step)

@@ -16,16 +16,22 @@ from shardproof.engine import events
 from shardproof.engine.format import MANIFEST_NAME, read_manifest
 from shardproof.engine.rendezvous import MeetingSequence, Rendezvous
 from shardproof.engine.saving import Saver, Unconfirmed
-from shardproof.engine.storage import LocalStorage, Storage, map_requests
+from shardproof.engine.storage import LocalStorage, Storage
 from shardproof.errors import FormatError, NotCommittedError, StorageError, tells_nothing
-from shardproof.runs.checkpointer.judge import RestorableSteps, Verdict, judge
+from shardproof.runs.checkpointer.judge import RestorableSteps, Verdict, verdict_on
 from shardproof.runs.checkpointer.marks import Pin, pinned_steps
 from shardproof.runs.checkpointer.nodes import MissingCopies, NodeStorage, NodesView, join_nodes
 from shardproof.runs.checkpointer.policies import BestStep, KeepBest, Retention
 from shardproof.runs.checkpointer.retention import StepFacts, abandoned, branch_removal, remove_dead_saves
 from shardproof.runs.checkpointer.run_options import Incremental, NodeLocal
 from shardproof.runs.checkpointer.scrub import Scrub
-from shardproof.runs.checkpointer.step_folders import StepFolder, folders_in, parse_folder, step_name
+from shardproof.runs.checkpointer.step_folders import (
+    StepFolder,
+    parse_folder,
+    step_name,
+    steps_in,
+    steps_with_manifest,
+)
 from shardproof.runs.checkpointer.tiers import TieredRun
 
 _log = logging.getLogger("shardproof")
@@ -144,11 +150,11 @@ class OpenRun:
         Raises:
             StorageError: a tier cannot be listed, or a step cannot be read at the moment.
         """
-        return sorted({step for tier in self.tiers for step in self._steps_of(tier)})
-
-    def _steps_of(self, tier: Storage) -> list[int]:
-        steps = _steps_with_manifest(tier)
-        return steps if tier is self.nodes else self._judges[tier.location].among(steps)
+        found: set[int] = set()
+        for tier in self.tiers:
+            steps = steps_with_manifest(tier)
+            found.update(steps if tier is self.nodes else self._judges[tier.location].among(steps))
+        return sorted(found)
 
     def pins(self) -> dict[int, Pin]:
         """Pinned steps of all tiers, ascending. A pin in the first tier takes precedence."""
@@ -221,18 +227,13 @@ class OpenRun:
             self._warn_of_branch(view, restored)
 
     def _warn_of_branch(self, view: Storage, restored: int) -> None:
-        earlier = [
-            folder.step for folder in folders_in(view) if not folder.suspect and folder.step < restored
-        ]
-        steps = [restored, *earlier[-_EARLIER_STEPS:]]
-        facts = StepFacts(view)
-        found = zip(steps, map_requests(view, facts.time_of, steps), strict=True)
-        times = dict(found)
+        earlier = [step for step in steps_in(view) if step < restored]
+        times = StepFacts(view).times_of([restored, *earlier[-_EARLIER_STEPS:]])
         later = [(time, step) for step, time in times.items() if time and restored in abandoned(times, step)]
-        last = next(
-            (step for _, step in sorted(later, reverse=True) if self._is_restorable(view, step)), None
-        )
-        if last is None:
+        for _, last in sorted(later, reverse=True):
+            if verdict_on(view, step_name(last)) is Verdict.COMMITTED:
+                break
+        else:
             return
         _log.warning(
             "%s: step %d was restored, and was saved before step %d: the run was rolled back, and the "
@@ -244,10 +245,6 @@ class OpenRun:
             last,
             self.branch_removal(last),
         )
-
-    def _is_restorable(self, view: Storage, step: int) -> bool:
-        found = judge(view, step_name(step), plan_repairs=False)
-        return found is not None and found.verdict is Verdict.COMMITTED
 
     def is_damaged(self, step: int) -> bool:
         """True if a restore or the scrub found a committed step damaged."""
@@ -295,27 +292,23 @@ class OpenRun:
 
     def base_of(self, step: Any) -> Storage | None:
         """The newest confirmed and undamaged step before this one (note "One line of steps")."""
-        steps = [folder.step for folder in folders_in(self.storage) if not folder.suspect]
-        for earlier in reversed([one for one in steps if one < step]):
+        for earlier in reversed([one for one in steps_in(self.storage) if one < step]):
             folder = self.storage.within(step_name(earlier))
             try:
                 distrusted = self.is_damaged(earlier) or self.is_unconfirmed(earlier)
                 if distrusted or folder.size(MANIFEST_NAME) is None:
                     continue
-                if self.restorable(earlier) and self._has_copies(folder):
+                if not self.restorable(earlier):
+                    continue
+                if self.nodes is None or not self.nodes.group.replicas:
                     return folder
+                if self.nodes.has_copies(folder.folder, read_manifest(folder)):  # as many as `replicas`
+                    return folder
+            except (FormatError, NotCommittedError):
+                continue
             except StorageError as error:
                 _log.warning("%s: step %s does not build on step %s: %s", self.location, step, earlier, error)
         return None
-
-    def _has_copies(self, folder: Storage) -> bool:
-        """True if every file of a step has as many copies as `replicas` requires."""
-        if self.nodes is None or not self.nodes.group.replicas:
-            return True
-        try:
-            return self.nodes.has_copies(folder.folder, read_manifest(folder))
-        except (FormatError, NotCommittedError):
-            return False
 
     def phase(self, step: Any, folder: str, name: str) -> events.Phase:
         """A phase of a save of this run."""
@@ -364,9 +357,3 @@ def open_run(
     saving = weakref.WeakMethod(saver.is_saving)  # a scrub does not keep its Checkpointer alive
     scrub = Scrub(storage, rate, lambda: (is_saving := saving()) is not None and is_saving())
     return OpenRun(storage, second, rendezvous, saver.unconfirmed, scrub)
-
-
-def _steps_with_manifest(tier: Storage) -> list[int]:
-    steps = [folder.step for folder in folders_in(tier) if not folder.suspect]
-    sizes = map_requests(tier, lambda step: tier.size(f"{step_name(step)}/{MANIFEST_NAME}"), steps)
-    return [step for step, size in zip(steps, sizes, strict=True) if size is not None]

@@ -17,7 +17,7 @@ from typing import Any
 from shardproof.engine.format import flush_manifests_in, references_in
 from shardproof.engine.storage import Storage, Upload
 from shardproof.errors import NotCommittedError, StorageError
-from shardproof.runs.checkpointer.judge import Verdict, judge, judge_save
+from shardproof.runs.checkpointer.judge import Verdict, judge_save, verdict_on
 from shardproof.runs.checkpointer.marks import pinned_steps, read_pin, read_settled
 from shardproof.runs.checkpointer.policies import KeepLatest
 from shardproof.runs.checkpointer.retention import (
@@ -31,56 +31,76 @@ from shardproof.runs.checkpointer.retention import (
     times_of,
 )
 from shardproof.runs.checkpointer.scan import StepInfo, scan_run
-from shardproof.runs.checkpointer.step_folders import attempt_of, is_ours, parse_folder, parse_step
+from shardproof.runs.checkpointer.step_folders import attempt_of, files_in, parse_folder, parse_step
 
 _SPARED = (Verdict.REPAIRABLE, Verdict.DAMAGED, Verdict.MISPLACED, Verdict.UNREADABLE)
 """The verdicts on folders with a manifest in which no file counts as that of a dead save: the manifest may be
 wrong, and the files may be those of the step."""
 
 
+class Fate(StrEnum):
+    """What `prune` does with a folder of a run. Its word is a key of `PrunePlan.folders`."""
+
+    BEYOND = "steps"
+    """Removed: a committed step beyond those to keep."""
+    BRANCH = "branch"
+    """Removed: a step that a rollback gave up (note "A branch")."""
+    SETTLED = "settled"
+    """Removed: a settled suspect older than a step that stays."""
+    LOST = "damaged_removed"
+    """Removed: a step whose verdict is `Verdict.DAMAGED`."""
+    NEWER = "newer"
+    """Stays: another step with a higher number than `after`. It was saved after that step, is a link, or may
+    be written to."""
+    SUSPECT = "suspect"
+    """Stays: an unsettled suspect."""
+    REPAIRABLE = "repairable"
+    """Stays, for `repair`: its verdict is `Verdict.REPAIRABLE`."""
+    DAMAGED = "damaged"
+    """Stays: its verdict is `Verdict.DAMAGED`."""
+    MISPLACED = "misplaced"
+    """Stays: the checkpoint of another step."""
+    REFERENCED = "referenced"
+    """Stays: files that other steps refer to."""
+    KEPT = "kept"
+    """Stays, for another reason."""
+
+
+_REMOVED = (Fate.BEYOND, Fate.BRANCH, Fate.SETTLED, Fate.LOST)
+
+
 @dataclass(frozen=True, slots=True)
 class PrunePlan:
     """The removals of `prune`, and the folders that stay."""
 
+    folders: dict[str, tuple[str, ...]]
+    """The folders of each `Fate`, without those that `prune` does not report (`Fate.KEPT`) and those of
+    `referenced`."""
+    steps_bytes: int
+    """Bytes to remove in folders, without `damaged_bytes`."""
+    damaged_bytes: int
+    """Bytes to remove in the folders of `Fate.LOST`."""
     leftovers: tuple[Leftover, ...]
     """To remove: files of dead saves."""
-    steps: tuple[str, ...]
-    """To remove: folders of committed steps beyond those to keep."""
-    steps_bytes: int
-    """Bytes of `steps`, `branch` and `settled`."""
-    settled: tuple[str, ...]
-    """To remove: folders of settled suspects older than a step that stays."""
-    suspect: tuple[str, ...]
-    """These stay: folders of unsettled suspects."""
     writing: tuple[Leftover, ...]
     """These stay: files that no manifest names, of a save that may not have ended."""
-    repairable: tuple[str, ...]
-    """These stay, for `repair`: folders whose verdict is `Verdict.REPAIRABLE`."""
-    damaged: tuple[str, ...]
-    """These stay: folders whose verdict is `Verdict.DAMAGED`."""
-    damaged_removed: tuple[str, ...]
-    """To remove: folders whose verdict is `Verdict.DAMAGED`."""
-    damaged_bytes: int
-    """Bytes of `damaged_removed`."""
+    complete: tuple[Leftover, ...]
+    """These stay: saves whose shard files are all there, and that no manifest names."""
     referenced: dict[str, list[str]]
     """Files that stay: folder of the removed step to the folders of the steps that refer to its files."""
     unknown: tuple[str, ...]
     """Folders with unreadable manifests. They may refer to any file of other steps, so such files stay."""
-    uploads: tuple[Upload, ...] = ()
+    uploads: tuple[Upload, ...]
     """To remove: multipart uploads of dead saves. Their parts are in no file."""
-    recent_uploads: tuple[Upload, ...] = ()
+    recent_uploads: tuple[Upload, ...]
     """These stay: multipart uploads of a save that may not have ended."""
-    uploads_fault: str = ""
+    uploads_fault: str
     """Why the uploads of the run cannot be listed; empty if they can, or if the storage has none."""
-    complete: tuple[Leftover, ...] = ()
-    """These stay: saves whose shard files are all there, and that no manifest names."""
-    misplaced: tuple[str, ...] = ()
-    """These stay: folders with the checkpoint of another step."""
-    branch: tuple[str, ...] = ()
-    """To remove: folders of steps that a rollback gave up (note "A branch")."""
-    newer: tuple[str, ...] = ()
-    """These stay: folders of other steps with a higher number than `after`. They were saved after that step,
-    are links, or may be written to."""
+
+    @property
+    def removed(self) -> dict[str, Fate]:
+        """The folders to remove."""
+        return {name: fate for fate in _REMOVED for name in self.folders[fate]}
 
     @property
     def bytes(self) -> int:
@@ -91,12 +111,12 @@ class PrunePlan:
     @property
     def empty(self) -> bool:
         """True if there is nothing to remove."""
-        steps = self.steps or self.branch or self.settled or self.damaged_removed
-        return not (self.leftovers or steps or self.uploads)
+        return not (self.leftovers or self.removed or self.uploads)
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""
-        return {"bytes": self.bytes, **asdict(self)}
+        values = asdict(self)
+        return {"bytes": self.bytes, **values.pop("folders"), **values}
 
 
 def plan_prune(
@@ -139,7 +159,7 @@ def plan_prune(
     infos = scan_run(storage, depth="metadata")
     dead = tuple(upload for upload in uploads if now - upload.modified >= older_than)
     recent_uploads = tuple(upload for upload in uploads if upload not in dead)
-    steps = _steps(infos)
+    steps = {step: info for info in infos if (step := parse_step(info.name)) is not None}
     branch = [] if after is None else _branch(storage.location, steps, after)
     committed = [step for step, info in steps.items() if info.committed and step not in branch]
     last = max(committed, default=-1) if complete else None
@@ -148,135 +168,80 @@ def plan_prune(
     busy = {one.folder for one in saves[Verdict.WRITING]} | {_folder_of(upload) for upload in recent_uploads}
 
     def is_lost(folder: str) -> bool:
-        ours = [file for file in storage.list(folder) if is_ours(file.removeprefix(f"{folder}/"), folder)]
-        times = times_of(modified, ours)  # an unfinished copy looks like a damaged step
-        return bool(times) and now - max(times) >= older_than
+        times = times_of(modified, [f"{folder}/{file}" for file in files_in(storage.within(folder), folder)])
+        return bool(times) and now - max(times) >= older_than  # an unfinished copy looks like a damaged step
 
-    fates = _Fates(storage, infos, committed, branch, busy, keep, after, is_lost if damaged else None)
-    names = fates.names()
-    gone = [name for fate in _REMOVED for name in names[fate]]
+    fate_of = _Fates(
+        selected=committed if keep is None else {*KeepLatest(keep).select(committed), *pinned_steps(storage)},
+        newest=-1 if keep is None else max(committed, default=-1),
+        branch=branch,
+        busy=busy,
+        after=after,
+        is_lost=is_lost if damaged and committed else None,
+    )
+    fates = {info.name: fate_of(info) for info in infos}
+    folders = {fate: tuple(name for name, found in fates.items() if found is fate) for fate in Fate}
+    gone = [name for fate in _REMOVED for name in folders[fate]]
     removal = plan_removal(storage, gone)
-    lost_bytes, other_bytes = _bytes_of(storage, removal, saves[Verdict.LEFTOVER], names[Fate.LOST])
     left = references_in(storage, without=gone)
+    names = dict.fromkeys([*folders[Fate.REFERENCED], *removal.referenced])
+    sizes = _bytes_of(storage, removal, saves[Verdict.LEFTOVER], folders[Fate.LOST])
     return PrunePlan(
+        folders={fate: found for fate, found in folders.items() if fate not in (Fate.KEPT, Fate.REFERENCED)},
+        steps_bytes=sizes[False],
+        damaged_bytes=sizes[True],
         leftovers=tuple(saves[Verdict.LEFTOVER]),
-        steps=names[Fate.BEYOND],
-        steps_bytes=other_bytes,
-        settled=names[Fate.SETTLED],
-        suspect=names[Fate.SUSPECT],
         writing=tuple(saves[Verdict.WRITING]),
-        repairable=names[Fate.REPAIRABLE],
-        damaged=names[Fate.DAMAGED],
-        damaged_removed=names[Fate.LOST],
-        damaged_bytes=lost_bytes,
-        referenced={
-            name: users
-            for name in dict.fromkeys([*names[Fate.REFERENCED], *removal.referenced])
-            if (users := left.users(name))
-        },
+        complete=tuple(saves[Verdict.REPAIRABLE]),
+        referenced={name: users for name in names if (users := left.users(name))},
         unknown=tuple(references.unknown),
         uploads=dead,
         recent_uploads=recent_uploads,
         uploads_fault=uploads_fault,
-        complete=tuple(saves[Verdict.REPAIRABLE]),
-        misplaced=names[Fate.MISPLACED],
-        branch=names[Fate.BRANCH],
-        newer=names[Fate.NEWER],
     )
 
 
-class Fate(StrEnum):
-    """What `prune` does with a folder of a run."""
-
-    BEYOND = "removed: a step beyond those to keep"
-    BRANCH = "removed: a step that a rollback gave up"
-    SETTLED = "removed: a settled suspect older than a step that stays"
-    LOST = "removed: a damaged step"
-    KEPT = "stays"
-    NEWER = "stays: a step after the one to go back to"
-    SUSPECT = "stays: a suspect without a verdict"
-    REPAIRABLE = "stays, for repair"
-    DAMAGED = "stays: a damaged step"
-    MISPLACED = "stays: the checkpoint of another step"
-    REFERENCED = "stays: files that other steps refer to"
-
-
-_REMOVED = (Fate.BEYOND, Fate.BRANCH, Fate.SETTLED, Fate.LOST)
-_FATES: dict[str, Fate] = {
-    Verdict.REPAIRABLE: Fate.REPAIRABLE,
-    Verdict.MISPLACED: Fate.MISPLACED,
-    Verdict.REFERENCED: Fate.REFERENCED,
-}
-
-
+@dataclass(frozen=True, slots=True)
 class _Fates:
-    """Decides about each folder of a run, by its verdict.
+    """Decides about each folder of a run, by its verdict."""
 
-    Args:
-        storage: the run's folder.
-        infos: the folders.
-        committed: the restorable steps without those of `branch`.
-        branch: the steps that a rollback gave up.
-        busy: folders in which a save may still write.
-        keep: see `plan_prune`; so is `after`.
-        is_lost: True for a damaged step that was not written to lately; None: damaged steps stay.
-    """
+    selected: Collection[int]
+    """The restorable steps that stay."""
+    newest: int
+    """A settled suspect of an older step is removed."""
+    branch: Collection[int]
+    """The steps that a rollback gave up."""
+    busy: Collection[str]
+    """Folders in which a save may still write."""
+    after: int | None
+    """See `plan_prune`."""
+    is_lost: Callable[[str], bool] | None
+    """True for a damaged step that was not written to lately; None: damaged steps stay."""
 
-    def __init__(
-        self,
-        storage: Storage,
-        infos: Sequence[StepInfo],
-        committed: Sequence[int],
-        branch: Collection[int],
-        busy: Collection[str],
-        keep: int | None,
-        after: int | None,
-        is_lost: Callable[[str], bool] | None,
-    ) -> None:
-        self._infos, self._branch, self._busy, self._after = infos, branch, busy, after
-        self._selected = set(committed)
-        self._newest = -1
-        if keep is not None:
-            self._selected = {*KeepLatest(keep).select(committed), *pinned_steps(storage)}
-            self._newest = max(committed, default=-1)
-        self._is_lost = is_lost if committed else None
-
-    def names(self) -> dict[Fate, tuple[str, ...]]:
-        """The folders of each fate."""
-        fates = [(info.name, self._fate(info)) for info in self._infos]
-        return {fate: tuple(name for name, found in fates if found is fate) for fate in Fate}
-
-    def _fate(self, info: StepInfo) -> Fate:
-        is_removable = info.name not in self._busy and not info.linked
+    def __call__(self, info: StepInfo) -> Fate:
+        is_removable = info.name not in self.busy and not info.linked
         if info.status == Verdict.REFERENCED:
             return Fate.REFERENCED
         if info.suspect:
-            return self._fate_of_suspect(info, is_removable)
+            if info.status == Verdict.LEFTOVER:
+                return Fate.KEPT
+            if info.verdict is None:
+                return Fate.SUSPECT
+            return Fate.SETTLED if (info.step or 0) < self.newest and is_removable else Fate.KEPT
         step = parse_step(info.name)
         if step is None:
             return Fate.KEPT
-        if step in self._branch:
+        if step in self.branch:
             return Fate.BRANCH if is_removable else Fate.NEWER
         if info.committed:
-            if step not in self._selected and is_removable:
+            if step not in self.selected and is_removable:
                 return Fate.BEYOND
-            return Fate.NEWER if self._after is not None and step > self._after else Fate.KEPT
+            return Fate.NEWER if self.after is not None and step > self.after else Fate.KEPT
         if info.status == Verdict.DAMAGED and not info.linked:
-            is_lost = self._is_lost is not None and is_removable and self._is_lost(info.name)
+            is_lost = self.is_lost is not None and is_removable and self.is_lost(info.name)
             return Fate.LOST if is_lost else Fate.DAMAGED
-        return _FATES.get(info.status, Fate.KEPT)
-
-    def _fate_of_suspect(self, info: StepInfo, is_removable: bool) -> Fate:
-        if info.status == Verdict.LEFTOVER:
-            return Fate.KEPT
-        if info.verdict is None:
-            return Fate.SUSPECT
-        return Fate.SETTLED if (info.step or 0) < self._newest and is_removable else Fate.KEPT
-
-
-def _steps(infos: Sequence[StepInfo]) -> dict[int, StepInfo]:
-    """The folders of steps, without suspects, by the number of the step."""
-    return {step: info for info in infos if (step := parse_step(info.name)) is not None}
+        stays: dict[str, Fate] = {Verdict.REPAIRABLE: Fate.REPAIRABLE, Verdict.MISPLACED: Fate.MISPLACED}
+        return stays.get(info.status, Fate.KEPT)
 
 
 def _judge_saves(
@@ -296,6 +261,7 @@ def _judge_saves(
         last: saves up to this step count as leftovers, even if their shard files are all there; None: none.
     """
     spared = {info.name for info in infos if info.status in _SPARED}
+    old = {info.name for info in infos if last is not None and info.step is not None and info.step <= last}
     saves: dict[Verdict, list[Leftover]] = {
         verdict: [] for verdict in (Verdict.WRITING, Verdict.REPAIRABLE, Verdict.LEFTOVER)
     }
@@ -305,7 +271,7 @@ def _judge_saves(
         if verdict is not Verdict.WRITING and folder in spared:
             if verdict is Verdict.LEFTOVER:
                 continue
-        elif verdict is Verdict.REPAIRABLE and last is not None and _step_of(leftover) <= last:
+        elif verdict is Verdict.REPAIRABLE and folder in old:
             verdict = Verdict.LEFTOVER
         saves[verdict].append(leftover)
     return saves
@@ -313,13 +279,13 @@ def _judge_saves(
 
 def _bytes_of(
     storage: Storage, removal: Removal, counted: Sequence[Leftover], lost: Collection[str]
-) -> tuple[int, int]:
-    """Bytes of the files to remove in the folders of `lost`, and in others, without those of `counted`."""
+) -> Counter[bool]:
+    """Bytes to remove, without the files of `counted`: in the folders of `lost` (True), and in others."""
     before = {f"{leftover.folder}/{file}" for leftover in counted for file in leftover.files}
     sizes: Counter[bool] = Counter()
     for file in {*removal.manifests, *removal.files} - before:
         sizes[file.partition("/")[0] in lost] += storage.size(file) or 0
-    return sizes[True], sizes[False]
+    return sizes
 
 
 def _branch(run: str, scanned: Mapping[int, StepInfo], after: int) -> list[int]:
@@ -342,13 +308,6 @@ def _branch(run: str, scanned: Mapping[int, StepInfo], after: int) -> list[int]:
             file=f"{run}/{pinned.name}",
         )
     return branch
-
-
-def _step_of(leftover: Leftover) -> int:
-    """The step of the folder of a leftover."""
-    folder = parse_folder(leftover.folder)
-    assert folder is not None
-    return folder.step
 
 
 def _with_uploads(
@@ -400,16 +359,18 @@ def prune(storage: Storage, plan: PrunePlan) -> list[str]:
     """
     flush_manifests_in(storage)
     spared = [leftover.folder for leftover in plan.leftovers if not remove_leftover(storage, leftover)]
-    lost = [name for name in plan.damaged_removed if _is_damaged(storage, name)]
-    settled = [name for name in plan.settled if read_settled(storage.within(name)) is not None]
-    unpinned = [name for name in (*plan.steps, *plan.branch) if read_pin(storage.within(name)) is None]
-    delete_steps(storage, [*unpinned, *settled, *lost])
+    is_as_planned = {name: _is_as_planned(storage, name, fate) for name, fate in plan.removed.items()}
+    delete_steps(storage, [name for name, is_same in is_as_planned.items() if is_same])
     _abort_uploads(storage, plan.uploads)
-    return [
-        *spared,
-        *(name for name in (*plan.steps, *plan.branch) if name not in unpinned),
-        *(name for name in (*plan.settled, *plan.damaged_removed) if name not in (*settled, *lost)),
-    ]
+    return [*spared, *(name for name, is_same in is_as_planned.items() if not is_same)]
+
+
+def _is_as_planned(run: Storage, folder: str, fate: Fate) -> bool:
+    """False if a save, a pin or a new suspect changed a folder since its removal was planned."""
+    if fate is Fate.LOST:
+        return verdict_on(run, folder) is Verdict.DAMAGED
+    place = run.within(folder)
+    return read_settled(place) is not None if fate is Fate.SETTLED else read_pin(place) is None
 
 
 def _abort_uploads(storage: Storage, uploads: Sequence[Upload]) -> None:
@@ -422,8 +383,3 @@ def _abort_uploads(storage: Storage, uploads: Sequence[Upload]) -> None:
                 f"{error.message}",
                 file=storage.location,
             ) from error
-
-
-def _is_damaged(run: Storage, folder: str) -> bool:
-    found = judge(run, folder)
-    return found is not None and found.verdict is Verdict.DAMAGED

@@ -16,7 +16,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -48,6 +48,68 @@ from shardproof.runs.checkpointer.tiers import Copies, copies_in
 _REMOVED = "it was removed or replaced while it was read"
 
 _log = logging.getLogger("shardproof")
+
+
+class RestoredStep(int):
+    """The step that `Checkpointer.restore` loaded: an `int` with a report of the restore.
+
+    It compares, hashes, formats and JSON-encodes as the number of the step. Arithmetic gives a plain `int`.
+    A checkpoint stores it as a plain `int`, too. The attributes cannot be set. The number and `passed_over`
+    are the same on every rank. Each rank has its own `report`.
+
+    Args:
+        step: number of the step.
+        report: report of the load on this rank.
+        passed_over: newer steps that the restore passed over, with the reasons; newest first. With several
+            tiers also copies of the restored step in nearer tiers, and with `node_local` on nodes.
+        tier: the location of the run in the tier that the step was restored from. Single files that are lost
+            there were read from another tier, as `passed_over` says. Empty without a run.
+
+    Example:
+        >>> import shardproof as sp, tempfile, torch
+        >>> checkpointer = sp.Checkpointer(tempfile.mkdtemp())
+        >>> _ = checkpointer.save(7, {"w": torch.ones(2)}).result()
+        >>> step = checkpointer.restore({"w": torch.zeros(2)})
+        >>> step, step + 1, step.passed_over
+        (7, 8, ())
+    """
+
+    __stored_as__ = int
+    """The type of plain data that a checkpoint stores in its place."""
+    report: LoadReport
+    """Report of the load on this rank."""
+    passed_over: tuple[PassedOver, ...]
+    """Newer steps that the restore passed over, with the reasons; newest first."""
+    tier: str
+    """The location of the run in the tier that the step was restored from; empty without a run."""
+
+    def __new__(
+        cls, step: int, report: LoadReport, passed_over: tuple[PassedOver, ...] = (), tier: str = ""
+    ) -> RestoredStep:
+        """Makes the value; see the class."""
+        made = super().__new__(cls, step)
+        made.__dict__.update(report=report, passed_over=tuple(passed_over), tier=tier)
+        return made
+
+    def __reduce__(self) -> tuple[type[RestoredStep], tuple[int, LoadReport, tuple[PassedOver, ...], str]]:
+        """Supports pickle and copy."""
+        return RestoredStep, (int(self), self.report, self.passed_over, self.tier)
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        """Refuses: the value is frozen.
+
+        Raises:
+            AttributeError: always.
+        """
+        raise AttributeError(f"RestoredStep is frozen: {name!r} cannot be set")
+
+    def __delattr__(self, name: str) -> NoReturn:
+        """Refuses, as `__setattr__`.
+
+        Raises:
+            AttributeError: always.
+        """
+        raise AttributeError(f"RestoredStep is frozen: {name!r} cannot be deleted")
 
 
 class Restore:
@@ -89,6 +151,8 @@ class Restore:
         """The last step whose load failed after it had overwritten part of the target."""
         self._untouched: set[str] = set()
         """Keys that no such load overwrote on this rank."""
+        self._failed: Failed | None = None
+        """The last choice, if it could not be read."""
         self._removed: list[StepFolder] = []
         """Steps that another process removed or replaced while they were read."""
 
@@ -98,44 +162,50 @@ class Restore:
         Returns:
             The restored step and the report of this rank; None if no rank sees a committed step.
         """
-        failed: Failed | None = None
-        while True:
-            chosen = self._choose(failed)
-            if chosen.folder is None:
+        try:
+            while (folder := (chosen := self._choose()).folder) is not None:
+                if (report := self._load(chosen, folder, state)) is not None:
+                    break
+            else:
                 return None
-            check = partial(self._check, chosen, failed is None)
-            try:
-                report = load_from(
-                    self._run.within(chosen.folder.name), state, self._rendezvous, self._options, check=check
-                )
-            except KeyMismatchError as error:
-                if self._overwritten is None:
-                    raise
-                raise _mixed(error.message, self._overwritten, chosen.folder) from error
-            except UNREADABLE as error:
-                if error.details.get("unanswered"):  # equal on all ranks
-                    with self._explained():
-                        raise
-                if error.details.get("overwritten"):
-                    untouched = set(error.details["untouched"])
-                    self._untouched = untouched & (self._untouched if self._overwritten else untouched)
-                    self._overwritten = chosen.folder
-                failed = Failed(chosen, error)
-                continue
-            if self._overwritten is not None:
-                self._check_complete(report, self._overwritten, chosen.folder)
-            for folder in {folder for folder in self._removed if folder > chosen.folder}:
-                self._pass_over(PassedOver(folder.step, _REMOVED, damaged=False, suspect=folder.suspect))
-            # A step that was passed over, then replaced and now restored is not a newer one.
-            # A copy in a nearer tier was passed over although its step is restored.
-            self.passed_over = tuple(
-                item
-                for item in self.passed_over
-                if (item.folder == chosen.folder if item.tier else item.folder > chosen.folder)
-            )
-            return chosen.folder, report
+        finally:
+            self._failed = None  # the frames of its error refer to this object
+        if self._overwritten is not None:
+            self._check_complete(report, self._overwritten, folder)
+        for removed in {removed for removed in self._removed if removed > folder}:
+            self._pass_over(PassedOver(removed.step, _REMOVED, damaged=False, suspect=removed.suspect))
+        # A step that was passed over, then replaced and now restored is not a newer one.
+        # A copy in a nearer tier was passed over although its step is restored.
+        self.passed_over = tuple(
+            item
+            for item in self.passed_over
+            if (item.folder == folder if item.tier else item.folder > folder)
+        )
+        return folder, report
 
-    def _choose(self, failed: Failed | None) -> Chosen:
+    def _load(self, chosen: Chosen, folder: StepFolder, state: Any) -> LoadReport | None:
+        """Loads the chosen step into the state; None if it cannot be read (`_failed`)."""
+        check = partial(self._check, chosen, self._failed is None)
+        try:
+            return load_from(
+                self._run.within(folder.name), state, self._rendezvous, self._options, check=check
+            )
+        except KeyMismatchError as error:
+            if self._overwritten is None:
+                raise
+            raise _mixed(error.message, self._overwritten, folder) from error
+        except UNREADABLE as error:
+            if error.details.get("unanswered"):  # equal on all ranks
+                with self._explained():
+                    raise
+            if error.details.get("overwritten"):
+                untouched = set(error.details["untouched"])
+                self._untouched = untouched & (self._untouched if self._overwritten else untouched)
+                self._overwritten = folder
+            self._failed = Failed(chosen, error)
+            return None
+
+    def _choose(self) -> Chosen:
         """The step that rank 0 chooses after all reports. Raises if the restore cannot continue."""
         rank = self._rendezvous.rank
         fault: ShardproofError | None = None
@@ -155,7 +225,7 @@ class Restore:
                 if fault is not None:
                     raise fault
                 check_reports(self._run, [msgspec.msgpack.decode(post, type=RestoreReport) for post in posts])
-                chosen = self._selection.choose_after(self.passed_over, self._step, failed)
+                chosen = self._selection.choose_after(self.passed_over, self._step, self._failed)
                 return msgspec.msgpack.encode(chosen)
 
         try:
@@ -168,12 +238,16 @@ class Restore:
                 self._pass_over(item)
             if chosen.folder is not None:
                 self._copies.use(chosen.left_out, chosen.folder.name, chosen.seal)
-            if failed is not None:
-                self._check_progress(failed, chosen)
+            if self._failed is not None:
+                self._check_progress(chosen)
         except ShardproofError as error:
             if self._overwritten is None or error.details.get("overwritten"):
                 raise
-            raise _half_restored(error, self._overwritten) from error
+            advice = (
+                f"The target is partly overwritten from {self._overwritten}: restore again, before using it."
+            )
+            details = {**error.details, "overwritten": True}
+            raise type(error)(f"{error.message}\n{advice}", **details) from error
         return chosen
 
     def _check(self, chosen: Chosen, first: bool, manifest: Manifest) -> None:
@@ -185,11 +259,12 @@ class Restore:
         if first and 0 < self._rendezvous.rank == self._rendezvous.world_size - 1:
             check_damage(self._copies.anew(), chosen)
 
-    def _check_progress(self, failed: Failed, chosen: Chosen) -> None:
+    def _check_progress(self, chosen: Chosen) -> None:
         """Raises if the restore ends with the step that could not be read."""
-        last, location = failed.chosen.folder, self._run.location
+        assert self._failed is not None
+        last, location = self._failed.chosen.folder, self._run.location
         if chosen.stands or last is None:
-            raise failed.error
+            raise self._failed.error
         if chosen.changed:
             self._removed.append(last)
             if len(self._removed) >= MOST_TRIES:
@@ -198,14 +273,14 @@ class Restore:
                     f"row during their load, {last} last. {KEEP_MORE}",
                     file=location,
                     damaged=False,
-                ) from failed.error
+                ) from self._failed.error
         if chosen.folder is None or chosen.seal is None:
             left = "no step is committed there now" if chosen.folder is None else "it is not committed now"
             raise NotCommittedError(
                 f"{location}: {last} was committed when this restore began, and {left}: another process "
                 "removed it during the load, or this node does not see the folder",
                 path=location,
-            ) from failed.error
+            ) from self._failed.error
 
     def _check_complete(self, report: LoadReport, overwritten: StepFolder, restored: StepFolder) -> None:
         """Raises on every rank if any rank still has values of a damaged step."""
@@ -316,11 +391,6 @@ def check_damage(run: Storage, chosen: Chosen) -> None:
 
 def _newest(run: Storage, step: int | None, suspect: bool) -> StepFolder | None:
     return newest_committed(run, suspect=suspect) if step is None else named(run, step, suspect=suspect)
-
-
-def _half_restored(error: ShardproofError, overwritten: StepFolder) -> ShardproofError:
-    text = f"The target is partly overwritten from {overwritten}: restore again, before using it."
-    return type(error)(f"{error.message}\n{text}", **{**error.details, "overwritten": True})
 
 
 def _mixed(problem: str, damaged: StepFolder, older: StepFolder) -> StructureError:

@@ -23,6 +23,7 @@ from __future__ import annotations
 import logging
 import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -47,9 +48,10 @@ from shardproof.runs.checkpointer.step_folders import (
     PINNED_NAME,
     SETTLED_NAME,
     attempt_of,
+    files_in,
     folders_in,
-    is_ours,
     step_name,
+    steps_in,
 )
 
 _log = logging.getLogger("shardproof")
@@ -85,15 +87,13 @@ def plan_removal(storage: Storage, names: Sequence[str]) -> Removal:
     referenced: dict[str, list[str]] = {}
     records: list[FileRecord] = []
     for name in names:
-        records += _referenced_files(storage.within(name))
-        for file in storage.list(name):
-            own = file.removeprefix(f"{name}/")
-            if not is_ours(own, name) or own == MANIFEST_NAME:
-                continue
-            if own in references.files(name):
+        with suppress(FormatError, NotCommittedError):
+            records += read_manifest(storage.within(name)).referenced_files
+        for file in files_in(storage.within(name), name):
+            if file in references.files(name):
                 referenced[name] = references.users(name)
-            elif not (references.unknown and own.startswith("shards/")):
-                files.append(file)
+            elif file != MANIFEST_NAME and not (references.unknown and file.startswith("shards/")):
+                files.append(f"{name}/{file}")
     gone = set(names)
     elsewhere = [record for record in records if record.folder not in gone]
     released = {record.place for record in unreferenced_files(elsewhere, references, storage.within)}
@@ -181,6 +181,10 @@ class StepFacts:
             return self._read(step, False, None)[0]
         except (_Unreadable, StorageError):
             return None
+
+    def times_of(self, steps: Sequence[int]) -> dict[int, float | None]:
+        """The times of the saves of steps, as `time_of`. Asks a remote storage for several at a time."""
+        return dict(zip(steps, map_requests(self._run, self.time_of, steps), strict=True))
 
     def forget(self, step: int) -> None:
         """Reads the manifest of a step again when needed. Call it after a save or a removal."""
@@ -301,17 +305,22 @@ def retain(
 
 def _committed_steps(run: Storage, known: KnownSteps) -> list[int]:
     """The committed steps that are not known to be damaged, ascending."""
-    folders = [one for one in folders_in(run) if not one.suspect and not known.is_damaged(one.step)]
-    sizes = map_requests(run, partial(_manifest_size, run), [folder.name for folder in folders])
-    return sorted(folder.step for folder, size in zip(folders, sizes, strict=True) if size is not None)
+
+    def has_manifest(step: int) -> bool:
+        try:
+            return run.size(f"{step_name(step)}/{MANIFEST_NAME}") is not None
+        except StorageError as error:
+            _log.warning("%s: retention leaves %s as it is: %s", run.location, step_name(step), error)
+            return False
+
+    steps = [step for step in steps_in(run) if not known.is_damaged(step)]
+    return [step for step, has in zip(steps, map_requests(run, has_manifest, steps), strict=True) if has]
 
 
 def _warn_of_branch(run: Storage, steps: Sequence[int], newest: int, known: KnownSteps) -> None:
     """Logs the steps that a rollback gave up (note "One line of steps")."""
     newer = [step for step in steps if step > newest]
-    looked = [newest, *newer] if newer else []
-    times = dict(zip(looked, map_requests(run, known.facts.time_of, looked), strict=True))
-    given_up = abandoned(times, newest) if newer else []
+    given_up = abandoned(known.facts.times_of([newest, *newer]), newest) if newer else []
     if given_up:
         _log.warning(
             "%s: steps %s have higher numbers than step %d, which was just saved, and were saved before "
@@ -387,15 +396,6 @@ def _kept(
     return kept
 
 
-def _manifest_size(run: Storage, folder: str) -> int | None:
-    """Bytes of the manifest of a step; None if there is none, or the storage cannot read this folder."""
-    try:
-        return run.size(f"{folder}/{MANIFEST_NAME}")
-    except StorageError as error:
-        _log.warning("%s: retention leaves %s as it is: %s", run.location, folder, error)
-        return None
-
-
 def _delete(run: Storage, names: Sequence[str], on_progress: Callable[[int, int], None] | None) -> None:
     """Deletes steps. Logs a warning if that frees no space, because the disk may fill."""
     if not names:
@@ -408,14 +408,6 @@ def _delete(run: Storage, names: Sequence[str], on_progress: Callable[[int, int]
             ", ".join(names),
             unreadable_manifests_message(unknown),
         )
-
-
-def _referenced_files(folder: Storage) -> tuple[FileRecord, ...]:
-    """Files of other steps that a step refers to; none if its manifest cannot be read."""
-    try:
-        return read_manifest(folder).referenced_files
-    except (FormatError, NotCommittedError):
-        return ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -474,7 +466,7 @@ def _leftovers_in(
     place = storage.within(folder)
     if place.linked:
         return []
-    files = [name for name in place.list() if is_ours(name, folder) and name != MANIFEST_NAME]
+    files = [name for name in files_in(place, folder) if name != MANIFEST_NAME]
     needed = _needed(place, folder, references) if files else None
     if needed is None:
         return []

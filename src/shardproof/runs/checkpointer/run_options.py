@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass
 
 from shardproof._utils.arguments import check_number, wrong_type
+from shardproof._utils.humanize import without_credentials
 from shardproof.engine.storage import Location, check_location
 from shardproof.runs.checkpointer.policies import Retention, check_policy, is_count
 
@@ -137,6 +138,10 @@ class SecondTier:
             raise ValueError(
                 f"bandwidth is a positive number of bytes a second, or None, not {self.bandwidth!r}"
             )
+
+    def __repr__(self) -> str:
+        shown = f"SecondTier(location={self.location!r}, keep={self.keep!r}, bandwidth={self.bandwidth!r})"
+        return without_credentials(shown)
 
     @staticmethod
     def of(value: Location | SecondTier | None) -> SecondTier | None:

@@ -80,7 +80,7 @@ class RunWatch:
         unnamed: dict[str, list[Leftover]] = {}
         for leftover in leftovers(self._storage, self._storage.modified):
             unnamed.setdefault(leftover.folder, []).append(leftover)
-        newest = next((info for info in reversed(infos) if info.committed and info.step is not None), None)
+        newest = next((info for info in reversed(infos) if info.is_step), None)
         saves = [save for info in infos for save in self._of_folder(info, unnamed, newest, now)]
         self._before = {save.key: (now, save.bytes) for save in saves if save.state == Verdict.WRITING}
         return saves
@@ -90,7 +90,7 @@ class RunWatch:
     ) -> Iterator[WatchedSave]:
         found = unnamed.get(info.name, [])
         if info.status != Verdict.LEFTOVER or not found:
-            stored = info.name, info.step, info.attempt, info.status, info.time, info.bytes
+            stored = info.name, info.step, info.save.attempt, info.status, info.time, info.bytes
             yield WatchedSave(*stored, speed=None, share=None, note=_note(info))
         for leftover in found:
             yield self._of_attempt(info, leftover, newest, now)
@@ -126,7 +126,7 @@ def _note(info: StepInfo) -> str:
         info.reason or "",
         f"pinned: {info.pinned}" if info.pinned is not None else "",
         "a symbolic link" if info.linked else "",
-        _some("refers to", info.references),
+        _some("refers to", info.save.references),
         _some("stays for", info.referenced_by) if info.committed else "",
     ]
     return "; ".join(filter(None, parts))

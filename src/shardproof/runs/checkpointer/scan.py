@@ -7,17 +7,43 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
-from shardproof.engine.format import MANIFEST_NAME, FileRecord, References, references_in, tensor_bytes
+from shardproof.engine.format import MANIFEST_NAME, References, references_in, tensor_bytes
 from shardproof.engine.storage import Storage, map_requests
 from shardproof.errors import StorageError
 from shardproof.runs.checkpointer.judge import Depth, Judgement, Verdict, judge
 from shardproof.runs.checkpointer.marks import NodeMark, read_node_mark, read_pin
 from shardproof.runs.checkpointer.save_interval import IntervalAdvice, advice_of
-from shardproof.runs.checkpointer.step_folders import PINNED_NAME, SETTLED_NAME, is_ours, parse_folder
+from shardproof.runs.checkpointer.step_folders import (
+    PINNED_NAME,
+    SETTLED_NAME,
+    files_in,
+    parse_folder,
+    parse_step,
+    place_of,
+)
 
 _LONGEST_SAVE = 3600.0
 """Seconds. If the manifest's file is newer than the time in the manifest by this or more, the file is a
 later copy."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveFacts:
+    """What a manifest tells of its save. The default is that of a folder without a readable manifest."""
+
+    step: int | None = None
+    """The step that the manifest names. It differs from that of a folder that was renamed or copied."""
+    time: float | None = None
+    """Unix seconds."""
+    tensors: int = 0
+    objects: int = 0
+    world_size: int | None = None
+    attempt: str | None = None
+    repaired: bool = False
+    references: tuple[str, ...] = ()
+    """Folders of earlier steps whose files it refers to."""
+    provenance: dict[str, Any] = field(default_factory=dict)
+    """The origin of the save; empty if it is not recorded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,46 +52,54 @@ class StepInfo:
 
     name: str
     """The folder in the run; "." for the run's folder itself."""
-    step: int | None
     status: str
     """The word of its `Verdict`."""
     reason: str | None
     """The reason why it is not committed."""
-    time: float | None
-    """Time of the save, Unix seconds."""
+    save: SaveFacts
+    """What its manifest tells."""
     bytes: int
     """Bytes of its tensors; for a leftover, of its files."""
-    tensors: int
-    objects: int
-    world_size: int | None
-    attempt: str | None
-    repaired: bool
-    unnamed: int
-    """Number of files of dead attempts in the folder of a committed checkpoint, which `prune` removes."""
-    references: tuple[str, ...] = ()
-    """Folders of earlier steps whose files it refers to."""
-    referenced_by: tuple[str, ...] = ()
-    """Folders of later steps that refer to its files."""
-    suspect: bool = False
-    """True if it is in the folder of a suspect."""
-    verdict: str | None = None
-    """The verdict of a settled suspect."""
-    linked: bool = False
-    """The folder is a symbolic link, so that retention and `prune` remove nothing in it."""
-    pinned: str | None = None
-    """The label of its pin; None if it has none."""
-    stored_step: int | None = None
-    """The step that its manifest names. It differs from `step` if the folder was renamed or copied."""
-    file_bytes: int = 0
+    file_bytes: int
     """Bytes of the files in its folder that it names, or of a leftover's files. An incremental step also uses
     files of other steps."""
-    provenance: dict[str, Any] = field(default_factory=dict)
-    """The origin of the save; empty if it is not recorded."""
+    unnamed: int
+    """Number of files of dead attempts in the folder of a committed checkpoint, which `prune` removes."""
+    referenced_by: tuple[str, ...]
+    """Folders of later steps that refer to its files."""
+    verdict: str | None
+    """The verdict of a settled suspect."""
+    linked: bool
+    """The folder is a symbolic link, so that retention and `prune` remove nothing in it."""
+    pinned: str | None
+    """The label of its pin; None if it has none."""
+
+    @property
+    def step(self) -> int | None:
+        """The step of its folder, by the name; that of its manifest in a folder of another name."""
+        folder = parse_folder(self.name)
+        return self.save.step if folder is None else folder.step
+
+    @property
+    def suspect(self) -> bool:
+        """True if it is in the folder of a suspect."""
+        folder = parse_folder(self.name)
+        return folder is not None and folder.suspect
+
+    @property
+    def time(self) -> float | None:
+        """Time of the save, Unix seconds."""
+        return self.save.time
 
     @property
     def committed(self) -> bool:
-        """True if it can be restored as a step of the run."""
+        """True if it is a whole checkpoint, and no suspect."""
         return self.status == Verdict.COMMITTED
+
+    @property
+    def is_step(self) -> bool:
+        """True if a restore takes it: it is committed, in the folder of a step."""
+        return self.committed and parse_step(self.name) is not None
 
     @property
     def whole(self) -> bool:
@@ -74,7 +108,11 @@ class StepInfo:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
-        return {**asdict(self), "committed": self.committed}
+        values = asdict(self)
+        save = values.pop("save")
+        stored_step = save.pop("step")
+        own = {"step": self.step, "suspect": self.suspect, "committed": self.committed}
+        return {**values, **save, **own, "stored_step": stored_step}
 
 
 def scan_run(storage: Storage, *, depth: Depth = "sizes") -> list[StepInfo]:
@@ -102,65 +140,58 @@ def _folder_info(
     storage: Storage, depth: Depth, references: References, mark: NodeMark | None, folder: str
 ) -> StepInfo | None:
     """The entry of a folder of the run, or of the run's folder; None if it has none."""
-    place = storage if folder == "." else storage.within(folder)
+    place = place_of(storage, folder)
     parsed = parse_folder(folder)
-    step, is_suspect = (None, False) if parsed is None else parsed
+    ours: set[str] = set()
     try:
         if parsed is None and place.size(MANIFEST_NAME) is None:
             return None
-        names = place.list()
+        ours = {*files_in(place, folder)}
     except StorageError as error:
         if folder == ".":
             raise
         if parsed is None:
             return None
         found: Judgement | None = Judgement(Verdict.UNREADABLE, error.message, error)
-        names = []
     else:
         found = judge(storage, folder, depth=depth, references=references, mark=mark)
-        if found is not None and found.verdict is Verdict.LEFTOVER and MANIFEST_NAME in names:
+        if found is not None and found.verdict is Verdict.LEFTOVER and MANIFEST_NAME in ours:
             references = references_in(storage)  # removed meanwhile
             found = judge(storage, folder, depth=depth, references=references, mark=mark)
     if found is None:
         return None
-    ours = {name for name in names if is_ours(name, folder)}
     files, referenced = ours - {SETTLED_NAME, PINNED_NAME}, set(references.files(folder))
     pin = read_pin(place) if PINNED_NAME in ours else None
-    manifest = found.manifest
-    named = set() if manifest is None else {MANIFEST_NAME, manifest.index.name, *_names(manifest.own_files)}
     nbytes = _bytes(place, found, files, referenced)
+    save, file_bytes, named = SaveFacts(), nbytes, set[str]()
+    if (manifest := found.manifest) is not None:
+        own = (manifest.index, *manifest.own_files)
+        file_bytes, named = sum(record.size for record in own), {record.name for record in own}
+        save = SaveFacts(
+            step=manifest.step,
+            time=manifest.time,
+            tensors=len(manifest.tensors),
+            objects=len(manifest.objects),
+            world_size=manifest.world_size,
+            attempt=manifest.attempt,
+            repaired=manifest.repaired,
+            references=tuple(sorted({record.folder for record in manifest.referenced_files})),
+            provenance=manifest.provenance,
+        )
     has_leftovers = manifest is not None or found.verdict is Verdict.REFERENCED
     return StepInfo(
         name=folder,
-        step=step if manifest is None or step is not None else manifest.step,
         status=found.verdict.value,
         reason=found.reason or None,
-        time=None if manifest is None else manifest.time,
+        save=save,
         bytes=nbytes,
-        tensors=0 if manifest is None else len(manifest.tensors),
-        objects=0 if manifest is None else len(manifest.objects),
-        world_size=None if manifest is None else manifest.world_size,
-        attempt=None if manifest is None else manifest.attempt,
-        repaired=manifest is not None and manifest.repaired,
-        unnamed=len(files - named - referenced) if has_leftovers else 0,
-        references=()
-        if manifest is None
-        else tuple(sorted({record.folder for record in manifest.referenced_files})),
+        file_bytes=file_bytes,
+        unnamed=len(files - named - referenced - {MANIFEST_NAME}) if has_leftovers else 0,
         referenced_by=tuple(references.users(folder)),
-        suspect=is_suspect,
         verdict=found.settled,
         linked=folder != "." and place.linked,
         pinned=None if pin is None else pin.label,
-        stored_step=None if manifest is None else manifest.step,
-        file_bytes=nbytes
-        if manifest is None
-        else manifest.index.size + sum(record.size for record in manifest.own_files),
-        provenance={} if manifest is None else manifest.provenance,
     )
-
-
-def _names(records: Iterable[FileRecord]) -> set[str]:
-    return {record.name for record in records}
 
 
 def _bytes(place: Storage, found: Judgement, files: set[str], referenced: set[str]) -> int:
@@ -195,6 +226,6 @@ def interval_advice(
         if info.committed and info.time is not None:
             times.append(info.time)
             written = modified(f"{info.name}/{MANIFEST_NAME}")
-            if written is not None and not info.repaired and 0 < written - info.time < _LONGEST_SAVE:
+            if written is not None and not info.save.repaired and 0 < written - info.time < _LONGEST_SAVE:
                 costs.append(written - info.time)
     return advice_of(times, costs, mtbf)

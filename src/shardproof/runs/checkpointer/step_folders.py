@@ -15,8 +15,9 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from shardproof.engine.format import MANIFEST_NAME, STEP_FOLDER
-from shardproof.engine.storage import Storage
+from shardproof.engine.format import MANIFEST_NAME, STEP_FOLDER, read_seal
+from shardproof.engine.storage import Storage, map_requests
+from shardproof.errors import StorageError
 
 SETTLED_NAME = "settled.json"
 """The file in a suspect's folder with the verdict."""
@@ -94,6 +95,32 @@ def folders_in(run: Storage) -> list[StepFolder]:
     return sorted(filter(None, map(parse_folder, run.folders())))
 
 
+def steps_in(run: Storage) -> list[int]:
+    """The numbers of the step folders of a run, without suspects, ascending."""
+    return [folder.step for folder in folders_in(run) if not folder.suspect]
+
+
+def steps_with_manifest(run: Storage) -> list[int]:
+    """Those of `steps_in` whose folder has a manifest."""
+    steps = steps_in(run)
+    sizes = map_requests(run, lambda step: run.size(f"{step_name(step)}/{MANIFEST_NAME}"), steps)
+    return [step for step, size in zip(steps, sizes, strict=True) if size is not None]
+
+
+def seal_in(place: Storage) -> bytes | None:
+    """The seal of the manifest in a step's folder, which no other manifest has; None without a manifest.
+
+    Empty if the manifest is too short for a seal, or is being replaced.
+    """
+    try:
+        seal = read_seal(place)
+        return b"" if seal is None and place.size(MANIFEST_NAME) is not None else seal
+    except StorageError as error:
+        if "byte_count" in error.details:  # shorter than its size just was
+            return b""
+        raise
+
+
 def attempt_of(name: str, folder: str = "") -> str | None:
     """The attempt that a file of a checkpoint belongs to.
 
@@ -126,3 +153,13 @@ def is_ours(name: str, folder: str = "") -> bool:
     (True, False)
     """
     return attempt_of(name, folder) is not None
+
+
+def files_in(place: Storage, folder: str) -> list[str]:
+    """The names of the files that shardproof wrote in a checkpoint's folder (see `is_ours`)."""
+    return [name for name in place.list() if is_ours(name, folder)]
+
+
+def place_of(run: Storage, folder: str) -> Storage:
+    """A folder of a run; for ".", the run's folder itself."""
+    return run if folder == "." else run.within(folder)

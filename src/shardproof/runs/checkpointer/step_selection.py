@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import chain
 
-from shardproof.engine.format import MANIFEST_NAME, References, read_index, read_seal, references_in
+from shardproof.engine.format import MANIFEST_NAME, read_index, references_in
 from shardproof.engine.storage import Storage
 from shardproof.errors import CorruptChunkError, NotCommittedError, ShardproofError, StorageError
 from shardproof.runs.checkpointer.damage import Damage, is_damage
 from shardproof.runs.checkpointer.judge import Verdict, judge
-from shardproof.runs.checkpointer.marks import read_settled, suspects_in
-from shardproof.runs.checkpointer.step_folders import StepFolder, folders_in, is_ours, parse_folder
+from shardproof.runs.checkpointer.marks import is_settled, unsettled_in
+from shardproof.runs.checkpointer.step_folders import StepFolder, files_in, folders_in, parse_folder, seal_in
 from shardproof.runs.checkpointer.tiers import Copies, copies_in
 
 MOST_TRIES = 16
@@ -64,7 +64,7 @@ class Chosen:
     folder: StepFolder | None
     """None: the run has no committed step."""
     seal: bytes | None = None
-    """Seal of the chosen manifest (see `seal_now`)."""
+    """Seal of the chosen manifest (see `seal_in`)."""
     passed: list[PassedOver] = field(default_factory=list)
     """Newer steps that rank 0 passed over."""
     changed: bool = False
@@ -158,7 +158,7 @@ class StepSelection:
         run, passed, changed = self._run, list[PassedOver](), False
         if failed is not None and failed.chosen.folder is not None:
             last = failed.chosen.folder
-            changed = seal_now(run, last) != failed.chosen.seal
+            changed = seal_in(run.within(last.name)) != failed.chosen.seal
             if not changed and not self._has_next_copy(last, failed.error):
                 if step is not None or not is_damage(failed.error):
                     return Chosen(last, stands=True)
@@ -169,7 +169,7 @@ class StepSelection:
                 self._copies.pass_over()
         if step is not None:
             folder = named(run, step, suspect=self._suspect)
-            chosen = Chosen(folder, seal_now(run, folder), changed=changed)
+            chosen = Chosen(folder, seal_in(run.within(folder.name)), changed=changed)
         else:
             chosen = self.choose([*known, *passed])
             chosen = replace(chosen, passed=[*passed, *chosen.passed], changed=changed)
@@ -186,10 +186,13 @@ class StepSelection:
         committed: list[StepFolder] = []
         passed: list[PassedOver] = []
         for folder in folders:
-            seal = seal_now(self._run, folder)
+            seal = seal_in(self._run.within(folder.name))
             if seal is None:
-                passed += self._dead_save(folder, references)
-            elif self._is_settled(folder):
+                files = {*files_in(self._run.within(folder.name), folder.name)}
+                if files and not files.issubset(references().files(folder.name)):
+                    why = _NEVER_COMMITTED
+                    passed.append(PassedOver(folder.step, why, False, folder.suspect, committed=False))
+            elif is_settled(self._run, folder):
                 continue
             else:
                 committed.append(folder)
@@ -197,7 +200,10 @@ class StepSelection:
                     continue
                 problem = self._fault_of(folder, seal, known)
                 if problem is None:
-                    seal = self._seal_of_copy(folder, seal)
+                    if self._copies.has_several:  # another save of the step may count
+                        seal = seal_in(self._run.within(folder.name))
+                        if seal is None:
+                            raise _RunChanged
                     self._check_newest(folders, folder, committed)
                     return Chosen(folder, seal, passed)
                 passed.append(problem)
@@ -212,37 +218,19 @@ class StepSelection:
             )
         return Chosen(None, passed=passed)
 
-    def _is_settled(self, folder: StepFolder) -> bool:
-        return folder.suspect and read_settled(self._run.within(folder.name)) is not None
-
-    def _dead_save(self, folder: StepFolder, references: Callable[[], References]) -> list[PassedOver]:
-        """Why a folder without a manifest is passed over; empty if other steps need all its files."""
-        place = self._run.within(folder.name)
-        files = {file for file in place.list() if is_ours(file, folder.name)}
-        if not files or files.issubset(references().files(folder.name)):
-            return []
-        return [PassedOver(folder.step, _NEVER_COMMITTED, False, folder.suspect, committed=False)]
-
     def _fault_of(self, folder: StepFolder, seal: bytes, known: Sequence[PassedOver]) -> PassedOver | None:
         """As `why_unreadable`, for a step whose manifest had this seal before."""
         try:
             problem = self.why_unreadable(folder, known)
         except StorageError:
-            if seal_now(self._run, folder) != seal:
+            if seal_in(self._run.within(folder.name)) != seal:
                 raise _RunChanged from None
             raise
         if problem is not None:
-            if seal_now(self._run, folder) != seal:
+            if seal_in(self._run.within(folder.name)) != seal:
                 raise _RunChanged
             self._copies.pass_over()
         return problem
-
-    def _seal_of_copy(self, folder: StepFolder, seal: bytes) -> bytes:
-        """The seal of a step that was found readable. With several copies, another save of it may count."""
-        found = seal_now(self._run, folder) if self._copies.has_several else seal
-        if found is None:
-            raise _RunChanged
-        return found
 
     def _check_newest(
         self, folders: Sequence[StepFolder], chosen: StepFolder | None, committed: Sequence[StepFolder]
@@ -306,21 +294,6 @@ class StepSelection:
         ]
 
 
-def seal_now(run: Storage, folder: StepFolder) -> bytes | None:
-    """The seal of a step's manifest (see `read_seal`), which no other manifest has; None without a manifest.
-
-    Empty if the manifest is too short for a seal, or is being replaced.
-    """
-    place = run.within(folder.name)
-    try:
-        seal = read_seal(place)
-        return b"" if seal is None and place.size(MANIFEST_NAME) is not None else seal
-    except StorageError as error:
-        if "byte_count" in error.details:  # shorter than its size just was
-            return b""
-        raise
-
-
 def _folders(run: Storage, suspect: bool) -> list[StepFolder]:
     """The folders of steps, newest first."""
     return [folder for folder in reversed(folders_in(run)) if suspect or not folder.suspect]
@@ -328,16 +301,13 @@ def _folders(run: Storage, suspect: bool) -> list[StepFolder]:
 
 def _is_committed(run: Storage, folder: StepFolder) -> bool:
     """True if the folder contains a committed step, or a suspect that is not settled."""
-    place = run.within(folder.name)
-    return place.size(MANIFEST_NAME) is not None and not (folder.suspect and read_settled(place) is not None)
+    return run.within(folder.name).size(MANIFEST_NAME) is not None and not is_settled(run, folder)
 
 
 def _warn_of_suspects(run: Storage, oldest: int) -> None:
     """Logs the unsettled suspects that a restore does not take. Never raises a `StorageError`."""
     try:
-        suspects = [
-            one for one, settled in suspects_in(run).items() if settled is None and one.step >= oldest
-        ]
+        suspects = [folder for folder in unsettled_in(run) if folder.step >= oldest]
     except StorageError as error:
         _log.warning("%s: restore ignores suspects, but cannot list them: %s", run.location, error)
         return

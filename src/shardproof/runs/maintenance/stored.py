@@ -60,7 +60,12 @@ def find_shard(storage: Storage, name: str) -> FoundShard:
         StorageError: it cannot be read.
     """
     header = read_shard_header(storage, name)
-    declared = declaration_of(header.metadata, _entries(header), name)
+    names, codes, shapes, starts, stops = ([entry[at] for entry in header.entries] for at in range(5))
+    first = np.array(starts, np.int64)
+    counts = np.array(stops, np.int64) - first
+    # The header's digest covers the entries together with the declaration.
+    entries = encode_entries(names, codes, shapes, first - header.data_start, counts)  # type: ignore[arg-type]
+    declared = declaration_of(header.metadata, entries, name)
     if name != shard_name(declared.rank, declared.attempt):
         raise FormatError(
             f"{name}: it says that it is {shard_name(declared.rank, declared.attempt)}. "
@@ -68,14 +73,6 @@ def find_shard(storage: Storage, name: str) -> FoundShard:
             file=name,
         )
     return FoundShard(name, header, declared)
-
-
-def _entries(header: ShardHeader) -> bytes:
-    """The bytes of the entries, which the header's digest covers together with the declaration."""
-    names, codes, shapes, starts, stops = ([entry[at] for entry in header.entries] for at in range(5))
-    first = np.array(starts, np.int64)
-    counts = np.array(stops, np.int64) - first
-    return encode_entries(names, codes, shapes, first - header.data_start, counts)  # type: ignore[arg-type]
 
 
 def verify_shard(storage: Storage, shard: FoundShard) -> VerifiedShard:

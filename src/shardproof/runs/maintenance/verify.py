@@ -136,14 +136,6 @@ def verify(
     )
 
 
-def _placed(error: FormatError | StorageError, record: FileRecord) -> ShardproofError:
-    """The error with the folder of the step in front of the file, if the file is another step's."""
-    if not record.folder or error.details.get("file") != record.name:
-        return error
-    details = {**error.details, "file": record.place}
-    return type(error)(error.message.replace(record.name, record.place, 1), **details)
-
-
 class _Checker:
     def __init__(
         self,
@@ -188,7 +180,11 @@ class _Checker:
                     file=record.place,
                 )
         except (FormatError, StorageError) as error:
-            self._faults.append(_placed(error, record))
+            details = error.details
+            if record.folder and details.get("file") == record.name:  # the file of another step
+                details = {**details, "file": record.place}
+                error = type(error)(error.message.replace(record.name, record.place, 1), **details)
+            self._faults.append(error)
             if isinstance(error, StorageError):
                 return
         blocks = self._check_chunks(file, rows)

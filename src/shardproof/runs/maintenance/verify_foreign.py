@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from shardproof.engine.foreign import NATIVE, Foreign, StoredBox, foreign_faults, format_of
+from shardproof.engine.foreign import NATIVE, Foreign, StoredBox, ZeroRule, foreign_faults, format_of
 from shardproof.engine.planning import prove_chunks
 from shardproof.engine.storage import UncachedStorage
 from shardproof.errors import CorruptChunkError, FormatError, ShardproofError, StorageError, TilingError
-from shardproof.runs.maintenance.lost_ranges import lost_ranges
 from shardproof.runs.maintenance.verify import VerifyReport, verify
 
 if TYPE_CHECKING:
@@ -77,7 +76,9 @@ def verify_foreign(
     """
     begun = time.monotonic()
     faults: list[ShardproofError] = []
-    _prove_tilings(checkpoint, faults)
+    rows = np.arange(len(checkpoint.tensors))
+    if _tiling_fault(checkpoint, rows) is not None:  # proved tensor by tensor, to find all faults
+        faults.extend(filter(None, (_tiling_fault(checkpoint, rows[at : at + 1]) for at in rows.tolist())))
     where = operator.attrgetter("file", "start", "nbytes")
     rules = checkpoint.reader.zero_rules()
     boxes = sorted(checkpoint.boxes, key=where)
@@ -115,7 +116,7 @@ def verify_foreign(
             faults.append(error)
     for rule in rules:
         try:
-            lost = lost_ranges(checkpoint, rule, add)
+            lost = _lost_ranges(checkpoint, rule, add)
         except ShardproofError:  # one of the faults above
             continue
         faults += [] if lost is None else [lost]
@@ -133,16 +134,53 @@ def verify_foreign(
     )
 
 
-def _prove_tilings(checkpoint: ForeignCheckpoint, faults: list[ShardproofError]) -> None:
-    """Proves all tilings at once; tensor by tensor only if one fails, to find all faults."""
-    rows = np.arange(len(checkpoint.tensors))
-    if _tiling_fault(checkpoint, rows) is not None:
-        faults.extend(filter(None, (_tiling_fault(checkpoint, rows[at : at + 1]) for at in rows.tolist())))
-
-
 def _tiling_fault(checkpoint: ForeignCheckpoint, rows: NDArray[np.int64]) -> ShardproofError | None:
     try:
         prove_chunks(checkpoint.tensors, checkpoint.table, rows, advice=checkpoint.tiling_advice)
     except (FormatError, TilingError) as error:
         return error
     return None
+
+
+def _lost_ranges(
+    checkpoint: ForeignCheckpoint, rule: ZeroRule, on_box: Callable[[StoredBox], None]
+) -> CorruptChunkError | None:
+    """Names the ranges that a writer lost as zeros. Reads both tensors of a rule, one stored box at a time.
+
+    Args:
+        checkpoint: open for reading.
+        rule: see `ZeroRule`.
+        on_box: called after each stored box of the first tensor.
+
+    Returns:
+        An error that names the elements which contradict the rule; None without any.
+
+    Raises:
+        ShardproofError: a box cannot be read.
+    """
+    count, files = 0, {}
+    first: list[int] = []
+    last: list[int] = []
+    for box in checkpoint.reader.tensors[rule.key].boxes:
+        index = tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))
+        is_zero = checkpoint[rule.key][index] == 0
+        if is_zero.any():
+            places = (is_zero & (checkpoint[rule.other][index].abs() > rule.bound)).nonzero()
+            if len(places):
+                found = [
+                    [at + start for at, start in zip(place, box.offsets, strict=True)]
+                    for place in (places[0].tolist(), places[-1].tolist())
+                ]
+                first, last = min(filter(None, (first, found[0]))), max(last, found[1])
+                count += len(places)
+                files[box.file] = True
+        on_box(box)
+    if not count:
+        return None
+    path = f"{checkpoint.location}/{next(iter(files))}"
+    return CorruptChunkError(
+        f"{path}: {rule.key} is 0 at {count} elements from {first} to {last}, where {rule.other} is not: "
+        f"{rule.reason}. The save lost these ranges, in {len(files)} files. Restore another step",
+        file=path,
+        key=rule.key,
+    )

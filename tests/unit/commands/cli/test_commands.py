@@ -235,6 +235,16 @@ def test_a_misspelt_command_names_those_like_it_and_help_is_a_command(call: Any)
     assert call("help", "verfy")[0] == 2
 
 
+def test_a_word_that_is_no_command_or_option_names_what_to_use(call: Any, ckpt: Path) -> None:
+    code, _, err = call("demo")
+    assert (code, err.splitlines()[-1]) == (
+        2, "error: No such command 'demo'. The demo is in the repository: `make demo`."
+    )  # fmt: skip
+    code, _, err = call("doctor", ckpt.parent, "--then", ckpt.parent)
+    assert code == 2 and err.endswith("No such option '--then'. Name the second tier with '--second-tier'.\n")
+    assert "Did you mean" in call("doctor", ckpt.parent, "--prob")[2]
+
+
 @pytest.mark.parametrize("name", ["diff", "repair"])
 def test_a_run_is_no_checkpoint_and_a_step_is_named(call: Any, ckpt: Path, name: str) -> None:
     write(ckpt.parent / "step-00000006", SPREAD)
@@ -768,12 +778,12 @@ def test_prune_spares_a_step_that_was_saved_again_meanwhile(
     write(ckpt.parent / "step-00000001", replace(SPREAD, step=1))
     make_old(ckpt.parent)
 
-    def agreed(_plan: object) -> bool:
-        write(ckpt, Sample(STATE, attempt="a2"))
-        return True
+    class Saves(_Terminal):
+        def readline(self, *_: Any) -> str:
+            write(ckpt, Sample(STATE, attempt="a2"))
+            return "y\n"
 
-    monkeypatch.setattr("shardproof.commands.cli.clean._agreed", agreed)
-    monkeypatch.setattr("shardproof.commands.cli.clean.sys.stdin", _Terminal(""))
+    monkeypatch.setattr("shardproof.commands.cli.clean.sys.stdin", Saves(""))
     report = json.loads(call("prune", ckpt.parent, "--damaged", "--json")[1])
     assert report["committed_meanwhile"] == ["step-00000007"]
     assert call("verify", ckpt)[0] == 0

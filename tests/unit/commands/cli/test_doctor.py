@@ -379,3 +379,15 @@ def test_a_run_that_cannot_be_used(call: Any, run_folder: Path, tmp_path: Path) 
         assert call("doctor", run_folder)[0] == 3
     code, kinds = findings(call, tmp_path)
     assert (code, kinds["no steps"][0]["severity"]) == (0, "note"), "an empty run is no fault"
+
+
+def test_a_checkpoint_in_a_folder_of_another_name_is_no_step(call: Any, run_folder: Path) -> None:
+    shutil.copytree(run_folder / "step-00000003", run_folder / "final")
+    tier = run_folder.parent / "tier"
+    shutil.copytree(run_folder, tier, ignore=shutil.ignore_patterns("final"))
+    assert findings(call, run_folder, "--second-tier", tier) == (0, {}), "no upload takes it"
+    report = json.loads(call("doctor", run_folder, "--json")[1])
+    assert report["steps"] == [1, 2, 3]
+    for step in (1, 2, 3):
+        shutil.rmtree(run_folder / f"step-0000000{step}")
+    assert findings(call, run_folder)[1]["no steps"][0]["severity"] == "error"

@@ -57,7 +57,12 @@ def test_a_run_lists_committed_steps_and_why_others_are_not_committed(tmp_path: 
     first, second, leftover, unreadable, incomplete, _ = infos
     assert first.reason is None
     assert first.bytes == sum(array.nbytes for array in STATE.values())
-    assert (first.tensors, first.world_size, first.attempt, first.unnamed) == (len(STATE), 1, "a1", 0)
+    assert (first.save.tensors, first.save.world_size, first.save.attempt, first.unnamed) == (
+        len(STATE),
+        1,
+        "a1",
+        0,
+    )
     assert second.unnamed == 2
     assert "no manifest" in str(leftover.reason)
     assert leftover.bytes > first.bytes
@@ -167,7 +172,7 @@ def test_a_step_that_is_being_replaced_stays(tmp_path: Path) -> None:
         write(tmp_path / f"step-{step:08d}", Sample(STATE, step=step))
     write(tmp_path / "step-00000001", Sample(STATE, attempt="going"), commit=False)
     plan = plan_prune(LocalStorage(tmp_path), lambda _: 990.0, older_than=60, now=1000.0, keep=1)
-    assert plan.steps == ("step-00000002",)
+    assert plan.folders["steps"] == ("step-00000002",)
 
 
 def test_a_plan_keeps_the_newest_and_the_young(tmp_path: Path) -> None:
@@ -184,9 +189,9 @@ def test_a_plan_keeps_the_newest_and_the_young(tmp_path: Path) -> None:
         return 990.0 if "00000005" in name else 0.0
 
     plan = plan_prune(LocalStorage(tmp_path), modified, older_than=60, now=1000.0, keep=2)
-    assert plan.steps == ("step-00000001",)
+    assert plan.folders["steps"] == ("step-00000001",)
     assert [leftover.attempt for leftover in plan.leftovers] == ["dead"]
     assert [leftover.attempt for leftover in plan.writing] == ["going"]
-    assert plan.repairable == ("step-00000006",)
-    assert plan_prune(LocalStorage(tmp_path), modified, older_than=60, now=1000.0).steps == ()
+    assert plan.folders["repairable"] == ("step-00000006",)
+    assert plan_prune(LocalStorage(tmp_path), modified, older_than=60, now=1000.0).folders["steps"] == ()
     json.dumps(plan.to_json())

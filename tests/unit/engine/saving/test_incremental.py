@@ -249,7 +249,7 @@ def test_ls_shows_a_step_that_only_lends_files(tmp_path: Path) -> None:
         (step_name(2),),
     )
     assert removed.reason is not None and "stay for step-00000002" in removed.reason
-    assert (newer.status, newer.references) == ("committed", (step_name(1),))
+    assert (newer.status, newer.save.references) == ("committed", (step_name(1),))
 
 
 def test_files_that_other_steps_refer_to_are_not_leftovers(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import shardproof as sp
 from shardproof.commands.cli.group import run
 from shardproof.engine.saving import space_check
 from shardproof.engine.storage import LocalStorage, MemoryStorage, memory_runs, memory_store, storage_at
-from shardproof.errors import StorageError
+from shardproof.errors import AlreadyCommittedError, NotCommittedError, StorageError
 from shardproof.storage.conformance import StorageConformance
 from tests.harness import open_files
 from tests.in_memory import VARIABLE, private_tmpfs
@@ -262,7 +263,24 @@ def _of_modules(job: sp.Checkpointer) -> None:
     job.pin(3, "best")
 
 
-@pytest.mark.parametrize("saves", [_of_a_tree, _of_modules])
+def _of_failures(job: sp.Checkpointer) -> None:
+    """Of two saves and a restore. The program keeps none of the errors."""
+    job.save(1, state(1)).durable(LIMIT)
+    model = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    tree = {"model": model, "optimizer": optimizer}
+    job.save(2, tree).durable(LIMIT)
+    with suppress(AlreadyCommittedError):
+        job.save(2, tree).result()
+    with suppress(AlreadyCommittedError):
+        job.save(1, state(1)).result()
+    with suppress(NotCommittedError):
+        job.restore(state(0), step=9)
+
+
+@pytest.mark.parametrize("saves", [_of_a_tree, _of_modules, _of_failures])
 @pytest.mark.parametrize("options", [{}, {"incremental": True}, {"second_tier": "second"}], ids=str)
 def test_a_checkpointer_ends_with_its_last_reference(
     storage: MemoryStorage, tmp_path: Path, saves: Callable[[sp.Checkpointer], None], options: dict[str, Any]

@@ -217,7 +217,7 @@ def test_a_pinned_step_outlives_policy_prune_and_program(tmp_path: Path) -> None
     assert {step: pin.label for step, pin in checkpointer.pins().items()} == {1: "baseline"}
     storage = LocalStorage(tmp_path)
     plan = plan_prune(storage, lambda name: 0.0, older_than=0, now=1e9, keep=1)
-    assert plan.steps == ("step-00000003",) and plan.leftovers == ()
+    assert plan.folders["steps"] == ("step-00000003",) and plan.leftovers == ()
     prune(storage, plan)
     assert checkpointer.steps() == [1, 4]
     checkpointer.unpin(1)
@@ -289,4 +289,6 @@ def test_a_step_that_prune_removes_is_not_among_those_that_stay(tmp_path: Path) 
     for step in (1, 2, 3):
         checkpointer.save(step, {"w": torch.ones(2)}).result()
     plan = plan_prune(LocalStorage(tmp_path), lambda name: 0.0, older_than=0, now=1e9, keep=1, after=1)
-    assert plan.steps == ("step-00000001", "step-00000002") and plan.newer == ("step-00000003",)
+    assert plan.folders["steps"] == ("step-00000001", "step-00000002") and plan.folders["newer"] == (
+        "step-00000003",
+    )

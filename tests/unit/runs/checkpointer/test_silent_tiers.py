@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import threading
 from collections.abc import Callable
@@ -36,7 +37,12 @@ def test_a_restore_without_the_second_tier_logs_its_wait_and_names_the_way_out(
     alone(near).save(2, state(2)).result()
     second, told = Silent(far), threading.Event()
     second.wait = lambda request: told.wait(WAIT)
-    monkeypatch.setattr(open_run._log, "warning", lambda text, *values: told.set())
+
+    def emit(record: logging.LogRecord) -> None:
+        if "waits for the second tier" in record.getMessage():
+            told.set()
+
+    monkeypatch.setattr(caplog.handler, "emit", emit)
     with pytest.raises(
         sp.StorageError, match=f"restore the newest step of {near} now, leave out second_tier="
     ):

@@ -19,6 +19,7 @@ from shardproof.runs.checkpointer.retention import leftovers, remove_leftover
 from shardproof.runs.checkpointer.step_folders import parse_folder
 from shardproof.storage import LocalStorage
 from tests.faulty_storage import FaultyStorage
+from tests.gate import Gate
 
 
 def state(value: float) -> dict[str, Any]:
@@ -310,19 +311,20 @@ def test_a_damaged_suspect_does_not_stop_retention(tmp_path: Path) -> None:
 def test_a_suspect_waits_for_the_previous_save_by_default(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    modes = []
+    gate = Gate(monkeypatch)
     checkpointer = sp.Checkpointer(tmp_path, when_busy="skip")
-    begin = checkpointer._saver.begin
+    checkpointer.save(1, state(1))
+    assert checkpointer.save(2, state(2)).skipped
+    assert checkpointer.save(2, state(2), suspect=True, when_busy="skip").skipped
 
-    def watched(*args: Any, **options: Any) -> Any:
-        modes.append(options["when_busy"])
-        return begin(*args, **options)
+    def open_gate(event: sp.events.Event) -> None:
+        if event.kind == "begin" and event.operation.endswith("suspect-00000002"):
+            gate.open()
 
-    monkeypatch.setattr(checkpointer._saver, "begin", watched)
-    checkpointer.save(1, state(1)).result()
-    checkpointer.save(1, state(1), suspect=True).result()
-    checkpointer.save(2, state(1), suspect=True, when_busy="skip").result()
-    assert modes == ["skip", "wait", "skip"]
+    with sp.events.subscribe(open_gate):
+        assert not checkpointer.save(2, state(2), suspect=True).skipped
+    checkpointer.wait()
+    assert (checkpointer.steps(), checkpointer.suspects()) == ([1], [2])
 
 
 def test_leftovers_of_dead_saves_of_suspects_are_found(run: sp.Checkpointer, tmp_path: Path) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import fsspec
 import pytest
 
 import shardproof as sp
 from shardproof.runs.checkpointer.tiers import open_tiers
-from shardproof.storage import ObjectStorage
+from shardproof.storage import FsspecStorage, ObjectStorage
 from tests.unit.runs.checkpointer.two_tiers import (
     checkpointer,
 )
@@ -57,3 +58,10 @@ def test_invalid_options_of_a_second_tier_are_refused() -> None:
         sp.SecondTier("a", bandwidth=0)
     with pytest.raises(ValueError, match="keep of the second tier is a policy"):
         sp.SecondTier("a", keep=3)  # type: ignore[arg-type]
+
+
+def test_the_text_of_a_second_tier_shows_no_credentials() -> None:
+    tier = sp.SecondTier("s3://me:secret@bucket/run?Signature=secret", keep=sp.KeepLatest(2))
+    assert repr(tier).startswith("SecondTier(location='s3://***@bucket/run?Signature=***', keep=KeepLatest")
+    storage = FsspecStorage(fsspec.filesystem("memory"), "ftp://me:secret@host/run")
+    assert "secret" not in repr(sp.SecondTier(storage))

@@ -19,7 +19,7 @@ from shardproof.engine.format import read_manifest
 from shardproof.maintenance import verify
 from shardproof.rendezvous import LocalRendezvous, StoreRendezvous
 from shardproof.runs.checkpointer.tiers import Uploader
-from shardproof.runs.checkpointer.tiers.throttle import Throttle
+from shardproof.runs.checkpointer.tiers.uploader import Throttle
 from shardproof.storage import LocalStorage
 from tests.faulty_storage import FaultyStorage
 from tests.unit.runs.checkpointer.two_tiers import (

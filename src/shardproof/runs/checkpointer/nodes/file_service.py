@@ -192,7 +192,12 @@ class FileService:
 
     def _answer(self, connection: PeerConnection, request: PeerRequest) -> None:
         folder, name = name_from(request.folder), name_from(request.name)
-        data = _payload(connection, request) if request.do == "publish" else b""
+        data = bytearray()
+        if request.do == "publish":
+            if not 0 <= request.count <= _MOST_PUBLISHED:
+                raise WrongPeer(f"a file of {request.count} bytes to publish")
+            data = bytearray(request.count)
+            connection.receive_into(memoryview(data))
         try:
             # A new object, so that no file that is removed later stays open.
             place = self._root.within(folder) if folder else LocalStorage(self._root.path)
@@ -217,7 +222,7 @@ def _names(names: list[str]) -> list[bytes]:
     return [name_to(name) for name in names]
 
 
-_CALLS: dict[str, Callable[[LocalStorage, str, PeerRequest, bytes], bool | int | list[bytes] | None]] = {
+_CALLS: dict[str, Callable[[LocalStorage, str, PeerRequest, bytearray], bool | int | list[bytes] | None]] = {
     "size": lambda place, name, request, data: place.size(name),
     "list": lambda place, name, request, data: _names(place.list(name)),
     "folders": lambda place, name, request, data: _names(place.folders()),
@@ -226,16 +231,8 @@ _CALLS: dict[str, Callable[[LocalStorage, str, PeerRequest, bytes], bool | int |
     "flush": lambda place, name, request, data: place.flush(name),
     "flush_names": lambda place, name, request, data: place.flush_names(),
     "delete": lambda place, name, request, data: place.delete(name),
-    "publish": lambda place, name, request, data: place.publish(name, data, replace=request.replace),
+    "publish": lambda place, name, request, data: place.publish(name, bytes(data), replace=request.replace),
 }
-
-
-def _payload(connection: PeerConnection, request: PeerRequest) -> bytes:
-    if not 0 <= request.count <= _MOST_PUBLISHED:
-        raise WrongPeer(f"a file of {request.count} bytes to publish")
-    data = bytearray(request.count)
-    connection.receive_into(memoryview(data))
-    return bytes(data)
 
 
 def _read(connection: PeerConnection, place: Storage, request: PeerRequest, name: str) -> None:

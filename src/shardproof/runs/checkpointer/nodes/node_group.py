@@ -177,7 +177,11 @@ def join_nodes(rendezvous: Rendezvous, root: LocalStorage, replicas: int) -> Nod
         service.stop()  # no other node asks
     own = answer.node_of_rank[rendezvous.rank]
     if answer.node_of_rank.index(own) == rendezvous.rank:  # the lowest rank of its node
-        _write_mark(root, answer, own, replicas)
+        names = tuple(node.name for node in answer.nodes)
+        try:
+            write_node_mark(root, NodeMark(nodes=names, own=own, replicas=replicas))
+        except StorageError as error:  # the mark is for people and commands
+            _log.warning("%s: the mark of this node could not be written: %s", root.location, error)
     folders: list[Storage] = []
     for number, node in enumerate(answer.nodes):
         if number == own:
@@ -240,15 +244,6 @@ class _NodeJoining:
                 bool(self.own_part),
             )
         )
-
-
-def _write_mark(root: LocalStorage, answer: _NodeAnswer, own: int, replicas: int) -> None:
-    """Writes the mark of this node, for people and commands. A failure is only logged."""
-    names = tuple(node.name for node in answer.nodes)
-    try:
-        write_node_mark(root, NodeMark(nodes=names, own=own, replicas=replicas))
-    except StorageError as error:
-        _log.warning("%s: the mark of this node could not be written: %s", root.location, error)
 
 
 def _decide(posts: Sequence[bytes]) -> list[bytes]:

@@ -82,7 +82,17 @@ class PeerConnection:
         self._to = to
         self._to.settimeout(patience)
         self._to.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._probe_after(min(max(1, round(patience)), _LONGEST_IDLE))
+        # The system probes an idle other end (note "Bounded waits").
+        self._to.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        idle = min(max(1, round(patience)), _LONGEST_IDLE)
+        options = {
+            "TCP_KEEPIDLE": idle,
+            "TCP_KEEPINTVL": max(1, idle // _PROBES),
+            "TCP_KEEPCNT": _PROBES,
+        }
+        for name, value in options.items():
+            if hasattr(socket, name):  # not on every system
+                self._to.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         self.patience = patience
         forks.close_in_child(self)
 
@@ -105,15 +115,6 @@ class PeerConnection:
         except OSError:
             pass  # the other end did so
         self._to.close()
-
-    def _probe_after(self, seconds: int) -> None:
-        """Lets the system probe the other end after so many seconds without bytes (note "Bounded waits")."""
-        self._to.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        pause = max(1, seconds // _PROBES)
-        options = {"TCP_KEEPIDLE": seconds, "TCP_KEEPINTVL": pause, "TCP_KEEPCNT": _PROBES}
-        for name, value in options.items():
-            if hasattr(socket, name):  # not on every system
-                self._to.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
     def prove(self, secret: bytes, who: bytes, *, asks: bool, seconds: float | None = None) -> None:
         """Proves to the other end that this one knows the secret, and lets it prove the same.

@@ -295,17 +295,15 @@ class TieredRun(Storage):
         view = self.within(folder)
         used = view._holder()
         seal = read_seal(view._places[used])
+        # The manifest of a tier may be left out, for example because it is damaged.
+        left_out = self.choice.left_out.get(f"{folder}/{MANIFEST_NAME}", ())
+        unused = {copy.tier for copy in self.choice.nearer if copy.folder == folder}
         for tier in range(used):
-            if not self._is_left_out(folder, tier) and read_seal(view._places[tier]) not in (None, seal):
+            if tier in left_out or self._runs[tier].location in unused:
+                continue
+            if read_seal(view._places[tier]) not in (None, seal):
                 reason = "it is an earlier save of this step"
                 yield NearerCopy(folder, self._runs[tier].location, reason, damaged=False)
-
-    def _is_left_out(self, folder: str, tier: int) -> bool:
-        """True if the manifest of a step in this tier does not count, for example because it is damaged."""
-        location = self._runs[tier].location
-        return tier in self.choice.left_out.get(f"{folder}/{MANIFEST_NAME}", ()) or any(
-            (copy.folder, copy.tier) == (folder, location) for copy in self.choice.nearer
-        )
 
     def _is_farther(self, tier: int, near: int) -> bool:
         return tier > near

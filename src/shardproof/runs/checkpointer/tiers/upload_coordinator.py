@@ -89,7 +89,7 @@ from shardproof.runs.checkpointer.judge import RestorableSteps, misplaced
 from shardproof.runs.checkpointer.marks import read_pin
 from shardproof.runs.checkpointer.policies import Retention
 from shardproof.runs.checkpointer.retention import KnownSteps, StepFacts, branch_removal, retain
-from shardproof.runs.checkpointer.step_folders import PINNED_NAME, folders_in, step_name
+from shardproof.runs.checkpointer.step_folders import PINNED_NAME, seal_in, step_name, steps_in
 from shardproof.runs.checkpointer.tiers.tiered_run import copies_of, log_other_copy
 from shardproof.runs.checkpointer.tiers.upload_messages import (
     UploadAnswer,
@@ -176,11 +176,16 @@ class UploadCoordinator:
     def commit(self, requests: Sequence[UploadRequest], posts: Sequence[bytes]) -> list[bytes]:
         """Commits the upload under way, removes old steps of the second tier, and answers as `plan` does."""
         reports = self._reports(posts)
-        upload, failed = self._round.under_way, _first_error(reports)
+        upload = self._round.under_way
         assert upload is not None
         step, seal = upload.step, _seal_of(upload.text)
-        if failed is not None:
-            rank, wire = failed
+        failed = [
+            (report.of_first, report.is_damage, rank, wire)
+            for rank, report in enumerate(reports)
+            if (wire := report.error) is not None
+        ]
+        if failed:
+            _, _, rank, wire = min(failed)  # errors of the second tier come first, damage last
             error = from_rank(rank, len(reports), wire)
             if not reports[rank].of_first:
                 raise error
@@ -394,21 +399,15 @@ class UploadCoordinator:
             run: the run in the tier.
             only: steps that matter; None: all.
         """
-        steps = [folder.step for folder in folders_in(run) if not folder.suspect]
-        if only is not None:
-            steps = [step for step in steps if step in only]
+        steps = [step for step in steps_in(run) if only is None or step in only]
         if run is self._first:
             steps = [step for step in steps if step not in self._damaged_before]
 
         def seal_of(step: int) -> bytes | StorageError | None:
-            place = run.within(step_name(step))
             try:
-                seal = read_seal(place)
-                if seal is None and place.size(MANIFEST_NAME) is not None:
-                    return b""  # the manifest is cut to less than a seal
+                return seal_in(run.within(step_name(step)))
             except StorageError as error:
                 return None if error.details.get("lost_link") else error
-            return seal
 
         found = dict(zip(steps, map_requests(run, seal_of, steps), strict=True))
         unreadable = {step: seal for step, seal in found.items() if isinstance(seal, StorageError)}
@@ -629,16 +628,6 @@ class _Claims:
         """The steps that retention does not remove."""
         with self._lock:
             return {step: value for step, value in steps.items() if step not in self._removed}
-
-
-def _first_error(reports: Sequence[UploadReport]) -> tuple[int, dict[str, object]] | None:
-    """The first rank with an error, and the error. Errors of the second tier come first, damage last."""
-    failed = [
-        (report.of_first, report.is_damage, rank, report.error)
-        for rank, report in enumerate(reports)
-        if report.error is not None
-    ]
-    return min(failed)[2:] if failed else None
 
 
 def _seal_of(text: bytes) -> bytes:

@@ -39,7 +39,6 @@ from shardproof.errors import (
 )
 from shardproof.runs.checkpointer.policies import Retention
 from shardproof.runs.checkpointer.step_folders import step_name
-from shardproof.runs.checkpointer.tiers.throttle import Throttle
 from shardproof.runs.checkpointer.tiers.tiered_run import copies_of, log_other_copy
 from shardproof.runs.checkpointer.tiers.upload_coordinator import UploadCoordinator
 from shardproof.runs.checkpointer.tiers.upload_messages import (
@@ -56,6 +55,9 @@ _PIECES_A_SECOND = 4
 """Pieces that a throttled rank sends a second, so that it shows signs of life."""
 _POLL = 0.2
 """Seconds between two checks for progress."""
+
+_SLICE = 0.5
+"""Seconds between two signs of life during a wait of a throttled rank."""
 
 _log = logging.getLogger("shardproof")
 
@@ -363,6 +365,48 @@ class Uploader:
         rank, world_size = self._rendezvous.rank, self._rendezvous.world_size
         operation = f"{self._operation}/{step_name(step)}"
         return events.phase(operation, name, rank=rank, world_size=world_size, step=step)
+
+
+class Throttle:
+    """Spreads bytes evenly over time. An idle time gives no credit for later.
+
+    Any t seconds see at most ``rate * t`` bytes and the bytes of one call of `take`.
+
+    Example:
+        >>> now = [0.0]
+        >>> throttle = Throttle(10.0, clock=lambda: now[0], sleep=lambda s: now.append(now.pop() + s))
+        >>> for _ in range(3):
+        ...     throttle.take(20)
+        >>> now
+        [4.0]
+    """
+
+    def __init__(
+        self,
+        rate: float | None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.rate = rate
+        self._clock = clock
+        self._sleep = sleep
+        self._free = clock()
+        """When the bytes that were taken are sent at the rate."""
+
+    def take(self, count: int, waiting: Callable[[], None] = lambda: None) -> None:
+        """Waits until `count` more bytes may be sent.
+
+        Args:
+            count: number of bytes.
+            waiting: called at least every half second of the wait.
+        """
+        if self.rate is None:
+            return
+        while (left := self._free - self._clock()) > 0:
+            waiting()
+            self._sleep(min(left, _SLICE))
+        self._free = max(self._free, self._clock()) + count / self.rate
 
 
 class _SourceError(Exception):
