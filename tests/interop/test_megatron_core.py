@@ -235,10 +235,10 @@ def test_live_state_refuses_an_optimizer_whose_state_it_would_not_store(environm
 
 @pytest.mark.parametrize("environment", ENVIRONMENTS)
 def test_an_optimizer_whose_state_dict_lacks_its_moments_is_refused(environment: str, tmp_path: Path) -> None:
-    """`shardproof.save` of a DistributedOptimizer would store its options alone. The error's advice works."""
+    """`shardproof.save` and `dcp.save` would store its options alone. The error's advice works."""
     steps = [("train", 1), ("bare", tmp_path / "bare"), ("save_live", tmp_path / "live")]
     errors = train(environment, steps, DP4, nproc=2).facts["errors"]
-    assert errors.keys() == {"itself", "named"}
+    assert errors.keys() == {"itself", "named", "dcp"}
     for error in errors.values():
         assert "state_dict() lacks that part" in error and "save `live_state(model, optimizer)`" in error
     assert [key for key in tensors(tmp_path / "live") if key.startswith("optimizer.state.exp_avg.")]

@@ -32,6 +32,7 @@ import os
 import random
 import signal
 import sys
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,7 @@ from megatron.core.rerun_state_machine import (
 from peer_result import Result, join_ranks_on_devices, leave_ranks, rank, world_size
 
 import shardproof as sp
+from shardproof.frameworks import dcp
 from shardproof.frameworks import megatron_core as ours
 
 
@@ -209,9 +211,14 @@ class Steps:
     def bare(self, path: str) -> None:
         module, optimizer = self.run.model.module, self.run.optimizer
         values = {"itself": optimizer, "named": sp.OptimizerState(optimizer, module), "model": module}
-        for name, value in values.items():
+        saves = {
+            name: partial(sp.save, f"{path}-{name}", {name: value}, deadline=60)
+            for name, value in values.items()
+        }
+        saves["dcp"] = partial(dcp.save, {"optimizer": optimizer}, checkpoint_id=f"{path}-dcp")
+        for name, save in saves.items():
             try:
-                sp.save(f"{path}-{name}", {name: value}, deadline=60)
+                save()
             except sp.ShardproofError as error:
                 self.errors[name] = f"{type(error).__name__}: {error}"
 
