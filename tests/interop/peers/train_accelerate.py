@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from types import SimpleNamespace
+from unittest import mock
 
 import torch
 from accelerate import Accelerator
@@ -62,7 +63,7 @@ def main() -> None:
     average = Average()
     accelerator.register_for_checkpointing(average)
     if rank != 0:
-        adapter._is_theirs = None  # rank 0 alone finds the format
+        mock.patch.object(adapter, "_is_theirs", None).start()  # rank 0 alone finds the format
     if ACTION == "restore":
         load_state(accelerator, FOLDER)
     else:

@@ -15,6 +15,7 @@ import sys
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 PACKAGE, STRATEGY, CALLBACK, RUN, LAST, *PATH = sys.argv[1:]
 pl: Any = import_module(PACKAGE)
@@ -116,7 +117,7 @@ def load_loosely(trainer: Any, module: Any) -> None:
 def main() -> None:
     pl.seed_everything(int(os.environ["RANK"]))
     if os.environ["RANK"] != "0":
-        adapter._is_ours = None  # rank 0 alone finds the format
+        mock.patch.object(adapter, "_is_ours", None).start()  # rank 0 alone finds the format
     world_size = int(os.environ["WORLD_SIZE"])
     strategy: Any = "ddp"
     if STRATEGY == "fsdp1":

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import sys
 from typing import Any
+from unittest import mock
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
@@ -101,7 +102,8 @@ def main() -> None:
         return
     last = last_checkpoint(RUN)
     if os.environ["RANK"] != "0":
-        adapter._is_ours = adapter._has = None  # rank 0 alone finds the format
+        for name in ("_is_ours", "_has"):
+            mock.patch.object(adapter, name, None).start()  # rank 0 alone finds the format
     trainer.train(resume_from_checkpoint=last)
     if "best" in WHO:
         print("best", os.path.basename(trainer.state.best_model_checkpoint))
