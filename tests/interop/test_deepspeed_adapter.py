@@ -91,6 +91,20 @@ def test_wrong_use_says_what_to_change(tmp_path: Path) -> None:
     assert re.search(r"step .*1.* for .* and .*5.* for b\.weight.*separate groups", errors["x.1"])
 
 
+def test_a_zero_optimizer_without_its_engine_is_refused(tmp_path: Path) -> None:
+    """Its `state_dict` has the partitions of one rank. What the errors advise saves all of them."""
+    errors = train("bare", tmp_path, ["1:1:bfloat16", "2:2:float32", "3:3:bfloat16"], nproc=2).facts
+    assert errors.keys() == {f"{stage}.{way}" for stage in "123" for way in ("itself", "named", "dcp")}
+    for error in errors.values():
+        assert "state_dict() has the part of one rank" in error
+        assert "`engine_state(engine)` of shardproof.frameworks.deepspeed" in error
+        assert "`save_checkpoint(engine, folder)`" in error
+    for saved in [f"{stage}-{way}" for stage in "123" for way in ("state", "run/global_step1")]:
+        with sp.open(tmp_path / saved) as checkpoint:
+            moment = checkpoint["optimizer.a.weight.exp_avg"].read()
+            assert moment.shape == checkpoint["model.a.weight"].shape and moment.count_nonzero()
+
+
 def test_a_tag_that_latest_does_not_name_is_saved_again(tmp_path: Path) -> None:
     """If rank 0 cannot replace ``latest``, every rank raises its error."""
     error = train("again", tmp_path, ["x:1:float32"], nproc=2).facts["x"]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint import FileSystemReader
 
 import shardproof as sp
 from shardproof.commands.cli.group import run as run_cli
@@ -238,13 +239,17 @@ def test_live_state_refuses_an_optimizer_whose_state_it_would_not_store(environm
 
 @pytest.mark.parametrize("environment", ENVIRONMENTS)
 def test_an_optimizer_whose_state_dict_lacks_its_moments_is_refused(environment: str, tmp_path: Path) -> None:
-    """`shardproof.save` of a DistributedOptimizer would store its options alone. The error's advice works."""
-    steps = [("train", 1), ("bare", tmp_path / "bare"), ("save_live", tmp_path / "live")]
+    """It would store the options alone, as torch's `dcp.save` does. The error's advice works."""
+    at = {name: tmp_path / name for name in ("bare", "live", "torch")}
+    steps = [("train", 1), ("bare", at["bare"]), ("save_live", at["live"]), ("by_torch", at["torch"])]
     errors = train(environment, steps, DP4, nproc=2).facts["errors"]
-    assert errors.keys() == {"itself", "named"}
+    theirs = FileSystemReader(at["torch"]).read_metadata().state_dict_metadata
+    assert [key for key in theirs if "param_groups" in key]
+    assert not [key for key in theirs if "exp_avg" in key]
+    assert errors.keys() == {"itself", "named", "dcp"}
     for error in errors.values():
         assert "state_dict() lacks that part" in error and "save `live_state(model, optimizer)`" in error
-    assert [key for key in tensors(tmp_path / "live") if key.startswith("optimizer.state.exp_avg.")]
+    assert [key for key in tensors(at["live"]) if key.startswith("optimizer.state.exp_avg.")]
 
 
 @pytest.mark.parametrize(

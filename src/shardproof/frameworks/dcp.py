@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as torch_dcp
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
@@ -27,6 +28,7 @@ from shardproof.engine.foreign import Foreign, foreign_of
 from shardproof.engine.loading import UNREADABLE, Checkpoint, open_storage
 from shardproof.engine.rendezvous import LocalRendezvous, Rendezvous, connect
 from shardproof.engine.saving import SaveRequest
+from shardproof.engine.state import Place, refuse_divided
 from shardproof.engine.storage import LocalStorage
 from shardproof.errors import KeyMismatchError
 from shardproof.frameworks.shared.replacements import LastSaver, raised_as
@@ -247,7 +249,7 @@ def load(
     source = foreign_of(path)
     with rendezvous.operation(f"load {source.location}"):  # every rank raises an error here, see `sp.load`
         is_partial = check_planner(planner, DefaultLoadPlanner, "load")
-        parts = {key: _state_of(state_dict[key]) for key in sorted(state_dict)}  # may run collectives
+        parts = {key: _state_of(key, state_dict[key]) for key in sorted(state_dict)}  # may run collectives
         flat = FlatTree(parts)
         _fit(
             flat, source, is_partial, [key for key in parts if parts[key] is not state_dict[key]], rendezvous
@@ -302,7 +304,7 @@ def _tree_to_save(
     """The state tree of a state dict. An error of one rank ends the save on all ranks."""
     with rendezvous.operation(f"save {storage.location}"):
         check_planner(planner, DefaultSavePlanner, "save")
-        return FlatTree({key: _state_of(value) for key, value in state_dict.items()}).with_paths()
+        return FlatTree({key: _state_of(key, value) for key, value in state_dict.items()}).with_paths()
 
 
 def _fit(
@@ -319,8 +321,17 @@ def _fit(
             _warn(flat, checkpoint, stateful)
 
 
-def _state_of(value: Any) -> Any:
-    return value.state_dict() if is_stateful(value) else value
+def _state_of(key: str, value: Any) -> Any:
+    """The value of a state dict, or the state of an object there.
+
+    Raises:
+        StructureError: ranks divide the state of an optimizer, and `state_dict` lacks it.
+    """
+    if not is_stateful(value):
+        return value
+    if not isinstance(value, torch.nn.Module):  # of Megatron-Core, whose `state_dict` has all weights
+        refuse_divided(value, Place(str(key), f"state_dict[{key!r}]"))
+    return value.state_dict()
 
 
 def _warn(flat: FlatTree, checkpoint: Checkpoint, stateful: list[str]) -> None:

@@ -14,6 +14,7 @@ STEPS is a JSON list of what to do, in order:
     ["refuse", PATH]     make `live_state` of optimizers whose state it does not know; the errors are facts
     ["bare", PATH]       save optimizer and model as values of a state tree; the errors are facts
     ["declared", PATH]   the same for the model alone, with its parts declared
+    ["by_torch", PATH]   save the optimizer as an object in a state dict, with torch's `dcp.save`
     ["refused", PATH]    load what does not fit; the error is a fact
     ["describe", KIND]   describe the optimizer in a sharding type; the error is a fact
     ["reject", REASON]   have the rerun state machine reject a result of the last rank, and ask for a rerun
@@ -32,6 +33,7 @@ import os
 import random
 import signal
 import sys
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -40,6 +42,7 @@ import megatron_gpt
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as torch_dcp
 from collective_count import without_collectives
 from megatron.core import dist_checkpointing as mcore
 from megatron.core import parallel_state, tensor_parallel
@@ -56,6 +59,7 @@ from megatron.core.rerun_state_machine import (
 from peer_result import Result, join_ranks_on_devices, leave_ranks, rank, world_size
 
 import shardproof as sp
+from shardproof.frameworks import dcp
 from shardproof.frameworks import megatron_core as ours
 
 
@@ -209,11 +213,19 @@ class Steps:
     def bare(self, path: str) -> None:
         module, optimizer = self.run.model.module, self.run.optimizer
         values = {"itself": optimizer, "named": sp.OptimizerState(optimizer, module), "model": module}
-        for name, value in values.items():
+        saves = {
+            name: partial(sp.save, f"{path}-{name}", {name: value}, deadline=60)
+            for name, value in values.items()
+        }
+        saves["dcp"] = partial(dcp.save, {"optimizer": optimizer}, checkpoint_id=f"{path}-dcp")
+        for name, save in saves.items():
             try:
-                sp.save(f"{path}-{name}", {name: value}, deadline=60)
+                save()
             except sp.ShardproofError as error:
                 self.errors[name] = f"{type(error).__name__}: {error}"
+
+    def by_torch(self, path: str) -> None:
+        torch_dcp.save({"optimizer": self.run.optimizer}, checkpoint_id=path)
 
     def declared(self, path: str) -> None:
         megatron_gpt.declare(self.run.model.module)

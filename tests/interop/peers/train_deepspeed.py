@@ -25,8 +25,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from uneven_model import UnevenModel
 
 import shardproof as sp
+from shardproof.frameworks import dcp
 from shardproof.frameworks import deepspeed as adapter
-from shardproof.frameworks.deepspeed.deepspeed_engine import _Engine
+from shardproof.frameworks.deepspeed import deepspeed_engine
 from shardproof.frameworks.shared.zero_blocks import BlockOptimizer
 from shardproof.state import collect
 
@@ -191,6 +192,24 @@ def wrong(path: str, name: str, stage: int, dtype: str, result: Result) -> None:
             result.facts[f"{name}.{number}"] = str(error)
 
 
+def bare(path: str, name: str, stage: int, dtype: str, result: Result) -> None:
+    """Stores the errors of the optimizer without its engine, and saves as they advise."""
+    engine = built(stage, dtype, seed=0)
+    train(engine, 1)
+    zero = engine.optimizer
+    for way, save in {
+        "itself": lambda: sp.save(f"{path}-bare", {"optimizer": zero}, deadline=60),
+        "named": lambda: sp.save(f"{path}-bare", {"it": sp.OptimizerState(zero, engine.module)}, deadline=60),
+        "dcp": lambda: dcp.save({"optimizer": zero}, checkpoint_id=f"{path}-bare"),
+    }.items():
+        try:
+            save()
+        except sp.ShardproofError as error:
+            result.facts[f"{name}.{way}"] = str(error)
+    sp.save(f"{path}-state", adapter.engine_state(engine))
+    adapter.save_checkpoint(engine, f"{path}-run")
+
+
 def again(path: str, name: str, stage: int, dtype: str, result: Result) -> None:
     """A job that ended between the commit of a tag and ``latest`` resumes, and saves the tag again."""
     engine = built(stage, dtype, seed=0)
@@ -218,8 +237,8 @@ def other_format(path: str, name: str, stage: int, dtype: str, result: Result) -
     engine = built(stage, dtype, seed=0)
     train(engine, 1)
     adapter.save_checkpoint(engine, path)
-    find = adapter.is_of_deepspeed
-    adapter.is_of_deepspeed = find if rank() == 0 else (lambda _: True)
+    find = deepspeed_engine.is_of_deepspeed
+    deepspeed_engine.is_of_deepspeed = find if rank() == 0 else (lambda _: True)
     loaded = built(stage, dtype, seed=1)
     assert adapter.load_checkpoint(loaded, path) == (f"{path}/global_step1", {})
     before, after = whole_state(engine), whole_state(loaded)
@@ -250,13 +269,13 @@ def unfit(path: str, name: str, stage: int, dtype: str, result: Result) -> None:
         raise MemoryError("no memory for a slot")
 
     result.facts[name] = []
-    match, finish = BlockOptimizer.receive_slots, _Engine.load_state_dict
-    for kind, method in ((BlockOptimizer, "receive_slots"), (_Engine, "load_state_dict")):
+    match, finish = BlockOptimizer.receive_slots, deepspeed_engine._Engine.load_state_dict
+    for kind, method in ((BlockOptimizer, "receive_slots"), (deepspeed_engine._Engine, "load_state_dict")):
         if rank() == 1:
             setattr(kind, method, fail)
         cause = f"rank 1 failed in {method}"
         result.facts[name].append(error_of(lambda: adapter.load_checkpoint(engine, path), cause))
-        BlockOptimizer.receive_slots, _Engine.load_state_dict = match, finish
+        BlockOptimizer.receive_slots, deepspeed_engine._Engine.load_state_dict = match, finish
     adapter.load_checkpoint(engine, path)
 
 
@@ -306,6 +325,7 @@ MODES = {
     "through_fsdp2": through_fsdp2,
     "model_alone": model_alone,
     "wrong": wrong,
+    "bare": bare,
     "again": again,
     "other_format": other_format,
     "unreadable": unreadable,

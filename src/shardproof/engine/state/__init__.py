@@ -16,6 +16,9 @@ from shardproof.engine.state.framework_modules import (
 from shardproof.engine.state.handlers.generators import RandomState
 from shardproof.engine.state.handlers.per_rank import PerRank, owner_of
 from shardproof.engine.state.handlers.stateful_objects import parts_of
+from shardproof.engine.state.handlers.stateful_objects import (
+    refuse_divided as refuse_divided,  # not listed in __all__: internal
+)
 from shardproof.engine.state.last_walk import LastWalk
 from shardproof.engine.state.layout import LAYOUTS, Layout, declare, local_layout
 from shardproof.engine.state.layout import declared as declared  # not listed in __all__: internal
@@ -78,6 +81,7 @@ from shardproof.engine.state.storage_owner import declare_storage_owner, storage
 from shardproof.engine.state.subclass_binding import StoredWrapper
 from shardproof.engine.state.tensors import as_bytes
 from shardproof.engine.state.tree import bind, collect
+from shardproof.engine.state.visitor import Place as Place  # not listed in __all__: internal
 
 __all__ = [
     "LAYOUTS",

@@ -11,6 +11,7 @@ import torch
 
 import shardproof as sp
 from shardproof.errors import KeyMismatchError, StructureError
+from shardproof.frameworks import dcp
 from shardproof.layouts import vocabulary
 from shardproof.optim import HybridDeviceOptimizer
 from shardproof.state import LocalRange, ParameterSlots, Receipt, StoredSlot
@@ -247,3 +248,11 @@ def test_an_optimizer_that_divides_its_state_among_ranks_is_refused(named: bool,
     for act, path in ((sp.save, tmp_path / "step"), (sp.load, tmp_path / "other")):
         with pytest.raises(StructureError, match=r"Divided, which divides its state .* `live_state\("):
             act(path, {"optimizer": value})
+
+
+def test_dcp_refuses_it_too(tmp_path: Path) -> None:
+    """torch's `dcp.save` stores the options alone."""
+    dcp.save({"optimizer": {"lr": 0.2}}, checkpoint_id=tmp_path / "other")
+    for act, path in ((dcp.save, tmp_path / "step"), (dcp.load, tmp_path / "other")):
+        with pytest.raises(StructureError, match=r"state_dict\['optimizer'\] is a .*Divided, which divides"):
+            act({"optimizer": Divided()}, checkpoint_id=path)

@@ -17,6 +17,8 @@ from shardproof.errors import StructureError
 
 SEGMENT = "@part"
 """The segment that the keys of a part's values have after the key of the part."""
+_OF_DEEPSPEED = "deepspeed.runtime.base_optimizer", "ZeROOptimizer"
+"""The module and the name of the class that all ZeRO optimizers of DeepSpeed derive from."""
 
 
 class _Part:
@@ -154,20 +156,32 @@ def is_stateful(value: Any) -> bool:
 
 
 def refuse_divided(value: Any, place: Place) -> None:
-    """Raises for an object with a ``sharded_state_dict``, as the optimizers of Megatron-Core have.
+    """Raises for an object whose ``state_dict`` has no or only a part of what the ranks divide.
 
-    Their ``state_dict`` lacks what the ranks divide: `DistributedOptimizer` returns its options without main
-    weights and moments.
+    The optimizers of Megatron-Core have a ``sharded_state_dict``. Their ``state_dict`` lacks main weights and
+    moments. That of a ZeRO optimizer of DeepSpeed has the flat partitions of one rank.
 
     Raises:
-        StructureError: the value has the method.
+        StructureError: the value is such an object.
     """
     kind = type(value)
     if callable(getattr(kind, "sharded_state_dict", None)):
-        raise StructureError(
-            f"{place.path} is a {kind.__module__}.{kind.__qualname__}, which divides its state among the "
-            "ranks: state_dict() lacks that part. With Megatron-Core, save `live_state(model, optimizer)` by "
-            "`save` of shardproof.frameworks.megatron_core. With Megatron-FSDP, use "
-            "shardproof.frameworks.megatron_fsdp.optimizer_state(optimizer, model) in its place",
-            key=place.key,
+        lacks = "state_dict() lacks that part"
+        remedy = (
+            "With Megatron-Core, save `live_state(model, optimizer)` by `save` of "
+            "shardproof.frameworks.megatron_core. With Megatron-FSDP, use "
+            "shardproof.frameworks.megatron_fsdp.optimizer_state(optimizer, model) in its place"
         )
+    elif any((base.__module__, base.__qualname__) == _OF_DEEPSPEED for base in kind.__mro__):
+        lacks = "state_dict() has the part of one rank"
+        remedy = (
+            "Save `engine_state(engine)` of shardproof.frameworks.deepspeed, which has the model and the "
+            "optimizer, or call its `save_checkpoint(engine, folder)`"
+        )
+    else:
+        return
+    raise StructureError(
+        f"{place.path} is a {kind.__module__}.{kind.__qualname__}, which divides its state among the ranks: "
+        f"{lacks}. {remedy}",
+        key=place.key,
+    )
