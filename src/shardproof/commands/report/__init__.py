@@ -5,7 +5,15 @@ from __future__ import annotations
 from shardproof.commands.report.description import Stored, describe
 from shardproof.commands.report.detail import ObjectDetail, TensorDetail, detail, spelled
 from shardproof.commands.report.difference import Difference, ValueDifference, diff
+from shardproof.commands.report.difference import most_changed_first as most_changed_first
 from shardproof.commands.report.measures import Measure as Measure
+from shardproof.commands.report.page import HTML_START as HTML_START
+from shardproof.commands.report.page import JSON_START as JSON_START
+from shardproof.commands.report.page import checkpoint_facts as checkpoint_facts
+from shardproof.commands.report.page import difference_facts as difference_facts
+from shardproof.commands.report.page import html_of as html_of
+from shardproof.commands.report.page import json_of as json_of
+from shardproof.commands.report.page import run_facts as run_facts
 from shardproof.commands.report.summary import Folded, Summary, fold, summarise, tensor_bytes
 from shardproof.commands.report.tensor_statistics import measure_tensors
 from shardproof.runs.checkpointer import PrunePlan, StepInfo, interval_advice, plan_prune, scan_run
