@@ -32,13 +32,17 @@ function about(step) {
   ].filter(Boolean).join("; ");
 }
 
-const WIDE = 960, LEFT = 66, RIGHT = 946, TOP = 34, HIGH = 150, LOW = 70;
+const WIDE = 960, LEFT = 66, RIGHT = 946, TOP = 34, HIGH = 150, LOW = 70, PAUSE = 6;
 
 function timeline(steps) {
-  const placed = steps.filter(timeOf);
+  const placed = steps.filter(timeOf).sort((a, b) => timeOf(a) - timeOf(b));
   if (!placed.length) return note("No step has a time.");
-  const times = placed.map(timeOf), first = Math.min(...times), last = Math.max(...times);
-  const x = time => last > first ? LEFT + 14 + (RIGHT - LEFT - 28) * (time - first) / (last - first) : WIDE / 2;
+  // A pause of the run is drawn as PAUSE times the usual time between two steps, so that the others stay apart.
+  const gaps = placed.map((step, at) => at ? timeOf(step) - timeOf(placed[at - 1]) : 0);
+  const usual = gaps.filter(gap => gap > 0).sort((a, b) => a - b), limit = PAUSE * usual[usual.length >> 1];
+  let whole = 0;
+  const places = gaps.map(gap => whole += gap > limit ? limit : gap);
+  const xs = places.map(place => whole ? LEFT + 14 + (RIGHT - LEFT - 28) * place / whole : WIDE / 2);
   const timed = placed.some(step => step.seconds !== null || step.blocked !== null);
   const end = TOP + HIGH, low = end + 30, bottom = timed ? low + LOW : end;
   const large = most(steps, step => Math.max(step.bytes, step.file_bytes)) || 1;
@@ -46,13 +50,17 @@ function timeline(steps) {
   const width = Math.max(2, Math.min(16, 0.6 * (RIGHT - LEFT) / placed.length)), room = Math.max(width, 12);
   const axis = (top, base, name, zero) => [line(LEFT, top, RIGHT, top), line(LEFT, base, RIGHT, base),
     text(LEFT - 6, top + 4, name, "end"), text(LEFT - 6, base, zero, "end")];
-  const labels = last === first ? [text(x(first), bottom + 18, when(first), "middle")] : [0, 1, 2, 3, 4].map(part => {
-    const time = first + part * (last - first) / 4;
-    const [at, anchor] = {0: [LEFT, "start"], 4: [RIGHT, "end"]}[part] || [x(time), "middle"];
-    return text(at, bottom + 18, when(time), anchor);
+  let free = 0;
+  const labels = xs.map((x, at) => {
+    if (x < free || (x > RIGHT - 130 && at < xs.length - 1)) return null;
+    free = x + 150;
+    const [place, anchor] = x < LEFT + 60 ? [LEFT, "start"] : x > RIGHT - 60 ? [RIGHT, "end"] : [x, "middle"];
+    return text(place, bottom + 18, when(timeOf(placed[at])), anchor);
   });
+  const pauses = gaps.map((gap, at) => gap > limit &&
+    text((xs[at - 1] + xs[at]) / 2, end - 6, `\u2026 ${span(gap)} \u2026`, "middle"));
   const shapes = placed.map((step, number) => {
-    const at = x(timeOf(step)), bar = (value, whole, base, high, kind) => {
+    const at = xs[number], bar = (value, whole, base, high, kind) => {
       const height = Math.max(value ? 2 : 0, high * (value || 0) / whole);
       return svg("rect", {x: at - width / 2, y: base - height, width, height, class: kind});
     };
@@ -67,7 +75,7 @@ function timeline(steps) {
     ), about(step));
   });
   const made = chart(WIDE, bottom + 26, "time line of the steps", axis(TOP, end, bytes(large), "0 B"),
-    timed && axis(low, bottom, span(slow), "0 s"), labels, shapes);
+    timed && axis(low, bottom, span(slow), "0 s"), labels, pauses, shapes);
   roving(made, ".step");
   const sample = kind => el("i", {class: `sample k-${kind}`});
   return [made, el("p", {class: "legend"}, sample("good"), "committed ", sample("warn"),

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from shardproof.commands.report.description import Stored
 from shardproof.commands.report.detail import spelled
-from shardproof.commands.report.page.run_facts import heading
+from shardproof.commands.report.page.facts_of_run import heading
 from shardproof.commands.report.summary import summarise, tensor_bytes
 from shardproof.engine.foreign import NATIVE
 
