@@ -108,6 +108,10 @@ def test_a_run(show: Any, tmp_path: Path) -> None:
     tab.keyboard.press("ArrowRight")
     assert label_of_focus(tab).startswith(("step-00000002", "suspect-00000002"))
     assert tab.locator("table.rows tbody tr").count() == 6
+    tab.emulate_media(media="print")
+    tab.set_viewport_size({"width": 560, "height": 794})  # A5
+    widths = "[...document.querySelectorAll('.scroll, html')].map(one => one.scrollWidth - one.clientWidth)"
+    assert max(tab.evaluate(widths)) <= 0, "no column is cut off on paper"
 
 
 def test_a_checkpoint(show: Any, tmp_path: Path) -> None:
@@ -240,5 +244,6 @@ def test_both_themes_and_the_printed_page(show: Any, tmp_path: Path) -> None:
     tab.click("#theme")
     tab.click("#theme")
     tab.emulate_media(media="print")
-    assert tab.evaluate(colour) == light and not tab.is_visible("#theme")
+    assert tab.evaluate("getComputedStyle(document.documentElement).colorScheme") == "light"
+    assert not tab.is_visible("#theme")
     assert tab.is_visible("table.rows")
