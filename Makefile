@@ -23,7 +23,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-unit test-all test-interop test-torch bench bench-peers check check-wheel docs format clean
+.PHONY: help venv demo test test-unit test-all test-interop test-torch test-page bench bench-peers check check-wheel docs format clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -43,13 +43,13 @@ demo: $(STAMP)  ## train, save, be killed, resume on other layouts, prove it
 	$(BIN)/python -m examples.demo $(ARGS)
 
 test: $(STAMP)  ## everything but the slow repeats and test-interop
-	$(BIN)/python -m pytest -n 3 -m "not slow and not interop" $(ARGS)
+	$(BIN)/python -m pytest -n 3 -m "not slow and not interop and not browser" $(ARGS)
 
 test-unit: $(STAMP)  ## the tests without other processes, in about two minutes
 	$(BIN)/python -m pytest -n 3 -m "not slow and not processes" tests/unit $(ARGS)
 
 test-all: $(STAMP)  ## every test but test-interop, the slow ones too
-	$(BIN)/python -m pytest -n 2 -m "not interop" --hypothesis-profile thorough $(ARGS)
+	$(BIN)/python -m pytest -n 2 -m "not interop and not browser" --hypothesis-profile thorough $(ARGS)
 
 test-interop: $(STAMP) $(INTEROP_STAMPS)  ## released packages of other projects read what we write
 	$(BIN)/python -m pytest -n 2 -m interop tests/interop $(ARGS)
@@ -74,7 +74,11 @@ $(OTHER_TORCH)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 test-torch: $(OTHER_TORCH)/.installed  ## the tests with another torch: make test-torch TORCH=2.6.0
-	$(OTHER_TORCH)/bin/python -m pytest -n 3 -p tests.newer_torch -m "not slow and not interop" $(ARGS)
+	$(OTHER_TORCH)/bin/python -m pytest -n 3 -p tests.newer_torch -m "not slow and not interop and not browser" $(ARGS)
+
+test-page: $(STAMP)  ## the page of `shardproof page` in a browser: Debian's chromium, or that of playwright
+	$(PIP) playwright
+	$(BIN)/python -m pytest -m browser tests/page $(ARGS)
 
 bench: $(STAMP)  ## compare with torch's own checkpoints, optimizers and sharding
 	@set -e; for script in save load save_load_again reshard crossover small_tensors costs planning; do \
@@ -118,6 +122,7 @@ check-wheel: $(STAMP)  ## the example of the README from a built wheel, in an en
 	build/wheel/venv/bin/python -m pip install --quiet -c constraints.txt torch build/wheel/*.whl
 	sed -n '/^```python/,/^```/p' README.md | grep -v '^```' > build/wheel/example.py
 	cd build/wheel && venv/bin/python example.py && venv/bin/shardproof verify runs/example
+	cd build/wheel && venv/bin/shardproof page runs/example -o page.html
 
 docs: $(STAMP)  ## the documentation site in build/site, built without a network
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict

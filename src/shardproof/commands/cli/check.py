@@ -262,11 +262,12 @@ def _show_difference(difference: Difference) -> None:
 
 
 def _show_measures(values: Sequence[ValueDifference]) -> None:
-    """The tensors that differ: those whose NaN or infinities differ, then by the relative difference."""
+    """The tensors that differ, as `most_changed_first` orders them."""
     from shardproof.commands.cli.terminal import console, table
+    from shardproof.commands.report import most_changed_first
 
-    measured = [(value, value.measured) for value in values if value.measured is not None]
-    measured.sort(key=lambda pair: (not pair[1].one_finite, -pair[1].relative))
+    ordered = most_changed_first(values)
+    measured = [(value, value.measured) for value in ordered if value.measured is not None]
     rows = [
         (
             value.key,

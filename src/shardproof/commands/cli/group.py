@@ -39,6 +39,7 @@ COMMANDS = {
     "memory": "clean",
     "doctor": "health",
     "watch": "health",
+    "page": "page",
     "trace": "extras",
 }
 """Each command, and the module of this package that defines it as ``<name>_command``."""

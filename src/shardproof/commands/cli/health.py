@@ -26,6 +26,7 @@ from shardproof.commands.cli.options import (
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from shardproof.engine.storage import Storage
     from shardproof.runs.checkpointer import Examination, RunWatch, WatchedSave
 
 _NO_CLOCK = (
@@ -34,15 +35,13 @@ _NO_CLOCK = (
 )
 
 
-@click.command("doctor", short_help="Find what is wrong with a run, and how to fix it.")
-@folder_argument("run")
-@click.option(
+second_tier_option = click.option(
     "--second-tier",
     metavar="URL",
     callback=existing_folder,
     help="The second tier of the run: find steps that it lacks.",
 )
-@click.option(
+nodes_option = click.option(
     "--node",
     "nodes",
     metavar="FOLDER",
@@ -50,7 +49,44 @@ _NO_CLOCK = (
     callback=existing_folder,
     help="RUN on another node, for a run with node_local=True: count the copies of each file. Repeatable.",
 )
-@older_than_option("Files without a manifest that changed within this time may belong to a save in progress.")
+unnamed_option = older_than_option(
+    "Files without a manifest that changed within this time may belong to a save in progress."
+)
+
+
+def examined_run(
+    run: str, second_tier: str | None, nodes: Sequence[str], older_than: float, *, probe: bool = False
+) -> tuple[list[Storage], Examination]:
+    """The tiers of a run, nearest first, and what is wrong with them. The arguments are those of `doctor`."""
+    from shardproof.engine.storage import is_same_place, storage_at, time_at
+    from shardproof.runs.checkpointer import Finding, compare_tiers, examine_run, find_missing_copies
+
+    storage, others = storage_at(run), [storage_at(node) for node in nodes]
+    if len({os.path.realpath(one.location) for one in (storage, *others)}) <= len(others):
+        raise click.UsageError(
+            "--node names the folders of other nodes: RUN and each --node are different folders"
+        )
+    second = None if second_tier is None else storage_at(second_tier)
+    if second is not None and is_same_place(storage, second):
+        raise click.UsageError(f"--second-tier: {second_tier} is RUN itself: name the second tier of the run")
+    told = time_at(storage) if probe else storage.now(writes=False)
+    now = time.time() if told is None else told
+    found = examine_run(storage, run, older_than=older_than, now=now)
+    if told is None:
+        text = f"{_NO_CLOCK} `doctor --probe` writes a file to measure it"
+        found = found.with_findings([Finding("note", "clock", storage.location, text)])
+    found = found.with_findings(find_missing_copies(storage, others))
+    if second_tier is None or second is None:
+        return [storage], found
+    more = compare_tiers(storage, second, run, second_tier, older_than=older_than, now=now)
+    return [storage, second], found.with_findings(more)
+
+
+@click.command("doctor", short_help="Find what is wrong with a run, and how to fix it.")
+@folder_argument("run")
+@second_tier_option
+@nodes_option
+@unnamed_option
 @click.option(
     "--probe",
     is_flag=True,
@@ -78,38 +114,13 @@ def doctor_command(
     Exit code 0: healthy. 1: something needs attention. 3: the run could not be read.
     """
     from shardproof.commands.cli.terminal import bytes_progress
-    from shardproof.engine.storage import is_same_place, storage_at, time_at
-    from shardproof.runs.checkpointer import (
-        Finding,
-        compare_tiers,
-        examine_run,
-        find_missing_copies,
-        probe_storage,
-        scrub_run,
-    )
+    from shardproof.runs.checkpointer import probe_storage, scrub_run
 
     if bandwidth is not None and not scrub:
         raise click.UsageError("--bandwidth limits the reads of --scrub: add --scrub")
     if bandwidth == 0:
         raise click.UsageError("--bandwidth is at least 1")
-    storage, others = storage_at(run), [storage_at(node) for node in nodes]
-    if len({os.path.realpath(one.location) for one in (storage, *others)}) <= len(others):
-        raise click.UsageError(
-            "--node names the folders of other nodes: RUN and each --node are different folders"
-        )
-    second = None if second_tier is None else storage_at(second_tier)
-    if second is not None and is_same_place(storage, second):
-        raise click.UsageError(f"--second-tier: {second_tier} is RUN itself: name the second tier of the run")
-    told = time_at(storage) if probe else storage.now(writes=False)
-    now = time.time() if told is None else told
-    found = examine_run(storage, run, older_than=older_than, now=now)
-    if told is None:
-        text = f"{_NO_CLOCK} --probe writes a file to measure it"
-        found = found.with_findings([Finding("note", "clock", storage.location, text)])
-    found = found.with_findings(find_missing_copies(storage, others))
-    if second_tier is not None and second is not None:
-        more = compare_tiers(storage, second, run, second_tier, older_than=older_than, now=now)
-        found = found.with_findings(more)
+    (storage, *_), found = examined_run(run, second_tier, nodes, older_than, probe=probe)
     if probe:
         found = found.with_findings(probe_storage(storage))
     if scrub:

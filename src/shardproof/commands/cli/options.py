@@ -91,14 +91,14 @@ def checkpoint_argument(name: str) -> Callable[[Function], Function]:
 
     def callback(context: click.Context, parameter: click.Parameter, path: str) -> str:
         existing_folder(context, parameter, path)
-        return _checkpoint(context, parameter, path)
+        return existing_checkpoint(context, parameter, path)
 
     return click.argument(name, callback=callback)
 
 
 def path_argument(name: str) -> Callable[[Function], Function]:
     """An argument for a checkpoint of any format, a folder or a file. A missing one is bad usage."""
-    return click.argument(name, callback=_checkpoint)
+    return click.argument(name, callback=existing_checkpoint)
 
 
 def path_or_run_argument(name: str) -> Callable[[Function], Function]:
@@ -182,7 +182,8 @@ def _shown(path: str) -> str:
     return f"{path!r}" + (f" ({whole})" if whole != path else "")
 
 
-def _checkpoint(context: click.Context, parameter: click.Parameter, path: str) -> str:
+def existing_checkpoint(context: click.Context, parameter: click.Parameter, path: str) -> str:
+    """The callback of a checkpoint of any format. A missing one, or a run, is bad usage."""
     path = _checkpoint_or_run(context, parameter, path)
     if steps := _steps_of_run(path):
         from shardproof.engine.storage import storage_at
@@ -217,6 +218,11 @@ def _steps_of_run(path: str) -> list[str]:
     except StorageError:  # the command reports it with its cause
         return []
     return sorted(steps, key=lambda name: int(name[5:]))
+
+
+def is_run(path: str) -> bool:
+    """True for the folder of a run that has the folder of a step."""
+    return bool(_steps_of_run(path))
 
 
 def checkpoint_of(path: str, words: Sequence[str], *, quiet: bool = False) -> tuple[str, Sequence[str]]:

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from shardproof.commands.report.description import Stored, describe
 from shardproof.commands.report.detail import ObjectDetail, TensorDetail, detail, spelled
 from shardproof.commands.report.difference import Difference, ValueDifference, diff
+from shardproof.commands.report.difference import most_changed_first as most_changed_first
 from shardproof.commands.report.measures import Measure as Measure
 from shardproof.commands.report.summary import Folded, Summary, fold, summarise, tensor_bytes
 from shardproof.commands.report.tensor_statistics import measure_tensors
 from shardproof.runs.checkpointer import PrunePlan, StepInfo, interval_advice, plan_prune, scan_run
+
+if TYPE_CHECKING:
+    from shardproof.commands.report.page import HTML_START as HTML_START
+    from shardproof.commands.report.page import JSON_START as JSON_START
+    from shardproof.commands.report.page import checkpoint_facts as checkpoint_facts
+    from shardproof.commands.report.page import difference_facts as difference_facts
+    from shardproof.commands.report.page import html_of as html_of
+    from shardproof.commands.report.page import json_of as json_of
+    from shardproof.commands.report.page import run_facts as run_facts
 
 __all__ = [
     "Difference",
@@ -32,3 +45,20 @@ __all__ = [
     "summarise",
     "tensor_bytes",
 ]
+
+_OF_PAGES = {
+    "HTML_START",
+    "JSON_START",
+    "checkpoint_facts",
+    "difference_facts",
+    "html_of",
+    "json_of",
+    "run_facts",
+}
+"""Loaded when they are first used: other commands start faster without them."""
+
+
+def __getattr__(name: str) -> Any:
+    if name in _OF_PAGES:
+        return getattr(importlib.import_module(f"{__name__}.page"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

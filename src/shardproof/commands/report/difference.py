@@ -126,6 +126,16 @@ class Difference:
         return {"same": self.same, **asdict(replace(self, values=())), "values": values}
 
 
+def most_changed_first(values: Sequence[ValueDifference]) -> list[ValueDifference]:
+    """The tensors that are finite in one of the two alone, then the others by the relative difference."""
+    return sorted(
+        values,
+        key=lambda value: (
+            (not value.measured.one_finite, -value.measured.relative) if value.measured else (True, 0.0)
+        ),
+    )
+
+
 class _Side:
     """The keys of one checkpoint as its user sees them, under the names that are compared."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from fnmatch import fnmatchcase
 
@@ -58,16 +58,25 @@ def measure_tensors(
     with closing(open_bits(place, stored)) as bits:
         for tensor in wanted:
             measure = Measure()
-            if 0 not in tensor.shape:
-                boxes, _ = cut(Boxes.whole(tensor.shape), np.array([MOST_NUMBERS]))
-                for offsets, sizes in zip(boxes.offsets.tolist(), boxes.sizes.tolist(), strict=True):
-                    box = bits.box(tensor.key, offsets, sizes)
-                    measure.add(numbers(box, tensor.dtype))
-                    done += box.nbytes
-                    if on_progress is not None:
-                        on_progress(done, total)
+            for offsets, sizes in boxes_to_measure(tensor.shape):
+                box = bits.box(tensor.key, offsets, sizes)
+                measure.add(numbers(box, tensor.dtype))
+                done += box.nbytes
+                if on_progress is not None:
+                    on_progress(done, total)
             found.append((tensor, measure))
     return found
+
+
+def boxes_to_measure(shape: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
+    """Offsets and sizes of the boxes that are read one after the other.
+
+    A box has at most `MOST_NUMBERS` elements, unless a single row has more. A tensor without elements has no
+    box.
+    """
+    if 0 not in shape:
+        boxes, _ = cut(Boxes.whole(tuple(shape)), np.array([MOST_NUMBERS]))
+        yield from zip(boxes.offsets.tolist(), boxes.sizes.tolist(), strict=True)
 
 
 def _fits(key: str, pattern: str) -> bool:

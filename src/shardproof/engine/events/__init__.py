@@ -21,6 +21,7 @@ from shardproof.engine.events.phase_table import PHASES, KnownPhase
 from shardproof.engine.events.phases import Event, Hub, Listener, Phase, Subscription, hub
 from shardproof.engine.events.trace_files import trace
 from shardproof.engine.events.trace_merge import Merged, merge_traces
+from shardproof.engine.events.trace_merge import blocked_seconds as blocked_seconds
 
 __all__ = [
     "PHASES",

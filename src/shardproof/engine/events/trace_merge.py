@@ -105,6 +105,22 @@ def merge_traces(files: Iterable[str | os.PathLike[str]], out: str | os.PathLike
     )
 
 
+def blocked_seconds(files: Iterable[str | os.PathLike[str]]) -> dict[int, float]:
+    """Seconds that training waited in the call of a save, by step: the most of all ranks and saves of it.
+
+    Args:
+        files: the files that `trace` wrote. Other files are skipped.
+    """
+    found: dict[int, float] = {}
+    for document in filter(None, map(_read, sorted(os.fspath(file) for file in files))):
+        for row in document["traceEvents"]:
+            if (row.get("ph"), row.get("cat"), row.get("name")) == ("X", "save", "blocked"):
+                step = row["args"].get("step")
+                if isinstance(step, int):
+                    found[step] = max(found.get(step, 0.0), row["dur"] / 1e6)
+    return found
+
+
 def _read(name: str) -> dict[str, Any] | None:
     """The document of a trace file, or None for any other file."""
     try:

@@ -44,8 +44,10 @@ from shardproof.runs.checkpointer.run_options import Incremental, NodeLocal, Sec
 from shardproof.runs.checkpointer.run_watch import RunWatch as RunWatch
 from shardproof.runs.checkpointer.run_watch import WatchedSave as WatchedSave
 from shardproof.runs.checkpointer.save_interval import IntervalAdvice as IntervalAdvice
+from shardproof.runs.checkpointer.save_interval import best_interval as best_interval
 from shardproof.runs.checkpointer.scan import StepInfo as StepInfo
 from shardproof.runs.checkpointer.scan import interval_advice as interval_advice
+from shardproof.runs.checkpointer.scan import save_seconds as save_seconds
 from shardproof.runs.checkpointer.scan import scan_run as scan_run
 from shardproof.runs.checkpointer.schedules import Every, Schedule
 from shardproof.runs.checkpointer.step_folders import (
@@ -60,6 +62,7 @@ if TYPE_CHECKING:
     from shardproof.runs.checkpointer.checkpointer import Checkpointer
     from shardproof.runs.checkpointer.restore import RestoredStep
     from shardproof.runs.checkpointer.step_selection import PassedOver
+    from shardproof.runs.checkpointer.step_selection import plan_restore as plan_restore
 
 __all__ = [
     "SETTLED_NAME",
@@ -95,7 +98,12 @@ __all__ = [
 ]
 
 
-_LAZY = {"Checkpointer": "checkpointer", "PassedOver": "step_selection", "RestoredStep": "restore"}
+_LAZY = {
+    "Checkpointer": "checkpointer",
+    "PassedOver": "step_selection",
+    "RestoredStep": "restore",
+    "plan_restore": "step_selection",
+}
 
 
 def __getattr__(name: str) -> Any:

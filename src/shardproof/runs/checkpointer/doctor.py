@@ -89,6 +89,8 @@ class Examination:
     """The most severe first."""
     partial: tuple[int, ...] = ()
     """Steps of which this folder, that of one node, has some files, ascending."""
+    infos: tuple[StepInfo, ...] = ()
+    """The checkpoints and leftovers that were examined, oldest step first."""
 
     @property
     def is_healthy(self) -> bool:
@@ -152,7 +154,8 @@ def examine_run(storage: Storage, run: str, *, older_than: float, now: float) ->
         *_of_permissions(storage, infos),
     ]
     parts = tuple(info.step for info in partial if info.step is not None)
-    return Examination(storage.location, steps, next_save, space, (), parts).with_findings(findings)
+    examined = Examination(storage.location, steps, next_save, space, (), parts, tuple(infos))
+    return examined.with_findings(findings)
 
 
 def _of_steps(infos: Sequence[StepInfo], run: str) -> Iterator[Finding]:

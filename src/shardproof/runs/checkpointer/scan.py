@@ -208,24 +208,35 @@ def _bytes(place: Storage, found: Judgement, files: set[str], referenced: set[st
         return 0
 
 
+def save_seconds(info: StepInfo, modified: Callable[[str], float | None]) -> float | None:
+    """Seconds from the agreement of the ranks, which the manifest records, to the commit.
+
+    The commit is the time of the manifest's file. None for a manifest that was written again or copied, and
+    for a step that is not committed.
+
+    Args:
+        info: a checkpoint of a run.
+        modified: as of `interval_advice`.
+    """
+    if not info.committed or info.time is None or info.save.repaired:
+        return None
+    written = modified(f"{info.name}/{MANIFEST_NAME}")
+    return written - info.time if written is not None and 0 < written - info.time < _LONGEST_SAVE else None
+
+
 def interval_advice(
     infos: Iterable[StepInfo], modified: Callable[[str], float | None], mtbf: float
 ) -> IntervalAdvice | None:
     """A time between saves, from the committed steps of a run; None for fewer than two.
 
-    The cost of a save is the time from the agreement of the ranks, which the manifest records, to the time of
-    the manifest's file. Manifests that were written again or copied are not measured.
+    The cost of a save is its `save_seconds`.
 
     Args:
         infos: the checkpoints of a run.
         modified: the time of the last write to a file of the run, Unix seconds; None if it does not exist.
         mtbf: seconds between two failures of the job, on average.
     """
-    times, costs = [], []
-    for info in infos:
-        if info.committed and info.time is not None:
-            times.append(info.time)
-            written = modified(f"{info.name}/{MANIFEST_NAME}")
-            if written is not None and not info.save.repaired and 0 < written - info.time < _LONGEST_SAVE:
-                costs.append(written - info.time)
+    saved = [info for info in infos if info.committed and info.time is not None]
+    times = [info.time for info in saved if info.time is not None]
+    costs = [cost for info in saved if (cost := save_seconds(info, modified)) is not None]
     return advice_of(times, costs, mtbf)

@@ -15,7 +15,7 @@ from shardproof.runs.checkpointer.damage import Damage, is_damage
 from shardproof.runs.checkpointer.judge import Verdict, judge
 from shardproof.runs.checkpointer.marks import is_settled, unsettled_in
 from shardproof.runs.checkpointer.step_folders import StepFolder, files_in, folders_in, parse_folder, seal_in
-from shardproof.runs.checkpointer.tiers import Copies, copies_in
+from shardproof.runs.checkpointer.tiers import Copies, TieredRun, copies_in
 
 MOST_TRIES = 16
 """Maximum number of attempts to choose a step while another process removes or replaces chosen steps. If each
@@ -96,6 +96,23 @@ def named(run: Storage, step: int, *, suspect: bool) -> StepFolder:
     return StepFolder(step, suspect and _is_committed(run, StepFolder(step, suspect=True)))
 
 
+def plan_restore(tiers: Sequence[Storage]) -> Chosen:
+    """The step that `Checkpointer.restore` takes now, and the newer ones that it passes over; loads nothing.
+
+    Damage that only a read of the tensors finds is not known to it.
+
+    Args:
+        tiers: the run's folder in each tier, nearest first.
+
+    Raises:
+        NotCommittedError: there are committed steps, but none can be read.
+        StorageError: the storage failed.
+    """
+    selection = StepSelection(TieredRun(tiers) if len(tiers) > 1 else tiers[0], suspect=False)
+    chosen = selection.choose(())
+    return replace(chosen, passed=[*chosen.passed, *selection.nearer_copies()])
+
+
 class _RunChanged(Exception):
     """Another process changed the run while a step was chosen, so that another step may be the right one."""
 
@@ -128,12 +145,9 @@ class StepSelection:
         """
         for _ in range(MOST_TRIES):
             try:
-                found = self._look(known)
+                return self._look(known)
             except _RunChanged:
                 continue
-            if not self._suspect:
-                _warn_of_suspects(self._run, 0 if found.folder is None else found.folder.step)
-            return found
         raise StorageError(
             f"{self._run.location}: another process removed or replaced {MOST_TRIES} chosen steps in a row. "
             f"{KEEP_MORE}",
@@ -172,11 +186,13 @@ class StepSelection:
             chosen = Chosen(folder, seal_in(run.within(folder.name)), changed=changed)
         else:
             chosen = self.choose([*known, *passed])
+            if not self._suspect:
+                _warn_of_suspects(run, 0 if chosen.folder is None else chosen.folder.step)
             chosen = replace(chosen, passed=[*passed, *chosen.passed], changed=changed)
         if chosen.folder is not None and chosen.seal is not None:
             self._copies.note_other_saves(chosen.folder.name)
         left_out = dict(self._copies.choice.left_out)
-        return replace(chosen, passed=[*chosen.passed, *self._nearer_copies()], left_out=left_out)
+        return replace(chosen, passed=[*chosen.passed, *self.nearer_copies()], left_out=left_out)
 
     def _look(self, known: Sequence[PassedOver]) -> Chosen:
         """One look at the run; see `choose`. Raises `_RunChanged` if the run changed meanwhile."""
@@ -282,7 +298,7 @@ class StepSelection:
         """True if another tier has a copy of the damaged file, which the next read of the step takes."""
         return is_damage(error) and self._copies.next_copy(folder.name, error)
 
-    def _nearer_copies(self) -> list[PassedOver]:
+    def nearer_copies(self) -> list[PassedOver]:
         """The copies of chosen steps that were left out in favour of a copy in another tier."""
         choice = self._copies.choice
         copies = chain(choice.nearer, *choice.other_saves.values())

@@ -98,11 +98,15 @@ def test_commands_that_only_read_need_no_torch(tmp_path: Path) -> None:
         ["doctor", tmp_path],
         ["doctor", tmp_path, "--scrub"],
         ["prune", tmp_path],
+        ["page", tmp_path, "-o", "-"],
+        ["page", step, "--verify", "-o", "-"],
+        ["page", step, tmp_path / "other_layout", "-o", "-"],
     ):
         assert imported("torch", *arguments) == []
         assert imported("torch,rich", *arguments, "--json") == [] or arguments[0] in (
             "diff",
             "doctor",
+            "page",
             "stats",
             "verify",
         )

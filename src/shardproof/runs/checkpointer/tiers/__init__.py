@@ -5,10 +5,15 @@ Read `uploader.py` for the uploads, and `tiered_run.py` for the reads.
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from shardproof.runs.checkpointer.tiers.open_tiers import check_node_local, open_tiers
 from shardproof.runs.checkpointer.tiers.tiered_run import Copies, NearerCopy, TieredRun, copies_in
 from shardproof.runs.checkpointer.tiers.upload_messages import UploadRequest
-from shardproof.runs.checkpointer.tiers.uploader import Uploader
+
+if TYPE_CHECKING:
+    from shardproof.runs.checkpointer.tiers.uploader import Uploader
 
 __all__ = [
     "Copies",
@@ -20,3 +25,9 @@ __all__ = [
     "copies_in",
     "open_tiers",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Uploader":  # needs torch, and the choice of a step does not
+        return importlib.import_module(f"{__name__}.uploader").Uploader
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
