@@ -128,6 +128,15 @@ def test_checkpoint_of_lightning_resumes(package: str, tmp_path: Path) -> None:
         assert callback["best_model_path"] == str(old)
 
 
+@pytest.mark.parametrize(
+    "packages",
+    [[LIGHTNING], ["pytorch_lightning"], [LIGHTNING, "pytorch_lightning"]],
+    ids=["lightning", "pytorch_lightning", "both"],
+)
+def test_a_class_of_a_strategy_is_made_once_and_keeps_its_own_methods(packages: list[str]) -> None:
+    assert "classes are made" in train("torch", SCRIPTS / "classes_with_shardproof.py", *packages, nproc=1)
+
+
 def test_a_checkpoint_callback_of_lightning_beside_ours_saves_with_shardproof(tmp_path: Path) -> None:
     """Its rotation removes its earlier checkpoint, and a trainer without it resumes."""
     run, beside, last = tmp_path / "run", tmp_path / "beside", tmp_path / "last"

@@ -129,3 +129,7 @@ def test_nothing_resumes_from_a_save_that_did_not_finish(tmp_path: Path) -> None
         "has no committed checkpoint. Leave resume_from_checkpoint out, or set it to last_checkpoint(" in text
     )
     assert "NotCommittedError" in text
+
+
+def test_the_class_of_a_trainer_that_saves_with_shardproof_is_extended() -> None:
+    assert "classes are made" in train("torch", SCRIPTS / "classes_with_shardproof.py", nproc=1)

@@ -213,7 +213,8 @@ def with_shardproof(kind: Any, *, background: bool = True) -> Any:
     Example:
         >>> trainer = with_shardproof(Trainer)(model, arguments)  # doctest: +SKIP
     """
-    return type(kind.__name__, (_TrainerMethods, kind), {"shardproof_background": background})
+    bases = (kind,) if issubclass(kind, _TrainerMethods) else (_TrainerMethods, kind)
+    return type(kind)(kind.__name__, bases, {"shardproof_background": background})
 
 
 def last_checkpoint(folder: str | os.PathLike[str]) -> str | None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import os
+from abc import ABC
 from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
@@ -23,7 +24,8 @@ from shardproof.frameworks.lightning.lightning_io import LIGHTNING
 from shardproof.frameworks.shared.folder_saves import FolderSaves, Value, is_committed, newest_committed
 
 ModelCheckpoint: Any = import_module(f"{LIGHTNING}.callbacks").ModelCheckpoint
-_Strategy: Any = import_module(f"{LIGHTNING}.strategies").Strategy
+
+_log = logging.getLogger("shardproof")
 
 _REFUSED = {
     "FSDPStrategy": "FSDP1 collects its state with collectives. Use ModelParallelStrategy with fully_shard",
@@ -34,7 +36,12 @@ _REFUSED = {
 """Strategies whose ranks cannot save their own parts: the reason, and what to do."""
 
 
-class _StrategyMethods(_Strategy):
+_KIND: Any = ABC
+"""In place of the class of the strategy, whose methods follow those of `_StrategyMethods`. It is the base of
+Lightning's `Strategy`: with another one, Python refuses the assignment to `strategy.__class__`."""
+
+
+class _StrategyMethods(_KIND):
     """The methods that `with_shardproof` puts before those of a strategy. Lightning calls all ranks."""
 
     shardproof_saves: FolderSaves
@@ -190,9 +197,11 @@ def with_shardproof(kind: Any) -> Any:
         kind: the class of the strategy.
 
     Returns:
-        A class derived from it, with the same name.
+        A class derived from it, with the same name; `kind` itself if it is such a class.
     """
-    return type(kind.__name__, (_StrategyMethods, kind), {})
+    if issubclass(kind, _StrategyMethods):
+        return kind
+    return type(kind)(kind.__name__, (_StrategyMethods, kind), {})
 
 
 class ShardproofCheckpoint(ModelCheckpoint):
@@ -256,9 +265,6 @@ def _take_loaders(checkpoint: dict[str, Any]) -> Any:
     if loops:
         checkpoint["loops"] = loops | {"fit_loop": fit | {"state_dict": state}}
     return loaders
-
-
-_log = logging.getLogger("shardproof")
 
 
 def set_sampler_epoch(loader: Any, epoch: int) -> None:
