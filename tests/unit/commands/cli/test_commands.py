@@ -429,6 +429,7 @@ def test_ls(call: Any, ckpt: Path) -> None:
         "unnamed": 0,
         "stored_step": 7,
         "file_bytes": files,
+        "provenance": {},
         "references": [],
         "referenced_by": [],
         "suspect": False,
@@ -481,7 +482,7 @@ def test_inspect(call: Any, ckpt: Path) -> None:
     assert set(report) == {
         "location", "format", "notes", "prefix", "step", "time", "writer", "attempt", "repaired",
         "world_size",
-        "metadata",
+        "metadata", "provenance",
         "tensors", "bytes", "referenced_bytes", "chunks", "rows", "parts", "writers", "aliases", "objects",
         "unreadable",
     }  # fmt: skip
@@ -495,6 +496,7 @@ def test_inspect(call: Any, ckpt: Path) -> None:
     assert {"part": "model.layers", "tensors": 8, "bytes": 2048} in report["parts"]
     assert [writer["rank"] for writer in report["writers"]] == [0, 1]
     assert report["metadata"] == {"note": "hi"}
+    assert report["provenance"] == {}
 
 
 def test_inspect_of_a_part(call: Any, ckpt: Path) -> None:

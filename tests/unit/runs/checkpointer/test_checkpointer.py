@@ -248,7 +248,7 @@ def test_a_restore_that_succeeded_stays_so_if_the_look_for_a_branch_fails(
     def refused(*_: Any) -> None:
         raise StorageError("503")
 
-    monkeypatch.setattr("shardproof.runs.checkpointer.open_run.folders_in", refused)
+    monkeypatch.setattr("shardproof.runs.checkpointer.open_run.steps_in", refused)
     assert run.restore(state(0)) == 1
 
 
