@@ -114,6 +114,16 @@ def test_a_run(show: Any, tmp_path: Path) -> None:
     assert max(tab.evaluate(widths)) <= 0, "no column is cut off on paper"
 
 
+def test_the_time_line_names_each_minute_once(show: Any, tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        write(tmp_path / "run" / f"step-{step:08d}", sample(step, time=1_700_000_000.0 + step))
+    texts = (
+        show(tmp_path / "run").locator("svg[aria-label='time line of the steps'] text").all_text_contents()
+    )
+    labels = [text for text in texts if text.startswith("step ") or text.endswith(" UTC")]
+    assert labels == ["step 1", "2023-11-14 22:13 UTC", "step 2", "step 3"]
+
+
 def test_a_checkpoint(show: Any, tmp_path: Path) -> None:
     boxes = [(rank, ((8 * (rank // 2), 8 * (rank % 2)), (8, 8))) for rank in range(4)]
     cuts = {**sample(1).cuts, "model.layers.1.wq": boxes}

@@ -180,8 +180,8 @@ def diff_command(
     --include, --exclude and --rename are those of a conversion of A to B: they take the keys of A. A key of B
     is compared if they take the name that it would have in A.
 
-    Exit code 0: the same state. 1: they differ, or one is damaged. 2: a pattern or a rename fits no key. 3:
-    one of them, or a value, could not be read.
+    Exit code 0: the same state. 1: they differ, or one is damaged. 2: a pattern or a rename fits no key, two
+    keys get one name, or no key is left to compare. 3: one of them, or a value, could not be read.
     """
     from shardproof.commands.cli.terminal import bytes_progress
     from shardproof.commands.report import diff

@@ -44,11 +44,10 @@ COMMANDS = {
 }
 """Each command, and the module of this package that defines it as ``<name>_command``."""
 
-_INSTEAD = {
-    "demo": " The demo is in the repository: `make demo`.",
-    "--then": " Name the second tier with '--second-tier'.",
-}
-"""What to use in place of words that a user may try as a command or an option."""
+_INSTEAD = {"demo": " The demo is in the repository: `make demo`."}
+"""What to use in place of a word that a user may try as a command."""
+_OPTIONS_INSTEAD = {"--then": ("--second-tier", " Name the second tier with '--second-tier'.")}
+"""The option to use in place of one that a user may try, and the advice for a command that has it."""
 
 
 class Commands(click.Group):
@@ -100,8 +99,10 @@ def run(arguments: Sequence[str]) -> int:
         result: Any = commands.main(list(arguments), prog_name="shardproof", standalone_mode=False)
         sys.stdout.flush()
     except click.UsageError as error:
-        if isinstance(error, click.NoSuchOption) and error.option_name in _INSTEAD:
-            error = click.UsageError(error.message + _INSTEAD[error.option_name], error.ctx)
+        if isinstance(error, click.NoSuchOption) and error.option_name in _OPTIONS_INSTEAD and error.ctx:
+            option, advice = _OPTIONS_INSTEAD[error.option_name]
+            if any(option in parameter.opts for parameter in error.ctx.command.params):
+                error = click.UsageError(error.message + advice, error.ctx)
         show_usage(error, as_json)
         return USAGE
     except (click.Abort, KeyboardInterrupt):

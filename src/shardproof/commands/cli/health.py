@@ -149,6 +149,8 @@ def _show_examination(found: Examination) -> None:
     steps = counted(len(found.steps), "committed step")
     if found.partial and not found.steps:
         steps = f"this node has its part of {counted(len(found.partial), 'step')}"
+    if not numbers and any(info.name == "." and info.committed for info in found.infos):
+        steps = "a checkpoint"
     newest = f", the newest is {numbers[-1]}" if numbers else ""
     space = "" if found.space is None else f"; {gigabytes(found.space.free)} free"
     saves = f", and a full save writes {gigabytes(found.next_save)}" if numbers else ""

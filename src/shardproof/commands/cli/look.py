@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -269,24 +269,49 @@ def _show_summary(summary: Summary) -> None:
 
 
 def _rows_of_provenance(record: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The origin of a save as names and texts. Members of a newer version are shown as they are."""
+    """The origin of a save as names and texts. Members of another form are shown as they are."""
     rest = dict(record)
     rows = []
-    if (program := rest.pop("program", None)) is not None:
-        rows.append(("program", " ".join(map(str, (program, *rest.pop("arguments", ()))))))
-    if isinstance(started := rest.pop("started", None), int | float):
-        rows.append(("started", time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(started))))
-    if isinstance(git := rest.pop("git", None), dict):
-        states: dict[Any, str] = {True: ", with changes", False: ", without changes"}
-        rows.append(("git commit", f"{git.get('commit')}{states.get(git.get('changed'), '')}"))
-    if isinstance(versions := rest.pop("versions", None), dict):
+    program, arguments = rest.pop("program", None), rest.pop("arguments", None)
+    if program is not None and isinstance(arguments, list | None):
+        rows.append(("program", " ".join(map(str, (program, *(arguments or ()))))))
+    else:
+        given = {"program": program, "arguments": arguments}.items()
+        rows += [(name, str(value)) for name, value in given if value is not None]
+    if "started" in rest:
+        rows.append(("started", _moment(rest.pop("started"))))
+    if isinstance(git := rest.get("git"), dict) and isinstance(changed := git.get("changed"), bool | None):
+        states = {True: ", with changes", False: ", without changes", None: ""}
+        rows.append(("git commit", f"{git.get('commit')}{states[changed]}"))
+        del rest["git"]
+    if isinstance(versions := rest.get("versions"), dict):
         rows.append(("versions", ", ".join(f"{name} {version}" for name, version in versions.items())))
-    if isinstance(layout := rest.pop("layout", None), dict):
-        groups = {"mesh": layout.get("meshes", ()), "megatron": [layout.get("megatron", {})]}
-        for name, found in groups.items():
-            texts = ["x".join(f"{key}={size}" for key, size in one.items()) for one in found if one]
-            rows += [(name, "; ".join(texts))] if texts else []
+        del rest["versions"]
+    if isinstance(layout := rest.get("layout"), dict):
+        rows += _rows_of_layout(layout)
+        del rest["layout"]
     return [*rows, *((name, str(value)) for name, value in rest.items())]
+
+
+def _moment(value: object) -> str:
+    """Unix seconds as a date; another value as it is."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(value))
+    except (ValueError, OverflowError, OSError):
+        return str(value)
+
+
+def _rows_of_layout(layout: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The meshes and groups of a save; members of another form as they are."""
+    for member, value in layout.items():
+        name = {"meshes": "mesh"}.get(member, member)
+        groups = value if member == "meshes" and isinstance(value, list) else [value]
+        if not all(isinstance(group, dict) for group in groups):
+            yield name, str(value)
+        elif texts := ["x".join(f"{key}={size}" for key, size in group.items()) for group in groups if group]:
+            yield name, "; ".join(texts)
 
 
 def _show_writers(summary: Summary) -> None:

@@ -301,11 +301,13 @@ def renames_of(items: Sequence[str]) -> dict[str, str]:
     """The table of the option --rename, from all its pairs and files: stored key to new key.
 
     Raises:
-        click.UsageError: a file cannot be read, or a key has two new names.
+        click.UsageError: an item names no key, a file cannot be read, or a key has two new names.
     """
     found: dict[str, str] = {}
     for item in items:
         stored, sign, new = item.partition("=")
+        if not stored:
+            raise click.UsageError(f"--rename: {item!r} names no key. Give OLD=NEW or a TOML file")
         is_file = not sign or item.endswith(".toml")
         for key, name in (_rename_table(item) if is_file else {stored: new}).items():
             if found.setdefault(key, name) != name:
@@ -320,7 +322,7 @@ def _rename_table(path: str) -> dict[str, str]:
     try:
         with open(path, "rb") as file:
             table = tomllib.load(file)
-    except (OSError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError) as error:  # no TOML, no UTF-8, or no path
         raise click.UsageError(
             f"--rename: {path} cannot be read: {error}. Give OLD=NEW or a TOML file"
         ) from error
@@ -346,7 +348,8 @@ def key_options(verb: str) -> Callable[[Function], Function]:
             "--rename",
             multiple=True,
             metavar="OLD=NEW",
-            help='New name of a key and of all below it; or a TOML file of lines "model.module" = "model".',
+            help='New name of a key and of all below it; or a TOML file of lines "model.module" = "model", '
+            "which also takes an OLD with '=' and a NEW that ends with .toml.",
         ),
     )
 

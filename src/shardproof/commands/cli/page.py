@@ -62,12 +62,15 @@ def page_command(
 ) -> int:
     """Write a web page about PATH: one file, which needs no network and can be mailed.
 
-    PATH is a run, a checkpoint of any known format, or one of two checkpoints:
+    PATH is a run, a checkpoint of any known format, or one of two checkpoints.
 
-    - a run: its steps on a time line, the step that a restore takes, space, interval, and the faults that
-      doctor finds;
-    - a checkpoint, or STEP of a run: a map and a table of its tensors, and the boxes that each rank wrote;
-    - two checkpoints, PATH and OTHER: by how much their tensors differ, and where.
+    The page of a run shows its steps on a time line, the step that a restore takes, space, interval, and the
+    faults that doctor finds.
+
+    The page of a checkpoint, or of STEP of a run, shows a map and a table of its tensors, and the boxes that
+    each rank wrote.
+
+    The page of two checkpoints, PATH and OTHER, shows by how much their tensors differ, and where.
 
     FILE may be an older page, which is replaced. Exit code 0: the file is written, whatever it shows. 1: PATH
     or OTHER is no checkpoint that can be read.

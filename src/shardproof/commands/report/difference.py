@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from shardproof._utils.arguments import check_mapping, check_texts
 from shardproof._utils.json_objects import objects_with
 from shardproof.commands.report.description import Stored, describe
 from shardproof.commands.report.detail import rows_of
@@ -233,8 +234,8 @@ class _Side:
 
 def _choose_keys(a: _Side, b: _Side, include: Patterns, exclude: Patterns, rename: Mapping[str, str]) -> None:
     """Leaves the keys to compare, those of `a` under their new names; see `diff`."""
-    keys_a = [*a.tensors, *a.objects]
-    keys_b = {key: stored_name(key, rename) for key in (*b.tensors, *b.objects)}
+    keys_a = dict.fromkeys((*a.tensors, *a.objects))
+    keys_b = {key: stored_name(key, rename, keys_a.keys()) for key in (*b.tensors, *b.objects)}
     for option, patterns in (("include", include), ("exclude", exclude)):
         check_patterns(option, patterns, [*keys_a, *keys_b.values()])
     selected = selects(include, exclude)
@@ -290,6 +291,7 @@ def diff(
         on_progress: called with the bytes read so far and in all.
 
     Raises:
+        TypeError: `include`, `exclude` or `rename` has a wrong type.
         NotCommittedError, FormatError, StorageError: one of them cannot be read, or one of its files is
             missing or has another size.
         CorruptChunkError: a chunk that had to be read does not match its digest.
@@ -308,6 +310,9 @@ def diff(
         >>> diff(a, b, include="model", rename={"model": ""}).same
         True
     """
+    for option, patterns in (("include", include), ("exclude", exclude)):
+        check_texts(option, patterns, "a pattern, a list of patterns or None")
+    check_mapping("rename", rename, "a dict of key to key, or None", texts=True)
     one, other = (
         describe(place, format=name, trust_pickle=trust_pickle)
         for place, name in ((a, format), (b, other_format))

@@ -101,17 +101,11 @@ def rename_keys(keys: Iterable[str], rename: Mapping[str, str], *, stored_first:
     pairs = [pair if stored_first else pair[::-1] for pair in rename.items()]
     new_names, unused, names = dict(pairs), {stored for stored, _ in pairs}, {}
     for key in keys:
-        head, tail = key, ""
-        while head not in new_names and "." in head:
-            head, _, last = head.rpartition(".")
-            tail = f".{last}{tail}"
-        if head in new_names:
-            unused.discard(head)
-            names[key] = (new_names[head] + tail).removeprefix(".")
-            if not names[key]:
-                raise StructureError(f"rename: {key!r} would have an empty name", key=key)
-        else:
-            names[key] = key
+        names[key], entry = _new_name(key, new_names)
+        if entry is not None:
+            unused.discard(entry)
+        if not names[key]:
+            raise StructureError(f"rename: {key!r} would have an empty name", key=key)
     if unused:
         raise _no_key(sorted(unused), list(names), rename, stored_first)
     for stored, new in pairs:
@@ -129,18 +123,32 @@ def rename_keys(keys: Iterable[str], rename: Mapping[str, str], *, stored_first:
     return names
 
 
-def stored_name(key: str, rename: Mapping[str, str]) -> str:
-    """The stored key that `rename_keys` gives the name `key`, if there is one.
+def _new_name(key: str, new_names: Mapping[str, str]) -> tuple[str, str | None]:
+    """The new name of a stored key, and the entry of `new_names` that gives it; None if none applies."""
+    head, tail = key, ""
+    while head not in new_names and "." in head:
+        head, _, last = head.rpartition(".")
+        tail = f".{last}{tail}"
+    if head not in new_names:
+        return key, None
+    return (new_names[head] + tail).removeprefix("."), head
+
+
+def stored_name(key: str, rename: Mapping[str, str], stored_keys: Collection[str]) -> str:
+    """The stored key that `rename_keys` gives the name `key`, or would give it if it was stored.
 
     Args:
         key: a new name.
         rename: stored key to new key, as in a conversion. The longest new key that applies decides.
+        stored_keys: the stored keys. One that keeps its name stands for itself.
 
-    >>> [stored_name(key, {"model": "", "model.head": "top"}) for key in ("0.w", "top.w")]
-    ['model.0.w', 'model.head.w']
-    >>> stored_name("net.w", {"model": "net2"})
+    >>> [stored_name(key, {"model": "", "model.head": "top"}, {"lr"}) for key in ("0.w", "top.w", "lr")]
+    ['model.0.w', 'model.head.w', 'lr']
+    >>> stored_name("net.w", {"model": "net2"}, {"model.w"})
     'net.w'
     """
+    if key in stored_keys and _new_name(key, rename)[0] == key:
+        return key
     above = [(new, stored) for stored, new in rename.items() if not new or f"{key}.".startswith(f"{new}.")]
     if not above:
         return key

@@ -162,8 +162,7 @@ def _of_steps(infos: Sequence[StepInfo], run: str) -> Iterator[Finding]:
     quoted = shlex.quote(run)
     has_steps = any(info.is_step or info.status == Verdict.PARTIAL for info in infos)
     if not has_steps:
-        severity: Severity = "error" if infos else "note"
-        yield Finding(severity, "no steps", ".", "no step of the run can be restored")
+        yield from _of_no_steps(infos, run)
     for info in infos:
         reason = info.reason or ""
         if info.status == Verdict.DAMAGED:
@@ -187,6 +186,21 @@ def _of_steps(infos: Sequence[StepInfo], run: str) -> Iterator[Finding]:
         if info.linked:
             text = "a symbolic link, so that retention and prune remove nothing in it"
             yield Finding("note", "linked", info.name, text)
+
+
+def _of_no_steps(infos: Sequence[StepInfo], run: str) -> Iterator[Finding]:
+    """The finding of a run without a step that can be restored; none for a folder that is a checkpoint."""
+    others = [info.name for info in infos if info.committed]
+    has_only_others = len(others) == len(infos)
+    if has_only_others and "." in others:
+        return
+    text, fix = "no step of the run can be restored", ""
+    if others:
+        place = run if others[-1] == "." else f"{run.rstrip('/')}/{others[-1]}"
+        text = "the run has no step" if has_only_others else text
+        text = f"{text}. A restore takes no folder of another name: {listed(others)}"
+        fix = f"sp.load({place!r}, state)"
+    yield Finding("note" if has_only_others else "error", "no steps", ".", text, fix)
 
 
 def _damaged_step(folder: str, reason: str, run: str, *, has_others: bool) -> Finding:

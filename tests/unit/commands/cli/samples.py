@@ -58,6 +58,7 @@ class Sample:
     attempt: str = "a1"
     time: float = 1_700_000_000.0
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    provenance: Mapping[str, Any] = field(default_factory=dict)
 
     def dtype(self, key: str) -> str:
         return self.dtypes.get(key, self.tensors[key].dtype.name)
@@ -99,6 +100,7 @@ def write(folder: str | Path | Storage, sample: Sample, *, commit: bool = True) 
         time=sample.time,
         world_size=sample.world_size,
         metadata=dict(sample.metadata),
+        provenance=dict(sample.provenance),
         tensors=tuple(TensorRecord(key, sample.dtype(key), sample.tensors[key].shape) for key in keys),
         aliases=dict(sample.aliases),
         objects=dict(sample.objects),

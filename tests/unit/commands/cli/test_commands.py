@@ -68,6 +68,7 @@ def test_every_command_has_help_and_json(call: Any, name: str) -> None:
     assert code == 0
     assert out.startswith(f"Usage: shardproof {name}")
     assert "--json" in out
+    assert " - " not in out, "click joins the items of a list"
 
 
 @pytest.mark.parametrize(
@@ -242,6 +243,8 @@ def test_a_word_that_is_no_command_or_option_names_what_to_use(call: Any, ckpt: 
     )  # fmt: skip
     code, _, err = call("doctor", ckpt.parent, "--then", ckpt.parent)
     assert code == 2 and err.endswith("No such option '--then'. Name the second tier with '--second-tier'.\n")
+    code, _, err = call("ls", ckpt.parent, "--then", ckpt.parent)
+    assert code == 2 and "No such option '--then'." in err and "second" not in err, "ls has no --second-tier"
     assert "Did you mean" in call("doctor", ckpt.parent, "--prob")[2]
 
 
@@ -436,6 +439,7 @@ def test_ls(call: Any, ckpt: Path) -> None:
         "verdict": None,
         "linked": False,
         "pinned": None,
+        "provenance": {},
     }
     assert (second["step"], second["committed"], second["time"]) == (8, False, None)
 
@@ -497,6 +501,39 @@ def test_inspect(call: Any, ckpt: Path) -> None:
     assert [writer["rank"] for writer in report["writers"]] == [0, 1]
     assert report["metadata"] == {"note": "hi"}
     assert report["provenance"] == {}
+
+
+@pytest.mark.parametrize(
+    ("record", "shown"),
+    [
+        ({"program": "train.py", "arguments": ["--lr", "3"]}, "program train.py --lr 3"),
+        ({"program": "train.py", "arguments": 5}, "program train.py arguments 5"),
+        ({"program": ["train.py"]}, "program ['train.py']"),
+        ({"arguments": ["--lr"]}, "arguments ['--lr']"),
+        ({"started": 0}, "started 1970-01-01 00:00:00 UTC"),
+        *(({"started": time}, f"started {time}") for time in (1e300, 1e18, True, "then", [1])),
+        ({"git": {"commit": "abc", "changed": True}}, "git commit abc, with changes"),
+        ({"git": {"commit": "abc"}}, "git commit abc"),
+        ({"git": {"commit": "abc", "changed": []}}, "git {'commit': 'abc', 'changed': []}"),
+        ({"git": ["abc"]}, "git ['abc']"),
+        ({"versions": {"torch": [2]}}, "versions torch [2]"),
+        ({"versions": 5}, "versions 5"),
+        ({"layout": {"meshes": [{"dp": 2, "tp": 4}]}}, "mesh dp=2xtp=4"),
+        ({"layout": {"meshes": [1]}}, "mesh [1]"),
+        ({"layout": {"meshes": 5, "megatron": {"tensor": 2}}}, "mesh 5 megatron tensor=2"),
+        ({"layout": {"megatron": [2]}}, "megatron [2]"),
+        ({"layout": {"pipeline": 2}}, "pipeline 2"),
+        ({"layout": 5}, "layout 5"),
+        ({"newer": {"a": 1}}, "newer {'a': 1}"),
+    ],
+)
+def test_inspect_shows_a_record_of_another_form_as_it_is(
+    call: Any, tmp_path: Path, record: dict[str, Any], shown: str
+) -> None:
+    write(tmp_path / "a", Sample({}, provenance=record))
+    code, out, err = call("inspect", tmp_path / "a")
+    assert (code, err) == (0, "")
+    assert " ".join(out.split()).endswith(f"saved by {shown}")
 
 
 def test_inspect_of_a_part(call: Any, ckpt: Path) -> None:

@@ -326,6 +326,23 @@ def test_keys_of_two_steps_are_selected_by_the_same_patterns(tmp_path: Path) -> 
     assert diff(a, b, include="optimizer").only_b == ("optimizer.new",)
 
 
+def test_a_key_that_the_rename_leaves_counts_under_its_own_name(tmp_path: Path) -> None:
+    one, opt = np.ones(2), np.zeros(2)
+    a = Sample({"model.a": one, "opt.lr": opt, "a.b": opt})
+    b = Sample({"a": one, "zzz": one, "opt.lr": opt + 1, "a.b": opt})
+    found = compare(tmp_path / "excluded", a, b, exclude="opt", rename={"model": ""})
+    assert (found.only_a, found.only_b, found.values, found.same_tensors) == ((), ("zzz",), (), 2)
+    found = compare(tmp_path / "included", a, b, include=["model", "opt"], rename={"model": "", "opt": "opt"})
+    assert (found.only_b, [value.key for value in found.values]) == (("zzz",), ["opt.lr"])
+
+
+@pytest.mark.parametrize("option", ["include", "exclude", "rename"])
+@pytest.mark.parametrize("value", [5, {"a": 5}, [5]])
+def test_an_option_of_a_wrong_type_is_named(tmp_path: Path, option: str, value: object) -> None:
+    with pytest.raises(TypeError, match=rf"\b{option}\b"):
+        compare(tmp_path, Sample(STATE), Sample(STATE), **{option: value})
+
+
 def test_tied_tensors_and_references_in_values_follow_a_renaming(tmp_path: Path) -> None:
     w, ids = torch.randn(4, 4), list(range(2000))
     sp.save(tmp_path / "a", {"old": {"w": w, "tied": w, "ids": ids, "part": sp.PerRank({"t": w + 1})}})
@@ -375,11 +392,18 @@ def test_a_renamed_tensor_is_measured_box_by_box(tmp_path: Path, monkeypatch: py
         (("--include", "model", "--exclude", "model"), "leave no key"),
         (("--rename", "model=a", "--rename", "model=b"), "'model' would be both 'a' and 'b'"),
         (("--rename", "model"), "model cannot be read"),
+        (("--rename", ""), "'' names no key. Give OLD=NEW or a TOML file"),
+        (("--rename", "=model"), "'=model' names no key. Give OLD=NEW or a TOML file"),
+        (("--rename", "{latin}"), "latin.toml cannot be read: 'utf-8' codec can't decode"),
+        (("--rename", "model=modal"), "would both be 'modal'"),
     ],
 )
 def test_a_pattern_or_rename_without_a_key_is_bad_usage(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], message: str
 ) -> None:
     write(tmp_path / "a", Sample({"model": np.ones(2), "modal": np.ones(2)}))
+    latin = tmp_path / "latin.toml"
+    latin.write_bytes('"modèle" = "model"'.encode("latin-1"))
+    options = tuple(option.replace("{latin}", str(latin)) for option in options)
     assert run(["diff", str(tmp_path / "a"), str(tmp_path / "a"), *options]) == 2
     assert message in " ".join(capsys.readouterr().err.split())

@@ -13,8 +13,11 @@ from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import fsspec
+import numpy as np
 import pytest
+import torch
 
+import shardproof as sp
 from shardproof.engine.format import MANIFEST_NAME
 from shardproof.errors import StorageError
 from shardproof.runs.checkpointer import probe_storage
@@ -388,6 +391,34 @@ def test_a_checkpoint_in_a_folder_of_another_name_is_no_step(call: Any, run_fold
     assert findings(call, run_folder, "--second-tier", tier) == (0, {}), "no upload takes it"
     report = json.loads(call("doctor", run_folder, "--json")[1])
     assert report["steps"] == [1, 2, 3]
-    for step in (1, 2, 3):
+    for step in (2, 3):
         shutil.rmtree(run_folder / f"step-0000000{step}")
-    assert findings(call, run_folder)[1]["no steps"][0]["severity"] == "error"
+    (shard,) = (run_folder / "step-00000001" / "shards").iterdir()
+    shard.unlink()
+    (error,) = findings(call, run_folder)[1]["no steps"]
+    assert error["severity"] == "error" and error["what"].startswith("no step of the run can be restored. ")
+    assert error["fix"] == f"sp.load({str(run_folder / 'final')!r}, state)"
+
+
+@pytest.mark.parametrize("place", [".", "run/step-00000001"])
+def test_a_checkpoint_itself_is_healthy(call: Any, tmp_path: Path, place: str) -> None:
+    write(tmp_path / place, Sample(STATE, step=1, time=time.time() - 7200))
+    assert findings(call, tmp_path / place, "--scrub") == (0, {})
+    out = call("doctor", tmp_path / place)[1]
+    assert out.startswith(f"healthy: {tmp_path / place}: a checkpoint; ")
+
+
+def test_checkpoints_in_folders_of_other_names_are_named_with_the_line_that_loads_them(
+    call: Any, tmp_path: Path
+) -> None:
+    run = tmp_path / "a run"
+    for step, name in enumerate(("final", "best"), start=1):
+        write(run / name, Sample({"w": np.full(4, step, np.float32)}, step=step, time=time.time() - 7200))
+    code, kinds = findings(call, run, "--scrub")
+    (note,) = kinds.pop("no steps")
+    assert (code, kinds, note["severity"]) == (0, {}, "note")
+    assert note["what"] == "the run has no step. A restore takes no folder of another name: best, final"
+    state = {"w": torch.zeros(4)}
+    assert sp.Checkpointer(run).restore(state) is None
+    exec(note["fix"], {"sp": sp, "state": state})
+    assert state["w"].tolist() == [2.0] * 4, "the newest"

@@ -50,12 +50,15 @@ function timeline(steps) {
   const width = Math.max(2, Math.min(16, 0.6 * (RIGHT - LEFT) / placed.length)), room = Math.max(width, 12);
   const axis = (top, base, name, zero) => [line(LEFT, top, RIGHT, top), line(LEFT, base, RIGHT, base),
     text(LEFT - 6, top + 4, name, "end"), text(LEFT - 6, base, zero, "end")];
-  let free = 0;
+  let free = 0, minute = "";
   const labels = xs.map((x, at) => {
     if (x < free || (x > RIGHT - 130 && at < xs.length - 1)) return null;
     free = x + 150;
     const [place, anchor] = x < LEFT + 60 ? [LEFT, "start"] : x > RIGHT - 60 ? [RIGHT, "end"] : [x, "middle"];
-    return text(place, bottom + 18, when(timeOf(placed[at])), anchor);
+    const {step, name} = placed[at], time = when(timeOf(placed[at])), before = minute;
+    minute = time;
+    return [text(place, bottom + 18, step === null ? name : `step ${step}`, anchor),
+      time !== before && text(place, bottom + 34, time, anchor)];
   });
   const pauses = gaps.map((gap, at) => gap > limit &&
     text((xs[at - 1] + xs[at]) / 2, end - 6, `\u2026 ${span(gap)} \u2026`, "middle"));
@@ -74,7 +77,7 @@ function timeline(steps) {
       step.name === facts.restore.takes && svg("path", {d: `M${at} ${TOP - 4}l-6 -10h12z`, class: "takes"}),
     ), about(step));
   });
-  const made = chart(WIDE, bottom + 26, "time line of the steps", axis(TOP, end, bytes(large), "0 B"),
+  const made = chart(WIDE, bottom + 42, "time line of the steps", axis(TOP, end, bytes(large), "0 B"),
     timed && axis(low, bottom, span(slow), "0 s"), labels, pauses, shapes);
   roving(made, ".step");
   const sample = kind => el("i", {class: `sample k-${kind}`});
