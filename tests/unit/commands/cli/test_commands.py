@@ -439,7 +439,6 @@ def test_ls(call: Any, ckpt: Path) -> None:
         "verdict": None,
         "linked": False,
         "pinned": None,
-        "provenance": {},
     }
     assert (second["step"], second["committed"], second["time"]) == (8, False, None)
 
