@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -279,11 +280,43 @@ def test_commits_of_all_kinds_of_repositories(repository: Path, tmp_path: Path) 
         ["hf_SECRETSECRET"],
         ["x=ghp_SECRETSECRET"],
         ["AKIASECRETSECRET"],
+        [f"--db=postgres://user:{'SECRET' * 200}@host/db"],
+        ["--pass", "SECRET"],
+        ["--pass=SECRET"],
+        ["--db-pass", "SECRET"],
+        ["MYSQL_PASS=SECRET"],
+        ["--creds=SECRET"],
+        ["--authorization", "SECRET"],
+        ["http://host/x?pass=SECRET"],
+        ["https://user:SEC/RET@host"],
+        ["https://user:SECRET/SECRET@host"],
+        ["--opts=--token SECRET"],
+        ["--cmd", "login --password SECRET"],
+        ["token SECRET"],
+        ["--header=Authorization:", "SECRET"],
+        ["--api-key[0]", "SECRET"],
+        ["--api-key[0]=SECRET"],
+        ["--$token", "SECRET"],
+        ["token@host", "SECRET"],
+        ["'token'", "SECRET"],
+        ["--signature", "SECRET"],
+        ["sig=SECRET"],
+        ["npm_SECRETSECRET"],
+        ["dckr_pat_SECRETSECRET"],
+        ["pypi-SECRETSECRET"],
+        ["AIzaSECRETSECRET"],
+        ["nvapi-SECRETSECRET"],
+        ["gsk_SECRETSECRET"],
+        ["r8_SECRETSECRET"],
+        ["xapp-SECRETSECRET"],
+        ["ya29.SECRETSECRET"],
+        ["wandb_v1_SECRETSECRET"],
+        ["https://hooks.slack.com/services/T0SECRETSECRET/B0/SECRET"],
     ],
 )
 def test_secrets_in_arguments_are_masked(arguments: list[str]) -> None:
     shown = mask_arguments(["--lr", "3", *arguments, "--last", "4"])
-    assert "SECRET" not in " ".join(shown).replace("AWS_SECRET_ACCESS_KEY", "")
+    assert not re.search("SEC(?!RET_ACCESS_KEY)|RET(?!_ACCESS_KEY)", " ".join(shown))
     assert shown[:2] == ["--lr", "3"]
     assert shown[-2:] == ["--last", "4"]
     assert len(shown) == len(arguments) + 4
@@ -300,6 +333,11 @@ def test_other_arguments_stay() -> None:
         "-v",
         "data.json",
         "--task-name=x",
+        "--passes",
+        "3",
+        "--design=2",
+        "/data/tokens.bin",
+        "out",
     ]
     assert mask_arguments(arguments) == arguments
     (long,) = mask_arguments(["x" * 5000])
