@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+import select
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -210,6 +211,27 @@ def test_no_save_waits_for_git(
         sp.save(tmp_path / name, STATE)
         assert "changed" not in read_manifest(LocalStorage(tmp_path / name)).provenance.get("git", {})
     assert not facts._is_read.is_set()
+
+
+def test_a_git_that_takes_too_long_ends_with_its_children(repository: Path, tmp_path: Path) -> None:
+    alive, hold = tmp_path / "alive", tmp_path / "hold"
+    os.mkfifo(alive)
+    os.mkfifo(hold)
+    (repository / ".gitattributes").write_text("train.py filter=hang")
+    git(repository, "config", "filter.hang.clean", f"exec 3>{alive}; echo begun >&3; read line < {hold}")
+    (repository / "train.py").write_text("pass")
+    reader, keep = os.open(alive, os.O_RDONLY | os.O_NONBLOCK), os.open(hold, os.O_RDWR)
+    try:
+        for timeout in (0.5, 2.0, 8.0, 32.0):  # until the filter has begun
+            assert checked_commit(repository, timeout) is None
+            if select.select([reader], [], [], 0)[0] and os.read(reader, 100):
+                break
+        assert select.select([reader], [], [], PATIENCE)[0], "the filter lives"
+        assert os.read(reader, 100) == b""
+    finally:
+        os.write(keep, b"end\n" * 4)
+        os.close(keep)
+        os.close(reader)
 
 
 def test_the_commit_is_read_from_the_files_where_there_is_no_git(
