@@ -122,7 +122,9 @@ def test_the_record_is_shown(
     assert step["provenance"] == found["provenance"]
 
 
-def test_a_switch_and_a_variable_turn_it_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_switch_and_a_variable_turn_it_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def recorded(name: str, **options: Any) -> dict[str, Any]:
         sp.save(tmp_path / name, STATE, **options)
         with sp.open(tmp_path / name) as checkpoint:
@@ -139,8 +141,11 @@ def test_a_switch_and_a_variable_turn_it_off(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv(provenance.VARIABLE, "1")
     assert recorded("variable is 1")
     monkeypatch.setenv(provenance.VARIABLE, "no")
-    with pytest.raises(ValueError, match="SHARDPROOF_PROVENANCE is 'no': set it to 0"):
-        recorded("wrong")
+    with caplog.at_level(logging.WARNING, "shardproof"):
+        assert recorded("wrong")
+        assert recorded("off in the program", provenance=False) == {}
+    (warning,) = caplog.messages
+    assert "SHARDPROOF_PROVENANCE is 'no' and has no effect: set it to 0" in warning
     with pytest.raises(TypeError, match="provenance is True or False"):
         sp.Checkpointer(tmp_path / "run", provenance="no")  # type: ignore[arg-type]
 
@@ -176,11 +181,22 @@ def test_copies_keep_it(tmp_path: Path) -> None:
 def test_no_fault_of_the_record_fails_a_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(sys, "argv", [None])
+    monkeypatch.setitem(sys.modules, "trl", object())
     with caplog.at_level(logging.WARNING, "shardproof"):
         sp.save(tmp_path / "step", STATE)
-    assert "the save has no record of its origin: AttributeError" in caplog.text
+    assert "the save has no record of its origin: TypeError" in caplog.text
     assert read_manifest(LocalStorage(tmp_path / "step")).provenance == {}
+
+
+def test_arguments_that_are_no_text_are_recorded(
+    tmp_path: Path, facts: provenance.ProcessFacts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", [Path("train.py"), 3, None])
+    sp.save(tmp_path / "step", STATE)
+    found = read_manifest(LocalStorage(tmp_path / "step")).provenance
+    assert (found["program"], found["arguments"]) == ("train.py", ["3", "None"])
+    monkeypatch.setattr(sys, "argv", [3])
+    assert provenance._git_state({}) == provenance._git_state({})
 
 
 @pytest.fixture
@@ -381,6 +397,23 @@ def test_meshes_are_recorded_once(four_ranks: None) -> None:
         "c": DTensor.from_local(torch.ones(2, 2), mesh["tp"], [Shard(0)]),
     }
     meshes = collect(state, rank=0, world_size=4).meshes
-    assert set(meshes) == {(("dp", 2), ("tp", 2)), (("tp", 2),)}
+    assert meshes == (mesh, mesh["tp"])
     record = provenance.provenance(3, meshes)
     assert (record["hosts"], record["layout"]) == (3, {"meshes": [{"dp": 2, "tp": 2}]})
+
+
+def test_each_save_records_the_meshes_of_its_state(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        checkpointer = sp.Checkpointer(tmp_path / "run")
+        one, other = init_device_mesh("cpu", (1,)), init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+        sharded = {"a": DTensor.from_local(torch.ones(2), one, [Shard(0)]), "b": torch.ones(2)}
+        moved = sharded | {"a": DTensor.from_local(torch.ones(2), other, [Shard(0)])}
+        found = []
+        for step, state in enumerate((sharded, sharded, moved, {"b": torch.ones(2)})):
+            checkpointer.save(step, state).result()
+            record = read_manifest(LocalStorage(tmp_path / "run" / f"step-{step:08d}")).provenance
+            found.append(record.get("layout"))
+    finally:
+        dist.destroy_process_group()
+    assert found == [{"meshes": [{"dim0": 1}]}, {"meshes": [{"dim0": 1}]}, {"meshes": [{"tp": 1}]}, None]
