@@ -4,8 +4,8 @@ The coordinator gathers it. It has no values of the environment, and arguments t
 masked (note "What is masked" in `shardproof._utils.argument_mask`).
 
 Note "No save waits for git": a thread reads the repository once in a process, from the creation of the first
-saver on. The first commit waits for it for `_PATIENCE` at most. A commit that comes
-earlier has what is known by then: the commit from the files, without ``changed``, or nothing.
+saver on. The first commit waits for it for `_PATIENCE` at most. A commit that comes earlier records what
+is known by then: the git commit from the files, without ``changed``.
 """
 
 from __future__ import annotations
