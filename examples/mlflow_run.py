@@ -2,8 +2,8 @@
 
     python examples/mlflow_run.py [RUN [STEPS]]
 
-All ranks know the name of the run, because the metadata of a save must be the same on all ranks. Only rank 0
-talks to the tracker.
+The program is one process. With several, all ranks know the name of the run, because the metadata of a save
+must be the same on all ranks, and only rank 0 talks to the tracker.
 """
 
 import sys
@@ -20,6 +20,7 @@ def main(name: str = "gpt-7", steps: int = 4) -> None:
     state = {"model": model, "optimizer": optimizer}
     checkpointer = sp.Checkpointer(f"runs/{name}")
     done = checkpointer.restore(state) or 0
+    pending = None
     mlflow.set_experiment("gpt")
     with mlflow.start_run(run_name=name):
         for step in range(done + 1, done + steps + 1):
@@ -29,8 +30,11 @@ def main(name: str = "gpt-7", steps: int = 4) -> None:
             optimizer.zero_grad()
             mlflow.log_metric("loss", loss.item(), step=step)
             if step % 2 == 0:
-                pending = checkpointer.save(step, state, metadata={"mlflow": name, "loss": loss.item()})
-                log_step(pending.result())
+                if pending is not None:  # by now the step before is committed
+                    log_step(pending.result())
+                pending = checkpointer.save(step, state, metadata={"mlflow": name})
+        if pending is not None:
+            log_step(pending.result())
 
 
 def log_step(saved: sp.SaveResult) -> None:

@@ -2,8 +2,8 @@
 
     python examples/wandb_run.py [RUN [STEPS]]
 
-All ranks know the id of the run, because the metadata of a save must be the same on all ranks. Only rank 0
-talks to the tracker.
+The program is one process. With several, all ranks know the id of the run, because the metadata of a save
+must be the same on all ranks, and only rank 0 talks to the tracker.
 """
 
 import sys
@@ -21,6 +21,7 @@ def main(run_id: str = "gpt-7", steps: int = 4) -> None:
     state = {"model": model, "optimizer": optimizer}
     checkpointer = sp.Checkpointer(f"runs/{run_id}")
     done = checkpointer.restore(state) or 0
+    pending = None
     with wandb.init(project="gpt", id=run_id, resume="allow") as run:
         for step in range(done + 1, done + steps + 1):
             loss = model(torch.ones(2, 8)).square().mean()
@@ -29,8 +30,11 @@ def main(run_id: str = "gpt-7", steps: int = 4) -> None:
             optimizer.zero_grad()
             run.log({"loss": loss.item()}, step=step)
             if step % 2 == 0:
-                pending = checkpointer.save(step, state, metadata={"wandb": run_id, "loss": loss.item()})
-                log_step(run, pending.result())
+                if pending is not None:  # by now the step before is committed
+                    log_step(run, pending.result())
+                pending = checkpointer.save(step, state, metadata={"wandb": run_id})
+        if pending is not None:
+            log_step(run, pending.result())
 
 
 def log_step(run: Any, saved: sp.SaveResult) -> None:

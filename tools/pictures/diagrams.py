@@ -50,7 +50,7 @@ def rerun() -> Drawing:
 
 def hybrid_step() -> Drawing:
     """One step of the hybrid optimizer, over time."""
-    lanes = {"main": 110, "down": 330, "host": 550, "up": 790}
+    lanes = {"main": 120, "down": 330, "host": 550, "up": 790}
     drawing = Drawing(
         900, 500, "One step of the hybrid optimizer: main stream, copy streams and host over time"
     )
@@ -63,7 +63,7 @@ def hybrid_step() -> Drawing:
         drawing.box(lanes[name] - 70, 16, 140, 30, "plain", title)
         drawing.line([(lanes[name], 46), (lanes[name], 484)], "line", arrow=False, dashed=True)
 
-    def work(lane: str, y: float, *lines: str, width: float = 180) -> None:
+    def work(lane: str, y: float, *lines: str, width: float = 204) -> None:
         height = 10 + 17 * len(lines)
         colours = {"main": "rank0", "down": "rank1", "host": "rank2", "up": "rank3"}
         drawing.box(lanes[lane] - width / 2, y, width, height, colours[lane], *lines)

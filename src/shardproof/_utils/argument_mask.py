@@ -1,8 +1,8 @@
 """Masks what looks like a secret in the arguments of a program, for a record that others read.
 
 Note "What is masked": a value whose name has a word such as ``token`` or ``key``. The value is what follows
-``=`` or ``:``, or the arguments up to the next option. In a URL, the user with the password, and everything
-behind a signature. A text with the form of a known token. Too much is masked rather than too little:
+``=``, ``:`` or a space in the argument, or the arguments up to the next option. In a URL, the user with the
+password. A text with the form of a known token. Too much is masked rather than too little:
 ``--num-key-value-heads 8`` also loses its value.
 """
 
@@ -13,25 +13,39 @@ from collections.abc import Iterable
 
 MASK = "***"
 _LONGEST = 1000
-"""Characters of an argument that are kept, at most."""
+"""Characters of a masked argument that are kept, at most."""
+_MOST_READ = 1 << 16
+"""Characters of an argument that are read, at most."""
 
-_SECRET = r"(?:token(?!i[sz])|key|secret|passw|passphrase|pwd|credential|auth(?!or))"
-_IS_SECRET = re.compile(_SECRET, re.IGNORECASE)
-_NAME = re.compile(r"-{0,2}[\w.-]+")
-_PATTERNS = (
-    # Tokens of Hugging Face, GitHub, GitLab, OpenAI, Slack and AWS, and JSON web tokens.
-    re.compile(
-        r"()(?<![A-Za-z0-9])(?:hf_|gh[a-z]_|github_pat_|glpat-|sk-|xox[a-z]-|AKIA|ASIA|eyJ)[\w.-]{8,}(?s:.*)"
-    ),
-    re.compile(r"(\b(?:bearer|basic)\s).+", re.IGNORECASE | re.DOTALL),
-    re.compile(r"(://)[^/\s]*(?=@)"),
-    re.compile(r"([?&;][\w.-]*sig(?:nature)?=).+", re.IGNORECASE | re.DOTALL),
-    re.compile(rf"({_SECRET}[\w.\]'\"-]*\s*[=:]).+", re.IGNORECASE | re.DOTALL),
+_NAME = (
+    r"(?:token(?!i[sz])|key|secret|pass(?!es|age|ive|through)|pwd|cred|auth(?!or(?!i))|signature|sig(?![a-z]))"
+    r"[^\s=:/]{0,200}"
 )
+"""The name of a secret, from its word on."""
+_ENDS_IN_NAME = re.compile(rf"[^/]*{_NAME}\s*[=:]?\s*", re.IGNORECASE)
+_KNOWN_TOKENS = (
+    *("hf_", "gh[a-z]_", "github_pat_", "glpat-", "sk-", "gsk_", "r8_", "nvapi-", "wandb_v1_"),
+    *("npm_", "pypi-", "dckr_pat_", "AKIA", "ASIA", "AIza", r"ya29\.", "xox[a-z]-", "xapp-", "eyJ"),
+    r"hooks\.slack\.com/services/",
+)
+"""How tokens begin: those of Hugging Face, GitHub, GitLab, OpenAI, Groq, Replicate, NVIDIA, Weights & Biases,
+npm, PyPI, Docker, AWS, Google and Slack, JSON web tokens, and the webhooks of Slack."""
+_PATTERNS = (
+    re.compile(rf"()(?<![A-Za-z0-9])(?:{'|'.join(_KNOWN_TOKENS)})[\w.-]{{8,}}(?s:.*)"),
+    re.compile(r"(\b(?:bearer|basic)\s).+", re.IGNORECASE | re.DOTALL),
+    # A user and a password with any characters, up to the last "@".
+    re.compile(r"(?<!\S)((?:(?!://)\S)*://)[^\s:]*:\S*(?=@)"),
+    re.compile(r"(://)[^/\s]*(?=@)"),
+    re.compile(rf"({_NAME}(?:\s*[=:]|\s)).+", re.IGNORECASE | re.DOTALL),
+)
+"""Each keeps its group, and masks the rest."""
 
 
-def mask_arguments(arguments: Iterable[str]) -> list[str]:
+def mask_arguments(arguments: Iterable[object]) -> list[str]:
     """The arguments of a program without what looks like a secret; see "What is masked".
+
+    Args:
+        arguments: those of `sys.argv`, which a program may fill with objects that are no `str`.
 
     >>> mask_arguments(["lr=0.1", "wandb.api_key=abc", "--hf-token", "abc", "--tokenizer", "gpt2"])
     ['lr=0.1', 'wandb.api_key=***', '--hf-token', '***', '--tokenizer', 'gpt2']
@@ -44,14 +58,13 @@ def mask_arguments(arguments: Iterable[str]) -> list[str]:
     is_first = False
     """The argument is the first behind that name."""
     for argument in arguments:
-        is_option = argument.startswith("--" if is_first else "-")
-        if expects and not is_option:
+        text = str(argument)[:_MOST_READ]
+        if expects and not text.startswith("--" if is_first else "-"):
             found.append(MASK)
             is_first = False
             continue
-        text = argument if len(argument) <= _LONGEST else f"{argument[:_LONGEST]}..."
+        expects = is_first = _ENDS_IN_NAME.fullmatch(text) is not None
         for pattern in _PATTERNS:
             text = pattern.sub(rf"\g<1>{MASK}", text)
-        found.append(text)
-        expects = is_first = _NAME.fullmatch(argument) is not None and bool(_IS_SECRET.search(argument))
+        found.append(text if len(text) <= _LONGEST else f"{text[:_LONGEST]}...")
     return found

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 _COMMIT = re.compile(r"[0-9a-f]{40}(?:[0-9a-f]{24})?")
@@ -63,23 +65,42 @@ def checked_commit(folder: Path, timeout: float) -> tuple[str, bool] | None:
         the folder is in no repository that this user trusts.
     """
     settings = {name: value for name, value in os.environ.items() if name not in _OF_ANOTHER}
+    settings["GIT_TERMINAL_PROMPT"] = "0"
     command = ["git", "-C", str(folder), "-c", "core.fsmonitor=false", "--no-optional-locks", "status"]
+    command += ["--porcelain=v2", "--branch", "--untracked-files=no", "--ignore-submodules=dirty"]
     try:
-        found = subprocess.run(
-            [*command, "--porcelain=v2", "--branch", "--untracked-files=no", "--ignore-submodules=dirty"],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            timeout=timeout,
-            env=settings,
-            check=True,
-            encoding="utf-8",
-            errors="replace",
-        )
+        text = _output(command, settings, timeout)
     except (OSError, subprocess.SubprocessError):
         return None
-    lines = found.stdout.splitlines()
+    lines = text.splitlines()
     commits = [line.removeprefix("# branch.oid ") for line in lines if line.startswith("# branch.oid ")]
     if not commits or not _COMMIT.fullmatch(commits[0]):
         return None
     return commits[0], any(not line.startswith("#") for line in lines)
+
+
+def _output(command: list[str], settings: dict[str, str], timeout: float) -> str:
+    """What a program prints. If it takes longer, it is killed with its children, such as filters of git.
+
+    Raises:
+        OSError, subprocess.SubprocessError: it cannot start, takes longer, or fails.
+    """
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=settings,
+        encoding="utf-8",
+        errors="replace",
+        start_new_session=True,
+    ) as process:
+        try:
+            text, _ = process.communicate(timeout=timeout)
+        except BaseException:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            raise
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
+    return text

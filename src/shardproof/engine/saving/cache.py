@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from shardproof.engine.planning import CHUNK_BYTES, SAMPLE_BYTES, Structure, WritePlan
 from shardproof.engine.rendezvous import Rendezvous
@@ -10,7 +11,7 @@ from shardproof.engine.saving.background import Workers
 from shardproof.engine.saving.commit import Unconfirmed
 from shardproof.engine.saving.shard_writer import BufferPool, PreparedShard
 from shardproof.engine.saving.staging import StagingPool
-from shardproof.engine.state import Collected, LastWalk, Mesh
+from shardproof.engine.state import Collected, LastWalk
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +54,6 @@ class CachedStructure:
     """See `Collected.token`."""
     structure: Structure
     digest: bytes
-    meshes: tuple[Mesh, ...]
-    """Those of the DTensors."""
 
 
 @dataclass(slots=True)
@@ -75,6 +74,8 @@ class SaveCache:
     walk: LastWalk = field(default_factory=LastWalk)
     """Descriptions of this rank's tensors."""
     structure: CachedStructure | None = None
+    meshes: tuple[Any, ...] = ()
+    """The device meshes of this rank's DTensors."""
     succeeded: bool = False
     """True if the last save succeeded on this rank."""
     buffers: BufferPool | None = None
@@ -91,10 +92,8 @@ class SaveCache:
         cached, objects = self.structure, tuple([entry.key for entry in collected.objects])
         if cached is None or cached.token is not collected.token or cached.structure.objects != objects:
             structure = Structure.of(collected)
-            before = () if cached is None else cached.meshes
-            meshes = tuple(dict.fromkeys((*before, *collected.meshes)))
-            cached = CachedStructure(collected.token, structure, structure.digest(), meshes)
-            self.structure = cached
+            cached = self.structure = CachedStructure(collected.token, structure, structure.digest())
+        self.meshes = collected.meshes
         return cached.structure, cached.digest
 
     def background_rendezvous(self, rendezvous: Rendezvous, name: str) -> Rendezvous:

@@ -162,9 +162,9 @@ class Coordinator:
         place: PlaceChunks = place_chunks
         slowest = max(range(len(reports)), key=lambda rank: reports[rank].seconds)
         self.facts = {"slowest_rank": slowest, "slowest_seconds": reports[slowest].seconds}
-        structure, origin = self._cache.structure, dict[str, Any]()
+        origin: dict[str, Any] = {}
         if self._cache.records_provenance:
-            origin = provenance(len(set(self._nodes)), () if structure is None else structure.meshes)
+            origin = provenance(len(set(self._nodes)), self._cache.meshes)
         try:
             for option in options:
                 option.check(plan, [report.options[option.name] for report in reports])

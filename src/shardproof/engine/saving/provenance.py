@@ -4,7 +4,8 @@ The coordinator gathers it. It has no values of the environment, and arguments t
 masked (note "What is masked" in `shardproof._utils.argument_mask`).
 
 Note "No save waits for git": a thread reads the repository once in a process, from the creation of the first
-saver on. The first commit waits for it for `_PATIENCE` at most. A commit that comes earlier has no git state.
+saver on. The first commit waits for it for `_PATIENCE` at most. A commit that comes earlier records what
+is known by then: the git commit from the files, without ``changed``.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from typing import Any
 
 from shardproof._utils.argument_mask import mask_arguments
 from shardproof._utils.git_state import checked_commit, stored_commit
-from shardproof.engine.state import Mesh
 from shardproof.version import __version__
 
 VARIABLE = "SHARDPROOF_PROVENANCE"
@@ -65,14 +65,15 @@ _log = logging.getLogger("shardproof")
 def is_allowed() -> bool:
     """False if the environment turns the record off.
 
-    Raises:
-        ValueError: the variable has another value than 0 or 1.
+    A value other than 0 and 1 is warned of. It is no error, because the ranks may have different values.
     """
     value = os.environ.get(VARIABLE, "")
     if value not in ("", "0", "1"):
-        raise ValueError(
-            f"the environment variable {VARIABLE} is {value!r}: set it to 0 to save without a record of the "
-            "program, its arguments and its versions, to 1 for the record, or unset it"
+        _log.warning(
+            "the environment variable %s is %r and has no effect: set it to 0 to save without a record of "
+            "the program, its arguments and its versions, to 1 for the record, or unset it",
+            VARIABLE,
+            value,
         )
     return value != "0"
 
@@ -119,12 +120,12 @@ class ProcessFacts:
 facts = ProcessFacts()
 
 
-def provenance(hosts: int, meshes: Sequence[Mesh]) -> dict[str, Any]:
+def provenance(hosts: int, meshes: Sequence[Any]) -> dict[str, Any]:
     """The record of a save, as JSON; empty if it cannot be made. No error of it fails a save.
 
     Args:
         hosts: number of hosts of the ranks.
-        meshes: those of the DTensors of this rank.
+        meshes: the device meshes of the DTensors of this rank.
     """
     try:
         program, *arguments = sys.argv or [""]
@@ -164,7 +165,7 @@ def _git_state(known: dict[str, Any]) -> dict[str, Any]:
     `known` gets the commit from the files first: git may take longer.
     """
     folders = [Path.cwd()]
-    program = Path(sys.argv[0]).resolve() if sys.argv and sys.argv[0] else folders[0]
+    program = Path(str(sys.argv[0])).resolve() if sys.argv and sys.argv[0] else folders[0]
     if program.is_file() and not program.is_relative_to(Path(sys.prefix).resolve()):
         folders.insert(0, program.parent)
     for folder in folders:
@@ -192,10 +193,14 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _layout(meshes: Sequence[Mesh]) -> dict[str, Any]:
+def _layout(meshes: Sequence[Any]) -> dict[str, Any]:
     """The meshes that are no part of another one, and the sizes of Megatron's groups."""
     found: dict[str, Any] = {}
-    sizes = [dict(mesh) for mesh in meshes]
+    sizes: list[dict[str, int]] = []
+    for mesh in meshes:
+        names = mesh.mesh_dim_names or [f"dim{number}" for number in range(len(mesh.shape))]
+        if (size := dict(zip(names, map(int, mesh.shape), strict=True))) not in sizes:
+            sizes.append(size)
     whole = [mesh for mesh in sizes if not any(mesh.items() < other.items() for other in sizes)]
     if whole:
         found["meshes"] = whole

@@ -73,7 +73,7 @@ class Saver:
         self._budget = host_memory_budget
         self.unconfirmed = Unconfirmed()
         """Commits that are not known to be durable; empty on ranks other than 0."""
-        self._records_provenance = is_allowed() and provenance and rendezvous.rank == 0
+        self._records_provenance = provenance and rendezvous.rank == 0 and is_allowed()
         if self._records_provenance:
             facts.begin()
         self._cache: SaveCache | None = None

@@ -5,7 +5,6 @@ from __future__ import annotations
 from shardproof.engine.state.collector import hoisted_key as hoisted_key  # not listed in __all__: internal
 from shardproof.engine.state.collector import hoisted_tensor
 from shardproof.engine.state.dtensor import LOCAL, dtensor_index_map, is_dtensor, is_sharded, local_tensor
-from shardproof.engine.state.dtensor import Mesh as Mesh  # not listed in __all__: internal
 from shardproof.engine.state.fence import Fence, open_all
 from shardproof.engine.state.flat_parameters import (
     flat_tensors as flat_tensors,  # not listed in __all__: internal

@@ -209,7 +209,9 @@ class Collector(Visitor[CollectHandler]):
         token = object()
         if last is not None and not self.tensors:
             token = last.token([entry.alias_of for entry in tied])
-        return Collected(tuple(tied), tuple(self.objects), tuple(self.stepped), token, self.layouts.meshes())
+        meshes = self.layouts.meshes() if last is None else self.layouts.meshes() + last.meshes()
+        each_once = {id(mesh): mesh for mesh in meshes}.values()
+        return Collected(tuple(tied), tuple(self.objects), tuple(self.stepped), token, tuple(each_once))
 
     def _duplicate(self, key: str, origin: Any) -> StructureError:
         return StructureError(

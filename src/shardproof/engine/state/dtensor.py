@@ -32,10 +32,6 @@ LOCAL = "_shardproof_local"
 LIKE = "_shardproof_like"
 """Method of a subclass of DTensor: the tensor of the same class and layout with another local tensor."""
 
-
-Mesh = tuple[tuple[str, int], ...]
-"""Name and size of each dimension of a mesh."""
-
 _dtensor: Any = ()
 """The class `DTensor`; an empty tuple until the program has imported it."""
 
@@ -137,14 +133,9 @@ class LocalBoxesCache:
             for sharded, shape in zip(are_dtensors, local_shapes, strict=True)
         ]
 
-    def meshes(self) -> tuple[Mesh, ...]:
-        """The different meshes of the DTensors, each once."""
-        found: dict[Mesh, None] = {}
-        for caches in self._by_mesh.values():
-            mesh = caches[0].mesh
-            names = mesh.mesh_dim_names or [f"dim{number}" for number in range(len(mesh.shape))]
-            found[tuple(zip(names, map(int, mesh.shape), strict=True))] = None
-        return tuple(found)
+    def meshes(self) -> list[Any]:
+        """The device meshes of the DTensors, each once."""
+        return [caches[0].mesh for caches in self._by_mesh.values()]
 
     def _of_plain(self, shape: torch.Size) -> LocalBoxes:
         sizes = tuple(shape)

@@ -95,6 +95,10 @@ class LastWalk:
             self._aliases, self._token = aliases, object()
         return self._token
 
+    def meshes(self) -> list[Any]:
+        """The device meshes of the DTensors of the last walk. Those of different blocks may be the same."""
+        return [mesh for cache in self._caches for mesh in cache.meshes]
+
 
 class _Ones(NamedTuple):
     """Columns of descriptions with one piece."""

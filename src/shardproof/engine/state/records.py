@@ -15,7 +15,6 @@ import msgspec
 import torch
 
 from shardproof._utils.lazy_mapping import LazyMapping
-from shardproof.engine.state.dtensor import Mesh
 from shardproof.engine.state.tensors import addresses_of
 from shardproof.errors import ShardproofError
 
@@ -139,9 +138,8 @@ class Collected:
     """The optimizers of the tree, and the memory that their steps write."""
     token: object = field(default_factory=object)
     """Identical to that of another walk only if keys, dtypes, shapes, boxes and aliases are equal."""
-    meshes: tuple[Mesh, ...] = ()
-    """Meshes of the DTensors that this walk described; a walk may reuse the descriptions of the one before.
-    """
+    meshes: tuple[Any, ...] = ()
+    """The device meshes of the DTensors, each once."""
 
 
 @dataclass(frozen=True, slots=True)
