@@ -208,4 +208,8 @@ def _printable(message: str, details: Mapping[str, Any]) -> str:
 
 
 def _rebuild(name: str, message: str, details: dict[str, Any]) -> ShardproofError:
-    return _subclasses(ShardproofError).get(name, ShardproofError)(message, **details)
+    """An error without a call of its constructor, which may have other arguments in a class of a program."""
+    kind = _subclasses(ShardproofError).get(name, ShardproofError)
+    error = kind.__new__(kind, message)
+    ShardproofError.__init__(error, message, **details)
+    return error

@@ -117,7 +117,7 @@ class Phase:
         self._lock = threading.Lock()
         self._progress = (0, 0)
         self._facts: dict[str, Any] = {}
-        self._error: BaseException | None = None
+        self._failure: str | None = None
         self._over = True
 
     def __enter__(self) -> Self:
@@ -137,8 +137,7 @@ class Phase:
     ) -> None:
         with self._lock:
             self._over = True
-            failed = self._error if error is None else error
-            text = None if failed is None else f"{type(failed).__name__}: {failed}"
+            text = self._failure if error is None else _text(error)
             self._publish("end" if text is None else "failed", self._hub.clock(), text)
 
     def progress(self, done: int, total: int) -> None:
@@ -166,7 +165,7 @@ class Phase:
 
     def fail(self, error: BaseException) -> None:
         """Marks the phase as failed by an error that does not pass through the context."""
-        self._error = error
+        self._failure = _text(error)  # the frames of the error may have this phase
 
     def _publish(self, kind: Kind, now: float, error: str | None = None) -> None:
         if not self._hub.listeners:
@@ -191,6 +190,10 @@ class Phase:
             thread_id=self._thread_id,
         )
         self._hub.publish(event)
+
+
+def _text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 class Hub:

@@ -46,7 +46,10 @@ class LocalRendezvous:
     def meet(self, operation: str, phase: str, post: bytes | BaseException, decide: Decide) -> bytes:
         """Decide on the only post. See `Rendezvous.meet`."""
         if isinstance(post, BaseException):
-            raise post
+            try:
+                raise post
+            finally:
+                del post  # its frames have this one
         answer = decide([bytes(post)])
         if isinstance(answer, bytes | bytearray | memoryview):
             return bytes(answer)

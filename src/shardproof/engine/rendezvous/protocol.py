@@ -150,6 +150,8 @@ class MeetingSequence:
             if isinstance(post, BaseException) and not isinstance(post, Exception):
                 raise post from None  # an interrupt or exit keeps its class on its own rank
             raise
+        finally:
+            del post  # the frames of an error have this one
 
     def exchange(
         self,
@@ -176,9 +178,12 @@ class MeetingSequence:
 
         def encoded() -> bytes:
             done = work()
-            if isinstance(done, ShardproofError):
-                return msgspec.msgpack.encode((done.to_wire(), None))
-            return msgspec.msgpack.encode((None, done))
+            try:
+                if isinstance(done, ShardproofError):
+                    return msgspec.msgpack.encode((done.to_wire(), None))
+                return msgspec.msgpack.encode((None, done))
+            finally:
+                del done  # the frames of an error have this one
 
         def decided(posts: list[bytes]) -> bytes:
             kind = tuple[dict[str, Any] | None, msgspec.Raw]

@@ -9,8 +9,9 @@ and `ObjectSink` need no other threads and work in the calling thread. A child m
 threads, and does not wait.
 
 Note "Frames": an error refers to the frames that it passed, and these to their variables. The future of a
-save keeps its error. So the error has no traceback there, and a caller raises a copy of it. Otherwise the
-save, and all that it refers to, would live until a garbage collection.
+save keeps its error, with its causes. So none of them has a traceback there, and a caller raises a copy of
+the error. Otherwise the save, and all that it refers to, would live until a garbage collection. A note of
+each error lists the calls that its traceback had.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import logging
 import os
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
@@ -38,6 +40,9 @@ T = TypeVar("T")
 _log = logging.getLogger("shardproof")
 _POLL_SECONDS = 0.2
 """Seconds between two checks for progress."""
+_CALLS = "Calls of the save thread that led to this error:\n"
+_MOST_CALLS = 16
+"""Calls that a note lists, the last ones."""
 
 
 class Workers:
@@ -175,8 +180,26 @@ class _Unfinished:
 unfinished = _Unfinished()
 
 
-def drop_frames(future: Future[SaveResult]) -> None:
-    """Removes the traceback of the error of a save that is over (note "Frames")."""
+def frames_to_notes(error: BaseException) -> None:
+    """Replaces the tracebacks of an error and of its causes by notes (note "Frames")."""
+    seen: set[int] = set()
+    left: list[BaseException | None] = [error]
+    while left:
+        if (one := left.pop()) is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        if one.__traceback__ is not None:
+            calls = traceback.format_tb(one.__traceback__, -_MOST_CALLS)
+            one.__traceback__ = None
+            if not any(str(note).startswith(_CALLS) for note in getattr(one, "__notes__", ())):
+                one.add_note(_CALLS + "".join(calls).rstrip())
+        left += (one.__cause__, one.__context__)
+        if isinstance(one, BaseExceptionGroup):
+            left += one.exceptions
+
+
+def drop_last_frames(future: Future[SaveResult]) -> None:
+    """Removes the traceback of the error of a save that is over: the calls that brought it to the future."""
     if (error := future.exception()) is not None:
         error.__traceback__ = None
 
@@ -373,9 +396,14 @@ class PendingSave:
 
 
 def _copied(error: ShardproofError) -> ShardproofError:
-    """A copy for a caller to raise (note "Frames")."""
-    copied = ShardproofError.from_wire(error.to_wire())
-    copied.__cause__ = error.__cause__
+    """A copy for a caller to raise (note "Frames"), made without the constructor of its class."""
+    kind = type(error)
+    copied = kind.__new__(kind, *error.args)
+    copied.args = error.args
+    for name, value in vars(error).items():  # with the notes
+        vars(copied)[name] = value.copy() if isinstance(value, (list, dict)) else value
+    copied.__cause__, copied.__context__ = error.__cause__, error.__context__
+    copied.__suppress_context__ = error.__suppress_context__
     return copied
 
 

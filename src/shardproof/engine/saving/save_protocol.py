@@ -34,7 +34,7 @@ from shardproof.engine import events
 from shardproof.engine.format import shard_name
 from shardproof.engine.planning import RankPlan, Structure
 from shardproof.engine.rendezvous import MeetingSequence, Operation, Rendezvous, Reservation
-from shardproof.engine.saving.background import PendingSave, Progress, wait_while_moving
+from shardproof.engine.saving.background import PendingSave, Progress, frames_to_notes, wait_while_moving
 from shardproof.engine.saving.cache import CachedPlan, Limits, SaveCache
 from shardproof.engine.saving.commit import remove_own_files
 from shardproof.engine.saving.coordinator import Coordinator
@@ -145,6 +145,7 @@ class Save:
             failure = self._shared.converted(error, background)
         finally:
             self.end()
+        frames_to_notes(failure)
         raise failure  # here, so that its context does not hold the state
 
     def open_fence(self) -> None:
@@ -195,6 +196,7 @@ class _BothThreads:
         """The first error of this rank, which is its report at the next meeting; or that of the agreement."""
         self.is_refused = False
         """True if `failure` is that of the agreement: all ranks have it, and no commit follows."""
+        self._has_ended = False
 
     @property
     def operation(self) -> str:
@@ -208,7 +210,9 @@ class _BothThreads:
         return events.phase(self.operation, name, rank=rank, world_size=world_size, step=step)
 
     def fail(self, error: BaseException) -> None:
-        """Makes the save fail with this error on this rank, unless it has failed."""
+        """Makes the save fail with this error on this rank, unless it has failed or ended."""
+        if self._has_ended:
+            return  # nothing reads the error, and its frames refer to the state
         if self.failure is None and not self.is_refused:
             self.failure = error
         if self.snapshot is not None:
@@ -246,11 +250,13 @@ class _BothThreads:
         rank = self.rendezvous.rank
         text = f"{location}: rank {rank} failed: {cause}"
         failure = RankFailure(text, phase="background", causes={str(rank): cause})
-        failure.__cause__ = None if caller_has_it else error
+        # An interrupt is the caller's own, and passes the caller's frames at this time.
+        failure.__cause__ = error if isinstance(error, Exception) and not caller_has_it else None
         return failure
 
     def end(self) -> None:
         """See `Save.end`."""
+        self._has_ended = True
         if self.reservation is not None:
             self.reservation.release()
         self.release_caller()
@@ -304,8 +310,8 @@ class _CallerSteps:
                 return _Collected(capture, structure, digest, report)
 
         with shared.phase("collect") as phase:
-            shared.collected = outcome = _outcome(collected, phase)
-        shared.goes_ahead = isinstance(outcome, _Collected) and outcome.capture.goes_ahead
+            shared.collected = _outcome(collected, phase)
+        shared.goes_ahead = isinstance(shared.collected, _Collected) and shared.collected.capture.goes_ahead
         shared.reservation = shared.rendezvous.reserve()
         shared.store = shared.rendezvous.store_server()
 
@@ -414,9 +420,8 @@ class _ThreadSteps:
         return msgspec.structs.replace(report, space=seen)
 
     def _collected(self) -> _Collected:
-        collected = self._shared.collected
-        assert collected is not None
-        return _result_of(collected)
+        assert self._shared.collected is not None
+        return _result_of(self._shared.collected)
 
     def continue_in_background(self) -> None:
         """Uses the rendezvous in the background for all later meetings."""
@@ -568,5 +573,8 @@ def _outcome(work: Callable[[], T], phase: events.Phase) -> T | BaseException:
 
 def _result_of(outcome: T | BaseException) -> T:
     if isinstance(outcome, BaseException):
-        raise outcome
+        try:
+            raise outcome
+        finally:
+            del outcome  # its frames have this one
     return outcome

@@ -13,7 +13,13 @@ from shardproof._utils import forks
 from shardproof._utils.arguments import check_boolean, check_whole
 from shardproof.engine.planning import CHUNK_BYTES, SAMPLE_BYTES
 from shardproof.engine.rendezvous import MeetingSequence, Rendezvous
-from shardproof.engine.saving.background import PendingSave, Workers, drop_frames, unfinished, wait_for_end
+from shardproof.engine.saving.background import (
+    PendingSave,
+    Workers,
+    drop_last_frames,
+    unfinished,
+    wait_for_end,
+)
 from shardproof.engine.saving.cache import Limits, SaveCache
 from shardproof.engine.saving.commit import Unconfirmed
 from shardproof.engine.saving.device_copy import pinned_buffer
@@ -227,7 +233,7 @@ class Saver:
 
     def _submit(self, save: Save, work: Callable[[], SaveResult]) -> None:
         self._under_way = save
-        save.future.add_done_callback(drop_frames)
+        save.future.add_done_callback(drop_last_frames)
         self._thread.submit(work, save.future)
         unfinished.add(save.future, save.progress, save.patience, save.operation)
 

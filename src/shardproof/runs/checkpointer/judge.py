@@ -136,9 +136,9 @@ def judge(
     return found
 
 
-def verdict_on(run: Storage, folder: str) -> Verdict | None:
+def verdict_on(run: Storage, folder: str, *, plan_repairs: bool = True) -> Verdict | None:
     """The verdict of `judge` alone; None if there is no file of a checkpoint."""
-    found = judge(run, folder)
+    found = judge(run, folder, plan_repairs=plan_repairs)
     return None if found is None else found.verdict
 
 

@@ -231,7 +231,7 @@ class OpenRun:
         times = StepFacts(view).times_of([restored, *earlier[-_EARLIER_STEPS:]])
         later = [(time, step) for step, time in times.items() if time and restored in abandoned(times, step)]
         for _, last in sorted(later, reverse=True):
-            if verdict_on(view, step_name(last)) is Verdict.COMMITTED:
+            if verdict_on(view, step_name(last), plan_repairs=False) is Verdict.COMMITTED:
                 break
         else:
             return

@@ -100,7 +100,8 @@ class BallotExchange:
         self.rank, self.world_size = rendezvous.rank, rendezvous.world_size
         self._rendezvous = rendezvous
         self._group = group
-        self._device = None if group is None else device_of_group(group)
+        # Without a number, so that each vote uses the device that is current then.
+        self._device = None if group is None else torch.device(device_of_group(group).type)
 
     def vote(
         self, step: int, state: State, fill: Callable[[], Ballot], *, quick: bool = True

@@ -21,7 +21,7 @@ import shardproof as sp
 from shardproof.commands.cli.group import run
 from shardproof.engine.saving import space_check
 from shardproof.engine.storage import LocalStorage, MemoryStorage, memory_runs, memory_store, storage_at
-from shardproof.errors import AlreadyCommittedError, NotCommittedError, StorageError
+from shardproof.errors import AlreadyCommittedError, NotCommittedError, PlainDataError, StorageError
 from shardproof.storage.conformance import StorageConformance
 from tests.harness import open_files
 from tests.in_memory import VARIABLE, private_tmpfs
@@ -278,6 +278,8 @@ def _of_failures(job: sp.Checkpointer) -> None:
         job.save(1, state(1)).result()
     with suppress(NotCommittedError):
         job.restore(state(0), step=9)
+    with suppress(PlainDataError):
+        job.save(3, {"refused": object()})
 
 
 @pytest.mark.parametrize("saves", [_of_a_tree, _of_modules, _of_failures])

@@ -225,6 +225,19 @@ def test_the_command_that_restore_names_removes_an_abandoned_branch(
     assert sp.Checkpointer(near).steps() == [10, 11]
 
 
+def test_a_restore_plans_no_repair_of_a_damaged_step_of_another_branch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, planned = sp.Checkpointer(tmp_path), list[object]()
+    for step in (10, 30, 11):
+        run.save(step, state(step)).result()
+    for file in (tmp_path / "step-00000011" / "shards").iterdir():
+        file.unlink()
+    monkeypatch.setattr("shardproof.runs.maintenance.plan_repair", planned.append)
+    assert sp.Checkpointer(tmp_path).restore(state(0)) == 30
+    assert "branch" not in caplog.text and planned == []
+
+
 def test_a_pinned_step_of_an_abandoned_branch_stays_until_it_is_unpinned(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
