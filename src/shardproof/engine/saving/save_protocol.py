@@ -179,8 +179,6 @@ class _BothThreads:
         self.options = options
         self.cache = cache
         self.progress = Progress()
-        self.patience = 2 * rendezvous.deadline
-        """Seconds without progress after which a waiting thread gives up."""
         self.reservation: Reservation | None = None
         self.store: object = None
         """Keeps the rendezvous' store alive while the save needs it."""
@@ -202,6 +200,11 @@ class _BothThreads:
     def operation(self) -> str:
         """The name of the operation."""
         return f"save {self.storage.location}"
+
+    @property
+    def patience(self) -> float:
+        """Seconds without progress after which a waiting thread gives up."""
+        return 2 * self.rendezvous.deadline
 
     def phase(self, name: str) -> events.Phase:
         """A phase of this save, for the listeners of events."""
