@@ -1,4 +1,4 @@
-"""Records what `make demo` prints: `python -m tools.pictures.record` takes seven minutes.
+"""Records what `make demo` prints: `python -m tools.pictures.record` takes one and a half minutes.
 
 The recording is a file of the asciicast format, version 2: a line for each piece of output, with its time.
 """
