@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 from recording import STDOUT, json_option, record
 
-from shardproof._utils.gc_pause import no_garbage_collection
+from shardproof._utils.contexts import no_garbage_collection
 from shardproof.engine.planning import Structure, TensorTable, write_plan
 from shardproof.engine.saving.commit import commit
 from shardproof.engine.saving.messages import Attempt, WriteReport

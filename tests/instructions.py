@@ -7,7 +7,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from shardproof._utils.gc_pause import no_garbage_collection
+from shardproof._utils.contexts import no_garbage_collection
 
 
 def count_instructions(work: Callable[[], object]) -> int:

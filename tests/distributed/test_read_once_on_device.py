@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardproof._utils.streams import on_stream
+from shardproof._utils.accelerator import on_stream
 from shardproof.engine.loading import LoadOptions, load_from, load_protocol
 from shardproof.engine.loading.read_once import group_collectives
 from shardproof.engine.saving import Saver

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from shardproof._utils.memcpy import address
-from shardproof.engine.saving.device_copy import DeviceCopies, copies_of, pinned_buffer
-from shardproof.engine.saving.source import SliceSource
+from shardproof._utils.libc import address
+from shardproof.engine.saving.staging import DeviceCopies, SliceSource, copies_of, pinned_buffer
 from shardproof.state import Piece
 from tests import simulated
 from tests.accelerator import first_device

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardproof._utils.streams import on_stream
+from shardproof._utils.accelerator import on_stream
 from shardproof.optim import HybridDeviceOptimizer
 from shardproof.training.optim.hybrid.transfers import SideStreams
 from tests import simulated

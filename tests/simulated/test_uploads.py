@@ -13,8 +13,7 @@ import pytest
 import torch
 
 import shardproof as sp
-from shardproof.engine.loading.destinations import DestinationWriter
-from shardproof.engine.loading.uploads import UploadBuffers, Uploads
+from shardproof.engine.loading.destinations import DestinationWriter, UploadBuffers, Uploads
 from shardproof.storage import LocalStorage
 from tests import simulated
 from tests.accelerator import first_device

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardproof._utils.arguments import check_mapping, check_texts
-from shardproof._utils.json_objects import objects_with
+from shardproof._utils.mappings import objects_with
 from shardproof.commands.report.description import Stored, describe
 from shardproof.commands.report.detail import rows_of
 from shardproof.commands.report.measures import MOST_NUMBERS, MeasuredDifference, numbers

@@ -17,11 +17,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from shardproof.engine.events.display import Bars, JsonFormatter, facts_of, log_to, show
-from shardproof.engine.events.phase_table import PHASES, KnownPhase
-from shardproof.engine.events.phases import Event, Hub, Listener, Phase, Subscription, hub
-from shardproof.engine.events.trace_files import trace
-from shardproof.engine.events.trace_merge import Merged, merge_traces
-from shardproof.engine.events.trace_merge import blocked_seconds as blocked_seconds
+from shardproof.engine.events.phases import PHASES, Event, Hub, KnownPhase, Listener, Phase, Subscription, hub
+from shardproof.engine.events.trace_files import Merged, merge_traces, trace
+from shardproof.engine.events.trace_files import blocked_seconds as blocked_seconds
 
 __all__ = [
     "PHASES",

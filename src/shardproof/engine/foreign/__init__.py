@@ -15,11 +15,11 @@ from shardproof.engine.foreign.formats import (
     open_reader,
     tensors_in_values,
 )
-from shardproof.engine.foreign.opaque import Opaque, opaque_names, parts_of
 from shardproof.engine.foreign.read_budget import ReadBudget, check_repeats, key_units
 from shardproof.engine.foreign.reader import (
     Foreign,
     FormatReader,
+    Opaque,
     StoredBox,
     StoredView,
     TensorDescription,
@@ -30,6 +30,8 @@ from shardproof.engine.foreign.reader import (
     foreign_faults,
     foreign_of,
     missing_file,
+    opaque_names,
+    parts_of,
     shape_of,
 )
 from shardproof.engine.foreign.state_paths import (

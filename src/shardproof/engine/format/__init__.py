@@ -29,7 +29,12 @@ from shardproof.engine.format.chunk_verifier import (
     block_digests,
     read_pieces,
 )
-from shardproof.engine.format.declared import Declared, declaration_of, declared_header, header_of_chunks
+from shardproof.engine.format.declared import (
+    Declared,
+    declaration_of,
+    declared_header,
+    header_of_chunks,
+)
 from shardproof.engine.format.digests import (
     BLOCK_BYTES,
     ChunkHasher,
@@ -56,32 +61,41 @@ from shardproof.engine.format.file_names import (
     parse_shard_name,
     shard_name,
 )
-from shardproof.engine.format.header import HeaderEntry, ShardHeader, parse_header, read_shard_header
+from shardproof.engine.format.header import (
+    HeaderEntry,
+    ShardHeader,
+    decode_strictly,
+    parse_header,
+    read_shard_header,
+)
 from shardproof.engine.format.index import decode_index, encode_index
-from shardproof.engine.format.json import decode_strictly
 from shardproof.engine.format.manifest import (
     FORMAT_VERSION,
     PROVENANCE,
     REFERENCES_VERSION,
+    SEAL_LENGTH,
     FileRecord,
     Manifest,
     TensorRecord,
+    decode_manifest,
+    encode_manifest,
     inner_tensors,
     manifest_version,
     tensor_bytes,
 )
-from shardproof.engine.format.manifest_text import SEAL_LENGTH, decode_manifest, encode_manifest
-from shardproof.engine.format.publication import new_manifest, publish, with_files
-from shardproof.engine.format.references import (
+from shardproof.engine.format.publication import (
     References,
     flush_manifests_in,
     flush_manifests_of_siblings,
     has_no_references,
     named_files,
+    new_manifest,
+    publish,
     references_in,
     references_of_siblings,
     unreadable_manifests_message,
     unreferenced_files,
+    with_files,
 )
 from shardproof.engine.format.shards import (
     BLOCKS,

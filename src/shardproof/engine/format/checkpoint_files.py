@@ -11,8 +11,14 @@ from contextlib import contextmanager
 
 from shardproof.engine.format.file_names import MANIFEST_NAME
 from shardproof.engine.format.index import decode_index, index_remedy
-from shardproof.engine.format.manifest import FileRecord, Manifest
-from shardproof.engine.format.manifest_text import MAX_MANIFEST, SEAL_LENGTH, check_end, decode_manifest
+from shardproof.engine.format.manifest import (
+    MAX_MANIFEST,
+    SEAL_LENGTH,
+    FileRecord,
+    Manifest,
+    check_end,
+    decode_manifest,
+)
 from shardproof.engine.planning import ChunkTable
 from shardproof.engine.storage import Storage, file_sizes, too_large
 from shardproof.errors import FormatError, NotCommittedError, StorageError

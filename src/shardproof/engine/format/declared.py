@@ -11,7 +11,7 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from shardproof.engine.format.digests import bytes_digest
-from shardproof.engine.format.json import decode_strictly
+from shardproof.engine.format.header import decode_strictly
 from shardproof.engine.format.manifest import FORMAT_VERSION, Manifest, TensorRecord
 from shardproof.engine.format.shards import Entries, chunk_entries, shard_header
 from shardproof.errors import FormatError

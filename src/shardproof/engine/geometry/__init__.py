@@ -7,7 +7,14 @@ intersect and compare boxes, prove that they tile tensors, and map them from loc
 
 from __future__ import annotations
 
-from shardproof.engine.geometry.boxes import Boxes, cut, row_major_strides, stable_order
+from shardproof.engine.geometry.boxes import (
+    Boxes,
+    cut,
+    intersect,
+    overlapping_pairs,
+    row_major_strides,
+    stable_order,
+)
 from shardproof.engine.geometry.index_map import (
     IndexMap,
     axis_weights,
@@ -18,7 +25,6 @@ from shardproof.engine.geometry.index_map import (
     flat_shard,
     split_axes,
 )
-from shardproof.engine.geometry.intersect import intersect, overlapping_pairs
 from shardproof.engine.geometry.table import BoxTable as BoxTable  # not listed in __all__: internal
 from shardproof.engine.geometry.table import consecutive as consecutive
 from shardproof.engine.geometry.table import row_pointers as row_pointers

@@ -11,8 +11,14 @@ from math import prod
 
 import numpy as np
 
-from shardproof.engine.geometry.boxes import INT64_MAX, Boxes, Int64s, row_major_strides
-from shardproof.engine.geometry.intersect import intersect, overlapping_pairs
+from shardproof.engine.geometry.boxes import (
+    INT64_MAX,
+    Boxes,
+    Int64s,
+    intersect,
+    overlapping_pairs,
+    row_major_strides,
+)
 
 
 def flat_range_boxes(shape: Sequence[int], start: int, stop: int) -> tuple[Boxes, Int64s]:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from shardproof._utils.memcpy import copy_runs
+from shardproof._utils.libc import copy_runs
 from shardproof.dtypes import DTYPES
 from shardproof.engine.foreign import Extent, StoredBox, StoredView
 from shardproof.engine.format import TensorRecord

@@ -24,19 +24,21 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from types import NoneType
 from typing import Any
 
 import msgspec
 import numpy as np
+import torch
 
-from shardproof._utils.gc_pause import no_garbage_collection
+from shardproof._utils.contexts import no_garbage_collection
 from shardproof.engine import events
 from shardproof.engine.foreign import NATIVE, Foreign
 from shardproof.engine.format import Manifest, metadata_files
 from shardproof.engine.loading.checkpoint import Checkpoint, NativeCheckpoint
-from shardproof.engine.loading.destinations import DestinationWriter
+from shardproof.engine.loading.destinations import Destination, DestinationWriter
 from shardproof.engine.loading.matching import (
     DEFAULTS,
     AgreedKeys,
@@ -52,10 +54,9 @@ from shardproof.engine.loading.read_once.agreement import UNREADABLE, Offer, Rea
 from shardproof.engine.loading.read_once.group_collectives import can_exchange
 from shardproof.engine.loading.read_once.group_transfer import PeerFailed
 from shardproof.engine.loading.read_once.node_memory import Handle, NodeMemory
-from shardproof.engine.loading.shared_destinations import check_shared_memory
 from shardproof.engine.planning import ReadPlan, selects
 from shardproof.engine.rendezvous import MeetingSequence, Rendezvous
-from shardproof.engine.state import open_all
+from shardproof.engine.state import as_bytes, open_all
 from shardproof.engine.storage import Storage, choose_cache
 from shardproof.errors import KeyMismatchError, ShardproofError, StructureError
 from shardproof.reentrance import guarded
@@ -138,11 +139,11 @@ def load_from(
             loader.share(meetings, handles)
         try:
             with loader.phase("read") as phase:
-                more = meetings.exchange("read", lambda: loader.read(phase), _all_read, ReadReport, bool)
+                more = meetings.exchange("read", lambda: loader.read(phase), _all_read, _ReadReport, bool)
             if more:
                 with loader.phase("apply"):
                     check_applied = partial(_check_applied, location, agreed.only_adapted)
-                    meetings.exchange("apply", loader.finish, check_applied, HookReport, NoneType)
+                    meetings.exchange("apply", loader.finish, check_applied, _HookReport, NoneType)
         except BaseException as error:
             raise _overwritten(error, location, loader.untouched(agreed.missing)) from error.__cause__
     finally:
@@ -278,7 +279,7 @@ class _Loader:
             if exchange.is_active:
                 self._exchange = exchange
 
-    def read(self, phase: events.Phase) -> ReadReport | ShardproofError:
+    def read(self, phase: events.Phase) -> _ReadReport | ShardproofError:
         """Fills the destinations. Returns an error of the checkpoint."""
         checkpoint, matched = self._checkpoint, self._matched
         assert matched.plan is not None
@@ -286,9 +287,9 @@ class _Loader:
             self._read_all(matched.plan, phase)
             check_shared_memory(checkpoint, matched.plan, matched.destinations, self._writer.overlapping)
             phase.note(read=self._read, received=self._received, needed=self._needed)
-            return ReadReport(bool(matched.binding.finish))
+            return _ReadReport(bool(matched.binding.finish))
         except PeerFailed:
-            return ReadReport(False, left=True)
+            return _ReadReport(False, left=True)
         except UNREADABLE as error:
             return error
         finally:
@@ -328,13 +329,13 @@ class _Loader:
             if not choice.through:
                 checkpoint.bypass_cache()
 
-    def finish(self) -> HookReport:
+    def finish(self) -> _HookReport:
         """Sets plain values, attaches new optimizer state and gives objects their state."""
         binding = self._matched.binding
         for step in binding.finish:
             step()
         used = binding.adapted - binding.leftover
-        return HookReport(tuple(sorted(binding.leftover)), tuple(sorted(used)))
+        return _HookReport(tuple(sorted(binding.leftover)), tuple(sorted(used)))
 
     def stored(self) -> Iterator[str]:
         """Selected keys of the checkpoint, under the names of the target."""
@@ -392,7 +393,7 @@ class _MatchPost(msgspec.Struct, frozen=True, array_like=True):
     offer: Offer | None = None
 
 
-class ReadReport(msgspec.Struct, frozen=True, array_like=True):
+class _ReadReport(msgspec.Struct, frozen=True, array_like=True):
     """The report of a rank after its read."""
 
     more: bool
@@ -401,7 +402,7 @@ class ReadReport(msgspec.Struct, frozen=True, array_like=True):
     """True if the rank left the exchange because another rank failed."""
 
 
-def _all_read(reports: Sequence[ReadReport]) -> bool:
+def _all_read(reports: Sequence[_ReadReport]) -> bool:
     """Coordinator: True if a rank has more to fill.
 
     Raises:
@@ -415,7 +416,7 @@ def _all_read(reports: Sequence[ReadReport]) -> bool:
     return any(report.more for report in reports)
 
 
-def _check_applied(location: str, only_adapted: Sequence[str], reports: Sequence[HookReport]) -> None:
+def _check_applied(location: str, only_adapted: Sequence[str], reports: Sequence[_HookReport]) -> None:
     """Coordinator: checks that each stored key belongs to a target, or that the hooks of a rank used it.
 
     `only_adapted` are the keys that belong to no target.
@@ -446,10 +447,41 @@ def _overwritten(error: BaseException, location: str, untouched: list[str]) -> B
     return error
 
 
-class HookReport(msgspec.Struct, frozen=True, array_like=True):
+class _HookReport(msgspec.Struct, frozen=True, array_like=True):
     """The report of one rank, after its load hooks have run."""
 
     leftover: tuple[str, ...] = ()
     """Keys of the checkpoint that the hooks got and did not use."""
     used: tuple[str, ...] = ()
     """Keys that they got and used."""
+
+
+def check_shared_memory(
+    checkpoint: Checkpoint, plan: ReadPlan, destinations: Sequence[Destination], rows: Sequence[int]
+) -> None:
+    """Reads the values of destinations that share memory again, and compares them with the memory.
+
+    A state may contain a tensor and a view of it. The checkpoint stores both, and the load fills both. If the
+    stored values differ, the result depends on the order of the writes. Overlapping extents are rare, so a
+    second read is cheaper than a comparison of strides.
+
+    Raises:
+        StructureError: the checkpoint has different values for the same memory.
+    """
+    if not rows:
+        return
+    place = {row: at for at, row in enumerate(rows)}
+    part = plan.take(np.isin(plan.requested, rows))
+    again = [
+        Destination.of(there.key, there.dtype, torch.empty_like(there.view))
+        for there in (destinations[row] for row in rows)
+    ]
+    wanted = np.array([place[row] for row in part.requested.tolist()], np.int64)
+    checkpoint.fill(replace(part, requested=wanted), again)
+    for row, copy in zip(rows, again, strict=True):
+        if not torch.equal(as_bytes(destinations[row].view), as_bytes(copy.view)):
+            raise StructureError(
+                f"{copy.key!r} shares memory with another key of the target, and the checkpoint has "
+                "different values for the two: exclude one of them, or give each key its own memory",
+                key=copy.key,
+            )

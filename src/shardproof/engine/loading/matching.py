@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -12,9 +12,9 @@ import msgspec
 import numpy as np
 
 from shardproof._utils.arguments import check_boolean, check_mapping, check_texts
+from shardproof._utils.mappings import LazyMapping
 from shardproof.engine.loading.checkpoint import Checkpoint
 from shardproof.engine.loading.destinations import Destination
-from shardproof.engine.loading.selection import renamed
 from shardproof.engine.planning import (
     Cast,
     Patterns,
@@ -24,19 +24,17 @@ from shardproof.engine.planning import (
     check_patterns,
     no_match,
     plan_reads,
+    rename_keys,
     selects,
     unused_patterns,
     unused_renames,
 )
-from shardproof.engine.state import Binding, TensorEntry, bind, owner_of, parts_of
-from shardproof.errors import (
-    KeyMismatchError,
-    StorageError,
-    StructureError,
-)
+from shardproof.engine.state import Binding, Catalogue, TensorEntry, bind, owner_of, parts_of
+from shardproof.errors import KeyMismatchError, StorageError, StructureError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
 
 _log = logging.getLogger("shardproof")
 _FEW = 4
@@ -499,3 +497,38 @@ def _mismatch(
         unexpected=unexpected,
         mismatched=[list(item) for item in mismatched],
     )
+
+
+def renamed(catalogue: Catalogue, rename: Mapping[str, str] | None) -> tuple[Catalogue, dict[str, str]]:
+    """The catalogue under the target's names, and each of those names as the checkpoint has it.
+
+    `rename` has the key in the checkpoint by the key in the target; see `rename_keys`.
+
+    Raises:
+        StructureError: a stored key is not in the checkpoint, or two keys get one name.
+    """
+    if not rename:
+        return catalogue, {}
+    names = rename_keys((*catalogue.tensors, *catalogue.objects), rename, stored_first=False)
+    objects = {names[key]: key for key in catalogue.objects}
+    view = replace(
+        catalogue,
+        tensors={names[key]: value for key, value in catalogue.tensors.items()},
+        aliases={names[key]: names[value] for key, value in catalogue.aliases.items()},
+        objects=LazyMapping(objects, lambda key: _with_references(catalogue.objects[objects[key]], names)),
+    )
+    return view, {target: stored for stored, target in names.items()}
+
+
+def _with_references(value: Any, names: Mapping[str, str]) -> Any:
+    """A plain value whose references to tensors follow the renaming."""
+    if isinstance(value, list):
+        return [_with_references(item, names) for item in value]
+    if isinstance(value, dict):
+        return {
+            key: names.get(item, item)
+            if key == "$tensor" and isinstance(item, str)
+            else _with_references(item, names)
+            for key, item in value.items()
+        }
+    return value

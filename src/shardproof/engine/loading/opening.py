@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from shardproof._utils.arguments import check_boolean
 from shardproof._utils.humanize import listed
-from shardproof._utils.lazy_mapping import LazyMapping
+from shardproof._utils.mappings import LazyMapping
 from shardproof.dtypes import DTYPES
 from shardproof.engine.foreign import (
     NATIVE,

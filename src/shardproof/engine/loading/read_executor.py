@@ -27,14 +27,20 @@ from typing import TypeVar
 
 import torch
 
-from shardproof._utils.gc_pause import no_garbage_collection
-from shardproof._utils.memcpy import address as address_of
-from shardproof._utils.memcpy import copy_runs
+from shardproof._utils.contexts import no_garbage_collection
+from shardproof._utils.libc import address as address_of
+from shardproof._utils.libc import copy_runs
 from shardproof._utils.topology import processors
 from shardproof.engine.format import BLOCK_BYTES
 from shardproof.engine.loading.chunk_reader import COLD_BYTES, Chunks, Fetch
-from shardproof.engine.loading.destinations import DestinationWriter
-from shardproof.engine.loading.uploads import SMALL_BYTES, UPLOAD_BYTES, DeviceRange, UploadBuffers, Uploads
+from shardproof.engine.loading.destinations import (
+    SMALL_BYTES,
+    UPLOAD_BYTES,
+    DestinationWriter,
+    DeviceRange,
+    UploadBuffers,
+    Uploads,
+)
 from shardproof.engine.planning import LARGE_BYTES
 from shardproof.engine.storage import Storage
 

@@ -1,4 +1,4 @@
-"""Merges the structures of all ranks into one table of tensors and the boxes of all ranks.
+"""Merges the structures of all ranks into one table of tensors, and proves that the boxes tile every tensor.
 
 `merge` decodes equal tables once. It merges ranks with pieces of the same tensors in the same order together,
 column by column, so that one more rank costs a few array operations.
@@ -7,7 +7,7 @@ column by column, so that one more rank costs a few array operations.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
 
@@ -15,13 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardproof.dtypes import DTYPES
-from shardproof.engine.geometry import Boxes, row_pointers
+from shardproof.engine.geometry import Boxes, TilingFault, deduplicate, row_pointers, tiling_faults
 from shardproof.engine.planning.structure import Structure, TensorTable
-from shardproof.errors import StructureError
+from shardproof.errors import StructureError, TilingError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RankBoxes:
+class _RankBoxes:
     """The non-empty boxes of one number of dimensions that the ranks declare: a row for each rank and box."""
 
     boxes: Boxes
@@ -50,7 +50,7 @@ class MergedStructures:
     """(t,) element size of each tensor in bytes."""
 
 
-def merge(structures: Sequence[Structure]) -> tuple[MergedStructures, dict[int, RankBoxes]]:
+def merge(structures: Sequence[Structure]) -> tuple[MergedStructures, dict[int, _RankBoxes]]:
     """Merges the structures of all ranks, in rank order.
 
     Returns:
@@ -195,12 +195,12 @@ def _aliases(tables: Collection[TensorTable], declared: _Declared) -> dict[str, 
 
 def _rank_boxes(
     structures: Sequence[Structure], rows_of: dict[bytes, NDArray[np.int64]], ndims: NDArray[np.int64]
-) -> dict[int, RankBoxes]:
+) -> dict[int, _RankBoxes]:
     """All non-empty boxes of all ranks, by number of dimensions."""
     ranks_of: dict[tuple[bytes, bytes], list[int]] = {}
     for rank, structure in enumerate(structures):
         ranks_of.setdefault((structure.table, structure.box_tensor.tobytes()), []).append(rank)
-    parts: dict[int, list[RankBoxes]] = {int(ndim): [] for ndim in np.unique(ndims)}
+    parts: dict[int, list[_RankBoxes]] = {int(ndim): [] for ndim in np.unique(ndims)}
     for (table, _), ranks in ranks_of.items():
         alike = [structures[rank] for rank in ranks]
         tensor = rows_of[table][alike[0].box_tensor]
@@ -219,7 +219,7 @@ def _boxes_of(
     tensor: NDArray[np.int64],
     pieces: NDArray[np.int64],
     columns: NDArray[np.int64],
-) -> RankBoxes:
+) -> _RankBoxes:
     """The boxes of one number of dimensions, of ranks with pieces of the same tensors in the same order.
 
     The rows are sorted by piece, then by rank, so that later sorts are cheap.
@@ -231,22 +231,22 @@ def _boxes_of(
         sizes[:, at] = structure.box_sizes[columns]
     shape = (-1, columns.shape[1]) if columns.shape[1] else (len(pieces) * len(ranks), 0)
     boxes = Boxes(offsets.reshape(shape), sizes.reshape(shape))
-    every = RankBoxes(
+    every = _RankBoxes(
         boxes, np.repeat(tensor, len(ranks)), np.tile(ranks, len(pieces)), np.repeat(pieces, len(ranks))
     )
     nonempty = boxes.nonempty()
     if nonempty.all():
         return every
-    return RankBoxes(
+    return _RankBoxes(
         boxes.take(nonempty), every.tensor[nonempty], every.rank[nonempty], every.piece[nonempty]
     )
 
 
-def _concatenated(parts: Sequence[RankBoxes], dimensions: int) -> RankBoxes:
+def _concatenated(parts: Sequence[_RankBoxes], dimensions: int) -> _RankBoxes:
     if len(parts) == 1:
         return parts[0]
     none = np.zeros(0, np.int64)
-    return RankBoxes(
+    return _RankBoxes(
         Boxes.concatenate([Boxes.empty(dimensions), *(part.boxes for part in parts)]),
         np.concatenate([none, *(part.tensor for part in parts)]),
         np.concatenate([none, *(part.rank for part in parts)]),
@@ -272,3 +272,95 @@ def _owners(structures: Sequence[Structure], declared: _Declared) -> dict[str, i
                 )
             owners.setdefault(key, rank)
     return owners
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DistinctBoxes:
+    """The distinct boxes of one number of dimensions, and the replicas of each: its copies on ranks."""
+
+    boxes: Boxes
+    """m boxes, sorted by tensor, then offsets, then sizes."""
+    tensor: NDArray[np.int64]
+    """(m,) row of the merged tensor table."""
+    group: NDArray[np.int64]
+    """(n,) row of the distinct box of each replica."""
+    rank: NDArray[np.int64]
+    """(n,) rank of each replica."""
+    piece: NDArray[np.int64]
+    """(n,) row of the box in that rank's structure."""
+
+
+def prove(merged: MergedStructures, declared: Mapping[int, _RankBoxes]) -> list[DistinctBoxes]:
+    """Proves that the boxes of each tensor tile it, and returns the distinct boxes by number of dimensions.
+
+    Raises:
+        TilingError: the boxes of a tensor do not cover it exactly once.
+    """
+    return [_proved(merged, dimensions, boxes) for dimensions, boxes in sorted(declared.items())]
+
+
+def _proved(merged: MergedStructures, dimensions: int, declared: _RankBoxes) -> DistinctBoxes:
+    first, group = deduplicate(declared.tensor, declared.boxes)
+    boxes, tensor = declared.boxes, declared.tensor
+    if len(first) < len(group) or (first[1:] < first[:-1]).any():
+        boxes, tensor = boxes.take(first), tensor[first]
+    rows = np.flatnonzero(merged.ndims == dimensions)
+    shapes = np.array([merged.shapes[row] for row in rows.tolist()], np.int64)
+    position = np.zeros(len(merged.ndims), np.int64)  # of each tensor in `rows`
+    position[rows] = np.arange(len(rows))
+    faults = tiling_faults(shapes.reshape(len(rows), dimensions), position[tensor], boxes)
+    if faults:
+        key = merged.keys[int(rows[faults[0].tensor])]
+        raise _tiling_error(key, merged, declared, group, faults[0], len(faults))
+    return DistinctBoxes(boxes, tensor, group, declared.rank, declared.piece)
+
+
+def _tiling_error(
+    key: str,
+    merged: MergedStructures,
+    declared: _RankBoxes,
+    group: NDArray[np.int64],
+    fault: TilingFault,
+    faults: int,
+) -> TilingError:
+    """The error for the first fault. It names the boxes at fault and the ranks that declare them."""
+    row = merged.keys.index(key)
+    holders: dict[str, list[int]] = {}
+    for distinct in fault.boxes:
+        rows = np.flatnonzero(group == distinct)
+        box = _interval(declared.boxes.offsets[rows[0]].tolist(), declared.boxes.sizes[rows[0]].tolist())
+        holders[box] = sorted(set(declared.rank[rows].tolist()))
+    at = _interval(fault.offsets, fault.sizes)
+    shape = list(merged.shapes[row])
+    boxes = ", ".join(f"{box} on {_ranks(ranks)}" for box, ranks in holders.items())
+    if fault.kind == "gap":
+        others = sorted(set(declared.rank[declared.tensor == row].tolist()))
+        what = (
+            f"no rank holds {at}; {_ranks(others)} hold other parts" if others else "no rank holds any of it"
+        )
+        advice = "Check the offsets, and that every rank declares its part"
+    elif fault.kind == "overlap":
+        what = f"different boxes hold {at}: {boxes}"
+        advice = "Replicas must be equal boxes; different boxes must not share an element"
+    else:
+        what = f"the box {boxes} exceeds the shape"
+        advice = "Offsets and sizes must lie within the global shape"
+    more = f" ({faults - 1} more tensors have faults)" if faults > 1 else ""
+    return TilingError(
+        f"tensor {key!r} of shape {shape}: {fault.kind}: {what}. Expected: boxes that cover it exactly once. "
+        f"{advice}{more}",
+        key=key,
+        kind=fault.kind,
+        box=[list(fault.offsets), list(fault.sizes)],
+        holders=holders,
+    )
+
+
+def _interval(offsets: Sequence[int], sizes: Sequence[int]) -> str:
+    inner = ",".join(f"{offset}:{offset + size}" for offset, size in zip(offsets, sizes, strict=True))
+    return f"[{inner}]"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

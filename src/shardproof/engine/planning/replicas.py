@@ -28,8 +28,7 @@ from numpy.typing import NDArray
 
 from shardproof.dtypes import DTYPES
 from shardproof.engine.geometry import BoxTable, row_pointers
-from shardproof.engine.planning.merge import MergedStructures
-from shardproof.engine.planning.prove import DistinctBoxes
+from shardproof.engine.planning.merge import DistinctBoxes, MergedStructures
 from shardproof.engine.planning.structure import Packed, Structure, pack, unpack
 from shardproof.engine.planning.writers import SharedBoxes
 

@@ -22,8 +22,7 @@ from numpy.typing import NDArray
 
 from shardproof.dtypes import DTYPES
 from shardproof.engine.geometry import Boxes, BoxTable, cut, row_pointers, stable_order
-from shardproof.engine.planning.merge import MergedStructures, merge
-from shardproof.engine.planning.prove import DistinctBoxes, prove
+from shardproof.engine.planning.merge import DistinctBoxes, MergedStructures, merge, prove
 from shardproof.engine.planning.replicas import SAMPLE_BYTES, Replicas, SharedPieces, find_replicas
 from shardproof.engine.planning.structure import Packed, Structure, pack, unpack
 from shardproof.engine.planning.writers import choose_writers, find_shared

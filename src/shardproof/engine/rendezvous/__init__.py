@@ -13,8 +13,7 @@ from shardproof.engine.rendezvous.meeting_errors import format_rank_ranges
 from shardproof.engine.rendezvous.meeting_errors import (
     from_rank as from_rank,  # not listed in __all__: internal
 )
-from shardproof.engine.rendezvous.ordering import Operation, Reservation
-from shardproof.engine.rendezvous.protocol import Decide, MeetingSequence, Rendezvous
+from shardproof.engine.rendezvous.protocol import Decide, MeetingSequence, Operation, Rendezvous, Reservation
 from shardproof.engine.rendezvous.store import StoreRendezvous
 
 __all__ = [

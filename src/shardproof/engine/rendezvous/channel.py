@@ -11,9 +11,8 @@ from typing import Any, TypeVar
 
 from shardproof.engine.rendezvous import store_requests as requests
 from shardproof.engine.rendezvous.heartbeat import Heartbeat, Watch
-from shardproof.engine.rendezvous.link import Link, is_over, wait_in_steps
 from shardproof.engine.rendezvous.membership import Membership
-from shardproof.engine.rendezvous.store_requests import new_client
+from shardproof.engine.rendezvous.store_requests import Link, is_over, new_client, wait_in_steps
 from shardproof.engine.rendezvous.wire import (
     MeetingKeys,
     Record,

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 from concurrent.futures import Future
 
-from shardproof.engine.rendezvous.ordering import Operation, Reservation, Turns
-from shardproof.engine.rendezvous.protocol import Decide
+from shardproof.engine.rendezvous.protocol import Decide, Operation, Reservation, Turns
 
 
 class LocalRendezvous:

@@ -10,8 +10,8 @@ from shardproof.engine import events
 from shardproof.engine.rendezvous import meeting_errors
 from shardproof.engine.rendezvous.channel import Channel, CoordinatorSilent
 from shardproof.engine.rendezvous.heartbeat import Watch, amounts, describe, is_elsewhere
-from shardproof.engine.rendezvous.link import LinkLost, is_over
 from shardproof.engine.rendezvous.protocol import Decide
+from shardproof.engine.rendezvous.store_requests import LinkLost, is_over
 from shardproof.engine.rendezvous.wire import (
     ALL,
     BYTES,

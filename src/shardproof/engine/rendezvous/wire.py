@@ -144,7 +144,7 @@ PART = 7 << 20
 _SHOWN = 40
 """Bytes of a wrong value that an error message shows."""
 
-Value = TypeVar("Value")
+_Value = TypeVar("_Value")
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Token = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
 """The random name of a generation or of an incarnation."""
@@ -218,7 +218,7 @@ class Record:
     """Of kind GIVEN_UP: name of the operation, and number of its earlier meetings."""
 
 
-def checked(key: str, value: bytes | None, kind: type[Value]) -> Value:
+def checked(key: str, value: bytes | None, kind: type[_Value]) -> _Value:
     """Decode and validate the value of a key.
 
     Raises:

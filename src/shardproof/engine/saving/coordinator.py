@@ -1,17 +1,29 @@
-"""The coordinator's side of the meetings of one save: agree, plan, commit."""
+"""The coordinator's side of the meetings of one save: agree, plan, commit.
+
+Note "No false refusal": the coordinator checks before a save writes that its bytes fit into the file systems
+of the ranks, and refuses a save only if it certainly fails. The check counts the bytes of the chunks and of
+their second copies, and no headers, digests or objects. A save with a base is not checked, because unchanged
+chunks are not written. A file system may free blocks some time after their file is removed, so the check
+waits a few seconds for space before it refuses.
+"""
 
 from __future__ import annotations
 
+import logging
 import secrets
+import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
-from shardproof._utils.gc_pause import no_garbage_collection
-from shardproof.engine.format import MANIFEST_NAME, overwrite_attempt, read_manifest
+from shardproof._utils.contexts import no_garbage_collection
+from shardproof._utils.humanize import gigabytes, listed
+from shardproof.engine.format import MANIFEST_NAME, STEP_FOLDER, overwrite_attempt, read_manifest
 from shardproof.engine.planning import Structure, WritePlan, plan_writes
 from shardproof.engine.saving.cache import CoordinatorPlan, Limits, SaveCache
 from shardproof.engine.saving.commit import PlaceChunks, commit, is_in_place, place_chunks, warn_of_orders
@@ -19,11 +31,11 @@ from shardproof.engine.saving.messages import Agreement, Attempt, RankReport, Sa
 from shardproof.engine.saving.provenance import provenance
 from shardproof.engine.saving.save_option import SaveOption
 from shardproof.engine.saving.save_request import SaveRequest
-from shardproof.engine.saving.space_check import check_space, free_space
 from shardproof.engine.storage import FreeSpace, Storage
 from shardproof.errors import (
     AlreadyCommittedError,
     FormatError,
+    NoSpaceError,
     NotCommittedError,
     RankFailure,
     ShardproofError,
@@ -43,6 +55,11 @@ _OUTCOMES = {
     ),
 }
 """Outcome by whether the manifest is in place; None: unknown."""
+
+_log = logging.getLogger("shardproof")
+_WAIT_SECONDS = 3.0
+_POLL_SECONDS = 0.1
+"""Of the check for space: how long it waits for freed blocks, and how often it looks."""
 
 
 class Coordinator:
@@ -228,3 +245,94 @@ class Coordinator:
             causes={"0": cause},
             committed=in_place,
         )
+
+
+def free_space(storage: Storage) -> FreeSpace | None:
+    """The space for new files of a storage; None if it is not known."""
+    return storage.free_space()
+
+
+def check_space(
+    location: str,
+    spaces: Sequence[FreeSpace | None],
+    needed: NDArray[np.int64],
+    measure: Callable[[], FreeSpace | None],
+) -> None:
+    """Checks the sum of the bytes on each file system (note "No false refusal").
+
+    Logs a warning if the bytes may not fit.
+
+    Args:
+        location: location of the save, for messages.
+        spaces: the space that each rank sees; None: not known.
+        needed: (ranks,) bytes that each rank is certain to write.
+        measure: measures the space of rank 0 again.
+
+    Raises:
+        NoSpaceError: the bytes do not fit.
+    """
+    by_system: dict[int, list[int]] = {}
+    for rank, space in enumerate(spaces):
+        if space is not None and needed[rank] > 0:
+            for system in (space.file_system, space.copies_on):
+                if system is not None:
+                    by_system.setdefault(system, []).append(rank)
+    for system, ranks in by_system.items():
+        total = int(needed[ranks].sum())
+        seen = [space for space in spaces if space is not None and space.file_system == system]
+        if not seen:
+            continue
+        free = max(space.free for space in seen)
+        bound = max((space.upper_bound for space in seen if space.upper_bound is not None), default=None)
+        if bound is not None and total > bound:
+            if spaces[0] is None or spaces[0].file_system != system or not _grows(total, measure):
+                raise _no_space(location, sorted(set(ranks)), total, bound, seen[0].advice)
+        elif total > free:
+            _log.warning(
+                "%s: the save writes %s to a file system with %s free, and may fail. If it does, %s",
+                location,
+                gigabytes(total),
+                gigabytes(free),
+                _advice(location, seen[0].advice),
+            )
+
+
+def _advice(location: str, more: str) -> str:
+    """Says how to get more space for a save at `location`. `more` is the advice of its storage.
+
+    It does not advise a smaller ``keep=``: retention removes steps only after a commit.
+    """
+    run, _, folder = location.rpartition("/")
+    end = f", or {more}" if more else ""
+    if STEP_FOLDER.fullmatch(folder) is None:
+        return f"remove other files of this file system, or save to another one{end}"
+    return (
+        f"remove all steps but the newest with `shardproof prune {shlex.quote(run)} --keep 1 --yes` (keep= "
+        "of the Checkpointer removes steps only after a commit, so a smaller one does not help now), or save "
+        f"to another file system{end}"
+    )
+
+
+def _grows(total: int, measure: Callable[[], FreeSpace | None]) -> bool:
+    """True as soon as `total` bytes may fit; False if they do not within `_WAIT_SECONDS`."""
+    ends = time.monotonic() + _WAIT_SECONDS
+    while time.monotonic() < ends:
+        time.sleep(_POLL_SECONDS)
+        now = measure()
+        if now is None or now.upper_bound is None or total <= now.upper_bound:
+            return True
+    return False
+
+
+def _no_space(location: str, ranks: Sequence[int], needed: int, free: int, advice: str) -> NoSpaceError:
+    who = f"ranks {listed(map(str, ranks))}" if len(ranks) > 1 else f"rank {ranks[0]}"
+    return NoSpaceError(
+        f"{location}: the save needs {gigabytes(needed)} on the file system of {who}, and {gigabytes(free)} "
+        f"is free there: {gigabytes(needed - free)} is missing. Nothing was written. To save again, "
+        f"{_advice(location, advice)}",
+        file=location,
+        errno="ENOSPC",
+        needed=needed,
+        free=free,
+        ranks=list(ranks),
+    )

@@ -1,7 +1,11 @@
 """The record of a save's origin: program, git commit, versions, hosts and layout.
 
-The coordinator gathers it. It has no values of the environment, and arguments that look like secrets are
-masked (note "What is masked" in `shardproof._utils.argument_mask`).
+The coordinator gathers it. It has no values of the environment.
+
+Note "What is masked": arguments that look like secrets. The value is masked whose name has a word such as
+``token`` or ``key``: what follows ``=``, ``:`` or a space in the argument, or the arguments up to the next
+option. In a URL, the user with the password. A text with the form of a known token. Too much is masked rather
+than too little: ``--num-key-value-heads 8`` also loses its value.
 
 Note "No save waits for git": a thread reads the repository once in a process, from the creation of the first
 saver on. The first commit waits for it for `_PATIENCE` at most. A commit that comes earlier records what
@@ -13,16 +17,17 @@ from __future__ import annotations
 import logging
 import os
 import platform
+import re
+import signal
+import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from shardproof._utils.argument_mask import mask_arguments
-from shardproof._utils.git_state import checked_commit, stored_commit
 from shardproof.version import __version__
 
 VARIABLE = "SHARDPROOF_PROVENANCE"
@@ -60,6 +65,17 @@ _MEGATRON = {
 """Functions of `megatron.core.parallel_state` that give the sizes of its groups."""
 
 _log = logging.getLogger("shardproof")
+
+_COMMIT = re.compile(r"[0-9a-f]{40}(?:[0-9a-f]{24})?")
+_OF_ANOTHER = {"GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR", "GIT_OBJECT_DIRECTORY"}
+"""Variables that a hook of git sets for its own repository."""
+
+_MASK = "***"
+_LONGEST = 1000
+"""Characters of a masked argument that are kept, at most."""
+
+_MOST_READ = 1 << 16
+"""Characters of an argument that are read, at most."""
 
 
 def is_allowed() -> bool:
@@ -210,4 +226,149 @@ def _layout(meshes: Sequence[Any]) -> dict[str, Any]:
         for name, function in _MEGATRON.items():
             with suppress(AssertionError, AttributeError, RuntimeError):
                 found["megatron"][name] = int(getattr(groups, function)())
+    return found
+
+
+def stored_commit(folder: Path) -> str | None:
+    """The commit that is checked out, read from the files of git.
+
+    Returns:
+        40 or 64 hexadecimal digits; None if the folder is in no repository, or the files do not tell.
+
+    Raises:
+        OSError, ValueError: a file cannot be read.
+    """
+    for parent in (folder, *folder.parents):
+        marker = parent / ".git"
+        if marker.is_file():  # of a worktree or a submodule
+            marker = parent / marker.read_text().removeprefix("gitdir:").strip()
+        if (marker / "HEAD").is_file():
+            return _commit_of(marker)
+    return None
+
+
+def _commit_of(place: Path) -> str | None:
+    head = (place / "HEAD").read_text().strip()
+    if not head.startswith("ref:"):
+        return head if _COMMIT.fullmatch(head) else None
+    name = head.removeprefix("ref:").strip()
+    shared = place / (place / "commondir").read_text().strip() if (place / "commondir").is_file() else place
+    for folder in (place, shared):
+        if (folder / name).is_file():
+            commit = (folder / name).read_text().strip()
+            return commit if _COMMIT.fullmatch(commit) else None
+    if (shared / "packed-refs").is_file():
+        with (shared / "packed-refs").open() as file:
+            for line in file:
+                commit, _, stored = line.strip().partition(" ")
+                if stored == name and _COMMIT.fullmatch(commit):
+                    return commit
+    return None
+
+
+def checked_commit(folder: Path, timeout: float) -> tuple[str, bool] | None:
+    """The commit that is checked out, and whether a tracked file differs from it, by the program git.
+
+    It changes nothing in the repository.
+
+    Args:
+        folder: a folder in the repository.
+        timeout: seconds for git, at most.
+
+    Returns:
+        The commit and the difference; None if git does not tell: it is not installed, it takes too long, or
+        the folder is in no repository that this user trusts.
+    """
+    settings = {name: value for name, value in os.environ.items() if name not in _OF_ANOTHER}
+    settings["GIT_TERMINAL_PROMPT"] = "0"
+    command = ["git", "-C", str(folder), "-c", "core.fsmonitor=false", "--no-optional-locks", "status"]
+    command += ["--porcelain=v2", "--branch", "--untracked-files=no", "--ignore-submodules=dirty"]
+    try:
+        text = _output(command, settings, timeout)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    lines = text.splitlines()
+    commits = [line.removeprefix("# branch.oid ") for line in lines if line.startswith("# branch.oid ")]
+    if not commits or not _COMMIT.fullmatch(commits[0]):
+        return None
+    return commits[0], any(not line.startswith("#") for line in lines)
+
+
+def _output(command: list[str], settings: dict[str, str], timeout: float) -> str:
+    """What a program prints. If it takes longer, it is killed with its children, such as filters of git.
+
+    Raises:
+        OSError, subprocess.SubprocessError: it cannot start, takes longer, or fails.
+    """
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=settings,
+        encoding="utf-8",
+        errors="replace",
+        start_new_session=True,
+    ) as process:
+        try:
+            text, _ = process.communicate(timeout=timeout)
+        except BaseException:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            raise
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
+    return text
+
+
+_NAME = (
+    r"(?:token(?!i[sz])|key|secret|pass(?!es|age|ive|through)|pwd|cred|auth(?!or(?!i))|signature|sig(?![a-z]))"
+    r"[^\s=:/]{0,200}"
+)
+"""The name of a secret, from its word on."""
+_ENDS_IN_NAME = re.compile(rf"[^/]*{_NAME}\s*[=:]?\s*", re.IGNORECASE)
+_KNOWN_TOKENS = (
+    *("hf_", "gh[a-z]_", "github_pat_", "glpat-", "sk-", "gsk_", "r8_", "nvapi-", "wandb_v1_"),
+    *("npm_", "pypi-", "dckr_pat_", "AKIA", "ASIA", "AIza", r"ya29\.", "xox[a-z]-", "xapp-", "eyJ"),
+    r"hooks\.slack\.com/services/",
+)
+"""How tokens begin: those of Hugging Face, GitHub, GitLab, OpenAI, Groq, Replicate, NVIDIA, Weights & Biases,
+npm, PyPI, Docker, AWS, Google and Slack, JSON web tokens, and the webhooks of Slack."""
+_PATTERNS = (
+    re.compile(rf"()(?<![A-Za-z0-9])(?:{'|'.join(_KNOWN_TOKENS)})[\w.-]{{8,}}(?s:.*)"),
+    re.compile(r"(\b(?:bearer|basic)\s).+", re.IGNORECASE | re.DOTALL),
+    # A user and a password with any characters, up to the last "@".
+    re.compile(r"(?<!\S)((?:(?!://)\S)*://)[^\s:]*:\S*(?=@)"),
+    re.compile(r"(://)[^/\s]*(?=@)"),
+    re.compile(rf"({_NAME}(?:\s*[=:]|\s)).+", re.IGNORECASE | re.DOTALL),
+)
+"""Each keeps its group, and masks the rest."""
+
+
+def mask_arguments(arguments: Iterable[object]) -> list[str]:
+    """The arguments of a program without what looks like a secret; see "What is masked".
+
+    Args:
+        arguments: those of `sys.argv`, which a program may fill with objects that are no `str`.
+
+    >>> mask_arguments(["lr=0.1", "wandb.api_key=abc", "--hf-token", "abc", "--tokenizer", "gpt2"])
+    ['lr=0.1', 'wandb.api_key=***', '--hf-token', '***', '--tokenizer', 'gpt2']
+    >>> mask_arguments(["--data", "https://me:abc@host/x", "https://host/x?sig=abc&b=1"])
+    ['--data', 'https://***@host/x', 'https://host/x?sig=***']
+    """
+    found = []
+    expects = False
+    """The argument before is the name of a secret, or a value of one."""
+    is_first = False
+    """The argument is the first behind that name."""
+    for argument in arguments:
+        text = str(argument)[:_MOST_READ]
+        if expects and not text.startswith("--" if is_first else "-"):
+            found.append(_MASK)
+            is_first = False
+            continue
+        expects = is_first = _ENDS_IN_NAME.fullmatch(text) is not None
+        for pattern in _PATTERNS:
+            text = pattern.sub(rf"\g<1>{_MASK}", text)
+        found.append(text if len(text) <= _LONGEST else f"{text[:_LONGEST]}...")
     return found

@@ -23,17 +23,15 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from shardproof._utils.memcpy import address
+from shardproof._utils.libc import address
 from shardproof.engine import events
 from shardproof.engine.planning import Slices, Structure, WritePlan
 from shardproof.engine.rendezvous import MeetingSequence
 from shardproof.engine.saving.commit import Committed
-from shardproof.engine.saving.device_copy import copies_of
 from shardproof.engine.saving.messages import Attempt, Divergence, OptionReport, SaveResult
 from shardproof.engine.saving.save_option import SaveOption, Track
 from shardproof.engine.saving.shard_writer import WrittenShard
-from shardproof.engine.saving.source import SliceSource
-from shardproof.engine.saving.staging import StagingPool
+from shardproof.engine.saving.staging import SliceSource, StagingPool, copies_of
 from shardproof.engine.state import Piece
 from shardproof.errors import StructureError
 

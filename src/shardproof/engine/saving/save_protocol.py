@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from shardproof._utils.gc_pause import no_garbage_collection
+from shardproof._utils.contexts import no_garbage_collection
 from shardproof.engine import events
 from shardproof.engine.format import shard_name
 from shardproof.engine.planning import RankPlan, Structure
@@ -37,7 +37,7 @@ from shardproof.engine.rendezvous import MeetingSequence, Operation, Rendezvous,
 from shardproof.engine.saving.background import PendingSave, Progress, frames_to_notes, wait_while_moving
 from shardproof.engine.saving.cache import CachedPlan, Limits, SaveCache
 from shardproof.engine.saving.commit import remove_own_files
-from shardproof.engine.saving.coordinator import Coordinator
+from shardproof.engine.saving.coordinator import Coordinator, free_space
 from shardproof.engine.saving.messages import Agreement, RankReport, SaveResult, WriteReport
 from shardproof.engine.saving.save_option import SaveOption
 from shardproof.engine.saving.save_request import SaveRequest, report_rank
@@ -50,7 +50,6 @@ from shardproof.engine.saving.shard_writer import (
     write_shard,
 )
 from shardproof.engine.saving.snapshot import Capture, Snapshot
-from shardproof.engine.saving.space_check import free_space
 from shardproof.engine.state import Fence, collect
 from shardproof.engine.storage import Storage, choose_cache
 from shardproof.errors import RankFailure, RankSilent, SaveSkipped, ShardproofError, StorageError

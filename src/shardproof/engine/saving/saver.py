@@ -22,7 +22,6 @@ from shardproof.engine.saving.background import (
 )
 from shardproof.engine.saving.cache import Limits, SaveCache
 from shardproof.engine.saving.commit import Unconfirmed
-from shardproof.engine.saving.device_copy import pinned_buffer
 from shardproof.engine.saving.incremental import BaseCache, IncrementalOption
 from shardproof.engine.saving.messages import SaveResult
 from shardproof.engine.saving.provenance import facts, is_allowed
@@ -30,7 +29,7 @@ from shardproof.engine.saving.replica_check import CheckReplicas, ReplicaCache, 
 from shardproof.engine.saving.save_option import SaveOption
 from shardproof.engine.saving.save_protocol import After, Save
 from shardproof.engine.saving.save_request import SaveRequest
-from shardproof.engine.saving.staging import StagingPool, default_budget
+from shardproof.engine.saving.staging import StagingPool, default_budget, pinned_buffer
 from shardproof.engine.state import Fence
 from shardproof.engine.storage import Storage
 from shardproof.errors import ShardproofError

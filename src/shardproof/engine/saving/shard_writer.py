@@ -24,7 +24,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from shardproof._utils.memcpy import address
+from shardproof._utils.libc import address
 from shardproof.dtypes import DTYPES
 from shardproof.engine.format import (
     BLOCK_BYTES,

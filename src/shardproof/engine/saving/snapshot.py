@@ -37,12 +37,17 @@ import msgspec
 import torch
 import xxhash
 
-from shardproof._utils.memcpy import address
+from shardproof._utils.libc import address
 from shardproof.engine.planning import RankPlan
 from shardproof.engine.saving.background import Progress, Workers
-from shardproof.engine.saving.device_copy import DeviceCopies, copies_of
-from shardproof.engine.saving.source import SliceSource
-from shardproof.engine.saving.staging import SLOT_BYTES, Staged, StagingPool
+from shardproof.engine.saving.staging import (
+    SLOT_BYTES,
+    DeviceCopies,
+    SliceSource,
+    Staged,
+    StagingPool,
+    copies_of,
+)
 from shardproof.engine.saving.write_watch import WriteWatch
 from shardproof.engine.state import Collected, Piece, Stepped, canonical_json
 from shardproof.errors import StorageError, StructureError

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from shardproof._utils.memcpy import read_words
-from shardproof.engine.saving.device_copy import DeviceCopies
+from shardproof._utils.libc import read_words
+from shardproof.engine.saving.staging import DeviceCopies
 from shardproof.engine.state import Piece, Stepped, memory_of, storage_owner
 
 _VERSION = attrgetter("_version")

@@ -5,15 +5,19 @@ from __future__ import annotations
 from shardproof.engine.state.collector import hoisted_key as hoisted_key  # not listed in __all__: internal
 from shardproof.engine.state.collector import hoisted_tensor
 from shardproof.engine.state.dtensor import LOCAL, dtensor_index_map, is_dtensor, is_sharded, local_tensor
+from shardproof.engine.state.dtensor import index_map_of as index_map_of  # not listed in __all__: internal
+from shardproof.engine.state.dtensor import (
+    local_segments as local_segments,  # not listed in __all__: internal
+)
+from shardproof.engine.state.dtensor import sizes_of as sizes_of  # not listed in __all__: internal
 from shardproof.engine.state.fence import Fence, open_all
 from shardproof.engine.state.flat_parameters import (
     flat_tensors as flat_tensors,  # not listed in __all__: internal
 )
-from shardproof.engine.state.framework_modules import (
+from shardproof.engine.state.handlers.modules import (
     without_fabric as without_fabric,
 )  # not listed in __all__: internal
-from shardproof.engine.state.handlers.generators import RandomState
-from shardproof.engine.state.handlers.per_rank import PerRank, owner_of
+from shardproof.engine.state.handlers.per_rank import PerRank, RandomState, owner_of
 from shardproof.engine.state.handlers.stateful_objects import parts_of
 from shardproof.engine.state.handlers.stateful_objects import (
     refuse_divided as refuse_divided,  # not listed in __all__: internal
@@ -24,8 +28,8 @@ from shardproof.engine.state.layout import declared as declared  # not listed in
 from shardproof.engine.state.local_shards import FlatShard, LocalShards
 from shardproof.engine.state.module_names import inside, number_expert, rename, share
 from shardproof.engine.state.optimizer.collect import OptimizerState
-from shardproof.engine.state.optimizer.hybrid_device import HybridDeviceSlots as HybridDeviceSlots  # internal
-from shardproof.engine.state.optimizer.hybrid_device import is_hybrid_device as is_hybrid_device  # internal
+from shardproof.engine.state.optimizer.slot_sources import HybridDeviceSlots as HybridDeviceSlots  # internal
+from shardproof.engine.state.optimizer.slot_sources import is_hybrid_device as is_hybrid_device  # internal
 from shardproof.engine.state.optimizer.slot_sources import receiver, slots_of
 from shardproof.engine.state.optimizer.slots import (
     EXECUTION_OPTIONS as EXECUTION_OPTIONS,  # not listed: internal
@@ -46,23 +50,18 @@ from shardproof.engine.state.optimizer.slots import (
     tensors_and_values as tensors_and_values,  # not listed: internal
 )
 from shardproof.engine.state.optimizer.state_dict_keys import optimizer_state_dicts, with_new_key
-from shardproof.engine.state.placements import index_map_of as index_map_of  # not listed in __all__: internal
-from shardproof.engine.state.placements import (
-    local_segments as local_segments,  # not listed in __all__: internal
-)
-from shardproof.engine.state.placements import sizes_of as sizes_of  # not listed in __all__: internal
-from shardproof.engine.state.plain.by_name import by_name as by_name  # not listed in __all__: internal
-from shardproof.engine.state.plain.by_name import has_names as has_names  # not listed in __all__: internal
-from shardproof.engine.state.plain.by_name import (
-    with_targets as with_targets,  # not listed in __all__: internal
-)
-from shardproof.engine.state.plain.decode import decode as decode_plain
-from shardproof.engine.state.plain.decode import references
-from shardproof.engine.state.plain.encode import canonical_json
-from shardproof.engine.state.plain.encode import encode as encode_plain
-from shardproof.engine.state.plain.registry import register_by_name, register_dataclass, register_enum
-from shardproof.engine.state.plain.stream_bytes import (
+from shardproof.engine.state.plain_decode import decode as decode_plain
+from shardproof.engine.state.plain_decode import references
+from shardproof.engine.state.plain_encode import canonical_json
+from shardproof.engine.state.plain_encode import encode as encode_plain
+from shardproof.engine.state.plain_types import (
     StreamBytes as StreamBytes,  # not listed in __all__: internal
+)
+from shardproof.engine.state.plain_types import by_name as by_name  # not listed in __all__: internal
+from shardproof.engine.state.plain_types import has_names as has_names  # not listed in __all__: internal
+from shardproof.engine.state.plain_types import register_by_name, register_dataclass, register_enum
+from shardproof.engine.state.plain_types import (
+    with_targets as with_targets,  # not listed in __all__: internal
 )
 from shardproof.engine.state.records import (
     Binding,
@@ -76,9 +75,8 @@ from shardproof.engine.state.records import (
     is_plain_memory,
     memory_of,
 )
-from shardproof.engine.state.storage_owner import declare_storage_owner, storage_owner
 from shardproof.engine.state.subclass_binding import StoredWrapper
-from shardproof.engine.state.tensors import as_bytes
+from shardproof.engine.state.tensors import as_bytes, declare_storage_owner, storage_owner
 from shardproof.engine.state.tree import bind, collect
 from shardproof.engine.state.visitor import Place as Place  # not listed in __all__: internal
 

@@ -12,15 +12,14 @@ from typing import Any, Protocol
 import torch
 
 from shardproof.engine.state.collector import hoisted_key, tie
-from shardproof.engine.state.descriptions import blocks
 from shardproof.engine.state.local_shards import LocalShards, described
-from shardproof.engine.state.plain.decode import decode, references
-from shardproof.engine.state.plain.encode import encode
+from shardproof.engine.state.plain_decode import decode, references
+from shardproof.engine.state.plain_encode import encode
 from shardproof.engine.state.records import Binding, Catalogue, Mismatch, Piece, TensorEntry, describe
 from shardproof.engine.state.subclass_binding import bind_wrapper
 from shardproof.engine.state.subclasses import is_wrapper
 from shardproof.engine.state.tensors import check_destination, empty_like_layout, torch_dtype
-from shardproof.engine.state.visitor import Place, Visitor
+from shardproof.engine.state.visitor import Place, Visitor, blocks
 from shardproof.errors import PlainDataError, StructureError
 
 MISSING: Any = object()

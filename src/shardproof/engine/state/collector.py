@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from shardproof.engine.state.dtensor import local_tensor
 from shardproof.engine.state.last_walk import LastWalk
 from shardproof.engine.state.local_shards import LocalShards, described
-from shardproof.engine.state.plain.encode import encode
+from shardproof.engine.state.plain_encode import encode
 from shardproof.engine.state.records import Collected, ObjectEntry, Piece, Stepped, TensorEntry, describe
 from shardproof.engine.state.subclasses import SUBCLASS, is_wrapper, unwrapped
 from shardproof.engine.state.tensors import memory_identity, tensor_of_array
@@ -231,7 +231,7 @@ class Hoister:
         self.used: set[str] = set()
 
     def __call__(self, path: str, kind: str, value: Any) -> str:
-        """See `shardproof.engine.state.plain.encode.Hoist`."""
+        """See `shardproof.engine.state.plain_encode.Hoist`."""
         if "@" in path:
             check_name(path, self.key, _path(self.origin))
         key = hoisted_key(self.key, path, self.used)

@@ -26,10 +26,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardproof.engine.state.descriptions import blocks
 from shardproof.engine.state.dtensor import LOCAL, is_dtensor, local_tensor, shard_order
 from shardproof.engine.state.records import Piece, TensorEntry
 from shardproof.engine.state.tensors import are_plain
+from shardproof.engine.state.visitor import blocks
 
 _KIND = attrgetter("dtype", "shape")
 _SHAPE = attrgetter("shape")

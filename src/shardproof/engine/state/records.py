@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import torch
 
-from shardproof._utils.lazy_mapping import LazyMapping
+from shardproof._utils.mappings import LazyMapping
 from shardproof.engine.state.tensors import addresses_of
 from shardproof.errors import ShardproofError
 
@@ -101,7 +101,7 @@ class TensorEntry(msgspec.Struct, frozen=True, gc=False):
 
 
 class ObjectEntry(msgspec.Struct, frozen=True):
-    """A value that is not a tensor, as plain JSON data (see `shardproof.engine.state.plain.encode`)."""
+    """A value that is not a tensor, as plain JSON data (see `shardproof.engine.state.plain_encode`)."""
 
     key: str
     value: Any

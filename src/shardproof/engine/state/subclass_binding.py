@@ -12,8 +12,7 @@ import torch
 from shardproof.engine.state.dtensor import local_tensor
 from shardproof.engine.state.local_shards import LocalShards, described
 from shardproof.engine.state.records import Binding, Catalogue, Piece, describe
-from shardproof.engine.state.subclass_parts import shape_on_rank
-from shardproof.engine.state.subclasses import SUBCLASS, Wrapped, new_wrapper, unwrapped
+from shardproof.engine.state.subclasses import SUBCLASS, Wrapped, new_wrapper, shape_on_rank, unwrapped
 from shardproof.engine.state.tensors import empty_like_layout, torch_dtype
 from shardproof.errors import StructureError
 

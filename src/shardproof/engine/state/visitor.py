@@ -1,28 +1,39 @@
-"""The common part of the two walks over a state tree.
+"""The common part of the two walks over a state tree, and the descriptions of the tensors on them.
 
 A save walks the tree to collect its values. A load walks it to bind its values to those of a checkpoint.
-Each kind of value has one handler for both walks, so that they stay consistent (`walk.Handler`).
+Each kind of value has one handler for both walks, so that they stay consistent (`tree.Handler`).
+
+Note: in columns
+    For most properties of a tensor, Python's overhead per call exceeds torch's own time. So the code reads
+    one property of a block of tensors in a C loop, then the next. A block fits into the processor's caches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
-from shardproof.engine.state.descriptions import describe_tensors
-from shardproof.engine.state.dtensor import LocalBoxesCache
-from shardproof.engine.state.records import TensorEntry
+from shardproof.engine.state.dtensor import LocalBoxes, LocalBoxesCache
+from shardproof.engine.state.records import Piece, TensorEntry
+from shardproof.engine.state.tensors import check_memory, dtype_name, locals_of
 from shardproof.errors import StructureError
 
 if TYPE_CHECKING:
     from shardproof.engine.state.flat_parameters import FlatPart
     from shardproof.engine.state.module_names import NamedModule
 
-H = TypeVar("H")
+
+_H = TypeVar("_H")
 """The handlers of a walk."""
+
+_BLOCK = 256
+"""Number of tensors in a block."""
+
+_KIND = attrgetter("dtype", "shape")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +120,10 @@ class VisitedModule:
 
 
 @dataclass
-class Visitor(Generic[H]):
+class Visitor(Generic[_H]):
     """The state of a walk that collecting and binding share."""
 
-    handler_of: Callable[[Any, Place], H]
+    handler_of: Callable[[Any, Place], _H]
     """The handler of a value."""
     rank: int
     world_size: int
@@ -135,7 +146,7 @@ class Visitor(Generic[H]):
         """The entries of plain tensors and DTensors on this rank; see `describe_tensors`.
 
         Raises:
-            StructureError: a tensor cannot be stored; see `shardproof.engine.state.descriptions`.
+            StructureError: a tensor cannot be stored; see `shardproof.engine.state.visitor`.
         """
         entries, empty = describe_tensors(keys, tensors, self.layouts, detach=detach)
         self.anchors |= empty
@@ -145,3 +156,86 @@ class Visitor(Generic[H]):
         """Makes the calls that wait for the end of the walk."""
         for act in self.later:
             act()
+
+
+def blocks(count: int) -> Iterator[slice]:
+    """Yields the blocks of a list of tensors.
+
+    >>> list(blocks(300))
+    [slice(0, 256, None), slice(256, 512, None)]
+    """
+    return (slice(begin, begin + _BLOCK) for begin in range(0, count, _BLOCK))
+
+
+def describe_tensors(
+    keys: Sequence[str], tensors: Sequence[torch.Tensor], layouts: LocalBoxesCache, *, detach: bool = True
+) -> tuple[list[TensorEntry], dict[str, torch.Tensor]]:
+    """The entries of plain tensors and DTensors.
+
+    Args:
+        keys: keys of the tensors.
+        tensors: the tensors to save or to fill.
+        layouts: cache of the local boxes of DTensors in the same walk.
+        detach: True to detach the views of the pieces, so that they keep the memory that the tensors have
+            now. With False, most views are the tensors themselves, which makes a load of small tensors
+            faster. The caller must then hold the storages.
+
+    Returns:
+        The entries in the same order; and the empty local tensors of entries without pieces, by key.
+
+    Raises:
+        StructureError: a tensor cannot be stored. The message names its key and what to do.
+
+    >>> (entry,), empty = describe_tensors(["w"], [torch.ones(2, 3)], LocalBoxesCache())
+    >>> entry.dtype, entry.shape, entry.pieces[0].offsets, empty
+    ('float32', (2, 3), (0, 0), {})
+    """
+    entries: list[TensorEntry] = []
+    empty: dict[str, torch.Tensor] = {}
+    for block in blocks(len(keys)):
+        memory = locals_of(tensors[block], keys[block])
+        views = list(map(torch.Tensor.detach, memory)) if detach else memory
+        described = _described(keys[block], tensors[block], views, layouts)
+        empty |= {
+            entry.key: local for entry, local in zip(described, memory, strict=True) if not entry.pieces
+        }
+        entries += described
+    return entries, empty
+
+
+def _described(
+    keys: Sequence[str],
+    tensors: Sequence[torch.Tensor],
+    views: Sequence[torch.Tensor],
+    layouts: LocalBoxesCache,
+) -> list[TensorEntry]:
+    kinds = list(map(_KIND, views))
+    names = [dtype_name(dtype, key) for key, (dtype, _) in zip(keys, kinds, strict=True)]
+    where = layouts.of(keys, tensors, [shape for _, shape in kinds])
+    shapes, offsets, sizes, _ = zip(*where, strict=True)
+    pieces = (
+        map(_pieces, keys, views, where)
+        if None in offsets
+        else zip(Piece.of_all(keys, views, offsets, sizes), strict=True)
+    )
+    return list(map(TensorEntry, keys, names, shapes, pieces))
+
+
+def _pieces(key: str, local: torch.Tensor, where: LocalBoxes) -> tuple[Piece, ...]:
+    check_memory(local, key)
+    if where.offsets is not None:
+        return (Piece.of(local, where.offsets, where.sizes),)
+    if where.index_map is None:
+        return ()
+    boxes, local = where.index_map.local, local.detach()
+    return tuple(
+        Piece.of(
+            local[tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))],
+            tuple(placed),
+            tuple(sizes),
+        )
+        for starts, sizes, placed in zip(
+            boxes.offsets.tolist(), boxes.sizes.tolist(), where.index_map.offsets.tolist(), strict=True
+        )
+        if 0 not in sizes
+    )

@@ -15,9 +15,6 @@ from shardproof.engine.storage.cache_rule import CacheChoice, choose_cache
 from shardproof.engine.storage.cache_rule import fits_cache as fits_cache  # not listed in __all__: internal
 from shardproof.engine.storage.direct_io import ALIGNMENT, aligned_buffer
 from shardproof.engine.storage.durable import publish_path as publish_path  # not listed in __all__: internal
-from shardproof.engine.storage.file_modes import (
-    make_folders as make_folders,  # not listed in __all__: internal
-)
 from shardproof.engine.storage.free_space import file_system_number as file_system_number  # internal
 from shardproof.engine.storage.fsspec_storage import FsspecStorage
 from shardproof.engine.storage.local import LocalStorage, UncachedStorage
@@ -39,6 +36,9 @@ from shardproof.engine.storage.memory_store import (
 from shardproof.engine.storage.multipart_uploads import Upload
 from shardproof.engine.storage.object_store import ObjectStorage
 from shardproof.engine.storage.paths import StrOrBytesPath
+from shardproof.engine.storage.paths import (
+    make_folders as make_folders,  # not listed in __all__: internal
+)
 from shardproof.engine.storage.paths import storage_error as storage_error  # not listed in __all__: internal
 from shardproof.engine.storage.remote_requests import (
     file_sizes as file_sizes,  # not listed in __all__: internal

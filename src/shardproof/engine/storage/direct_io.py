@@ -1,12 +1,11 @@
-"""Direct I/O: aligned buffers, reads past the page cache, and which pages the cache has.
+"""Reads of local files: past the page cache, which pages the cache has, and the files that stay open.
 
 Note: O_DIRECT and the page cache
     A direct read (O_DIRECT) needs offset, length and address to be multiples of `ALIGNMENT`. So it begins at
     the page of its first byte and ends with the page of its last. The kernel first writes dirty pages of the
-    range to the disk, so direct and buffered reads return the same bytes. Some file
-    systems refuse the flag or the read (tmpfs before Linux 6.6, some overlays and network file systems). Then
-    the read goes through the cache. So does the rest of a read that the kernel cuts short at an unaligned
-    byte.
+    range to the disk, so direct and buffered reads return the same bytes. Some file systems refuse the flag
+    or the read (tmpfs before Linux 6.6, some overlays and network file systems). Then the read goes through
+    the cache. So does the rest of a read that the kernel cuts short at an unaligned byte.
 """
 
 from __future__ import annotations
@@ -16,12 +15,15 @@ import ctypes
 import errno
 import mmap
 import os
+import resource
+from collections.abc import Callable
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import numpy as np
 
-from shardproof._utils import libc
-from shardproof._utils.memcpy import address
+from shardproof._utils import forks, libc
+from shardproof._utils.libc import address
 
 ALIGNMENT = max(4096, mmap.PAGESIZE)
 """Bytes. Offset, length and address of a direct read or write are multiples of it.
@@ -30,6 +32,12 @@ It is at least a page, so no page is written both through the page cache and pas
 """
 
 _MADV_POPULATE_WRITE = 23
+
+_F = TypeVar("_F")
+_MOST = 64
+_SHARE = 8
+"""One of this many descriptors may be an open file. A file has up to three: for reads through the page cache,
+past it, and for its mapping."""
 
 
 def aligned_buffer(nbytes: int) -> memoryview:
@@ -168,3 +176,50 @@ class UncachedReader:
     def __del__(self) -> None:
         if self._number >= 0:
             os.close(self._number)
+
+
+class OpenFiles(Generic[_F]):
+    """The open files of some folders. A file closes with the last reference to it.
+
+    >>> files = OpenFiles[str]()
+    >>> files.get(("folder", "name"), lambda: "opened"), files.get(("folder", "name"), lambda: "again")
+    ('opened', 'opened')
+    """
+
+    def __init__(self) -> None:
+        self._files: dict[tuple[str, str], _F] = {}
+        self._lock = forks.lock()
+        forks.close_in_child(self)
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._most = _MOST if limit < 0 else max(1, min(_MOST, limit // _SHARE))
+
+    def get(self, key: tuple[str, str], open_file: Callable[[], _F]) -> _F:
+        """The open file under a key: its folder and name. Opens it if it is not open.
+
+        If the process has no descriptor left, closes the other files and tries once more.
+        """
+        found = self._files.get(key)
+        if found is not None:
+            return found
+        try:
+            opened = open_file()
+        except Exception as error:
+            if getattr(error.__cause__, "errno", None) not in (errno.EMFILE, errno.ENFILE):
+                raise
+            self.close()
+            opened = open_file()
+        with self._lock:
+            self._files[key] = opened
+            while len(self._files) > self._most:
+                del self._files[next(iter(self._files))]  # the oldest
+        return opened
+
+    def forget(self, key: tuple[str, str]) -> None:
+        """Removes a file, which was replaced or deleted."""
+        with self._lock:
+            self._files.pop(key, None)
+
+    def close(self) -> None:
+        """Closes all files that no thread is reading."""
+        with self._lock:
+            self._files.clear()

@@ -26,9 +26,7 @@ from collections import deque
 from pathlib import Path
 
 from shardproof._utils import libc
-from shardproof.engine.storage.file_modes import create_file
-from shardproof.engine.storage.paths import storage_error
-from shardproof.engine.storage.real_folders import RealFolder
+from shardproof.engine.storage.paths import RealFolder, create_file, storage_error
 from shardproof.errors import AlreadyCommittedError
 
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)

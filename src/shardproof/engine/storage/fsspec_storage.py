@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 from shardproof._utils.forks import lock
 from shardproof._utils.humanize import without_credentials
 from shardproof.engine.storage.base import Sink, Storage, check_folder, check_name, too_large
-from shardproof.engine.storage.object_sink import ObjectSink
-from shardproof.engine.storage.remote_requests import request_error, short_remote_read
+from shardproof.engine.storage.remote_requests import ObjectSink, request_error, short_remote_read
 from shardproof.errors import AlreadyCommittedError, StorageError
 
 if TYPE_CHECKING:

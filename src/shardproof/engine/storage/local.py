@@ -11,7 +11,13 @@ from pathlib import Path
 
 from shardproof.engine.storage.base import FreeSpace, Storage, check_folder, check_name
 from shardproof.engine.storage.cache_rule import users_choice
-from shardproof.engine.storage.direct_io import PageCache, UncachedReader, aligned_buffer, memory_for
+from shardproof.engine.storage.direct_io import (
+    OpenFiles,
+    PageCache,
+    UncachedReader,
+    aligned_buffer,
+    memory_for,
+)
 from shardproof.engine.storage.durable import (
     flush_file,
     flush_folders,
@@ -20,19 +26,18 @@ from shardproof.engine.storage.durable import (
     unlink_quietly,
     write_all,
 )
-from shardproof.engine.storage.file_modes import make_folders
 from shardproof.engine.storage.free_space import local_free_space
-from shardproof.engine.storage.open_files import OpenFiles
 from shardproof.engine.storage.paths import (
+    RealFolder,
     StrOrBytesPath,
     absolute,
     leads_beside,
     lost_link,
+    make_folders,
     printable,
     storage_error,
     unconfirmed_error,
 )
-from shardproof.engine.storage.real_folders import RealFolder
 from shardproof.engine.storage.sink import LocalSink
 from shardproof.errors import AlreadyCommittedError, StorageError
 

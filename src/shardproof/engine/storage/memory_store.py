@@ -33,8 +33,7 @@ from shardproof._utils.topology import available_memory
 from shardproof.engine.storage.base import FreeSpace, check_name
 from shardproof.engine.storage.free_space import file_system_number, is_tmpfs
 from shardproof.engine.storage.local import LocalStorage
-from shardproof.engine.storage.paths import absolute, printable, storage_error
-from shardproof.engine.storage.real_folders import RealFolder
+from shardproof.engine.storage.paths import RealFolder, absolute, printable, storage_error
 from shardproof.engine.storage.sink import LocalSink
 from shardproof.errors import StorageError
 

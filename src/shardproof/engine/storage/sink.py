@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 
 from shardproof._utils import forks
-from shardproof._utils.memcpy import address
+from shardproof._utils.libc import address
 from shardproof.engine.storage.base import Sink
 from shardproof.engine.storage.direct_io import ALIGNMENT, O_DIRECT, aligned_buffer
 from shardproof.engine.storage.durable import WriteBack, flush_folders, open_new, unlink_quietly, write_all

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from shardproof._utils.humanize import printable
-from shardproof._utils.lazy_mapping import LazyMapping
+from shardproof._utils.mappings import LazyMapping
 from shardproof.dtypes import DTYPES
 from shardproof.engine.foreign import foreign_of, is_paths_key, renamed_path
 from shardproof.engine.loading import Checkpoint, NativeCheckpoint

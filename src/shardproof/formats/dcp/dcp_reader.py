@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 
 import xxhash
 
-from shardproof._utils.gc_pause import no_garbage_collection
+from shardproof._utils.contexts import no_garbage_collection
 from shardproof._utils.humanize import brief, listed
 from shardproof.dtypes import DTYPES
 from shardproof.engine.foreign import (

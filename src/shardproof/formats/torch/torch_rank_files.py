@@ -138,7 +138,7 @@ def local_index_maps(
     """The boxes that each rank holds.
 
     Strided shards are read as an order of sharding, which is what FSDP means by them. They are read literally
-    only if the local shapes show that (see "the order of sharding" in `shardproof.engine.state.placements`).
+    only if the local shapes show that (see "the order of sharding" in `shardproof.engine.state.dtensor`).
 
     Args:
         shape: global shape.

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from shardproof._utils.logged_waits import logged_wait
+from shardproof._utils.contexts import logged_wait
 from shardproof.engine import events
 from shardproof.engine.format import MANIFEST_NAME, read_manifest
 from shardproof.engine.rendezvous import MeetingSequence, Rendezvous

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from shardproof._utils.streams import on_stream
+from shardproof._utils.accelerator import on_stream
 
 
 class Done:

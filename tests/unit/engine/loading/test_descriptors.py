@@ -96,7 +96,7 @@ def test_a_storage_without_descriptors_left_closes_its_files(
 
 
 def test_the_bound_is_a_part_of_the_limit_of_the_process() -> None:
-    from shardproof.engine.storage.open_files import OpenFiles
+    from shardproof.engine.storage.direct_io import OpenFiles
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 160), hard))

@@ -21,7 +21,7 @@ from shardproof.engine.loading.read_once import node_memory
 from shardproof.engine.loading.read_once.node_memory import Message, MessageKind, NodeMemory, PeerMemory
 from shardproof.engine.loading.read_once.node_plan import AHEAD, _ring, plan_node
 from shardproof.engine.loading.read_once.node_transfer import MOST_RANKS
-from shardproof.engine.loading.read_once.orders import ChunkRequest
+from shardproof.engine.loading.read_once.units import ChunkRequest
 from shardproof.engine.planning import ChunkTable
 from tests.harness import open_files
 from tests.unit.engine.loading.test_once_plan import jobs, shared_chunks

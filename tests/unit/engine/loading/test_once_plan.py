@@ -19,7 +19,7 @@ from shardproof.engine.loading.destinations import DestinationWriter
 from shardproof.engine.loading.matching import LoadOptions, match
 from shardproof.engine.loading.read_once.group_plan import plan_once
 from shardproof.engine.loading.read_once.group_transfer import Receiver, Sender
-from shardproof.engine.loading.read_once.orders import ChunkRequest, Orders
+from shardproof.engine.loading.read_once.units import ChunkRequest, Orders
 from shardproof.engine.planning import ChunkTable, ReadPlan
 from shardproof.engine.saving import Saver
 from shardproof.rendezvous import LocalRendezvous

@@ -13,8 +13,7 @@ import torch
 from hypothesis import given
 
 import shardproof as sp
-from shardproof.engine.loading.matching import MatchReport, agree
-from shardproof.engine.loading.selection import renamed
+from shardproof.engine.loading.matching import MatchReport, agree, renamed
 from shardproof.engine.planning import casts, check_patterns, selects
 from shardproof.errors import StructureError
 from shardproof.state import Catalogue

@@ -12,7 +12,7 @@ from torch.distributed import HashStore
 
 from shardproof.engine.rendezvous.channel import Channel
 from shardproof.engine.rendezvous.heartbeat import Heartbeat
-from shardproof.engine.rendezvous.link import LinkLost
+from shardproof.engine.rendezvous.store_requests import LinkLost
 from shardproof.engine.rendezvous.wire import INLINE, MeetingKeys, pack, unpack
 from tests.thread_limit import limit_threads
 

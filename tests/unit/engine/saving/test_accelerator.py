@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import shardproof as sp
-from shardproof._utils.streams import on_stream
+from shardproof._utils.accelerator import on_stream
 from tests.accelerator import first_device, late_one
 
 pytestmark = pytest.mark.gpu

@@ -18,10 +18,9 @@ import pytest
 import torch
 
 import shardproof as sp
-from shardproof._utils.memcpy import address
-from shardproof.engine.saving.device_copy import DeviceCopies, copies_of, pinned_buffer
+from shardproof._utils.libc import address
 from shardproof.engine.saving.snapshot import Snapshot
-from shardproof.engine.saving.source import SliceSource
+from shardproof.engine.saving.staging import DeviceCopies, SliceSource, copies_of, pinned_buffer
 from shardproof.state import Piece
 from shardproof.storage import ALIGNMENT
 from tests.accelerator import first_device, late_one

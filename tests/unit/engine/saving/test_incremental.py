@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 import shardproof as sp
 from shardproof.engine.format import MANIFEST_NAME, read_manifest, read_shard_header
-from shardproof.engine.saving.incremental import match_base
+from shardproof.engine.saving.base_chunks import match_base
 from shardproof.engine.storage.sink import LocalSink
 from shardproof.errors import CorruptChunkError, FormatError, StorageError
 from shardproof.report import scan_run
@@ -144,7 +144,7 @@ def test_the_base_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     matched = []
     real = match_base
     monkeypatch.setattr(
-        "shardproof.engine.saving.incremental.incremental_option.match_base",
+        "shardproof.engine.saving.incremental.match_base",
         lambda *args: matched.append(args[3]) or real(*args),
     )
     save(saver(tmp_path), 1, state(0, 1))

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from shardproof.engine.format import FileRecord, Manifest, TensorRecord, manifest_version, shard_name
 from shardproof.engine.planning import ChunkTable, WritePlan, chunk_table, plan_writes
+from shardproof.engine.saving.base_chunks import Base, BaseDigests, match_base, place_with_base
 from shardproof.engine.saving.commit import Committed, Placement
-from shardproof.engine.saving.incremental import Base, BaseDigests, match_base, place_with_base
 from shardproof.engine.saving.messages import WriteReport, pack_rows
 from shardproof.errors import StructureError
 from tests.unit.engine.planning.test_plans import Run, runs, slices

@@ -23,7 +23,7 @@ import torch
 from torch.distributed import HashStore
 
 import shardproof as sp
-from shardproof.engine.rendezvous.ordering import Turns
+from shardproof.engine.rendezvous.protocol import Turns
 from shardproof.engine.saving.background import unfinished
 from shardproof.errors import RankFailure
 from shardproof.rendezvous import Operation, StoreRendezvous

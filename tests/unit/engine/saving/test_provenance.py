@@ -22,11 +22,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardproof as sp
-from shardproof._utils.argument_mask import mask_arguments
-from shardproof._utils.git_state import checked_commit, stored_commit
 from shardproof.commands.cli.group import run
 from shardproof.engine.format import encode_manifest, read_manifest
 from shardproof.engine.saving import provenance
+from shardproof.engine.saving.provenance import checked_commit, mask_arguments, stored_commit
 from shardproof.engine.state import collect
 from shardproof.errors import StructureError
 from shardproof.maintenance import repair

@@ -12,8 +12,8 @@ import torch
 
 import shardproof as sp
 from shardproof.commands.cli.group import run as run_cli
-from shardproof.engine.saving import space_check
-from shardproof.engine.saving.space_check import check_space
+from shardproof.engine.saving import coordinator
+from shardproof.engine.saving.coordinator import check_space
 from shardproof.storage import FreeSpace, LocalStorage
 
 SMALL = FreeSpace(1, 10, 10)
@@ -32,8 +32,8 @@ class Limited(LocalStorage):
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(space_check, "_POLL_SECONDS", 0.0)
-    monkeypatch.setattr(space_check, "_WAIT_SECONDS", 0.2)
+    monkeypatch.setattr(coordinator, "_POLL_SECONDS", 0.0)
+    monkeypatch.setattr(coordinator, "_WAIT_SECONDS", 0.2)
 
 
 def test_bytes_that_appear_while_the_check_waits_are_enough() -> None:

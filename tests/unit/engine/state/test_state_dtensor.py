@@ -18,10 +18,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from shardproof.engine.state.dtensor import LocalBoxesCache, _are_alike
-from shardproof.engine.state.optimizer.slot_layouts import SlotLayouts
-from shardproof.engine.state.optimizer.slots import StoredSlot
-from shardproof.engine.state.placements import local_segments, order_of_sharding
+from shardproof.engine.state.dtensor import LocalBoxesCache, _are_alike, local_segments, order_of_sharding
+from shardproof.engine.state.optimizer.slots import SlotLayouts, StoredSlot
 from shardproof.errors import StructureError
 from shardproof.state import collect
 from tests.unit.engine.state.fake_checkpoint import FakeCheckpoint

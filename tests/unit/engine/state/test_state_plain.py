@@ -16,7 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardproof.engine.state.plain.decode import references
+from shardproof.engine.state.plain_decode import references
 from shardproof.errors import PlainDataError
 from shardproof.state import (
     canonical_json,

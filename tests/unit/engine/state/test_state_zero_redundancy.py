@@ -14,13 +14,13 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from shardproof.engine.state.optimizer.slots import ParameterSlots, Receipt, Receiver, StoredSlot
-from shardproof.engine.state.optimizer.zero_redundancy import (
+from shardproof.engine.state.optimizer.slot_sources import (
     inner_optimizer,
     is_zero_redundancy,
     owned_receiver,
     owned_slots,
 )
+from shardproof.engine.state.optimizer.slots import ParameterSlots, Receipt, Receiver, StoredSlot
 from shardproof.errors import StructureError
 from shardproof.optim import HybridDeviceOptimizer
 from shardproof.state import Catalogue, bind

@@ -8,7 +8,7 @@ import resource
 import pytest
 
 from shardproof._utils import libc
-from shardproof._utils.memcpy import address
+from shardproof._utils.libc import address
 from shardproof.storage import ALIGNMENT, aligned_buffer
 
 NBYTES = 16 << 20

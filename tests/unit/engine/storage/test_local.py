@@ -12,7 +12,7 @@ import sys
 import pytest
 
 from shardproof.engine.storage import durable as durable_module
-from shardproof.engine.storage.real_folders import RealFolder
+from shardproof.engine.storage.paths import RealFolder
 from shardproof.errors import AlreadyCommittedError, StorageError
 from shardproof.storage import ALIGNMENT, LocalStorage, UncachedStorage, aligned_buffer
 from shardproof.storage.conformance import StorageConformance

@@ -19,7 +19,7 @@ import torch
 
 import shardproof as sp
 from shardproof.commands.cli.group import run
-from shardproof.engine.saving import space_check
+from shardproof.engine.saving import coordinator
 from shardproof.engine.storage import LocalStorage, MemoryStorage, memory_runs, memory_store, storage_at
 from shardproof.errors import AlreadyCommittedError, NotCommittedError, PlainDataError, StorageError
 from shardproof.storage.conformance import StorageConformance
@@ -43,7 +43,7 @@ def tmpfs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(space_check, "_WAIT_SECONDS", 0.1)
+    monkeypatch.setattr(coordinator, "_WAIT_SECONDS", 0.1)
 
 
 @pytest.fixture

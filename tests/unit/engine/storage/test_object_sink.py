@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shardproof.engine.storage.object_sink import ObjectSink
+from shardproof.engine.storage.remote_requests import ObjectSink
 from shardproof.errors import StorageError
 from tests.thread_limit import limit_threads
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardproof.engine.foreign.opaque import Opaque
+from shardproof.engine.foreign.reader import Opaque
 from shardproof.errors import FormatError
 from shardproof.formats.pickles.pickle_data import read_pickle
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardproof.engine.state.plain.decode import decode
-from shardproof.engine.state.plain.encode import encode
+from shardproof.engine.state.plain_decode import decode
+from shardproof.engine.state.plain_encode import encode
 from shardproof.training.rerun.statistics import Differences
 
 DIFFERENCES = st.one_of(st.just(0.0), st.floats(1e-18, 2.0), st.just(math.inf))

@@ -21,7 +21,7 @@ from shardproof.engine.loading.read_once.group_transfer import Receiver, Sender,
 from shardproof.engine.loading.read_once.node_memory import Handle, NodeMemory, PeerMemory
 from shardproof.engine.loading.read_once.node_plan import NodeOrders, plan_node
 from shardproof.engine.loading.read_once.node_transfer import MOST_RANKS, send_failed, through_memory
-from shardproof.engine.loading.read_once.orders import ChunkRequest, Int64s, Orders
+from shardproof.engine.loading.read_once.units import ChunkRequest, Int64s, Orders
 from shardproof.engine.planning import ReadPlan
 from shardproof.engine.rendezvous import MeetingSequence, Rendezvous
 from shardproof.errors import (

@@ -21,8 +21,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardproof.engine.geometry import consecutive
-from shardproof.engine.loading.read_once.orders import ChunkRequest, Int64s, Orders
-from shardproof.engine.loading.read_once.units import UNIT_BYTES, Units, joined, wire
+from shardproof.engine.loading.read_once.units import (
+    UNIT_BYTES,
+    ChunkRequest,
+    Int64s,
+    Orders,
+    Units,
+    joined,
+    wire,
+)
 from shardproof.engine.planning import ChunkTable
 
 ROUND_BYTES = 32 << 20

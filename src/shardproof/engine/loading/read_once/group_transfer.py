@@ -22,7 +22,7 @@ from shardproof.engine.loading.chunk_reader import Chunks
 from shardproof.engine.loading.destinations import DestinationWriter, can_view, part_of, shaped
 from shardproof.engine.loading.read_executor import in_threads
 from shardproof.engine.loading.read_once.group_collectives import Exchange, PendingExchange
-from shardproof.engine.loading.read_once.orders import Orders
+from shardproof.engine.loading.read_once.units import Orders
 from shardproof.engine.planning import ChunkTable
 from shardproof.engine.state import as_bytes
 

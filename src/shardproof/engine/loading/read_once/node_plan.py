@@ -17,8 +17,7 @@ import msgspec
 import numpy as np
 
 from shardproof.engine.geometry import consecutive
-from shardproof.engine.loading.read_once.orders import ChunkRequest, Int64s
-from shardproof.engine.loading.read_once.units import UNIT_BYTES, Units, wire
+from shardproof.engine.loading.read_once.units import UNIT_BYTES, ChunkRequest, Int64s, Units, wire
 from shardproof.engine.planning import ChunkTable
 
 ROUND_BYTES = 1 << 20

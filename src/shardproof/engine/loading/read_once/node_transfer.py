@@ -34,7 +34,7 @@ from shardproof.engine.loading.destinations import DestinationWriter
 from shardproof.engine.loading.read_once.group_transfer import PeerFailed
 from shardproof.engine.loading.read_once.node_memory import Message, MessageKind, NodeMemory, PeerMemory
 from shardproof.engine.loading.read_once.node_plan import NodeOrders
-from shardproof.engine.loading.read_once.orders import Int64s
+from shardproof.engine.loading.read_once.units import Int64s
 from shardproof.engine.planning import ChunkTable
 from shardproof.engine.rendezvous import Rendezvous
 

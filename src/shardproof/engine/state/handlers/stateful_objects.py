@@ -11,7 +11,7 @@ from typing import Any
 
 from shardproof.engine.state.binder import MISSING, Binder
 from shardproof.engine.state.collector import Collector
-from shardproof.engine.state.plain.decode import decode, references
+from shardproof.engine.state.plain_decode import decode, references
 from shardproof.engine.state.visitor import Place, is_per_rank, join
 from shardproof.errors import StructureError
 

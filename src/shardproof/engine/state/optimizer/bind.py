@@ -22,9 +22,7 @@ import torch
 
 from shardproof.engine.state.binder import MISSING, Binder
 from shardproof.engine.state.dtensor import local_tensor
-from shardproof.engine.state.optimizer.group_options import GroupOptions
-from shardproof.engine.state.optimizer.parameter_names import Names
-from shardproof.engine.state.optimizer.slot_layouts import SlotLayout, SlotLayouts
+from shardproof.engine.state.optimizer.parameter_groups import GroupOptions, Names
 from shardproof.engine.state.optimizer.slot_sources import receiver
 from shardproof.engine.state.optimizer.slots import (
     EMPTY_GROUP,
@@ -33,6 +31,8 @@ from shardproof.engine.state.optimizer.slots import (
     LocalRange,
     Receipt,
     Receiver,
+    SlotLayout,
+    SlotLayouts,
     SlotProvider,
     StoredSlot,
 )

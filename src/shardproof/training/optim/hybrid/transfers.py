@@ -45,8 +45,7 @@ from typing import TypeAlias
 
 import torch
 
-from shardproof._utils.accelerator import is_on_accelerator
-from shardproof._utils.streams import on_stream
+from shardproof._utils.accelerator import is_on_accelerator, on_stream
 
 Tensors: TypeAlias = list[torch.Tensor]
 

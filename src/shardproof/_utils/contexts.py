@@ -1,12 +1,33 @@
-"""Logs that an operation still waits."""
+"""Contexts around a piece of work: without garbage collection, and with a log of how long it waits."""
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Turns the collector off until the context ends.
+
+    A walk of a large state creates several small objects per tensor. Collections among them triple its time.
+    Reference counting still runs: only reference cycles wait until the context ends.
+
+    >>> with no_garbage_collection():
+    ...     gc.isenabled()
+    False
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from shardproof._utils.memcpy import copy_runs
+from shardproof._utils.libc import copy_runs
 
 
 @pytest.mark.parametrize("longest", [1, 16 << 10, (16 << 10) + 1, 70_000])

@@ -1,4 +1,4 @@
-"""A mapping whose values are read when they are asked for."""
+"""Mappings: one whose values are read when they are asked for, and a search in JSON objects."""
 
 from __future__ import annotations
 
@@ -35,3 +35,21 @@ class LazyMapping(Mapping[str, Any]):
         if key not in self._keys:
             raise KeyError(key)
         return self._read(key)
+
+
+def objects_with(data: Any, member: str) -> Iterator[dict[str, Any]]:
+    """The outermost JSON objects that have a member of this name.
+
+    >>> list(objects_with([{"a": 1}, {"b": {"a": {"a": 2}}}], "a"))
+    [{'a': {'a': 2}}, {'a': 1}]
+    """
+    pending = [data]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, dict):
+            if member in item:
+                yield item
+            else:
+                pending.extend(item.values())
+        elif isinstance(item, list):
+            pending.extend(item)

@@ -1,4 +1,4 @@
-"""Encodes plain data as JSON values. `shardproof.engine.state.plain.decode` is the inverse.
+"""Encodes plain data as JSON values. `shardproof.engine.state.plain_decode` is the inverse.
 
 None, booleans, integers of 64 bits, finite floats, strings, lists, and dicts with string keys are encoded as
 themselves. Every other value is an object with one member whose name starts with ``$``:
@@ -55,9 +55,7 @@ import numpy as np
 import torch
 import xxhash
 
-from shardproof.engine.state.plain.by_name import ByName, by_name
-from shardproof.engine.state.plain.registry import name_of
-from shardproof.engine.state.plain.stream_bytes import StreamBytes
+from shardproof.engine.state.plain_types import ByName, StreamBytes, by_name, name_of
 from shardproof.engine.state.tensors import array_dtype, as_bytes, check_memory, is_in_host_memory
 from shardproof.errors import PlainDataError
 

@@ -1,8 +1,9 @@
-"""The incremental part of a save: which chunks are written, and what the ranks cache for the next save.
+"""Incremental saves: a step refers to unchanged chunks of an earlier step, and does not write them again.
 
-The ranks cache the digests of the last step that they committed, and the coordinator caches the positions of
-its chunks. While plan and step are unchanged, the next save uses these caches. Otherwise the coordinator
-reads the index of the base and sends each rank the digests of its chunks.
+`IncrementalOption` plugs into the steps of a save. The ranks cache the digests of the last step that they
+committed, and the coordinator caches the positions of its chunks. While plan and step are unchanged, the next
+save uses these caches. Otherwise the coordinator reads the index of the base and sends each rank the digests
+of its chunks.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ from shardproof.engine.format import (
 )
 from shardproof.engine.planning import WritePlan
 from shardproof.engine.rendezvous import MeetingSequence
-from shardproof.engine.saving.commit import Committed, PlaceChunks
-from shardproof.engine.saving.incremental.base_chunks import (
+from shardproof.engine.saving.base_chunks import (
     NAME,
     Base,
     BaseDigests,
     match_base,
     no_base,
     place_with_base,
+    write_changed,
 )
-from shardproof.engine.saving.incremental.changed_chunks import write_changed
+from shardproof.engine.saving.commit import Committed, PlaceChunks
 from shardproof.engine.saving.messages import Attempt, OptionReport, SaveResult, pack_rows
 from shardproof.engine.saving.save_option import SaveOption
 from shardproof.engine.saving.shard_writer import Output, PreparedShard, WriteShard, WrittenShard
@@ -52,7 +53,7 @@ _log = logging.getLogger("shardproof")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class CachedBase:
+class _CachedBase:
     """The coordinator's cache of the last save."""
 
     attempt: str
@@ -62,7 +63,7 @@ class CachedBase:
     base: Base
 
 
-class BaseChoice:
+class _BaseChoice:
     """The base of one save, which `find` finds. Without `find`, all chunks are written.
 
     Note "Chains end": a step that refers to its base shares bytes with it, and damage to these bytes damages
@@ -72,7 +73,7 @@ class BaseChoice:
     in full, too: references must not replace an independent copy.
     """
 
-    def __init__(self, storage: Storage, find: FindBase | None, cached: CachedBase | None) -> None:
+    def __init__(self, storage: Storage, find: FindBase | None, cached: _CachedBase | None) -> None:
         self.base: Base | None = None
         """The planned chunks in the base, once `use_cached` or `look_up` has found them."""
         self._storage = storage
@@ -175,7 +176,7 @@ class BaseCache:
     """The cache between the incremental saves of one process."""
 
     digests: _CachedDigests | None = None
-    base: CachedBase | None = None
+    base: _CachedBase | None = None
     """On the coordinator."""
     memory: memoryview = field(default_factory=lambda: memoryview(b""))
 
@@ -201,7 +202,7 @@ class IncrementalOption(SaveOption):
         self._find = find
         self._full_every = full_every
         self._kept = kept
-        self._choice: BaseChoice
+        self._choice: _BaseChoice
         self._base: BaseDigests | None = None
         self._written: NDArray[np.bool_] | None = None
         """(chunks,) True for those in this rank's file; None: all are."""
@@ -218,7 +219,7 @@ class IncrementalOption(SaveOption):
         """Coordinator: chooses the base. Answers whether each rank gets the base's digests in a meeting."""
         plan, base = self.cache.coordinator_plan, self._kept.base
         is_valid = reuse_plan and plan is not None and base is not None and base.plan == plan.id
-        self._choice = choice = BaseChoice(self.storage, self._find, base if is_valid else None)
+        self._choice = choice = _BaseChoice(self.storage, self._find, base if is_valid else None)
         is_cached = choice.use_cached(posts)
         choice.bound_chain(self._full_every)
         if not choice.folder:
@@ -276,7 +277,7 @@ class IncrementalOption(SaveOption):
         """Coordinator: caches the step as the base of the next save."""
         plan = self.cache.coordinator_plan
         assert plan is not None
-        self._kept.base = CachedBase(result.attempt, plan.id, Base.of(committed, self.storage.folder))
+        self._kept.base = _CachedBase(result.attempt, plan.id, Base.of(committed, self.storage.folder))
         return result
 
     def committed(self, result: SaveResult, phase: events.Phase, rank: int) -> None:

@@ -1,4 +1,4 @@
-"""Decodes JSON values to plain data. `shardproof.engine.state.plain.encode` documents the encoding.
+"""Decodes JSON values to plain data. `shardproof.engine.state.plain_encode` documents the encoding.
 
 A checkpoint cannot make the decoder run code: it uses only classes that the program has registered.
 """
@@ -16,11 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardproof._utils.json_objects import objects_with
-from shardproof.engine.state.plain.by_name import ByName
-from shardproof.engine.state.plain.encode import DEPTH, FACTORIES
-from shardproof.engine.state.plain.registry import registered
-from shardproof.engine.state.plain.stream_bytes import StreamBytes
+from shardproof._utils.mappings import objects_with
+from shardproof.engine.state.plain_encode import DEPTH, FACTORIES
+from shardproof.engine.state.plain_types import ByName, StreamBytes, registered
 from shardproof.engine.state.tensors import array_dtype, torch_dtype
 from shardproof.errors import PlainDataError
 

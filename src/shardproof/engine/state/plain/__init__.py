@@ -1,1 +1,0 @@
-"""Converts plain data to JSON values, and back."""
