@@ -36,11 +36,7 @@ def check_boolean(name: str, value: object) -> None:
 def check_number(name: str, value: object, what: str, *, optional: bool = True) -> None:
     """Refuses an argument that is no real number.
 
-    Args:
-        name: name of the argument.
-        value: its value.
-        what: the end of the phrase "a number ...", such as "of seconds".
-        optional: True if None is allowed.
+    `what` ends the phrase "a number ...", such as "of seconds"; with `optional`, None is allowed.
 
     Raises:
         TypeError: naming the argument.
@@ -90,11 +86,6 @@ def check_mapping(name: str, value: object, takes: str, *, texts: bool = False, 
 
 def check_texts(name: str, value: object, takes: str) -> None:
     """Refuses an argument that is neither a text, nor a list or another collection of texts, nor None.
-
-    Args:
-        name: name of the argument.
-        value: its value.
-        takes: what it takes, for the message.
 
     Raises:
         TypeError: naming the argument.

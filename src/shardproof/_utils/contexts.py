@@ -34,10 +34,7 @@ def no_garbage_collection() -> Iterator[None]:
 def logged_wait(log: logging.Logger, text: str, every: float) -> Iterator[None]:
     """Logs a text and the seconds so far, until the block ends.
 
-    Args:
-        log: the logger.
-        text: the operation, and what it waits for.
-        every: seconds between two records. A shorter block logs nothing.
+    `every` is the seconds between two records. A shorter block logs nothing.
 
     Example:
         >>> with logged_wait(logging.getLogger("example"), "restore waits for s3://bucket/run", 60.0):

@@ -9,10 +9,6 @@ from typing import Any
 class LazyMapping(Mapping[str, Any]):
     """Reads a value at each access. Its keys are fixed.
 
-    Args:
-        keys: the keys, in the order of iteration.
-        read: returns the value of a key.
-
     >>> squares = LazyMapping(["2", "3"], lambda key: int(key) ** 2)
     >>> list(squares), squares["3"], "4" in squares
     (['2', '3'], 9, False)

@@ -86,9 +86,7 @@ def _left_in_groups(
 def _tasks_of_slurm(tasks: str, node: str) -> int:
     """Number of tasks of a Slurm job step on one of its nodes.
 
-    Args:
-        tasks: Slurm's list of tasks by node, for example "4(x2),3".
-        node: number of the node in the step.
+    `tasks` is Slurm's list of tasks by node, for example "4(x2),3".
 
     >>> [_tasks_of_slurm("4(x2),3", str(node)) for node in range(3)]
     [4, 4, 3]

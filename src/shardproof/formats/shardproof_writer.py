@@ -280,11 +280,11 @@ def _manifest(
         time=contents.time,
         world_size=1,
         metadata=metadata,
-        provenance=contents.provenance,
         tensors=tensors,
         aliases=aliases,
         objects=objects,
     )
+    manifest = msgspec.structs.replace(manifest, provenance=dict(contents.provenance))
     try:
         encode_manifest(manifest)
         attempt = bytes_digest(msgspec.json.encode(described))

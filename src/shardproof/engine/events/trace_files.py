@@ -437,9 +437,7 @@ def _put_in_lanes(phases: list[dict[str, Any]], before: int) -> int:
     Phases of one thread need one lane. Several threads of one name may work at once, as in the saves of two
     checkpointers: they need more lanes. See the note "What Perfetto does not show" in `trace_files`.
 
-    Args:
-        phases: the phases of all threads of one name in one rank.
-        before: the number of lanes in use.
+    `phases` are those of all threads of one name in one rank, `before` is the number of lanes in use.
 
     Returns:
         The number of lanes in use afterwards.

@@ -60,9 +60,6 @@ class Extent(ABC):
     def read_into(self, memory: memoryview) -> None:
         """Reads all bytes and verifies them.
 
-        Args:
-            memory: (nbytes,) writable bytes.
-
         Raises:
             CorruptChunkError: the bytes do not match their checksum.
             FormatError: the bytes cannot be decoded.
@@ -83,9 +80,6 @@ class Extent(ABC):
 
     def check(self, memory: memoryview) -> None:
         """Verifies bytes that one read fetched with those of neighbours. Only for an extent with `is_raw`.
-
-        Args:
-            memory: (nbytes,) the bytes of the file.
 
         Raises:
             CorruptChunkError: the bytes do not match their checksum.

@@ -85,11 +85,6 @@ def keeps_tensors_of_values(format: str) -> bool:  # noqa: A002 as in sp.open
 def tensors_in_values(format: str, objects: Mapping[str, Any], keys: Iterable[str]) -> set[str]:  # noqa: A002
     """Of the keys of tensors, those that are parts of plain values, which users see as the values.
 
-    Args:
-        format: name of the format.
-        objects: encoded plain values by key.
-        keys: keys of tensors.
-
     >>> tensors_in_values("shardproof", {"a": {"$tensor": "a.@data", "kind": "array"}}, ["a.@data", "w"])
     {'a.@data'}
     """
@@ -98,10 +93,6 @@ def tensors_in_values(format: str, objects: Mapping[str, Any], keys: Iterable[st
 
 def open_reader(foreign: Foreign, name: str) -> FormatReader:
     """Opens a checkpoint of another project.
-
-    Args:
-        foreign: the path of the checkpoint.
-        name: name of the format.
 
     Raises:
         ValueError: no format has this name.

@@ -67,9 +67,8 @@ class ReadBudget:
     def charge(self, units: int, read: int = 0) -> None:
         """Counts units.
 
-        Args:
-            units: bytes, or characters of keys of a dict.
-            read: bytes of metadata that were read beside the granted ones.
+        `units` are bytes, or characters of keys of a dict. `read` is the bytes of metadata that were read
+        beside the granted ones.
 
         Raises:
             ValueError: the metadata asks for far more than its bytes hold.

@@ -46,12 +46,7 @@ class Foreign:
 
 
 def foreign_of(path: Location, storage_options: Mapping[str, Any] | None = None) -> Foreign:
-    """A path or URL as a folder, or as a file in its folder.
-
-    Args:
-        path: path of a checkpoint of any format.
-        storage_options: settings of an object store; see `shardproof.storage.ObjectStorage`.
-    """
+    """A path or URL as a folder, or as a file in its folder."""
     if isinstance(path, str) and is_url(path):
         folder, _, name = path.rstrip("/").rpartition("/")
         if os.path.splitext(name)[1] and is_url(folder):
@@ -229,13 +224,7 @@ def foreign_faults(location: str, key: str | None = None) -> Iterator[None]:
 
 
 def missing_file(path: str, key: str, offsets: Sequence[int]) -> StorageError:
-    """The error of a missing file that holds a box of a tensor.
-
-    Args:
-        path: path of the file.
-        key: key of the tensor.
-        offsets: (d,) first index of the box.
-    """
+    """The error of a missing file that holds a box of a tensor."""
     return StorageError(
         f"{path} is missing: it holds the part of {key} that begins at {tuple(offsets)}. Restore it from a "
         "copy",
@@ -249,9 +238,6 @@ class FormatReader(ABC):
     """A foreign checkpoint, open for reading. Nothing that its pickles name is imported or called.
 
     A subclass reads the metadata in its constructor and sets the attributes. It stores no tensor data.
-
-    Args:
-        foreign: the path of the checkpoint.
 
     Raises:
         NotCommittedError: there is no checkpoint, or its save did not finish.
@@ -392,9 +378,7 @@ class FormatReader(ABC):
     def read_commit(self, file: str, what: str) -> bytes:
         """Reads the file that the writer writes last.
 
-        Args:
-            file: name of the file.
-            what: kind of the checkpoint, for the message, such as "DCP checkpoint".
+        `what` is the kind of the checkpoint, for the message, such as "DCP checkpoint".
 
         Raises:
             NotCommittedError: the file is missing.

@@ -97,11 +97,6 @@ def state_paths(
     - The optimizer's parameter groups are a list, so their numbers are integers.
     - Any other key is one step, including its dots.
 
-    Args:
-        tensors: keys of the tensors.
-        objects: keys of the other values.
-        recorded: recorded paths by key.
-
     Example:
         >>> keys = ["model.l.w", "model.l.mean", "optim.state.l.w.exp_avg"]
         >>> for path in state_paths(keys, ["optim.param_groups.0.lr", "step"]).values():

@@ -6,203 +6,92 @@ other steps. Index and shard files are the same in both.
 
 from __future__ import annotations
 
-from shardproof.engine.format.checkpoint_files import (
-    check_size,
-    check_sizes,
-    locate_files,
-    lost_files,
-    metadata_files,
-    naming_other_files,
-    read_index,
-    read_manifest,
-    read_manifest_text,
-    read_seal,
-    size_error,
-    size_errors,
-    size_fault,
-)
-from shardproof.engine.format.chunk_verifier import (
-    BlockDigests,
-    ChunkVerifier,
-    Extents,
-    Files,
-    block_digests,
-    read_pieces,
-)
-from shardproof.engine.format.declared import (
-    Declared,
-    declaration_of,
-    declared_header,
-    header_of_chunks,
-)
-from shardproof.engine.format.digests import (
-    BLOCK_BYTES,
-    ChunkHasher,
-    block_counts,
-    bytes_digest,
-    digest_of_blocks,
-    digests_as_bytes,
-    digests_as_table,
-    digests_from_bytes,
-    digests_from_table,
-    file_digest,
-)
-from shardproof.engine.format.file_names import (
-    MANIFEST_NAME,
-    STEP_FOLDER,
-    box_name,
-    chain_attempt,
-    chain_length,
-    chunk_name,
-    index_name,
-    is_overwrite,
-    overwrite_attempt,
-    parse_chunk_name,
-    parse_shard_name,
-    shard_name,
-)
-from shardproof.engine.format.header import (
-    HeaderEntry,
-    ShardHeader,
-    decode_strictly,
-    parse_header,
-    read_shard_header,
-)
-from shardproof.engine.format.index import decode_index, encode_index
-from shardproof.engine.format.manifest import (
-    FORMAT_VERSION,
-    PROVENANCE,
-    REFERENCES_VERSION,
-    SEAL_LENGTH,
-    FileRecord,
-    Manifest,
-    TensorRecord,
-    decode_manifest,
-    encode_manifest,
-    inner_tensors,
-    manifest_version,
-    tensor_bytes,
-)
-from shardproof.engine.format.publication import (
-    References,
-    flush_manifests_in,
-    flush_manifests_of_siblings,
-    has_no_references,
-    named_files,
-    new_manifest,
-    publish,
-    references_in,
-    references_of_siblings,
-    unreadable_manifests_message,
-    unreferenced_files,
-    with_files,
-)
-from shardproof.engine.format.shards import (
-    BLOCKS,
-    DIGESTS,
-    LARGE_IN_PAGE,
-    PADDING,
-    PAGE_BYTES,
-    Entries,
-    ShardFileWriter,
-    chunk_entries,
-    encode_chunks,
-    encode_entries,
-    read_chunk_digests,
-    shard_header,
-    shard_tail,
-    start_in_page,
-)
-
-__all__ = [
-    "BLOCKS",
-    "BLOCK_BYTES",
-    "DIGESTS",
-    "FORMAT_VERSION",
-    "LARGE_IN_PAGE",
-    "MANIFEST_NAME",
-    "PADDING",
-    "PAGE_BYTES",
-    "PROVENANCE",
-    "REFERENCES_VERSION",
-    "SEAL_LENGTH",
-    "STEP_FOLDER",
-    "BlockDigests",
-    "ChunkHasher",
-    "ChunkVerifier",
-    "Declared",
-    "Entries",
-    "Extents",
-    "FileRecord",
-    "Files",
-    "HeaderEntry",
-    "Manifest",
-    "References",
-    "ShardFileWriter",
-    "ShardHeader",
-    "TensorRecord",
-    "block_counts",
-    "block_digests",
-    "box_name",
-    "bytes_digest",
-    "chain_attempt",
-    "chain_length",
-    "check_size",
-    "check_sizes",
-    "chunk_entries",
-    "chunk_name",
-    "declaration_of",
-    "declared_header",
-    "decode_index",
-    "decode_manifest",
-    "decode_strictly",
-    "digest_of_blocks",
-    "digests_as_bytes",
-    "digests_as_table",
-    "digests_from_bytes",
-    "digests_from_table",
-    "encode_chunks",
-    "encode_entries",
-    "encode_index",
-    "encode_manifest",
-    "file_digest",
-    "flush_manifests_in",
-    "flush_manifests_of_siblings",
-    "has_no_references",
-    "header_of_chunks",
-    "index_name",
-    "inner_tensors",
-    "is_overwrite",
-    "locate_files",
-    "lost_files",
-    "manifest_version",
-    "metadata_files",
-    "named_files",
-    "naming_other_files",
-    "new_manifest",
-    "overwrite_attempt",
-    "parse_chunk_name",
-    "parse_header",
-    "parse_shard_name",
-    "publish",
-    "read_chunk_digests",
-    "read_index",
-    "read_manifest",
-    "read_manifest_text",
-    "read_pieces",
-    "read_seal",
-    "read_shard_header",
-    "references_in",
-    "references_of_siblings",
-    "shard_header",
-    "shard_name",
-    "shard_tail",
-    "size_error",
-    "size_errors",
-    "size_fault",
-    "start_in_page",
-    "tensor_bytes",
-    "unreadable_manifests_message",
-    "unreferenced_files",
-    "with_files",
-]
+from shardproof.engine.format.checkpoint_files import check_size as check_size
+from shardproof.engine.format.checkpoint_files import check_sizes as check_sizes
+from shardproof.engine.format.checkpoint_files import locate_files as locate_files
+from shardproof.engine.format.checkpoint_files import lost_files as lost_files
+from shardproof.engine.format.checkpoint_files import metadata_files as metadata_files
+from shardproof.engine.format.checkpoint_files import naming_other_files as naming_other_files
+from shardproof.engine.format.checkpoint_files import read_index as read_index
+from shardproof.engine.format.checkpoint_files import read_manifest as read_manifest
+from shardproof.engine.format.checkpoint_files import read_manifest_text as read_manifest_text
+from shardproof.engine.format.checkpoint_files import read_seal as read_seal
+from shardproof.engine.format.checkpoint_files import size_error as size_error
+from shardproof.engine.format.checkpoint_files import size_errors as size_errors
+from shardproof.engine.format.checkpoint_files import size_fault as size_fault
+from shardproof.engine.format.chunk_verifier import BlockDigests as BlockDigests
+from shardproof.engine.format.chunk_verifier import ChunkVerifier as ChunkVerifier
+from shardproof.engine.format.chunk_verifier import Extents as Extents
+from shardproof.engine.format.chunk_verifier import Files as Files
+from shardproof.engine.format.chunk_verifier import block_digests as block_digests
+from shardproof.engine.format.chunk_verifier import read_pieces as read_pieces
+from shardproof.engine.format.declared import Declared as Declared
+from shardproof.engine.format.declared import declaration_of as declaration_of
+from shardproof.engine.format.declared import declared_header as declared_header
+from shardproof.engine.format.declared import header_of_chunks as header_of_chunks
+from shardproof.engine.format.digests import BLOCK_BYTES as BLOCK_BYTES
+from shardproof.engine.format.digests import ChunkHasher as ChunkHasher
+from shardproof.engine.format.digests import block_counts as block_counts
+from shardproof.engine.format.digests import bytes_digest as bytes_digest
+from shardproof.engine.format.digests import digest_of_blocks as digest_of_blocks
+from shardproof.engine.format.digests import digests_as_bytes as digests_as_bytes
+from shardproof.engine.format.digests import digests_as_table as digests_as_table
+from shardproof.engine.format.digests import digests_from_bytes as digests_from_bytes
+from shardproof.engine.format.digests import digests_from_table as digests_from_table
+from shardproof.engine.format.digests import file_digest as file_digest
+from shardproof.engine.format.file_names import MANIFEST_NAME as MANIFEST_NAME
+from shardproof.engine.format.file_names import STEP_FOLDER as STEP_FOLDER
+from shardproof.engine.format.file_names import box_name as box_name
+from shardproof.engine.format.file_names import chain_attempt as chain_attempt
+from shardproof.engine.format.file_names import chain_length as chain_length
+from shardproof.engine.format.file_names import chunk_name as chunk_name
+from shardproof.engine.format.file_names import index_name as index_name
+from shardproof.engine.format.file_names import is_overwrite as is_overwrite
+from shardproof.engine.format.file_names import overwrite_attempt as overwrite_attempt
+from shardproof.engine.format.file_names import parse_chunk_name as parse_chunk_name
+from shardproof.engine.format.file_names import parse_shard_name as parse_shard_name
+from shardproof.engine.format.file_names import shard_name as shard_name
+from shardproof.engine.format.header import HeaderEntry as HeaderEntry
+from shardproof.engine.format.header import ShardHeader as ShardHeader
+from shardproof.engine.format.header import decode_strictly as decode_strictly
+from shardproof.engine.format.header import parse_header as parse_header
+from shardproof.engine.format.header import read_shard_header as read_shard_header
+from shardproof.engine.format.index import decode_index as decode_index
+from shardproof.engine.format.index import encode_index as encode_index
+from shardproof.engine.format.manifest import FORMAT_VERSION as FORMAT_VERSION
+from shardproof.engine.format.manifest import PROVENANCE as PROVENANCE
+from shardproof.engine.format.manifest import REFERENCES_VERSION as REFERENCES_VERSION
+from shardproof.engine.format.manifest import SEAL_LENGTH as SEAL_LENGTH
+from shardproof.engine.format.manifest import FileRecord as FileRecord
+from shardproof.engine.format.manifest import Manifest as Manifest
+from shardproof.engine.format.manifest import TensorRecord as TensorRecord
+from shardproof.engine.format.manifest import decode_manifest as decode_manifest
+from shardproof.engine.format.manifest import encode_manifest as encode_manifest
+from shardproof.engine.format.manifest import inner_tensors as inner_tensors
+from shardproof.engine.format.manifest import manifest_version as manifest_version
+from shardproof.engine.format.manifest import tensor_bytes as tensor_bytes
+from shardproof.engine.format.publication import References as References
+from shardproof.engine.format.publication import flush_manifests_in as flush_manifests_in
+from shardproof.engine.format.publication import has_no_references as has_no_references
+from shardproof.engine.format.publication import named_files as named_files
+from shardproof.engine.format.publication import new_manifest as new_manifest
+from shardproof.engine.format.publication import publish as publish
+from shardproof.engine.format.publication import references_in as references_in
+from shardproof.engine.format.publication import references_of_siblings as references_of_siblings
+from shardproof.engine.format.publication import unreadable_manifests_message as unreadable_manifests_message
+from shardproof.engine.format.publication import unreferenced_files as unreferenced_files
+from shardproof.engine.format.publication import with_files as with_files
+from shardproof.engine.format.shards import BLOCKS as BLOCKS
+from shardproof.engine.format.shards import DIGESTS as DIGESTS
+from shardproof.engine.format.shards import LARGE_IN_PAGE as LARGE_IN_PAGE
+from shardproof.engine.format.shards import PADDING as PADDING
+from shardproof.engine.format.shards import PAGE_BYTES as PAGE_BYTES
+from shardproof.engine.format.shards import Entries as Entries
+from shardproof.engine.format.shards import ShardFileWriter as ShardFileWriter
+from shardproof.engine.format.shards import chunk_entries as chunk_entries
+from shardproof.engine.format.shards import encode_chunks as encode_chunks
+from shardproof.engine.format.shards import encode_entries as encode_entries
+from shardproof.engine.format.shards import read_chunk_digests as read_chunk_digests
+from shardproof.engine.format.shards import shard_header as shard_header
+from shardproof.engine.format.shards import shard_tail as shard_tail
+from shardproof.engine.format.shards import start_in_page as start_in_page

@@ -54,10 +54,6 @@ _END_OF_ZIP = b"PK\x05\x06"
 def other_file(storage: Storage, name: str) -> str | None:
     """The predicate of a sentence about a file that is no checkpoint, with advice; None for any other file.
 
-    Args:
-        storage: the folder of the file.
-        name: name of the file.
-
     Raises:
         StorageError: the file cannot be read.
 

@@ -97,12 +97,7 @@ class BlockDigests:
         return digests if digest_of_blocks(digests) == digest else None
 
     def covering(self, rows: _Ints, wanted: Extents) -> Extents:
-        """For each chunk the range of whole blocks from the first wanted byte to the last.
-
-        Args:
-            rows: (n,) rows of the chunk table.
-            wanted: wanted range of each.
-        """
+        """For each chunk the range of whole blocks from the first wanted byte to the last."""
         begin, end = wanted
         end = np.minimum(-(-end // BLOCK_BYTES) * BLOCK_BYTES, self._table.byte_count[rows])
         return begin // BLOCK_BYTES * BLOCK_BYTES, end
@@ -208,10 +203,6 @@ class ChunkVerifier:
     def check_data(self, chunks: range, data: memoryview) -> None:
         """Verifies neighbouring chunks of one file, each of one block at most, that are in memory.
 
-        Args:
-            chunks: positions, in the order of the file.
-            data: bytes of the file from the first byte of the first chunk on.
-
         Raises:
             CorruptChunkError: the first chunk whose digest differs.
         """
@@ -244,9 +235,7 @@ class ChunkVerifier:
     def check_pieces(self, at: int, pieces: Iterable[memoryview]) -> list[bytes]:
         """Verifies a chunk whose bytes come piece by piece.
 
-        Args:
-            at: position of the chunk.
-            pieces: all bytes of the chunk, in order. A piece is hashed before the next is asked for.
+        A piece is hashed before the next is asked for.
 
         Returns:
             Digests of the chunk's blocks; none where there is only one (see `ChunkHasher.blocks`).

@@ -46,9 +46,6 @@ def digest_of_blocks(digests: Sequence[bytes]) -> bytes:
 class ChunkHasher:
     """Computes the digest of a chunk whose bytes come in order.
 
-    Args:
-        data: the first bytes of the chunk.
-
     >>> ChunkHasher(b"ab").digest() == xxhash.xxh3_128_digest(b"ab")
     True
     >>> hasher = ChunkHasher(bytes(BLOCK_BYTES))
@@ -120,9 +117,6 @@ def digests_as_bytes(digests: NDArray[np.uint64]) -> list[bytes]:
 
 def digests_from_bytes(digests: Sequence[bytes]) -> NDArray[np.uint64]:
     r"""The inverse of `digests_as_bytes`.
-
-    Args:
-        digests: n digests of 16 bytes.
 
     Returns:
         (n, 2) uint64, high and low half of each.

@@ -72,11 +72,6 @@ def decode_index(data: bytes, manifest: Manifest, file: str) -> ChunkTable:
 
     `planning.prove_chunks` proves that boxes cover their tensors exactly once.
 
-    Args:
-        data: all bytes of the index.
-        manifest: manifest of the checkpoint, with size and digest of `data`.
-        file: name of the file in error messages.
-
     Raises:
         FormatError: the index is damaged, or breaks a rule of the format.
     """

@@ -415,10 +415,6 @@ def decode_manifest(data: bytes, file: str) -> Manifest:
 def check_end(data: bytes, file: str) -> str:
     """The digest in the last bytes of a manifest.
 
-    Args:
-        data: the manifest, or its last `SEAL_LENGTH` bytes.
-        file: its name in error messages.
-
     Raises:
         FormatError: they are not the end of a manifest.
     """

@@ -57,10 +57,9 @@ def new_manifest(
     tensors: tuple[TensorRecord, ...],
     objects: Mapping[str, Any],
     metadata: dict[str, Any] | None = None,
-    provenance: Mapping[str, Any] | None = None,
     aliases: dict[str, str] | None = None,
 ) -> Manifest:
-    """The manifest of a checkpoint that has no files yet (see `with_files`).
+    """The manifest of a checkpoint that has no files (see `with_files`) and no `provenance` yet.
 
     Args:
         attempt: name of the save.
@@ -70,7 +69,6 @@ def new_manifest(
         tensors: all stored tensors, sorted by key.
         objects: plain values as JSON, by key, in any order.
         metadata: the user's metadata, plain JSON; None without.
-        provenance: the origin of the save, plain JSON; None without.
         aliases: other keys of tied tensors; None without.
 
     >>> new_manifest(attempt="a", step=3, time=1.5, world_size=1, tensors=(), objects={"b": 1}).index.name
@@ -83,7 +81,6 @@ def new_manifest(
         time=time,
         world_size=world_size,
         metadata=metadata or {},
-        provenance=dict(provenance or {}),
         tensors=tensors,
         aliases=aliases or {},
         objects=dict(sorted(objects.items())),

@@ -371,12 +371,7 @@ class ShardFileWriter:
         self._blocks += blocks
 
     def finish(self, name: str, rank: int) -> FileRecord:
-        """Appends padding and tables, and flushes the file.
-
-        Args:
-            name: name of the file in the folder of its step.
-            rank: rank of the file.
-        """
+        """Appends padding and tables, and flushes the file."""
         digests = self.digests
         self._file.put(shard_tail(self._padding, self._blocks, digests))
         size = self._file.finish()

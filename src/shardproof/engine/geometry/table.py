@@ -13,9 +13,6 @@ from shardproof.engine.geometry.boxes import Boxes, Int64s, cut, stable_order
 def row_pointers(counts: Int64s | Sequence[int]) -> Int64s:
     """(n + 1,) start of each of n ragged rows in its flat column, then the column's length.
 
-    Args:
-        counts: (n,) number of entries of each row.
-
     >>> row_pointers([2, 0, 3]).tolist()
     [0, 2, 2, 5]
     """
@@ -26,10 +23,6 @@ def row_pointers(counts: Int64s | Sequence[int]) -> Int64s:
 
 def consecutive(first: Int64s, count: Int64s) -> Int64s:
     """The integers ``first[i]`` to ``first[i] + count[i]`` of all rows, one row after the other.
-
-    Args:
-        first: (n,) first integer of each row.
-        count: (n,) integers in each row.
 
     >>> consecutive(np.array([7, 0]), np.array([2, 3])).tolist()
     [7, 8, 0, 1, 2]
@@ -106,9 +99,7 @@ class BoxTable:
     def boxes(self, rows: Int64s, ndim: int) -> Boxes:
         """Some rows as `Boxes`.
 
-        Args:
-            rows: (k,) rows in any order.
-            ndim: number of dimensions of all these rows.
+        `rows` are in any order, and have `ndim` dimensions each.
 
         >>> BoxTable.of([0, 1, 1], np.array([4, 6]), np.array([1, 2])).boxes(np.array([2, 1]), 1)
         Boxes([6:8] [4:5])

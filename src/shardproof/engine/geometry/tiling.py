@@ -177,10 +177,6 @@ def _left_over_in_parts(shapes: Int64s, tensor: Int64s, boxes: Boxes) -> list[tu
 def _corners(first: NDArray[Any], spans: list[NDArray[Any]]) -> tuple[NDArray[Any], NDArray[Any]]:
     """Corners with an even and with an odd number of high borders.
 
-    Args:
-        first: (n,) the lowest corner of each box.
-        spans: for each dimension, (n,) distance from the low border to the high one.
-
     >>> even, odd = _corners(np.array([0]), [np.array([10]), np.array([1])])
     >>> even.tolist(), odd.tolist()
     ([0, 11], [10, 1])

@@ -324,9 +324,6 @@ class Checkpoint(ABC):
 class NativeCheckpoint(Checkpoint):
     """A checkpoint of shardproof's own format.
 
-    Args:
-        storage: the folder of the checkpoint.
-
     Raises:
         NotCommittedError: there is no manifest.
         FormatError: manifest or index are damaged.

@@ -203,11 +203,6 @@ def _without_tied(
 ) -> tuple[list[TensorEntry], list[int], list[_Mismatch]]:
     """The destinations without those that are tied to another one, which need no read of their own.
 
-    Args:
-        checkpoint: the checkpoint.
-        entries: destinations.
-        rows: the stored tensor of each.
-
     Returns:
         The destinations that are left, their rows, and the tied ones whose stored tensors differ.
     """

@@ -58,9 +58,7 @@ _TRUSTED = (
 class ForeignCheckpoint(Checkpoint):
     """A checkpoint of another project.
 
-    Args:
-        reader: describes it.
-        trust_pickle: True to unpickle plain values with torch. That may run code of the checkpoint.
+    With `trust_pickle`, torch unpickles plain values, which may run code of the checkpoint.
     """
 
     tiling_advice = (

@@ -166,11 +166,6 @@ def _sums(at: _Ints, values: _Ints | _Floats, length: int) -> _Floats:
 def _filled(loads: _Floats, starts: _Ints, totals: _Floats) -> _Floats:
     """Water-filling: raises the lowest loads of each segment to one level.
 
-    Args:
-        loads: (k,) loads before.
-        starts: (s,) start of each segment.
-        totals: (s,) amount to divide in each segment.
-
     Returns:
         (k,) amount added to each load.
 
@@ -239,10 +234,6 @@ def _sets(ranks: _Ints, starts: _Ints) -> _Ints:
 
     The function sums 64-bit hashes of each box's holders, and compares boxes of equal sums with the first one
     of that sum. A box with other holders but an equal sum gets its own number, which only adds a set.
-
-    Args:
-        ranks: (h,) holders, box after box.
-        starts: (m + 1,) row pointers into `ranks`.
     """
     if len(starts) == 1:
         return np.zeros(0, np.int64)

@@ -157,10 +157,7 @@ class Channel:
     def leave(self, number: int, carried: bytes | None) -> None:
         """Leave the generation. At its next meeting, this rank joins again under another name.
 
-        Args:
-            number: the number of the meeting that was given up.
-            carried: the verdict that this rank proposes again in the next generation; None if that is not
-                needed.
+        The rank proposes the verdict `carried` again in the next generation.
         """
 
         def request(store: Any) -> None:  # runs on the link's thread, which gets no interrupts
@@ -269,12 +266,7 @@ class Channel:
         self._call(request)
 
     def until_ready(self, keys: MeetingKeys, ranks: Iterable[int]) -> Future[dict[int, bytes]]:
-        """The posts of all other ranks, once they are there. A call of `release` may end it with fewer.
-
-        Args:
-            keys: the keys of the meeting.
-            ranks: all ranks but this one.
-        """
+        """The posts of all other ranks, once they are there. A call of `release` may end it with fewer."""
         posts = {rank: keys.post(rank) for rank in ranks}
 
         def request(store: Any) -> dict[int, bytes]:

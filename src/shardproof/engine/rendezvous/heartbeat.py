@@ -124,10 +124,7 @@ class Watch:
     def observe(self, rank: int, sign: bytes | None, *, is_elsewhere: bool = False) -> bool:
         """Note the newest sign of life of a rank. Returns True if it ends the rank's silence.
 
-        Args:
-            rank: the rank.
-            sign: its newest sign of life; None if it has posted none.
-            is_elsewhere: True if the rank waits in another meeting, and so is silent here.
+        A rank that `is_elsewhere`, in another meeting, is silent here.
         """
         looked = rank in self._seen
         before = self._seen.get(rank)

@@ -63,11 +63,6 @@ class Membership:
     """The membership of one rank in the current generation.
 
     Methods that take a store run on threads of links.
-
-    Args:
-        base: the prefix of the keys.
-        rank: the rank of this process.
-        world_size: the number of ranks.
     """
 
     def __init__(self, base: str, rank: int, world_size: int) -> None:

@@ -34,34 +34,35 @@ effect. So the commit of a checkpoint may have taken effect although all ranks r
 
 Note: One order after an interrupt
 ----------------------------------
-Meetings have numbers, and a rank posts once to each meeting. After an interrupt, or a failure between two
-meetings, a rank does not know the current meeting of the other ranks. But the other ranks cannot pass a
-meeting to which this rank has not posted. So the rank gives up the first such meeting, by compare-and-set
-on its verdict, and continues after it. Ranks of the same operation find the reason in the verdict. Ranks of
-another operation skip that meeting.
+Meetings have numbers, and a rank posts once to each meeting. A rank that is interrupted between two meetings
+does not know the meeting in which the other ranks are. But they cannot pass a meeting to which this rank has
+not posted. So the rank writes a verdict that gives up the first such meeting, by compare-and-set, and
+continues after it.
 
-The rank's count of meetings changes only after a meeting has a result. An operation that the rank left
-stays on a list until the store has answered. So an interrupt between two steps only makes the rank repeat
-these steps, and each step can be repeated.
-
-A meeting has a position in its operation: the name of the operation, and the number of meetings that the
-operation had before this one. The verdict names the position of the meeting that is given up, and other ranks
-compare it with their own. Three ranks save, and rank 1 is interrupted after meeting 7:
+The verdict names a position: the name of the operation that the rank left, and the number of meetings that
+the operation had before this one. Each other rank compares it with its own position. If they are equal, its
+operation fails with the reason in the verdict. Otherwise it skips the meeting. Three ranks save, and rank 1
+is interrupted after meeting 7:
 
     meeting    7             8
     rank 0     ("save", 0)   ("save", 1): waits
     rank 1     ("save", 0)   interrupted: gives up meeting 8 at ("save", 1)
     rank 2     left          ("load", 0): waits
 
-Rank 0 is at the position of the verdict, so its save fails with the reason. Rank 2 is at another one, so it
-skips meeting 8 and posts to meeting 9. Positions do not change if a generation begins, and numbers of
-meetings do.
+The save of rank 0 fails with the reason. Rank 2 skips meeting 8 and posts to meeting 9.
 
-Another rank may have written the verdict of meeting 8 first. If it tells all ranks to join again (the note
-in `membership`), rank 1 leaves the generation, too. If it is also about another operation, rank 1 gives up a
-meeting of the new generation: the first one, or the second if rank 1 proposes that verdict again in the
-first.
+Another rank may have written the verdict of meeting 8 first. Three cases follow:
+
+- It gives up the same operation, or has its error: the other ranks know that the save failed.
+- It gives up another operation: rank 1 gives up meeting 9 in the same way.
+- It tells all ranks to join a new generation (the note in `membership`): rank 1 joins, too. There it proposes
+  that verdict again, if the coordinator did not write it. If the verdict is about another operation, rank 1
+  then gives up the next meeting for its own. A new generation counts meetings anew; positions stay.
+
 A rank that has not joined has posted to no meeting. It keeps its verdict until it has joined.
+
+A second interrupt repeats steps, and each step can be repeated: the rank counts a meeting only after it has a
+result, and keeps the operation on a list until the store has answered.
 """
 
 from __future__ import annotations
@@ -402,14 +403,8 @@ def _fail_next_meeting(
 ) -> Future[_LeaveResult] | None:
     """Make the next meeting fail in which other ranks may wait for this one. Does not wait for them.
 
-    Args:
-        channel: the channel of this rank.
-        number: the number of the first meeting whose result this rank has not seen.
-        operation: the operation that this rank left.
-        world_size: the number of ranks.
-
-    Returns:
-        The answer of the store, equal for each call. None: the rank keeps the verdict until it has joined.
+    `number` is that of the first meeting whose result this rank has not seen. The result is the answer of the
+    store, equal for each call; None if the rank keeps the verdict until it has joined.
     """
     error = meeting_errors.failure(
         operation.name, operation.phase, world_size, {channel.rank: operation.cause or "it was interrupted"}

@@ -255,13 +255,7 @@ def write_changed(
 ) -> tuple[WrittenShard, NDArray[np.bool_]]:
     """Writes the chunks that differ from the base; no file if no chunk differs and the rank has no objects.
 
-    Args:
-        shard: shard of this rank.
-        header: as for `write_shard`.
-        snapshot: all chunks of the plan, in its order.
-        output: the file.
-        base: digests of the same chunks in the base.
-        scratch: returns memory for one chunk.
+    `base` has the digests of the chunks of `snapshot` in the base. `scratch` returns memory for one chunk.
 
     Returns:
         The file, and (chunks,) True for the chunks that it stores.

@@ -136,11 +136,11 @@ def commit(
         time=attempt.time,
         world_size=attempt.world_size,
         metadata=attempt.metadata,
-        provenance=provenance,
         tensors=tensors,
         aliases=plan.merged.aliases,
         objects=objects,
     )
+    without_files = msgspec.structs.replace(without_files, provenance=provenance or {})
     manifest = with_files(without_files, (*own, *placed.referenced), index)
     try:
         _check_visible(storage, manifest)
@@ -254,10 +254,7 @@ def _check_objects_agree(reports: Sequence[WriteReport]) -> None:
 def warn_of_orders(location: str, reports: Sequence[WriteReport], warned: set[str]) -> None:
     """Warns once of objects whose dicts have another insertion order on another rank.
 
-    Args:
-        location: the committed checkpoint.
-        reports: the reports of all ranks.
-        warned: keys of earlier warnings. It is updated.
+    The call adds the keys to `warned`, which has those of earlier warnings.
     """
     candidates = {key for report in reports for key in report.orders} - warned
     first: dict[str, tuple[bytes, int]] = {}

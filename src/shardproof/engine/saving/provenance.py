@@ -271,10 +271,6 @@ def checked_commit(folder: Path, timeout: float) -> tuple[str, bool] | None:
 
     It changes nothing in the repository.
 
-    Args:
-        folder: a folder in the repository.
-        timeout: seconds for git, at most.
-
     Returns:
         The commit and the difference; None if git does not tell: it is not installed, it takes too long, or
         the folder is in no repository that this user trusts.

@@ -176,12 +176,7 @@ class ReplicaCache:
 
 
 class ReplicaOption(SaveOption):
-    """Compares the bytes of boxes that several ranks have.
-
-    Args:
-        which: the replicas to compare.
-        kept: the cache of the saver.
-    """
+    """Compares the bytes of boxes that several ranks have."""
 
     name = "replicas"
 

@@ -187,12 +187,6 @@ def write_shard(
 ) -> WrittenShard:
     """Writes header, all chunks, padding and the tables of digests, and flushes them.
 
-    Args:
-        shard: shard of this rank.
-        header: `PreparedShard.header` without its first arguments.
-        snapshot: all chunks of the plan, in its order.
-        output: the file.
-
     Raises:
         StorageError: the error of the first write that failed.
         StructureError: memory was changed during the save (see `Snapshot.copy`).

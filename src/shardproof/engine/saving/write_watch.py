@@ -156,10 +156,6 @@ class MemorySample:
     samples have equal distances, from the first byte of a piece to its last. A write that misses all
     samples is not detected, for example a write to a few rows of an embedding.
 
-    Args:
-        pieces: pieces with at least one element each, on any device.
-        pointers: address of each piece.
-
     >>> one, two = torch.zeros(100), torch.zeros(100)
     >>> pieces = [Piece.of(tensor, (0,), (100,)) for tensor in (one, two)]
     >>> sample = MemorySample(pieces, [piece.address for piece in pieces])

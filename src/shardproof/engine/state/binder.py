@@ -56,9 +56,7 @@ class Binder(Visitor[BindHandler]):
     def translate(self, catalogue: Catalogue, stored_keys: Mapping[str, str]) -> None:
         """Replaces the catalogue by one with other keys for the same contents.
 
-        Args:
-            catalogue: the new one.
-            stored_keys: new key of a tensor to its key in the checkpoint.
+        `stored_keys` maps the new key of a tensor to its key in the checkpoint.
         """
         self.binding.catalogue = catalogue
         self.binding.stored_keys.update(stored_keys)
@@ -142,9 +140,7 @@ class Binder(Visitor[BindHandler]):
     def object(self, key: str, expected: str = "a plain value") -> Any:
         """The encoded plain data under a key, or MISSING. A selected key without plain data is recorded.
 
-        Args:
-            key: key of the object.
-            expected: description of the target's value, for messages.
+        `expected` describes the target's value, for messages.
         """
         if not self.selected(key):
             return MISSING
@@ -265,13 +261,7 @@ class Binder(Visitor[BindHandler]):
         return layouts
 
     def _note_other_kind(self, key: str, expected: str, advice: str = "") -> bool:
-        """Records that the catalogue has a value of another kind under a key. False if it has no value.
-
-        Args:
-            key: key of the target.
-            expected: description of the target's value.
-            advice: what to do if the catalogue has a tensor.
-        """
+        """Records that the catalogue has a value of another kind under a key. False if it has no value."""
         if key in self.catalogue.objects:
             found = "a plain value"
             try:

@@ -116,11 +116,6 @@ class LocalBoxesCache:
 
         The attribute ``_shardproof_local`` of a DTensor takes precedence over its placements.
 
-        Args:
-            keys: keys of the tensors, for messages.
-            tensors: plain tensors, each one box, and DTensors.
-            local_shapes: shape of each local tensor.
-
         Raises:
             StructureError: a placement is a partial sum or unknown, mesh dimensions shard out of order, or
                 the shape of a local tensor contradicts mesh and placements.

@@ -63,10 +63,7 @@ def is_in_flat(parameter: torch.Tensor) -> bool:
 def flat_parts(module: NamedModule, path: str, *, load: bool = False) -> list[FlatPart]:
     """The parameters in the flat parameters of a module, also those with no element on this rank.
 
-    Args:
-        module: a module for which `is_flat` is true.
-        path: path of the module in the tree, for messages.
-        load: True if the parameters are to be filled.
+    With `load`, the parameters are to be filled.
 
     Raises:
         StructureError: FSDP1 has gathered the parameters, and their shards are not valid now.
@@ -147,9 +144,6 @@ def flat_state(module: NamedModule, parts: Iterable[FlatPart]) -> dict[str, Any]
 
 def flat_tensors(module: torch.nn.Module) -> dict[str, tuple[torch.Tensor, LocalShards | None]]:
     """The parameters and persistent buffers of a module of which FSDP1 wraps a part, by name in the model.
-
-    Args:
-        module: any module.
 
     Returns:
         For a parameter of FSDP1: a parameter without memory, which tied parameters share, with the global

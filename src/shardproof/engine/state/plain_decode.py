@@ -38,10 +38,7 @@ _KINDS: dict[str, Callable[[np.ndarray[Any, Any]], Any]] = {
 def decode(data: Any, tensors: Callable[[str], torch.Tensor] | None = None, path: str = "value") -> Any:
     """Decodes a value.
 
-    Args:
-        data: result of `encode`.
-        tensors: returns the tensor stored under a key (see `references`).
-        path: path of the value, for errors.
+    `tensors` returns the tensor stored under a key (see `references`).
 
     Raises:
         PlainDataError: `data` is not a valid result of `encode`.

@@ -141,11 +141,8 @@ def new_wrapper(
 ) -> torch.Tensor:
     """A wrapper with the class and context of a stored one, distributed as a parameter.
 
-    Args:
-        description: the object of the stored wrapper.
-        parts: its inner tensors on this rank.
-        parameter: a plain tensor or DTensor of the wrapper's shape.
-        key: key of the wrapper, for messages.
+    `parts` are its inner tensors on this rank. The parameter is a plain tensor or DTensor of the wrapper's
+    shape.
 
     Raises:
         StructureError: the program has not imported the class.
@@ -236,12 +233,8 @@ def shape_on_rank(description: Mapping[str, Any], name: str, parameter: torch.Te
 def _kind_of_part(tensor: torch.Tensor, name: str, part: torch.Tensor, declared: str | None, key: str) -> Any:
     """The kind of a part, as plain JSON data.
 
-    Args:
-        tensor: the wrapper, or a DTensor of wrappers.
-        name: name of the part.
-        part: the part on this rank.
-        declared: the kind that the class declares, if any.
-        key: key of the wrapper, for messages.
+    `tensor` is the wrapper, or a DTensor of wrappers, and `declared` the kind that its class declares, if
+    any.
 
     Raises:
         StructureError: the tensor is sharded, and the place of the part is unknown.

@@ -100,10 +100,6 @@ def addresses_of(tensors: Sequence[torch.Tensor], paths: Sequence[str]) -> tuple
 
     Saves and loads access these addresses without torch, so all elements must be in memory.
 
-    Args:
-        tensors: plain tensors on any device.
-        paths: paths of the tensors, for messages.
-
     Returns:
         The address of each tensor's first element on its device, 0 for a tensor without elements; and
         `torch.Tensor.is_contiguous` of each tensor.
@@ -139,10 +135,6 @@ def addresses_of(tensors: Sequence[torch.Tensor], paths: Sequence[str]) -> tuple
 
 def check_memory(tensor: torch.Tensor, path: str) -> None:
     """Raises unless all elements of a tensor are in the memory of its storage.
-
-    Args:
-        tensor: a local tensor.
-        path: path of the tensor, for the message.
 
     Raises:
         StructureError: the tensor cannot be stored, its storage was freed or truncated, it has no memory, or

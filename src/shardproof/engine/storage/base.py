@@ -430,10 +430,6 @@ def check_name(name: str, location: str = "a storage") -> str:
 def check_folder(name: str, location: str = "a storage") -> str:
     """Check that `name` is the plain name of one folder; return it.
 
-    Args:
-        name: without "/", and neither "." nor "..".
-        location: location of the folder's parent, for the message.
-
     Raises:
         StorageError: the name is invalid, or leads to another folder.
 

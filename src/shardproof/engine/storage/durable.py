@@ -113,10 +113,7 @@ def rename_exclusively(source: Path | str, target: Path | str, folder: int | Non
     and report "exists" to the second try; the link count then shows the success. Where there are no links,
     Linux's renameat2 is exclusive too.
 
-    Args:
-        source: present name.
-        target: new name.
-        folder: descriptor of the folder that relative names are in; None: the working directory.
+    Relative names are in the folder with the descriptor `folder`; None: in the working directory.
 
     Raises:
         FileExistsError: there is a file at `target`.

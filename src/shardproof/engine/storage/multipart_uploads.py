@@ -74,9 +74,7 @@ class MultipartUploads:
     def list(self, prefix: str, parts_before: float) -> list[Upload]:
         """The uploads of objects whose names begin with a prefix.
 
-        Args:
-            prefix: prefix of the names.
-            parts_before: lists the parts of the uploads that began before this time, Unix seconds.
+        It lists the parts of those uploads that began before `parts_before`, Unix seconds.
 
         Raises:
             StorageError: the store refuses or fails.

@@ -157,10 +157,7 @@ machine may undo that.
 class RealFolder:
     """A folder at or below a root, open for operations on the names in it. A context manager that closes it.
 
-    Args:
-        root: the root, which may be a link.
-        path: the folder, at or below the root.
-        make: True to make missing folders, those above the root, too.
+    With `make`, missing folders are made, those above the root, too.
 
     Raises:
         FileNotFoundError: a folder is missing.

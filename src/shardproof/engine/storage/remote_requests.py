@@ -79,9 +79,6 @@ def file_sizes(files: Sequence[tuple[Storage, str]]) -> list[int | None]:
     Threads ask for the sizes in a remote storage, and for those of more than a few files in folders, because
     a shared file system may need milliseconds for each.
 
-    Args:
-        files: storage and name of each.
-
     Raises:
         StorageError: a storage cannot tell a size.
 
@@ -141,11 +138,7 @@ def _map_in_threads(
 def request_error(message: str, file: str, *, missing: bool, unanswered: bool = False) -> StorageError:
     """The error of a request that the storage refused or did not answer. It is no sign of damage.
 
-    Args:
-        message: the whole text.
-        file: location of the file.
-        missing: True if the storage has no such file.
-        unanswered: True if the storage may have carried out the request.
+    With `unanswered`, the storage may have carried out the request.
 
     >>> request_error("cannot read s3://bucket/a: denied", "s3://bucket/a", missing=False).details
     {'file': 's3://bucket/a', 'missing': False, 'damaged': False}

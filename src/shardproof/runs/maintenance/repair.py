@@ -322,14 +322,13 @@ def _commit(storage: Storage, shards: list[VerifiedShard], intact: Manifest | No
         time=first.time,
         world_size=first.world_size,
         metadata=first.metadata if intact is None else intact.metadata,
-        provenance=None if intact is None else intact.provenance,
         tensors=tensors,
         aliases=first.aliases if intact is None else intact.aliases,
         objects=_objects(shards) if intact is None else intact.objects,
     )
-    manifest = with_files(
-        msgspec.structs.replace(without_files, repaired=True), [shard.record for shard in shards], index
-    )
+    provenance = {} if intact is None else intact.provenance
+    repaired = msgspec.structs.replace(without_files, repaired=True, provenance=provenance)
+    manifest = with_files(repaired, [shard.record for shard in shards], index)
     text = encode_manifest(manifest)
     decode_index(index, manifest, manifest.index.name)
     # The damaged manifest is replaced last: until then, prune removes no file of the step.

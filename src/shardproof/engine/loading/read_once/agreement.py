@@ -132,9 +132,7 @@ class ReadOnceExchange:
 
         Every rank calls it.
 
-        Args:
-            threads: reads in flight.
-            on_bytes: called from any thread with the bytes read, sent or written since the previous call.
+        Any thread calls `on_bytes` with the bytes read, sent or written since the previous call.
 
         Returns:
             Bytes read and bytes received.

@@ -140,14 +140,7 @@ class Sender:
 
 
 class _UnitReads:
-    """Reads units into memory, and fills this rank's own destinations from there.
-
-    Args:
-        chunks: the chunks of all units, unit by unit.
-        counts: number of chunks of each unit.
-        writer: destinations of this rank.
-        threads: reads in flight.
-    """
+    """Reads units into memory, and fills this rank's own destinations from there."""
 
     def __init__(
         self, chunks: Chunks, counts: NDArray[np.int64], writer: DestinationWriter, threads: int

@@ -80,12 +80,7 @@ class _Module:
 class _Filling:
     """The destinations of one module, and its state dict at the end of the load.
 
-    Args:
-        module: the module.
-        place: its place.
-        state: its state dict.
-        binder: the load.
-        hooks: its load hooks; None for FSDP1, whose state dict is a collective.
+    FSDP1 has no `hooks`, because its state dict is a collective.
     """
 
     def __init__(

@@ -264,11 +264,7 @@ def _key_of(key: str, slot: Any) -> str:
 
 
 class _OptionsObjects:
-    """The ``@options`` objects of parameters. Parameters with equal objects share one.
-
-    Args:
-        key: key of the optimizer.
-    """
+    """The ``@options`` objects of parameters. Parameters with equal objects share one."""
 
     def __init__(self, key: str) -> None:
         self._key = key
@@ -281,11 +277,8 @@ class _OptionsObjects:
     ) -> dict[str, Any]:
         """The object of one parameter.
 
-        Args:
-            slots: slots of the parameter. The caller must hold all of them, so that ids are unique.
-            values: the encoded slots that are not tensors.
-            torch_name: name of the parameter in torch's state dicts.
-            name: name of the parameter in the checkpoint.
+        The caller must hold all `slots`, so that ids are unique. `torch_name` is the name in torch's state
+        dicts, `name` that in the checkpoint.
         """
         identity = slots.kind, id(slots.options), *slots.tensors
         is_shared = not values and torch_name == name
@@ -320,11 +313,6 @@ def _overrides(optimizer: torch.optim.Optimizer, method: str) -> bool:
 
 def _before_save(optimizer: torch.optim.Optimizer, place: Place, *, only_slots: bool) -> None:
     """Calls the pre-hooks of ``state_dict``.
-
-    Args:
-        optimizer: the optimizer.
-        place: its place.
-        only_slots: True for an `OptimizerState`, which declares that there is no other state.
 
     Raises:
         StructureError: the optimizer has post-hooks of ``state_dict``, whose changes a save would lose.

@@ -34,10 +34,7 @@ from shardproof.errors import StructureError
 class FlatSlots:
     """An optimizer of FSDP1's parameters, as a `SlotProvider`.
 
-    Args:
-        optimizer: the optimizer.
-        parts: the parameters of all modules that FSDP1 wraps.
-        place: place of the optimizer in the tree, for messages.
+    `parts` are the parameters of all modules that FSDP1 wraps.
 
     Raises:
         StructureError: the optimizer trains a parameter of no such module.

@@ -204,10 +204,6 @@ def owned_slots(
 ) -> list[ParameterSlots]:
     """The slots of the parameters that this rank owns.
 
-    Args:
-        optimizer: a ZeroRedundancyOptimizer.
-        slots_of: returns the slots of the inner optimizer.
-
     Returns:
         The inner optimizer's slots, with its class and the options of the outer groups.
 
@@ -234,10 +230,7 @@ def owned_receiver(
 ) -> Receiver:
     """The receiver of stored slots: the inner optimizer's for owned parameters, without effect for others.
 
-    Args:
-        optimizer: a ZeroRedundancyOptimizer. It copies the options of its groups to the inner one at the next
-            step.
-        receiver: returns the receiver of the inner optimizer.
+    The optimizer copies the options of its groups to the inner one at the next step.
 
     Raises:
         StructureError: see `inner_optimizer`.
@@ -271,12 +264,7 @@ def is_hybrid_device(optimizer: object) -> bool:
 
 
 class HybridDeviceSlots:
-    """A HybridDeviceOptimizer of Megatron-Core, as a `SlotProvider`.
-
-    Args:
-        optimizer: the optimizer.
-        receiver: returns the receiver of a sub-optimizer.
-    """
+    """A HybridDeviceOptimizer of Megatron-Core, as a `SlotProvider`."""
 
     def __init__(self, optimizer: Any, receiver: Callable[[torch.optim.Optimizer], Receiver]) -> None:
         self.optimizer = optimizer

@@ -142,11 +142,8 @@ def _stored_names(
 ) -> list[str]:
     """The name that the state dict has for each parameter of the live optimizer.
 
-    Args:
-        key: key of the optimizer.
-        names: the names of each parameter of the live optimizer.
-        stored: the stored groups.
-        present: names or numbers of the parameters that have slots, or options of their own.
+    `names` are those of each parameter of the live optimizer. `present` are the names or numbers of the
+    parameters that have slots, or options of their own.
     """
     listed = [member for group in stored for member in group.members or ()]
     known = {*map(str, listed), *present}
