@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from shardproof._utils import forks
 from shardproof._utils.arguments import check_number, wrong_type
 from shardproof.engine.rendezvous.meeting_errors import store_lost
-from shardproof.engine.rendezvous.protocol import Rendezvous
+from shardproof.engine.rendezvous.protocol import Decide, Operation, Rendezvous, Reservation, Turns
 from shardproof.engine.rendezvous.store import StoreRendezvous
 from shardproof.engine.rendezvous.store_requests import new_client
 from shardproof.errors import StructureError
@@ -20,9 +21,6 @@ from shardproof.reentrance import guarded, refuse_inside
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-from concurrent.futures import Future
-
-from shardproof.engine.rendezvous.protocol import Decide, Operation, Reservation, Turns
 
 
 class LocalRendezvous:

@@ -36,6 +36,7 @@ from shardproof.engine.storage.paths import (
     make_folders,
     printable,
     storage_error,
+    system_errors,
     unconfirmed_error,
 )
 from shardproof.engine.storage.sink import LocalSink
@@ -127,12 +128,10 @@ class LocalStorage(Storage):
         """Make `data` appear under `name`, whole or not at all; see `Storage.publish`."""
         path = self._path(name)
         draft = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
-        try:
+        with system_errors("publish", path):
             if not replace and path.exists():
                 raise self._already_there(path)
             descriptor, folder = open_new(self._base, draft, os.O_WRONLY)
-        except OSError as error:
-            raise storage_error(error, "publish", path) from error
         at = folder.number
         try:
             try:
@@ -162,11 +161,9 @@ class LocalStorage(Storage):
         """Make the file and its name durable, whichever process wrote it; see `Storage.flush`."""
         path = self._path(name)
         file = _Descriptor(path)
-        try:
+        with system_errors("flush", path):
             flush_file(file.number)
             flush_folders(path.parent, None)
-        except OSError as error:
-            raise storage_error(error, "flush", path) from error
 
     def flush_names(self) -> None:
         """Make durable which files are in this folder; see `Storage.flush_names`."""
@@ -181,10 +178,8 @@ class LocalStorage(Storage):
         """Bytes `start` to `stop` of the file as it is now; see `Storage.read`."""
         path = self._path(name)
         file = _Descriptor(path)
-        try:
+        with system_errors("read", path):
             size = os.fstat(file.number).st_size
-        except OSError as error:
-            raise storage_error(error, "read", path) from error
         stop = size if stop is None else stop
         if not 0 <= start <= stop <= size:
             raise _short(path, start, stop - start, max(0, size - start))
@@ -222,15 +217,13 @@ class LocalStorage(Storage):
     def drop_cached(self, name: str) -> None:
         """Drop a file from the page cache. Dirty pages stay."""
         file = self._descriptor(name)
-        try:
+        with system_errors("drop from the page cache", file.path):
             os.posix_fadvise(file.number, 0, 0, os.POSIX_FADV_DONTNEED)
-        except OSError as error:
-            raise storage_error(error, "drop from the page cache", file.path) from error
 
     def fill_cache(self, name: str, start: int, count: int) -> None:
         """Read a range into the page cache, without a copy into memory of this process (`sendfile`)."""
         file = self._descriptor(name)
-        try:
+        with system_errors("read into the page cache", file.path):
             sink = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
             try:
                 done = 0
@@ -238,8 +231,6 @@ class LocalStorage(Storage):
                     done += sent
             finally:
                 os.close(sink)
-        except OSError as error:
-            raise storage_error(error, "read into the page cache", file.path) from error
 
     def size(self, name: str) -> int | None:
         """Bytes of the file; None if there is none."""
@@ -290,13 +281,11 @@ class LocalStorage(Storage):
         """Sorted names of the files in the folder `prefix` and below, without linked folders below it."""
         top = self._path(prefix) if prefix else self._root
         found: list[str] = []
-        try:
+        with system_errors("list", top):
             for folder, _, files in os.walk(top, onerror=_raise_unless_missing):
                 inside = os.path.relpath(folder, self._root)
                 lead = "" if inside == "." else inside.replace(os.sep, "/") + "/"
                 found.extend(lead + file for file in files)
-        except OSError as error:
-            raise storage_error(error, "list", top) from error
         if not found and (lost := lost_link(top)) is not None:
             raise lost
         return sorted(found)
@@ -337,10 +326,8 @@ class LocalStorage(Storage):
         Raises:
             StorageError: the system refused.
         """
-        try:
+        with system_errors("make", self._root):
             make_folders(self._root)
-        except OSError as error:
-            raise storage_error(error, "make", self._root) from error
 
     def within(self, prefix: str) -> LocalStorage:
         """The storage in the folder `prefix` of this one."""
@@ -432,10 +419,8 @@ class UncachedStorage(LocalStorage):
             part = data[done : done + PIECE]
             if self._before_read is not None:
                 self._before_read(len(part))
-            try:
+            with system_errors("read", file.path):
                 begin, count = file.uncached().read(start + done, len(part), memory)
-            except OSError as error:
-                raise storage_error(error, "read", file.path) from error
             part[:count] = memory[begin : begin + count]
             if count < len(part):
                 self.drop_cached(name)

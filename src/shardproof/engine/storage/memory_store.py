@@ -33,7 +33,7 @@ from shardproof._utils.topology import available_memory
 from shardproof.engine.storage.base import FreeSpace, check_name
 from shardproof.engine.storage.free_space import file_system_number, is_tmpfs
 from shardproof.engine.storage.local import LocalStorage
-from shardproof.engine.storage.paths import RealFolder, absolute, printable, storage_error
+from shardproof.engine.storage.paths import RealFolder, absolute, printable, storage_error, system_errors
 from shardproof.engine.storage.sink import LocalSink
 from shardproof.errors import StorageError
 
@@ -136,10 +136,8 @@ class MemoryStorage(LocalStorage):
             StorageError: the folder is not one that only this user can open, or the system refused.
         """
         self._make_run()
-        try:
+        with system_errors("make", self._root):
             RealFolder(self._run, self._root, make=True).close()
-        except OSError as error:
-            raise storage_error(error, "make", self._root) from error
 
     def _make_run(self) -> None:
         try:
@@ -280,17 +278,14 @@ def memory_runs() -> list[MemoryRun]:
     """
     tmpfs = _tmpfs()
     found = []
-    try:
-        with os.scandir(tmpfs) as entries:
-            for entry in entries:
-                named = _FOLDER.fullmatch(entry.name)
-                if named is None or not entry.is_dir(follow_symlinks=False):
-                    continue
-                user = int(named[1])
-                if entry.stat(follow_symlinks=False).st_uid == user:  # or another user made it
-                    found.append(MemoryRun(named[2], user, printable(entry.path)))
-    except OSError as error:
-        raise storage_error(error, "list", tmpfs) from error
+    with system_errors("list", tmpfs), os.scandir(tmpfs) as entries:
+        for entry in entries:
+            named = _FOLDER.fullmatch(entry.name)
+            if named is None or not entry.is_dir(follow_symlinks=False):
+                continue
+            user = int(named[1])
+            if entry.stat(follow_symlinks=False).st_uid == user:  # or another user made it
+                found.append(MemoryRun(named[2], user, printable(entry.path)))
     return sorted(found, key=lambda run: (run.name, run.user))
 
 
@@ -335,11 +330,9 @@ class _RunLock:
 
     def __init__(self, folder: Path) -> None:
         self._number = -1
-        try:
+        with system_errors("open", folder):
             flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
             self._number = os.open(folder, flags)
-        except OSError as error:
-            raise storage_error(error, "open", folder) from error
         forks.close_in_child(self)
 
     def get(self, how: int) -> bool:

@@ -332,24 +332,15 @@ class ObjectStorage(Storage):
 
         if name in self._known:
             return len(self._known[name])
-        try:
-            return int(self._ask("look at", name, lambda: obstore.head(self._store, self._key(name)))["size"])
-        except StorageError as error:
-            if error.details.get("missing"):
-                return None
-            raise
+        found = self._ask_for("look at", name, lambda: obstore.head(self._store, self._key(name)))
+        return None if found is None else int(found["size"])
 
     def modified(self, name: str) -> float | None:
         """Time of the last write to an object, Unix seconds; None if there is none of this name."""
         import obstore
 
-        try:
-            found = self._ask("look at", name, lambda: obstore.head(self._store, self._key(name)))
-        except StorageError as error:
-            if error.details.get("missing"):
-                return None
-            raise
-        return float(found["last_modified"].timestamp())
+        found = self._ask_for("look at", name, lambda: obstore.head(self._store, self._key(name)))
+        return None if found is None else float(found["last_modified"].timestamp())
 
     def now(self, *, writes: bool = True) -> float | None:
         """The time by the clock of the store, Unix seconds; see `Storage.now`.
@@ -378,14 +369,10 @@ class ObjectStorage(Storage):
         """Sorted names of the folders directly in this storage."""
         import obstore
 
-        try:
-            below = self._prefix or None
-            found = self._ask("list", "", lambda: obstore.list_with_delimiter(self._store, below))
-        except StorageError as error:
-            if error.details.get("missing"):
-                return []
-            raise
-        return sorted(one.rstrip("/").rpartition("/")[2] for one in found["common_prefixes"])
+        below = self._prefix or None
+        found = self._ask_for("list", "", lambda: obstore.list_with_delimiter(self._store, below))
+        prefixes = () if found is None else found["common_prefixes"]
+        return sorted(one.rstrip("/").rpartition("/")[2] for one in prefixes)
 
     def siblings(self) -> list[str]:
         """Sorted names of the sibling folders, with this storage's own folder if it exists."""
@@ -402,22 +389,13 @@ class ObjectStorage(Storage):
             batches = obstore.list(self._store, below or None)
             return sorted(item["path"][start:] for batch in batches for item in batch)
 
-        try:
-            return self._ask("list", prefix, request)
-        except StorageError as error:
-            if error.details.get("missing"):
-                return []
-            raise
+        return self._ask_for("list", prefix, request) or []
 
     def delete(self, name: str) -> None:
         """Remove the object. A missing one is no error."""
         import obstore
 
-        try:
-            self._ask("delete", name, lambda: obstore.delete(self._store, self._key(name)))
-        except StorageError as error:
-            if not error.details.get("missing"):
-                raise
+        self._ask_for("delete", name, lambda: obstore.delete(self._store, self._key(name)))
 
     def uploads(self, parts_before: float) -> builtins.list[Upload]:
         """Multipart uploads below this prefix that did not complete, whose parts no listing shows.
@@ -500,6 +478,15 @@ class ObjectStorage(Storage):
             if silence is not None and failed.details.get("unanswered"):
                 silence.error = failed
             raise failed from error
+
+    def _ask_for(self, doing: str, name: str, request: Callable[[], _Result]) -> _Result | None:
+        """As `_ask`; None if the store has no such object."""
+        try:
+            return self._ask(doing, name, request)
+        except StorageError as error:
+            if error.details.get("missing"):
+                return None
+            raise
 
     def _missing(self, name: str) -> StorageError:
         file = f"{self.location}/{name}"

@@ -18,7 +18,8 @@ import contextlib
 import errno
 import os
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TypeAlias
@@ -134,6 +135,15 @@ and whether it is mounted on this node.
     text = f"cannot {doing} {path}: {cause.strerror or cause} ({name}). {_ADVICE.get(code, '')}".rstrip()
     details = {"unanswered": True} if code == errno.ETIMEDOUT else {}
     return StorageError(text, file=path, errno=name, missing=code == errno.ENOENT, **details)
+
+
+@contextmanager
+def system_errors(doing: str, path: str | Path) -> Iterator[None]:
+    """Turns an `OSError` of the block into its `storage_error`."""
+    try:
+        yield
+    except OSError as error:
+        raise storage_error(error, doing, path) from error
 
 
 def unconfirmed_error(cause: OSError, path: str | Path) -> StorageError:

@@ -14,7 +14,7 @@ from shardproof._utils.libc import address
 from shardproof.engine.storage.base import Sink
 from shardproof.engine.storage.direct_io import ALIGNMENT, O_DIRECT, aligned_buffer
 from shardproof.engine.storage.durable import WriteBack, flush_folders, open_new, unlink_quietly, write_all
-from shardproof.engine.storage.paths import printable, storage_error
+from shardproof.engine.storage.paths import printable, storage_error, system_errors
 from shardproof.errors import StorageError
 
 
@@ -53,10 +53,8 @@ class LocalSink:
         self._refused = False
         self._required = required
         self._open = True
-        try:
+        with system_errors("create", self._path):
             self._buffered, self._folder = open_new(root if base is None else base, self._path, os.O_WRONLY)
-        except OSError as error:
-            raise storage_error(error, "create", self._path) from error
         self._write_back = WriteBack(self._buffered)
         forks.close_in_child(self)
         try:
@@ -89,12 +87,10 @@ class LocalSink:
             raise self._closed("write")
         data = buffer.cast("B") if buffer.format != "B" or buffer.ndim != 1 else buffer
         is_aligned = start % ALIGNMENT == 0 and len(data) >= ALIGNMENT and address(data) % ALIGNMENT == 0
-        try:
+        with system_errors("write", self._path):
             done = self._write_direct(start, data) if is_aligned and self.direct else 0
             write_all(self._buffered, data[done:], start + done)
             self._write_back.wrote(start + done, len(data) - done)
-        except OSError as error:
-            raise storage_error(error, "write", self._path) from error
 
     def _write_direct(self, start: int, data: memoryview) -> int:
         """Write the aligned beginning of `data` direct; return the number of bytes written."""
