@@ -79,13 +79,10 @@ def copy_runs(into: Sequence[int], out_of: Sequence[int], counts: Sequence[int])
 
 
 def read_words(addresses: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Reads the 8-byte word at each address, in native byte order.
+    """Reads the 8-byte word at each address, in native byte order. The result has the shape of `addresses`.
 
     Args:
         addresses: multiples of 8, in memory that this process may read. Any shape.
-
-    Returns:
-        The words, in the shape of `addresses`.
 
     >>> values = np.array([3, 5, 7], np.uint64)
     >>> read_words(values.ctypes.data + np.array([16, 0]))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import sys
 import threading
 from collections.abc import Callable, Hashable
@@ -13,8 +15,6 @@ from shardproof.engine.events.phases import Event, Subscription, hub
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import TaskID
-import json
-import logging
 
 
 def show(file: TextIO | None = None, *, every: float = 5.0) -> Subscription:

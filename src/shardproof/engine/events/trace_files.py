@@ -434,13 +434,11 @@ def _rows(by_rank: Sequence[Sequence[str]], origin: float) -> Iterator[dict[str,
 def _put_in_lanes(phases: list[dict[str, Any]], before: int) -> int:
     """Gives each phase a lane, so that phases of one lane are apart or nested.
 
-    Phases of one thread need one lane. Several threads of one name may work at once, as in the saves of two
-    checkpointers: they need more lanes. See the note "What Perfetto does not show" in `trace_files`.
+    Returns the number of lanes in use afterwards. Phases of one thread need one lane. Several threads of one
+    name may work at once, as in the saves of two checkpointers: they need more lanes. See the note "What
+    Perfetto does not show" in `trace_files`.
 
     `phases` are those of all threads of one name in one rank, `before` is the number of lanes in use.
-
-    Returns:
-        The number of lanes in use afterwards.
 
     >>> phases = [{"ts": 0.0, "dur": 9.0}, {"ts": 5.0, "dur": 8.0}, {"ts": 6.0, "dur": 3.0}]
     >>> _put_in_lanes(phases, 10), [phase["tid"] for phase in phases]

@@ -158,7 +158,7 @@ class UnsupportedError(ValueError):
 def flat_boxes(
     shape: Sequence[int], start: int, stop: int, extent: Extent, offset: int = 0
 ) -> list[StoredBox]:
-    """The boxes of a flat range of a tensor that lies contiguously in an extent.
+    """The boxes of a flat range of a tensor that lies contiguously in an extent. There are at most 2·d − 1.
 
     Args:
         shape: (d,) shape of the tensor.
@@ -166,9 +166,6 @@ def flat_boxes(
         stop: end of the range, exclusive.
         extent: the extent that holds the elements in order.
         offset: element of the extent where the range begins.
-
-    Returns:
-        At most 2·d − 1 boxes.
     """
     if start >= stop:
         return []
@@ -348,8 +345,7 @@ class FormatReader(ABC):
     def verify_extra(self) -> int:
         """Verifies all values except tensors and the metadata: objects, and files with digests.
 
-        Returns:
-            The number of bytes that checksums proved.
+        Returns the number of bytes that checksums proved.
 
         Raises:
             CorruptChunkError, FormatError, StorageError: the first damage found.

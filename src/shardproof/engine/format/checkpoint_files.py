@@ -205,8 +205,7 @@ def locate_files(storage: Storage, manifest: Manifest) -> list[tuple[Storage, st
 def lost_files(storage: Storage, manifest: Manifest) -> dict[str, str]:
     """Finds shard files that are missing or have another size than the manifest records. Reads no file.
 
-    Returns:
-        A dict from `FileRecord.place` of each such file to a description of the fault.
+    Returns the fault by `FileRecord.place` of each such file.
 
     Raises:
         StorageError: the storage cannot tell a size.
@@ -243,8 +242,7 @@ def read_seal(storage: Storage) -> bytes | None:
 def size_fault(storage: Storage, name: str, size: int) -> tuple[str, bool] | None:
     """Compares the size of a file with the expected one, without reading the file.
 
-    Returns:
-        None if the sizes are equal; else the fault in words, and whether the file is missing.
+    Returns None if the sizes are equal; else the fault in words, and whether the file is missing.
 
     Raises:
         StorageError: the storage cannot tell the size.

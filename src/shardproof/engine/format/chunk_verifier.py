@@ -74,8 +74,7 @@ class BlockDigests:
     def of(self, row: int, digest: bytes) -> list[bytes] | None:
         """Returns the digests of all blocks of a chunk of several, verified with the digest of the chunk.
 
-        Returns:
-            16 bytes each; None if they are damaged, unreadable or missing.
+        Each has 16 bytes. The result is None if they are damaged, unreadable or missing.
         """
         file, first = int(self._table.file[row]), int(self._table.byte_start[row])
         with self._lock:
@@ -235,10 +234,8 @@ class ChunkVerifier:
     def check_pieces(self, at: int, pieces: Iterable[memoryview]) -> list[bytes]:
         """Verifies a chunk whose bytes come piece by piece.
 
-        A piece is hashed before the next is asked for.
-
-        Returns:
-            Digests of the chunk's blocks; none where there is only one (see `ChunkHasher.blocks`).
+        Returns the digests of its blocks; none if it has only one (see `ChunkHasher.blocks`). A piece is
+        hashed before the next is asked for.
 
         Raises:
             CorruptChunkError: the digest differs.

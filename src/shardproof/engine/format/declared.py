@@ -76,6 +76,8 @@ def header_of_chunks(
 ) -> tuple[bytes, int]:
     """The header of a shard file that stores chunks of the tensors of a manifest.
 
+    Returns also the bytes of padding after the chunks.
+
     Args:
         manifest: manifest of the new checkpoint; its files and its index do not count.
         tensors: the tensor of each chunk, in the order of the file.
@@ -85,9 +87,6 @@ def header_of_chunks(
         rank: rank of the file.
         files: number of files of the checkpoint.
         is_first: True for the file that also declares the tensors without elements.
-
-    Returns:
-        The header, and the bytes of padding after the chunks.
     """
     chunks = [(record.key, record.dtype, *box) for record, box in zip(tensors, boxes, strict=True)]
     entries = chunk_entries(chunks, byte_count)

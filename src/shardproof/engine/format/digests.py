@@ -116,10 +116,7 @@ def digests_as_bytes(digests: NDArray[np.uint64]) -> list[bytes]:
 
 
 def digests_from_bytes(digests: Sequence[bytes]) -> NDArray[np.uint64]:
-    r"""The inverse of `digests_as_bytes`.
-
-    Returns:
-        (n, 2) uint64, high and low half of each.
+    r"""The inverse of `digests_as_bytes`. Returns (n, 2) uint64, high and low half of each.
 
     >>> digests_from_bytes([bytes(7) + b"\x01" + bytes(7) + b"\x02"]).tolist()
     [[1, 2]]
@@ -148,15 +145,14 @@ def digests_from_table(table: bytes) -> NDArray[np.uint64]:
 def file_digest(header: bytes, digests: NDArray[Any]) -> str:
     """The digest of a shard file: over its header and the digests of its chunks in byte order.
 
+    It has 32 hexadecimal digits.
+
     Together with verified chunks it covers every byte of the file but the padding, which is zero. The writer
     needs no second pass over the data.
 
     Args:
         header: bytes of the file before the data.
         digests: (n, 2) uint64, high and low half of each chunk's digest.
-
-    Returns:
-        32 hexadecimal digits.
 
     >>> file_digest(b"", np.empty((0, 2), np.uint64)) == bytes_digest(b"")
     True

@@ -328,7 +328,7 @@ def named_files(storage: Storage) -> set[str] | None:
 def unreferenced_files(
     records: Iterable[FileRecord], references: References, folder: Callable[[str], Storage]
 ) -> list[FileRecord]:
-    """The records of a removed manifest whose files only it _referred to, and which may now be removed.
+    """The records of a removed manifest whose files only it referred to, and which may now be removed.
 
     Files in linked folders stay (see `Storage.linked`), also those of a linked folder ``shards``. All files
     stay if a manifest is unreadable.

@@ -274,11 +274,10 @@ def chunk_entries(
 def start_in_page(byte_count: NDArray[np.int64]) -> int:
     """The byte of a page at which data begin, so that most large chunks begin near `LARGE_IN_PAGE`.
 
+    It is a multiple of 64; 0 if no chunk is large.
+
     Args:
         byte_count: (n,) bytes of the chunks, in file order.
-
-    Returns:
-        A multiple of 64; 0 if no chunk is large.
 
     >>> start_in_page(np.array([512, 1 << 20])) + 512
     1856

@@ -116,8 +116,7 @@ class BoxReads:
     ) -> int:
         """Fills the boxes of an extent, or appends the ranges to read for them to `ranges`.
 
-        Returns:
-            The bytes that were read.
+        Returns the bytes that were read.
         """
         is_pending = extent.has_checksum and extent not in self._proved
         if is_pending and extent.is_raw and extent.nbytes <= _BATCH_BYTES:

@@ -55,14 +55,11 @@ class Reads(Protocol):
         ...
 
     def run(self, *, threads: int | None, on_bytes: Callable[[int], None] | None) -> int:
-        """Reads and verifies the chunks, and fills the destinations.
+        """Reads and verifies the chunks, and fills the destinations. Returns the bytes read.
 
         Args:
             threads: reads in flight; None: as many as the storage and the processors need.
             on_bytes: called with the bytes read since the previous call, from any thread.
-
-        Returns:
-            Bytes read.
 
         Raises:
             CorruptChunkError: bytes do not match their digest; destinations may be partly written.

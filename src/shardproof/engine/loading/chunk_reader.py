@@ -129,16 +129,14 @@ class Chunks:
     def pieces(self, at: int, request: int, fetch: Fetch) -> Iterator[tuple[int, memoryview]]:
         """Reads the wanted blocks of a chunk, in requests of several blocks.
 
-        If the block digests are known, each piece is verified before it is yielded. Otherwise the chunk is
-        verified after its last piece.
+        Yields the first byte of a piece in the chunk, and its bytes, in order. If the block digests are
+        known, each piece is verified before it is yielded. Otherwise the chunk is verified after its last
+        piece.
 
         Args:
             at: position of the chunk.
             request: bytes of one request: a multiple of `BLOCK_BYTES`, or at least the bytes of the chunk.
             fetch: reads a range.
-
-        Returns:
-            Pieces of the chunk, in order: first byte in the chunk, and the bytes.
 
         Raises:
             CorruptChunkError, StorageError: as `read`.
@@ -159,7 +157,7 @@ class Chunks:
             self._verifier.check(at, digest_of_blocks(found))
 
     def read(self, batch: range, memory: memoryview, *, is_filled: bool = False) -> int:
-        """Reads whole neighbouring chunks of one file into memory, and verifies them.
+        """Reads whole neighbouring chunks of one file into memory, and verifies them. Returns the bytes read.
 
         Cold chunks are read in one request.
 
@@ -167,9 +165,6 @@ class Chunks:
             batch: positions in one file.
             memory: `span` bytes, from the first byte of the first chunk on.
             is_filled: True if the memory already has the bytes, which are then only verified.
-
-        Returns:
-            Bytes read.
 
         Raises:
             CorruptChunkError: bytes do not match their digest.
@@ -221,14 +216,13 @@ class Chunks:
     def read_run(self, at: int, begin: int, run: memoryview, scratch: memoryview) -> int:
         """Reads a contiguous range of a chunk, and the other bytes that are needed to verify it.
 
+        Returns the bytes read.
+
         Args:
             at: position of the chunk.
             begin: first byte of the range in the chunk.
             run: memory for the range.
             scratch: memory for the other bytes, at least `BLOCK_BYTES`.
-
-        Returns:
-            Bytes read.
 
         Raises:
             CorruptChunkError, StorageError: as `read`.

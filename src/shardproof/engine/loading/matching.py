@@ -258,8 +258,7 @@ def _unrequested(
 ) -> tuple[list[str], list[str]]:
     """Selected keys of the checkpoint that the target does not request, sorted.
 
-    Returns:
-        The unexpected keys, and those of optional parts that the target lacks.
+    Returns the unexpected keys, and those of optional parts that the target lacks.
     """
     catalogue = binding.catalogue
     used = binding.used if options.strict else binding.used - binding.adapted

@@ -339,10 +339,7 @@ class _Job:
     ) -> list[int]:
         """Uploads together the wanted chunks that go unchanged to contiguous memory of a device.
 
-        The memory begins with the first chunk of the batch.
-
-        Returns:
-            The other positions.
+        Returns the other positions. The memory begins with the first chunk of the batch.
         """
         if not self.uploads.devices:
             return wanted

@@ -174,11 +174,10 @@ def plan_reads(
 ) -> ReadPlan:
     """Plans which parts of which chunks fill the requested boxes.
 
+    The rows are sorted by chunk, one for each intersection of a box and a chunk.
+
     The function first proves that each element of the boxes is stored exactly once. The arguments are those
     of `prove_chunks`.
-
-    Returns:
-        The parts: one row for each intersection of a requested box and a chunk, sorted by chunk.
 
     Raises:
         TilingError: the chunks of a requested tensor do not tile it, or a box exceeds its tensor.

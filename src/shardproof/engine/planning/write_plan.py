@@ -49,7 +49,7 @@ def plan_writes(
     nodes: Sequence[int] | None = None,
     sample_bytes: int = SAMPLE_BYTES,
 ) -> WritePlan:
-    """Plans a save from the structures of all ranks, in rank order.
+    """Plans a save from the structures of all ranks, in rank order. The plan depends only on the arguments.
 
     Args:
         structures: the structure of each rank.
@@ -57,9 +57,6 @@ def plan_writes(
         nodes: node number of each rank. The plan balances bytes over nodes, then over the ranks of each node.
             None: each rank is a node.
         sample_bytes: maximum bytes of replicas that a rank compares in one save of a sampled replica check.
-
-    Returns:
-        The plan of all ranks. It depends only on the arguments.
 
     Raises:
         StructureError: ranks declare different dtypes, shapes or kinds for a key.
@@ -179,15 +176,12 @@ def _lay_out(
 def tensor_order(dtypes: Sequence[str], tensor: _Ints, byte_count: _Ints) -> _Ints:
     """The order of tensors in every file: by alignment, then small before large, then by row.
 
-    A tensor is large if it has a chunk of at least `LARGE_BYTES`.
+    Returns the (n,) position of each tensor. A tensor is large if it has a chunk of at least `LARGE_BYTES`.
 
     Args:
         dtypes: names of the dtypes of n tensors.
         tensor: (c,) row of each chunk's tensor.
         byte_count: (c,) size of each chunk in bytes.
-
-    Returns:
-        (n,) position of each tensor in the order.
 
     >>> dtypes = ["uint8", "float32", "float32"]
     >>> tensor_order(dtypes, np.array([0, 1, 2]), np.array([9, 1 << 20, 4])).tolist()

@@ -46,7 +46,8 @@ def choose_writers(
 ) -> _Ints:
     """Chooses one holder as the writer of each chunk, and balances bytes over nodes, then over ranks.
 
-    See the note "How bytes are balanced".
+    Returns the (c,) row of the chosen replica of each chunk, 0 to n - 1. See the note "How bytes are
+    balanced".
 
     Args:
         group: (n,) row of the distinct box of each replica.
@@ -56,9 +57,6 @@ def choose_writers(
         chunk_bytes: (c,) size of each chunk in bytes.
         nodes: (world size,) node number of each rank.
         cell_bytes: size of a cell in bytes. Chunks of one set and one cell have one writer.
-
-    Returns:
-        (c,) row of the chosen replica of each chunk, 0 to n - 1.
 
     >>> group, rank = np.array([0, 0, 1, 1, 2]), np.array([0, 1, 0, 1, 0])
     >>> chunk_group, chunk_bytes = np.array([0, 0, 1, 2]), np.array([4, 4, 6, 3])
@@ -166,8 +164,7 @@ def _sums(at: _Ints, values: _Ints | _Floats, length: int) -> _Floats:
 def _filled(loads: _Floats, starts: _Ints, totals: _Floats) -> _Floats:
     """Water-filling: raises the lowest loads of each segment to one level.
 
-    Returns:
-        (k,) amount added to each load.
+    Returns the (k,) amount added to each load.
 
     >>> _filled(np.array([5.0, 1.0, 2.0, 0.0]), np.array([0, 3]), np.array([5.0, 2.0])).tolist()
     [0.0, 3.0, 2.0, 2.0]

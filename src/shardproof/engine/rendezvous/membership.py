@@ -186,10 +186,8 @@ class Membership:
     def dismiss(self, store: Any, number: int) -> bool:
         """Coordinator: welcome the second incarnations that ask to join, to one meeting.
 
-        The coordinator gives up that meeting, and its verdict tells all ranks to join again.
-
-        Returns:
-            True if there are such ranks.
+        True if there are any. The coordinator gives up that meeting, and its verdict tells all ranks to join
+        again.
         """
         keys = [self.keys.welcome(self.generation, name) for name in self._returned.values()]
         requests.set_all(store, dict.fromkeys(keys, b"%d" % number))

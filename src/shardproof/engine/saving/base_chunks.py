@@ -255,10 +255,8 @@ def write_changed(
 ) -> tuple[WrittenShard, NDArray[np.bool_]]:
     """Writes the chunks that differ from the base; no file if no chunk differs and the rank has no objects.
 
-    `base` has the digests of the chunks of `snapshot` in the base. `scratch` returns memory for one chunk.
-
-    Returns:
-        The file, and (chunks,) True for the chunks that it stores.
+    Returns the file, and (chunks,) True for the chunks that it stores. `base` has the digests of the chunks
+    of `snapshot` in the base. `scratch` returns memory for one chunk.
 
     Raises:
         StorageError, StructureError: as `write_shard`.

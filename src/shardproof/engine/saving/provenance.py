@@ -232,8 +232,7 @@ def _layout(meshes: Sequence[Any]) -> dict[str, Any]:
 def stored_commit(folder: Path) -> str | None:
     """The commit that is checked out, read from the files of git.
 
-    Returns:
-        40 or 64 hexadecimal digits; None if the folder is in no repository, or the files do not tell.
+    None if the folder is in no repository, or the files do not tell.
 
     Raises:
         OSError, ValueError: a file cannot be read.

@@ -64,8 +64,7 @@ def hash_replicas(
 ) -> bytes:
     """Hashes some rows of the slices of a rank's pieces. `on_progress` takes the bytes hashed so far.
 
-    Returns:
-        The xxh3_128 digest of each slice, 16 bytes.
+    Returns the 16 bytes of the xxh3_128 digest of each slice.
     """
     boxes, byte_count = slices.boxes.take(rows), slices.byte_count[rows]
     columns = slices.box[rows], slices.start[rows], byte_count, boxes.offsets, boxes.sizes

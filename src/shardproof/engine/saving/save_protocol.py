@@ -378,10 +378,8 @@ class _ThreadSteps:
     def agree(self, *, exclusive: bool) -> bytes | None:
         """Agrees with the other ranks, at the reserved place in the order of meetings.
 
-        With `exclusive`, no other meeting of this rank may come before the commit.
-
-        Returns:
-            This rank's part of a new plan; None: the cached plan is reused.
+        Returns this rank's part of a new plan; None if the cached plan is reused. With `exclusive`, no other
+        meeting of this rank may come before the commit.
         """
         shared = self._shared
         assert shared.reservation is not None

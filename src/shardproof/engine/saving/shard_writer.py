@@ -258,8 +258,7 @@ class ShardStream:
     def finish(self, head: bytes = b"") -> int:
         """Writes the last buffer, then `head` at the start of the file, and flushes the file.
 
-        Returns:
-            The size of the file.
+        Returns its size.
 
         Raises:
             StorageError: the error of the first write that failed.

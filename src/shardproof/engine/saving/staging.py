@@ -388,8 +388,7 @@ class SliceSource:
     def wait(self) -> list[int]:
         """Waits for all copies of device memory.
 
-        Returns:
-            Rows of slices whose memory was freed before their copy. These and others were not copied.
+        Returns rows of slices whose memory was freed before their copy. These and others were not copied.
         """
         try:
             self._copy_small()

@@ -179,11 +179,7 @@ class MemorySample:
         self._host_rows = np.array(host, np.int64)
 
     def changed(self, copies: Mapping[torch.device, DeviceCopies]) -> list[int]:
-        """Reads the samples again.
-
-        Returns:
-            Rows of the pieces whose samples or addresses differ, ascending.
-        """
+        """Reads the samples again. Returns the rows of the pieces that differ, ascending."""
         rows = self._host_rows[self._host.changed()].tolist()
         for sample in self._device:
             rows += sample.changed(copies[sample.parts[0].device])

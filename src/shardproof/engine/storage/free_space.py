@@ -33,11 +33,7 @@ _IN_PROJECT = 0x200
 
 
 def local_free_space(folder: Path) -> FreeSpace | None:
-    """The space for new files in a folder, which need not exist yet.
-
-    Returns:
-        None if it is unknown.
-    """
+    """The space for new files in a folder, which need not exist yet. None if it is unknown."""
     try:
         there = _there(folder)
         found, device, kind = os.statvfs(there), os.stat(there).st_dev, _type_of(there)

@@ -287,8 +287,7 @@ def make_folder(name: str | Path, above: int | None = None) -> None:
 def make_folders(path: Path) -> list[Path]:
     """Makes a folder and the missing ones above it. Does nothing if it exists.
 
-    Returns:
-        The folders that were missing, the last one first.
+    Returns the folders that were missing, the last one first.
 
     Raises:
         NotADirectoryError: a file stands where a folder is needed.

@@ -230,11 +230,7 @@ class FileWriter:
             data = data[len(room) :]
 
     def finish(self) -> int:
-        """Writes the rest and flushes the file to stable storage.
-
-        Returns:
-            The bytes of the file.
-        """
+        """Writes the rest and flushes the file to stable storage. Returns the size of the file."""
         self._flush()
         self._sink.finish(self._written)
         return self._written

@@ -130,12 +130,9 @@ class ReadOnceExchange:
     def run(self, threads: int, on_bytes: Callable[[int], None]) -> tuple[int, int]:
         """Reads the chunks that several ranks want, exchanges them and writes them to the destinations.
 
-        Every rank calls it.
+        Returns the bytes read and the bytes received. Every rank calls it.
 
         Any thread calls `on_bytes` with the bytes read, sent or written since the previous call.
-
-        Returns:
-            Bytes read and bytes received.
 
         Raises:
             CorruptChunkError, StorageError: this rank failed.

@@ -45,8 +45,7 @@ def plan_once(
 ) -> tuple[list[Orders], int]:
     """Assigns each chunk that several ranks want to one reader, and its messages to rounds.
 
-    Returns:
-        The orders of each rank, and the bytes that they save from being read again.
+    Returns the orders of each rank, and the bytes that they save from being read again.
     """
     world_size = len(requests)
     units = Units.of(table, requests, unit_bytes)

@@ -83,8 +83,7 @@ class Sender:
     def pack(self, number: int) -> int:
         """Reads the units that a round needs first, and packs its messages, ordered by rank.
 
-        Returns:
-            Bytes read and bytes packed.
+        Returns the bytes read and the bytes packed.
 
         Raises:
             CorruptChunkError: stored bytes do not match their digest.
@@ -211,11 +210,7 @@ class Receiver:
         self.buffer = torch.empty(most, dtype=torch.uint8, device="cpu")
 
     def unpack(self, number: int) -> int:
-        """Unpacks a round that has been received.
-
-        Returns:
-            Bytes of the round.
-        """
+        """Unpacks a round that has been received. Returns its bytes."""
         done = 0
         # The sort is stable: messages of one rank stay in the order in which that rank packed them.
         for _, rows in sorted(self._messages[number], key=lambda message: message[0]):
@@ -246,17 +241,14 @@ def through_group(
 ) -> tuple[int, int]:
     """Reads, sends and unpacks the chunks that several ranks want. Every rank calls this.
 
-    A rank that fails continues to the next `any_failed`, at which all ranks leave the exchange. So no rank
-    waits for it inside a collective.
+    Returns the bytes read and the bytes received. A rank that fails continues to the next `any_failed`, at
+    which all ranks leave the exchange. So no rank waits for it inside a collective.
 
     Args:
         make: makes the sender and the receiver of this rank.
         exchange: over all ranks.
         rounds: number of rounds, the same on all ranks.
         on_bytes: called with the bytes read, sent or unpacked since the previous call.
-
-    Returns:
-        Bytes read and bytes received.
 
     Raises:
         CorruptChunkError, StorageError: this rank cannot read a unit.

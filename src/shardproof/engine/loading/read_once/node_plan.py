@@ -66,8 +66,7 @@ def plan_node(
 ) -> tuple[list[NodeOrders], int]:
     """Assigns each chunk that several ranks of one node want to one reader, and to a place in its ring.
 
-    Returns:
-        The orders of each rank, and the bytes that they save from being read again.
+    Returns the orders of each rank, and the bytes that they save from being read again.
     """
     world_size = len(requests)
     units = Units.of(table, requests, min(unit_bytes, round_bytes))

@@ -98,8 +98,7 @@ class WantedParts:
     def copy(self, rank: int, number: int, memory: torch.Tensor) -> int:
         """Copies the parts of a round from the memory given to `prepare`. Called without gradients.
 
-        Returns:
-            Bytes copied.
+        Returns the bytes copied.
         """
         of_round = self._of[rank].get(number)
         if of_round is None:
@@ -136,13 +135,10 @@ def through_memory(
 ) -> tuple[int, int]:
     """Reads the rounds of this rank, and copies the parts that it wants. Every rank of the node calls this.
 
-    `peers` are the shared memories of all ranks, None for this one. The exchange fails if no rank makes
-    progress for the deadline of the rendezvous. Any thread calls `on_bytes` with the bytes read or copied
-    since the previous call. While this rank waits, it reports to the rendezvous that another rank makes
-    progress.
-
-    Returns:
-        Bytes read and bytes received.
+    Returns the bytes read and the bytes received. `peers` are the shared memories of all ranks, None for this
+    one. The exchange fails if no rank makes progress for the deadline of the rendezvous. Any thread calls
+    `on_bytes` with the bytes read or copied since the previous call. While this rank waits, it reports to the
+    rendezvous that another rank makes progress.
 
     Raises:
         CorruptChunkError: stored bytes do not match their digest.

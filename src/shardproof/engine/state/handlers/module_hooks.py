@@ -151,12 +151,11 @@ class LoadHooks:
     def run(self, state: Mapping[str, Any], metadata: Mapping[str, Any]) -> tuple[list[str], list[str]]:
         """Gives the module a state dict, as torch's ``load_state_dict`` does.
 
+        Returns the names of the missing and the unexpected keys, after all hooks.
+
         Args:
             state: the values that the load read, by name. Most are tensors of the module itself.
             metadata: the ``_metadata`` of the module's own state dict.
-
-        Returns:
-            The names of the missing and the unexpected keys, after all hooks.
 
         Raises:
             StructureError: a hook raised, or a value does not fit. The message names the module.

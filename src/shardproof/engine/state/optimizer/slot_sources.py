@@ -204,8 +204,7 @@ def owned_slots(
 ) -> list[ParameterSlots]:
     """The slots of the parameters that this rank owns.
 
-    Returns:
-        The inner optimizer's slots, with its class and the options of the outer groups.
+    They have the class of the inner optimizer and the options of the outer groups.
 
     Raises:
         StructureError: `inner_optimizer` raises, or the inner optimizer has state that belongs to no
