@@ -155,7 +155,7 @@ class _Exporter:
                     self._step.set(event.step)
 
     def _begin(self, event: Event) -> None:
-        name, now = event.operation, _nanoseconds(event)
+        name, now = event.operation, int(event.time * 1e9)
         for other, candidate in list(self._open.items()):
             if candidate.is_over(other, event):
                 self._finish(other)
@@ -179,7 +179,7 @@ class _Exporter:
         )
 
     def _end(self, event: Event) -> None:
-        name, now = event.operation, _nanoseconds(event)
+        name, now = event.operation, int(event.time * 1e9)
         candidates = [self._open.get(name), self._ended.get(event.action, ("", None))[1]]
         operation = next((one for one in candidates if one is not None and event.id in one.phases), None)
         if operation is None:  # the phase began before the subscription
@@ -199,10 +199,6 @@ class _Exporter:
         operation = self._open.pop(name)
         operation.span.end(operation.end or None)
         self._ended[name.partition(" ")[0]] = (name, operation)
-
-
-def _nanoseconds(event: Event) -> int:
-    return int(event.time * 1e9)
 
 
 def _attributes(**values: Any) -> dict[str, Any]:

@@ -95,9 +95,9 @@ class ReadBudget:
                 "characters of whole keys"
             )
 
-    def charge_values(self, count: int, read: int = 0) -> None:
+    def charge_values(self, count: int) -> None:
         """Counts values that are made or visited; see `charge`."""
-        self.charge(_VALUE * count, read)
+        self.charge(_VALUE * count)
 
     def charge_arguments(self, values: Sequence[Any], read: int) -> None:
         """Counts what a call may copy or hash: its arguments, and all in the lists and tuples among them."""

@@ -282,14 +282,14 @@ def _size_error(found: int | None, record: FileRecord, path: str, advice: str) -
     return StorageError(f"{path}: {text}{end}", file=record.place, missing=missing)
 
 
-def check_size(storage: Storage, record: FileRecord, *, path: str | None = None, advice: str = "") -> None:
-    """Checks that a shard file has its recorded size. Arguments are those of `size_error`.
+def check_size(storage: Storage, record: FileRecord) -> None:
+    """Checks that a shard file has its recorded size; see `size_error`.
 
     Raises:
         StorageError: the file is missing or has another size, or the storage cannot tell. Only in the first
             case the details have ``missing=True``.
     """
-    error = size_error(storage, record, path=path, advice=advice)
+    error = size_error(storage, record)
     if error is not None:
         raise error
 

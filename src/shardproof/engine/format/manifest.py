@@ -34,6 +34,7 @@ PROVENANCE = "@provenance"
 _Size = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 _ATTEMPT = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,127}")
 _FOLDER = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,254}")
+"""A folder that a file record may name: one path component that leads nowhere else."""
 _HEX = re.compile(r"[0-9a-f]{32}")
 
 MAX_MANIFEST = 4 << 30
@@ -132,15 +133,6 @@ def manifest_version(files: Iterable[FileRecord]) -> int:
     return REFERENCES_VERSION if any(record.folder for record in files) else FORMAT_VERSION
 
 
-def _is_folder_name(name: str) -> bool:
-    """True if a file record may name this folder: one path component that leads nowhere else.
-
-    >>> [_is_folder_name(name) for name in ("step-00000100", "..", "a/b", "")]
-    [True, False, False, False]
-    """
-    return _FOLDER.fullmatch(name) is not None
-
-
 def _check_manifest(manifest: Manifest, file: str) -> None:
     """Checks that the records of a manifest fit each other and that every number is in range.
 
@@ -224,7 +216,7 @@ def _place_fault(record: FileRecord, manifest: Manifest) -> str | None:
         if not 0 <= record.rank < manifest.world_size:
             return f"the file {record.name!r} is of rank {record.rank} of {manifest.world_size}"
         return _record_fault(record, shard_name(record.rank, manifest.attempt))
-    if not _is_folder_name(record.folder):
+    if _FOLDER.fullmatch(record.folder) is None:
         return f"it refers to a file in {record.folder!r:.200}, which cannot be the folder of a step"
     found = parse_shard_name(record.name)
     if found is None or found[0] != record.rank:

@@ -263,17 +263,17 @@ class StoreRendezvous:
     def _fail_meetings(self, left: Operation) -> None:
         """Make meetings of an operation fail. Leave the generation if the verdict says so."""
         channel = self._open()
-        asked = _fail_next_meeting(channel, self._number, left, self.world_size)
-        if asked is None:
+        answer = _fail_next_meeting(channel, self._number, left, self.world_size)
+        if answer is None:
             left.following = self._number + 1
             return
-        ended = wait_in_steps(asked, self._deadline)
-        channel.remember_verdicts(range(self._number, ended.following))
-        if ended.renew:
-            channel.leave(ended.following - 1, ended.carried)
-        if ended.is_reported:
-            left.following = ended.following
-        self._number = ended.following
+        result = wait_in_steps(answer, self._deadline)
+        channel.remember_verdicts(range(self._number, result.following))
+        if result.renew:
+            channel.leave(result.following - 1, result.carried)
+        if result.is_reported:
+            left.following = result.following
+        self._number = result.following
 
     def reserve(self) -> Reservation:
         """Take a place in the order of this process's meetings. See `Rendezvous.reserve`."""

@@ -167,8 +167,8 @@ class Coordinator:
     def _check_space(self, plan: WritePlan) -> None:
         """Raises if the files of a full save do not fit."""
         if self._attempt.is_full:
-            location, storage = self._storage.location, self._storage
-            check_space(location, self._spaces, plan.bytes_by_rank(), lambda: free_space(storage))
+            needed = plan.bytes_by_rank()
+            check_space(self._storage.location, self._spaces, needed, self._storage.free_space)
 
     @no_garbage_collection()
     def commit(self, reports: Sequence[WriteReport]) -> SaveResult:
@@ -245,11 +245,6 @@ class Coordinator:
             causes={"0": cause},
             committed=in_place,
         )
-
-
-def free_space(storage: Storage) -> FreeSpace | None:
-    """The space for new files of a storage; None if it is not known."""
-    return storage.free_space()
 
 
 def check_space(

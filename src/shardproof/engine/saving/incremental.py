@@ -193,15 +193,15 @@ class IncrementalOption(SaveOption):
     Args:
         find: finds the base, on the coordinator.
         full_every: at least one of this many saves in a row is written in full. None: no bound.
-        kept: the cache of the saver.
+        own_cache: the cache of the saver.
     """
 
     name = NAME
 
-    def __init__(self, find: FindBase, full_every: int | None, kept: BaseCache) -> None:
+    def __init__(self, find: FindBase, full_every: int | None, own_cache: BaseCache) -> None:
         self._find = find
         self._full_every = full_every
-        self._kept = kept
+        self._own_cache = own_cache
         self._choice: _BaseChoice
         self._base: BaseDigests | None = None
         self._written: NDArray[np.bool_] | None = None
@@ -210,14 +210,14 @@ class IncrementalOption(SaveOption):
 
     def report(self) -> OptionReport:
         """Posts the attempt whose chunk digests this rank has cached; empty: none."""
-        plan, digests = self.cache.plan, self._kept.digests
+        plan, digests = self.cache.plan, self._own_cache.digests
         is_cached = plan is not None and digests is not None and digests.plan == plan.id
         request = f"incremental=Incremental(full_every={self._full_every})"
         return OptionReport(request, digests.attempt if digests is not None and is_cached else "")
 
     def decide(self, attempt: Attempt, posts: Sequence[Any], reuse_plan: bool) -> tuple[Attempt, Any]:
         """Coordinator: chooses the base. Answers whether each rank gets the base's digests in a meeting."""
-        plan, base = self.cache.coordinator_plan, self._kept.base
+        plan, base = self.cache.coordinator_plan, self._own_cache.base
         is_valid = reuse_plan and plan is not None and base is not None and base.plan == plan.id
         self._choice = choice = _BaseChoice(self.storage, self._find, base if is_valid else None)
         is_cached = choice.use_cached(posts)
@@ -239,8 +239,8 @@ class IncrementalOption(SaveOption):
             with phase("plan"):
                 self._base = BaseDigests.decode(meetings.meet("base", lambda: b"", self._send_base))
         elif attempt.base:
-            assert self._kept.digests is not None
-            self._base = self._kept.digests.digests
+            assert self._own_cache.digests is not None
+            self._base = self._own_cache.digests.digests
 
     def _send_base(self, posts: Sequence[bytes]) -> list[bytes]:
         """Coordinator: looks the planned chunks up in the base."""
@@ -261,7 +261,7 @@ class IncrementalOption(SaveOption):
         snapshot: Snapshot,
         output: Output,
     ) -> WrittenShard:
-        file, self._written = write_changed(shard, header, snapshot, base, output, self._kept.scratch)
+        file, self._written = write_changed(shard, header, snapshot, base, output, self._own_cache.scratch)
         return file
 
     def report_write(self, file: WrittenShard) -> bytes:
@@ -277,11 +277,11 @@ class IncrementalOption(SaveOption):
         """Coordinator: caches the step as the base of the next save."""
         plan = self.cache.coordinator_plan
         assert plan is not None
-        self._kept.base = _CachedBase(result.attempt, plan.id, Base.of(committed, self.storage.folder))
+        self._own_cache.base = _CachedBase(result.attempt, plan.id, Base.of(committed, self.storage.folder))
         return result
 
     def committed(self, result: SaveResult, phase: events.Phase, rank: int) -> None:
         """Caches the digests of this rank's chunks."""
         plan = self.cache.plan
         assert plan is not None
-        self._kept.digests = _CachedDigests(result.attempt, plan.id, BaseDigests.of(self._digests))
+        self._own_cache.digests = _CachedDigests(result.attempt, plan.id, BaseDigests.of(self._digests))

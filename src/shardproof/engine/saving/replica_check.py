@@ -179,9 +179,9 @@ class ReplicaOption(SaveOption):
 
     name = "replicas"
 
-    def __init__(self, which: CheckReplicas, kept: ReplicaCache) -> None:
+    def __init__(self, which: CheckReplicas, own_cache: ReplicaCache) -> None:
         self._which = which
-        self._kept = kept
+        self._own_cache = own_cache
         self._turn: int | None = None
         """Number of the sample; None: all replicas."""
         self._digests = b""
@@ -201,9 +201,9 @@ class ReplicaOption(SaveOption):
         """
         if self._which == "all":
             return attempt, None
-        if self._kept.turn is None:
-            self._kept.turn = xxhash.xxh32_intdigest(str(attempt.step).encode())
-        return attempt, self._kept.turn
+        if self._own_cache.turn is None:
+            self._own_cache.turn = xxhash.xxh32_intdigest(str(attempt.step).encode())
+        return attempt, self._own_cache.turn
 
     def meet(
         self,
@@ -220,9 +220,9 @@ class ReplicaOption(SaveOption):
         plan = self.cache.plan
         assert plan is not None
         shared = plan.shard.plan.shared
-        if self._kept.slices is None or self._kept.slices[0] != plan.id:
-            self._kept.slices = plan.id, shared.slices(structure)
-        slices = self._kept.slices[1]
+        if self._own_cache.slices is None or self._own_cache.slices[0] != plan.id:
+            self._own_cache.slices = plan.id, shared.slices(structure)
+        slices = self._own_cache.slices[1]
         rows = chosen_slices(slices, shared.turns, self._turn)
         with track("replicas", int(slices.byte_count[rows].sum())) as on_progress:
             self._digests = hash_replicas(pieces, slices, rows, self.cache.staging, on_progress)
@@ -238,7 +238,7 @@ class ReplicaOption(SaveOption):
     def complete(self, result: SaveResult, committed: Committed) -> SaveResult:
         """Coordinator: adds the divergences."""
         if self._turn is not None:
-            self._kept.turn = self._turn + 1
+            self._own_cache.turn = self._turn + 1
         return msgspec.structs.replace(result, diverged=self._diverged, diverged_count=self._count)
 
     def committed(self, result: SaveResult, phase: events.Phase, rank: int) -> None:

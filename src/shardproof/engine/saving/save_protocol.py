@@ -37,7 +37,7 @@ from shardproof.engine.rendezvous import MeetingSequence, Operation, Rendezvous,
 from shardproof.engine.saving.background import PendingSave, Progress, frames_to_notes, wait_while_moving
 from shardproof.engine.saving.cache import CachedPlan, Limits, SaveCache
 from shardproof.engine.saving.commit import remove_own_files
-from shardproof.engine.saving.coordinator import Coordinator, free_space
+from shardproof.engine.saving.coordinator import Coordinator
 from shardproof.engine.saving.messages import Agreement, RankReport, SaveResult, WriteReport
 from shardproof.engine.saving.save_option import SaveOption
 from shardproof.engine.saving.save_request import SaveRequest, report_rank
@@ -415,7 +415,7 @@ class _ThreadSteps:
         """This rank's first report, with the space for its file; or the error of the caller's steps."""
         report = self._collected().report
         with self._shared.progress.bounded(False):  # the storage may hang here
-            space = free_space(self._shared.storage)
+            space = self._shared.storage.free_space()
         seen = None if space is None else astuple(space)
         return msgspec.structs.replace(report, space=seen)
 
