@@ -58,7 +58,7 @@ class Extent(ABC):
 
     @abstractmethod
     def read_into(self, memory: memoryview) -> None:
-        """Reads all bytes and verifies them.
+        """Reads all `nbytes` bytes into writable memory of that size, and verifies them.
 
         Raises:
             CorruptChunkError: the bytes do not match their checksum.

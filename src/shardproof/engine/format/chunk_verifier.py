@@ -202,6 +202,8 @@ class ChunkVerifier:
     def check_data(self, chunks: range, data: memoryview) -> None:
         """Verifies neighbouring chunks of one file, each of one block at most, that are in memory.
 
+        `data` begins with the first byte of the first chunk.
+
         Raises:
             CorruptChunkError: the first chunk whose digest differs.
         """

@@ -177,6 +177,9 @@ def _left_over_in_parts(shapes: Int64s, tensor: Int64s, boxes: Boxes) -> list[tu
 def _corners(first: NDArray[Any], spans: list[NDArray[Any]]) -> tuple[NDArray[Any], NDArray[Any]]:
     """Corners with an even and with an odd number of high borders.
 
+    `first` is the (n,) lowest corner of each box. For each dimension, `spans` has the (n,) distance from the
+    low border to the high one.
+
     >>> even, odd = _corners(np.array([0]), [np.array([10]), np.array([1])])
     >>> even.tolist(), odd.tolist()
     ([0, 11], [10, 1])

@@ -164,7 +164,8 @@ def _sums(at: _Ints, values: _Ints | _Floats, length: int) -> _Floats:
 def _filled(loads: _Floats, starts: _Ints, totals: _Floats) -> _Floats:
     """Water-filling: raises the lowest loads of each segment to one level.
 
-    Returns the (k,) amount added to each load.
+    `starts` and `totals` are (s,): the first load of each segment, and the amount to divide in it. Returns
+    the (k,) amount added to each load.
 
     >>> _filled(np.array([5.0, 1.0, 2.0, 0.0]), np.array([0, 3]), np.array([5.0, 2.0])).tolist()
     [0.0, 3.0, 2.0, 2.0]
@@ -228,6 +229,8 @@ def find_shared(group: _Ints, rank: _Ints, world_size: int) -> SharedBoxes:
 
 def _sets(ranks: _Ints, starts: _Ints) -> _Ints:
     """(m,) number of each box's set, in the order of the first box of each set.
+
+    `ranks` are the holders, box after box, and `starts` the (m + 1,) row pointers into them.
 
     The function sums 64-bit hashes of each box's holders, and compares boxes of equal sums with the first one
     of that sum. A box with other holders but an equal sum gets its own number, which only adds a set.
