@@ -26,11 +26,10 @@ from shardproof.engine.storage import (
 from shardproof.errors import NotCommittedError, ShardproofError, StorageError
 from shardproof.runs.checkpointer.damage import Damage, is_damage
 from shardproof.runs.checkpointer.judge import Judgement, Verdict, judge, repair_refusal
-from shardproof.runs.checkpointer.marks import read_node_mark
 from shardproof.runs.checkpointer.prune import PrunePlan, plan_prune
 from shardproof.runs.checkpointer.retention import Leftover
 from shardproof.runs.checkpointer.scan import StepInfo, scan_run
-from shardproof.runs.checkpointer.step_folders import StepFolder, place_of
+from shardproof.runs.checkpointer.step_folders import StepFolder, place_of, read_node_mark
 
 Severity = Literal["error", "warning", "note"]
 _ORDER: tuple[Severity, ...] = ("error", "warning", "note")

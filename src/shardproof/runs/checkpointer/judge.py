@@ -34,14 +34,15 @@ from shardproof.engine.format import (
 from shardproof.engine.storage import Storage, file_sizes, map_requests
 from shardproof.errors import FormatError, NotCommittedError, ShardproofError, StorageError, tells_nothing
 from shardproof.runs.checkpointer.damage import is_damage
-from shardproof.runs.checkpointer.marks import NodeMark, read_settled
 from shardproof.runs.checkpointer.step_folders import (
     PINNED_NAME,
     SETTLED_NAME,
+    NodeMark,
     StepFolder,
     files_in,
     parse_folder,
     place_of,
+    read_settled,
 )
 
 Depth = Literal["sizes", "metadata", "bytes"]

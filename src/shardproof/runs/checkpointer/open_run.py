@@ -17,20 +17,25 @@ from shardproof.engine.format import MANIFEST_NAME, read_manifest
 from shardproof.engine.rendezvous import MeetingSequence, Rendezvous
 from shardproof.engine.saving import Saver, Unconfirmed
 from shardproof.engine.storage import LocalStorage, Storage
-from shardproof.errors import FormatError, NotCommittedError, StorageError, tells_nothing
+from shardproof.errors import FormatError, NotCommittedError, StorageError, StructureError, tells_nothing
 from shardproof.runs.checkpointer.judge import RestorableSteps, Verdict, verdict_on
-from shardproof.runs.checkpointer.marks import Pin, pinned_steps
 from shardproof.runs.checkpointer.nodes import MissingCopies, NodeStorage, NodesView, join_nodes
 from shardproof.runs.checkpointer.policies import BestStep, KeepBest, Retention
 from shardproof.runs.checkpointer.retention import StepFacts, abandoned, branch_removal, remove_dead_saves
 from shardproof.runs.checkpointer.run_options import Incremental, NodeLocal
 from shardproof.runs.checkpointer.scrub import Scrub
 from shardproof.runs.checkpointer.step_folders import (
+    Pin,
     StepFolder,
+    parse_argument,
     parse_folder,
+    pinned_steps,
+    remove_pin,
     step_name,
     steps_in,
     steps_with_manifest,
+    write_pin,
+    write_settled,
 )
 from shardproof.runs.checkpointer.tiers import TieredRun
 
@@ -357,3 +362,67 @@ def open_run(
     saving = weakref.WeakMethod(saver.is_saving)  # a scrub does not keep its Checkpointer alive
     scrub = Scrub(storage, rate, lambda: (is_saving := saving()) is not None and is_saving())
     return OpenRun(storage, second, rendezvous, saver.unconfirmed, scrub)
+
+
+def change_pin(run: OpenRun, saver: Saver, step: Any, label: Any) -> None:
+    """Pins a step, or removes its pin. See `Checkpointer.pin` for the errors."""
+    operation = f"pin {run.location}"
+
+    def describe() -> bytes:
+        number, _ = parse_argument(step, suspect=False)
+        if not isinstance(number, int) or isinstance(number, bool):
+            raise StructureError(f"pin needs a whole number as step, not {step!r}")
+        if label is not None and not isinstance(label, str):
+            raise StructureError(f"pin needs a text as label, not {label!r}")
+        return msgspec.msgpack.encode((number, label))
+
+    def decide(posts: Sequence[bytes]) -> bytes:
+        other = next((rank for rank, post in enumerate(posts) if post != posts[0]), None)
+        if other is not None:
+            raise StructureError(
+                f"{run.location}: rank 0 and rank {other} pin different steps, or with different labels; "
+                "nothing was changed. Pass the same arguments on all ranks",
+                ranks=[0, other],
+            )
+        number, text = msgspec.msgpack.decode(posts[0], type=tuple[int, str | None])
+        for tier in run.holders(number):
+            if text is None:
+                remove_pin(tier, number)
+            else:
+                run.check_restorable(tier, number)
+                write_pin(tier, number, text)
+        return b""
+
+    with run.rendezvous.operation(operation):
+        saver.wait_for_end()  # its retention may remove the step
+        MeetingSequence(run.rendezvous, operation).meet("pin", describe, decide)
+
+
+def settle_suspect(run: OpenRun, saver: Saver, step: Any, verdict: Any) -> None:
+    """Stores the verdict on a suspect. See `Checkpointer.settle_suspect` for the errors."""
+    operation = f"settle {run.location}"
+    number, folder = parse_argument(step, suspect=True)
+
+    def describe() -> bytes:
+        if not isinstance(number, int):
+            raise StructureError(f"settle_suspect needs a whole number as step, not {step!r}")
+        if not isinstance(verdict, str):
+            raise StructureError(f"settle_suspect needs a text as verdict, not {verdict!r}")
+        return msgspec.msgpack.encode((folder, verdict))
+
+    def decide(posts: Sequence[bytes]) -> bytes:
+        verdicts = [msgspec.msgpack.decode(post, type=tuple[str, str]) for post in posts]
+        other = next((rank for rank, one in enumerate(verdicts) if one != verdicts[0]), None)
+        if other is not None:
+            raise StructureError(
+                f"{run.location}: rank 0 settles {': '.join(verdicts[0])}, but rank {other} settles "
+                f"{': '.join(verdicts[other])}; nothing was settled. Pass the same verdict on all ranks",
+                ranks=[0, other],
+            )
+        if not write_settled(run.storage.within(folder), verdict):
+            _log.warning("%s/%s: nothing to settle: there is no committed suspect", run.location, folder)
+        return b""
+
+    with run.rendezvous.operation(operation):
+        saver.wait_for_end()
+        MeetingSequence(run.rendezvous, operation).meet("settle", describe, decide)

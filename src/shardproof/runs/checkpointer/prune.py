@@ -18,7 +18,6 @@ from shardproof.engine.format import flush_manifests_in, references_in
 from shardproof.engine.storage import Storage, Upload
 from shardproof.errors import NotCommittedError, StorageError
 from shardproof.runs.checkpointer.judge import Verdict, judge_save, verdict_on
-from shardproof.runs.checkpointer.marks import pinned_steps, read_pin, read_settled
 from shardproof.runs.checkpointer.policies import KeepLatest
 from shardproof.runs.checkpointer.retention import (
     Leftover,
@@ -31,7 +30,15 @@ from shardproof.runs.checkpointer.retention import (
     times_of,
 )
 from shardproof.runs.checkpointer.scan import StepInfo, scan_run
-from shardproof.runs.checkpointer.step_folders import attempt_of, files_in, parse_folder, parse_step
+from shardproof.runs.checkpointer.step_folders import (
+    attempt_of,
+    files_in,
+    parse_folder,
+    parse_step,
+    pinned_steps,
+    read_pin,
+    read_settled,
+)
 
 _SPARED = (Verdict.REPAIRABLE, Verdict.DAMAGED, Verdict.MISPLACED, Verdict.UNREADABLE)
 """The verdicts on folders with a manifest in which no file counts as that of a dead save: the manifest may be

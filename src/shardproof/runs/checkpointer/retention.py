@@ -42,7 +42,6 @@ from shardproof.engine.format import (
 )
 from shardproof.engine.storage import Storage, map_requests
 from shardproof.errors import FormatError, NotCommittedError, ShardproofError, StorageError
-from shardproof.runs.checkpointer.marks import read_pin, suspects_in
 from shardproof.runs.checkpointer.policies import Retention, SavedStep
 from shardproof.runs.checkpointer.step_folders import (
     PINNED_NAME,
@@ -50,8 +49,10 @@ from shardproof.runs.checkpointer.step_folders import (
     attempt_of,
     files_in,
     folders_in,
+    read_pin,
     step_name,
     steps_in,
+    suspects_in,
 )
 
 _log = logging.getLogger("shardproof")

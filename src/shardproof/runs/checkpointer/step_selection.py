@@ -13,8 +13,15 @@ from shardproof.engine.storage import Storage
 from shardproof.errors import CorruptChunkError, NotCommittedError, ShardproofError, StorageError
 from shardproof.runs.checkpointer.damage import Damage, is_damage
 from shardproof.runs.checkpointer.judge import Verdict, judge
-from shardproof.runs.checkpointer.marks import is_settled, unsettled_in
-from shardproof.runs.checkpointer.step_folders import StepFolder, files_in, folders_in, parse_folder, seal_in
+from shardproof.runs.checkpointer.step_folders import (
+    StepFolder,
+    files_in,
+    folders_in,
+    is_settled,
+    parse_folder,
+    seal_in,
+    unsettled_in,
+)
 from shardproof.runs.checkpointer.tiers import Copies, TieredRun, copies_in
 
 MOST_TRIES = 16

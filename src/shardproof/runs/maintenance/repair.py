@@ -29,7 +29,7 @@ from shardproof.engine.geometry import BoxTable
 from shardproof.engine.planning import ChunkTable, chunk_table, prove_chunks
 from shardproof.engine.storage import Storage
 from shardproof.errors import AlreadyCommittedError, FormatError, NotCommittedError, StorageError, TilingError
-from shardproof.runs.maintenance.stored import FoundShard, VerifiedShard, find_shard, verify_shard
+from shardproof.runs.maintenance.shard_files import FoundShard, VerifiedShard, find_shard, verify_shard
 
 
 def repair(storage: Storage) -> Manifest:

@@ -33,7 +33,7 @@ from shardproof.commands.report.page import facts_of_checkpoint, html_file
 from shardproof.commands.report.page.facts_of_difference import layer_of
 from shardproof.engine.format import FileRecord, Manifest, TensorRecord
 from shardproof.engine.planning import ChunkTable
-from shardproof.runs.checkpointer.marks import NodeMark, write_node_mark
+from shardproof.runs.checkpointer.step_folders import NodeMark, write_node_mark
 from shardproof.storage import LocalStorage
 from tests.unit.commands.cli.samples import Sample, cut, model, rows_cut, write
 

@@ -41,11 +41,10 @@ from shardproof.engine.storage import (
     choose_cache,
 )
 from shardproof.errors import AlreadyCommittedError, ShardproofError, StorageError
-from shardproof.runs.checkpointer.marks import read_mark
 from shardproof.runs.checkpointer.nodes.node_group import NodeGroup
 from shardproof.runs.checkpointer.nodes.peer_frames import PeerRequest, name_from, name_to
 from shardproof.runs.checkpointer.nodes.peer_storage import PeerSink, PeerStorage, ask_all
-from shardproof.runs.checkpointer.step_folders import PINNED_NAME
+from shardproof.runs.checkpointer.step_folders import PINNED_NAME, read_mark
 from shardproof.runs.checkpointer.tiers import NearerCopy, TieredRun
 
 

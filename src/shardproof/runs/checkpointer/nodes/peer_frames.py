@@ -1,7 +1,7 @@
 """Messages between the ranks of a run on local disks: a request, an answer, and raw bytes after either.
 
 Note "Who may connect": both ends prove that they know the secret of the run (note "The secret of a run" in
-`network_choice.py`). Each end sends random bytes, and the other returns their keyed digest (HMAC-SHA256). The
+`node_group.py`). Each end sends random bytes, and the other returns their keyed digest (HMAC-SHA256). The
 secret itself is not sent. What follows is neither encrypted nor signed.
 
 Note "Bounded waits": within a message, each wait for bytes ends after the patience of the connection. Only a

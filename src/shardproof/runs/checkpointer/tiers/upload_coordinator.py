@@ -86,10 +86,9 @@ from shardproof.errors import (
     StorageError,
 )
 from shardproof.runs.checkpointer.judge import RestorableSteps, misplaced
-from shardproof.runs.checkpointer.marks import read_pin
 from shardproof.runs.checkpointer.policies import Retention
 from shardproof.runs.checkpointer.retention import KnownSteps, StepFacts, branch_removal, retain
-from shardproof.runs.checkpointer.step_folders import PINNED_NAME, seal_in, step_name, steps_in
+from shardproof.runs.checkpointer.step_folders import PINNED_NAME, read_pin, seal_in, step_name, steps_in
 from shardproof.runs.checkpointer.tiers.tiered_run import copies_of, log_other_copy
 from shardproof.runs.checkpointer.tiers.upload_messages import (
     UploadAnswer,

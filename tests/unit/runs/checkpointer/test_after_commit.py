@@ -12,8 +12,8 @@ import torch
 import shardproof as sp
 from shardproof.engine.format import read_manifest
 from shardproof.engine.storage import LocalStorage, cache_rule
-from shardproof.runs.checkpointer import page_cache
-from shardproof.runs.checkpointer.page_cache import NewestStep
+from shardproof.runs.checkpointer import after_commit
+from shardproof.runs.checkpointer.after_commit import NewestStep
 from tests.thread_limit import limit_threads
 
 SIZE = 49 << 20  # more than a request and what the kernel reads ahead of it
@@ -93,7 +93,7 @@ def test_auto_reads_local_files(
     number = os.stat(tmp_path).st_dev
     device = f"{os.major(number)}:{os.minor(number)}"
     mounts.write_text(MOUNT.format(device="999:1", kind="nfs") + MOUNT.format(device=device, kind=kind))
-    monkeypatch.setattr(page_cache, "_MOUNTS", mounts)
+    monkeypatch.setattr(after_commit, "_MOUNTS", mounts)
     newest = NewestStep(only_if_local=True)
     newest.committed(storage, "a")
     assert newest.wait(60) and storage.is_cached("a", 0, SIZE) == is_read
@@ -103,9 +103,9 @@ def test_auto_reads_local_files(
 def test_unknown_mounts_are_not_local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     mounts = tmp_path / "mountinfo"
     mounts.write_text(text)
-    monkeypatch.setattr(page_cache, "_MOUNTS", mounts)
-    assert not page_cache.is_on_local_disk(str(tmp_path))
-    assert not page_cache.is_on_local_disk(str(tmp_path / "missing"))
+    monkeypatch.setattr(after_commit, "_MOUNTS", mounts)
+    assert not after_commit.is_on_local_disk(str(tmp_path))
+    assert not after_commit.is_on_local_disk(str(tmp_path / "missing"))
 
 
 @pytest.mark.parametrize("cache", ["newest", "none"])
