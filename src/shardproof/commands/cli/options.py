@@ -13,7 +13,7 @@ import click
 
 from shardproof._utils.arguments import unexpanded_home
 from shardproof._utils.humanize import printable
-from shardproof.commands.cli.failures import BadPath
+from shardproof.commands.cli.terminal import BadPath
 
 MANIFEST = "manifest.json"
 """As in `shardproof.engine.format`, which would import numpy."""

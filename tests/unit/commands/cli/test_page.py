@@ -27,10 +27,11 @@ from shardproof.commands.report import (
     checkpoint_facts,
     describe,
     detail,
+    html_file,
     html_of,
+    page_facts,
 )
-from shardproof.commands.report.page import facts_of_checkpoint, html_file
-from shardproof.commands.report.page.facts_of_difference import layer_of
+from shardproof.commands.report.page_facts import layer_of
 from shardproof.engine.format import FileRecord, Manifest, TensorRecord
 from shardproof.engine.planning import ChunkTable
 from shardproof.runs.checkpointer.step_folders import NodeMark, write_node_mark
@@ -244,8 +245,8 @@ def test_a_page_says_what_it_leaves_out(tmp_path: Path, monkeypatch: pytest.Monk
     write(tmp_path, sample(1))
     stored = describe(LocalStorage(tmp_path))
     assert len(checkpoint_facts(stored)["layouts"]) == 2, "one for each shape"
-    monkeypatch.setattr(facts_of_checkpoint, "MOST_BOXES", 3)
-    monkeypatch.setattr(facts_of_checkpoint, "MOST_TENSORS", 4)
+    monkeypatch.setattr(page_facts, "MOST_BOXES", 3)
+    monkeypatch.setattr(page_facts, "MOST_TENSORS", 4)
     facts = checkpoint_facts(stored)
     assert [row["layout"] for row in facts["tensors"]] == [0, None, None, 0], "the largest tensors come first"
     assert facts["tensors_left_out"] == len(STATE) - 4
