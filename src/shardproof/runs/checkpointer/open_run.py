@@ -7,6 +7,7 @@ import shlex
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from types import NoneType
 from typing import Any
 
 import msgspec
@@ -368,15 +369,15 @@ def change_pin(run: OpenRun, saver: Saver, step: Any, label: Any) -> None:
     """Pins a step, or removes its pin. See `Checkpointer.pin` for the errors."""
     operation = f"pin {run.location}"
 
-    def describe() -> bytes:
+    def describe() -> tuple[int, str | None]:
         number, _ = parse_argument(step, suspect=False)
         if not isinstance(number, int) or isinstance(number, bool):
             raise StructureError(f"pin needs a whole number as step, not {step!r}")
         if label is not None and not isinstance(label, str):
             raise StructureError(f"pin needs a text as label, not {label!r}")
-        return msgspec.msgpack.encode((number, label))
+        return number, label
 
-    def decide(posts: Sequence[bytes]) -> bytes:
+    def decide(posts: Sequence[tuple[int, str | None]]) -> None:
         other = next((rank for rank, post in enumerate(posts) if post != posts[0]), None)
         if other is not None:
             raise StructureError(
@@ -384,18 +385,18 @@ def change_pin(run: OpenRun, saver: Saver, step: Any, label: Any) -> None:
                 "nothing was changed. Pass the same arguments on all ranks",
                 ranks=[0, other],
             )
-        number, text = msgspec.msgpack.decode(posts[0], type=tuple[int, str | None])
+        number, text = posts[0]
         for tier in run.holders(number):
             if text is None:
                 remove_pin(tier, number)
             else:
                 run.check_restorable(tier, number)
                 write_pin(tier, number, text)
-        return b""
 
     with run.rendezvous.operation(operation):
         saver.wait_for_end()  # its retention may remove the step
-        MeetingSequence(run.rendezvous, operation).meet("pin", describe, decide)
+        meetings = MeetingSequence(run.rendezvous, operation)
+        meetings.exchange("pin", describe, decide, tuple[int, str | None], NoneType)
 
 
 def settle_suspect(run: OpenRun, saver: Saver, step: Any, verdict: Any) -> None:
@@ -403,15 +404,14 @@ def settle_suspect(run: OpenRun, saver: Saver, step: Any, verdict: Any) -> None:
     operation = f"settle {run.location}"
     number, folder = parse_argument(step, suspect=True)
 
-    def describe() -> bytes:
+    def describe() -> tuple[str, str]:
         if not isinstance(number, int):
             raise StructureError(f"settle_suspect needs a whole number as step, not {step!r}")
         if not isinstance(verdict, str):
             raise StructureError(f"settle_suspect needs a text as verdict, not {verdict!r}")
-        return msgspec.msgpack.encode((folder, verdict))
+        return folder, verdict
 
-    def decide(posts: Sequence[bytes]) -> bytes:
-        verdicts = [msgspec.msgpack.decode(post, type=tuple[str, str]) for post in posts]
+    def decide(verdicts: Sequence[tuple[str, str]]) -> None:
         other = next((rank for rank, one in enumerate(verdicts) if one != verdicts[0]), None)
         if other is not None:
             raise StructureError(
@@ -421,8 +421,8 @@ def settle_suspect(run: OpenRun, saver: Saver, step: Any, verdict: Any) -> None:
             )
         if not write_settled(run.storage.within(folder), verdict):
             _log.warning("%s/%s: nothing to settle: there is no committed suspect", run.location, folder)
-        return b""
 
     with run.rendezvous.operation(operation):
         saver.wait_for_end()
-        MeetingSequence(run.rendezvous, operation).meet("settle", describe, decide)
+        meetings = MeetingSequence(run.rendezvous, operation)
+        meetings.exchange("settle", describe, decide, tuple[str, str], NoneType)
