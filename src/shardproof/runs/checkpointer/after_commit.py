@@ -36,7 +36,6 @@ from shardproof.runs.checkpointer.tiers import Uploader, UploadRequest
 
 BYTES_PER_SECOND = 256 << 20
 _REQUEST = 16 << 20
-_MOUNTS = Path("/proc/self/mountinfo")
 _LOCAL = {"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "xfs", "zfs"}
 """File systems of disks that no other node uses."""
 
@@ -108,13 +107,13 @@ class AfterCommit:
         run.scrub.begin(name)
 
 
-def is_on_local_disk(path: str) -> bool:
+def is_on_local_disk(path: str, mounts: Path) -> bool:
     """True if the file system that has `path` is known to be on a disk of this node."""
     try:
         device = os.stat(path).st_dev
         number = f"{os.major(device)}:{os.minor(device)}"
-        mounts = [line.split(" - ", 1) for line in _MOUNTS.read_text(encoding="utf-8").splitlines()]
-        kinds = {after.split()[0] for before, after in mounts if before.split()[2] == number}
+        found = [line.split(" - ", 1) for line in mounts.read_text(encoding="utf-8").splitlines()]
+        kinds = {after.split()[0] for before, after in found if before.split()[2] == number}
     except (OSError, ValueError, IndexError):
         return False
     return bool(kinds) and kinds <= _LOCAL
@@ -127,14 +126,21 @@ class NewestStep:
         drop_older: True to drop the file of the previous step. False if newer steps refer to that file.
         rate: bytes a second, at most.
         only_if_local: True to read only from local file systems; see the note "when a read costs little".
+        mounts: the table of the mounted file systems.
     """
 
     def __init__(
-        self, *, drop_older: bool = True, rate: int = BYTES_PER_SECOND, only_if_local: bool = False
+        self,
+        *,
+        drop_older: bool = True,
+        rate: int = BYTES_PER_SECOND,
+        only_if_local: bool = False,
+        mounts: Path = Path("/proc/self/mountinfo"),
     ) -> None:
         self._drop_older = drop_older
         self._rate = rate
         self._only_if_local = only_if_local
+        self._mounts = mounts
         self._cached: tuple[LocalStorage, str] | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -174,7 +180,7 @@ class NewestStep:
             size = storage.size(name)
             if size is None:  # this rank wrote nothing, or retention was faster
                 return
-            if self._only_if_local and not is_on_local_disk(storage.location):
+            if self._only_if_local and not is_on_local_disk(storage.location, self._mounts):
                 return
             for start in range(0, size, _REQUEST):
                 choice = fits_cache(size - start)
