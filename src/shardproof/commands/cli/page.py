@@ -152,17 +152,13 @@ def _of_two(
     trust_pickle: bool,
     **_others: Any,
 ) -> dict[str, Any]:
-    from shardproof.commands.report import describe, diff, difference_facts
+    from shardproof.commands.report import diff, difference_facts
     from shardproof.engine.foreign import foreign_of
 
-    sides = [
-        (place, describe(place, format=name, trust_pickle=trust_pickle))
-        for place, name in ((foreign_of(path), format), (foreign_of(other), other_format))
-    ]
+    places = foreign_of(path), foreign_of(other)
     with bytes_progress("diff", shown=not quiet) as on_progress:
         difference = diff(
-            sides[0][0],
-            sides[1][0],
+            *places,
             format=format,
             other_format=other_format,
             trust_pickle=trust_pickle,
@@ -170,7 +166,7 @@ def _of_two(
             on_progress=on_progress,
         )
     with bytes_progress("histograms", shown=not quiet) as on_progress:
-        return difference_facts(sides, difference, on_progress)
+        return difference_facts(list(zip(places, difference.sides, strict=True)), difference, on_progress)
 
 
 def _check_target(target: str, as_json: bool) -> None:

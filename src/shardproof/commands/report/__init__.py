@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from shardproof.commands.report.html_file import JSON_START as JSON_START
     from shardproof.commands.report.html_file import html_of as html_of
     from shardproof.commands.report.html_file import json_of as json_of
+    from shardproof.commands.report.page_difference import difference_facts as difference_facts
     from shardproof.commands.report.page_facts import checkpoint_facts as checkpoint_facts
-    from shardproof.commands.report.page_facts import difference_facts as difference_facts
     from shardproof.commands.report.page_facts import run_facts as run_facts
 
 __all__ = [
@@ -48,7 +48,8 @@ __all__ = [
 
 _OF_PAGES = {
     **dict.fromkeys(("HTML_START", "JSON_START", "html_of", "json_of"), "html_file"),
-    **dict.fromkeys(("checkpoint_facts", "difference_facts", "run_facts"), "page_facts"),
+    **dict.fromkeys(("checkpoint_facts", "run_facts"), "page_facts"),
+    "difference_facts": "page_difference",
 }
 """Names to the modules that are loaded when they are first used: other commands start faster without them."""
 

@@ -1,17 +1,12 @@
-"""The facts of a page, as plain JSON values.
+"""The facts of the page of a run and of a checkpoint.
 
-- A run: what `ls`, `doctor` and a restore say about it.
-- A checkpoint: what `inspect` shows, for each tensor.
-- Two checkpoints: what `diff --measure` finds, by layer, with histograms.
+A run: what `ls`, `doctor` and a restore say about it. A checkpoint: what `inspect` shows, for each tensor.
 """
 
 from __future__ import annotations
 
-import math
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing
 from dataclasses import asdict
 from functools import cache
 from typing import Any
@@ -21,12 +16,8 @@ from numpy.typing import NDArray
 
 from shardproof.commands.report.description import Stored
 from shardproof.commands.report.detail import spelled
-from shardproof.commands.report.difference import Difference, ValueDifference, most_changed_first
-from shardproof.commands.report.measures import Measure, MeasuredDifference, Norm, numbers
-from shardproof.commands.report.stored_bits import open_bits
 from shardproof.commands.report.summary import summarise, tensor_bytes
-from shardproof.commands.report.tensor_statistics import boxes_to_measure
-from shardproof.engine.foreign import NATIVE, Foreign
+from shardproof.engine.foreign import NATIVE
 from shardproof.engine.storage import Storage
 from shardproof.errors import NotCommittedError, StorageError
 from shardproof.runs.checkpointer import (
@@ -49,21 +40,16 @@ MOST_TENSORS = 50_000
 """Tensors on a page. The smallest of more are left out, and counted."""
 MOST_BOXES = 60_000
 """Boxes on a page. Tensors of one layout share theirs, and the largest tensors come first."""
-_MOST_VALUES = 2000
+MOST_VALUES = 2000
 """Plain values, faults and other rows on a page."""
-_LONGEST_TEXT = 300
+LONGEST_TEXT = 300
 """Characters of a plain value."""
-_HISTOGRAMS = 6
-"""Tensors of a page that have histograms."""
-_KEYS = ("only_a", "only_b")
-_TEXTS = ("changed", "objects", "uncompared")
-"""The lists of a difference: of keys, and of keys with texts."""
 _HOURS = (1, 3, 6, 12, 24, 72, 168, 720)
 """Times between two failures for which the page suggests an interval."""
 _MEANINGS = {verdict.value: verdict.meaning for verdict in Verdict}
 
 
-def _heading(page: str, location: str) -> dict[str, Any]:
+def heading(page: str, location: str) -> dict[str, Any]:
     """The facts that every page begins with."""
     return {"page": page, "location": location, "made": time.time(), "program": f"shardproof {__version__}"}
 
@@ -94,7 +80,7 @@ def run_facts(
             written[leftover.folder] = max(leftover.modified, written.get(leftover.folder, 0.0))
     second = {info.name: info.status for info in scan_run(tiers[1])} if len(tiers) > 1 else None
     infos = examination.infos[-_MOST_STEPS:]
-    return _heading("run", run.location) | {
+    return heading("run", run.location) | {
         "steps": [
             info.to_json()
             | {
@@ -167,7 +153,7 @@ def checkpoint_facts(stored: Stored, verified: Mapping[str, Any] | None = None) 
     report = None
     if verified is not None:
         faults = verified["faults"]
-        more = {"faults": faults[:_MOST_VALUES], "faults_in_all": len(faults), "time": time.time()}
+        more = {"faults": faults[:MOST_VALUES], "faults_in_all": len(faults), "time": time.time()}
         report = {**verified, **more}
     shares: dict[str, list[int]] = {}
     for record in manifest.tensors:
@@ -176,30 +162,30 @@ def checkpoint_facts(stored: Stored, verified: Mapping[str, Any] | None = None) 
         share[1] += tensor_bytes(record)
     tensors, layouts = _tensors(stored, verified)
     about = {name: summary[name] for name in summary.keys() - {"rows", "parts", "objects", "metadata"}}
-    return _heading("checkpoint", stored.location) | {
+    return heading("checkpoint", stored.location) | {
         "summary": about | {"values": len(summary["objects"])},
-        "metadata": {key: _text(value, 4 * _LONGEST_TEXT) for key, value in summary["metadata"].items()},
+        "metadata": {key: _text(value, 4 * LONGEST_TEXT) for key, value in summary["metadata"].items()},
         "dtypes": [{"dtype": dtype, "tensors": one, "bytes": all_} for dtype, (one, all_) in shares.items()],
         "tensors": tensors,
         "tensors_left_out": len(manifest.tensors) - len(tensors),
         "layouts": layouts,
-        "values": {key: _text(manifest.objects[key]) for key in values[:_MOST_VALUES]},
+        "values": {key: _text(manifest.objects[key]) for key in values[:MOST_VALUES]},
         "verified": report,
     }
 
 
-def _text(value: Any, most: int = _LONGEST_TEXT) -> str:
+def _text(value: Any, most: int = LONGEST_TEXT) -> str:
     """A stored plain value for people, which may be nested deeper than Python can spell."""
     try:
-        return _cut(spelled(value), most)
+        return cut(spelled(value), most)
     except RecursionError:
         return "nested too deep to show"
 
 
-def _cut(text: str, most: int = _LONGEST_TEXT) -> str:
+def cut(text: str, most: int = LONGEST_TEXT) -> str:
     """The text, or its start and its length.
 
-    >>> _cut("abcdef", 3)
+    >>> cut("abcdef", 3)
     'abc... (6 characters)'
     """
     return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"
@@ -261,119 +247,3 @@ def _tensors(
         if record.key in ties:
             rows[row]["tied"] = ties[record.key]
     return [rows[row] for row in sorted(rows)], layouts.rows
-
-
-def difference_facts(
-    sides: Sequence[tuple[Foreign, Stored]],
-    difference: Difference,
-    on_progress: Callable[[int, int], None] | None = None,
-) -> dict[str, Any]:
-    """The facts of two checkpoints, as plain JSON values. Reads the tensors that changed most once more.
-
-    Args:
-        sides: both checkpoints, with their descriptions.
-        difference: the result of `diff` with `measure`.
-        on_progress: called with the bytes read so far and in all.
-
-    Raises:
-        CorruptChunkError, StorageError, TilingError: a tensor cannot be read.
-    """
-    values = most_changed_first(difference.values)
-    found = difference.to_json()
-    lists: dict[str, Any] = {name: found[name][:_MOST_VALUES] for name in _KEYS}
-    for name in _TEXTS:
-        rows = found[name][:_MOST_VALUES]
-        lists[name] = [
-            {part: text if part == "key" else _cut(text) for part, text in row.items()} for row in rows
-        ]
-    by_key = {value["key"]: value for value in found["values"]}
-    return _heading("difference", difference.a) | {
-        "sides": [_side(stored) for _, stored in sides],
-        "difference": found
-        | lists
-        | {f"{name}_in_all": len(found[name]) for name in (*_KEYS, *_TEXTS)}
-        | {"values": [by_key[value.key] for value in values]},
-        "layers": _layers(values),
-        "histograms": _histograms(sides, values[:_HISTOGRAMS], on_progress),
-    }
-
-
-def _side(stored: Stored) -> dict[str, Any]:
-    manifest = stored.manifest
-    return {
-        "location": stored.location,
-        "format": stored.format,
-        "step": manifest.step,
-        "time": manifest.time or None,
-        "world_size": manifest.world_size,
-        "tensors": len(manifest.tensors),
-        "bytes": sum(map(tensor_bytes, manifest.tensors)),
-        "notes": [_cut(note, 4 * _LONGEST_TEXT) for note in stored.notes],
-    }
-
-
-def layer_of(key: str) -> str:
-    """The part of the tree that counts as the layer of a key: up to its first number, or its first two words.
-
-    >>> layer_of("model.layers.3.attention.wq"), layer_of("model.embed.weight"), layer_of("w")
-    ('model.layers.3', 'model.embed', 'w')
-    """
-    numbered = re.match(r"(?:[^.]*\.)*?[0-9]+(?=\.|$)", key)
-    return numbered[0] if numbered else ".".join(key.split(".")[:2])
-
-
-def _layers(values: Sequence[ValueDifference]) -> list[dict[str, Any]]:
-    """Each layer with tensors that differ, by its relative difference."""
-    groups: dict[str, list[MeasuredDifference]] = {}
-    for value in values:
-        if value.measured is not None:
-            groups.setdefault(layer_of(value.key), []).append(value.measured)
-    rows = []
-    for layer, group in groups.items():
-        whole = MeasuredDifference(
-            largest=max(one.largest for one in group),
-            difference=_joined([one.difference for one in group]),
-            first=_joined([one.first for one in group]),
-            one_finite=sum(one.one_finite for one in group),
-            nan=(sum(one.nan[0] for one in group), sum(one.nan[1] for one in group)),
-            inf=(sum(one.inf[0] for one in group), sum(one.inf[1] for one in group)),
-        )
-        rows.append((whole.relative, {"layer": layer, "tensors": len(group), **whole.to_json()}))
-    return [row for _, row in sorted(rows, key=lambda pair: -pair[0])]
-
-
-def _joined(norms: Sequence[Norm]) -> Norm:
-    """The norm of the numbers of several norms."""
-    whole = Norm()
-    whole.add(np.array([norm.value for norm in norms if math.isfinite(norm.value)]))
-    return whole
-
-
-def _histograms(
-    sides: Sequence[tuple[Foreign, Stored]],
-    values: Sequence[ValueDifference],
-    on_progress: Callable[[int, int], None] | None,
-) -> list[dict[str, Any]]:
-    """Magnitudes of both tensors of each key, and of the difference of their numbers, read box by box."""
-    one = sides[0][1].manifest
-    records = {record.key: record for record in one.tensors}
-    chosen = [records[one.aliases.get(value.key, value.key)] for value in values]
-    done, total = 0, 2 * sum(map(tensor_bytes, chosen))
-    found = []
-    with ExitStack() as opened:
-        bits = [opened.enter_context(closing(open_bits(place, stored))) for place, stored in sides]
-        for value, record in zip(values, chosen, strict=True):
-            measures = {"a": Measure(), "b": Measure(), "change": Measure()}
-            for offsets, sizes in boxes_to_measure(record.shape):
-                pair = [side.box(value.key, offsets, sizes) for side in bits]
-                a, b = (numbers(box, record.dtype) for box in pair)
-                measures["a"].add(a)
-                measures["b"].add(b)
-                both = np.isfinite(a) & np.isfinite(b)
-                with np.errstate(over="ignore"):
-                    measures["change"].add(b[both] - a[both])
-                done += sum(box.nbytes for box in pair)
-                if on_progress is not None:
-                    on_progress(done, total)
-            found.append({"key": value.key, **{name: one.to_json() for name, one in measures.items()}})
-    return found
