@@ -134,12 +134,7 @@ def _interval(
 
 
 def checkpoint_facts(stored: Stored, verified: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The facts of a checkpoint, as plain JSON values.
-
-    Args:
-        stored: its description.
-        verified: the report of `verify` as JSON, if it was verified for the page.
-    """
+    """The facts of a checkpoint, as plain JSON values; `verified` is the report of `verify` as JSON."""
     manifest = stored.manifest
     summary = summarise(
         stored.location,

@@ -8,13 +8,13 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from shardproof.runs.checkpointer.damage import Damage
 from shardproof.runs.checkpointer.doctor import Examination as Examination
 from shardproof.runs.checkpointer.doctor import Finding as Finding
 from shardproof.runs.checkpointer.doctor import compare_tiers as compare_tiers
 from shardproof.runs.checkpointer.doctor import examine_run as examine_run
 from shardproof.runs.checkpointer.doctor import probe_storage as probe_storage
 from shardproof.runs.checkpointer.doctor import scrub_run as scrub_run
+from shardproof.runs.checkpointer.judge import Damage
 from shardproof.runs.checkpointer.judge import Verdict as Verdict
 from shardproof.runs.checkpointer.judge import judge as judge
 from shardproof.runs.checkpointer.node_findings import find_missing_copies as find_missing_copies

@@ -19,8 +19,8 @@ from shardproof.engine.storage import Location, Storage, check_location, is_url
 from shardproof.errors import NotCommittedError, ShardproofError, StructureError
 from shardproof.reentrance import guarded, refuse_inside
 from shardproof.runs.checkpointer.after_commit import AfterCommit, NewestStep
-from shardproof.runs.checkpointer.damage import Damage
 from shardproof.runs.checkpointer.due_saves import DueSaves
+from shardproof.runs.checkpointer.judge import Damage
 from shardproof.runs.checkpointer.open_run import change_pin, open_run, settle_suspect
 from shardproof.runs.checkpointer.policies import MetricCheck, Retention, check_policy
 from shardproof.runs.checkpointer.preemption import Preemption

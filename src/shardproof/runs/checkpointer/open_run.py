@@ -97,9 +97,6 @@ class OpenRun:
         """Refuses a tier that is a checkpoint, or that does not respond. Rank 0 calls it for a restore.
 
         It asks the second tier each time, and logs that it waits.
-
-        Raises:
-            StorageError: see `check_is_run`.
         """
         self.check_is_run(self.storage)
         for tier in self.tiers[1:]:
@@ -202,12 +199,9 @@ class OpenRun:
 
         def decide(posts: Sequence[bytes]) -> bytes:
             with self.explained():
-                return choose()
-
-        def choose() -> bytes:
-            steps = [step for step in self.steps() if not self.is_damaged(step)]
-            facts = self.facts if len(self.tiers) == 1 else StepFacts(self.view())
-            found, _ = facts.select(best, steps)
+                steps = [step for step in self.steps() if not self.is_damaged(step)]
+                facts = self.facts if len(self.tiers) == 1 else StepFacts(self.view())
+                found, _ = facts.select(best, steps)
             if steps and not found:
                 raise NotCommittedError(
                     f"{self.location}: no committed step has a finite {metric!r} in its metadata. Save "
@@ -263,10 +257,8 @@ class OpenRun:
     def confirm(self, view: Storage, folder: StepFolder, *, whole: bool) -> list[bytes]:
         """Makes the restored step durable, or marks it as unconfirmed. Rank 0 calls it.
 
-        Args:
-            view: the view of all tiers that the restore used.
-            folder: folder of the step.
-            whole: True if the load read all of the step. Only then is its commit confirmed.
+        `view` is the view of all tiers that the restore used. The commit is confirmed only if the load read
+        the whole step.
 
         Returns:
             Each rank's share of the missing copies of the step; empty if no copy is missing.
@@ -334,15 +326,9 @@ def open_run(
     node_local: NodeLocal | None,
     incremental: Incremental | None,
 ) -> OpenRun:
-    """Opens a run. With `node_local`, all ranks call it.
+    """Opens a run. With `node_local`, all ranks call it, and `first` is the folder on the node of this rank.
 
-    Args:
-        first: the run's folder in the first tier; with `node_local`, on the node of this rank.
-        second: the run's folder in the second tier.
-        saver: the saver of this rank. The scrub yields to its saves.
-        rendezvous: rendezvous of all ranks.
-        node_local: the options of a first tier on local disks; None: all ranks see one folder.
-        incremental: the options of incremental saves; None: no scrub.
+    The scrub yields to the saves of `saver`. Without `incremental`, there is none.
 
     Raises:
         RankFailure, RankSilent: with `node_local`, a rank failed or fell silent.

@@ -264,11 +264,7 @@ class SignalNotices:
 
 
 def _install(number: int, reference: weakref.ref[SignalNotices]) -> tuple[Any, Any]:
-    """Install the handler of one signal, which holds no reference to its notices.
-
-    Returns:
-        The handler, and the previous one.
-    """
+    """Installs the handler of a signal, without a reference to its notices. Returns it, and the previous."""
 
     def handle(signum: int, frame: FrameType | None) -> None:
         notices = reference()

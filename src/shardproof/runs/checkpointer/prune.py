@@ -260,12 +260,7 @@ def _judge_saves(
 ) -> dict[Verdict, list[Leftover]]:
     """The saves that no manifest names, by their verdict (see `judge_save`).
 
-    Args:
-        storage: the run's folder.
-        found: the files of these saves.
-        infos: the folders of the run.
-        is_recent: True if one of the files was written to lately.
-        last: saves up to this step count as leftovers, even if their shard files are all there; None: none.
+    Saves up to the step `last` count as leftovers, even if their shard files are all there.
     """
     spared = {info.name for info in infos if info.status in _SPARED}
     old = {info.name for info in infos if last is not None and info.step is not None and info.step <= last}
@@ -323,12 +318,7 @@ def _with_uploads(
     """The leftovers, the multipart uploads, and why these cannot be listed.
 
     Files and uploads of one attempt have one age, because a rank may upload for hours after another finished.
-
-    Args:
-        storage: the run's folder.
-        found: the leftovers.
-        before: Unix seconds. For uploads that began later, only the start time is known, not the time of the
-            last part.
+    Of uploads that began after `before`, only the start is known, and not the time of the last part.
     """
     try:
         uploads = [upload for upload in storage.uploads(before) if _attempt_of(upload)]

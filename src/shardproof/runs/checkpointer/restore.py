@@ -317,12 +317,7 @@ class _RestoreReport(msgspec.Struct, array_like=True):
 
 
 def _check_reports(run: Storage, reports: Sequence[_RestoreReport]) -> None:
-    """Rank 0 checks that all ranks request the same step, and that no rank sees a newer step than rank 0.
-
-    Raises:
-        StructureError: the callers request different steps.
-        StorageError: ranks see different runs.
-    """
+    """Rank 0 checks that all ranks request the same step, and that no rank sees a newer step than rank 0."""
     wanted = {(report.step, report.suspect) for report in reports}
     if len(wanted) > 1:
         steps = sorted({str(step) for step, _ in wanted})
@@ -352,9 +347,6 @@ def _check_damage(run: Storage, chosen: Chosen) -> None:
 
     If only rank 0 cannot see a file, the ranks must not restore an older step. With several nodes, the last
     rank is on another node than rank 0.
-
-    Raises:
-        StorageError: this rank can read a newer step.
     """
     selection = StepSelection(run, suspect=False)
     for item in chosen.passed:

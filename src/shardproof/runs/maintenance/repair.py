@@ -111,14 +111,7 @@ def plan_repair(storage: Storage) -> RepairPlan:
 
 
 def whole_attempts(storage: Storage) -> set[str]:
-    """The saves in a folder whose shard files are all there, and that need no other step.
-
-    Args:
-        storage: storage of the checkpoint.
-
-    Raises:
-        StorageError: the storage failed.
-    """
+    """The saves in a folder whose shard files are all there, and that need no other step."""
     attempts, _ = _found_shards(storage)
     return {name for name, files in attempts.items() if _is_whole(files)}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -86,16 +86,7 @@ def copy_shard_file(
                 file=record.name,
             )
         chunks = header.entries[: len(digests)]
-        starts = [entry[3] for entry in chunks]
-        counts = [entry[4] - entry[3] for entry in chunks]
-        verifier = ChunkVerifier(
-            [record.name] * len(chunks),
-            [entry[0] for entry in chunks],
-            starts,
-            counts,
-            digests_as_bytes(digests),
-            advice=_ADVICE,
-        )
+        verifier, ranges = _verifier(record.name, chunks, [entry[0] for entry in chunks], digests, _ADVICE)
 
         def pieces(start: int, count: int) -> Iterator[memoryview]:
             done = 0
@@ -114,9 +105,9 @@ def copy_shard_file(
             on_bytes(len(header.raw))
             copy.put(header.raw)
         blocks: list[bytes] = []
-        for at, (start, count) in enumerate(zip(starts, counts, strict=True)):
+        for at, (start, count) in enumerate(ranges):
             blocks += verifier.check_pieces(at, pieces(start, count))
-        end = starts[-1] + counts[-1] if chunks else header.data_start
+        end = chunks[-1][4] if chunks else header.data_start
         tail = shard_tail(-(end - header.data_start) % 8, blocks, np.ascontiguousarray(digests))
         if source.read(record.name, end, record.size) != tail:
             raise FormatError(
@@ -243,22 +234,24 @@ def verify_shard(storage: Storage, shard: FoundShard) -> VerifiedShard:
     digests = read_chunk_digests(storage, name, header)
     chunks = header.entries[: len(digests)]
     boxes = [_box(name, entry, shard.declared) for entry in chunks]
-    starts = [entry[3] for entry in chunks]
-    counts = [entry[4] - entry[3] for entry in chunks]
-    verifier = ChunkVerifier(
-        [name] * len(chunks),
-        [key for key, _, _ in boxes],
-        starts,
-        counts,
-        digests_as_bytes(digests),
-        advice="The file carries this digest itself and cannot be repaired: restore another step",
-    )
-    buffer = memoryview(bytearray(min(_BUFFER, max(counts, default=0))))
-    for at, (start, count) in enumerate(zip(starts, counts, strict=True)):
+    advice = "The file carries this digest itself and cannot be repaired: restore another step"
+    verifier, ranges = _verifier(name, chunks, [key for key, _, _ in boxes], digests, advice)
+    buffer = memoryview(bytearray(min(_BUFFER, max((count for _, count in ranges), default=0))))
+    for at, (start, count) in enumerate(ranges):
         verifier.check_pieces(at, read_pieces(storage, name, start, count, buffer))
     size = header.entries[-1][4]
     record = FileRecord(name, size, file_digest(header.raw, digests), header.data_start, shard.declared.rank)
     return VerifiedShard(record, shard.declared, chunks, boxes, digests)
+
+
+def _verifier(
+    name: str, chunks: Sequence[HeaderEntry], keys: list[str], digests: NDArray[np.uint64], advice: str
+) -> tuple[ChunkVerifier, list[tuple[int, int]]]:
+    """The verifier of the chunks of a file, and the first byte and the bytes of each."""
+    ranges = [(start, stop - start) for _, _, _, start, stop in chunks]
+    starts, counts = [start for start, _ in ranges], [count for _, count in ranges]
+    files, expected = [name] * len(chunks), digests_as_bytes(digests)
+    return ChunkVerifier(files, keys, starts, counts, expected, advice=advice), ranges
 
 
 def _box(name: str, entry: HeaderEntry, declared: Declared) -> tuple[str, tuple[int, ...], tuple[int, ...]]:

@@ -435,18 +435,9 @@ def _tiling_fault(checkpoint: ForeignCheckpoint, rows: NDArray[np.int64]) -> Sha
 def _lost_ranges(
     checkpoint: ForeignCheckpoint, rule: ZeroRule, on_box: Callable[[StoredBox], None]
 ) -> CorruptChunkError | None:
-    """Names the ranges that a writer lost as zeros. Reads both tensors of a rule, one stored box at a time.
+    """Names the elements that a writer lost as zeros, by a `ZeroRule`; None without any.
 
-    Args:
-        checkpoint: open for reading.
-        rule: see `ZeroRule`.
-        on_box: called after each stored box of the first tensor.
-
-    Returns:
-        An error that names the elements which contradict the rule; None without any.
-
-    Raises:
-        ShardproofError: a box cannot be read.
+    Reads both tensors of the rule, one stored box at a time, and calls `on_box` after each of the first.
     """
     count, files = 0, {}
     first: list[int] = []

@@ -125,14 +125,10 @@ class NodeGroup:
         """A barrier of all ranks. After it, no rank reads files of another node for this save or restore.
 
         A failure is logged and loses nothing. At worst, old steps stay on the node of a rank that left early.
-
-        Args:
-            what: name of the save or restore that ends. A rank that missed an earlier barrier finds this one
-                by the name.
-            answers: on rank 0, the answer to each rank; empty for no answers.
+        By the name `what`, a rank that missed an earlier barrier finds this one.
 
         Returns:
-            The answer to this rank; empty after a failure.
+            This rank's answer, of those that rank 0 passes; empty after a failure.
         """
         meeting = MeetingSequence(self.meetings, f"nodes of {self.location}, {what}")
         try:

@@ -228,9 +228,6 @@ class NodeStorage(NodesView):
     def confirm(self, restored: NodesView) -> bytes | None:
         """Gives the manifest and the pin of a restored step to the nodes that lack them (note "The commit").
 
-        Args:
-            restored: the folder of the step, as the restore chose it.
-
         Returns:
             The bytes of the manifest; None if only the second tier has it.
 
@@ -248,11 +245,7 @@ class NodeStorage(NodesView):
         return text
 
     def holders(self, folder: str, records: Iterable[FileRecord]) -> dict[FileRecord, set[int]]:
-        """The nodes that have each file of a step.
-
-        Returns:
-            The nodes by record. Each record has its folder, even if that is the step's own.
-        """
+        """The nodes that have each file of a step. The records have their folders, even the step's own."""
         named = [msgspec.structs.replace(record, folder=record.folder or folder) for record in records]
         lists = {
             name: self.within(name)._ask("list", lambda place: place.list())
