@@ -356,10 +356,10 @@ def prune(storage: Storage, plan: PrunePlan) -> list[str]:
     """
     flush_manifests_in(storage)
     spared = [leftover.folder for leftover in plan.leftovers if not remove_leftover(storage, leftover)]
-    is_as_planned = {name: _is_as_planned(storage, name, fate) for name, fate in plan.removed.items()}
-    delete_steps(storage, [name for name, is_same in is_as_planned.items() if is_same])
+    changed = [name for name, fate in plan.removed.items() if not _is_as_planned(storage, name, fate)]
+    delete_steps(storage, [name for name in plan.removed if name not in changed])
     _abort_uploads(storage, plan.uploads)
-    return [*spared, *(name for name, is_same in is_as_planned.items() if not is_same)]
+    return [*spared, *changed]
 
 
 def _is_as_planned(run: Storage, folder: str, fate: Fate) -> bool:
