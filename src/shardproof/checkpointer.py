@@ -7,77 +7,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardproof.runs.checkpointer import (
-    SETTLED_NAME,
-    Damage,
-    Every,
-    Incremental,
-    KeepAll,
-    KeepBest,
-    KeepEvery,
-    KeepLatest,
-    Leftover,
-    NodeLocal,
-    Pin,
-    Preempted,
-    Preemption,
-    Retention,
-    RetentionPolicy,
-    SavedStep,
-    Schedule,
-    SecondTier,
-    StepFolder,
-    delete_steps,
-    is_ours,
-    leftovers,
-    parse_folder,
-    parse_step,
-    plan_removal,
-    read_settled,
-    remove_leftover,
-)
+from shardproof.runs.checkpointer import __all__ as __all__
 
 if TYPE_CHECKING:
-    from shardproof.runs.checkpointer import Checkpointer, PassedOver, RestoredStep
+    from shardproof.runs.checkpointer import *  # noqa: F403
 
-__all__ = [
-    "SETTLED_NAME",
-    "Checkpointer",
-    "Damage",
-    "Every",
-    "Incremental",
-    "KeepAll",
-    "KeepBest",
-    "KeepEvery",
-    "KeepLatest",
-    "Leftover",
-    "NodeLocal",
-    "PassedOver",
-    "Pin",
-    "Preempted",
-    "Preemption",
-    "RestoredStep",
-    "Retention",
-    "RetentionPolicy",
-    "SavedStep",
-    "Schedule",
-    "SecondTier",
-    "StepFolder",
-    "delete_steps",
-    "is_ours",
-    "leftovers",
-    "parse_folder",
-    "parse_step",
-    "plan_removal",
-    "read_settled",
-    "remove_leftover",
-]
+    # The package loads these when they are first used. The tool that makes the reference omits them from `*`.
+    from shardproof.runs.checkpointer import Checkpointer as Checkpointer
+    from shardproof.runs.checkpointer import PassedOver as PassedOver
+    from shardproof.runs.checkpointer import RestoredStep as RestoredStep
 
 
 def __getattr__(name: str) -> Any:
-    """A name that its package loads when it is first used."""
+    """A public name. Some of them are loaded when they are first used."""
     from shardproof.runs import checkpointer
 
-    if name in ["Checkpointer", "PassedOver", "RestoredStep"]:
+    if name in __all__:
         return getattr(checkpointer, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

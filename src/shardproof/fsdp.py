@@ -3,38 +3,5 @@
 These are the public names of `shardproof.training.fsdp`.
 """
 
-from __future__ import annotations
-
-from shardproof.training.fsdp import (
-    MixedPrecision,
-    Strategy,
-    UnshardHandle,
-    clip_grad_norm_,
-    full_state_dict,
-    fully_shard,
-    load_full_state_dict,
-    materialize,
-    no_sync,
-    reshard,
-    set_modules_to_backward_prefetch,
-    set_modules_to_forward_prefetch,
-    set_requires_gradient_sync,
-    unshard,
-)
-
-__all__ = [
-    "MixedPrecision",
-    "Strategy",
-    "UnshardHandle",
-    "clip_grad_norm_",
-    "full_state_dict",
-    "fully_shard",
-    "load_full_state_dict",
-    "materialize",
-    "no_sync",
-    "reshard",
-    "set_modules_to_backward_prefetch",
-    "set_modules_to_forward_prefetch",
-    "set_requires_gradient_sync",
-    "unshard",
-]
+from shardproof.training.fsdp import *  # noqa: F403
+from shardproof.training.fsdp import __all__ as __all__

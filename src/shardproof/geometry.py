@@ -3,44 +3,5 @@
 These are the public names of `shardproof.engine.geometry`.
 """
 
-from __future__ import annotations
-
-from shardproof.engine.geometry import (
-    Boxes,
-    IndexMap,
-    TilingFault,
-    axis_weights,
-    compose,
-    cut,
-    deduplicate,
-    flat_range_boxes,
-    flat_range_of,
-    flat_range_pairs,
-    flat_shard,
-    intersect,
-    overlapping_pairs,
-    row_major_strides,
-    split_axes,
-    stable_order,
-    tiling_faults,
-)
-
-__all__ = [
-    "Boxes",
-    "IndexMap",
-    "TilingFault",
-    "axis_weights",
-    "compose",
-    "cut",
-    "deduplicate",
-    "flat_range_boxes",
-    "flat_range_of",
-    "flat_range_pairs",
-    "flat_shard",
-    "intersect",
-    "overlapping_pairs",
-    "row_major_strides",
-    "split_axes",
-    "stable_order",
-    "tiling_faults",
-]
+from shardproof.engine.geometry import *  # noqa: F403
+from shardproof.engine.geometry import __all__ as __all__

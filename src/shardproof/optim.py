@@ -3,34 +3,5 @@
 These are the public names of `shardproof.training.optim`.
 """
 
-from __future__ import annotations
-
-from shardproof.training.optim import (
-    DistributedOptimizer,
-    DynamicLossScale,
-    Factory,
-    HybridDeviceOptimizer,
-    LocalRange,
-    LossScale,
-    ParameterSlots,
-    Receipt,
-    Spec,
-    StoredSlot,
-    StoredWrapper,
-    slot_schema,
-)
-
-__all__ = [
-    "DistributedOptimizer",
-    "DynamicLossScale",
-    "Factory",
-    "HybridDeviceOptimizer",
-    "LocalRange",
-    "LossScale",
-    "ParameterSlots",
-    "Receipt",
-    "Spec",
-    "StoredSlot",
-    "StoredWrapper",
-    "slot_schema",
-]
+from shardproof.training.optim import *  # noqa: F403
+from shardproof.training.optim import __all__ as __all__

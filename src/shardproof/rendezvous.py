@@ -3,34 +3,5 @@
 These are the public names of `shardproof.engine.rendezvous`.
 """
 
-from __future__ import annotations
-
-from shardproof.engine.rendezvous import (
-    Decide,
-    LocalRendezvous,
-    MeetingSequence,
-    Operation,
-    Rendezvous,
-    Reservation,
-    StoreRendezvous,
-    check_deadline,
-    check_group,
-    connect,
-    connected,
-    format_rank_ranges,
-)
-
-__all__ = [
-    "Decide",
-    "LocalRendezvous",
-    "MeetingSequence",
-    "Operation",
-    "Rendezvous",
-    "Reservation",
-    "StoreRendezvous",
-    "check_deadline",
-    "check_group",
-    "connect",
-    "connected",
-    "format_rank_ranges",
-]
+from shardproof.engine.rendezvous import *  # noqa: F403
+from shardproof.engine.rendezvous import __all__ as __all__

@@ -71,7 +71,8 @@ class Run:
     """One rank's side of a case: a good save, a failing one, checks of what is left, and another good one."""
 
     def __init__(self, root: str) -> None:
-        self.checkpointer = sp.Checkpointer(root, rendezvous=rendezvous(deadline=DEADLINE))
+        self.storage = FaultyStorage(LocalStorage(root))  # does not tell how much space is free
+        self.checkpointer = sp.Checkpointer(self.storage, rendezvous=rendezvous(deadline=DEADLINE))
         self.step = 0
 
     def case(self, save: Callable[[int], Any]) -> CallResult:
@@ -96,15 +97,13 @@ class Run:
         return wrong
 
     @contextmanager
-    def faulty(self, at: int | None, fault: Any, *only: str, after: bool = False) -> Iterator[FaultyStorage]:
-        """Saves go through a storage with a fault."""
-        kept = self.checkpointer._run.storage
-        storage = FaultyStorage(kept, at, fault, only=only, after=after)
-        self.checkpointer._run.storage = storage  # type: ignore[assignment]
+    def faulty(self, at: int | None, fault: Any, *only: str, after: bool = False) -> Iterator[None]:
+        """Saves meet a fault of the storage."""
+        self.storage.arm(at, fault, only=only, after=after)
         try:
-            yield storage
+            yield
         finally:
-            self.checkpointer._run.storage = kept
+            self.storage.disarm()
 
 
 def collect_fails(run: Run, who: int) -> Callable[[int], Any]:
@@ -294,8 +293,7 @@ def fill_the_disk(root: str) -> CallResult:
 
     def save(step: int) -> Any:
         mine = rows(whole((1024, 1024), step), 0, 1024 if rank() == 1 else 0)  # 4 MiB, all on rank 1
-        with run.faulty(None, None):  # a storage that does not tell how much space is free
-            return run.checkpointer.save(step, state_of(step) | {"large": mine}).result()
+        return run.checkpointer.save(step, state_of(step) | {"large": mine}).result()
 
     return run.case(save)
 

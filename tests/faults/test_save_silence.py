@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 import shardproof as sp
+from shardproof.engine.saving import save_protocol
 from shardproof.engine.saving.shard_writer import BufferPool
+from shardproof.storage import LocalStorage
 from tests.faulty_storage import FaultyStorage
 from tests.harness import Job, Outcome, rank, reach, rendezvous, run_ranks, world_size
 from tests.scenarios.states import (
@@ -33,48 +37,55 @@ SLACK = 4.0
 """Seconds. The machine may be busy with other tests."""
 
 
-def checkpointer_at(root: str, deadline: float = DEADLINE) -> sp.Checkpointer:
-    return sp.Checkpointer(root, rendezvous=rendezvous(deadline=deadline))
+class Run:
+    """A checkpointer of one rank, whose storage may have a fault."""
 
+    def __init__(self, root: str, deadline: float = DEADLINE) -> None:
+        self.storage = FaultyStorage(LocalStorage(root))
+        self.meetings = rendezvous(deadline=deadline)
+        self.checkpointer = sp.Checkpointer(self.storage, rendezvous=self.meetings)
 
-@contextmanager
-def with_long_deadline(checkpointer: sp.Checkpointer) -> Iterator[None]:
-    """A deadline that a busy machine keeps, for the steps that are not under test."""
-    meetings: Any = checkpointer._rendezvous
-    meetings.deadline, short = 20.0, meetings.deadline
-    try:
-        yield
-    finally:
-        meetings.deadline = short
+    @contextmanager
+    def with_long_deadline(self) -> Iterator[None]:
+        """A deadline that a busy machine keeps, for the steps that are not under test."""
+        self.meetings.deadline, short = 20.0, self.meetings.deadline
+        try:
+            yield
+        finally:
+            self.meetings.deadline = short
 
+    def save(self, step: int) -> None:
+        self.checkpointer.save(step, plain_state(rank(), world_size(), step)).result()
 
-def restored(checkpointer: sp.Checkpointer, step: int) -> list[str]:
-    target = blanked(plain_state(rank(), world_size(), 0))
-    found = checkpointer.restore(target)
-    return differences(target, plain_state(rank(), world_size(), step)) + (
-        [] if found == step else [str(found)]
-    )
+    def restored(self, step: int) -> list[str]:
+        """What a restore of the newest step gets wrong."""
+        target = blanked(plain_state(rank(), world_size(), 0))
+        found = self.checkpointer.restore(target)
+        wrong = differences(target, plain_state(rank(), world_size(), step))
+        return wrong + ([] if found == step else [str(found)])
+
+    def reach_in(self, point: str) -> None:
+        """The next operation of the storage that the point names reaches it."""
+        operation, _, when = point.partition(" ")
+        self.storage.arm(0, lambda *_: reach(point), only=(operation,), after=when == "done")
 
 
 def save_three(root: str, point: str) -> list[Any]:
     """A save; one in which `point` is reached; then, past the point "again", a restore and a save."""
-    checkpointer = checkpointer_at(root)
-    with with_long_deadline(checkpointer):
-        checkpointer.save(1, plain_state(rank(), world_size(), 1)).result()
-    kept = checkpointer._run.storage
+    run = Run(root)
+    with run.with_long_deadline():
+        run.save(1)
     if point == "before":
         reach(point)
     else:
-        operation, _, when = point.partition(" ")
-        storage = FaultyStorage(kept, 0, lambda *_: reach(point), only=(operation,), after=when == "done")
-        checkpointer._run.storage = storage  # type: ignore[assignment]
-    result = attempt(lambda: checkpointer.save(2, plain_state(rank(), world_size(), 2)).result())
-    checkpointer._run.storage = kept
+        run.reach_in(point)
+    result = attempt(lambda: run.save(2))
+    run.storage.disarm()
     reach("again")
-    with with_long_deadline(checkpointer):
-        wrong = restored(checkpointer, 1)
-        checkpointer.save(3, plain_state(rank(), world_size(), 3)).result()
-        return [result, wrong + restored(checkpointer, 3)]
+    with run.with_long_deadline():
+        wrong = run.restored(1)
+        run.save(3)
+        return [result, wrong + run.restored(3)]
 
 
 def in_time(outcomes: list[Outcome], silent: int, phase: str) -> CallResult:
@@ -129,22 +140,19 @@ def test_a_stopped_rank_is_named_and_saves_again_later(
 
 
 def save_then_lose_one(root: str, point: str) -> CallResult:
-    checkpointer = checkpointer_at(root)
-    with with_long_deadline(checkpointer):
-        checkpointer.save(1, plain_state(rank(), world_size(), 1)).result()
-    operation, _, when = point.partition(" ")
-    checkpointer._run.storage = FaultyStorage(  # type: ignore[assignment]
-        checkpointer._run.storage, 0, lambda *_: reach(point), only=(operation,), after=when == "done"
-    )
-    return attempt(lambda: checkpointer.save(2, plain_state(rank(), world_size(), 2)).result())
+    run = Run(root)
+    with run.with_long_deadline():
+        run.save(1)
+    run.reach_in(point)
+    return attempt(lambda: run.save(2))
 
 
 def restart(root: str) -> list[str]:
     """The restarted job restores step 1, and saves the lost step."""
-    checkpointer = checkpointer_at(root, 20.0)
-    wrong = restored(checkpointer, 1)
-    checkpointer.save(2, plain_state(rank(), world_size(), 2)).result()
-    return wrong + restored(checkpointer, 2)
+    run = Run(root, 20.0)
+    wrong = run.restored(1)
+    run.save(2)
+    return wrong + run.restored(2)
 
 
 @pytest.mark.parametrize(
@@ -164,10 +172,10 @@ def test_a_killed_rank_is_named_and_the_job_can_start_again(silent: int, point: 
 
 
 def one_never_comes(root: str) -> CallResult | None:
-    checkpointer = checkpointer_at(root)
+    run = Run(root)
     if rank() == 1:
         return None
-    return attempt(lambda: checkpointer.save(1, plain_state(rank(), world_size(), 1)).result())
+    return attempt(lambda: run.save(1))
 
 
 def test_a_rank_that_never_arrives_is_named(tmp_path: Path) -> None:
@@ -181,38 +189,20 @@ def test_a_rank_that_never_arrives_is_named(tmp_path: Path) -> None:
     assert files_below(tmp_path) == []
 
 
-class Gated(FaultyStorage):
-    """Every write of a shard waits at a point until the parent lets it go on."""
+def one_writes_slowly(root: str, slow: int) -> CallResult:
+    """Buffers of 4 KiB, so that every 4 KiB is a write of its own and a step of progress."""
+    run, lock = Run(root, deadline=5.0), threading.Lock()
+    state = {"large": rows(whole((6 * 1024, 2), 1), 0, 6 * 1024 if rank() == slow else 0)}
 
-    def __init__(self, inner: Any) -> None:
-        lock = threading.Lock()
-
-        def wait_at(operation: str, name: str) -> None:
+    def wait(_operation: str, name: str) -> None:
+        if name.startswith("step-00000001/shards/"):
             with lock:  # two threads write, and there is one pipe to the parent
                 reach("a write")
 
-        super().__init__(inner, None, None, only=("write_at",))
-        self._trigger = _EveryTime(wait_at)  # type: ignore[assignment]
-
-
-class _EveryTime:
-    def __init__(self, hook: Callable[[str, str], None]) -> None:
-        self._hook = hook
-
-    def run(self, operation: str, name: str, work: Callable[[], Any]) -> Any:
-        if operation == "write_at" and name.startswith("step-00000001/shards/"):
-            self._hook(operation, name)
-        return work()
-
-
-def one_writes_slowly(root: str, slow: int) -> CallResult:
-    """Buffers of 4 KiB, so that every 4 KiB is a write of its own and a step of progress."""
-    checkpointer = checkpointer_at(root, deadline=5.0)
-    state = {"large": rows(whole((6 * 1024, 2), 1), 0, 6 * 1024 if rank() == slow else 0)}
     if rank() == slow:
-        checkpointer._saver._own_cache().buffers = BufferPool(4096, 3)
-        checkpointer._run.storage = Gated(checkpointer._run.storage)  # type: ignore[assignment]
-    return attempt(lambda: checkpointer.save(1, state).result())
+        run.storage.arm(lambda: True, wait, only=("write_at",))
+    with mock.patch.object(save_protocol, "BufferPool", partial(BufferPool, 4096, 3)):
+        return attempt(lambda: run.checkpointer.save(1, state).result())
 
 
 @pytest.mark.parametrize("slow", [0, 1])
@@ -239,14 +229,12 @@ def test_the_others_wait_for_a_rank_that_writes_slowly(slow: int, tmp_path: Path
 
 def one_hangs(root: str) -> CallResult:
     """Rank 1 is alive, inside a write that does not end."""
-    checkpointer = checkpointer_at(root)
-    with with_long_deadline(checkpointer):
-        checkpointer.save(1, plain_state(rank(), world_size(), 1)).result()
+    run = Run(root)
+    with run.with_long_deadline():
+        run.save(1)
     if rank() == 1:
-        checkpointer._run.storage = FaultyStorage(  # type: ignore[assignment]
-            checkpointer._run.storage, 0, lambda *_: reach("a write"), only=("write_at",)
-        )
-    return attempt(lambda: checkpointer.save(2, plain_state(rank(), world_size(), 2)).result())
+        run.storage.arm(0, lambda *_: reach("a write"), only=("write_at",))
+    return attempt(lambda: run.save(2))
 
 
 def test_a_rank_that_hangs_in_a_write_is_named(tmp_path: Path) -> None:

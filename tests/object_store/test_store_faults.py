@@ -16,7 +16,7 @@ import shardproof as sp
 from shardproof.engine.storage import object_store as implementation
 from shardproof.errors import tells_nothing
 from shardproof.rendezvous import LocalRendezvous
-from shardproof.runs.checkpointer.damage import is_damage
+from shardproof.runs.checkpointer.judge import is_damage
 from shardproof.storage import ObjectStorage, Sink
 from tests.object_store.faulty_proxy import FaultyProxy
 from tests.object_store.seaweed import S3Server, running_server

@@ -40,7 +40,7 @@ def restore(nodes: str, options: dict[str, Any], failing: int = -1, code: int = 
         return {
             "error": error.to_wire(),
             "w": state["w"][0].item(),
-            "damaged": checkpointer._run.damaged,
+            "damaged": {item.step for item in checkpointer.passed_over if item.damaged},
         }
 
 

@@ -54,7 +54,7 @@ def restore_with_another_view(root: str, view: str) -> dict[str, Any]:
         return {
             "error": error.to_wire(),
             "passed over": checkpointer.passed_over,
-            "damaged": checkpointer._run.damaged,
+            "damaged": {item.step for item in checkpointer.passed_over if item.damaged},
         }
     return {"passed over": checkpointer.passed_over}
 

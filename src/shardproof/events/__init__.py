@@ -3,44 +3,5 @@
 These are the public names of `shardproof.engine.events`.
 """
 
-from __future__ import annotations
-
-from shardproof.engine.events import (
-    PHASES,
-    Bars,
-    Event,
-    Hub,
-    JsonFormatter,
-    KnownPhase,
-    Merged,
-    Phase,
-    Subscription,
-    facts_of,
-    log_to,
-    merge_traces,
-    phase,
-    publish_waiting,
-    show,
-    subscribe,
-    trace,
-)
-
-__all__ = [
-    "PHASES",
-    "Bars",
-    "Event",
-    "Hub",
-    "JsonFormatter",
-    "KnownPhase",
-    "Merged",
-    "Phase",
-    "Subscription",
-    "facts_of",
-    "log_to",
-    "merge_traces",
-    "phase",
-    "publish_waiting",
-    "show",
-    "subscribe",
-    "trace",
-]
+from shardproof.engine.events import *  # noqa: F403
+from shardproof.engine.events import __all__ as __all__

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from shardproof.commands.cli.failures import BAD, UNEXPECTED, YES
 from shardproof.commands.cli.options import (
     checkpoint_of,
     format_option,
@@ -21,6 +20,7 @@ from shardproof.commands.cli.options import (
     renames_of,
     trust_pickle_option,
 )
+from shardproof.commands.cli.terminal import BAD, UNEXPECTED, YES
 from shardproof.errors import tells_nothing
 
 if TYPE_CHECKING:

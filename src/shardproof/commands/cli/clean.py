@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import click
 
-from shardproof.commands.cli.failures import BAD, YES, BadPath
 from shardproof.commands.cli.options import folder_argument, json_option, older_than_option, print_json
+from shardproof.commands.cli.terminal import BAD, YES, BadPath, console, table
 
 if TYPE_CHECKING:
     from shardproof.engine.storage import MemoryRun
@@ -140,7 +140,6 @@ def _remove_empty_folders(run: Path, older_than: float, now: float) -> None:
 
 def _show_plan(plan: PrunePlan, now: float, older_than: float, damaged: bool) -> None:
     from shardproof._utils.humanize import gigabytes, printable
-    from shardproof.commands.cli.terminal import console, table
 
     out = console()
     rows = _rows_to_remove(plan, now)
@@ -231,7 +230,6 @@ def memory_command(drop: str | None, force: bool, as_json: bool) -> int:
     Only their user sees the bytes and steps of a run. Exit code 1: there is no such run to drop.
     """
     from shardproof._utils.humanize import gigabytes
-    from shardproof.commands.cli.terminal import console, table
     from shardproof.engine.storage import MemoryStorage, memory_runs
     from shardproof.errors import StorageError
 

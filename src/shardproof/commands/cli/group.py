@@ -15,7 +15,7 @@ from typing import Any
 
 import click
 
-from shardproof.commands.cli.failures import (
+from shardproof.commands.cli.terminal import (
     BAD,
     CUT_OFF,
     INTERRUPTED,
@@ -40,7 +40,7 @@ COMMANDS = {
     "doctor": "health",
     "watch": "health",
     "page": "page",
-    "trace": "extras",
+    "trace": "health",
 }
 """Each command, and the module of this package that defines it as ``<name>_command``."""
 

@@ -1,4 +1,4 @@
-"""``shardproof doctor`` and ``shardproof watch``: the problems of a run, and its saves while they happen."""
+"""``shardproof doctor``, ``watch`` and ``trace``: a run's problems, its saves, and their time lines."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from shardproof.commands.cli.failures import BAD, YES
 from shardproof.commands.cli.options import (
     existing_folder,
     folder_argument,
@@ -22,6 +22,7 @@ from shardproof.commands.cli.options import (
     size,
     span,
 )
+from shardproof.commands.cli.terminal import BAD, YES, bytes_progress, console, table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -113,7 +114,6 @@ def doctor_command(
 
     Exit code 0: healthy. 1: something needs attention. 3: the run could not be read.
     """
-    from shardproof.commands.cli.terminal import bytes_progress
     from shardproof.runs.checkpointer import probe_storage, scrub_run
 
     if bandwidth is not None and not scrub:
@@ -202,15 +202,11 @@ def _show_once(watch: RunWatch, location: str, as_json: bool) -> None:
     if as_json:
         print_json({"location": location, "saves": [save.to_json() for save in saves]})
     else:
-        from shardproof.commands.cli.terminal import console
-
         console().print(_table(saves, location, now))
 
 
 def _show_live(watch: RunWatch, location: str, every: float) -> None:
     from rich.live import Live
-
-    from shardproof.commands.cli.terminal import console
 
     out, now = console(), time.time()
     saves = watch.look(now)  # an error in the first look ends the command
@@ -243,7 +239,6 @@ def _table(
     from rich.console import Group
 
     from shardproof._utils.humanize import age, gigabytes, gigabytes_per_second, printable
-    from shardproof.commands.cli.terminal import table
 
     if not saves:
         return printable(f"no checkpoints in {location}")
@@ -302,3 +297,36 @@ def _as_line(now: float, save: WatchedSave, state: str) -> str:
 
 def _as_json_line(now: float, save: WatchedSave, state: str) -> str:
     return json.dumps({"now": now, **save.to_json(), "state": state})
+
+
+@click.command("trace", short_help="Merge the traces of all ranks, for Perfetto.")
+@folder_argument("folder")
+@click.option(
+    "-o", "--output", type=click.Path(dir_okay=False), required=True, help="The new file, such as all.json."
+)
+@json_option
+def trace_command(folder: str, output: str, as_json: bool) -> int:
+    """Merge the trace files that `sp.events.trace` wrote to FOLDER into one time line.
+
+    Open the new file at https://ui.perfetto.dev. Exit code 1: there is no trace in FOLDER.
+    """
+    from dataclasses import asdict
+
+    from shardproof._utils.humanize import counted, printable, span
+    from shardproof.engine.events import merge_traces
+
+    merged = merge_traces(sorted(Path(folder).glob("*.json")), output)
+    if as_json:
+        print_json(asdict(merged))
+        return YES
+    click.echo(
+        printable(
+            f"{merged.path}: {counted(merged.phases, 'phase')} of {counted(merged.ranks, 'rank')}, from "
+            f"{counted(merged.files, 'file')}; ranks leave their meetings within {span(merged.spread)}"
+        )
+    )
+    if merged.unfinished:
+        click.echo(f"{counted(merged.unfinished, 'phase')} never ended: marked unfinished")
+    for name in merged.skipped:
+        click.echo(printable(f"skipped, not the trace of a rank: {name}"), err=True)
+    return YES

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from shardproof.commands.cli.failures import BAD, YES
 from shardproof.commands.cli.options import (
     checkpoint_of,
     folder_argument,
@@ -20,6 +19,7 @@ from shardproof.commands.cli.options import (
     span,
     trust_pickle_option,
 )
+from shardproof.commands.cli.terminal import BAD, YES
 
 if TYPE_CHECKING:
     from shardproof.commands.report import Measure, ObjectDetail, Summary, TensorDetail

@@ -13,7 +13,7 @@ import click
 
 from shardproof._utils.arguments import unexpanded_home
 from shardproof._utils.humanize import printable
-from shardproof.commands.cli.failures import BadPath
+from shardproof.commands.cli.terminal import BadPath
 
 MANIFEST = "manifest.json"
 """As in `shardproof.engine.format`, which would import numpy."""
@@ -117,12 +117,7 @@ def _destination(_context: click.Context, parameter: click.Parameter, path: str)
 
 
 def _is_url(parameter: click.Parameter, text: str, *, is_stored: bool = True) -> bool:
-    """True for the URL of a store.
-
-    Args:
-        parameter: has the text.
-        text: a path or a URL.
-        is_stored: True if something is stored there. A run in memory then has a folder.
+    """True for the URL of a store. With `is_stored`, a run in memory must have a folder.
 
     Raises:
         BadPath: the URL is of no known store, or of a run that is not in the memory of this node.

@@ -10,7 +10,6 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from shardproof.commands.cli.failures import YES, BadPath
 from shardproof.commands.cli.health import examined_run, nodes_option, second_tier_option, unnamed_option
 from shardproof.commands.cli.options import (
     checkpoint_of,
@@ -24,6 +23,7 @@ from shardproof.commands.cli.options import (
     span,
     trust_pickle_option,
 )
+from shardproof.commands.cli.terminal import YES, BadPath, bytes_progress
 
 _FITS = {
     **dict.fromkeys(("mtbf", "trace", "second_tier", "nodes", "older_than"), ("a run",)),
@@ -136,7 +136,6 @@ def _of_checkpoint(
     stored = describe(place, format=format, trust_pickle=trust_pickle)
     if not verify:
         return checkpoint_facts(stored)
-    from shardproof.commands.cli.terminal import bytes_progress
     from shardproof.runs.maintenance import verify_any
 
     with bytes_progress("verify", shown=not quiet) as on_progress:
@@ -153,18 +152,13 @@ def _of_two(
     trust_pickle: bool,
     **_others: Any,
 ) -> dict[str, Any]:
-    from shardproof.commands.cli.terminal import bytes_progress
-    from shardproof.commands.report import describe, diff, difference_facts
+    from shardproof.commands.report import diff, difference_facts
     from shardproof.engine.foreign import foreign_of
 
-    sides = [
-        (place, describe(place, format=name, trust_pickle=trust_pickle))
-        for place, name in ((foreign_of(path), format), (foreign_of(other), other_format))
-    ]
+    places = foreign_of(path), foreign_of(other)
     with bytes_progress("diff", shown=not quiet) as on_progress:
         difference = diff(
-            sides[0][0],
-            sides[1][0],
+            *places,
             format=format,
             other_format=other_format,
             trust_pickle=trust_pickle,
@@ -172,7 +166,7 @@ def _of_two(
             on_progress=on_progress,
         )
     with bytes_progress("histograms", shown=not quiet) as on_progress:
-        return difference_facts(sides, difference, on_progress)
+        return difference_facts(list(zip(places, difference.sides, strict=True)), difference, on_progress)
 
 
 def _check_target(target: str, as_json: bool) -> None:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from shardproof.commands.cli.failures import YES, BadPath
 from shardproof.commands.cli.options import (
     checkpoint_argument,
     destination_argument,
@@ -23,6 +22,7 @@ from shardproof.commands.cli.options import (
     size,
     trust_pickle_option,
 )
+from shardproof.commands.cli.terminal import YES, BadPath, bytes_progress
 
 if TYPE_CHECKING:
     from shardproof.formats.conversion import ConversionReport
@@ -109,7 +109,6 @@ def convert_command(
         )
     keys: dict[str, Any] = {name: options.pop(name) or None for name in ("include", "exclude")}
     keys["rename"] = renames_of(options.pop("rename")) or None
-    from shardproof.commands.cli.terminal import bytes_progress
     from shardproof.errors import PlainDataError, StructureError
     from shardproof.formats.conversion import convert
 
@@ -188,7 +187,6 @@ def _make_standalone(src: str, dst: str, dry_run: bool, as_json: bool) -> int:
     from dataclasses import asdict
 
     from shardproof._utils.humanize import counted, gigabytes, gigabytes_per_second, printable
-    from shardproof.commands.cli.terminal import bytes_progress
     from shardproof.engine.storage import storage_at
     from shardproof.runs.maintenance import make_standalone, plan_standalone
 

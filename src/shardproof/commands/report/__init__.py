@@ -15,13 +15,13 @@ from shardproof.commands.report.tensor_statistics import measure_tensors
 from shardproof.runs.checkpointer import PrunePlan, StepInfo, interval_advice, plan_prune, scan_run
 
 if TYPE_CHECKING:
-    from shardproof.commands.report.page import HTML_START as HTML_START
-    from shardproof.commands.report.page import JSON_START as JSON_START
-    from shardproof.commands.report.page import checkpoint_facts as checkpoint_facts
-    from shardproof.commands.report.page import difference_facts as difference_facts
-    from shardproof.commands.report.page import html_of as html_of
-    from shardproof.commands.report.page import json_of as json_of
-    from shardproof.commands.report.page import run_facts as run_facts
+    from shardproof.commands.report.html_file import HTML_START as HTML_START
+    from shardproof.commands.report.html_file import JSON_START as JSON_START
+    from shardproof.commands.report.html_file import html_of as html_of
+    from shardproof.commands.report.html_file import json_of as json_of
+    from shardproof.commands.report.page_difference import difference_facts as difference_facts
+    from shardproof.commands.report.page_facts import checkpoint_facts as checkpoint_facts
+    from shardproof.commands.report.page_facts import run_facts as run_facts
 
 __all__ = [
     "Difference",
@@ -47,18 +47,14 @@ __all__ = [
 ]
 
 _OF_PAGES = {
-    "HTML_START",
-    "JSON_START",
-    "checkpoint_facts",
-    "difference_facts",
-    "html_of",
-    "json_of",
-    "run_facts",
+    **dict.fromkeys(("HTML_START", "JSON_START", "html_of", "json_of"), "html_file"),
+    **dict.fromkeys(("checkpoint_facts", "run_facts"), "page_facts"),
+    "difference_facts": "page_difference",
 }
-"""Loaded when they are first used: other commands start faster without them."""
+"""Names to the modules that are loaded when they are first used: other commands start faster without them."""
 
 
 def __getattr__(name: str) -> Any:
     if name in _OF_PAGES:
-        return getattr(importlib.import_module(f"{__name__}.page"), name)
+        return getattr(importlib.import_module(f"{__name__}.{_OF_PAGES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -101,6 +101,8 @@ class Difference:
     """Bytes of tensors that were read, in both checkpoints."""
     uncompared: tuple[Uncompared, ...] = ()
     """Plain values that cannot be read. They may differ."""
+    sides: tuple[Stored, ...] = field(default=(), repr=False, compare=False)
+    """The descriptions of both, from which `diff` made it."""
 
     @property
     def differs(self) -> bool:
@@ -124,7 +126,9 @@ class Difference:
             }
             for value in self.values
         ]
-        return {"same": self.same, **asdict(replace(self, values=())), "values": values}
+        rest = asdict(replace(self, values=(), sides=()))
+        del rest["sides"]
+        return {"same": self.same, **rest, "values": values}
 
 
 def most_changed_first(values: Sequence[ValueDifference]) -> list[ValueDifference]:
@@ -355,6 +359,7 @@ def diff(
         len(unlike),
         2 * sum(tensor_bytes(pair.tensor) for pair in unlike),
         tuple(uncompared),
+        (one, other),
     )
 
 

@@ -95,13 +95,15 @@ def is_allowed() -> bool:
 
 
 class ProcessFacts:
-    """What is known of this process: its program, its start and the git repository of the program."""
+    """What stays the same in this process: its start, the versions of packages, and the state of git."""
 
     def __init__(self) -> None:
         self._process = -1
         self._is_read = threading.Event()
         self._is_waited_for = False
         self._git: dict[str, Any] = {}
+        self._started: float | None = None
+        self._versions = {"python": platform.python_version(), "shardproof": __version__}
 
     def begin(self) -> None:
         """Begins to read the state of git in a thread, once in a process; a forked child reads it again."""
@@ -109,6 +111,7 @@ class ProcessFacts:
             return
         self._process = os.getpid()
         self._is_read, self._is_waited_for, self._git = threading.Event(), False, {}
+        self._started = _started()
         target, done = self._git, self._is_read
 
         def read() -> None:
@@ -132,6 +135,26 @@ class ProcessFacts:
             self._is_read.wait(patience)
         return dict(self._git)
 
+    def started(self) -> float | None:
+        """When this process began, Unix seconds; None if the system does not tell it."""
+        self.begin()
+        return self._started
+
+    def versions(self) -> dict[str, str]:
+        """The versions of Python, of shardproof, and of the frameworks that are imported by now."""
+        for module, distribution in {"torch": "torch", **_FRAMEWORKS}.items():
+            loaded = sys.modules.get(module)
+            if loaded is None or distribution in self._versions:
+                continue
+            version = vars(loaded).get("__version__")  # no `getattr`, which may import
+            if not isinstance(version, str):
+                try:
+                    version = metadata.version(distribution)
+                except metadata.PackageNotFoundError:
+                    version = "unknown"
+            self._versions[distribution] = _text(version)
+        return dict(self._versions)
+
 
 facts = ProcessFacts()
 
@@ -151,14 +174,11 @@ def provenance(hosts: int, meshes: Sequence[Any]) -> dict[str, Any]:
         }
         if len(arguments) > _MOST_ARGUMENTS:
             record["arguments"].append(f"... {len(arguments) - _MOST_ARGUMENTS} more")
-        with suppress(OSError, ValueError, IndexError):
-            # Seconds of the boot, and ticks since then. The name in parentheses may have spaces.
-            ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-            boot = Path("/proc/stat").read_text().partition("btime ")[2].split()[0]
-            record["started"] = int(boot) + ticks / os.sysconf("SC_CLK_TCK")
+        if (started := facts.started()) is not None:
+            record["started"] = started
         if git := facts.git(_PATIENCE):
             record["git"] = git
-        record["versions"] = _versions()
+        record["versions"] = facts.versions()
         record["hosts"] = hosts
         if layout := _layout(meshes):
             record["layout"] = layout
@@ -171,6 +191,15 @@ def provenance(hosts: int, meshes: Sequence[Any]) -> dict[str, Any]:
 def _text(text: str) -> str:
     """The text in valid Unicode: bytes of an argument that are not UTF-8 become escapes."""
     return str(text).encode("utf-8", "backslashreplace").decode()
+
+
+def _started() -> float | None:
+    with suppress(OSError, ValueError, IndexError):
+        # Seconds of the boot, and ticks since then. The name in parentheses may have spaces.
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        boot = Path("/proc/stat").read_text().partition("btime ")[2].split()[0]
+        return int(boot) + ticks / os.sysconf("SC_CLK_TCK")
+    return None
 
 
 def _git_state(known: dict[str, Any]) -> dict[str, Any]:
@@ -191,22 +220,6 @@ def _git_state(known: dict[str, Any]) -> dict[str, Any]:
                 return dict(zip(("commit", "changed"), found, strict=True))
             return {}
     return {}
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "shardproof": __version__}
-    for module, distribution in {"torch": "torch", **_FRAMEWORKS}.items():
-        loaded = sys.modules.get(module)
-        if loaded is None:
-            continue
-        version = vars(loaded).get("__version__")  # no `getattr`, which may import
-        if not isinstance(version, str):
-            try:
-                version = metadata.version(distribution)
-            except metadata.PackageNotFoundError:
-                version = "unknown"
-        found[distribution] = _text(version)
-    return found
 
 
 def _layout(meshes: Sequence[Any]) -> dict[str, Any]:

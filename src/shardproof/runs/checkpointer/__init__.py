@@ -8,17 +8,15 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from shardproof.runs.checkpointer.damage import Damage
 from shardproof.runs.checkpointer.doctor import Examination as Examination
 from shardproof.runs.checkpointer.doctor import Finding as Finding
 from shardproof.runs.checkpointer.doctor import compare_tiers as compare_tiers
 from shardproof.runs.checkpointer.doctor import examine_run as examine_run
 from shardproof.runs.checkpointer.doctor import probe_storage as probe_storage
 from shardproof.runs.checkpointer.doctor import scrub_run as scrub_run
+from shardproof.runs.checkpointer.judge import Damage
 from shardproof.runs.checkpointer.judge import Verdict as Verdict
 from shardproof.runs.checkpointer.judge import judge as judge
-from shardproof.runs.checkpointer.marks import Pin, read_settled
-from shardproof.runs.checkpointer.marks import read_node_mark as read_node_mark
 from shardproof.runs.checkpointer.node_findings import find_missing_copies as find_missing_copies
 from shardproof.runs.checkpointer.policies import (
     KeepAll,
@@ -41,22 +39,25 @@ from shardproof.runs.checkpointer.retention import (
     remove_leftover,
 )
 from shardproof.runs.checkpointer.run_options import Incremental, NodeLocal, SecondTier
-from shardproof.runs.checkpointer.run_watch import RunWatch as RunWatch
-from shardproof.runs.checkpointer.run_watch import WatchedSave as WatchedSave
-from shardproof.runs.checkpointer.save_interval import IntervalAdvice as IntervalAdvice
-from shardproof.runs.checkpointer.save_interval import best_interval as best_interval
+from shardproof.runs.checkpointer.scan import RunWatch as RunWatch
 from shardproof.runs.checkpointer.scan import StepInfo as StepInfo
+from shardproof.runs.checkpointer.scan import WatchedSave as WatchedSave
 from shardproof.runs.checkpointer.scan import interval_advice as interval_advice
 from shardproof.runs.checkpointer.scan import save_seconds as save_seconds
 from shardproof.runs.checkpointer.scan import scan_run as scan_run
 from shardproof.runs.checkpointer.schedules import Every, Schedule
+from shardproof.runs.checkpointer.schedules import IntervalAdvice as IntervalAdvice
+from shardproof.runs.checkpointer.schedules import best_interval as best_interval
 from shardproof.runs.checkpointer.step_folders import (
     SETTLED_NAME,
+    Pin,
     StepFolder,
     is_ours,
     parse_folder,
     parse_step,
+    read_settled,
 )
+from shardproof.runs.checkpointer.step_folders import read_node_mark as read_node_mark
 
 if TYPE_CHECKING:
     from shardproof.runs.checkpointer.checkpointer import Checkpointer

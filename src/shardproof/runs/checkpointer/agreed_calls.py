@@ -139,10 +139,7 @@ class Requests(Protocol):
 class AgreedCalls:
     """The monitor of one rank, and the gate that it shares with the calls of `save_if_due`.
 
-    Args:
-        rendezvous: a rendezvous of all ranks that nothing else uses.
-        operation: name of the operation, with the location; the same on all ranks.
-        requests: the source of this rank's requests.
+    Nothing else uses `rendezvous`, one of all ranks, and `operation` is the same on all of them.
     """
 
     def __init__(self, rendezvous: Rendezvous, operation: str, requests: Requests) -> None:

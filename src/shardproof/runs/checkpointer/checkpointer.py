@@ -18,18 +18,16 @@ from shardproof.engine.saving import CheckReplicas, PendingSave, Saver, SaveRequ
 from shardproof.engine.storage import Location, Storage, check_location, is_url
 from shardproof.errors import NotCommittedError, ShardproofError, StructureError
 from shardproof.reentrance import guarded, refuse_inside
-from shardproof.runs.checkpointer.after_commit import AfterCommit
-from shardproof.runs.checkpointer.damage import Damage
+from shardproof.runs.checkpointer.after_commit import AfterCommit, NewestStep
 from shardproof.runs.checkpointer.due_saves import DueSaves
-from shardproof.runs.checkpointer.marks import Pin, unsettled_in
-from shardproof.runs.checkpointer.open_run import open_run
-from shardproof.runs.checkpointer.page_cache import NewestStep
+from shardproof.runs.checkpointer.judge import Damage
+from shardproof.runs.checkpointer.open_run import change_pin, open_run, settle_suspect
 from shardproof.runs.checkpointer.policies import MetricCheck, Retention, check_policy
 from shardproof.runs.checkpointer.preemption import Preemption
 from shardproof.runs.checkpointer.restore import Restore, RestoredStep
-from shardproof.runs.checkpointer.run_marks import change_pin, checked_step, parse_argument, settle_suspect
 from shardproof.runs.checkpointer.run_options import NEW_FORMS, Incremental, NodeLocal, SecondTier
 from shardproof.runs.checkpointer.schedules import Schedule
+from shardproof.runs.checkpointer.step_folders import Pin, checked_step, parse_argument, unsettled_in
 from shardproof.runs.checkpointer.step_selection import PassedOver
 from shardproof.runs.checkpointer.tiers import (
     TieredRun,

@@ -24,13 +24,11 @@ from shardproof.engine.storage import (
     write_file,
 )
 from shardproof.errors import NotCommittedError, ShardproofError, StorageError
-from shardproof.runs.checkpointer.damage import Damage, is_damage
-from shardproof.runs.checkpointer.judge import Judgement, Verdict, judge, repair_refusal
-from shardproof.runs.checkpointer.marks import read_node_mark
+from shardproof.runs.checkpointer.judge import Damage, Judgement, Verdict, is_damage, judge, repair_refusal
 from shardproof.runs.checkpointer.prune import PrunePlan, plan_prune
 from shardproof.runs.checkpointer.retention import Leftover
 from shardproof.runs.checkpointer.scan import StepInfo, scan_run
-from shardproof.runs.checkpointer.step_folders import StepFolder, place_of
+from shardproof.runs.checkpointer.step_folders import StepFolder, place_of, read_node_mark
 
 Severity = Literal["error", "warning", "note"]
 _ORDER: tuple[Severity, ...] = ("error", "warning", "note")
@@ -204,14 +202,7 @@ def _of_no_steps(infos: Sequence[StepInfo], run: str) -> Iterator[Finding]:
 
 
 def _damaged_step(folder: str, reason: str, run: str, *, has_others: bool) -> Finding:
-    """The finding of a step that no command can repair.
-
-    Args:
-        folder: its folder.
-        reason: what is damaged.
-        run: the run, as commands name it.
-        has_others: True if another step of the run can be restored. Without one, no removal is advised.
-    """
+    """The finding of a step that no command can repair. Without another step, no removal is advised."""
     if has_others:
         return Finding(
             "error", "damaged", folder, reason, f"shardproof prune {shlex.quote(run)} --damaged --yes"
@@ -476,14 +467,7 @@ def scrub_run(
 
 
 def _of_damaged_bytes(folder: str, found: Judgement, run: str, *, restored: str | None) -> Finding:
-    """The finding of a step with damaged bytes.
-
-    Args:
-        folder: its folder.
-        found: the verdict on it.
-        run: the run, as commands name it.
-        restored: the newest step without damage, which a restore takes; None if there is none.
-    """
+    """The finding of a step with damaged bytes. A restore takes `restored` instead, if there is one."""
     path = shlex.quote(f"{run}/{folder}")
     disk = "do not trust this disk (see `dmesg`)"
     if restored is None:

@@ -24,9 +24,8 @@ from shardproof.runs.checkpointer.preemption import (
     lead_seconds,
     limit_of,
 )
-from shardproof.runs.checkpointer.run_marks import checked_step
-from shardproof.runs.checkpointer.save_interval import ENOUGH_SAVES, advice_of
-from shardproof.runs.checkpointer.schedules import Schedule
+from shardproof.runs.checkpointer.schedules import ENOUGH_SAVES, Schedule, advice_of
+from shardproof.runs.checkpointer.step_folders import checked_step
 
 _SAVES = 10
 """Number of recent saves that `lead_seconds` uses."""

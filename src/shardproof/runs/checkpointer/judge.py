@@ -12,6 +12,7 @@ older steps leaves steps that a restore takes.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -31,17 +32,25 @@ from shardproof.engine.format import (
     size_error,
     size_errors,
 )
+from shardproof.engine.planning import ChunkTable
 from shardproof.engine.storage import Storage, file_sizes, map_requests
-from shardproof.errors import FormatError, NotCommittedError, ShardproofError, StorageError, tells_nothing
-from shardproof.runs.checkpointer.damage import is_damage
-from shardproof.runs.checkpointer.marks import NodeMark, read_settled
+from shardproof.errors import (
+    CorruptChunkError,
+    FormatError,
+    NotCommittedError,
+    ShardproofError,
+    StorageError,
+    tells_nothing,
+)
 from shardproof.runs.checkpointer.step_folders import (
     PINNED_NAME,
     SETTLED_NAME,
+    NodeMark,
     StepFolder,
     files_in,
     parse_folder,
     place_of,
+    read_settled,
 )
 
 Depth = Literal["sizes", "metadata", "bytes"]
@@ -216,13 +225,7 @@ def _is_replaced(run: Storage, folder: str, judged: Manifest | None) -> bool:
 
 
 def judge_save(run: Storage, folder: str, attempt: str, *, is_recent: bool) -> Verdict:
-    """The verdict on the files of one save that no manifest names.
-
-    Args:
-        run: the run's folder.
-        folder: the folder in the run.
-        attempt: the attempt in the names of the files.
-        is_recent: True if one of the files was written to lately.
+    """The verdict on the files of one save that no manifest names; `is_recent` if one was written to lately.
 
     Returns:
         `Verdict.WRITING`, `Verdict.REPAIRABLE` if all shard files are there, or `Verdict.LEFTOVER`.
@@ -271,9 +274,6 @@ class RestorableSteps:
     """The steps of a run that are restorable, for decisions of a job (note "Only a restorable step counts").
 
     A step is judged once for each commit, with depth "metadata".
-
-    Args:
-        run: the run's folder.
     """
 
     def __init__(self, run: Storage) -> None:
@@ -334,6 +334,70 @@ class RestorableSteps:
             seal = read_seal(self._run.within(folder))
             if seal is not None:
                 self._known[folder] = seal
+
+
+def is_damage(error: ShardproofError) -> bool:
+    """True if stored bytes are lost or changed; False if the storage cannot read them at the moment."""
+    if "damaged" in error.details:
+        return bool(error.details["damaged"])
+    if not isinstance(error, StorageError):
+        return True
+    return bool(error.details.get("missing")) or error.details.get("errno") in (None, "EIO")
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """A byte range of a shard file whose bytes are lost or changed.
+
+    Example:
+        >>> str(Damage("step-00000001/shards/00000-a.safetensors", 64, 128))
+        'bytes 64 to 128 of step-00000001/shards/00000-a.safetensors'
+        >>> str(Damage("step-00000001/shards/00000-a.safetensors"))
+        'step-00000001/shards/00000-a.safetensors'
+    """
+
+    file: str
+    """Folder of the step, and name of the file in it."""
+    start: int = 0
+    stop: int | None = None
+    """First byte after the range; None: the end of the file."""
+
+    @staticmethod
+    def of(error: ShardproofError, run: str, folder: str) -> Damage | None:
+        """The range that an error names; None if it names no shard file.
+
+        Args:
+            error: raised by a read of a step. A `CorruptChunkError` names the bytes, another error the file.
+            run: location of the run.
+            folder: folder of the step.
+        """
+        file = error.details.get("file")
+        if not isinstance(file, str):
+            return None
+        if os.path.isabs(file):
+            file = os.path.relpath(file, run)
+        elif file.startswith("shards/"):
+            file = f"{folder}/{file}"
+        if "/shards/" not in file:
+            return None
+        if not isinstance(error, CorruptChunkError):
+            return Damage(file)
+        start = error.details["byte_start"]
+        return Damage(file, start, start + error.details["byte_count"])
+
+    def is_in(self, folder: str, manifest: Manifest, table: ChunkTable) -> bool:
+        """True if a step has a chunk, with at least one byte, in the range."""
+        for row, record in enumerate(manifest.files):
+            if f"{record.folder or folder}/{record.name}" == self.file:
+                ends = table.byte_start + table.byte_count
+                found = (table.file == row) & (table.byte_count > 0) & (ends > self.start)
+                if self.stop is not None:
+                    found &= table.byte_start < self.stop
+                return bool(found.any())
+        return False
+
+    def __str__(self) -> str:
+        return self.file if self.stop is None else f"bytes {self.start} to {self.stop} of {self.file}"
 
 
 def _judge_without_manifest(place: Storage, folder: str, references: References | None) -> Judgement | None:

@@ -13,8 +13,7 @@ from shardproof.engine.format import FileRecord, Manifest
 from shardproof.engine.storage import Storage
 from shardproof.runs.checkpointer.doctor import Finding, Severity
 from shardproof.runs.checkpointer.judge import Verdict, judge
-from shardproof.runs.checkpointer.marks import NodeMark, read_node_mark
-from shardproof.runs.checkpointer.step_folders import step_name, steps_in
+from shardproof.runs.checkpointer.step_folders import NodeMark, read_node_mark, step_name, steps_in
 
 _RESTORE = "restore the run with node_local=NodeLocal(replicas=1): the ranks copy the files to a second node"
 

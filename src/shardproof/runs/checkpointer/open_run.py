@@ -7,6 +7,7 @@ import shlex
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from types import NoneType
 from typing import Any
 
 import msgspec
@@ -17,20 +18,25 @@ from shardproof.engine.format import MANIFEST_NAME, read_manifest
 from shardproof.engine.rendezvous import MeetingSequence, Rendezvous
 from shardproof.engine.saving import Saver, Unconfirmed
 from shardproof.engine.storage import LocalStorage, Storage
-from shardproof.errors import FormatError, NotCommittedError, StorageError, tells_nothing
+from shardproof.errors import FormatError, NotCommittedError, StorageError, StructureError, tells_nothing
 from shardproof.runs.checkpointer.judge import RestorableSteps, Verdict, verdict_on
-from shardproof.runs.checkpointer.marks import Pin, pinned_steps
 from shardproof.runs.checkpointer.nodes import MissingCopies, NodeStorage, NodesView, join_nodes
 from shardproof.runs.checkpointer.policies import BestStep, KeepBest, Retention
 from shardproof.runs.checkpointer.retention import StepFacts, abandoned, branch_removal, remove_dead_saves
 from shardproof.runs.checkpointer.run_options import Incremental, NodeLocal
 from shardproof.runs.checkpointer.scrub import Scrub
 from shardproof.runs.checkpointer.step_folders import (
+    Pin,
     StepFolder,
+    parse_argument,
     parse_folder,
+    pinned_steps,
+    remove_pin,
     step_name,
     steps_in,
     steps_with_manifest,
+    write_pin,
+    write_settled,
 )
 from shardproof.runs.checkpointer.tiers import TieredRun
 
@@ -91,9 +97,6 @@ class OpenRun:
         """Refuses a tier that is a checkpoint, or that does not respond. Rank 0 calls it for a restore.
 
         It asks the second tier each time, and logs that it waits.
-
-        Raises:
-            StorageError: see `check_is_run`.
         """
         self.check_is_run(self.storage)
         for tier in self.tiers[1:]:
@@ -196,12 +199,9 @@ class OpenRun:
 
         def decide(posts: Sequence[bytes]) -> bytes:
             with self.explained():
-                return choose()
-
-        def choose() -> bytes:
-            steps = [step for step in self.steps() if not self.is_damaged(step)]
-            facts = self.facts if len(self.tiers) == 1 else StepFacts(self.view())
-            found, _ = facts.select(best, steps)
+                steps = [step for step in self.steps() if not self.is_damaged(step)]
+                facts = self.facts if len(self.tiers) == 1 else StepFacts(self.view())
+                found, _ = facts.select(best, steps)
             if steps and not found:
                 raise NotCommittedError(
                     f"{self.location}: no committed step has a finite {metric!r} in its metadata. Save "
@@ -257,10 +257,8 @@ class OpenRun:
     def confirm(self, view: Storage, folder: StepFolder, *, whole: bool) -> list[bytes]:
         """Makes the restored step durable, or marks it as unconfirmed. Rank 0 calls it.
 
-        Args:
-            view: the view of all tiers that the restore used.
-            folder: folder of the step.
-            whole: True if the load read all of the step. Only then is its commit confirmed.
+        `view` is the view of all tiers that the restore used. The commit is confirmed only if the load read
+        the whole step.
 
         Returns:
             Each rank's share of the missing copies of the step; empty if no copy is missing.
@@ -328,15 +326,9 @@ def open_run(
     node_local: NodeLocal | None,
     incremental: Incremental | None,
 ) -> OpenRun:
-    """Opens a run. With `node_local`, all ranks call it.
+    """Opens a run. With `node_local`, all ranks call it, and `first` is the folder on the node of this rank.
 
-    Args:
-        first: the run's folder in the first tier; with `node_local`, on the node of this rank.
-        second: the run's folder in the second tier.
-        saver: the saver of this rank. The scrub yields to its saves.
-        rendezvous: rendezvous of all ranks.
-        node_local: the options of a first tier on local disks; None: all ranks see one folder.
-        incremental: the options of incremental saves; None: no scrub.
+    The scrub yields to the saves of `saver`. Without `incremental`, there is none.
 
     Raises:
         RankFailure, RankSilent: with `node_local`, a rank failed or fell silent.
@@ -357,3 +349,66 @@ def open_run(
     saving = weakref.WeakMethod(saver.is_saving)  # a scrub does not keep its Checkpointer alive
     scrub = Scrub(storage, rate, lambda: (is_saving := saving()) is not None and is_saving())
     return OpenRun(storage, second, rendezvous, saver.unconfirmed, scrub)
+
+
+def change_pin(run: OpenRun, saver: Saver, step: Any, label: Any) -> None:
+    """Pins a step, or removes its pin. See `Checkpointer.pin` for the errors."""
+    operation = f"pin {run.location}"
+
+    def describe() -> tuple[int, str | None]:
+        number, _ = parse_argument(step, suspect=False)
+        if not isinstance(number, int) or isinstance(number, bool):
+            raise StructureError(f"pin needs a whole number as step, not {step!r}")
+        if label is not None and not isinstance(label, str):
+            raise StructureError(f"pin needs a text as label, not {label!r}")
+        return number, label
+
+    def decide(posts: Sequence[tuple[int, str | None]]) -> None:
+        other = next((rank for rank, post in enumerate(posts) if post != posts[0]), None)
+        if other is not None:
+            raise StructureError(
+                f"{run.location}: rank 0 and rank {other} pin different steps, or with different labels; "
+                "nothing was changed. Pass the same arguments on all ranks",
+                ranks=[0, other],
+            )
+        number, text = posts[0]
+        for tier in run.holders(number):
+            if text is None:
+                remove_pin(tier, number)
+            else:
+                run.check_restorable(tier, number)
+                write_pin(tier, number, text)
+
+    with run.rendezvous.operation(operation):
+        saver.wait_for_end()  # its retention may remove the step
+        meetings = MeetingSequence(run.rendezvous, operation)
+        meetings.exchange("pin", describe, decide, tuple[int, str | None], NoneType)
+
+
+def settle_suspect(run: OpenRun, saver: Saver, step: Any, verdict: Any) -> None:
+    """Stores the verdict on a suspect. See `Checkpointer.settle_suspect` for the errors."""
+    operation = f"settle {run.location}"
+    number, folder = parse_argument(step, suspect=True)
+
+    def describe() -> tuple[str, str]:
+        if not isinstance(number, int):
+            raise StructureError(f"settle_suspect needs a whole number as step, not {step!r}")
+        if not isinstance(verdict, str):
+            raise StructureError(f"settle_suspect needs a text as verdict, not {verdict!r}")
+        return folder, verdict
+
+    def decide(verdicts: Sequence[tuple[str, str]]) -> None:
+        other = next((rank for rank, one in enumerate(verdicts) if one != verdicts[0]), None)
+        if other is not None:
+            raise StructureError(
+                f"{run.location}: rank 0 settles {': '.join(verdicts[0])}, but rank {other} settles "
+                f"{': '.join(verdicts[other])}; nothing was settled. Pass the same verdict on all ranks",
+                ranks=[0, other],
+            )
+        if not write_settled(run.storage.within(folder), verdict):
+            _log.warning("%s/%s: nothing to settle: there is no committed suspect", run.location, folder)
+
+    with run.rendezvous.operation(operation):
+        saver.wait_for_end()
+        meetings = MeetingSequence(run.rendezvous, operation)
+        meetings.exchange("settle", describe, decide, tuple[str, str], NoneType)

@@ -1,22 +1,47 @@
-"""Preemption: notices that the program has to end soon, and the exception that ends it after a save."""
+"""Preemption: notices that the program has to end soon, and the exception that ends it after a save.
+
+Child processes, such as the workers of a DataLoader, outlast a notice. Slurm and torchrun signal every
+process of a job. If a worker ended by the signal, the loader would raise in the training loop before the next
+`save_if_due`, and the save would be lost.
+
+Note "Who may end a child"
+    A child ends by a signal of its parent: `Process.terminate` of a loader or a pool sends SIGTERM. A handler
+    in Python does not get the sender, `sigwaitinfo` does. So all threads of the child block the signals, and
+    one thread takes them. It ignores those of other processes, and delivers those of the parent to the
+    handlers that the program had. If the parent has ended, it delivers all.
+
+Note "All threads of a child"
+    A thread inherits the blocked signals of the thread that starts it, and so does a program. A forked child
+    has one thread. A spawned child has threads of libraries before it runs code of the program, so the thread
+    that spawns it has to block the signals meanwhile.
+
+Note "A program that a child starts"
+    It should end by these signals. So the child unblocks them while it starts a program. A signal at that
+    moment acts as without this module.
+"""
 
 from __future__ import annotations
 
+import _posixsubprocess
 import logging
 import math
+import multiprocessing
 import multiprocessing.util
 import os
 import signal
+import subprocess
+import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
+from multiprocessing import resource_tracker
 from types import FrameType
 from typing import Any
 
 from shardproof._utils.arguments import check_number, check_whole
-from shardproof.runs.checkpointer.child_signals import blocked, outlast
 
 EXIT_CODE = 85
 """No shell, Python, torchrun or signal uses this code."""
@@ -29,6 +54,17 @@ UNMEASURED_SAVE = 60.0
 """Seconds that a save is assumed to take before one has been measured."""
 
 _END_TIME = "SLURM_JOB_END_TIME"
+_STARTS: tuple[tuple[Any, str], ...] = (
+    (subprocess, "_fork_exec"),
+    (_posixsubprocess, "fork_exec"),
+    (os, "execv"),
+    (os, "execve"),
+    (os, "posix_spawn"),
+    (os, "posix_spawnp"),
+    (os, "system"),
+)
+"""The functions through which Python starts programs."""
+
 _log = logging.getLogger("shardproof")
 
 
@@ -97,7 +133,7 @@ class Preemption:
 
         The fork server must not run before the block.
         """
-        with blocked(self.signals):
+        with _blocked(self.signals):
             yield
 
     def worker_init_fn(self, worker: int) -> None:
@@ -108,7 +144,7 @@ class Preemption:
         Args:
             worker: number of the worker, which is not used.
         """
-        outlast(self.signals)
+        _outlast(self.signals)
 
 
 class Preempted(SystemExit):
@@ -212,7 +248,7 @@ class SignalNotices:
         for number, (ours, previous) in self._previous.items():
             if signal.getsignal(number) is ours:
                 signal.signal(number, previous)
-        outlast(self._previous)
+        _outlast(self._previous)
 
     def notes(self, number: int) -> bool:
         """Note a signal. False for the previous handler: a repeated signal, or one to a forked child."""
@@ -228,11 +264,7 @@ class SignalNotices:
 
 
 def _install(number: int, reference: weakref.ref[SignalNotices]) -> tuple[Any, Any]:
-    """Install the handler of one signal, which holds no reference to its notices.
-
-    Returns:
-        The handler, and the previous one.
-    """
+    """Installs the handler of a signal, without a reference to its notices. Returns it, and the previous."""
 
     def handle(signum: int, frame: FrameType | None) -> None:
         notices = reference()
@@ -259,3 +291,62 @@ def _install(number: int, reference: weakref.ref[SignalNotices]) -> tuple[Any, A
             "only. Make the Checkpointer there, or pass Preemption(signals=()) to watch the time limit alone"
         ) from error
     return handle, previous
+
+
+def _outlast(signals: Collection[int]) -> None:
+    """Makes this process ignore signals, except those that its parent sends.
+
+    Call it in the main thread of a child. Other threads of the child must block the signals (see "All
+    threads of a child"). Signals that the child ignores already stay ignored.
+    """
+    chosen = {number for number in signals if signal.getsignal(number) is not signal.SIG_IGN}
+    if not chosen:
+        return
+    signal.pthread_sigmask(signal.SIG_BLOCK, chosen)
+    threading.Thread(
+        target=_take, args=(chosen, os.getppid()), name="shardproof-child-signals", daemon=True
+    ).start()
+    for module, name in _STARTS:
+        call = getattr(module, name, None)
+        if call is not None and not hasattr(call, "__wrapped__"):  # a child of a child has it
+            setattr(module, name, _with_signals(call, chosen))
+
+
+def _take(signals: Collection[int], parent: int) -> None:
+    """Takes signals for ever. See "Who may end a child"."""
+    while True:
+        found = signal.sigwaitinfo(signals)
+        starter = multiprocessing.parent_process()  # not the parent, if that is a fork server
+        obeyed = {parent, starter.pid if starter is not None else parent}
+        if found.si_pid in obeyed or os.getppid() != parent:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {found.si_signo})
+            os.kill(os.getpid(), found.si_signo)
+            signal.pthread_sigmask(signal.SIG_BLOCK, {found.si_signo})
+
+
+def _with_signals(call: Callable[..., Any], signals: Collection[int]) -> Callable[..., Any]:
+    """The function, called while the signals are not blocked. See "A program that a child starts"."""
+
+    @wraps(call)
+    def unblocked(*args: Any, **options: Any) -> Any:
+        with _masked(signal.SIG_UNBLOCK, signals):
+            return call(*args, **options)
+
+    return unblocked
+
+
+@contextmanager
+def _blocked(signals: Collection[int]) -> Iterator[None]:
+    """Blocks signals in this thread, and so in the processes that it starts. They arrive at the end."""
+    resource_tracker.ensure_running()  # its start unblocks SIGTERM in this thread
+    with _masked(signal.SIG_BLOCK, signals):
+        yield
+
+
+@contextmanager
+def _masked(how: signal.Sigmasks, signals: Collection[int]) -> Iterator[None]:
+    before = signal.pthread_sigmask(how, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

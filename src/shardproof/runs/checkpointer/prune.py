@@ -18,7 +18,6 @@ from shardproof.engine.format import flush_manifests_in, references_in
 from shardproof.engine.storage import Storage, Upload
 from shardproof.errors import NotCommittedError, StorageError
 from shardproof.runs.checkpointer.judge import Verdict, judge_save, verdict_on
-from shardproof.runs.checkpointer.marks import pinned_steps, read_pin, read_settled
 from shardproof.runs.checkpointer.policies import KeepLatest
 from shardproof.runs.checkpointer.retention import (
     Leftover,
@@ -31,7 +30,15 @@ from shardproof.runs.checkpointer.retention import (
     times_of,
 )
 from shardproof.runs.checkpointer.scan import StepInfo, scan_run
-from shardproof.runs.checkpointer.step_folders import attempt_of, files_in, parse_folder, parse_step
+from shardproof.runs.checkpointer.step_folders import (
+    attempt_of,
+    files_in,
+    parse_folder,
+    parse_step,
+    pinned_steps,
+    read_pin,
+    read_settled,
+)
 
 _SPARED = (Verdict.REPAIRABLE, Verdict.DAMAGED, Verdict.MISPLACED, Verdict.UNREADABLE)
 """The verdicts on folders with a manifest in which no file counts as that of a dead save: the manifest may be
@@ -253,12 +260,7 @@ def _judge_saves(
 ) -> dict[Verdict, list[Leftover]]:
     """The saves that no manifest names, by their verdict (see `judge_save`).
 
-    Args:
-        storage: the run's folder.
-        found: the files of these saves.
-        infos: the folders of the run.
-        is_recent: True if one of the files was written to lately.
-        last: saves up to this step count as leftovers, even if their shard files are all there; None: none.
+    Saves up to the step `last` count as leftovers, even if their shard files are all there.
     """
     spared = {info.name for info in infos if info.status in _SPARED}
     old = {info.name for info in infos if last is not None and info.step is not None and info.step <= last}
@@ -316,12 +318,7 @@ def _with_uploads(
     """The leftovers, the multipart uploads, and why these cannot be listed.
 
     Files and uploads of one attempt have one age, because a rank may upload for hours after another finished.
-
-    Args:
-        storage: the run's folder.
-        found: the leftovers.
-        before: Unix seconds. For uploads that began later, only the start time is known, not the time of the
-            last part.
+    Of uploads that began after `before`, only the start is known, and not the time of the last part.
     """
     try:
         uploads = [upload for upload in storage.uploads(before) if _attempt_of(upload)]
@@ -359,10 +356,10 @@ def prune(storage: Storage, plan: PrunePlan) -> list[str]:
     """
     flush_manifests_in(storage)
     spared = [leftover.folder for leftover in plan.leftovers if not remove_leftover(storage, leftover)]
-    is_as_planned = {name: _is_as_planned(storage, name, fate) for name, fate in plan.removed.items()}
-    delete_steps(storage, [name for name, is_same in is_as_planned.items() if is_same])
+    changed = [name for name, fate in plan.removed.items() if not _is_as_planned(storage, name, fate)]
+    delete_steps(storage, [name for name in plan.removed if name not in changed])
     _abort_uploads(storage, plan.uploads)
-    return [*spared, *(name for name, is_same in is_as_planned.items() if not is_same)]
+    return [*spared, *changed]
 
 
 def _is_as_planned(run: Storage, folder: str, fate: Fate) -> bool:

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from shardproof.engine.format import Manifest
-from shardproof.engine.loading import UNREADABLE, LoadOptions, LoadReport, from_rank, load_from
+from shardproof.engine.loading import UNREADABLE, LoadOptions, LoadReport, load_from
 from shardproof.engine.rendezvous import MeetingSequence, Rendezvous
 from shardproof.engine.storage import Storage
 from shardproof.errors import (
@@ -43,7 +43,7 @@ from shardproof.runs.checkpointer.step_selection import (
     named,
     newest_committed,
 )
-from shardproof.runs.checkpointer.tiers import Copies, copies_in
+from shardproof.runs.checkpointer.tiers import copies_in
 
 _REMOVED = "it was removed or replaced while it was read"
 
@@ -142,6 +142,7 @@ class Restore:
         self.damaged_everywhere: set[int] = set()
         """The steps of `damaged` without a readable copy."""
         self._run, self._rendezvous = run, rendezvous
+        self._meetings = MeetingSequence(rendezvous, f"restore {run.location}")
         self._copies = copies_in(run)
         self._selection = StepSelection(run, suspect=suspect, copies=self._copies)
         self._step, self._suspect, self._options = step, suspect, options
@@ -207,29 +208,26 @@ class Restore:
 
     def _choose(self) -> Chosen:
         """The step that rank 0 chooses after all reports. Raises if the restore cannot continue."""
-        rank = self._rendezvous.rank
-        fault: ShardproofError | None = None
-        """An error of a tier on rank 0, which is raised with the choice."""
 
-        def report() -> bytes:
-            nonlocal fault
-            if rank == 0:
-                try:
-                    self._check_tiers()
-                except ShardproofError as error:
-                    fault = error
-            return msgspec.msgpack.encode(report_view(self._copies, rank, self._step, suspect=self._suspect))
+        def report() -> _RestoreReport | ShardproofError:
+            found = _RestoreReport(self._step, self._suspect)
+            try:
+                if self._rendezvous.rank == 0:  # lists the run later (note "Rank 0 looks last")
+                    with self._explained():
+                        self._check_tiers()
+                elif self._step is None or self._suspect:  # else there is nothing to choose
+                    found.newest = _newest(self._copies.seen_here(), self._step, self._suspect)
+            except ShardproofError as error:
+                return error
+            return found
 
-        def decide(posts: Sequence[bytes]) -> bytes:
+        def decide(reports: Sequence[_RestoreReport]) -> Chosen:
             with self._explained():
-                if fault is not None:
-                    raise fault
-                check_reports(self._run, [msgspec.msgpack.decode(post, type=RestoreReport) for post in posts])
-                chosen = self._selection.choose_after(self.passed_over, self._step, self._failed)
-                return msgspec.msgpack.encode(chosen)
+                _check_reports(self._run, reports)
+                return self._selection.choose_after(self.passed_over, self._step, self._failed)
 
         try:
-            chosen = msgspec.msgpack.decode(self._meeting().meet("choose", report, decide), type=Chosen)
+            chosen = self._meetings.exchange("choose", report, decide, _RestoreReport, Chosen)
             # Rank 0 sends all copies each time: an earlier save counts after the later one failed.
             self.passed_over = tuple(
                 item for item in self.passed_over if not item.tier or item in chosen.passed
@@ -257,7 +255,7 @@ class Restore:
         if misfit is not None:
             raise misfit
         if first and 0 < self._rendezvous.rank == self._rendezvous.world_size - 1:
-            check_damage(self._copies.anew(), chosen)
+            _check_damage(self._copies.anew(), chosen)
 
     def _check_progress(self, chosen: Chosen) -> None:
         """Raises if the restore ends with the step that could not be read."""
@@ -286,12 +284,10 @@ class Restore:
         """Raises on every rank if any rank still has values of a damaged step."""
         lacking = sorted({*report.missing, *report.unchanged} - self._untouched)
 
-        def decide(posts: Sequence[bytes]) -> bytes:
-            keys = {key for post in posts for key in msgspec.msgpack.decode(post, type=list[str])}
-            return msgspec.msgpack.encode(sorted(keys)[:8])
+        def decide(posts: Sequence[list[str]]) -> list[str]:
+            return sorted({key for keys in posts for key in keys})[:8]
 
-        answer = self._meeting().meet("compare", lambda: msgspec.msgpack.encode(lacking[:8]), decide)
-        keys = msgspec.msgpack.decode(answer, type=list[str])
+        keys = self._meetings.exchange("compare", lambda: lacking[:8], decide, list[str], list[str])
         if keys:
             raise _mixed(f"it lacks {', '.join(keys)}", overwritten, restored)
 
@@ -309,11 +305,8 @@ class Restore:
             where = f" on {item.tier}" if item.tier else ""
             _log.warning("%s: %s%s is passed over: %s", self._run.location, item.folder, where, item.reason)
 
-    def _meeting(self) -> MeetingSequence:
-        return MeetingSequence(self._rendezvous, f"restore {self._run.location}")
 
-
-class RestoreReport(msgspec.Struct, frozen=True, array_like=True):
+class _RestoreReport(msgspec.Struct, array_like=True):
     """The report of one rank before rank 0 chooses a step."""
 
     step: int | None
@@ -321,27 +314,10 @@ class RestoreReport(msgspec.Struct, frozen=True, array_like=True):
     suspect: bool
     newest: StepFolder | None = None
     """The newest committed step that the rank sees. For a numbered step: its folder."""
-    error: dict[str, object] | None = None
-    """The error of a rank that cannot list the run."""
 
 
-def report_view(copies: Copies, rank: int, step: int | None, *, suspect: bool) -> RestoreReport:
-    """This rank's view of a run. Rank 0 does not list it here (note "Rank 0 looks last")."""
-    if rank == 0 or (step is not None and not suspect):  # there is nothing to choose
-        return RestoreReport(step, suspect)
-    try:
-        return RestoreReport(step, suspect, _newest(copies.seen_here(), step, suspect))
-    except StorageError as error:
-        return RestoreReport(step, suspect, error=error.to_wire())
-
-
-def check_reports(run: Storage, reports: Sequence[RestoreReport]) -> None:
-    """Rank 0 checks that all ranks request the same step, and that no rank sees a newer step than rank 0.
-
-    Raises:
-        StructureError: the callers request different steps.
-        StorageError: a rank cannot list the run, or ranks see different runs.
-    """
+def _check_reports(run: Storage, reports: Sequence[_RestoreReport]) -> None:
+    """Rank 0 checks that all ranks request the same step, and that no rank sees a newer step than rank 0."""
     wanted = {(report.step, report.suspect) for report in reports}
     if len(wanted) > 1:
         steps = sorted({str(step) for step, _ in wanted})
@@ -349,9 +325,6 @@ def check_reports(run: Storage, reports: Sequence[RestoreReport]) -> None:
             f"{run.location}: the ranks request different steps: {steps}"
             f"{'' if len(steps) > 1 else ', some of them with suspect=True'}; nothing was changed"
         )
-    for rank, report in enumerate(reports):
-        if report.error is not None:
-            raise from_rank(rank, len(reports), report.error)
     seen = {rank: report.newest for rank, report in enumerate(reports) if report.newest is not None}
     if not seen:
         return
@@ -369,14 +342,11 @@ def check_reports(run: Storage, reports: Sequence[RestoreReport]) -> None:
         )
 
 
-def check_damage(run: Storage, chosen: Chosen) -> None:
+def _check_damage(run: Storage, chosen: Chosen) -> None:
     """The last rank checks that the damage that rank 0 found is damage on its node, too.
 
     If only rank 0 cannot see a file, the ranks must not restore an older step. With several nodes, the last
     rank is on another node than rank 0.
-
-    Raises:
-        StorageError: this rank can read a newer step.
     """
     selection = StepSelection(run, suspect=False)
     for item in chosen.passed:

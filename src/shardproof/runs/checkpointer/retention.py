@@ -42,7 +42,6 @@ from shardproof.engine.format import (
 )
 from shardproof.engine.storage import Storage, map_requests
 from shardproof.errors import FormatError, NotCommittedError, ShardproofError, StorageError
-from shardproof.runs.checkpointer.marks import read_pin, suspects_in
 from shardproof.runs.checkpointer.policies import Retention, SavedStep
 from shardproof.runs.checkpointer.step_folders import (
     PINNED_NAME,
@@ -50,8 +49,10 @@ from shardproof.runs.checkpointer.step_folders import (
     attempt_of,
     files_in,
     folders_in,
+    read_pin,
     step_name,
     steps_in,
+    suspects_in,
 )
 
 _log = logging.getLogger("shardproof")
@@ -128,9 +129,7 @@ def delete_steps(
 class StepFacts:
     """Times and metadata of the steps of a run, from their manifests. Each manifest is read once.
 
-    Args:
-        run: the run's folder.
-        holder: gives the run from which to read the manifest of a step; None: `run`.
+    `holder` gives the run from which to read the manifest of a step; None: `run`.
     """
 
     def __init__(self, run: Storage, holder: Callable[[int], Storage] | None = None) -> None:
@@ -506,11 +505,8 @@ def remove_dead_saves(run: Storage, own: Storage) -> None:
     """Removes from the memory of this node the files of saves that died, before the first save of a job.
 
     On a disk they stay for `prune`. In memory they would take the room of the next save. Does nothing if
-    another process uses the run. A failure costs space only, so it is logged.
-
-    Args:
-        run: the run on all nodes. A manifest on any of them may name a file of this node.
-        own: the run on this node.
+    another process uses the run. A failure costs space only, so it is logged. `run` is the run on all nodes:
+    a manifest on any of them may name a file of this node.
     """
     try:
         for leftover in own.hold(lambda: leftovers(own, own.modified)):

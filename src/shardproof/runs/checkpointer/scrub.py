@@ -23,7 +23,7 @@ from shardproof.engine.format import has_no_references, read_index, read_manifes
 from shardproof.engine.saving import Workers
 from shardproof.engine.storage import Storage, UncachedStorage
 from shardproof.errors import FormatError, NotCommittedError, ShardproofError, StorageError
-from shardproof.runs.checkpointer.damage import Damage, is_damage
+from shardproof.runs.checkpointer.judge import Damage, is_damage
 from shardproof.runs.checkpointer.step_folders import folders_in
 from shardproof.runs.maintenance import verify
 
@@ -36,11 +36,8 @@ _log = logging.getLogger("shardproof")
 class Scrub:
     """Reads the references of steps again, and records the proved steps and the damage.
 
-    Args:
-        run: the run's folder.
-        rate: bytes to read a second, at most; None: no scrub. A run on an object store has none, because the
-            store compares the checksums of its objects.
-        is_saving: returns True while this rank saves.
+    It reads `rate` bytes a second at most; None: no scrub. A run on an object store has none, because the
+    store compares the checksums of its objects.
     """
 
     def __init__(self, run: Storage, rate: int | None, is_saving: Callable[[], bool]) -> None:

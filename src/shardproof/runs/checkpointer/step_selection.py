@@ -11,10 +11,16 @@ from itertools import chain
 from shardproof.engine.format import MANIFEST_NAME, read_index, references_in
 from shardproof.engine.storage import Storage
 from shardproof.errors import CorruptChunkError, NotCommittedError, ShardproofError, StorageError
-from shardproof.runs.checkpointer.damage import Damage, is_damage
-from shardproof.runs.checkpointer.judge import Verdict, judge
-from shardproof.runs.checkpointer.marks import is_settled, unsettled_in
-from shardproof.runs.checkpointer.step_folders import StepFolder, files_in, folders_in, parse_folder, seal_in
+from shardproof.runs.checkpointer.judge import Damage, Verdict, is_damage, judge
+from shardproof.runs.checkpointer.step_folders import (
+    StepFolder,
+    files_in,
+    folders_in,
+    is_settled,
+    parse_folder,
+    seal_in,
+    unsettled_in,
+)
 from shardproof.runs.checkpointer.tiers import Copies, TieredRun, copies_in
 
 MOST_TRIES = 16
@@ -120,10 +126,8 @@ class _RunChanged(Exception):
 class StepSelection:
     """The choices of one restore.
 
-    Args:
-        run: the run's folder.
-        suspect: True if unsettled suspects count. A suspect comes before the step of its number.
-        copies: the choice among the copies of the files; None: that of `run`.
+    With `suspect`, unsettled suspects count; a suspect comes before the step of its number. `copies` is the
+    choice among the copies of the files; None: that of `run`.
     """
 
     def __init__(self, run: Storage, *, suspect: bool, copies: Copies | None = None) -> None:
@@ -135,9 +139,7 @@ class StepSelection:
 
         Training may continue in the run, and retention may remove a step between two reads of it. So a step
         is passed over only if its manifest has not changed, and no newer step was committed in the meantime.
-
-        Args:
-            known: steps that are known to be unreadable.
+        The steps in `known` are known to be unreadable.
 
         Raises:
             NotCommittedError: there are committed steps, but none can be read.
@@ -156,18 +158,11 @@ class StepSelection:
         )
 
     def choose_after(self, known: Sequence[PassedOver], step: int | None, failed: Failed | None) -> Chosen:
-        """The first choice of a restore, and each choice after a chosen step could not be read.
+        """The first choice of a restore, and each choice after the last one, `failed`, could not be read.
 
         If the manifest of that step is gone or has changed, another process removed or replaced the step, and
-        rank 0 chooses again. Otherwise a damaged step is passed over, and any other error is final.
-
-        Args:
-            known: steps that are known to be unreadable.
-            step: the step that the caller requests; None for the newest.
-            failed: the last choice, if it could not be read.
-
-        Raises:
-            NotCommittedError, StorageError: see `choose`.
+        rank 0 chooses again. Otherwise a damaged step is passed over, and any other error is final. `step` is
+        the one that the caller requests. See `choose` for `known` and the errors.
         """
         run, passed, changed = self._run, list[PassedOver](), False
         if failed is not None and failed.chosen.folder is not None:

@@ -29,7 +29,7 @@ from shardproof.engine.geometry import BoxTable
 from shardproof.engine.planning import ChunkTable, chunk_table, prove_chunks
 from shardproof.engine.storage import Storage
 from shardproof.errors import AlreadyCommittedError, FormatError, NotCommittedError, StorageError, TilingError
-from shardproof.runs.maintenance.stored import FoundShard, VerifiedShard, find_shard, verify_shard
+from shardproof.runs.maintenance.shard_files import FoundShard, VerifiedShard, find_shard, verify_shard
 
 
 def repair(storage: Storage) -> Manifest:
@@ -111,14 +111,7 @@ def plan_repair(storage: Storage) -> RepairPlan:
 
 
 def whole_attempts(storage: Storage) -> set[str]:
-    """The saves in a folder whose shard files are all there, and that need no other step.
-
-    Args:
-        storage: storage of the checkpoint.
-
-    Raises:
-        StorageError: the storage failed.
-    """
+    """The saves in a folder whose shard files are all there, and that need no other step."""
     attempts, _ = _found_shards(storage)
     return {name for name, files in attempts.items() if _is_whole(files)}
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import shardproof.commands.cli.failures
+import shardproof.commands.cli.terminal
 from shardproof._utils.humanize import gigabytes
 from shardproof.commands.cli.group import COMMANDS, run
 from shardproof.engine.format import MANIFEST_NAME
@@ -338,7 +338,7 @@ def test_an_unexpected_error_is_3_and_no_traceback(
         raise RuntimeError("oops")
 
     monkeypatch.setattr("shardproof.commands.report.scan_run", broken)
-    monkeypatch.delenv(shardproof.commands.cli.failures.TRACEBACK, raising=False)
+    monkeypatch.delenv(shardproof.commands.cli.terminal.TRACEBACK, raising=False)
     code, out, err = call("ls", ckpt)
     assert (code, out) == (3, "")
     assert "unexpected RuntimeError: oops" in err

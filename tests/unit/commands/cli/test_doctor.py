@@ -21,7 +21,7 @@ import shardproof as sp
 from shardproof.engine.format import MANIFEST_NAME
 from shardproof.errors import StorageError
 from shardproof.runs.checkpointer import probe_storage
-from shardproof.runs.checkpointer.marks import NodeMark, write_node_mark, write_pin
+from shardproof.runs.checkpointer.step_folders import NodeMark, write_node_mark, write_pin
 from shardproof.storage import FreeSpace, FsspecStorage, LocalStorage
 from tests.faulty_system import Fault, faulty_system
 from tests.unit.commands.cli.samples import Sample, cut, write

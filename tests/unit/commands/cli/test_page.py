@@ -20,6 +20,7 @@ import torch
 
 import shardproof as sp
 from shardproof import events
+from shardproof.commands import report
 from shardproof.commands.cli.group import run
 from shardproof.commands.report import (
     Stored,
@@ -27,13 +28,16 @@ from shardproof.commands.report import (
     checkpoint_facts,
     describe,
     detail,
+    difference,
+    html_file,
     html_of,
+    page_facts,
 )
-from shardproof.commands.report.page import facts_of_checkpoint, html_file
-from shardproof.commands.report.page.facts_of_difference import layer_of
+from shardproof.commands.report.page_difference import layer_of
+from shardproof.engine.foreign import Foreign
 from shardproof.engine.format import FileRecord, Manifest, TensorRecord
 from shardproof.engine.planning import ChunkTable
-from shardproof.runs.checkpointer.marks import NodeMark, write_node_mark
+from shardproof.runs.checkpointer.step_folders import NodeMark, write_node_mark
 from shardproof.storage import LocalStorage
 from tests.unit.commands.cli.samples import Sample, cut, model, rows_cut, write
 
@@ -244,8 +248,8 @@ def test_a_page_says_what_it_leaves_out(tmp_path: Path, monkeypatch: pytest.Monk
     write(tmp_path, sample(1))
     stored = describe(LocalStorage(tmp_path))
     assert len(checkpoint_facts(stored)["layouts"]) == 2, "one for each shape"
-    monkeypatch.setattr(facts_of_checkpoint, "MOST_BOXES", 3)
-    monkeypatch.setattr(facts_of_checkpoint, "MOST_TENSORS", 4)
+    monkeypatch.setattr(page_facts, "MOST_BOXES", 3)
+    monkeypatch.setattr(page_facts, "MOST_TENSORS", 4)
     facts = checkpoint_facts(stored)
     assert [row["layout"] for row in facts["tensors"]] == [0, None, None, 0], "the largest tensors come first"
     assert facts["tensors_left_out"] == len(STATE) - 4
@@ -318,6 +322,24 @@ def test_a_page_of_one_state_has_no_changes(page: Any, tmp_path: Path) -> None:
     write(tmp_path / "a", sample(1))
     facts = page(tmp_path / "a", tmp_path / "a")
     assert facts["difference"]["same"] and not facts["layers"] and not facts["histograms"]
+
+
+def test_the_page_of_two_checkpoints_describes_each_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, page: Any
+) -> None:
+    described: list[str] = []
+
+    def describe_once(place: Foreign, **options: Any) -> Any:
+        described.append(place.location)
+        return describe(place, **options)
+
+    for name in ("a", "b"):
+        sp.save(tmp_path / name, {"w": torch.ones(2)})
+    for module in (report, difference):
+        monkeypatch.setattr(module, "describe", describe_once)
+    facts = page(tmp_path / "a", tmp_path / "b")
+    assert [side["location"] for side in facts["sides"]] == described
+    assert described == [str(tmp_path / "a"), str(tmp_path / "b")]
 
 
 def test_the_layer_of_a_key() -> None:

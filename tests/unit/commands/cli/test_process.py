@@ -67,9 +67,9 @@ def test_help_needs_only_the_files_of_the_commands() -> None:
         "shardproof._utils.humanize",
         "shardproof.commands",
         "shardproof.commands.cli",
-        "shardproof.commands.cli.failures",
         "shardproof.commands.cli.group",
         "shardproof.commands.cli.options",
+        "shardproof.commands.cli.terminal",
         "shardproof.errors",
         "shardproof.version",
     ]

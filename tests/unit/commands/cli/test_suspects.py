@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shardproof.engine.format import MANIFEST_NAME
-from shardproof.runs.checkpointer.marks import write_settled
+from shardproof.runs.checkpointer.step_folders import write_settled
 from shardproof.storage import LocalStorage
 from tests.unit.commands.cli.samples import Sample, cut, write
 from tests.unit.commands.cli.test_commands import STATE, call, make_old

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from shardproof.engine.saving import Saver
-from shardproof.engine.saving.save_protocol import Save, _CallerSteps
+from shardproof.engine.saving.save_protocol import Save
 from shardproof.errors import PlainDataError, ShardproofError, StorageError
 from shardproof.rendezvous import LocalRendezvous
 from shardproof.storage import LocalStorage
@@ -109,11 +109,17 @@ def test_an_interrupt_of_the_caller_keeps_its_traceback(
 ) -> None:
     """It passes the frames of the caller while the save thread ends the save."""
 
-    def interrupted(steps: _CallerSteps) -> None:
-        raise KeyboardInterrupt
+    gate, saver, start = Gate(monkeypatch), Saver(LocalRendezvous()), Save.start
 
-    gate, saver = Gate(monkeypatch), Saver(LocalRendezvous())
-    monkeypatch.setattr(_CallerSteps, "stage", interrupted)
+    def started(save: Save, state: Any, operation: Any, submit: Any, **options: Any) -> None:
+        def interrupted(work: Any) -> None:
+            submit(work)
+            assert gate.reached.wait(LIMIT)
+            raise KeyboardInterrupt
+
+        start(save, state, operation, interrupted, **options)
+
+    monkeypatch.setattr(Save, "start", started)
     with pytest.raises(KeyboardInterrupt) as caught:
         saver.begin(LocalStorage(tmp_path), STATE)
     gate.open()

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -93,6 +94,27 @@ def test_only_frameworks_that_are_loaded_have_a_version(tmp_path: Path) -> None:
     assert not {
         name for name in set(sys.modules) - before if name.partition(".")[0] in provenance._FRAMEWORKS
     }
+
+
+def test_what_cannot_change_is_read_once(
+    facts: provenance.ProcessFacts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A later save reads neither packages nor /proc. A framework that is imported later has a version."""
+    monkeypatch.setitem(sys.modules, "verl", ModuleType("verl"))
+    facts.git(PATIENCE)
+    first = provenance.provenance(1, [])
+
+    def read(*_arguments: Any) -> str:
+        raise OSError("read again")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(provenance.metadata, "version", read)
+        patch.setattr(provenance.Path, "read_text", read)
+        assert provenance.provenance(1, []) == first and first["started"] > 0
+    module = ModuleType("trl")
+    module.__dict__["__version__"] = "9.9"
+    monkeypatch.setitem(sys.modules, "trl", module)
+    assert provenance.provenance(1, [])["versions"] == {**first["versions"], "trl": "9.9"}
 
 
 def test_the_record_is_shown(

@@ -194,7 +194,7 @@ def test_a_subclass_of_a_folder_is_verified_past_the_page_cache(
         pass
 
     seen: list[type] = []
-    module = importlib.import_module("shardproof.runs.maintenance.verify_foreign")
+    module = importlib.import_module("shardproof.runs.maintenance.verify")
     monkeypatch.setattr(module, "verify", lambda storage, on_progress: seen.append(type(storage)))
     sp.save(tmp_path / "c", {"w": torch.ones(2)})
     verify_any(Foreign(Mine(tmp_path / "c")))

@@ -22,7 +22,7 @@ import torch
 import shardproof as sp
 from shardproof.checkpointer import delete_steps
 from shardproof.commands.cli.group import run as run_cli
-from shardproof.engine.saving import CheckReplicas
+from shardproof.engine.saving import CheckReplicas, Saver
 from shardproof.engine.storage.paths import storage_error
 from shardproof.errors import StorageError
 from shardproof.storage import LocalStorage
@@ -499,18 +499,16 @@ def test_every_save_gets_the_mode_of_the_replica_check(
 ) -> None:
     with pytest.raises(ValueError, match="check_replicas is 'sample', 'all' or None, not 'some'"):
         sp.Checkpointer(tmp_path, check_replicas="some")  # type: ignore[arg-type]
-    seen_modes = []
+    seen_modes, begin = [], Saver.begin
     modes: tuple[CheckReplicas | None, ...] = (None, "sample", "all")
+
+    def watched(saver: Saver, *args: Any, **options: Any) -> Any:
+        seen_modes.append(args[2].check_replicas)
+        return begin(saver, *args, **options)
+
+    monkeypatch.setattr(Saver, "begin", watched)
     for mode in modes:
-        checkpointer = sp.Checkpointer(tmp_path, check_replicas=mode)
-        begin = checkpointer._saver.begin
-
-        def watched(*args: Any, begin: Any = begin, **options: Any) -> Any:
-            seen_modes.append(args[2].check_replicas)
-            return begin(*args, **options)
-
-        monkeypatch.setattr(checkpointer._saver, "begin", watched)
-        checkpointer.save(1, state(1), overwrite=True).result()
+        sp.Checkpointer(tmp_path, check_replicas=mode).save(1, state(1), overwrite=True).result()
     assert seen_modes == [None, "sample", "all"]
 
 

@@ -22,7 +22,7 @@ from shardproof.checkpointer import delete_steps, plan_removal
 from shardproof.engine.format import flush_manifests_in
 from shardproof.maintenance import verify
 from shardproof.rendezvous import LocalRendezvous
-from shardproof.runs.checkpointer.damage import is_damage
+from shardproof.runs.checkpointer.judge import is_damage
 from shardproof.runs.checkpointer.nodes import MissingCopies, NodeGroup, NodeStorage, NodesView
 from shardproof.runs.checkpointer.nodes.file_service import FileService
 from shardproof.runs.checkpointer.nodes.peer_frames import PIECE_BYTES, PeerConnection, PeerRequest

@@ -17,8 +17,12 @@ from shardproof.errors import StorageError
 from shardproof.rendezvous import StoreRendezvous
 from shardproof.runs.checkpointer.nodes import file_service, join_nodes
 from shardproof.runs.checkpointer.nodes.file_service import FileService
-from shardproof.runs.checkpointer.nodes.network_choice import chosen_address, combined_secret, own_secret
-from shardproof.runs.checkpointer.nodes.node_group import NodeGroup
+from shardproof.runs.checkpointer.nodes.node_group import (
+    NodeGroup,
+    chosen_address,
+    combined_secret,
+    own_secret,
+)
 from shardproof.runs.checkpointer.nodes.peer_frames import PeerConnection
 from shardproof.runs.checkpointer.nodes.peer_storage import Peer, PeerStorage
 from shardproof.storage import LocalStorage

@@ -27,8 +27,7 @@ from shardproof.rendezvous import Decide, LocalRendezvous
 from shardproof.runs.checkpointer.agreed_calls import AgreedCalls, Gate, Request, choose
 from shardproof.runs.checkpointer.due_saves import DueSaves
 from shardproof.runs.checkpointer.preemption import SignalNotices, lead_seconds, limit_of
-from shardproof.runs.checkpointer.save_interval import advice_of, best_interval
-from shardproof.runs.checkpointer.schedules import Schedule
+from shardproof.runs.checkpointer.schedules import Schedule, advice_of, best_interval
 from shardproof.storage import LocalStorage
 from tests.faulty_storage import FaultyStorage
 from tests.gate import Gate as WriteGate

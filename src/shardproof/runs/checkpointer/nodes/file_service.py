@@ -63,9 +63,6 @@ class FileService:
         root: the run's folder.
         patience: gives the seconds of one wait.
         address: numeric address to listen at; None for all of this machine.
-
-    Raises:
-        OSError: the system gives no port at this address.
     """
 
     def __init__(self, root: LocalStorage, patience: Callable[[], float], address: str | None = None) -> None:

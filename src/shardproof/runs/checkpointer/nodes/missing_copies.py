@@ -26,6 +26,7 @@ import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from types import NoneType
 
 import msgspec
 
@@ -77,10 +78,8 @@ class MissingCopies:
     def plan(self, folder: str, text: bytes, left_out: Mapping[str, Sequence[int]]) -> list[bytes]:
         """Rank 0: the share of each rank. Empty if no file lacks a copy.
 
-        Args:
-            folder: folder of the restored step.
-            text: the bytes of its manifest, which all nodes have.
-            left_out: the nodes with a damaged copy of a file, by ``folder/file``.
+        All nodes have the manifest `text` of the step. `left_out` has the nodes with a damaged copy of a
+        file, by ``folder/file``.
         """
         group = self._nodes.group
         if group.partner_of(group.own) is None:
@@ -167,13 +166,13 @@ class MissingCopies:
                     failed = failed or error
                     phase.fail(failed)
 
-        def report() -> bytes:
+        def report() -> list[int]:
             if failed is not None:
                 raise failed
-            return msgspec.msgpack.encode(made)
+            return made
 
-        def decide(posts: Sequence[bytes]) -> bytes:
-            sizes = [size for post in posts for size in msgspec.msgpack.decode(post, type=list[int])]
+        def decide(posts: Sequence[list[int]]) -> None:
+            sizes = [size for post in posts for size in post]
             _log.info(
                 "%s/%s: the ranks made a second copy of %s (%s)",
                 self._nodes.location,
@@ -181,11 +180,10 @@ class MissingCopies:
                 counted(len(sizes), "file"),
                 gigabytes(sum(sizes)),
             )
-            return b""
 
         try:
             with self._progress.bounded():
-                MeetingSequence(meetings, operation).meet("copy", report, decide)
+                MeetingSequence(meetings, operation).exchange("copy", report, decide, list[int], NoneType)
         except Exception as error:
             if rank == 0 or not isinstance(error, ShardproofError):
                 _log.error(

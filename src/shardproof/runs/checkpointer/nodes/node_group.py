@@ -6,16 +6,25 @@ differently. It still finds its files, because it asks every present node.
 
 Note "Who asks whom": every rank serves the files of its node. A rank asks one rank of each other node, so the
 requests spread over the ranks of a node.
+
+Note "The secret of a run": rank 0 draws random bytes, and the ranks learn them at the rendezvous. The store
+of the launcher knows no authentication, so every process that reaches it can read them. A secret of the user
+never passes through the store. If there is one, the secret of the run is a digest of both.
 """
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
+import hmac
+import ipaddress
 import logging
 import os
 import secrets
 import socket
+import struct
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,18 +33,17 @@ import msgspec
 from shardproof.engine.rendezvous import MeetingSequence, Rendezvous, format_rank_ranges
 from shardproof.engine.storage import LocalStorage, Storage, file_system_number
 from shardproof.errors import ShardproofError, StorageError, StructureError
-from shardproof.runs.checkpointer.marks import NodeMark, write_node_mark
 from shardproof.runs.checkpointer.nodes.file_service import FileService
-from shardproof.runs.checkpointer.nodes.network_choice import (
-    SECRET,
-    SECRET_FILE,
-    chosen_address,
-    combined_secret,
-    own_secret,
-)
 from shardproof.runs.checkpointer.nodes.peer_storage import Peer, PeerStorage
+from shardproof.runs.checkpointer.step_folders import NodeMark, write_node_mark
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
+_SECRET, _SECRET_FILE = "SHARDPROOF_NODES_SECRET", "SHARDPROOF_NODES_SECRET_FILE"
+_INTERFACE = "SHARDPROOF_NODES_INTERFACE"
+_LEAST_SECRET, _MOST_SECRET = 16, 4096
+"""Bytes of a secret of the user."""
+_SIOCGIFADDR = 0x8915
+"""The request of Linux for the IPv4 address of an interface."""
 
 _log = logging.getLogger("shardproof")
 
@@ -117,14 +125,10 @@ class NodeGroup:
         """A barrier of all ranks. After it, no rank reads files of another node for this save or restore.
 
         A failure is logged and loses nothing. At worst, old steps stay on the node of a rank that left early.
-
-        Args:
-            what: name of the save or restore that ends. A rank that missed an earlier barrier finds this one
-                by the name.
-            answers: on rank 0, the answer to each rank; empty for no answers.
+        By the name `what`, a rank that missed an earlier barrier finds this one.
 
         Returns:
-            The answer to this rank; empty after a failure.
+            This rank's answer, of those that rank 0 passes; empty after a failure.
         """
         meeting = MeetingSequence(self.meetings, f"nodes of {self.location}, {what}")
         try:
@@ -260,7 +264,7 @@ def _decide(posts: Sequence[bytes]) -> list[bytes]:
     if other is not None:
         with_secret, without = (0, other) if reports[0].has_secret else (other, 0)
         raise StructureError(
-            f"rank {with_secret} has a secret in {SECRET} or {SECRET_FILE}, and rank {without} none: give "
+            f"rank {with_secret} has a secret in {_SECRET} or {_SECRET_FILE}, and rank {without} none: give "
             "the same secret to all ranks",
             ranks=[0, other],
         )
@@ -309,3 +313,79 @@ def _addresses() -> tuple[str, ...]:
     found.append(socket.gethostname())
     loopback = [one for one in found if one.startswith("127.") or one == "::1"]
     return tuple(dict.fromkeys([*(one for one in found if one not in loopback), *loopback]))
+
+
+def own_secret(environment: Mapping[str, str] = os.environ) -> bytes:
+    """The secret of the user, from SHARDPROOF_NODES_SECRET_FILE or SHARDPROOF_NODES_SECRET; empty for none.
+
+    Raises:
+        StorageError: the file cannot be read, or the secret has fewer than 16 or more than 4096 bytes, or
+            both variables are set.
+
+    >>> own_secret({}), own_secret({"SHARDPROOF_NODES_SECRET": "correct horse battery"})
+    (b'', b'correct horse battery')
+    """
+    path, text = environment.get(_SECRET_FILE), environment.get(_SECRET)
+    if path and text:
+        raise StorageError(f"{_SECRET_FILE} and {_SECRET} are both set: unset one of them")
+    if not path and not text:
+        return b""
+    name = f"{_SECRET_FILE} ({path})" if path else _SECRET
+    try:
+        if path:
+            with open(path, "rb") as file:
+                secret = file.read(_MOST_SECRET + 1).strip()
+        else:
+            secret = (text or "").encode("utf-8", "surrogateescape").strip()
+    except OSError as error:
+        raise StorageError(f"{name}: the secret of the run cannot be read: {error}", file=path) from error
+    if not _LEAST_SECRET <= len(secret) <= _MOST_SECRET:
+        raise StorageError(
+            f"{name}: the secret of the run has {len(secret)} bytes, expected {_LEAST_SECRET} to "
+            f"{_MOST_SECRET}. Make one with: openssl rand -hex 32"
+        )
+    return secret
+
+
+def combined_secret(of_store: bytes, own: bytes) -> bytes:
+    """The secret of a run; see note "The secret of a run".
+
+    >>> combined_secret(b"drawn", b""), len(combined_secret(b"drawn", b"of the user"))
+    (b'drawn', 32)
+    """
+    return hmac.digest(own, of_store, hashlib.sha256) if own else of_store
+
+
+def chosen_address(environment: Mapping[str, str] = os.environ) -> str | None:
+    """The address of SHARDPROOF_NODES_INTERFACE, an interface or a numeric address; None if it is not set.
+
+    Raises:
+        StorageError: there is no such interface, it has no IPv4 address, or the address is unspecified.
+
+    >>> chosen_address({}), chosen_address({"SHARDPROOF_NODES_INTERFACE": "::1"})
+    (None, '::1')
+    """
+    name = environment.get(_INTERFACE)
+    if not name:
+        return None
+    try:
+        address = ipaddress.ip_address(name)
+    except ValueError:
+        pass  # the name of an interface
+    else:
+        if address.is_unspecified:
+            raise StorageError(
+                f"{_INTERFACE}={name} is no address that other nodes can connect to. Unset it to listen on "
+                "all interfaces, or name one of them"
+            )
+        return str(address)
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            request = struct.pack("256s", os.fsencode(name)[:15])
+            return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
+    except OSError as error:
+        known = ", ".join(label for _, label in socket.if_nameindex())
+        raise StorageError(
+            f"{_INTERFACE}={name}: this node has no such interface with an IPv4 address ({error}). It has "
+            f"{known}. Name one of them, or give an address"
+        ) from error

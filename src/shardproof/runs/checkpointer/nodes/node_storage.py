@@ -41,11 +41,10 @@ from shardproof.engine.storage import (
     choose_cache,
 )
 from shardproof.errors import AlreadyCommittedError, ShardproofError, StorageError
-from shardproof.runs.checkpointer.marks import read_mark
 from shardproof.runs.checkpointer.nodes.node_group import NodeGroup
 from shardproof.runs.checkpointer.nodes.peer_frames import PeerRequest, name_from, name_to
 from shardproof.runs.checkpointer.nodes.peer_storage import PeerSink, PeerStorage, ask_all
-from shardproof.runs.checkpointer.step_folders import PINNED_NAME
+from shardproof.runs.checkpointer.step_folders import PINNED_NAME, read_mark
 from shardproof.runs.checkpointer.tiers import NearerCopy, TieredRun
 
 
@@ -229,9 +228,6 @@ class NodeStorage(NodesView):
     def confirm(self, restored: NodesView) -> bytes | None:
         """Gives the manifest and the pin of a restored step to the nodes that lack them (note "The commit").
 
-        Args:
-            restored: the folder of the step, as the restore chose it.
-
         Returns:
             The bytes of the manifest; None if only the second tier has it.
 
@@ -249,11 +245,7 @@ class NodeStorage(NodesView):
         return text
 
     def holders(self, folder: str, records: Iterable[FileRecord]) -> dict[FileRecord, set[int]]:
-        """The nodes that have each file of a step.
-
-        Returns:
-            The nodes by record. Each record has its folder, even if that is the step's own.
-        """
+        """The nodes that have each file of a step. The records have their folders, even the step's own."""
         named = [msgspec.structs.replace(record, folder=record.folder or folder) for record in records]
         lists = {
             name: self.within(name)._ask("list", lambda place: place.list())

@@ -1,7 +1,7 @@
 """Messages between the ranks of a run on local disks: a request, an answer, and raw bytes after either.
 
 Note "Who may connect": both ends prove that they know the secret of the run (note "The secret of a run" in
-`network_choice.py`). Each end sends random bytes, and the other returns their keyed digest (HMAC-SHA256). The
+`node_group.py`). Each end sends random bytes, and the other returns their keyed digest (HMAC-SHA256). The
 secret itself is not sent. What follows is neither encrypted nor signed.
 
 Note "Bounded waits": within a message, each wait for bytes ends after the patience of the connection. Only a
@@ -71,12 +71,7 @@ class WrongPeer(OSError):
 
 
 class PeerConnection:
-    """A connection between two ranks. A child made by fork does not have it.
-
-    Args:
-        to: the connected socket.
-        patience: seconds of one wait.
-    """
+    """A connection between two ranks. Each wait has `patience` seconds. A forked child does not have it."""
 
     def __init__(self, to: socket.socket, patience: float) -> None:
         self._to = to
@@ -117,7 +112,7 @@ class PeerConnection:
         self._to.close()
 
     def prove(self, secret: bytes, who: bytes, *, asks: bool, seconds: float | None = None) -> None:
-        """Proves to the other end that this one knows the secret, and lets it prove the same.
+        """Proves to the other end that this one knows the secret of the run, and lets it prove the same.
 
         Args:
             secret: secret of the run.
@@ -127,7 +122,6 @@ class PeerConnection:
 
         Raises:
             WrongPeer: the other end does not know it, or is another service.
-            OSError: the other end is gone, or does not answer.
         """
         until = None if seconds is None else time.monotonic() + seconds
         mine = secrets.token_bytes(_NONCE)
@@ -145,11 +139,7 @@ class PeerConnection:
             )
 
     def send(self, message: PeerRequest | PeerAnswer, data: bytes | memoryview = b"") -> None:
-        """Sends a message, and the raw bytes after it.
-
-        Raises:
-            OSError: the other end is gone, or does not take the bytes.
-        """
+        """Sends a message, and the raw bytes after it."""
         text = msgspec.msgpack.encode(message)
         self._to.sendall(_HEAD.pack(len(text)) + text)
         view = memoryview(data)
@@ -159,13 +149,7 @@ class PeerConnection:
     def receive(self, kind: type[T], *, idle: bool = False) -> T | None:
         """The next message; None if the other end closed the connection before it.
 
-        Args:
-            kind: type of the message.
-            idle: True to wait as long as the other end is connected.
-
-        Raises:
-            WrongPeer: this is no message.
-            OSError: the other end is gone, or does not answer.
+        With `idle`, it waits as long as the other end is connected.
         """
         if idle:
             self._to.settimeout(None)
@@ -185,11 +169,7 @@ class PeerConnection:
             raise WrongPeer(f"bytes that are no message: {error}") from error
 
     def receive_into(self, memory: memoryview) -> None:
-        """Fills memory with the raw bytes after a message.
-
-        Raises:
-            OSError: the other end is gone, or does not send them.
-        """
+        """Fills memory with the raw bytes after a message."""
         done = 0
         while done < len(memory):
             count = self._to.recv_into(memory[done:])

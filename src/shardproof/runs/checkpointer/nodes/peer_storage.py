@@ -29,6 +29,9 @@ _MOST_IDLE = 4
 class Peer:
     """The service of a rank on another node.
 
+    Its methods raise the error of the call there, or a `StorageError` if the other rank is gone or does not
+    answer.
+
     Args:
         hosts: addresses of the node; the first that answers is used.
         port: port of the service.
@@ -55,23 +58,14 @@ class Peer:
         self._idle: list[PeerConnection] = []
 
     def ask(self, request: PeerRequest, data: bytes = b"") -> Any:
-        """Sends a request, and the raw bytes after it. Returns the value of the answer.
-
-        Raises:
-            ShardproofError: the call failed on the other node.
-            StorageError: the other rank is gone, or does not answer.
-        """
+        """Sends a request, and the raw bytes after it. Returns the value of the answer."""
         with self.connection() as connection:
             connection.send(request, data)
             return self.answer(connection).value
 
     @contextmanager
     def connection(self) -> Iterator[PeerConnection]:
-        """A connection for one request and its answer. After an `OSError` it is closed.
-
-        Raises:
-            StorageError: the other rank is gone, or does not answer.
-        """
+        """A connection for one request and its answer. After an `OSError` it is closed."""
         connection = self.take()
         is_whole = False
         try:
@@ -86,11 +80,7 @@ class Peer:
             self.give_back(connection) if is_whole else connection.close()
 
     def take(self) -> PeerConnection:
-        """An idle connection, or a new one. The caller calls `give_back`, or closes it.
-
-        Raises:
-            StorageError: the other rank is gone, or does not answer.
-        """
+        """An idle connection, or a new one. The caller calls `give_back`, or closes it."""
         with self._lock:
             while self._idle:
                 connection = self._idle.pop()
@@ -115,12 +105,7 @@ class Peer:
             connection.close()
 
     def answer(self, connection: PeerConnection) -> PeerAnswer:
-        """The answer to a request.
-
-        Raises:
-            ShardproofError: the call failed on the other node.
-            OSError: the other rank is gone, or does not answer.
-        """
+        """The answer to a request. An `OSError` of the connection is left to the caller."""
         answer = connection.receive(PeerAnswer)
         if answer is None:
             raise ConnectionResetError("the connection ended")
@@ -165,9 +150,7 @@ class Peer:
 def ask_all(peers: Sequence[Peer], request: PeerRequest, data: bytes = b"") -> list[Any]:
     """Sends one request to several peers, and then reads all answers. Returns their values.
 
-    Raises:
-        ShardproofError: the call failed on a node; the first such error.
-        StorageError: a rank is gone, or does not answer.
+    Raises the first error of a call after all answers are read, and at once if a rank does not answer.
     """
     asked: list[tuple[Peer, PeerConnection]] = []
     values: list[Any] = []
@@ -199,13 +182,7 @@ def ask_all(peers: Sequence[Peer], request: PeerRequest, data: bytes = b"") -> l
 
 
 class PeerStorage(Storage):
-    """The run's folder on another node, or a folder in it. See `Storage` for the methods.
-
-    Args:
-        peer: the service of a rank of that node.
-        root: path of the run's folder there, for messages.
-        path: the folder in the run; empty for the run itself.
-    """
+    """The run's folder on another node, or the folder `path` in it. See `Storage` for the methods."""
 
     def __init__(self, peer: Peer, root: str, path: str = "") -> None:
         self.peer = peer

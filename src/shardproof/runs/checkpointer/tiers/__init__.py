@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from shardproof.runs.checkpointer.tiers.open_tiers import check_node_local, open_tiers
+from shardproof.runs.checkpointer.run_options import check_node_local, open_tiers
 from shardproof.runs.checkpointer.tiers.tiered_run import Copies, NearerCopy, TieredRun, copies_in
 from shardproof.runs.checkpointer.tiers.upload_messages import UploadRequest
 

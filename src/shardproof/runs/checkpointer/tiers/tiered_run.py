@@ -314,12 +314,7 @@ class TieredRun(Storage):
             self.choice.nearer.append(copy)
 
     def _numbers(self, name: str, rank: int | None) -> Sequence[int]:
-        """The numbers of all tiers, nearest first.
-
-        Args:
-            name: name of the file that is looked for.
-            rank: the rank that looks; None: this one.
-        """
+        """The numbers of all tiers, nearest to a rank first; None: to this one."""
         return range(len(self._places))
 
     def _tier_of(self, name: str, rank: int | None = None) -> int:
@@ -343,12 +338,7 @@ class TieredRun(Storage):
         return self._order(MANIFEST_NAME, rank)[0]
 
     def _order(self, name: str, rank: int | None = None) -> tuple[int, ...]:
-        """The tiers in which to look for a file, one at least.
-
-        Args:
-            name: name of the file.
-            rank: the rank that looks; None: this one.
-        """
+        """The tiers in which a rank looks for a file, one at least; None: this rank."""
         numbers = self._numbers(name, rank)
         left_out = self.choice.left_out.get(f"{self._path}/{name}", ())
         tiers = tuple(tier for tier in numbers if tier not in left_out) or (numbers[-1],)
@@ -384,13 +374,7 @@ class TieredRun(Storage):
             return -math.inf
 
     def _ask(self, do: str, work: Callable[[Storage], object], name: str = "") -> dict[int, object]:
-        """The result of a method for each tier.
-
-        Args:
-            do: name of the method.
-            work: calls it.
-            name: its argument, if it has one.
-        """
+        """The result of the method `do` with the argument `name`, which `work` calls, for each tier."""
         return {tier: work(place) for tier, place in enumerate(self._places)}
 
     def _first(self, name: str, work: Callable[[Storage], T]) -> T:

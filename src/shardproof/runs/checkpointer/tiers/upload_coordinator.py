@@ -86,10 +86,9 @@ from shardproof.errors import (
     StorageError,
 )
 from shardproof.runs.checkpointer.judge import RestorableSteps, misplaced
-from shardproof.runs.checkpointer.marks import read_pin
 from shardproof.runs.checkpointer.policies import Retention
 from shardproof.runs.checkpointer.retention import KnownSteps, StepFacts, branch_removal, retain
-from shardproof.runs.checkpointer.step_folders import PINNED_NAME, seal_in, step_name, steps_in
+from shardproof.runs.checkpointer.step_folders import PINNED_NAME, read_pin, seal_in, step_name, steps_in
 from shardproof.runs.checkpointer.tiers.tiered_run import copies_of, log_other_copy
 from shardproof.runs.checkpointer.tiers.upload_messages import (
     UploadAnswer,
@@ -141,13 +140,10 @@ class UploadCoordinator:
         self._claims = _Claims()
 
     def protect(self, steps: Collection[int]) -> set[int]:
-        """The steps that retention must not remove from the first tier. No upload of the others begins.
+        """The steps of these that retention must not remove from the first tier. No other upload begins.
 
         One is the step that is uploaded. With a policy for the second tier, the others are the waiting steps
         that the policy keeps (note "The first tier does not wait").
-
-        Args:
-            steps: the steps that retention wants to remove.
         """
         stay: set[int] = set()
         if self._keep is not None:
@@ -163,12 +159,7 @@ class UploadCoordinator:
         self._claims.saved(step)
 
     def plan(self, requests: Sequence[UploadRequest], posts: Sequence[bytes]) -> list[bytes]:
-        """The first answer of a round.
-
-        Args:
-            requests: saves that wait for their upload.
-            posts: an `UploadReport` of each rank.
-        """
+        """The first answer of a round, for the saves that wait, and an `UploadReport` of each rank."""
         self.end_upload()
         self._round = _Round()
         return self._answer(requests, self._reports(posts))
@@ -227,7 +218,7 @@ class UploadCoordinator:
 
     def _answer(self, requests: Sequence[UploadRequest], reports: Sequence[UploadReport]) -> list[bytes]:
         pending, reasons = self._pending(requests)
-        while (step := self._choose(pending)) is not None:
+        while (step := self._claims.choose(pending, self._round.aside, self._in_line)) is not None:
             self._round.under_way = self._read(step, pending[step])
             if self._round.under_way is not None:
                 break
@@ -245,11 +236,6 @@ class UploadCoordinator:
             msgspec.msgpack.encode(UploadAnswer(share, tuple(uploaded), tuple(skipped), waits))
             for share in shares
         ]
-
-    def _choose(self, pending: Collection[int]) -> int | None:
-        """The step to upload next, which retention of the first tier then keeps; None without one."""
-        ready = [step for step in pending if step not in self._round.aside]
-        return self._claims.choose(ready, self._in_line)
 
     def _pending(self, requests: Sequence[UploadRequest]) -> tuple[dict[int, bool], dict[int, str]]:
         """The steps to upload, with whether one is replaced; and why other steps are not uploaded."""
@@ -347,10 +333,7 @@ class UploadCoordinator:
     def _may_replace(self, step: int, manifest: Manifest, attempt: str | None) -> bool:
         """True if a save may replace the step on the second tier (note "Nothing is replaced by accident").
 
-        Args:
-            step: the step.
-            manifest: its manifest in the first tier.
-            attempt: the attempt of this process that was allowed to overwrite it; None without one.
+        `attempt` is the one of this process that was allowed to overwrite the step; None without one.
         """
         if manifest.attempt == attempt:
             return True
@@ -367,13 +350,7 @@ class UploadCoordinator:
     ) -> None:
         """Sets a step aside whose manifest in the first tier cannot be read, if an upload may be missing.
 
-        Note "Unknown saves".
-
-        Args:
-            step: the step.
-            error: why the manifest cannot be read.
-            requests: saves that wait for their upload.
-            is_there: True if the second tier has the step, with a seal.
+        See note "Unknown saves". `is_there` is true if the second tier has the step, with a seal.
         """
         waiting = {one.attempt for one in requests if one.step == step}
         if not is_there or (waiting and waiting != {_attempt(self._second, step)}):
@@ -393,12 +370,7 @@ class UploadCoordinator:
     def _committed(
         self, run: Storage, only: Collection[int] | None = None
     ) -> tuple[dict[int, bytes], dict[int, StorageError]]:
-        """Committed steps of a tier to their seals, and the steps that cannot be read to the errors.
-
-        Args:
-            run: the run in the tier.
-            only: steps that matter; None: all.
-        """
+        """Committed steps of a tier to their seals, and those that cannot be read to the errors."""
         steps = [step for step in steps_in(run) if only is None or step in only]
         if run is self._first:
             steps = [step for step in steps if step not in self._damaged_before]
@@ -414,12 +386,9 @@ class UploadCoordinator:
         return {step: seal for step, seal in found.items() if isinstance(seal, bytes)}, unreadable
 
     def _kept(self, there: Collection[int], pending: Collection[int], only_known: bool = False) -> set[int]:
-        """The steps of both tiers that the policy of the second tier keeps.
+        """The steps that the policy of the second tier keeps, of those there and those that wait.
 
-        Args:
-            there: steps of the second tier.
-            pending: steps that wait.
-            only_known: True to read nothing of the second tier.
+        With `only_known`, nothing of the second tier is read.
         """
         steps = sorted({*there, *pending})
         if self._keep is None or not steps:
@@ -600,10 +569,15 @@ class _Claims:
         self._chosen: int | None = None
         self._removed: set[int] = set()
 
-    def choose(self, ready: Sequence[int], in_line: Callable[[Iterable[int]], list[int]]) -> int | None:
+    def choose(
+        self,
+        pending: Collection[int],
+        aside: Collection[int],
+        in_line: Callable[[Iterable[int]], list[int]],
+    ) -> int | None:
         """Chooses the newest step to upload, if possible one that `in_line` returns; None without a step."""
         with self._lock:
-            left = [step for step in ready if step not in self._removed]
+            left = [step for step in pending if step not in aside and step not in self._removed]
             self._chosen = max(in_line(left) or left, default=None)
             return self._chosen
 

@@ -134,8 +134,7 @@ class Uploader:
     def begin_round(self, step: int | None) -> None:
         """Begins a round of uploads of all steps that wait. All ranks call it; returns at once.
 
-        Args:
-            step: the step that was saved or restored; None if the run has none.
+        `step` was saved or restored last; None if the run has none.
         """
         self._coordinator.position = step
         self._meetings.deadline = self._rendezvous.deadline  # it may have changed
@@ -395,12 +394,7 @@ class Throttle:
         """When the bytes that were taken are sent at the rate."""
 
     def take(self, count: int, waiting: Callable[[], None] = lambda: None) -> None:
-        """Waits until `count` more bytes may be sent.
-
-        Args:
-            count: number of bytes.
-            waiting: called at least every half second of the wait.
-        """
+        """Waits until `count` more bytes may be sent. Calls `waiting` every half second of the wait."""
         if self.rate is None:
             return
         while (left := self._free - self._clock()) > 0:

@@ -12,8 +12,7 @@ import torch
 import shardproof as sp
 from shardproof.engine.format import read_manifest
 from shardproof.engine.storage import LocalStorage, cache_rule
-from shardproof.runs.checkpointer import page_cache
-from shardproof.runs.checkpointer.page_cache import NewestStep
+from shardproof.runs.checkpointer.after_commit import NewestStep, is_on_local_disk
 from tests.thread_limit import limit_threads
 
 SIZE = 49 << 20  # more than a request and what the kernel reads ahead of it
@@ -85,7 +84,6 @@ MOUNT = "36 35 {device} / / rw - {kind} /dev/vda rw\n"
 def test_auto_reads_local_files(
     storage: LocalStorage,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     kind: str,
     is_read: bool,
 ) -> None:
@@ -93,19 +91,17 @@ def test_auto_reads_local_files(
     number = os.stat(tmp_path).st_dev
     device = f"{os.major(number)}:{os.minor(number)}"
     mounts.write_text(MOUNT.format(device="999:1", kind="nfs") + MOUNT.format(device=device, kind=kind))
-    monkeypatch.setattr(page_cache, "_MOUNTS", mounts)
-    newest = NewestStep(only_if_local=True)
+    newest = NewestStep(only_if_local=True, mounts=mounts)
     newest.committed(storage, "a")
     assert newest.wait(60) and storage.is_cached("a", 0, SIZE) == is_read
 
 
 @pytest.mark.parametrize("text", ["", "nonsense", "36 35 1:1 / /\n"])
-def test_unknown_mounts_are_not_local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+def test_unknown_mounts_are_not_local(tmp_path: Path, text: str) -> None:
     mounts = tmp_path / "mountinfo"
     mounts.write_text(text)
-    monkeypatch.setattr(page_cache, "_MOUNTS", mounts)
-    assert not page_cache.is_on_local_disk(str(tmp_path))
-    assert not page_cache.is_on_local_disk(str(tmp_path / "missing"))
+    assert not is_on_local_disk(str(tmp_path), mounts)
+    assert not is_on_local_disk(str(tmp_path / "missing"), mounts)
 
 
 @pytest.mark.parametrize("cache", ["newest", "none"])

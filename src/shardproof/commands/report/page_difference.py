@@ -13,8 +13,7 @@ import numpy as np
 from shardproof.commands.report.description import Stored
 from shardproof.commands.report.difference import Difference, ValueDifference, most_changed_first
 from shardproof.commands.report.measures import Measure, MeasuredDifference, Norm, numbers
-from shardproof.commands.report.page.facts_of_checkpoint import LONGEST_TEXT, MOST_VALUES, cut
-from shardproof.commands.report.page.facts_of_run import heading
+from shardproof.commands.report.page_facts import LONGEST_TEXT, MOST_VALUES, cut, heading
 from shardproof.commands.report.stored_bits import open_bits
 from shardproof.commands.report.summary import tensor_bytes
 from shardproof.commands.report.tensor_statistics import boxes_to_measure
