@@ -41,13 +41,13 @@ from shardproof.engine.planning import CHUNK_BYTES, chunk_table, prove_chunks, t
 from shardproof.engine.state import encode_plain, hoisted_key, hoisted_tensor
 from shardproof.engine.storage import Storage
 from shardproof.errors import FormatError, StructureError
-from shardproof.formats.box_bytes import box_bytes
 from shardproof.formats.writer import (
     BoxSource,
     Contents,
     FormatWriter,
     Unit,
     WriteOptions,
+    box_bytes,
     check_units,
     new_file,
 )

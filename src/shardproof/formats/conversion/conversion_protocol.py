@@ -33,7 +33,7 @@ from shardproof.formats.conversion.executors import (
     Task,
 )
 from shardproof.formats.conversion.key_maps import CONFIG
-from shardproof.formats.conversion.request import ConversionRequest
+from shardproof.formats.conversion.plan import ConversionRequest
 from shardproof.formats.conversion.work import ConversionWork
 
 _log = logging.getLogger("shardproof")

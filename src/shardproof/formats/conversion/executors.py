@@ -19,7 +19,7 @@ from typing import Any, Protocol, cast
 
 from shardproof._utils import libc
 from shardproof.errors import ShardproofError
-from shardproof.formats.conversion.request import ConversionRequest
+from shardproof.formats.conversion.plan import ConversionRequest
 from shardproof.formats.conversion.work import ConversionWork
 
 _SET_PARENT_DEATH_SIGNAL = 1

@@ -18,8 +18,13 @@ from shardproof.engine.loading import Checkpoint, StoredTensor, open_storage
 from shardproof.engine.state import as_bytes, register_by_name
 from shardproof.errors import CorruptChunkError
 from shardproof.formats.conversion.destination import BucketDestination
-from shardproof.formats.conversion.plan import ConversionPlan, piece_bytes, plan_conversion
-from shardproof.formats.conversion.request import ConversionRequest, MappedTensor, Move
+from shardproof.formats.conversion.key_maps import MappedTensor, Move
+from shardproof.formats.conversion.plan import (
+    ConversionPlan,
+    ConversionRequest,
+    piece_bytes,
+    plan_conversion,
+)
 from shardproof.formats.conversion.work_folder import HashedBox, UnitRecord, WorkFolder
 
 Box = tuple[str, tuple[int, ...], tuple[int, ...]]

@@ -6,16 +6,23 @@ holds a whole archive of ``torch.save``.
 
 torch's reader accepts chunks that overlap or leave a hole in a tensor, and does not check the CRC-32 of
 entries. Reads through this description check both. Files that ``.metadata`` does not name are not read.
+
+In ``fsdp_dtensor`` checkpoints, Megatron-Core splits each SwiGLU weight ``linear_fc1`` in two. The gate has
+the suffix ``_w``, the up projection the suffix ``_v``. It splits the moments of the optimizer in the same
+way, and stores all other slots, such as the step and the master weight, whole under both names.
+`FsdpDTensorReader` joins them.
 """
 
 from __future__ import annotations
 
 import math
 import operator
+import re
 import threading
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from pathlib import PurePosixPath
 from typing import Any, ClassVar
 
@@ -38,9 +45,8 @@ from shardproof.engine.foreign import (
     shape_of,
 )
 from shardproof.errors import FormatError
-from shardproof.formats.dcp.swiglu_halves import join_halves
 from shardproof.formats.megatron.megatron_run import iteration_of, latest_iteration
-from shardproof.formats.pickles.pickle_data import read_pickle
+from shardproof.formats.pickle_data import read_pickle
 from shardproof.formats.stream_transforms import DecodedPart, decoded_storage
 from shardproof.formats.torch.torch_file import SmallPickles, TorchFile, TorchTensor, unpickled, with_tensors
 from shardproof.formats.torch.torch_tensors import CONVERT
@@ -54,6 +60,11 @@ _RANK_0_ONLY = (
     "torch before 2.3 wrote it: it stores the objects of rank 0 only, so those that other ranks had under "
     "keys of their own, for example random states, are not in it."
 )
+_GATE = re.compile(
+    r"(?P<name>(?:.*\.)?mlp\.(?:shared_experts\.|experts\.(?:local_experts\.[0-9]+\.)?)?linear_fc1\."
+    r"(?:weight|bias)[0-9]*)_w(?P<slot>\.\w+)?"
+)
+"""Key of a gate, or of a slot of its optimizer state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +115,7 @@ class DcpReader(FormatReader):
     def read_metadata(self) -> None:
         """Describes the content of the checkpoint. The constructor calls it once."""
         self.add_folder()
-        if self.joins_halves and (joined := join_halves(self.tensors, self.entries)):
+        if self.joins_halves and (joined := _join_halves(self.tensors, self.entries)):
             self.notes.append(
                 "Megatron-Core stored SwiGLU weights in halves, whose names end in _w and _v. Each pair is "
                 f"read as one tensor: {listed(joined)}."
@@ -377,3 +388,79 @@ def _are_tied(one: TensorDescription, other: TensorDescription) -> bool:
         return False
     place = operator.attrgetter("offsets", "sizes", "file", "start", "nbytes")
     return all(place(box) == place(same) for box, same in zip(one.boxes, other.boxes, strict=True))
+
+
+def _pairs_of_halves(keys: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """Finds the values that are stored under two keys.
+
+    Returns:
+        By the key without the suffix, the keys of gate and up projection. A pair is left out if one of the
+        two is missing, or if the key without the suffix is stored too.
+
+    Example:
+        >>> _pairs_of_halves(["mlp.linear_fc1.bias_w", "mlp.linear_fc1.bias_v"])
+        {'mlp.linear_fc1.bias': ('mlp.linear_fc1.bias_w', 'mlp.linear_fc1.bias_v')}
+        >>> _pairs_of_halves(["mlp.linear_fc1.bias_w"])
+        {}
+    """
+    known = set(keys)
+    found = {}
+    for key in sorted(key for key in known if "_w" in key):
+        if match := _GATE.fullmatch(key):
+            slot = match["slot"] or ""
+            whole, up = f"{match['name']}{slot}", f"{match['name']}_v{slot}"
+            if up in known and whole not in known:
+                found[whole] = key, up
+    return found
+
+
+def _join_halves(tensors: dict[str, TensorDescription], objects: dict[str, Any]) -> list[str]:
+    """Replaces each pair of halves or copies by the whole tensor. Pairs that fit neither rule remain.
+
+    Args:
+        tensors: tensors by key; changed in place.
+        objects: positions of the objects by key; changed in place.
+
+    Returns:
+        The removed keys.
+    """
+    gone: list[str] = []
+    pairs = _pairs_of_halves([*tensors, *objects])
+    halves = {key: tensor.shape for key, tensor in tensors.items()} if pairs else {}
+    for whole, pair in pairs.items():
+        gate, up = pair
+        if gate in tensors and up in tensors:
+            half = halves.get(re.sub(r"(_w)\.\w+$", r"\1.exp_avg", gate))
+            joined = _joined(tensors[gate], tensors[up], half)
+            if joined is None:
+                continue
+            tensors[whole] = joined
+        elif gate in objects and up in objects:
+            objects[whole] = objects[gate]
+        else:
+            continue
+        for key in pair:
+            tensors.pop(key, None)
+            objects.pop(key, None)
+        gone += pair
+    return gone
+
+
+def _joined(
+    gate: TensorDescription, up: TensorDescription, half: tuple[int, ...] | None
+) -> TensorDescription | None:
+    """The whole tensor of two halves or copies; None if they are neither. `half` is the shape of a half."""
+    if (gate.dtype, gate.shape) != (up.dtype, up.shape):
+        return None
+    shape = gate.shape
+    if prod(shape) == 1 and half != shape:
+        return gate
+    if not shape or half is None:
+        return None
+    if shape == (2 * half[0], *half[1:]):
+        return gate
+    if shape != half:
+        return None
+    rows = shape[0]
+    boxes = [replace(box, offsets=(box.offsets[0] + rows, *box.offsets[1:])) for box in up.boxes]
+    return TensorDescription(gate.dtype, (2 * rows, *shape[1:]), [*gate.boxes, *boxes])

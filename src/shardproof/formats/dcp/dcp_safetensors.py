@@ -18,7 +18,7 @@ import xxhash
 from shardproof.engine.foreign import Foreign, FormatReader, StoredBox, StoredView, TensorDescription
 from shardproof.engine.format import decode_strictly
 from shardproof.errors import NotCommittedError
-from shardproof.formats.safetensors.safetensors_files import (
+from shardproof.formats.safetensors_files import (
     NO_CHECKSUMS,
     SafetensorsHeader,
     read_safetensors_header,

@@ -20,7 +20,7 @@ from shardproof.dtypes import DTYPES
 from shardproof.engine.foreign import state_paths
 from shardproof.engine.geometry import Boxes, cut
 from shardproof.engine.storage import Storage
-from shardproof.formats.pickles.pickle_writer import Named, PickledCall, write_pickle
+from shardproof.formats.pickle_writer import Named, PickledCall, write_pickle
 from shardproof.formats.torch.torch_writer import ArchiveTensor, TorchArchive, archive_of
 from shardproof.formats.writer import (
     BoxSource,

@@ -25,7 +25,7 @@ from shardproof.engine.foreign import Foreign, shape_of
 from shardproof.engine.geometry import Boxes, IndexMap
 from shardproof.engine.storage import check_name
 from shardproof.errors import StorageError
-from shardproof.formats.pickles.pickle_data import read_pickle
+from shardproof.formats.pickle_data import read_pickle
 from shardproof.formats.torch.torch_rank_files import MeshPlacements, RankFilesReader, ShardedTensorParts
 
 _METADATA = "metadata.pkl"

@@ -38,7 +38,7 @@ from shardproof.engine.foreign import (
 from shardproof.engine.state import as_bytes
 from shardproof.engine.storage import Storage
 from shardproof.errors import FormatError, StorageError
-from shardproof.formats.pickles.pickle_data import Pickle, read_pickle
+from shardproof.formats.pickle_data import Pickle, read_pickle
 from shardproof.formats.torch.archive_bytes import FileWindow, WindowBytes, read_zip_directory
 from shardproof.formats.torch.torch_tensors import TorchStorage, read_torch_pickle, torch_storage
 from shardproof.formats.torch.torch_tensors import TorchTensor as TorchTensor

@@ -34,8 +34,7 @@ from shardproof.engine.geometry import row_major_strides
 from shardproof.engine.state import StreamBytes, as_bytes
 from shardproof.engine.storage import FileWriter, Storage
 from shardproof.errors import StructureError
-from shardproof.formats.box_bytes import box_bytes
-from shardproof.formats.pickles.pickle_writer import Named, Persistent, PickledCall, write_pickle
+from shardproof.formats.pickle_writer import Named, Persistent, PickledCall, write_pickle
 from shardproof.formats.torch.torch_tensors import STORAGE_DTYPES
 from shardproof.formats.writer import (
     BoxSource,
@@ -43,6 +42,7 @@ from shardproof.formats.writer import (
     FormatWriter,
     Unit,
     WriteOptions,
+    box_bytes,
     check_units,
     new_file,
     notes_of,

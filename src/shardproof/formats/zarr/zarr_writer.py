@@ -31,7 +31,6 @@ from shardproof._utils.humanize import listed
 from shardproof.dtypes import DTYPES
 from shardproof.engine.storage import Storage, aligned_buffer
 from shardproof.errors import StructureError
-from shardproof.formats.box_bytes import box_bytes
 from shardproof.formats.embedded_values import ALIASES, check_aliases, encode_embedded
 from shardproof.formats.writer import (
     BoxSource,
@@ -39,6 +38,7 @@ from shardproof.formats.writer import (
     FormatWriter,
     Unit,
     WriteOptions,
+    box_bytes,
     check_units,
     new_file,
 )

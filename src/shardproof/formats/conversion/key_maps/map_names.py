@@ -16,8 +16,7 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 from shardproof.formats.conversion.key_maps.hyperparameters import Hyperparameters
-from shardproof.formats.conversion.key_maps.key_matching import RuleOptions
-from shardproof.formats.conversion.key_maps.key_rules import KeyRules, Rule
+from shardproof.formats.conversion.key_maps.key_matching import KeyRules, Rule, RuleOptions
 
 _DECODER = "decoder.layers.{layer}."
 _ATTENTION = f"{_DECODER}self_attention."

@@ -18,8 +18,8 @@ import torch
 from shardproof.engine.foreign import Opaque, Unreadable
 from shardproof.engine.state import StreamBytes
 from shardproof.errors import FormatError
-from shardproof.formats.pickles.pickle_builders import CONSTANTS, plain_builders
-from shardproof.formats.pickles.pickle_data import read_pickle
+from shardproof.formats.pickle_data import read_pickle
+from shardproof.formats.torch.torch_tensors import CONSTANTS, plain_builders
 
 
 def read(data: bytes) -> Any:

@@ -11,8 +11,8 @@ import shardproof as sp
 from shardproof.engine.loading import ForeignCheckpoint
 from shardproof.errors import FormatError, StorageError
 from shardproof.runs.maintenance import verify_foreign
-from tests.unit.formats.deepspeed.test_deepspeed import SHAPES, check, key_of
 from tests.unit.formats.peers import Golden, bits, check_tensors, damages_found
+from tests.unit.formats.test_deepspeed import SHAPES, check, key_of
 from tests.unit.formats.zero_files import write_universal, write_zero
 
 

@@ -14,7 +14,7 @@ import zstandard
 import shardproof as sp
 from shardproof.engine.foreign.read_budget import ReadBudget
 from shardproof.errors import FormatError, ShardproofError
-from shardproof.formats.orbax.ocdbt import OcdbtArrays, OcdbtValue, read_ocdbt_tree
+from shardproof.formats.ocdbt import OcdbtArrays, OcdbtValue, read_ocdbt_tree
 from shardproof.storage import LocalStorage
 
 MANIFEST, NODE = 0x0CDB3A2A, 0x0CDB20DE

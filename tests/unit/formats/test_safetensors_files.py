@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 import shardproof as sp
 from shardproof.engine.loading import ForeignCheckpoint
 from shardproof.errors import FormatError, NotCommittedError, ShardproofError, StorageError
-from shardproof.formats.safetensors.safetensors_files import read_safetensors_header
+from shardproof.formats.safetensors_files import read_safetensors_header
 from shardproof.runs.maintenance import verify_foreign
 from shardproof.storage import LocalStorage
 from tests.unit.formats.peers import Golden, bits, check_golden

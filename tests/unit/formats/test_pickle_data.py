@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from shardproof.engine.foreign.opaque import Opaque
 from shardproof.errors import FormatError
-from shardproof.formats.pickles.pickle_data import read_pickle
+from shardproof.formats.pickle_data import read_pickle
 
 SCALARS = (
     st.none()

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardproof.engine.foreign.opaque import Opaque
-from shardproof.formats.pickles.pickle_data import read_pickle
-from shardproof.formats.pickles.pickle_writer import Named, Persistent, PickledCall, write_pickle
-from tests.unit.formats.pickles.test_pickle_data import VALUES, builders
+from shardproof.formats.pickle_data import read_pickle
+from shardproof.formats.pickle_writer import Named, Persistent, PickledCall, write_pickle
+from tests.unit.formats.test_pickle_data import VALUES, builders
 
 PROTOCOLS = st.sampled_from([2, 4])
 

@@ -24,7 +24,6 @@ from shardproof.engine.format import PAGE_BYTES, encode_entries, shard_header
 from shardproof.engine.geometry import row_pointers
 from shardproof.engine.storage import Storage
 from shardproof.errors import FormatError, StructureError
-from shardproof.formats.box_bytes import box_bytes
 from shardproof.formats.embedded_values import PREFIX, check_aliases, encode_embedded
 from shardproof.formats.writer import (
     BoxSource,
@@ -32,6 +31,7 @@ from shardproof.formats.writer import (
     FormatWriter,
     Unit,
     WriteOptions,
+    box_bytes,
     check_units,
     new_file,
     notes_of,
