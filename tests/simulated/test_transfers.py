@@ -10,7 +10,7 @@ import torch
 
 from shardproof._utils.streams import on_stream
 from shardproof.optim import HybridDeviceOptimizer
-from shardproof.training.optim.hybrid.transfers import SideStreams
+from shardproof.training.optim.hybrid.stepped_copy import SideStreams
 from tests import simulated
 from tests.accelerator import first_device
 from tests.simulated.values import COUNT, all_are, device_memory, page_locked

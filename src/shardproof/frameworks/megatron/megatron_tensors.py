@@ -1,4 +1,4 @@
-"""Megatron's sharded state dicts as state trees of shardproof, for a save and for a load.
+"""Megatron's sharded state dicts as state trees of shardproof, and the proof of one main replica a box.
 
 Keys are those of Megatron's ``torch_dist`` format: the key of a ShardedTensor, and
 ``<key>/shard_<offset>_<shape>`` of a ShardedObject. Several ShardedTensors of a rank with one key (layers of
@@ -7,11 +7,13 @@ a stack, the halves of a SwiGLU) are boxes of one tensor. Prepended axes are axe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import msgspec
 import torch
+import xxhash
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
 from megatron.core.dist_checkpointing.mapping import (
     ShardedBase,
@@ -21,9 +23,9 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 
 import shardproof as sp
+from shardproof.engine.format import box_name
 from shardproof.frameworks.megatron.megatron_optimizer import FlatRange, box_of, sharded
 from shardproof.frameworks.megatron.megatron_plain import Typed, from_plain, to_plain
-from shardproof.frameworks.megatron.megatron_replicas import Box
 
 COMMON = "common"
 """Key of the common state in the checkpoint."""
@@ -49,7 +51,7 @@ class StoredObject:
         self.value = from_plain(state.value, state.types) if isinstance(state, Typed) else state
 
 
-def sharded_key(item: ShardedBase) -> str:
+def _sharded_key(item: ShardedBase) -> str:
     """The key under which a ShardedTensor or ShardedObject is stored."""
     if isinstance(item, ShardedObject):
         return COMMON if item.key == COMMON_KEY else str(item.unique_key)
@@ -65,7 +67,7 @@ def boxes_of(sharded_state_dict: Mapping[Any, Any]) -> list[Box]:
     for item in nested_values(sharded_state_dict):
         if not isinstance(item, FlatRange):
             offsets, sizes = ((), ()) if isinstance(item, ShardedObject) else box_of(item)
-            boxes.append(Box(sharded_key(item), offsets, sizes, bool(is_main_replica(item.replica_id))))
+            boxes.append(Box(_sharded_key(item), offsets, sizes, bool(is_main_replica(item.replica_id))))
     return [box for box in boxes if 0 not in box.sizes]
 
 
@@ -91,7 +93,7 @@ def save_tree(sharded_state_dict: Mapping[Any, Any], *, replicas: bool) -> dict[
             if is_main_replica(item.replica_id):
                 ranges.setdefault(item.key, []).append(item)
         elif is_main_replica(item.replica_id) and item.key != COMMON_KEY:
-            tree[sharded_key(item)] = StoredObject(item.data)
+            tree[_sharded_key(item)] = StoredObject(item.data)
     for key, items in groups.items():
         tree[key] = _to_save(key, items, replicas)
     add_keys(tree, {key: sharded(items) for key, items in ranges.items()})
@@ -136,7 +138,7 @@ class Load:
         groups: dict[str, list[ShardedTensor]] = {}
         ranges: dict[str, list[FlatRange]] = {}
         for item in nested_values(self.sharded_state_dict):
-            key = sharded_key(item)
+            key = _sharded_key(item)
             if key not in stored:
                 raise sp.KeyMismatchError(
                     f"the checkpoint has no {key!r}, which the sharded state dict asks for. Pass strict= to "
@@ -160,7 +162,7 @@ class Load:
 
         def loaded(item: Any) -> Any:
             if isinstance(item, ShardedObject):
-                value = tree[sharded_key(item)].value
+                value = tree[_sharded_key(item)].value
                 return from_plain(value, tree[TYPES].value["types"]) if item.key == COMMON_KEY else value
             return item.data if isinstance(item, (ShardedTensor, FlatRange)) else item
 
@@ -215,3 +217,105 @@ def _view(item: ShardedTensor) -> torch.Tensor:
     """The local tensor with the prepended axes, in the same memory."""
     data: torch.Tensor = item.data.detach()
     return data[(None,) * item.prepend_axis_num]
+
+
+class Box(NamedTuple):
+    """A box of a tensor on this rank, or a ShardedObject, which has no offsets."""
+
+    key: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    is_main: bool
+    """True if this rank has the main replica."""
+
+
+class MainReplicas:
+    """Proves that each box has one main replica, and caches the proof."""
+
+    def __init__(self) -> None:
+        self._proved: tuple[bytes, ...] = ()
+        """The digests of all ranks that the coordinator proved last."""
+
+    def prove(
+        self,
+        rendezvous: sp.rendezvous.Rendezvous,
+        location: str,
+        describe: Callable[[], Sequence[Box]],
+    ) -> None:
+        """Compares the boxes of all ranks, which `describe` returns on each. All ranks call it.
+
+        Raises:
+            StructureError: two ranks have the main replica of one box, or no rank has one. The message names
+                key, box and ranks.
+            RankFailure, RankSilent: a rank failed or became silent.
+        """
+        meetings = sp.rendezvous.MeetingSequence(rendezvous, f"compare replicas of {location}")
+        posted = b""
+
+        def digest() -> bytes:
+            nonlocal posted
+            posted = msgspec.msgpack.encode(describe())
+            return xxhash.xxh3_128_digest(posted)
+
+        seen: list[bytes] = []
+
+        def is_proved(posts: list[bytes]) -> bytes:
+            seen[:] = posts
+            return b"proved" if tuple(posts) == self._proved else b""
+
+        if meetings.meet("digest", digest, is_proved):
+            return
+
+        def compare(posts: list[bytes]) -> bytes:
+            _check_main_replicas([msgspec.msgpack.decode(post, type=list[Box]) for post in posts])
+            self._proved = tuple(seen)
+            return b""
+
+        meetings.meet("boxes", lambda: posted, compare)
+
+
+def _check_main_replicas(ranks: Sequence[Sequence[Box]]) -> None:
+    """Checks the boxes of each rank.
+
+    Raises:
+        StructureError: a box has two main replicas, or none.
+
+    >>> _check_main_replicas([[Box("w", (0,), (2,), True)], [Box("w", (2,), (2,), False)]])
+    Traceback (most recent call last):
+    shardproof.errors.StructureError: key 'w', box [2:4]: no rank has the main replica, and other replicas \
+are on rank 1. Give it replica_id 0 on one rank
+    """
+    mains: dict[tuple[str, tuple[int, ...], tuple[int, ...]], int] = {}
+    others: dict[tuple[str, tuple[int, ...], tuple[int, ...]], list[int]] = {}
+    for rank, boxes in enumerate(ranks):
+        for key, offsets, sizes, is_main in boxes:
+            box = key, offsets, sizes
+            if not is_main:
+                others.setdefault(box, []).append(rank)
+            elif box in mains:
+                first = mains[box]
+                who = (
+                    f"rank {rank} has it twice" if first == rank else f"ranks {first} and {rank} both have it"
+                )
+                raise sp.StructureError(
+                    f"{_name(*box)}: expected one main replica (replica_id of zeros), but {who}. Give one of "
+                    "the two another replica_id",
+                    key=key,
+                    ranks=[first, rank],
+                )
+            else:
+                mains[box] = rank
+    for box, holders in others.items():
+        if box not in mains:
+            word = "rank" if len(set(holders)) == 1 else "ranks"
+            named = f"{word} {sp.rendezvous.format_rank_ranges(holders)}"
+            raise sp.StructureError(
+                f"{_name(*box)}: no rank has the main replica, and other replicas are on {named}. Give "
+                "it replica_id 0 on one rank",
+                key=box[0],
+                ranks=sorted(set(holders)),
+            )
+
+
+def _name(key: str, offsets: Sequence[int], sizes: Sequence[int]) -> str:
+    return f"key {key!r}" + (f", box {box_name(offsets, sizes)}" if sizes else "")

@@ -11,10 +11,9 @@ from typing import Literal, NoReturn
 import torch
 from torch import nn
 
-from shardproof.training.fsdp.flat_buffer import FlatBuffer
+from shardproof.training.fsdp.flat_buffer import FlatBuffer, GradientPool, Reduction
 from shardproof.training.fsdp.lanes import Done, Lane
-from shardproof.training.fsdp.mesh_ranks import MeshRanks
-from shardproof.training.fsdp.reduce import GradientPool, Reduction
+from shardproof.training.fsdp.row_layout import MeshRanks
 from shardproof.training.fsdp.unit_parameter import UnitParameter
 
 UNIT = "_shardproof_fsdp"

@@ -20,7 +20,7 @@ from shardproof.engine.state import PerRank
 from shardproof.errors import StructureError
 from shardproof.training.rerun.attribution import Suspect
 from shardproof.training.rerun.injection import FaultInjector
-from shardproof.training.rerun.statistics import Differences
+from shardproof.training.rerun.result_log import Differences
 from shardproof.training.rerun.step_run import Rejections
 from shardproof.training.rerun.transitions import AttributionKind, State
 

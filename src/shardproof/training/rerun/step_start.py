@@ -17,8 +17,7 @@ import torch
 from shardproof.dtypes import DTYPES
 from shardproof.engine.state import RandomState, as_bytes, decode_plain, encode_plain, hoisted_tensor
 from shardproof.errors import PlainDataError, StructureError
-from shardproof.training.rerun.batch_classes import described, restored
-from shardproof.training.rerun.replay import ReplayableIterator
+from shardproof.training.rerun.replay import ReplayableIterator, described, restored
 from shardproof.training.rerun.step_run import Suspicion
 
 _ALIGNED = 8

@@ -1,4 +1,10 @@
-"""Saves and loads engines of DeepSpeed, also from checkpoints that DeepSpeed wrote itself.
+"""Checkpoints of DeepSpeed engines at ZeRO stages 1, 2 and 3, also loaded from those that DeepSpeed wrote.
+
+    engine, *_ = deepspeed.initialize(model=module, ...)
+    path, client_state = adapter.load_checkpoint(engine, "runs/example")
+    adapter.save_checkpoint(engine, "runs/example", client_state={"epoch": 3})
+
+For saves in the background and retention, use ``sp.Checkpointer("runs/example")`` with `engine_state`.
 
 ZeRO cuts flat buffers into one partition for each rank. The position of every parameter follows from the
 sizes of the parameters before it. So nothing is gathered, and a checkpoint loads at another stage and on
@@ -32,8 +38,29 @@ from shardproof.frameworks.shared.zero_blocks import (
     sharded_blocks,
 )
 
+__all__ = ["engine_state", "load_checkpoint", "save_checkpoint"]
+
 _LATEST = "latest"
 _COUNTS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
+_MARK = "ds_version"
+_STATE = "optimizer.state."
+_OF_ENGINE = ("global_steps", "global_samples", "skipped_steps")
+_NO_CLIENT_STATE = (
+    *_OF_ENGINE,
+    _MARK,
+    "checkpoint_parallel_dimensions",
+    "data_sampler",
+    "dp_world_size",
+    "ds_config",
+    "fp32",
+    "lr_scheduler",
+    "module",
+    "mp_world_size",
+    "optimizer",
+    "random_ltd",
+)
+"""First segments of the keys that DeepSpeed writes. All others are the program's."""
+_OF_THE_PROGRAM = ("params", "fused", "foreach", "capturable", "differentiable")
 
 
 def engine_state(engine: DeepSpeedEngine) -> dict[str, Any]:
@@ -226,27 +253,6 @@ def _check_supported(engine: DeepSpeedEngine) -> None:
             raise sp.StructureError(
                 f"the engine has {name}, whose layout is not supported: save with engine.save_checkpoint"
             )
-
-
-_MARK = "ds_version"
-_STATE = "optimizer.state."
-_OF_ENGINE = ("global_steps", "global_samples", "skipped_steps")
-_NO_CLIENT_STATE = (
-    *_OF_ENGINE,
-    _MARK,
-    "checkpoint_parallel_dimensions",
-    "data_sampler",
-    "dp_world_size",
-    "ds_config",
-    "fp32",
-    "lr_scheduler",
-    "module",
-    "mp_world_size",
-    "optimizer",
-    "random_ltd",
-)
-"""First segments of the keys that DeepSpeed writes. All others are the program's."""
-_OF_THE_PROGRAM = ("params", "fused", "foreach", "capturable", "differentiable")
 
 
 def is_of_deepspeed(path: str | os.PathLike[str]) -> bool:

@@ -7,7 +7,7 @@ from math import lcm, prod
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardproof.training.fsdp.packing import Packing, pack
+from shardproof.training.fsdp.unit_parameter import Packing, pack
 
 SHAPES = st.lists(st.lists(st.integers(0, 12), min_size=1, max_size=3).map(tuple), max_size=8)
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardproof.training.rerun.comparison import relative_difference, reproduced
+from shardproof.training.rerun.step_run import relative_difference, reproduced
 
 FLOATS = st.floats(width=64)
 NUMBERS = st.one_of(FLOATS, st.integers())

@@ -1,4 +1,14 @@
-"""The strategy of Lightning that saves with shardproof, and the callback in place of `ModelCheckpoint`.
+"""Checkpoints of a Lightning `Trainer`. Each rank saves its own part in the background.
+
+`ShardproofCheckpoint` replaces Lightning's `ModelCheckpoint`, with the same arguments:
+
+    from shardproof.frameworks.lightning import ShardproofCheckpoint
+
+    trainer = Trainer(callbacks=[ShardproofCheckpoint(every_n_train_steps=1000)])
+    trainer.fit(model, ckpt_path="last")
+
+It works with `lightning` and with `pytorch_lightning`. If a program uses the latter, it imports
+`pytorch_lightning` before this module.
 
 After a load, a resumed run continues with the batches of its data loaders. Lightning 2.6 gives each loader
 its state and makes its iterator. Four things differ from a run without the restart, and this module mends
@@ -14,19 +24,39 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from abc import ABC
 from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 
+import torch
+from torch.utils._pytree import tree_map_only
+
 import shardproof as sp
-from shardproof.frameworks.lightning.lightning_io import LIGHTNING
-from shardproof.frameworks.shared.folder_saves import FolderSaves, Value, is_committed, newest_committed
+from shardproof.frameworks.shared.folder_saves import (
+    FolderSaves,
+    Value,
+    is_committed,
+    local_path,
+    newest_committed,
+    remove_folder,
+)
 
-ModelCheckpoint: Any = import_module(f"{LIGHTNING}.callbacks").ModelCheckpoint
+__all__ = ["ShardproofCheckpoint", "ShardproofCheckpointIO", "with_shardproof"]
 
+_LIGHTNING = (
+    "pytorch_lightning"
+    if "pytorch_lightning" in sys.modules and "lightning" not in sys.modules
+    else "lightning.pytorch"
+)
+"""The package that the program uses."""
+
+_plugins: Any = import_module(f"{_LIGHTNING}.plugins")
+CheckpointIO: Any = _plugins.CheckpointIO
+_TorchCheckpointIO: Any = _plugins.TorchCheckpointIO
+ModelCheckpoint: Any = import_module(f"{_LIGHTNING}.callbacks").ModelCheckpoint
 _log = logging.getLogger("shardproof")
-
 _REFUSED = {
     "FSDPStrategy": "FSDP1 collects its state with collectives. Use ModelParallelStrategy with fully_shard",
     "DeepSpeedStrategy": "DeepSpeed saves its engine itself. Use ModelCheckpoint",
@@ -34,11 +64,108 @@ _REFUSED = {
     "XLAFSDPStrategy": "XLA devices are not supported. Use ModelCheckpoint",
 }
 """Strategies whose ranks cannot save their own parts: the reason, and what to do."""
-
-
 _KIND: Any = ABC
 """In place of the class of the strategy, whose methods follow those of `_StrategyMethods`. It is the base of
 Lightning's `Strategy`: with another one, Python refuses the assignment to `strategy.__class__`."""
+
+
+class ShardproofCheckpointIO(CheckpointIO):
+    """Writes the state that Lightning collects as a folder of shardproof. Loads verify it.
+
+    Lightning calls it on rank 0 alone, with the state of rank 0, and waits for it. Prefer
+    `ShardproofCheckpoint`: each rank saves its part in the background, with its random states and the
+    positions of its data loaders.
+
+    `ModelParallelStrategy` and `FSDPStrategy` write sharded checkpoints without a call of a `CheckpointIO`.
+    Use `ShardproofCheckpoint` with `ModelParallelStrategy`. It does not support `FSDPStrategy`.
+
+    Example:
+        >>> from shardproof.frameworks.lightning import ShardproofCheckpointIO  # doctest: +SKIP
+        >>> trainer = Trainer(plugins=[ShardproofCheckpointIO()])  # doctest: +SKIP
+    """
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
+    ) -> None:
+        """Saves a checkpoint, and returns when it is committed. A committed one at the path is replaced.
+
+        Args:
+            checkpoint: Lightning's checkpoint: tensors and plain data.
+            path: the folder.
+            storage_options: not supported.
+
+        Raises:
+            TypeError: `storage_options` is given.
+            ValueError: `path` is a URL.
+            ShardproofError: see `shardproof.save`. Lightning's other ranks then wait until the timeout of the
+                process group.
+        """
+        if storage_options is not None:
+            raise TypeError(f"storage_options={storage_options!r}: shardproof saves to a path. Leave it out")
+        rest = dict(checkpoint)
+        weights = rest.pop("state_dict")
+        sp.save(
+            local_path(path),
+            {"state_dict": _Weights(weights), "lightning": Value(rest)},
+            step=rest.get("global_step"),
+            overwrite=True,
+            rendezvous=sp.rendezvous.LocalRendezvous(),
+        )
+
+    def load_checkpoint(
+        self, path: str | os.PathLike[str], map_location: Any = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Reads a checkpoint of shardproof, or a file that Lightning wrote. Each rank reads all of it.
+
+        Args:
+            path: the folder or file.
+            map_location: the device of the tensors, for example ``"cpu"``, which is the default. A function
+                or a mapping is only for files of Lightning.
+            weights_only: option of `torch.load`, for a file of Lightning. A checkpoint of shardproof has no
+                pickle.
+
+        Returns:
+            Lightning's checkpoint.
+
+        Raises:
+            TypeError: `map_location` is not a device.
+            ShardproofError: see `shardproof.load`.
+        """
+        if not os.path.isdir(path):
+            options = {} if weights_only is None else {"weights_only": weights_only}
+            plain: dict[str, Any] = _TorchCheckpointIO().load_checkpoint(path, map_location, **options)
+            return plain
+        if map_location is not None and not isinstance(map_location, str | torch.device):
+            raise TypeError(f"map_location={map_location!r}: pass a device, or None for the CPU")
+        weights, rest = _Weights(), Value()
+        sp.load(
+            local_path(path),
+            {"state_dict": weights, "lightning": rest},
+            rendezvous=sp.rendezvous.LocalRendezvous(),
+        )
+        checkpoint = {**rest.value, "state_dict": weights.value}
+        if map_location is None:
+            return checkpoint
+        moved: dict[str, Any] = tree_map_only(
+            torch.Tensor, lambda tensor: tensor.to(map_location), checkpoint
+        )
+        return moved
+
+    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        """Removes a folder or file, if it exists."""
+        remove_folder(local_path(path))
+
+
+class _Weights(Value):
+    """The weights, each under a key of its own, including small ones."""
+
+    def state_dict(self) -> Any:
+        """The weights."""
+        return self.value
+
+    def load_state_dict(self, value: Any) -> None:
+        """Replaces the weights."""
+        self.value = value
 
 
 class _StrategyMethods(_KIND):
@@ -150,7 +277,7 @@ class _StrategyMethods(_KIND):
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Gives the samplers of a data loader the epoch in which the run resumes."""
-        set_sampler_epoch(dataloader, self._module.trainer.fit_loop.epoch_progress.current.processed)
+        _set_sampler_epoch(dataloader, self._module.trainer.fit_loop.epoch_progress.current.processed)
         return super().process_dataloader(dataloader)
 
     def on_train_start(self) -> None:
@@ -162,7 +289,7 @@ class _StrategyMethods(_KIND):
         random, self._random = self._random, None
         fit_loop = self._module.trainer.fit_loop
         if fit_loop.is_resuming:
-            continue_batches(fit_loop, random)
+            _continue_batches(fit_loop, random)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Removes a checkpoint after the commit of the newest save."""
@@ -267,7 +394,7 @@ def _take_loaders(checkpoint: dict[str, Any]) -> Any:
     return loaders
 
 
-def set_sampler_epoch(loader: Any, epoch: int) -> None:
+def _set_sampler_epoch(loader: Any, epoch: int) -> None:
     """Gives the samplers of a loader the epoch, before an iterator of the loader is made."""
     for owner in (loader, getattr(loader, "batch_sampler", None)):
         set_epoch = getattr(getattr(owner, "sampler", None), "set_epoch", None)
@@ -275,7 +402,7 @@ def set_sampler_epoch(loader: Any, epoch: int) -> None:
             set_epoch(epoch)
 
 
-def continue_batches(fit_loop: Any, random: dict[str, Any] | None) -> None:
+def _continue_batches(fit_loop: Any, random: dict[str, Any] | None) -> None:
     """Makes the first epoch of a resumed run continue with the batch after the save.
 
     Called when Lightning has restored the loaders and made their iterators, before the first batch.
