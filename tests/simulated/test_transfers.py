@@ -1,4 +1,4 @@
-"""The hybrid optimizer's copies with streams held: the notes of `training.optim.hybrid.transfers`."""
+"""The hybrid optimizer's copies with streams held: the notes of `training.optim.hybrid.stepped_copy`."""
 
 from __future__ import annotations
 
