@@ -371,11 +371,7 @@ class DeepSpeedUniversalReader(DeepSpeedStates):
         self.tensors[key] = TensorDescription(tensor.dtype, shape, boxes)
 
     def _check_complete(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Checks that each trainable parameter has weights, and all or none of the optimizer's states.
-
-        Raises:
-            StorageError: a file is missing.
-        """
+        """Checks that each trainable parameter has weights, and all or none of the optimizer's states."""
         begin = "optimizer.state."
         found = {
             key.removeprefix(begin) for key in (*self.tensors, *self.object_keys()) if key.startswith(begin)

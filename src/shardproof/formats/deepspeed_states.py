@@ -61,10 +61,6 @@ _Shapes = Mapping[str, tuple[int, ...]]
 def tag_folder(foreign: Foreign, pointer: str) -> Foreign | None:
     """The tag folder that a file of the run folder names; None if the run folder has no such file.
 
-    Args:
-        foreign: the run folder.
-        pointer: name of the file, for example "latest".
-
     Raises:
         FormatError: the file names no folder in the run folder.
         StorageError: the file is unreadable.
@@ -136,9 +132,6 @@ class DeepSpeedStates(TorchFilesReader):
             name: name of the file.
             states: the object of the file.
             described: shapes of parameters. Stage 3 stores empty tensors instead of them.
-
-        Raises:
-            FormatError: the states have no weights.
         """
         module = states.get("module")
         if not isinstance(module, Mapping):
@@ -169,9 +162,6 @@ class DeepSpeedStates(TorchFilesReader):
 
         Args:
             pattern: format string of the names, with ``{}`` for the rank.
-
-        Raises:
-            StorageError: a file is missing.
         """
         present = set(self.names)
         names: list[str] = []
@@ -193,17 +183,7 @@ class DeepSpeedStates(TorchFilesReader):
         pieces: Sequence[PartitionPart],
         ranks: Sequence[tuple[str, Sequence[Any]]],
     ) -> None:
-        """Describes a tensor whose pieces lie in flat tensors of ranks.
-
-        Args:
-            key: key of the tensor.
-            shape: shape of the tensor.
-            pieces: the pieces of the tensor.
-            ranks: for each rank, the name of its file and the flat tensor of each group.
-
-        Raises:
-            FormatError: a flat tensor is missing or too small, or another value has the key.
-        """
+        """Describes a tensor whose pieces lie in flat tensors of ranks."""
         boxes: list[StoredBox] = []
         dtypes = set()
         for piece in pieces:
@@ -228,10 +208,6 @@ class DeepSpeedStates(TorchFilesReader):
 
     def add_frozen(self, first: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Adds frozen parameters: whole in one file, or cut over the files of all ranks.
-
-        Args:
-            first: name of the model states of rank 0.
-            shapes: shapes of the parameters.
 
         Raises:
             StorageError: the file of a rank is missing.
@@ -266,11 +242,7 @@ class DeepSpeedStates(TorchFilesReader):
                 self.aliases[f"fp32.{key}"] = stored
 
     def add_shared(self, name: str, states: Mapping[str, Any]) -> None:
-        """Adds an alias for each shared parameter, to the name that has the values.
-
-        Raises:
-            FormatError: the name that should have the values is missing.
-        """
+        """Adds an alias for each shared parameter, to the name that has the values."""
         shared = states.get("shared_params") or {}
         if not isinstance(shared, Mapping):
             raise self.fault(name, "shared_params is not a dict")
@@ -282,13 +254,7 @@ class DeepSpeedStates(TorchFilesReader):
                 self.aliases[f"fp32.{key}"] = target
 
     def add_optimizer_values(self, name: str, path: tuple[Any, ...], state: Mapping[str, Any]) -> None:
-        """Adds the values of DeepSpeed's optimizer that describe no tensors of parameters.
-
-        Args:
-            name: name of the file.
-            path: keys that lead to `state` in the file.
-            state: optimizer states of DeepSpeed.
-        """
+        """Adds the values of DeepSpeed's optimizer that describe no tensors of parameters."""
         for key, value in state.items():
             if key not in _FLAT:
                 self.add_leaves(f"optimizer.{key}", name, (*path, key), _plain(value))
@@ -354,9 +320,6 @@ def cut_pieces(shapes: _Shapes, groups: Sequence[int], world_size: int) -> dict[
         groups: number of elements of each flat tensor of a rank, equal on all ranks.
         world_size: data-parallel ranks.
 
-    Returns:
-        The pieces of each parameter.
-
     Raises:
         ValueError: the parameters have more or fewer elements than the flat tensors.
 
@@ -407,9 +370,6 @@ def mapped_pieces(
         slices: for each rank, the first element and the number of elements of each parameter in the
             partition.
 
-    Returns:
-        The pieces of each parameter that a rank records.
-
     Raises:
         ValueError: two parameters overlap, a slice has no parameter, or the slices of a parameter have more
             or fewer elements than the parameter.
@@ -451,9 +411,6 @@ def joined_pieces(
         partition: number of elements of a rank's partition, including padding.
         paddings: unused elements after each parameter.
         world_size: data-parallel ranks.
-
-    Returns:
-        The pieces of each parameter.
 
     Raises:
         ValueError: the parameters do not fit into the partitions.

@@ -41,11 +41,7 @@ def encode_embedded(contents: Contents) -> dict[str, Any]:
 
 
 def check_aliases(contents: Contents) -> None:
-    """Checks that each alias names a tensor and is not the key of a tensor itself.
-
-    Raises:
-        StructureError: an alias fails the check.
-    """
+    """Checks that each alias names a tensor and is not the key of a tensor itself."""
     for alias, key in contents.aliases.items():
         if alias in contents.tensors or key not in contents.tensors:
             raise StructureError(f"{alias!r} cannot be tied to {key!r}", key=alias)
@@ -71,12 +67,6 @@ class EmbeddedValues:
         fault: Callable[[str], FormatError],
     ) -> EmbeddedValues:
         """Checks and decodes the values that a file has under the names of this module.
-
-        Args:
-            members: JSON values by name. Other names are ignored.
-            tensors: tensors of the checkpoint.
-            unreadable: its tensors that cannot be read.
-            fault: returns the error for a message.
 
         Raises:
             FormatError: a value is damaged.

@@ -33,10 +33,6 @@ class HfIndex:
     def read(cls, storage: Storage, name: str) -> HfIndex:
         """Reads an index.
 
-        Args:
-            storage: holds the index and the files that it names.
-            name: name of the index.
-
         Raises:
             FormatError: the index is damaged, or names a file outside of the storage.
             StorageError: the index is missing or unreadable.
@@ -61,15 +57,7 @@ class HfIndex:
         return cls(path, keys_of, total if type(total) is int else None, xxhash.xxh3_128_hexdigest(data))
 
     def check(self, file: str, keys: Collection[str]) -> None:
-        """Compares the keys of a file with the index.
-
-        Args:
-            file: one of `keys_of`.
-            keys: the keys of the file.
-
-        Raises:
-            FormatError: a key is only in the index or only in the file.
-        """
+        """Compares the keys of a file with the index."""
         expected = self.keys_of[file]
         missing, more = sorted(set(expected).difference(keys)), sorted(set(keys).difference(expected))
         if missing or more:
@@ -84,15 +72,7 @@ class HfIndex:
 
 
 def read_json(storage: Storage, name: str, most: int = _MOST_JSON_BYTES) -> tuple[bytes, dict[str, Any]]:
-    """Reads a file that holds a JSON object.
-
-    Args:
-        storage: holds the file.
-        name: name of the file.
-        most: bytes of the file, at most.
-
-    Returns:
-        The bytes, and the object.
+    """Reads a file of at most `most` bytes. Returns its bytes, and the JSON object in it.
 
     Raises:
         FormatError: the file is not a JSON object, has a name twice in one object, or is too large.
@@ -103,15 +83,7 @@ def read_json(storage: Storage, name: str, most: int = _MOST_JSON_BYTES) -> tupl
 
 
 def parse_json(data: bytes, path: str) -> dict[str, Any]:
-    """Parses a JSON object.
-
-    Args:
-        data: text of the object.
-        path: path of the file, for messages.
-
-    Raises:
-        FormatError: the text is not a JSON object, or has a name twice in one object.
-    """
+    """Parses a JSON object."""
     try:
         found = json.loads(data, object_pairs_hook=_without_doubles)
     except (ValueError, RecursionError) as error:

@@ -194,12 +194,7 @@ class _Tree:
         return _Cursor(content)
 
     def _files(self, cursor: _Cursor, base: bytes) -> list[_DataFile]:
-        """The table of data files at the beginning of a node.
-
-        Args:
-            cursor: at the table.
-            base: folder of the file that holds the node.
-        """
+        """The table of data files at the beginning of a node."""
         count = cursor.number()
         if not count:
             return []
@@ -219,13 +214,7 @@ class _Tree:
         return [_NodeRange(_at(files, number), *at) for number, *at in zip(ids, starts, sizes, strict=True)]
 
     def _add(self, node: _NodeRange, height: int, prefix: bytes) -> None:
-        """Adds the entries below a node.
-
-        Args:
-            node: the node.
-            height: the height that it has to have.
-            prefix: begins all keys below the node, which has the rest of them.
-        """
+        """Adds the entries below a node."""
         if node.nbytes > _MOST_NODE_BYTES:
             raise ValueError(f"a node has {node.nbytes} bytes")
         data = self._read(node.file.name, node.start, node.start + node.nbytes)
@@ -303,9 +292,6 @@ and need about 400 MB here. A larger database needs as many bytes as other metad
 
 class OcdbtArrays(ZarrArrays):
     """The arrays in an OCDBT database; see `ZarrArrays`.
-
-    Args:
-        storage: the folder of the database.
 
     Raises:
         FormatError: the database or the metadata of an array is damaged, or a package is not installed.

@@ -89,11 +89,6 @@ class VerlReader(RankFilesReader):
 
         The configuration file gives it. Old versions of verl do not write that file. Then the names of the
         files give the number.
-
-        Raises:
-            NotCommittedError: the folder has no file of a rank.
-            FormatError: the configuration gives a number that no file has, or there is no configuration and
-                the files are of several numbers of ranks.
         """
         found = sorted(counts)
         if foreign.has(_CONFIG):

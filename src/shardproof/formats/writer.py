@@ -118,10 +118,6 @@ class FormatWriter(ABC):
 
     The constructor plans the units. It depends only on its arguments, so all processes plan the same units.
 
-    Args:
-        contents: what to write.
-        options: how to write it.
-
     Raises:
         StructureError: the format cannot hold a tensor or an object; the message names the key and says what
             to do.
@@ -169,13 +165,7 @@ class FormatWriter(ABC):
 
 
 def notes_of(name: str, contents: Contents, *, keeps_step: bool = False) -> list[str]:
-    """The notes of a format without a place for the step and the metadata of the user.
-
-    Args:
-        name: name of the format.
-        contents: the content to write.
-        keeps_step: True if the format has a place for the step.
-    """
+    """The notes of a format without a place for the step and the metadata of the user."""
     lost = [] if keeps_step or contents.step is None else [f"the step ({contents.step})"]
     if contents.metadata:
         lost.append(f"the metadata ({', '.join(sorted(map(str, contents.metadata)))})")
@@ -185,11 +175,6 @@ def notes_of(name: str, contents: Contents, *, keeps_step: bool = False) -> list
 
 def new_file(target: Storage, name: str, buffer: memoryview | None = None) -> FileWriter:
     """Begins a file of a unit. It replaces an existing file, which an interrupted attempt left.
-
-    Args:
-        target: the folder with the units.
-        name: name of the file.
-        buffer: see `FileWriter`.
 
     Raises:
         StorageError: the storage failed.
@@ -231,11 +216,7 @@ def check_units(
 
 
 def writer_of(name: str) -> type[FormatWriter]:
-    """The writer of a format.
-
-    Raises:
-        ValueError: no writer has this name.
-    """
+    """The writer of a format."""
     if name not in WRITERS:
         raise ValueError(f"a checkpoint is written as one of {', '.join(WRITERS)}, not {name!r}")
     module, _, attribute = WRITERS[name].partition(":")

@@ -406,10 +406,6 @@ def _continue_batches(fit_loop: Any, random: dict[str, Any] | None) -> None:
     """Makes the first epoch of a resumed run continue with the batch after the save.
 
     Called when Lightning has restored the loaders and made their iterators, before the first batch.
-
-    Args:
-        fit_loop: the loop of the trainer. Its state is restored.
-        random: the random state of the checkpoint; None if it has none.
     """
     loader = fit_loop._combined_loader
     if states := fit_loop._combined_loader_states_to_load:  # Lightning skipped them

@@ -58,10 +58,6 @@ class ConversionPlan:
 def plan_conversion(checkpoint: Checkpoint, request: ConversionRequest) -> ConversionPlan:
     """Plans a conversion. It reads metadata and plain values, and no tensor.
 
-    Args:
-        checkpoint: the stored one.
-        request: what to do.
-
     Raises:
         StructureError: a pattern or a rename fits no key, the patterns leave no key, two keys get one name,
             the key map does not fit, or the format cannot hold a tensor.

@@ -216,9 +216,6 @@ reads faster than one (benchmarks/interop.py)."""
 class ConversionWork:
     """One process's part of a conversion. The constructor opens the source and plans.
 
-    Args:
-        request: what to do.
-
     Raises:
         StructureError: the destination is the name of a file, and does not fit the format or the plan.
     """
@@ -264,10 +261,7 @@ class ConversionWork:
         self.folder.add(UnitRecord(item.name, written, source.boxes, item.nbytes))
 
     def verify(self, boxes: Sequence[HashedBox]) -> int:
-        """Reads boxes of the written checkpoint and compares their digests.
-
-        Returns:
-            The bytes that were compared.
+        """Reads boxes of the written checkpoint, compares their digests, and returns their bytes.
 
         Raises:
             CorruptChunkError: the bytes are not those that were written.

@@ -138,16 +138,7 @@ class DcpReader(FormatReader):
         return sum(self.open_entry(entry).verify() for entry in self.entries.values())
 
     def value_of(self, file: TorchFile, key: str, trust_pickle: bool) -> Any:
-        """The value of an open entry or file, as plain data.
-
-        Args:
-            file: the file that holds the value.
-            key: key of the value, for messages.
-            trust_pickle: True to unpickle the value with torch if it has objects of classes.
-
-        Raises:
-            FormatError: torch cannot unpickle the value, for example because a class is not installed.
-        """
+        """The value of an open entry or file, as plain data."""
         if not trust_pickle or not opaque_names(file.value):
             return with_tensors(file, file.value)
         try:
@@ -323,13 +314,6 @@ class DcpReader(FormatReader):
         self, key: str, dtype: str, offsets: tuple[int, ...], sizes: tuple[int, ...], entry: DcpEntry
     ) -> StoredView:
         """Opens the entry of a chunk, and checks its dtype and sizes.
-
-        Args:
-            key: key of the tensor, as ``.metadata`` has it.
-            dtype: dtype of the tensor.
-            offsets: (d,) first index of the chunk.
-            sizes: (d,) sizes of the chunk; none is 0.
-            entry: the entry that holds the chunk.
 
         Raises:
             FormatError: the entry does not hold a tensor of this dtype and these sizes.

@@ -244,10 +244,6 @@ class RankFilesReader(TorchFilesReader):
     def add_objects(self, item: str, files: Mapping[int, str]) -> None:
         """Describes each value of the dicts in the files of all ranks as one object, with its tensors.
 
-        Args:
-            item: the first part of the keys.
-            files: name of the file of each rank.
-
         Raises:
             StorageError, FormatError: a file is missing, damaged or does not hold a dict, or two values have
                 the same key.

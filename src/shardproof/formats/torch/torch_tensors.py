@@ -108,15 +108,7 @@ class TorchTensor:
 
 
 def torch_storage(path: str, identifier: Any) -> TorchStorage:
-    """The storage of a persistent identifier: ("storage", class, key, device, number of elements).
-
-    Args:
-        path: path of the file, for messages.
-        identifier: the persistent identifier in a pickle.
-
-    Raises:
-        FormatError: it is not a storage.
-    """
+    """The storage of a persistent identifier: ("storage", class, key, device, number of elements)."""
     match identifier:
         case ("storage", Opaque(name=name), str(key), str(), int(numel), *view) if 0 <= numel < 1 << 62:
             kind = name.removeprefix("torch.").removeprefix("cuda.").removesuffix("Storage")

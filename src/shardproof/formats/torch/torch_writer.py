@@ -263,16 +263,7 @@ class TorchArchive:
 
 
 def archive_of(key: str, value: Any, format_name: str) -> TorchArchive:
-    """The archive of an object of a checkpoint.
-
-    Args:
-        key: key of the object, for errors.
-        value: plain data, with tensors in memory.
-        format_name: name of the written format, for errors.
-
-    Raises:
-        StructureError: the object is not plain data.
-    """
+    """The archive of an object of a checkpoint."""
     try:
         return TorchArchive(value)
     except (TypeError, ValueError) as error:

@@ -140,13 +140,7 @@ class ZarrArrays:
             self.keys[folder] = key
 
     def parsed(self, document: Mapping[str, Any], folder: str, name: str) -> ArrayMetadata | Unreadable:
-        """Parses the metadata of an array; see `parse_array`.
-
-        Args:
-            document: the metadata.
-            folder: folder of the array.
-            name: name of the file that has the metadata.
-        """
+        """Parses the metadata of an array; see `parse_array`."""
         attributes = document.get("attributes")
         if document.get("zarr_format") == 2:
             attributes = None
@@ -248,14 +242,7 @@ class ZarrReader(FormatReader):
                 self._compare(arrays, f"{folder}/{_V3}".lstrip("/"), folder, documents)
 
     def _compare(self, arrays: ZarrArrays, name: str, folder: str, documents: Any) -> None:
-        """Compares the consolidated metadata of a group.
-
-        Args:
-            arrays: the arrays with their own metadata.
-            name: name of the file that has the consolidated metadata.
-            folder: folder of the group.
-            documents: path in the group to metadata.
-        """
+        """Compares the consolidated metadata of a group."""
         if not isinstance(documents, dict) or not all(isinstance(item, dict) for item in documents.values()):
             raise self.fault(name, "the consolidated metadata is damaged")
         listed = set()

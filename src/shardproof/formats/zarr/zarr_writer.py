@@ -277,9 +277,6 @@ def _array_name(key: str) -> str:
 
     The end of a long name is replaced by its digest.
 
-    Raises:
-        StructureError: the key is empty or not valid Unicode, so no file system can have its name.
-
     >>> _array_name("model.layers.0.weight"), _array_name("a/b%"), _array_name(".."), _array_name("__x")
     ('model.layers.0.weight', 'a%2Fb%25', '%2E.', '%5F_x')
     """

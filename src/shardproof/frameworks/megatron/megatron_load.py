@@ -207,11 +207,7 @@ def _with_code(
     checkpoint_dir: str | os.PathLike[str],
     strict: StrictHandling,
 ) -> dict[str, Any]:
-    """The loaded state with the classes and functions of the sharded state dict in place of their names.
-
-    Raises:
-        KeyMismatchError: one of them has another name in the checkpoint, and `strict` asks for an error.
-    """
+    """The loaded state with the classes and functions of the sharded state dict in place of their names."""
     if not has_names(state):
         return state
 

@@ -283,11 +283,7 @@ def _slots(optimizer: Any) -> Iterator[tuple[dict[str, Any], Any, Mapping[str, A
 
 
 def _groups(optimizer: Any, slots: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The options of the groups, with the count of steps, as in the state dict of a DistributedOptimizer.
-
-    Raises:
-        StructureError: parameters have different counts.
-    """
+    """The options of the groups, with the count of steps, as in the state dict of a DistributedOptimizer."""
     groups = [options_of(group) for group in optimizer.param_groups]
     counts = {int(tensors[_STEP]) for tensors in slots if _STEP in tensors}
     if not counts:  # a fused Adam counts in its groups, but not in those without parameters on this rank
@@ -450,15 +446,7 @@ def _optimizers_in(state: Mapping[Any, Any]) -> list[Mapping[Any, Any]]:
 def _options_for(
     saved: Sequence[Mapping[Any, Any]], targets: Sequence[Mapping[Any, Any]]
 ) -> list[dict[Any, Any]]:
-    """The options of each target.
-
-    Args:
-        saved: the state of each saved optimizer, with the options of its groups.
-        targets: the same of each optimizer of this run.
-
-    Raises:
-        StructureError: the numbers of optimizers differ, and so do the options of the saved ones.
-    """
+    """The options of each target."""
     if len(saved) == len(targets):
         return [dict(options) for options in saved]
     own = ("params", "is_expert_parallel")  # they always differ between dense and expert weights

@@ -101,11 +101,7 @@ def save_tree(sharded_state_dict: Mapping[Any, Any], *, replicas: bool) -> dict[
 
 
 def add_keys(tree: dict[str, Any], added: Mapping[str, Any]) -> None:
-    """Adds entries to a state tree.
-
-    Raises:
-        StructureError: the tree has one of the keys.
-    """
+    """Adds entries to a state tree."""
     for key, value in added.items():
         if key in tree:
             raise sp.StructureError(
@@ -276,9 +272,6 @@ class MainReplicas:
 
 def _check_main_replicas(ranks: Sequence[Sequence[Box]]) -> None:
     """Checks the boxes of each rank.
-
-    Raises:
-        StructureError: a box has two main replicas, or none.
 
     >>> _check_main_replicas([[Box("w", (0,), (2,), True)], [Box("w", (2,), (2,), False)]])
     Traceback (most recent call last):

@@ -25,11 +25,7 @@ from shardproof.engine.state import dtensor_index_map, is_dtensor, local_tensor
 
 
 def megatron_fsdp_of(model: torch.nn.Module) -> Any:
-    """The Megatron-FSDP model in a model: the model, or the one that Megatron-Core's wrapper holds.
-
-    Raises:
-        StructureError: there is none.
-    """
+    """The Megatron-FSDP model in a model: the model, or the one that Megatron-Core's wrapper holds."""
     inner: Any = model
     while isinstance(inner, torch.nn.Module):
         if hasattr(inner, "param_and_grad_buffer") and hasattr(inner, "raw_param"):
@@ -82,11 +78,6 @@ class UnevenDTensor:
         self, tensor: Any, key: str, rows: Mapping[str, int]
     ) -> dict[str, tuple[Any, ChunkStorageMetadata]]:
         """The parts of a fused tensor by suffix: DTensors that share its memory, and their positions.
-
-        Args:
-            tensor: a tensor with the parameter's layout.
-            key: its key, for errors.
-            rows: the number of rows of each part on this tensor parallel rank, in order.
 
         Raises:
             StructureError: the rows are not those of the parameter, or the tensor has another layout.
@@ -167,11 +158,6 @@ def distributed_like(local: torch.Tensor, like: Any, shape: torch.Size | None = 
 
     `DTensor.from_local` would copy `local` to the device of the mesh. The state of an offloaded optimizer
     stays on the CPU.
-
-    Args:
-        local: the local tensor.
-        like: a DTensor.
-        shape: the global shape, if it is not that of `like`.
     """
     shape = like.shape if shape is None else shape
     described = TensorMeta(shape, torch.empty(shape, dtype=local.dtype, device="meta").stride(), local.dtype)

@@ -89,10 +89,6 @@ class LastSaver:
     def at(self, rendezvous: Rendezvous, location: str) -> Saver:
         """The saver of these ranks. It waits for the last save of other ranks.
 
-        Args:
-            rendezvous: the rendezvous of the ranks.
-            location: path of the checkpoint to save, for errors.
-
         Raises:
             ShardproofError: the last save failed, and no call has read its result. Every rank gets an error.
         """

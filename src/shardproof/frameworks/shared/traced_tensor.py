@@ -213,10 +213,6 @@ _FUNCTIONS: Mapping[Any, Callable[..., Any]] = {
 def local_parts(box: TracedBox, local: sp.LocalShards) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
     """The parts of a rank's tensor inside one of its boxes, as pieces of the box's source.
 
-    Args:
-        box: a box of the tensor.
-        local: the rank's pieces of the tensor.
-
     Yields:
         A view of the rank's memory with the axes of the source, and its offsets in the source.
     """

@@ -94,11 +94,7 @@ def mark_as_committed(storage: Storage) -> None:
 
 
 def refuse_checkpoint_of_torch(storage: Storage) -> None:
-    """Fails if the folder has the ``.metadata`` of a checkpoint that torch wrote.
-
-    Raises:
-        AlreadyCommittedError: it has.
-    """
+    """Fails if the folder has the ``.metadata`` of a checkpoint that torch wrote."""
     if storage.size(_MARK) is not None and b"shardproof" not in storage.read(_MARK)[:1024]:
         raise AlreadyCommittedError(
             f"{storage.location} has a checkpoint of torch.distributed.checkpoint, and overwrite is False. "
@@ -140,11 +136,7 @@ class ShardproofWriter(StorageWriter):
             self.path = checkpoint_id
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Refuses a save whose ranks do not plan together.
-
-        Raises:
-            StructureError: ``use_collectives`` is False.
-        """
+        """Refuses a save whose ranks do not plan together."""
         if kwargs.get("use_collectives") is False:
             raise StructureError(
                 f"{self.path}: with use_collectives=False no rank has the plan of the whole checkpoint, so "
@@ -153,11 +145,7 @@ class ShardproofWriter(StorageWriter):
             )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Returns the plan as it is.
-
-        Raises:
-            StructureError: the planner reuses a plan, which names an earlier save.
-        """
+        """Returns the plan as it is."""
         if not getattr(plan, "usable", True):
             raise StructureError(
                 f"{self.path}: the planner reuses its plan of an earlier save. Leave out enable_plan_caching "

@@ -49,12 +49,7 @@ def is_stateful(value: Any) -> bool:
 
 
 class WholeValue:
-    """A value that is stored whole: plain data, with the tensors and arrays in it.
-
-    Args:
-        container: the dict or list that holds the value.
-        name: key or index of the value there.
-    """
+    """A value that is stored whole: plain data, with the tensors and arrays in it."""
 
     def __init__(self, container: Any, name: Any) -> None:
         self._container = container
@@ -84,9 +79,6 @@ class FlatTree:
     """The values of a state dict by their DCP keys: the steps of each path, joined by dots.
 
     DCP goes into dicts, and into lists that hold tensors or dicts. An empty dict has no key.
-
-    Args:
-        state_dict: nested dicts, lists, tensors and plain values.
 
     Raises:
         StructureError: two values have the same key, or a module or an optimizer is inside a dict or list.
@@ -133,9 +125,6 @@ class FlatTree:
         Args:
             checkpoint: the checkpoint to load.
             partial: True to leave out values that the checkpoint lacks.
-
-        Raises:
-            KeyMismatchError: the checkpoint lacks keys.
         """
         missing = []
         for key, value in list(self.tree.items()):

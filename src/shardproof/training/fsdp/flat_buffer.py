@@ -162,11 +162,7 @@ class FlatBuffer:
     @torch.inference_mode(False)
     @torch.no_grad()
     def adopt(self) -> None:
-        """Copies tensors that replaced the parameters (`to_empty`, `to`, `load_state_dict(assign=True)`).
-
-        Raises:
-            ValueError: a tensor has another shape or dtype.
-        """
+        """Copies tensors that replaced the parameters (`to_empty`, `to`, `load_state_dict(assign=True)`)."""
         found = [parameter.current() for parameter in self.parameters]
         values = [p.values_of(tensor.detach()) for p, tensor in zip(self.parameters, found, strict=True)]
         for parameter, value in zip(self.parameters, values, strict=True):

@@ -155,11 +155,7 @@ class RowLayout:
         return any(len(segments) > 1 for cut in cuts for segments in cut or ())
 
     def gather(self, local: torch.Tensor) -> DTensor:
-        """The gathered tensor, a copy. A collective over the ranks that share the rows.
-
-        Raises:
-            RuntimeError: `torch.compile` traces the operation that needs it.
-        """
+        """The gathered tensor, a copy. A collective over the ranks that share the rows."""
         if detect_fake_mode(local) is not None:
             raise RuntimeError(
                 f"torch.compile cannot gather a parameter of shardproof.fsdp, shape {list(self.shape)}, and "
@@ -318,12 +314,7 @@ class TensorSpec:
 
 
 def spec_of(parameter: torch.Tensor, ranks: MeshRanks, name: str) -> TensorSpec:
-    """The layout of a parameter that is sharded over ranks.
-
-    Raises:
-        ValueError: the parameter is a scalar, is already sharded over these ranks, contains partial sums, or
-            its placements define no layout.
-    """
+    """The layout of a parameter that is sharded over ranks."""
     if parameter.dim() == 0:
         raise ValueError(f"{name} is a scalar, which has no rows to shard: use shape [1]")
     shape = tuple(parameter.shape)

@@ -204,11 +204,7 @@ def unit_of(module: nn.Module) -> ShardedUnit | None:
 
 
 def units_in(module: nn.Module) -> list[ShardedUnit]:
-    """All units in a module, its own first, in the order of registration.
-
-    Raises:
-        ValueError: the module has no units.
-    """
+    """All units in a module, its own first, in the order of registration."""
     units = [unit for part in module.modules() if (unit := unit_of(part)) is not None]
     if not units:
         raise ValueError(

@@ -85,14 +85,7 @@ class JobState:
         self.attributed = Counter({AttributionKind(name): n for name, n in state["attributed"].items()})
 
     def mismatch(self, stored: dict[str, Any]) -> str:
-        """The differences between this run and the run that stored a pending rerun.
-
-        Args:
-            stored: the `state_dict` of that run.
-
-        Returns:
-            An empty string if the runs have the same shape, or no rerun is pending.
-        """
+        """The differences of this run to the run that stored a pending rerun; empty if there are none."""
         if stored["state"] != State.WILL_RERUN.value:
             return ""
         differs = []
@@ -174,11 +167,7 @@ class PersistentState:
         return {"job": job, "own": PerRank(own)}
 
     def check(self, stored: dict[str, Any]) -> None:
-        """Refuse, before a load, a pending rerun that a run of another shape stored.
-
-        Raises:
-            StructureError: the world size or the layout differs.
-        """
+        """Refuse, before a load, a pending rerun that a run of another shape stored."""
         self._loaded.clear()  # a failed load may have filled it partly
         if not self._drops and (differs := self.job.mismatch(stored["job"])):
             raise StructureError(

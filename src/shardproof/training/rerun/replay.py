@@ -198,15 +198,8 @@ def _of_content(kind: Any, content: Any) -> Any:
 def described(value: Any, path: str) -> tuple[Any, _Described]:
     """Replaces the objects of these classes by their contents, in nested dicts, lists and tuples.
 
-    Args:
-        value: microbatches and plain data.
-        path: the name of the value, for error messages.
-
     Returns:
         The value of plain containers, and the classes for `restored`.
-
-    Raises:
-        PlainDataError: a class has no name in an imported module.
     """
     found: _Described = []
 
@@ -235,11 +228,7 @@ def described(value: Any, path: str) -> tuple[Any, _Described]:
 
 
 def restored(value: Any, found: _Described) -> Any:
-    """The inverse of `described`.
-
-    Raises:
-        StructureError: the program has not imported a class, or the class is another one now.
-    """
+    """The inverse of `described`."""
     by_path = {tuple(at): name for at, name in found}
     above = {tuple(at[:end]) for at, _ in found for end in range(len(at) + 1)}
 

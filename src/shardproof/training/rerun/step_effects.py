@@ -230,12 +230,7 @@ class Steps:
 
 
 class Recorder:
-    """Writes on rank 0 and does nothing on other ranks.
-
-    Args:
-        rank: the rank of this process.
-        results: the log of rejected results, or None.
-    """
+    """Writes on rank 0 and does nothing on other ranks."""
 
     def __init__(self, rank: int, results: ResultLog | None) -> None:
         self._writes = rank == 0
@@ -253,12 +248,7 @@ class Recorder:
             self._append(attribution.records(time.time()))
 
     def outside(self, step: int, faults: Collection[tuple[int, str]]) -> None:
-        """Log faults outside of a step.
-
-        Args:
-            step: the step whose results are discarded.
-            faults: messages, each with the rank at fault.
-        """
+        """Log faults outside of a step."""
         if not self._writes:
             return
         for rank, message in faults:

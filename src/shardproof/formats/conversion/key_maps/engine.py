@@ -91,18 +91,7 @@ def apply_rules(
     known: Hyperparameters,
     options: RuleOptions,
 ) -> MappedKeys:
-    """Maps stored tensors to those of the other project.
-
-    Args:
-        rules: between the projects.
-        direction: one of `KeyRules.directions`.
-        stored: dtype and shape of each stored tensor, by key.
-        known: numbers of the model.
-        options: how the rules are applied.
-
-    Raises:
-        StructureError: no rule takes a key, a rule lacks a tensor, or shapes contradict each other.
-    """
+    """Maps stored tensors to those of the other project."""
     joined_is_stored = direction == rules.directions[0]
     found, ignored = match_keys(rules, joined_is_stored, stored, options)
     tensors: dict[str, MappedTensor] = {}
@@ -248,10 +237,6 @@ def _checked(
 
 def check_mapped(tensors: Mapping[str, MappedTensor], stored: Mapping[str, Stored]) -> None:
     """Checks what a map gives.
-
-    Args:
-        tensors: the written tensors by key.
-        stored: dtype and shape of each stored tensor.
 
     Raises:
         StructureError: a value is not a `MappedTensor`, or a move does not fit its tensors.

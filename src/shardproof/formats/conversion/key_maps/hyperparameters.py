@@ -69,9 +69,6 @@ def hyperparameters(
         given: by the names of `Hyperparameters`; they take precedence.
         config_path: a ``config.json`` or its folder; None for the one of the checkpoint, if any.
         objects: values of the stored checkpoint by key, and its ``config.json`` under that name.
-
-    Raises:
-        StructureError: the configuration cannot be read, or the model stores other values than Hugging Face.
     """
     config = objects.get(CONFIG) if config_path is None else _read_config(config_path)
     args = _megatron_args(objects)

@@ -104,20 +104,7 @@ class SizeNames:
 def match_keys(
     rules: KeyRules, joined_is_stored: bool, stored: Mapping[str, Stored], options: RuleOptions
 ) -> tuple[list[MatchedRule], list[str]]:
-    """Finds the rule that takes each key.
-
-    Args:
-        rules: between the projects.
-        joined_is_stored: True if the stored keys are those of the first project.
-        stored: dtype and shape of each stored tensor, by key.
-        options: of the map.
-
-    Returns:
-        The rules that take keys, and the ignored keys.
-
-    Raises:
-        StructureError: no rule takes a key, or two keys are one tensor.
-    """
+    """The rules that take keys, and the keys that they ignore."""
     prefix = rules.first_prefix if joined_is_stored else ""
     patterns = [
         (row, rule, part, KeyPattern(text, stackable=joined_is_stored, prefix=prefix))
@@ -203,9 +190,6 @@ def check_numbers(
         found: the rules that take keys.
         known: numbers of the model.
         sizes: by prefix; the numbers of layers and experts are recorded there.
-
-    Raises:
-        StructureError: a layer or an expert is missing.
     """
     if known.layers is not None:
         for prefix in sizes:

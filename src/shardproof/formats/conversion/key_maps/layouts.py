@@ -210,10 +210,6 @@ class JoinedLayout:
     def split(self, shape: _Shape, known: Hyperparameters) -> Arrangement:
         """The parts of a joined tensor.
 
-        Args:
-            shape: of the joined tensor.
-            known: numbers of the model.
-
         Raises:
             LayoutMismatch: the shape does not have this layout.
         """
@@ -222,10 +218,6 @@ class JoinedLayout:
 
     def join(self, shapes: Sequence[_Shape], known: Hyperparameters) -> Arrangement:
         """The joined tensor of parts.
-
-        Args:
-            shapes: of the parts.
-            known: numbers of the model.
 
         Raises:
             LayoutMismatch: the shapes do not have this layout.

@@ -186,11 +186,7 @@ class Weight:
         return int(self.parameter._version) + int(self.data._version)
 
     def check_in_place(self) -> None:
-        """Check that the parameter still has its memory in the bucket.
-
-        Raises:
-            RuntimeError: the parameter was moved, or its module has another parameter.
-        """
+        """Check that the parameter still has its memory in the bucket."""
         current = self.siblings.get(self.name.rpartition(".")[2])
         replaced = current is not None and current is not self.parameter
         moved = local_tensor(self.parameter).data_ptr() != self.data.data_ptr()

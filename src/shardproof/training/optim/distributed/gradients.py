@@ -58,11 +58,7 @@ def _clear_gradient(weight: Weight) -> None:
 
 
 def _take_gradient(weight: Weight) -> torch.Tensor:
-    """Remove the gradient from the parameter, and return its local tensor in the parameter's layout.
-
-    Raises:
-        ValueError: the gradient is sparse.
-    """
+    """Remove the gradient from the parameter, and return its local tensor in the parameter's layout."""
     gradient = gradient_of(weight.parameter)
     assert gradient is not None
     _clear_gradient(weight)

@@ -114,17 +114,7 @@ class Rules:
     def check_shard(
         self, on_cpu: bool, options: Mapping[str, Any], parameter: torch.Tensor, like: torch.Tensor
     ) -> None:
-        """Checks that a side may step a rank's part of a parameter without the other parts.
-
-        Args:
-            on_cpu: the side.
-            options: options of the parameter's group.
-            parameter: the program's parameter.
-            like: the tensor that the side steps for it.
-
-        Raises:
-            ValueError: the class is not elementwise (see `slot_schema`), and ranks have different parts.
-        """
+        """Checks that a side may step a rank's part of a parameter without the other parts."""
         if not is_sharded(parameter):
             return
         found = self._schema_or_error(on_cpu, options, like)

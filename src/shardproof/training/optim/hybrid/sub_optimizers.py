@@ -199,12 +199,7 @@ def _cast(state: dict[str, Any], dtypes: Mapping[str, torch.dtype]) -> dict[str,
 
 
 class CpuBucket:
-    """Copies of one group and dtype whose gradients arrive with one event, and the optimizer that steps them.
-
-    Args:
-        copies: copies of the CPU's side with the same transfers.
-        optimizer: their optimizer, with one group.
-    """
+    """Copies of one group and dtype whose gradients arrive with one event, and their optimizer."""
 
     def __init__(self, copies: Sequence[SteppedCopy], optimizer: torch.optim.Optimizer) -> None:
         self._copies = copies
@@ -241,10 +236,6 @@ class CpuBucket:
 
         Tensors with different slots need separate calls: fused SGD reads the momentum of all tensors of a
         call, or of none.
-
-        Args:
-            copies: the copies.
-            states: the optimizer's state of each, None before its first step.
         """
         by_layout: dict[Layout, list[SteppedCopy]] = {}
         for stepped, state in zip(copies, states, strict=True):
