@@ -24,7 +24,7 @@ from shardproof._utils.humanize import printable
 from shardproof.engine.foreign import ReadBudget, StoredBox, StoredView
 from shardproof.engine.storage import Storage, check_name, too_large
 from shardproof.errors import FormatError, StorageError
-from shardproof.formats.json_files import parse_json
+from shardproof.formats.json_values import parse_json
 from shardproof.formats.stream_transforms import MemoryFile
 from shardproof.formats.zarr.zarr import ZarrArrays
 from shardproof.formats.zarr.zarr_chunks import ZarrChunks, chunks_in_shard, clipped, leaf

@@ -18,7 +18,7 @@ import xxhash
 from shardproof._utils.humanize import brief
 from shardproof.engine.foreign import Foreign, FormatReader, TensorDescription
 from shardproof.errors import FormatError, NotCommittedError, StorageError
-from shardproof.formats.json_files import read_json
+from shardproof.formats.json_values import read_json
 from shardproof.formats.ocdbt import MANIFEST, OcdbtArrays
 from shardproof.formats.zarr.zarr import ZarrArrays
 from shardproof.formats.zarr.zarr_metadata import ArrayMetadata

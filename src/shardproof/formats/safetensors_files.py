@@ -1,13 +1,18 @@
-"""Reads safetensors: one file, or a folder of Hugging Face with one file or several.
+"""Reads safetensors: one file, or a folder of Hugging Face or of torch's DCP with one file or several.
 
-In a folder, the reader takes the files of the index (``model.safetensors.index.json``). Without an index, it
-takes the file with the usual name, or else all files. The index must agree with the files. Quantised weights
-are read as they are stored.
+In a folder of Hugging Face, the reader takes the files of the index (``model.safetensors.index.json``).
+Without an index, it takes the file with the usual name, or else all files. The index must agree with the
+files. Quantised weights are read as they are stored.
 
 A file of another project passes the same checks as a shard file of shardproof (`read_shard_header`). The
 header has at most 100 MB, no entry overlaps another, and the entries fill the file without a hole. A file
 may be cut: then the tensors before the cut are whole. A tensor of a dtype that torch does not have is listed,
 and cannot be read.
+
+torch's ``HuggingFaceStorageWriter`` writes one or more shards a rank. Each file gives the boxes of its
+tensors in ``__metadata__``, under ``DCP_SHARDING_INFO``. No file gives the global shapes, so the size of a
+dimension is the largest end of a box in it. The same writer also makes consolidated files. These are ordinary
+files of Hugging Face, which `SafetensorsReader` reads.
 """
 
 from __future__ import annotations
@@ -16,8 +21,10 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
+import msgspec
 import torch
 import xxhash
 
@@ -31,11 +38,10 @@ from shardproof.engine.foreign import (
     TensorDescription,
     Unreadable,
 )
-from shardproof.engine.format import index_name, read_shard_header
+from shardproof.engine.format import decode_strictly, index_name, read_shard_header
 from shardproof.engine.storage import Storage
 from shardproof.errors import FormatError, NotCommittedError, StorageError
-from shardproof.formats.embedded_values import PREFIX, EmbeddedValues
-from shardproof.formats.json_files import HfIndex, read_json, top_level_files
+from shardproof.formats.json_values import PREFIX, EmbeddedValues, HfIndex, read_json, top_level_files
 
 _PAIR = "float4_e2m1fn_x2"
 _DTYPES = {
@@ -47,6 +53,19 @@ _DTYPES = {
 _REMEDY = "This torch has no such dtype. Its writer can store the same bytes as U8"
 _PAIRS_OF_FLOATS = "F4"
 """The code of 4-bit numbers. A header counts them one by one, and torch has one element for two of them."""
+NO_CHECKSUMS = "safetensors has no checksums: changed bytes of tensors are not found."
+"""Note of every checkpoint of this format."""
+_SUFFIX, _INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
+_OWN_INDEX = index_name("").partition("-")[0] + "-"
+_STEMS = ("model", "adapter_model", "diffusion_pytorch_model")
+"""Names that the libraries of Hugging Face give their files, without the suffix."""
+_NUMBERED = re.compile(r"(.*)-(\d+)-of-(\d+)\.safetensors")
+_NAME = re.compile(r"shard-(\d{5,})-model-(\d{5,})-of-(\d{5,})\.safetensors")
+_OFFSETS = "DCP_SHARDING_INFO"
+_LAST_RANK = (
+    "The format records no global shapes and no number of ranks: if the files of the last ranks are missing, "
+    "tensors look shorter than they were saved."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,16 +174,6 @@ def read_safetensors_header(storage: Storage, file: str, *, may_be_cut: bool = F
         header.size,
         header.raw,
     )
-
-
-NO_CHECKSUMS = "safetensors has no checksums: changed bytes of tensors are not found."
-"""Note of every checkpoint of this format."""
-
-_SUFFIX, _INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
-_OWN_INDEX = index_name("").partition("-")[0] + "-"
-_STEMS = ("model", "adapter_model", "diffusion_pytorch_model")
-"""Names that the libraries of Hugging Face give their files, without the suffix."""
-_NUMBERED = re.compile(r"(.*)-(\d+)-of-(\d+)\.safetensors")
 
 
 def describe_safetensors(header: SafetensorsHeader) -> dict[str, TensorDescription]:
@@ -343,3 +352,107 @@ class SafetensorsReader(FormatReader):
                 "config.json ties the output layer to the embedding: the file has only the embedding, and no "
                 "key lm_head.weight."
             )
+
+
+class _Saved(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+    saved_offsets: tuple[int, ...]
+
+
+_DECODER = msgspec.json.Decoder(dict[str, _Saved])
+
+
+class DcpSafetensorsReader(FormatReader):
+    """Sharded safetensors of torch's DCP, open for reading; see `FormatReader`.
+
+    Example:
+        >>> import tempfile, torch, torch.distributed.checkpoint as dcp
+        >>> from shardproof.storage import LocalStorage
+        >>> path = tempfile.mkdtemp()
+        >>> writer = dcp.HuggingFaceStorageWriter(path, save_distributed=True)
+        >>> _ = dcp.save({"weight": torch.arange(6.0).reshape(3, 2)}, storage_writer=writer)
+        >>> reader = DcpSafetensorsReader(Foreign(LocalStorage(path)))
+        >>> reader.tensors["weight"].shape
+        (3, 2)
+    """
+
+    name = "dcp_safetensors"
+
+    def __init__(self, foreign: Foreign) -> None:
+        super().__init__(foreign)
+        names = _shards(foreign)
+        if not names:
+            raise NotCommittedError(
+                f"{self.location} has no files shard-*-model-*-of-*.safetensors", file=self.location
+            )
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._boxes: dict[str, list[StoredBox]] = {}
+        self._dtypes: dict[str, str] = {}
+        digest = xxhash.xxh3_128()
+        for name in names:
+            header = read_safetensors_header(self.storage, name)
+            digest.update(header.raw)
+            self._add(name, header)
+        self.identity = digest.hexdigest()
+        self.tensors = {
+            key: TensorDescription(
+                self._dtypes[key], shape, sorted(self._boxes[key], key=attrgetter("offsets"))
+            )
+            for key, shape in self._shapes.items()
+        }
+        ranks = {int(match[1]) for match in map(_NAME.fullmatch, names) if match}
+        self.world_size = max(ranks)
+        self.notes = [NO_CHECKSUMS, _LAST_RANK]
+        if missing := sorted(set(range(1, self.world_size + 1)) - ranks):
+            self.notes.append(
+                f"There is no file of the ranks {', '.join(str(rank - 1) for rank in missing[:10])}: either "
+                "they had nothing to write, or their files are lost and tensors with them."
+            )
+
+    @classmethod
+    def recognizes(cls, foreign: Foreign) -> bool:
+        """True if the folder has shards that the writer names, and no metadata of DCP."""
+        return foreign.file is None and not foreign.has(".metadata") and bool(_shards(foreign))
+
+    def object_keys(self) -> Iterable[str]:
+        """None: the writer drops values that are not tensors."""
+        return ()
+
+    def object(self, key: str, *, trust_pickle: bool = False) -> Any:
+        """There are none; see `FormatReader.object`."""
+        raise KeyError(key)
+
+    def _add(self, name: str, header: SafetensorsHeader) -> None:
+        """Adds the boxes of a file."""
+        text = header.metadata.get(_OFFSETS)
+        if text is None:
+            raise self.fault(
+                name, f"it has no {_OFFSETS} in its __metadata__, so the offsets of its tensors are unknown"
+            )
+        saved = decode_strictly(_DECODER, text.encode(), f"{self.location}/{name}, {_OFFSETS}")
+        self.unreadable |= header.unreadable
+        for key, tensor in header.tensors.items():
+            if key not in saved:
+                raise self.fault(name, f"{_OFFSETS} does not say where {key} lies", key=key)
+            offsets, sizes = saved[key].saved_offsets, tensor.shape
+            if len(offsets) != len(sizes) or any(not 0 <= offset < 2**62 for offset in offsets):
+                raise self.fault(
+                    name, f"{key} of shape {sizes} lies at {offsets}, which is not a valid offset", key=key
+                )
+            ends = tuple(offset + size for offset, size in zip(offsets, sizes, strict=True))
+            known = self._shapes.get(key, ends)
+            if len(known) != len(ends) or self._dtypes.get(key, tensor.dtype) != tensor.dtype:
+                raise self.fault(
+                    name,
+                    f"{key} has dtype {tensor.dtype} and {len(ends)} dimensions, but in another file "
+                    f"{self._dtypes[key]} and {len(known)}",
+                    key=key,
+                )
+            self._shapes[key] = tuple(map(max, known, ends))
+            self._dtypes[key] = tensor.dtype
+            boxes = self._boxes.setdefault(key, [])
+            if 0 not in sizes:
+                boxes.append(StoredBox.of(offsets, sizes, StoredView.dense(sizes, header.extent(key))))
+
+
+def _shards(foreign: Foreign) -> list[str]:
+    return [name for name in foreign.storage.list() if _NAME.fullmatch(name)]

@@ -24,7 +24,7 @@ from shardproof.engine.format import PAGE_BYTES, encode_entries, shard_header
 from shardproof.engine.geometry import row_pointers
 from shardproof.engine.storage import Storage
 from shardproof.errors import FormatError, StructureError
-from shardproof.formats.embedded_values import PREFIX, check_aliases, encode_embedded
+from shardproof.formats.json_values import PREFIX, check_aliases, encode_embedded
 from shardproof.formats.writer import (
     BoxSource,
     Contents,

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 import shardproof as sp
 from shardproof.errors import FormatError, PlainDataError, StorageError, StructureError
 from shardproof.formats import Contents, FormatWriter, WriteOptions, writer_of
-from shardproof.formats.embedded_values import OBJECTS
+from shardproof.formats.json_values import OBJECTS
 from shardproof.storage import LocalStorage
 from tests.unit.formats.peers import bits
 from tests.unit.formats.writers import (

@@ -44,8 +44,8 @@ from shardproof.engine.foreign import (
 )
 from shardproof.engine.geometry import flat_range_boxes, row_major_strides
 from shardproof.errors import CorruptChunkError, NotCommittedError, ShardproofError, StorageError
-from shardproof.formats.dcp.dcp_reader import DcpReader, inner_name
-from shardproof.formats.json_files import read_json
+from shardproof.formats.dcp_reader import DcpReader, inner_name
+from shardproof.formats.json_values import read_json
 from shardproof.formats.megatron.megatron_run import (
     BACKEND_FILE,
     iteration_of,

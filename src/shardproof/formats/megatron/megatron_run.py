@@ -7,7 +7,7 @@ import re
 from shardproof.engine.foreign import Foreign
 from shardproof.engine.storage import Storage
 from shardproof.errors import FormatError, ShardproofError
-from shardproof.formats.json_files import read_json
+from shardproof.formats.json_values import read_json
 
 BACKEND_FILE = "metadata.json"
 """The file in which Megatron-Core names the format of a checkpoint."""

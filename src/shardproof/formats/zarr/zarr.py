@@ -19,8 +19,7 @@ import xxhash
 from shardproof.engine.foreign import Foreign, FormatReader, TensorDescription, Unreadable
 from shardproof.engine.storage import Storage
 from shardproof.errors import FormatError, NotCommittedError, StorageError
-from shardproof.formats.embedded_values import EmbeddedValues
-from shardproof.formats.json_files import read_json
+from shardproof.formats.json_values import EmbeddedValues, read_json
 from shardproof.formats.zarr.zarr_chunks import ZarrChunks
 from shardproof.formats.zarr.zarr_metadata import (
     EVERY_CHUNK_ATTRIBUTE,

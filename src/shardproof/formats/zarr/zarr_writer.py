@@ -31,7 +31,7 @@ from shardproof._utils.humanize import listed
 from shardproof.dtypes import DTYPES
 from shardproof.engine.storage import Storage, aligned_buffer
 from shardproof.errors import StructureError
-from shardproof.formats.embedded_values import ALIASES, check_aliases, encode_embedded
+from shardproof.formats.json_values import ALIASES, check_aliases, encode_embedded
 from shardproof.formats.writer import (
     BoxSource,
     Contents,

@@ -18,8 +18,8 @@ from shardproof.formats.conversion.key_maps.engine import (
     apply_rules,
     check_mapped,
 )
-from shardproof.formats.conversion.key_maps.hyperparameters import CONFIG, hyperparameters
 from shardproof.formats.conversion.key_maps.key_matching import Stored
+from shardproof.formats.conversion.key_maps.layouts import CONFIG, hyperparameters
 from shardproof.formats.conversion.key_maps.map_names import FAMILIES, MapName, named_rules
 
 __all__ = [

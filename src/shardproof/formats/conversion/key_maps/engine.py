@@ -18,7 +18,6 @@ import numpy as np
 from shardproof.dtypes import DTYPES
 from shardproof.engine.geometry import Boxes, tiling_faults
 from shardproof.errors import StructureError, TilingError
-from shardproof.formats.conversion.key_maps.hyperparameters import Hyperparameters
 from shardproof.formats.conversion.key_maps.key_matching import (
     KeyPattern,
     KeyRules,
@@ -32,7 +31,12 @@ from shardproof.formats.conversion.key_maps.key_matching import (
     check_numbers,
     match_keys,
 )
-from shardproof.formats.conversion.key_maps.layouts import LAYOUTS, Arrangement, LayoutMismatch
+from shardproof.formats.conversion.key_maps.layouts import (
+    LAYOUTS,
+    Arrangement,
+    Hyperparameters,
+    LayoutMismatch,
+)
 
 
 @dataclass(frozen=True, slots=True)

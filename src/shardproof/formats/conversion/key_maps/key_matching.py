@@ -14,8 +14,7 @@ from math import prod
 from typing import TypeAlias
 
 from shardproof.errors import StructureError
-from shardproof.formats.conversion.key_maps.hyperparameters import Hyperparameters
-from shardproof.formats.conversion.key_maps.layouts import LAYOUTS
+from shardproof.formats.conversion.key_maps.layouts import LAYOUTS, Hyperparameters
 
 Stored: TypeAlias = tuple[str, tuple[int, ...]]
 """Torch's name of the dtype, and the shape, of a stored tensor."""

@@ -15,8 +15,8 @@ from itertools import chain
 from typing import Any
 from urllib.parse import parse_qsl
 
-from shardproof.formats.conversion.key_maps.hyperparameters import Hyperparameters
 from shardproof.formats.conversion.key_maps.key_matching import KeyRules, Rule, RuleOptions
+from shardproof.formats.conversion.key_maps.layouts import Hyperparameters
 
 _DECODER = "decoder.layers.{layer}."
 _ATTENTION = f"{_DECODER}self_attention."
