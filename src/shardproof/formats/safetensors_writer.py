@@ -69,12 +69,8 @@ class SafetensorsWriter(FormatWriter):
 
     Texts of the user's metadata are stored in ``__metadata__`` under their names. Plain values, the step and
     the other metadata are stored there as JSON under ``shardproof:objects``, ``shardproof:step`` and
-    ``shardproof:metadata``, encoded as in docs/format.md.
-
-    Args:
-        contents: what to write.
-        options: how to write it. A tensor larger than ``max_file_bytes`` gets a file of its own. If
-            ``max_file_bytes`` is None, there is one file.
+    ``shardproof:metadata``, encoded as in docs/format.md. Without ``max_file_bytes``, there is one file. A
+    tensor with more bytes gets a file of its own.
 
     Raises:
         StructureError: the format cannot hold a dtype or a key, or a header would be too large.
@@ -160,12 +156,7 @@ class HuggingFaceWriter(SafetensorsWriter):
 
     A tied tensor is stored once, under the name that has its bytes in the source checkpoint. Plain values
     other than texts are left out. Notes name both. The format's other files (``config.json``, the tokenizer)
-    are not part of a checkpoint.
-
-    Args:
-        contents: what to write.
-        options: how to write it. If ``max_file_bytes`` is None, files have 5 GB, and several processes write
-            them.
+    are not part of a checkpoint. Without ``max_file_bytes``, files have 5 GB, for several processes to write.
 
     Raises:
         StructureError: see `SafetensorsWriter`.

@@ -63,10 +63,7 @@ class NativeWriter(FormatWriter):
     """Writes a checkpoint that `shardproof.open`, `shardproof.load` and ``shardproof verify`` accept.
 
     Large arrays and tensors inside plain values are stored as tensors, as a save stores them.
-
-    Args:
-        contents: what to write.
-        options: how to write it; ``max_file_bytes`` bounds the tensors of a shard file.
+    ``max_file_bytes`` bounds the tensors of a shard file.
 
     Raises:
         StructureError: the format cannot hold a key, a dtype, a shape or the metadata.

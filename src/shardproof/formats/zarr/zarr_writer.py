@@ -72,10 +72,7 @@ class ZarrWriter(FormatWriter):
     ``shardproof:step`` and ``shardproof:metadata``, encoded as in docs/format.md. Zarr has no ties: a tied
     tensor is stored once, and the attribute ``shardproof:aliases`` has its other keys. The attribute
     ``shardproof:every_chunk`` states that every chunk is stored, so readers can tell a lost chunk from zeros.
-
-    Args:
-        contents: what to write.
-        options: how to write it; ``max_file_bytes`` bounds the bytes of a chunk further.
+    ``max_file_bytes`` bounds the bytes of a chunk further.
 
     Raises:
         StructureError: the format cannot hold a dtype or a key, or google-crc32c is not installed.

@@ -77,9 +77,6 @@ class LastSaver:
     """The saver of the last save. The next save of the same ranks reuses its plan, buffers and threads.
 
     With new buffers, a save in the background takes about twice as long to begin.
-
-    Args:
-        host_memory_budget: see `shardproof.Checkpointer`.
     """
 
     def __init__(self, host_memory_budget: int | None = None) -> None:

@@ -50,10 +50,6 @@ class TracedTensor:
 
     `chunk`, `split`, `cat`, `stack`, `transpose`, `squeeze`, `unsqueeze` and `contiguous` are supported.
 
-    Args:
-        shape: shape of the tensor.
-        boxes: boxes that tile the shape.
-
     Raises:
         StructureError: a called torch function does more than move boxes.
 

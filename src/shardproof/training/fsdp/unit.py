@@ -55,19 +55,9 @@ class SharedUnits:
 
 
 class ShardedUnit:
-    """One module's own parameters, sharded together.
+    """One module's own parameters, sharded together. `fully_shard` describes its options.
 
-    Args:
-        module: the module.
-        buffers: its parameters; empty for a unit that only schedules others.
-        ranks: the ranks that shard it.
-        device: device of the computation.
-        strategy: see `Strategy`.
-        precision: dtypes.
-        reshard_after_forward: True to free gathered parameters between forward and backward. None: True
-            unless the unit is the outermost, whose backward follows at once.
-        divisor: divisor of summed gradients.
-        prefetch: number of units to gather ahead.
+    A unit that only schedules others has no buffers.
     """
 
     def __init__(

@@ -29,13 +29,7 @@ _WASTE = 16
 class UnitParameter:
     """A parameter, the modules that have it, and its position in a flat buffer.
 
-    Args:
-        name: name for messages.
-        owners: each module that has the parameter, with its name there. A tied parameter has several.
-        spec: its layout.
-        packing: packing of its buffer.
-        member: its index in the packing.
-        index: index of this rank's range of the buffer.
+    Each owner is a module with the name of the parameter in it. A tied parameter has several owners.
     """
 
     def __init__(

@@ -44,12 +44,7 @@ class _StatePart:
 
 @dataclass
 class JobState:
-    """State that is equal on all ranks.
-
-    Args:
-        world_size: number of ranks.
-        layout: the user's text for the parallel layout.
-    """
+    """State that is equal on all ranks."""
 
     world_size: int
     layout: str
@@ -97,11 +92,7 @@ class JobState:
 
 
 class RankState:
-    """State of one rank.
-
-    Args:
-        inject: an injector whose state is part of this state, or None.
-    """
+    """State of one rank."""
 
     def __init__(self, inject: FaultInjector | None) -> None:
         self._inject = inject

@@ -173,12 +173,6 @@ class GroupLink:
 
     Some optimizers change an option in `step`, for example a count or an estimate. Such an option keeps the
     optimizer's value until the program sets another.
-
-    Args:
-        group: the program's group.
-        inner: the sub-optimizer's group, made from `group`.
-        on_cpu: True if the inner group is on the CPU side.
-        without: options that this side does not accept.
     """
 
     def __init__(
