@@ -142,10 +142,14 @@ class CollectiveLog:
     def __enter__(self) -> CollectiveLog:
         import torch.distributed as dist
 
-        from shardproof.training.fsdp import flat_buffer, reduce
+        from shardproof.training.fsdp import flat_buffer
 
         self._stack = ExitStack()
-        for module, name in ((flat_buffer, "all_gather"), (reduce, "reduce_scatter"), (dist, "all_reduce")):
+        for module, name in (
+            (flat_buffer, "all_gather"),
+            (flat_buffer, "reduce_scatter"),
+            (dist, "all_reduce"),
+        ):
             call = self._recorded(name, getattr(module, name))
             self._stack.enter_context(patch.object(module, name, call))
         return self

@@ -124,7 +124,7 @@ def compare(kind: str, forms: list[str]) -> list[int]:
 @contextmanager
 def gathers_of_a_wait() -> Iterator[None]:
     """A gather of `DistributedOptimizer` begins when a rank waits for it. Until then, parameters are old."""
-    from shardproof.training.optim.distributed import process_group as ranks
+    from shardproof.training.optim.distributed import flat_bucket as ranks
 
     gather: Any = ranks.all_gather
 

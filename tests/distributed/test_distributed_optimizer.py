@@ -162,14 +162,14 @@ def recorded(calls: list[str]) -> Any:
     from contextlib import ExitStack
     from unittest.mock import patch
 
-    from shardproof.training.optim.distributed import process_group
+    from shardproof.training.optim.distributed import flat_bucket
 
     stack = ExitStack()
     for module, name in (
-        (process_group, "reduce_scatter"),
-        (process_group, "all_gather"),
+        (flat_bucket, "reduce_scatter"),
+        (flat_bucket, "all_gather"),
         (dist, "all_reduce"),
-        (process_group.RankGroup, "broadcast"),
+        (flat_bucket.RankGroup, "broadcast"),
     ):
         real = getattr(module, name)
 

@@ -1,4 +1,4 @@
-"""The hybrid optimizer's copies with streams held: the notes of `training.optim.hybrid.transfers`."""
+"""The hybrid optimizer's copies with streams held: the notes of `training.optim.hybrid.stepped_copy`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from shardproof._utils.accelerator import on_stream
 from shardproof.optim import HybridDeviceOptimizer
-from shardproof.training.optim.hybrid.transfers import SideStreams
+from shardproof.training.optim.hybrid.stepped_copy import SideStreams
 from tests import simulated
 from tests.accelerator import first_device
 from tests.simulated.values import COUNT, all_are, device_memory, page_locked

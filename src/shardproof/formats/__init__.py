@@ -7,8 +7,8 @@ or called.
 
 from __future__ import annotations
 
-from shardproof.formats.json_files import read_json
-from shardproof.formats.pickles.pickle_writer import Named, PickledCall, write_pickle
+from shardproof.formats.json_values import read_json
+from shardproof.formats.pickle_writer import Named, PickledCall, write_pickle
 from shardproof.formats.writer import (
     WRITERS,
     BoxSource,

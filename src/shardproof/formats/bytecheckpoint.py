@@ -20,7 +20,7 @@ from shardproof._utils.humanize import brief
 from shardproof.dtypes import DTYPES
 from shardproof.engine.foreign import FileRange, Foreign, Opaque, StoredView, Unreadable
 from shardproof.errors import FormatError
-from shardproof.formats.dcp.dcp_reader import DcpEntry, DcpReader
+from shardproof.formats.dcp_reader import DcpEntry, DcpReader
 from shardproof.formats.torch.torch_file import TorchFile
 from shardproof.formats.torch.torch_tensors import TorchTensor, read_torch_pickle, torch_storage
 

@@ -17,8 +17,8 @@ from typing import Any, ClassVar
 
 from shardproof.engine.foreign import Foreign, FormatReader
 from shardproof.errors import FormatError, NotCommittedError
-from shardproof.formats.json_files import HfIndex, read_json, top_level_files
-from shardproof.formats.safetensors.safetensors_files import NO_CHECKSUMS, SafetensorsReader
+from shardproof.formats.json_values import HfIndex, read_json, top_level_files
+from shardproof.formats.safetensors_files import NO_CHECKSUMS, SafetensorsReader
 from shardproof.formats.torch.torch_save import TorchFilesReader, is_torch_file
 
 _SUFFIX, _INDEX_SUFFIX = ".bin", ".bin.index.json"

@@ -41,13 +41,13 @@ from shardproof.engine.planning import CHUNK_BYTES, chunk_table, prove_chunks, t
 from shardproof.engine.state import encode_plain, hoisted_key, hoisted_tensor
 from shardproof.engine.storage import Storage
 from shardproof.errors import FormatError, StructureError
-from shardproof.formats.box_bytes import box_bytes
 from shardproof.formats.writer import (
     BoxSource,
     Contents,
     FormatWriter,
     Unit,
     WriteOptions,
+    box_bytes,
     check_units,
     new_file,
 )
@@ -63,10 +63,7 @@ class NativeWriter(FormatWriter):
     """Writes a checkpoint that `shardproof.open`, `shardproof.load` and ``shardproof verify`` accept.
 
     Large arrays and tensors inside plain values are stored as tensors, as a save stores them.
-
-    Args:
-        contents: what to write.
-        options: how to write it; ``max_file_bytes`` bounds the tensors of a shard file.
+    ``max_file_bytes`` bounds the tensors of a shard file.
 
     Raises:
         StructureError: the format cannot hold a key, a dtype, a shape or the metadata.

@@ -18,7 +18,7 @@ from pathlib import PurePosixPath
 from shardproof._utils.humanize import brief
 from shardproof.engine.foreign import Foreign
 from shardproof.errors import NotCommittedError
-from shardproof.formats.json_files import read_json, top_level_files
+from shardproof.formats.json_values import read_json, top_level_files
 from shardproof.formats.torch.torch_rank_files import RankFilesReader
 
 _FILE = re.compile(r"(model|optim|extra_state)_world_size_([1-9][0-9]{0,8})_rank_(0|[1-9][0-9]{0,8})\.pt")
@@ -89,11 +89,6 @@ class VerlReader(RankFilesReader):
 
         The configuration file gives it. Old versions of verl do not write that file. Then the names of the
         files give the number.
-
-        Raises:
-            NotCommittedError: the folder has no file of a rank.
-            FormatError: the configuration gives a number that no file has, or there is no configuration and
-                the files are of several numbers of ranks.
         """
         found = sorted(counts)
         if foreign.has(_CONFIG):

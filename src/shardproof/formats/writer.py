@@ -10,17 +10,32 @@ writes the metadata, last.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from shardproof.dtypes import DTYPES
 from shardproof.engine.format import FileRecord, check_sizes
+from shardproof.engine.geometry import Boxes, cut
+from shardproof.engine.state import as_bytes
 from shardproof.engine.storage import FileWriter, Storage
 from shardproof.errors import StructureError
 
 if TYPE_CHECKING:
     import torch
-from importlib import import_module
+
+WRITERS: Mapping[str, str] = {
+    "shardproof": "shardproof_writer:NativeWriter",
+    "safetensors": "safetensors_writer:SafetensorsWriter",
+    "hf": "safetensors_writer:HuggingFaceWriter",
+    "dcp": "dcp_writer:DcpWriter",
+    "fsdp_dtensor": "dcp_writer:FsdpDTensorWriter",
+    "torch_dist": "megatron.megatron_writer:TorchDistWriter",
+    "torch": "torch.torch_writer:TorchWriter",
+    "zarr": "zarr.zarr_writer:ZarrWriter",
+}
+"""Name of each format that can be written to the module and class of its writer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +118,6 @@ class FormatWriter(ABC):
 
     The constructor plans the units. It depends only on its arguments, so all processes plan the same units.
 
-    Args:
-        contents: what to write.
-        options: how to write it.
-
     Raises:
         StructureError: the format cannot hold a tensor or an object; the message names the key and says what
             to do.
@@ -154,13 +165,7 @@ class FormatWriter(ABC):
 
 
 def notes_of(name: str, contents: Contents, *, keeps_step: bool = False) -> list[str]:
-    """The notes of a format without a place for the step and the metadata of the user.
-
-    Args:
-        name: name of the format.
-        contents: the content to write.
-        keeps_step: True if the format has a place for the step.
-    """
+    """The notes of a format without a place for the step and the metadata of the user."""
     lost = [] if keeps_step or contents.step is None else [f"the step ({contents.step})"]
     if contents.metadata:
         lost.append(f"the metadata ({', '.join(sorted(map(str, contents.metadata)))})")
@@ -170,11 +175,6 @@ def notes_of(name: str, contents: Contents, *, keeps_step: bool = False) -> list
 
 def new_file(target: Storage, name: str, buffer: memoryview | None = None) -> FileWriter:
     """Begins a file of a unit. It replaces an existing file, which an interrupted attempt left.
-
-    Args:
-        target: the folder with the units.
-        name: name of the file.
-        buffer: see `FileWriter`.
 
     Raises:
         StorageError: the storage failed.
@@ -215,27 +215,52 @@ def check_units(
     check_sizes(written, lambda _: advice)
 
 
-WRITERS: Mapping[str, str] = {
-    "shardproof": "shardproof_writer:NativeWriter",
-    "safetensors": "safetensors.safetensors_writer:SafetensorsWriter",
-    "hf": "safetensors.safetensors_writer:HuggingFaceWriter",
-    "dcp": "dcp.dcp_writer:DcpWriter",
-    "fsdp_dtensor": "dcp.dcp_writer:FsdpDTensorWriter",
-    "torch_dist": "megatron.megatron_writer:TorchDistWriter",
-    "torch": "torch.torch_writer:TorchWriter",
-    "zarr": "zarr.zarr_writer:ZarrWriter",
-}
-"""Name of each format that can be written to the module and class of its writer."""
-
-
 def writer_of(name: str) -> type[FormatWriter]:
-    """The writer of a format.
-
-    Raises:
-        ValueError: no writer has this name.
-    """
+    """The writer of a format."""
     if name not in WRITERS:
         raise ValueError(f"a checkpoint is written as one of {', '.join(WRITERS)}, not {name!r}")
     module, _, attribute = WRITERS[name].partition(":")
     writer: type[FormatWriter] = getattr(import_module(f"shardproof.formats.{module}"), attribute)
     return writer
+
+
+def box_bytes(
+    source: BoxSource, key: str, dtype: str, offsets: Sequence[int], sizes: Sequence[int], piece_bytes: int
+) -> Iterator[memoryview]:
+    r"""Yields the bytes of a box in row-major order.
+
+    Args:
+        source: gives the values.
+        key: key of a tensor.
+        dtype: torch's name of its dtype.
+        offsets: (d,) first index of the box.
+        sizes: (d,) sizes of the box.
+        piece_bytes: bytes of one read, at most, unless a single element is larger.
+
+    Yields:
+        Pieces of at least one byte; none for an empty box.
+
+    Raises:
+        StructureError: the source gives another dtype or shape.
+        ShardproofError: the source is damaged or cannot be read.
+
+    Example:
+        >>> import torch
+        >>> values = torch.arange(6, dtype=torch.uint8).reshape(3, 2)
+        >>> class Source:
+        ...     def read(self, key, offsets, sizes):
+        ...         return values[offsets[0] : offsets[0] + sizes[0]]
+        >>> [bytes(piece) for piece in box_bytes(Source(), "w", "uint8", (1, 0), (2, 2), 3)]
+        [b'\x02\x03', b'\x04\x05']
+    """
+    limit = max(piece_bytes // DTYPES[dtype].itemsize, 1)
+    pieces, _ = cut(Boxes.of((offsets, sizes)), limit)
+    for start, extent in zip(pieces.offsets.tolist(), pieces.sizes.tolist(), strict=True):
+        values = source.read(key, tuple(start), tuple(extent))
+        found = str(values.dtype).removeprefix("torch."), list(values.shape)
+        if found != (dtype, extent):
+            raise StructureError(
+                f"{key!r}: the source gives {found[0]} of shape {found[1]}, expected {dtype} of {extent}",
+                key=key,
+            )
+        yield as_bytes(values).numpy().data

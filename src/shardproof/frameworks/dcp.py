@@ -41,13 +41,13 @@ from shardproof.frameworks.torch.dcp_arguments import (
     stages_in_background,
     storage_by_position,
 )
-from shardproof.frameworks.torch.flat_state import FlatTree, is_stateful
-from shardproof.frameworks.torch.storage_reader import ShardproofReader
-from shardproof.frameworks.torch.storage_writer import (
+from shardproof.frameworks.torch.dcp_storage import (
+    ShardproofReader,
     ShardproofWriter,
     mark_as_committed,
     refuse_checkpoint_of_torch,
 )
+from shardproof.frameworks.torch.flat_state import FlatTree, is_stateful
 
 __all__ = ["ShardproofReader", "ShardproofWriter", "async_save", "load", "save"]
 

@@ -23,7 +23,6 @@ from typing import Any
 from megatron.core import dist_checkpointing as mcore
 from megatron.core.dist_checkpointing.validation import StrictHandling
 
-from shardproof.frameworks.megatron.megatron_common import BACKEND, VERSION
 from shardproof.frameworks.megatron.megatron_load import (
     check_is_distributed_checkpoint,
     get_default_load_sharded_strategy,
@@ -41,7 +40,7 @@ from shardproof.frameworks.megatron.megatron_optimizer import (
     optimizer_state,
 )
 from shardproof.frameworks.megatron.megatron_save import begin_save, get_default_save_sharded_strategy, save
-from shardproof.frameworks.megatron.megatron_strategies import LoadStrategy, SaveStrategy
+from shardproof.frameworks.megatron.megatron_strategies import BACKEND, VERSION, LoadStrategy, SaveStrategy
 
 __all__ = [
     "BACKEND",

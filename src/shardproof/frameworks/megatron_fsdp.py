@@ -40,9 +40,9 @@ from shardproof.engine.state import (
     is_dtensor,
     local_tensor,
 )
-from shardproof.frameworks.megatron.chunk_metadata import attach_chunk_metadata
 from shardproof.frameworks.megatron.uneven_dtensors import (
     UnevenDTensor,
+    attach_chunk_metadata,
     distributed_like,
     megatron_fsdp_of,
     uneven_dtensors,

@@ -247,9 +247,6 @@ def _weights(model: Any) -> Any:
     """The saved part of the model: the model itself, or the adapters of a PEFT model by name.
 
     PEFT exports a prompt as the output of its encoder, which is a copy. So the encoder is saved instead.
-
-    Raises:
-        TypeError: PEFT exports a copy of a weight, which a load cannot fill.
     """
     if not hasattr(model, "peft_config"):
         return model

@@ -27,7 +27,6 @@ from uneven_model import UnevenModel
 import shardproof as sp
 from shardproof.frameworks import dcp
 from shardproof.frameworks import deepspeed as adapter
-from shardproof.frameworks.deepspeed import deepspeed_engine
 from shardproof.frameworks.shared.zero_blocks import BlockOptimizer
 from shardproof.state import collect
 
@@ -237,8 +236,8 @@ def other_format(path: str, name: str, stage: int, dtype: str, result: Result) -
     engine = built(stage, dtype, seed=0)
     train(engine, 1)
     adapter.save_checkpoint(engine, path)
-    find = deepspeed_engine.is_of_deepspeed
-    deepspeed_engine.is_of_deepspeed = find if rank() == 0 else (lambda _: True)
+    find = adapter.is_of_deepspeed
+    adapter.is_of_deepspeed = find if rank() == 0 else (lambda _: True)
     loaded = built(stage, dtype, seed=1)
     assert adapter.load_checkpoint(loaded, path) == (f"{path}/global_step1", {})
     before, after = whole_state(engine), whole_state(loaded)
@@ -269,13 +268,13 @@ def unfit(path: str, name: str, stage: int, dtype: str, result: Result) -> None:
         raise MemoryError("no memory for a slot")
 
     result.facts[name] = []
-    match, finish = BlockOptimizer.receive_slots, deepspeed_engine._Engine.load_state_dict
-    for kind, method in ((BlockOptimizer, "receive_slots"), (deepspeed_engine._Engine, "load_state_dict")):
+    match, finish = BlockOptimizer.receive_slots, adapter._Engine.load_state_dict
+    for kind, method in ((BlockOptimizer, "receive_slots"), (adapter._Engine, "load_state_dict")):
         if rank() == 1:
             setattr(kind, method, fail)
         cause = f"rank 1 failed in {method}"
         result.facts[name].append(error_of(lambda: adapter.load_checkpoint(engine, path), cause))
-        BlockOptimizer.receive_slots, deepspeed_engine._Engine.load_state_dict = match, finish
+        BlockOptimizer.receive_slots, adapter._Engine.load_state_dict = match, finish
     adapter.load_checkpoint(engine, path)
 
 

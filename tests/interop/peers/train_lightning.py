@@ -24,8 +24,8 @@ import torch  # noqa: E402
 from torch import nn  # noqa: E402
 
 import shardproof as sp  # noqa: E402
+from shardproof.frameworks import lightning as adapter  # noqa: E402
 from shardproof.frameworks.lightning import ShardproofCheckpoint, ShardproofCheckpointIO  # noqa: E402
-from shardproof.frameworks.lightning import lightning_trainer as adapter  # noqa: E402
 
 
 class Batches:

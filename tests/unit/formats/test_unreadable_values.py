@@ -15,7 +15,7 @@ import shardproof as sp
 from shardproof.commands.cli.group import run
 from shardproof.engine.foreign import foreign_of
 from shardproof.errors import FormatError, KeyMismatchError, PlainDataError
-from shardproof.formats.safetensors.safetensors_files import dtype_of_code
+from shardproof.formats.safetensors_files import dtype_of_code
 from shardproof.report import describe, summarise
 from shardproof.runs.maintenance import verify_any
 from tests.unit.formats.peers import bits

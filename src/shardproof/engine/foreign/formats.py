@@ -18,25 +18,25 @@ NATIVE = "shardproof"
 _SHARDS = shard_name(0, "a").partition("/")[0]
 """The folder of shard files."""
 READERS: Mapping[str, str] = {
-    "orbax": "orbax.orbax:OrbaxReader",
-    "megatron_zarr": "megatron.megatron_zarr:MegatronZarrReader",
+    "orbax": "orbax:OrbaxReader",
+    "megatron_zarr": "megatron.megatron_dist:MegatronZarrReader",
     "zarr": "zarr.zarr:ZarrReader",
     "torch_dist": "megatron.megatron_dist:MegatronDistReader",
-    "deepspeed_universal": "deepspeed.deepspeed_universal:DeepSpeedUniversalReader",
-    "deepspeed": "deepspeed.deepspeed_reader:DeepSpeedReader",
+    "deepspeed_universal": "deepspeed_readers:DeepSpeedUniversalReader",
+    "deepspeed": "deepspeed_readers:DeepSpeedReader",
     "torch_checkpointing": "torch.torch_checkpointing:TorchCheckpointingReader",
     "verl": "verl:VerlReader",
     "torchsnapshot": "torchsnapshot:TorchSnapshotReader",
-    "dcp": "dcp.dcp_reader:DcpReader",
-    "dcp_raw": "dcp.dcp_reader:DcpRawReader",
+    "dcp": "dcp_reader:DcpReader",
+    "dcp_raw": "dcp_reader:DcpRawReader",
     "bytecheckpoint": "bytecheckpoint:ByteCheckpointReader",
-    "dcp_safetensors": "dcp.dcp_safetensors:DcpSafetensorsReader",
+    "dcp_safetensors": "safetensors_files:DcpSafetensorsReader",
     "torch": "torch.torch_save:TorchSaveReader",
     "megatron_legacy": "megatron.megatron_legacy:MegatronLegacyReader",
     "megatron_legacy_merged": "megatron.megatron_legacy:MegatronLegacyMergedReader",
     "accelerate": "huggingface:AccelerateReader",
     "hf_trainer": "huggingface:TrainerReader",
-    "safetensors": "safetensors.safetensors_files:SafetensorsReader",
+    "safetensors": "safetensors_files:SafetensorsReader",
     "hf_bin": "huggingface:HfBinReader",
 }
 """Name of each format to the module and class of its reader, in the order in which readers are tried."""

@@ -131,7 +131,7 @@ def key_units(key: Any) -> int:
     """Characters of the text of a key of a dict, at most.
 
     Args:
-        key: hashable, with few tuples in it (see `shardproof.formats.pickles.pickle_data.check_keys`).
+        key: hashable, with few tuples in it (see `shardproof.formats.pickle_data.check_keys`).
 
     Example:
         >>> key_units("weight"), key_units(1000), key_units(("a", (1, "bc")))

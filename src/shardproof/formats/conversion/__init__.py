@@ -12,13 +12,8 @@ from shardproof._utils.arguments import check_mapping, check_texts, check_whole,
 from shardproof.engine.rendezvous import Rendezvous
 from shardproof.engine.storage import StrOrBytesPath, is_url
 from shardproof.formats.conversion.conversion_protocol import ConversionReport, Where, carry_out
-from shardproof.formats.conversion.request import (
-    ConversionRequest,
-    KeyMap,
-    KeyMapFunction,
-    MappedTensor,
-    Move,
-)
+from shardproof.formats.conversion.key_maps import KeyMap, KeyMapFunction, MappedTensor, Move
+from shardproof.formats.conversion.plan import ConversionRequest
 from shardproof.reentrance import refuse_inside
 
 __all__ = [

@@ -33,7 +33,7 @@ from shardproof.formats.conversion.executors import (
     Task,
 )
 from shardproof.formats.conversion.key_maps import CONFIG
-from shardproof.formats.conversion.request import ConversionRequest
+from shardproof.formats.conversion.plan import ConversionRequest
 from shardproof.formats.conversion.work import ConversionWork
 
 _log = logging.getLogger("shardproof")
@@ -78,16 +78,7 @@ def carry_out(
     rendezvous: Rendezvous | None = None,
     deadline: float | None = None,
 ) -> ConversionReport:
-    """Converts a checkpoint; see `shardproof.convert`.
-
-    Args:
-        request: what to convert, and how.
-        on: "processes" for processes of this machine, "ray" for a Ray cluster.
-        dry_run: True to plan and to write nothing.
-        on_progress: called with the bytes done and the total; see `shardproof.convert`.
-        rendezvous: where the ranks meet; found by itself when None.
-        deadline: seconds that a rank may be silent; see `shardproof.load`.
-    """
+    """Converts a checkpoint; see `shardproof.convert` for the arguments."""
     check_boolean("dry_run", dry_run)
     if not (on_progress is None or callable(on_progress)):
         raise wrong_type("on_progress", on_progress, "a function of two numbers, or None")
@@ -297,14 +288,7 @@ _MODEL_NOTE = (
 
 
 def model_files(folder: str) -> list[Path]:
-    """The files of a model's folder that are no weights and no program.
-
-    Args:
-        folder: the local folder of a model that `from_pretrained` loads.
-
-    Raises:
-        StructureError: it is no folder, or has no configuration.
-    """
+    """The files of a model's folder that are no weights and no program."""
     path = Path(folder)
     if not (path / CONFIG).is_file():
         raise StructureError(

@@ -74,14 +74,7 @@ class NewCheckpoint(ABC):
     """What to do if the work folder cannot be made, or is not safe."""
 
     def check_format(self, to: str) -> None:
-        """Checks that a name of a file fits the format to write.
-
-        Args:
-            to: name of the format.
-
-        Raises:
-            StructureError: the name is of a file, and the format has other files.
-        """
+        """Checks that a name of a file fits the format to write."""
         suffix = os.path.splitext(self.location)[1]
         if suffix.lower() in _UNWRITTEN:
             raise StructureError(
@@ -98,9 +91,6 @@ class NewCheckpoint(ABC):
     def check_files(self, count: int) -> None:
         """Checks that a checkpoint of some files fits the name.
 
-        Args:
-            count: files of the new checkpoint.
-
         Raises:
             StructureError: the name is of one file, and there are several.
         """
@@ -114,9 +104,6 @@ class NewCheckpoint(ABC):
     def begin(self, digest: str) -> None:
         """Checks that a conversion may write here.
 
-        Args:
-            digest: of the plan.
-
         Raises:
             AlreadyCommittedError: there is something at the destination.
             StructureError: the destination has the objects of another plan.
@@ -125,12 +112,7 @@ class NewCheckpoint(ABC):
 
     @abstractmethod
     def publish(self, files: LocalStorage, names: Sequence[str], last: str) -> None:
-        """Makes the new checkpoint visible.
-
-        Args:
-            files: where its files are.
-            names: of its files.
-            last: name of the file that makes it visible.
+        """Makes the new checkpoint visible, with the file `last` at the end.
 
         Raises:
             AlreadyCommittedError: something appeared at the destination meanwhile.
@@ -143,11 +125,7 @@ class NewCheckpoint(ABC):
 
 
 class FolderDestination(NewCheckpoint):
-    """A path of a file system.
-
-    Args:
-        path: of the new checkpoint.
-    """
+    """A path of a file system."""
 
     passes = 2  # written and verified
 
@@ -175,10 +153,6 @@ class FolderDestination(NewCheckpoint):
 
 class BucketDestination(NewCheckpoint):
     """A prefix of an object store, or one object.
-
-    Args:
-        url: of the new checkpoint.
-        temporary: folder for the work folder.
 
     Raises:
         StructureError: it names a whole bucket.
@@ -333,10 +307,6 @@ class BucketDestination(NewCheckpoint):
 
 def destination_at(location: str, temporary: str) -> NewCheckpoint:
     """The destination that a path or URL names.
-
-    Args:
-        location: of the new checkpoint.
-        temporary: folder for the work folder of a destination in an object store.
 
     Raises:
         StructureError: it is the URL of a run in memory, or of a whole bucket.

@@ -19,7 +19,7 @@ from typing import Any, Protocol, cast
 
 from shardproof._utils import libc
 from shardproof.errors import ShardproofError
-from shardproof.formats.conversion.request import ConversionRequest
+from shardproof.formats.conversion.plan import ConversionRequest
 from shardproof.formats.conversion.work import ConversionWork
 
 _SET_PARENT_DEATH_SIGNAL = 1
@@ -71,10 +71,7 @@ class InlineExecutor:
 class ProcessExecutor:
     """Runs tasks in processes of this machine. They end with this process, even if it is killed.
 
-    Args:
-        request: of the conversion.
-        workers: number of processes.
-        deadline: seconds within which any worker must report bytes or a result.
+    Within `deadline` seconds, any worker must report bytes or a result.
     """
 
     def __init__(self, request: ConversionRequest, workers: int, deadline: float) -> None:
@@ -160,10 +157,7 @@ def _serve(pipe: Connection, request: ConversionRequest, parent: int) -> None:
 class RayExecutor:
     """Runs tasks on a Ray cluster, whose nodes share the file system of source and destination.
 
-    Args:
-        request: of the conversion.
-        workers: number of actors; each uses one processor.
-        deadline: seconds within which any actor must report bytes or a result.
+    Each actor uses one processor. Within `deadline` seconds, any actor must report bytes or a result.
 
     Raises:
         ShardproofError: Ray is not installed.

@@ -1,14 +1,15 @@
-"""The plan of a conversion: which tensors and values are written, and where they come from."""
+"""The request and the plan of a conversion: what is written, and where it comes from."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from shardproof._utils.arguments import check_boolean, wrong_type
 from shardproof._utils.humanize import printable
 from shardproof._utils.mappings import LazyMapping
 from shardproof.dtypes import DTYPES
@@ -19,8 +20,14 @@ from shardproof.engine.state import optimizer_state_dicts, references, with_new_
 from shardproof.engine.storage import is_url
 from shardproof.errors import PlainDataError, StructureError
 from shardproof.formats import Contents, FormatWriter, WriteOptions, read_json, writer_of
-from shardproof.formats.conversion.key_maps import CONFIG, apply_key_map, key_map_label
-from shardproof.formats.conversion.request import ConversionRequest, MappedTensor, Move
+from shardproof.formats.conversion.key_maps import (
+    CONFIG,
+    KeyMap,
+    MappedTensor,
+    Move,
+    apply_key_map,
+    key_map_label,
+)
 
 _FLOATING = ("float16", "bfloat16", "float32", "float64")
 _PIECES_IN_MEMORY = 6
@@ -50,10 +57,6 @@ class ConversionPlan:
 
 def plan_conversion(checkpoint: Checkpoint, request: ConversionRequest) -> ConversionPlan:
     """Plans a conversion. It reads metadata and plain values, and no tensor.
-
-    Args:
-        checkpoint: the stored one.
-        request: what to do.
 
     Raises:
         StructureError: a pattern or a rename fits no key, the patterns leave no key, two keys get one name,
@@ -220,3 +223,56 @@ def _caster(dtype: str | None) -> Callable[[str], str]:
     if dtype not in DTYPES or dtype not in _FLOATING:
         raise ValueError(f"dtype is one of {', '.join(_FLOATING)}, not {dtype!r}")
     return lambda stored: dtype if stored in _FLOATING else stored
+
+
+@dataclass(frozen=True, slots=True)
+class ConversionRequest:
+    """A conversion. Every process plans the same from an equal request."""
+
+    source: str
+    """Path of the stored checkpoint: its folder or file."""
+    destination: str
+    """Path or URL of the new checkpoint."""
+    to: str
+    """Name of the format to write."""
+    format: str | None = None
+    """Name of the stored format; None to find it."""
+    dtype: str | None = None
+    """Torch's name of the dtype that floating point tensors are converted to; None to leave them."""
+    include: Sequence[str] | None = None
+    """Patterns of the keys to convert; None for all."""
+    exclude: Sequence[str] | None = None
+    """Patterns of the keys to leave out."""
+    rename: Mapping[str, str] = field(default_factory=dict)
+    """Stored key to written key, for a key and all below it. An empty written key removes the prefix."""
+    key_map: KeyMap | None = None
+    """Map between the keys of two projects, applied after `include` and `exclude` and before `rename`."""
+    max_file_bytes: int | None = None
+    """Bytes of tensors in one file, at most; None for the format's default."""
+    memory_bytes: int = 4 << 30
+    """Memory of all processes together, above that of their libraries."""
+    workers: int = 1
+    """Processes that write units, on each machine."""
+    trust_pickle: bool = False
+    """True to unpickle values that are not plain data. This may run code in the checkpoint."""
+    register: Sequence[str] = ()
+    """Names for `shardproof.state.register_by_name`, which each process calls first."""
+    like: str = ""
+    """Folder of a model whose configuration and tokenizer are copied (format "hf"); empty for none."""
+    temporary: str = ""
+    """Folder for the work folder of a destination in an object store. Equal in all processes."""
+
+    def __post_init__(self) -> None:
+        if not (self.key_map is None or isinstance(self.key_map, str) or callable(self.key_map)):
+            raise wrong_type(
+                "key_map", self.key_map, "a name, the path of a TOML file as a text, a function or None"
+            )
+        check_boolean("trust_pickle", self.trust_pickle)
+        if self.like and self.to != "hf":
+            raise ValueError(f"like (--like) goes with the format hf, not with {self.to}")
+        if self.max_file_bytes is not None and self.max_file_bytes < 1:
+            raise ValueError(
+                f"max_file_bytes (--max-file-size) is at least 1 or None, not {self.max_file_bytes}"
+            )
+        if self.workers < 1:
+            raise ValueError(f"workers is at least 1, not {self.workers}")

@@ -18,8 +18,13 @@ from shardproof.engine.loading import Checkpoint, StoredTensor, open_storage
 from shardproof.engine.state import as_bytes, register_by_name
 from shardproof.errors import CorruptChunkError
 from shardproof.formats.conversion.destination import BucketDestination
-from shardproof.formats.conversion.plan import ConversionPlan, piece_bytes, plan_conversion
-from shardproof.formats.conversion.request import ConversionRequest, MappedTensor, Move
+from shardproof.formats.conversion.key_maps import MappedTensor, Move
+from shardproof.formats.conversion.plan import (
+    ConversionPlan,
+    ConversionRequest,
+    piece_bytes,
+    plan_conversion,
+)
 from shardproof.formats.conversion.work_folder import HashedBox, UnitRecord, WorkFolder
 
 Box = tuple[str, tuple[int, ...], tuple[int, ...]]
@@ -211,9 +216,6 @@ reads faster than one (benchmarks/interop.py)."""
 class ConversionWork:
     """One process's part of a conversion. The constructor opens the source and plans.
 
-    Args:
-        request: what to do.
-
     Raises:
         StructureError: the destination is the name of a file, and does not fit the format or the plan.
     """
@@ -259,10 +261,7 @@ class ConversionWork:
         self.folder.add(UnitRecord(item.name, written, source.boxes, item.nbytes))
 
     def verify(self, boxes: Sequence[HashedBox]) -> int:
-        """Reads boxes of the written checkpoint and compares their digests.
-
-        Returns:
-            The bytes that were compared.
+        """Reads boxes of the written checkpoint, compares their digests, and returns their bytes.
 
         Raises:
             CorruptChunkError: the bytes are not those that were written.

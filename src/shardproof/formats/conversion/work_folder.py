@@ -62,10 +62,6 @@ class UnitRecord(msgspec.Struct, frozen=True):
 class WorkFolder:
     """The work folder of a destination.
 
-    Args:
-        destination: path or URL of the new checkpoint.
-        temporary: folder for the work folder of a destination in an object store.
-
     Raises:
         StructureError: no conversion can write to the destination.
         StorageError: the destination is not valid.
@@ -81,10 +77,6 @@ class WorkFolder:
 
     def begin(self, digest: str, nbytes: int) -> None:
         """Locks the folder for a plan: a new folder, or that of an interrupted conversion of the same plan.
-
-        Args:
-            digest: of the plan.
-            nbytes: of the tensors to write.
 
         Raises:
             AlreadyCommittedError: there is something at the destination.
@@ -161,11 +153,7 @@ class WorkFolder:
         raise StorageError(f"{self.path} {fault}. {self.destination.work_advice}", file=str(self.path))
 
     def check_is_shared(self) -> None:
-        """Raises if this is not the folder that the coordinator, perhaps on another node, has locked.
-
-        Raises:
-            StructureError: the folder is not shared.
-        """
+        """Raises if this is not the folder that the coordinator, perhaps on another node, has locked."""
         if self.storage.size(_PLAN) is None:
             raise StructureError(
                 f"{self.path} is missing on {socket.gethostname()}: all nodes have to share it. "
@@ -212,9 +200,6 @@ class WorkFolder:
 
     def publish(self, last: str) -> None:
         """Publishes the new checkpoint at the destination and removes the work folder.
-
-        Args:
-            last: name of the file that makes the checkpoint visible.
 
         Raises:
             AlreadyCommittedError: something appeared at the destination meanwhile.

@@ -1,6 +1,6 @@
-"""Reads the ``torch_dist`` checkpoints of Megatron-Core, of 0.6 and newer.
+"""Reads the distributed checkpoints of Megatron-Core: ``torch_dist`` from 0.6 on, Zarr up to 0.11.
 
-They are DCP checkpoints with three additions:
+``torch_dist`` checkpoints are DCP checkpoints with three additions:
 
 - The common state, a dict that all ranks share, is the file ``common.pt`` (up to 0.16) or the entry
   ``common_state/shard_0_1`` (newer).
@@ -9,6 +9,14 @@ They are DCP checkpoints with three additions:
 - Flat ranges of the distributed optimizer (``fully_sharded_model_space``) are stored under a shape of
   fragments. Its last number is the number of elements of a part. The numbers before it give the parts into
   which each dimension is cut. ``mcore_data`` has the true shape. The reader gives boxes of the true shape.
+
+In Zarr checkpoints, each tensor is a folder with the name of its key. The folder holds a Zarr array of format
+2, whose chunks are the parts of ranks. Objects are files of ``torch.save``: ``common.pt``, and
+``<key>/shard_<offset>_<shape>.pt`` for objects of ranks. ``metadata.json``, written last, names the format.
+Megatron writes flat ranges of the distributed optimizer into the chunks of their parameter, so this reader
+does not merge them. Megatron writes every chunk. Zarr's own readers give zeros for a chunk whose file was
+lost; this reader raises an error. Folders that end in ``.sync``, which the writer's locks leave behind, are
+not read.
 """
 
 from __future__ import annotations
@@ -17,7 +25,8 @@ import hashlib
 import math
 import operator
 import re
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -25,6 +34,7 @@ from typing import Any
 from shardproof._utils.humanize import brief
 from shardproof.engine.foreign import (
     Foreign,
+    FormatReader,
     StoredBox,
     StoredView,
     TensorDescription,
@@ -33,13 +43,18 @@ from shardproof.engine.foreign import (
     shape_of,
 )
 from shardproof.engine.geometry import flat_range_boxes, row_major_strides
-from shardproof.errors import CorruptChunkError, ShardproofError, StorageError
-from shardproof.formats.dcp.dcp_reader import DcpReader, inner_name
-from shardproof.formats.json_files import read_json
-from shardproof.formats.megatron.megatron_run import BACKEND_FILE, latest_iteration, sharded_backend
-from shardproof.formats.megatron.megatron_zeros import rules_of_megatron
+from shardproof.errors import CorruptChunkError, NotCommittedError, ShardproofError, StorageError
+from shardproof.formats.dcp_reader import DcpReader, inner_name
+from shardproof.formats.json_values import read_json
+from shardproof.formats.megatron.megatron_run import (
+    BACKEND_FILE,
+    iteration_of,
+    latest_iteration,
+    sharded_backend,
+)
 from shardproof.formats.torch.archive_bytes import FileWindow
-from shardproof.formats.torch.torch_file import TorchFile, with_tensors
+from shardproof.formats.torch.torch_file import TorchFile, unpickled, with_tensors
+from shardproof.formats.zarr.zarr import ZarrArrays
 
 _DCP_METADATA = ".metadata"
 _INTEGRITY = "integrity.json"
@@ -56,6 +71,14 @@ _BUCKETS = (
     "bucket is not stored, so the buckets are read as they are. Padding between parameters is memory that "
     "was never set: do not compare it."
 )
+_SHARD_FILE = re.compile(r"(.+)/shard_([0-9]+(?:\.[0-9]+)*)_([0-9]+(?:\.[0-9]+)*)")
+"""Key of an object, its offset and the shape of the grid of objects."""
+_OPTIMIZER = re.compile(r"((?:chained_\d+\.)?optimizer\.state\.)(fp32_param|param|exp_avg_sq)\.(.+)")
+_FLOATS = ("float64", "float32", "bfloat16", "float16")
+_TINY = 2.0**-126
+"""Smallest normal number of float32. A step with underflow loses less of a square."""
+_ROUNDING = 16.0
+"""Factor for the rounding errors of both moments, in many steps. They are below 1 % of a moment."""
 
 
 class MegatronDistReader(DcpReader):
@@ -144,9 +167,9 @@ class MegatronDistReader(DcpReader):
         return max(proved, self._verify_digests() - sum(tensors.values()))
 
     def zero_rules(self) -> list[ZeroRule]:
-        """Rules for ranges of the distributed optimizer; see `megatron_zeros`."""
+        """Rules for ranges of the distributed optimizer; see `_rules_of_megatron`."""
         common = None if isinstance(self._common, ShardproofError) else _unwrapped(self._common.value)
-        return rules_of_megatron(self.tensors, common)
+        return _rules_of_megatron(self.tensors, common)
 
     def _common_file(self) -> TorchFile:
         if isinstance(self._common, ShardproofError):
@@ -244,3 +267,199 @@ def _part_of_range(box: StoredBox, sizes: tuple[int, ...], first: int) -> Stored
 def _unwrapped(value: Any) -> Any:
     """The object of an entry, which stores it in a list."""
     return value[0] if isinstance(value, list) and len(value) == 1 else value
+
+
+class MegatronZarrReader(FormatReader):
+    """A Zarr checkpoint of Megatron-Core, open for reading; see `FormatReader`.
+
+    The path is the folder of an iteration, or a run folder. Of a run folder, the latest iteration is read.
+
+    Example:
+        >>> import json, tempfile, torch
+        >>> from shardproof.storage import LocalStorage
+        >>> storage = LocalStorage(tempfile.mkdtemp())
+        >>> array = {"zarr_format": 2, "shape": [4], "chunks": [2], "dtype": "bfloat16", "compressor": None,
+        ...          "fill_value": None, "filters": None, "order": "C"}
+        >>> storage.publish("bias/.zarray", json.dumps(array).encode())
+        >>> storage.publish("bias/0", bytes(4))
+        >>> torch.save({"iteration": 3}, f"{storage.location}/common.pt")
+        >>> storage.publish("metadata.json", b'{"sharded_backend": "zarr", "sharded_backend_version": 1}')
+        >>> reader = MegatronZarrReader(Foreign(storage))
+        >>> reader.tensors["bias"].dtype, list(reader.object_keys()), reader.step
+        ('bfloat16', ['common'], 3)
+        >>> reader.tensors["bias"].boxes[1].located()  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        ...
+        shardproof.errors.StorageError: ...bias/1 is missing: it holds the part of bias that begins at (2,)...
+    """
+
+    name = "megatron_zarr"
+
+    def __init__(self, foreign: Foreign) -> None:
+        super().__init__(foreign)
+        self.storage = latest_iteration(foreign).storage
+        self.location = self.storage.location
+        if sharded_backend(self.storage) != "zarr":
+            raise NotCommittedError(
+                f"{self.location} has no {BACKEND_FILE} that names Megatron's Zarr format: it is not such a "
+                "checkpoint, or its save did not finish",
+                file=f"{self.location}/{BACKEND_FILE}",
+            )
+        arrays = ZarrArrays(self.storage, _is_leftover)
+        for key in arrays.metadata:
+            self.add(key, arrays.describe(key, key, every_chunk=lambda _: True))
+        self._objects = {
+            name.removesuffix(".pt"): name
+            for name in sorted(arrays.names)
+            if name.endswith(".pt") and not _is_leftover(name.rpartition("/")[0])
+        }
+        self._files = arrays.files | dict.fromkeys([BACKEND_FILE, _COMMON_FILE, *self._objects.values()])
+        self.identity = arrays.identity
+        self.step = iteration_of(self.storage.folder) or self._common_iteration()
+        self.notes.append(
+            "Megatron's Zarr format has neither checksums of tensors nor a list of keys: changed bytes and a "
+            "missing folder of a tensor are not noticed. A range that the writers of one chunk lost reads as "
+            "zeros. `shardproof verify` names it in main weights and in second moments of Adam, and not in "
+            "other tensors"
+        )
+
+    @classmethod
+    def recognizes(cls, foreign: Foreign) -> bool:
+        """True if ``metadata.json`` names the format, in the folder or in that of the latest iteration."""
+        return foreign.file is None and sharded_backend(latest_iteration(foreign).storage) == "zarr"
+
+    def object_keys(self) -> Iterable[str]:
+        """``common``, and ``<key>/shard_<offset>_<shape>`` for the objects of ranks."""
+        return self._objects.keys()
+
+    def object(self, key: str, *, trust_pickle: bool = False) -> Any:
+        """An object as plain data; see `FormatReader.object`."""
+        file = TorchFile(self.storage, self._objects[key])
+        return unpickled(file) if trust_pickle else with_tensors(file, file.value)
+
+    def files(self) -> Mapping[str, int | None]:
+        """Files of metadata, chunks and objects; see `FormatReader.files`."""
+        return self._files
+
+    def verify_extra(self) -> int:
+        """Verifies the files of all objects, and that no file is missing; see `FormatReader.verify_extra`."""
+        proved = sum(TorchFile(self.storage, name).verify() for name in self._objects.values())
+        self._check_objects()
+        return proved
+
+    def zero_rules(self) -> list[ZeroRule]:
+        """Rules for ranges of the distributed optimizer; see `_rules_of_megatron`."""
+        try:
+            common = TorchFile(self.storage, _COMMON_FILE).value
+        except ShardproofError:
+            common = None  # the rules that need it do not apply
+        return _rules_of_megatron(self.tensors, common)
+
+    def _common_iteration(self) -> int | None:
+        """The iteration in ``common.pt``; None without one, or if the file is damaged.
+
+        The error of a damaged file is raised when the object is read.
+        """
+        try:
+            value = TorchFile(self.storage, _COMMON_FILE).value
+        except ShardproofError:
+            return None
+        found = value.get("iteration") if isinstance(value, dict) else None
+        return found if type(found) is int else None
+
+    def _check_objects(self) -> None:
+        """Checks that every index of each grid of objects has a file. The file names give the grid."""
+        found: dict[tuple[str, str], set[str]] = defaultdict(set)
+        for key in self._objects:
+            if (match := _SHARD_FILE.fullmatch(key)) is not None:
+                found[match[1], match[3]].add(match[2])
+        for (key, grid), offsets in found.items():
+            shape = [int(size) for size in grid.split(".")]
+            if all(offset.count(".") == grid.count(".") for offset in offsets):
+                missing = math.prod(shape) - len(offsets)
+                if missing:
+                    raise StorageError(
+                        f"{self.location}/{key} has {len(offsets)} files shard_*_{grid}.pt, expected "
+                        f"{math.prod(shape)}: restore the others from a copy",
+                        file=f"{self.location}/{key}",
+                        key=key,
+                        missing=True,
+                    )
+
+
+def _is_leftover(folder: str) -> bool:
+    return any(part.endswith(".sync") for part in folder.split("/"))
+
+
+def _rules_of_megatron(tensors: Mapping[str, TensorDescription], common: Any) -> list[ZeroRule]:
+    """Rules that name lost ranges of the distributed optimizer, where a format gives zeros, by its keys.
+
+    A zero is a value as any other. But a checkpoint has tensors that follow from each other, so that some
+    zeros contradict another tensor. These rules hold for every state that training can reach:
+
+    - Main weights: a weight is its main weight, rounded. The rounded value of 0 is 0, in every dtype.
+    - Second moments of Adam: with the same gradients, ``exp_avg ** 2 <= c * exp_avg_sq``, by the
+      Cauchy-Schwarz inequality, if ``beta1 ** 2 < beta2``. So where ``exp_avg_sq`` is 0, ``exp_avg`` is not
+      larger than what an underflow of squares explains. The rule needs the betas, and moments that are
+      trained in float32.
+
+    First moments have no such rule. They are 0 beside a second moment after some hundred steps without a
+    gradient, as in the rows of rare tokens. The same is true for weights without main weights.
+
+    Args:
+        tensors: of the checkpoint.
+        common: the common state. The rule of second moments applies if it has the betas of all groups, and
+            the arguments of the run say ``use_precision_aware_optimizer=False``.
+
+    >>> tensors = {key: TensorDescription("float32", (4,), ()) for key in ("w", "optimizer.state.param.w")}
+    >>> [(rule.key, rule.other) for rule in _rules_of_megatron(tensors, None)]
+    [('optimizer.state.param.w', 'w')]
+    """
+    rules = []
+    bound = _bound(common) if isinstance(common, Mapping) else None
+    for key, tensor in tensors.items():
+        match = _OPTIMIZER.fullmatch(key)
+        if match is None:
+            continue
+        is_main = match[2] != "exp_avg_sq"
+        other = match[3] if is_main else f"{match[1]}exp_avg.{match[3]}"
+        found = tensors.get(other)
+        if found is None or found.shape != tensor.shape or not {tensor.dtype, found.dtype} <= {*_FLOATS}:
+            continue
+        if is_main:
+            rules.append(ZeroRule(key, other, 0.0, "a weight is its main weight, rounded"))
+        elif bound is not None and tensor.dtype == found.dtype == "float32":
+            reason = f"Adam makes both of the same gradients, and 0 bounds exp_avg by {bound:.0e}"
+            rules.append(ZeroRule(key, other, bound, reason))
+    return rules
+
+
+def _bound(common: Mapping[Any, Any]) -> float | None:
+    """The largest `exp_avg` beside a second moment of 0; None if the common state does not say."""
+    arguments = common.get("args")
+    if not isinstance(arguments, Mapping) or arguments.get("use_precision_aware_optimizer") is not False:
+        return None
+    bounds = []
+    for group in _groups(common.get("optimizer")):
+        betas = group.get("betas")
+        if not (isinstance(betas, tuple | list) and len(betas) == 2):
+            return None
+        if not all(isinstance(beta, int | float) and 0 <= beta < 1 for beta in betas):
+            return None
+        first, second = betas
+        if first**2 >= second:
+            return None
+        constant = (1 - first) ** 2 / ((1 - first**2 / second) * (1 - second))
+        bounds.append(math.sqrt(_ROUNDING * constant * _TINY / (1 - second)))
+    return max(bounds, default=None)
+
+
+def _groups(state: Any) -> Iterator[Mapping[str, Any]]:
+    """The parameter groups in the state of one optimizer or of several."""
+    if not isinstance(state, Mapping):
+        return
+    for name, value in state.items():
+        if name == "param_groups" and isinstance(value, list):
+            yield from (group for group in value if isinstance(group, Mapping))
+        else:
+            yield from _groups(value)

@@ -7,7 +7,7 @@ import re
 from shardproof.engine.foreign import Foreign
 from shardproof.engine.storage import Storage
 from shardproof.errors import FormatError, ShardproofError
-from shardproof.formats.json_files import read_json
+from shardproof.formats.json_values import read_json
 
 BACKEND_FILE = "metadata.json"
 """The file in which Megatron-Core names the format of a checkpoint."""
@@ -17,16 +17,7 @@ _MOST_BACKEND_BYTES = 1 << 20
 
 
 def latest_iteration(foreign: Foreign) -> Foreign:
-    """The checkpoint that a run folder names as its latest.
-
-    Args:
-        foreign: a run folder, or the folder of a checkpoint.
-
-    Returns:
-        The folder of the iteration; `foreign` itself if it is not a run folder.
-
-    Raises:
-        FormatError: the file that names the iteration is damaged.
+    """The folder that a run folder names as its latest; `foreign` itself if it is not a run folder.
 
     Example:
         >>> import tempfile

@@ -18,8 +18,8 @@ from typing import Any
 from shardproof.engine.foreign import state_paths
 from shardproof.engine.storage import Storage
 from shardproof.errors import StructureError
-from shardproof.formats.dcp.dcp_writer import DcpWriter
-from shardproof.formats.pickles.pickle_writer import Named, PickledCall
+from shardproof.formats.dcp_writer import DcpWriter
+from shardproof.formats.pickle_writer import Named, PickledCall
 from shardproof.formats.torch.torch_writer import archive_of
 from shardproof.formats.writer import Contents, WriteOptions
 

@@ -189,12 +189,7 @@ class FileWindow(io.RawIOBase):
 
 
 class WindowBytes:
-    """The first bytes of a window, as `Bytes`. It caches the piece that it read last.
-
-    Args:
-        window: the window.
-        count: number of the bytes.
-    """
+    """The first bytes of a window, as `Bytes`. It caches the piece that it read last."""
 
     def __init__(self, window: FileWindow, count: int) -> None:
         self._window = window

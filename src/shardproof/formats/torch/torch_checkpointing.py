@@ -25,7 +25,7 @@ from shardproof.engine.foreign import Foreign, shape_of
 from shardproof.engine.geometry import Boxes, IndexMap
 from shardproof.engine.storage import check_name
 from shardproof.errors import StorageError
-from shardproof.formats.pickles.pickle_data import read_pickle
+from shardproof.formats.pickle_data import read_pickle
 from shardproof.formats.torch.torch_rank_files import MeshPlacements, RankFilesReader, ShardedTensorParts
 
 _METADATA = "metadata.pkl"
@@ -97,11 +97,7 @@ class TorchCheckpointingReader(RankFilesReader):
         return super().verify_extra()
 
     def _items(self, described: Mapping[str, Any]) -> dict[str, dict[int, str]]:
-        """By item and rank, the name of a file of torch.save. Other files become objects.
-
-        Raises:
-            StorageError: the file of a rank that has tensors is missing.
-        """
+        """By item and rank, the name of a file of torch.save. Other files become objects."""
         present = set(self.storage.list())
         items: dict[str, dict[int, str]] = {}
         for item, value in described.items():

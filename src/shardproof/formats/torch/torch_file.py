@@ -38,7 +38,7 @@ from shardproof.engine.foreign import (
 from shardproof.engine.state import as_bytes
 from shardproof.engine.storage import Storage
 from shardproof.errors import FormatError, StorageError
-from shardproof.formats.pickles.pickle_data import Pickle, read_pickle
+from shardproof.formats.pickle_data import Pickle, read_pickle
 from shardproof.formats.torch.archive_bytes import FileWindow, WindowBytes, read_zip_directory
 from shardproof.formats.torch.torch_tensors import TorchStorage, read_torch_pickle, torch_storage
 from shardproof.formats.torch.torch_tensors import TorchTensor as TorchTensor
@@ -387,10 +387,6 @@ def _strided(data: bytearray, dtype: str, shape: Sequence[int], view: StoredView
 def with_tensors(file: TorchFile, value: Any) -> Any:
     """A saved object, or a part of it, with its tensors read.
 
-    Args:
-        file: the file that holds the object.
-        value: `TorchFile.value`, or a part of it.
-
     Raises:
         FormatError: the object is nested deeper than 200 levels, or a tensor in it repeats its elements so
             often that it needs far more memory than the file.
@@ -513,14 +509,7 @@ def _below(path: tuple[Any, ...], items: Iterable[tuple[Any, Any]]) -> Iterator[
 def _inside(
     value: Any, depth: int, lists: dict[int, bool], budget: ReadBudget
 ) -> Iterable[tuple[Any, Any]] | None:
-    """Keys and values in a value that `leaves` descends; None for a leaf.
-
-    Args:
-        value: the value.
-        depth: level of the value.
-        lists: cached results of `_holds_tensors` by the id of the list.
-        budget: counts the keys that are compared.
-    """
+    """Keys and values in a value that `leaves` descends; None for a leaf."""
     if depth > _MOST_LEVELS:
         raise ValueError(f"the object is nested deeper than {_MOST_LEVELS} levels")
     if isinstance(value, Mapping):

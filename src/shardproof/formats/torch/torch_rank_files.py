@@ -21,12 +21,11 @@ from shardproof.engine.foreign import (
     StoredBox,
     StoredView,
     TensorDescription,
-    Unreadable,
     shape_of,
 )
 from shardproof.engine.geometry import IndexMap
 from shardproof.engine.state import index_map_of, local_segments, sizes_of
-from shardproof.formats.torch.torch_save import TorchFilesReader, TorchObject
+from shardproof.formats.torch.torch_save import TorchFilesReader
 from shardproof.formats.torch.torch_tensors import TorchTensor
 
 _SPLITS = {"Shard": False, "ShardSpec": False, "StridedShard": True, "_StridedShard": True}
@@ -244,10 +243,6 @@ class RankFilesReader(TorchFilesReader):
     def add_objects(self, item: str, files: Mapping[int, str]) -> None:
         """Describes each value of the dicts in the files of all ranks as one object, with its tensors.
 
-        Args:
-            item: the first part of the keys.
-            files: name of the file of each rank.
-
         Raises:
             StorageError, FormatError: a file is missing, damaged or does not hold a dict, or two values have
                 the same key.
@@ -331,15 +326,7 @@ class RankFilesReader(TorchFilesReader):
         """Adds a value that each rank has, under one key if all are equal, otherwise under a key a rank."""
         are_equal = all(self._are_equal(one, other, set()) for one, other in pairwise(places.values()))
         for rank, (name, value) in places.items():
-            rank_key = key if are_equal else f"{rank}.{key}"
-            if isinstance(value, TorchTensor):
-                self.add_tensor(rank_key, name, value)
-            elif isinstance(value, Unreadable):
-                self.check_new(rank_key, name)
-                self.unreadable[rank_key] = value
-            else:
-                self.check_new(rank_key, name)
-                self._objects[rank_key] = TorchObject(name, paths[rank], value)
+            self._add_leaf(key if are_equal else f"{rank}.{key}", name, paths[rank], value)
             if are_equal:
                 break
 

@@ -128,12 +128,6 @@ class TorchFilesReader(FormatReader):
     def add_leaves(self, key: str, name: str, path: tuple[Any, ...], value: Any) -> None:
         """Adds the leaves of a value of a file, with keys joined by dots.
 
-        Args:
-            key: key of the value.
-            name: name of the file.
-            path: keys that lead to the value in the object of the file.
-            value: tensors and plain data.
-
         Raises:
             FormatError: another value has one of the keys, or the value is nested too deep.
         """
@@ -152,25 +146,12 @@ class TorchFilesReader(FormatReader):
         self.tensors[key] = TensorDescription(tensor.dtype, tensor.shape, boxes)
 
     def check_new(self, key: str, name: str) -> None:
-        """Checks that no other value has a key.
-
-        Raises:
-            FormatError: another value has this key.
-        """
+        """Checks that no other value has a key."""
         if any(key in known for known in (self.tensors, self.aliases, self._objects, self.unreadable)):
             raise self.fault(name, f"two values have the key {key}", key=key)
 
     def flat_view(self, name: str, tensor: Any, what: str) -> StoredView:
-        """The view of the file that holds the elements of a tensor, which has to be dense.
-
-        Args:
-            name: name of the file.
-            tensor: a value of the file.
-            what: role of the tensor, for messages.
-
-        Raises:
-            FormatError: the value is not a tensor, or its elements do not lie one after the other.
-        """
+        """The view of the file that holds the elements of a tensor, which has to be dense."""
         if not isinstance(tensor, TorchTensor):
             raise self.fault(name, f"{what} is {brief(tensor)}, expected a tensor")
         view = self._files[name].view(tensor)
@@ -247,16 +228,7 @@ class TorchFilesReader(FormatReader):
         return proved
 
     def leaves_of(self, name: str, value: Any, what: str = "") -> list[tuple[tuple[Any, ...], Any]]:
-        """All leaves of a value of a file, with the keys that lead to each.
-
-        Args:
-            name: name of the file.
-            value: the value.
-            what: key of the value, for messages.
-
-        Raises:
-            FormatError: the value is nested too deep, or is far larger than the file.
-        """
+        """All leaves of a value of a file, with the keys that lead to each."""
         try:
             return list(leaves(value, self._budget, len(what)))
         except ValueError as error:

@@ -34,8 +34,7 @@ from shardproof.engine.geometry import row_major_strides
 from shardproof.engine.state import StreamBytes, as_bytes
 from shardproof.engine.storage import FileWriter, Storage
 from shardproof.errors import StructureError
-from shardproof.formats.box_bytes import box_bytes
-from shardproof.formats.pickles.pickle_writer import Named, Persistent, PickledCall, write_pickle
+from shardproof.formats.pickle_writer import Named, Persistent, PickledCall, write_pickle
 from shardproof.formats.torch.torch_tensors import STORAGE_DTYPES
 from shardproof.formats.writer import (
     BoxSource,
@@ -43,6 +42,7 @@ from shardproof.formats.writer import (
     FormatWriter,
     Unit,
     WriteOptions,
+    box_bytes,
     check_units,
     new_file,
     notes_of,
@@ -263,16 +263,7 @@ class TorchArchive:
 
 
 def archive_of(key: str, value: Any, format_name: str) -> TorchArchive:
-    """The archive of an object of a checkpoint.
-
-    Args:
-        key: key of the object, for errors.
-        value: plain data, with tensors in memory.
-        format_name: name of the written format, for errors.
-
-    Raises:
-        StructureError: the object is not plain data.
-    """
+    """The archive of an object of a checkpoint."""
     try:
         return TorchArchive(value)
     except (TypeError, ValueError) as error:

@@ -19,8 +19,7 @@ import xxhash
 from shardproof.engine.foreign import Foreign, FormatReader, TensorDescription, Unreadable
 from shardproof.engine.storage import Storage
 from shardproof.errors import FormatError, NotCommittedError, StorageError
-from shardproof.formats.embedded_values import EmbeddedValues
-from shardproof.formats.json_files import read_json
+from shardproof.formats.json_values import EmbeddedValues, read_json
 from shardproof.formats.zarr.zarr_chunks import ZarrChunks
 from shardproof.formats.zarr.zarr_metadata import (
     EVERY_CHUNK_ATTRIBUTE,
@@ -140,13 +139,7 @@ class ZarrArrays:
             self.keys[folder] = key
 
     def parsed(self, document: Mapping[str, Any], folder: str, name: str) -> ArrayMetadata | Unreadable:
-        """Parses the metadata of an array; see `parse_array`.
-
-        Args:
-            document: the metadata.
-            folder: folder of the array.
-            name: name of the file that has the metadata.
-        """
+        """Parses the metadata of an array; see `parse_array`."""
         attributes = document.get("attributes")
         if document.get("zarr_format") == 2:
             attributes = None
@@ -248,14 +241,7 @@ class ZarrReader(FormatReader):
                 self._compare(arrays, f"{folder}/{_V3}".lstrip("/"), folder, documents)
 
     def _compare(self, arrays: ZarrArrays, name: str, folder: str, documents: Any) -> None:
-        """Compares the consolidated metadata of a group.
-
-        Args:
-            arrays: the arrays with their own metadata.
-            name: name of the file that has the consolidated metadata.
-            folder: folder of the group.
-            documents: path in the group to metadata.
-        """
+        """Compares the consolidated metadata of a group."""
         if not isinstance(documents, dict) or not all(isinstance(item, dict) for item in documents.values()):
             raise self.fault(name, "the consolidated metadata is damaged")
         listed = set()

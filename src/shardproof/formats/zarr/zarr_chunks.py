@@ -65,12 +65,7 @@ class FillExtent(Extent):
 
 
 class ZarrChunks:
-    """Describes the chunks of the arrays of one checkpoint.
-
-    Args:
-        storage: the storage that holds the checkpoint.
-        names: names of all files in the checkpoint.
-    """
+    """Describes the chunks of the arrays of one checkpoint."""
 
     absent: int
     """Number of absent files of chunks."""
@@ -186,16 +181,7 @@ class ZarrChunks:
         start: int,
         stored: int | None,
     ) -> StoredView:
-        """The view of the part of a chunk that lies in the array.
-
-        Args:
-            array: the array.
-            layout: layout of the chunk.
-            sizes: sizes of the part, from the start of the chunk on.
-            name: name of the file.
-            start: first byte of the chunk in the file.
-            stored: bytes of the chunk in the file; None for all bytes up to the end of the file.
-        """
+        """The view of the part of a chunk that lies in the array."""
         codecs, stride = layout.codecs, layout.stride
         extent: Extent
         if codecs.codecs:

@@ -42,16 +42,7 @@ _NUMBERS = re.compile(r"[<>|=]?[biufc](1|2|4|8|16)|b|bool|u?int(8|16|32|64)|floa
 
 
 def import_extra(package: str, extra: str, what: str) -> Any:
-    """Imports an optional package on demand.
-
-    Args:
-        package: name of the package.
-        extra: the extra of shardproof that installs the package.
-        what: what needs the package, for the message.
-
-    Raises:
-        FormatError: the package is not installed.
-    """
+    """Imports an optional package on demand."""
     try:
         return importlib.import_module(package)
     except ImportError as error:

@@ -134,17 +134,8 @@ def parse_array(
 ) -> ArrayMetadata | Unreadable:
     """Describes an array.
 
-    Args:
-        document: the content of ``.zarray`` or ``zarr.json``.
-        attributes: the user's attributes of the array.
-        path: path of the file, for messages.
-        key: key of the array, for messages.
-
     Returns:
         The description; or an `Unreadable`, if the array needs a feature that this reader does not have.
-
-    Raises:
-        FormatError: the metadata is damaged.
 
     Example:
         >>> document = {"zarr_format": 2, "shape": [5], "chunks": [2], "dtype": ">f4", "compressor": None,

@@ -31,14 +31,14 @@ from shardproof._utils.humanize import listed
 from shardproof.dtypes import DTYPES
 from shardproof.engine.storage import Storage, aligned_buffer
 from shardproof.errors import StructureError
-from shardproof.formats.box_bytes import box_bytes
-from shardproof.formats.embedded_values import ALIASES, check_aliases, encode_embedded
+from shardproof.formats.json_values import ALIASES, check_aliases, encode_embedded
 from shardproof.formats.writer import (
     BoxSource,
     Contents,
     FormatWriter,
     Unit,
     WriteOptions,
+    box_bytes,
     check_units,
     new_file,
 )
@@ -72,10 +72,7 @@ class ZarrWriter(FormatWriter):
     ``shardproof:step`` and ``shardproof:metadata``, encoded as in docs/format.md. Zarr has no ties: a tied
     tensor is stored once, and the attribute ``shardproof:aliases`` has its other keys. The attribute
     ``shardproof:every_chunk`` states that every chunk is stored, so readers can tell a lost chunk from zeros.
-
-    Args:
-        contents: what to write.
-        options: how to write it; ``max_file_bytes`` bounds the bytes of a chunk further.
+    ``max_file_bytes`` bounds the bytes of a chunk further.
 
     Raises:
         StructureError: the format cannot hold a dtype or a key, or google-crc32c is not installed.
@@ -276,9 +273,6 @@ def _array_name(key: str) -> str:
     """The name of the array of a tensor. Characters that a name cannot have are escaped as in URLs.
 
     The end of a long name is replaced by its digest.
-
-    Raises:
-        StructureError: the key is empty or not valid Unicode, so no file system can have its name.
 
     >>> _array_name("model.layers.0.weight"), _array_name("a/b%"), _array_name(".."), _array_name("__x")
     ('model.layers.0.weight', 'a%2Fb%25', '%2E.', '%5F_x')

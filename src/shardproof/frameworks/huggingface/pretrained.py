@@ -285,9 +285,6 @@ def compute_buffers(model: PreTrainedModel, names: Collection[str]) -> None:
 
     It runs twice, over zeros and over ones. A buffer that differs between the two runs was not computed, or
     not computed in the same way on every rank. Other tensors stay unchanged.
-
-    Raises:
-        StructureError: ``_init_weights`` does not compute a buffer; the message names it.
     """
     if not names:
         return

@@ -96,15 +96,7 @@ def plan_load(model: PreTrainedModel, shapes: Mapping[str, _Shape], location: st
 
 
 def plan_save(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> FileTensors:
-    """Finds the tensors that `save_pretrained` of transformers stores, and the boxes that they consist of.
-
-    Args:
-        model: the model, without wrappers.
-        tensors: the result of `tensors_of` for the model with its wrapper of FSDP1.
-
-    Raises:
-        StructureError: a conversion is not supported, or a tie of the model is broken.
-    """
+    """Finds the tensors that `save_pretrained` of transformers stores, and the boxes that they consist of."""
     _check_ties(model, tensors)
     left_out = {*(model._keys_to_ignore_on_save or ()), *(model.all_tied_weights_keys or ())}
     traced = {

@@ -23,11 +23,15 @@ from megatron.core.dist_checkpointing.validation import (
 
 import shardproof as sp
 from shardproof.engine.state import has_names, with_targets
-from shardproof.frameworks.megatron.megatron_common import as_in_megatron
-from shardproof.frameworks.megatron.megatron_options import fit_options
-from shardproof.frameworks.megatron.megatron_plain import from_plain
-from shardproof.frameworks.megatron.megatron_strategies import LoadStrategy, agree_if_ours, is_ours, takes
-from shardproof.frameworks.megatron.megatron_tensors import COMMON, COMMON_KEY, TYPES
+from shardproof.frameworks.megatron.megatron_optimizer import fit_options
+from shardproof.frameworks.megatron.megatron_strategies import (
+    LoadStrategy,
+    agree_if_ours,
+    as_in_megatron,
+    is_ours,
+    takes,
+)
+from shardproof.frameworks.megatron.megatron_tensors import COMMON, COMMON_KEY, TYPES, from_plain
 from shardproof.frameworks.shared.rank_work import on_every_rank, on_rank_0
 from shardproof.runs.maintenance import verify
 
@@ -202,11 +206,7 @@ def _with_code(
     checkpoint_dir: str | os.PathLike[str],
     strict: StrictHandling,
 ) -> dict[str, Any]:
-    """The loaded state with the classes and functions of the sharded state dict in place of their names.
-
-    Raises:
-        KeyMismatchError: one of them has another name in the checkpoint, and `strict` asks for an error.
-    """
+    """The loaded state with the classes and functions of the sharded state dict in place of their names."""
     if not has_names(state):
         return state
 

@@ -28,9 +28,9 @@ from shardproof.engine.state import (
     local_tensor,
     receiver,
 )
-from shardproof.frameworks.megatron.chunk_metadata import attach_chunk
 from shardproof.frameworks.megatron.uneven_dtensors import (
     UnevenDTensor,
+    attach_chunk,
     distributed_like,
     megatron_fsdp_of,
     uneven_dtensors,

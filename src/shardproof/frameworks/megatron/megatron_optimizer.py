@@ -1,10 +1,14 @@
-"""The state of Megatron's DistributedOptimizer on each rank: flat ranges of main weights and moments.
+"""The state of Megatron's optimizers: flat ranges of the DistributedOptimizer on each rank, and options.
 
 Megatron's ``fully_reshardable`` gathers the state over the data parallel ranks before a save, with one
 collective a tensor. It reads moments that exist only after the first step. In this module, each rank
 describes its own ranges, and only existing ones. Keys are those of ``fully_reshardable``, so each of the two
 loads the other's checkpoints. The inner optimizer is a fused Adam, torch's Adam or AdamW, or Megatron's
 HybridDeviceOptimizer of them: `shardproof.state` names the slots of each alike.
+
+From expert parallel size 2 on, experts have an optimizer of their own. The tensors of both optimizers have
+the keys of one, but the state dict has the options of each optimizer: at the top for one, below the number
+of each for several.
 """
 
 from __future__ import annotations
@@ -35,7 +39,6 @@ from shardproof.engine.state import (
     receiver,
     slots_of,
 )
-from shardproof.frameworks.megatron.megatron_options import optimizers_in, options_for
 
 _PREFIX = "optimizer.state"
 _SLOTS = ("exp_avg", "exp_avg_sq")
@@ -141,7 +144,7 @@ def load_optimizer_state(optimizer: Any, state: Mapping[Any, Any]) -> None:
     """
     optimizers = _optimizers(optimizer)
     targets = [{"optimizer": {"param_groups": inner.optimizer.param_groups}} for inner in optimizers]
-    for inner, options in zip(optimizers, options_for(optimizers_in(state), targets), strict=True):
+    for inner, options in zip(optimizers, _options_for(_optimizers_in(state), targets), strict=True):
         _load_options(inner, options["optimizer"]["param_groups"])
         if inner.grad_scaler and "grad_scaler" in options:
             inner.grad_scaler.load_state_dict(options["grad_scaler"])
@@ -280,11 +283,7 @@ def _slots(optimizer: Any) -> Iterator[tuple[dict[str, Any], Any, Mapping[str, A
 
 
 def _groups(optimizer: Any, slots: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The options of the groups, with the count of steps, as in the state dict of a DistributedOptimizer.
-
-    Raises:
-        StructureError: parameters have different counts.
-    """
+    """The options of the groups, with the count of steps, as in the state dict of a DistributedOptimizer."""
     groups = [options_of(group) for group in optimizer.param_groups]
     counts = {int(tensors[_STEP]) for tensors in slots if _STEP in tensors}
     if not counts:  # a fused Adam counts in its groups, but not in those without parameters on this rank
@@ -404,3 +403,79 @@ def _ranges(optimizer: Any) -> Iterator[tuple[Any, torch.Tensor, int]]:
 def box_of(item: ShardedTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Offsets and sizes of a ShardedTensor in the global tensor. Prepended axes have length 1."""
     return tuple(map(int, item.global_offset)), (*[1] * item.prepend_axis_num, *map(int, item.local_shape))
+
+
+def fit_options(state: dict[Any, Any], asked: Mapping[Any, Any]) -> None:
+    """Gives each optimizer of a sharded state dict its options, in place.
+
+    Args:
+        state: the state of a checkpoint, before or after its tensors were added.
+        asked: the sharded state dict to load.
+
+    Raises:
+        StructureError: the numbers of optimizers differ, and so do the options of the saved ones.
+    """
+    for key in state.keys() & asked.keys():
+        stored, wanted = state[key], asked[key]
+        if not (isinstance(stored, dict) and isinstance(wanted, Mapping)):
+            continue
+        saved, targets = _optimizers_in(stored), _optimizers_in(wanted)
+        if not (saved and targets):
+            fit_options(stored, wanted)
+        elif len(saved) != len(targets):
+            found = _options_for(saved, targets)
+            own = {name: value for name, value in stored.items() if not isinstance(name, int)}
+            if len(targets) == 1:
+                state[key] = {**found[0], **own}
+            else:
+                numbers = sorted(name for name in wanted if isinstance(name, int))
+                state[key] = {
+                    number: {**options, **stored.get(number, {})}
+                    for number, options in zip(numbers, found, strict=True)
+                }
+
+
+def _optimizers_in(state: Mapping[Any, Any]) -> list[Mapping[Any, Any]]:
+    """The states with options of groups, of one optimizer or several; none if it is another state."""
+    if _has_groups(state):
+        return [state]
+    numbered = [state[number] for number in sorted(name for name in state if isinstance(name, int))]
+    return numbered if all(map(_has_groups, numbered)) else []
+
+
+def _options_for(
+    saved: Sequence[Mapping[Any, Any]], targets: Sequence[Mapping[Any, Any]]
+) -> list[dict[Any, Any]]:
+    """The options of each target."""
+    if len(saved) == len(targets):
+        return [dict(options) for options in saved]
+    own = ("params", "is_expert_parallel")  # they always differ between dense and expert weights
+    groups = [
+        [
+            {key: value for key, value in group.items() if key not in own}
+            for group in options["optimizer"]["param_groups"]
+        ]
+        for options in saved
+    ]
+    if any(group not in groups[0] for others in groups[1:] for group in others):
+        raise sp.StructureError(
+            f"the checkpoint has the options of {len(saved)} optimizers, which differ, and this run has "
+            f"{len(targets)}. Load with as many expert parallel ranks as it was saved with"
+        )
+    found: list[dict[Any, Any]] = []
+    for target in targets:
+        is_expert = any(group.get("is_expert_parallel") for group in target["optimizer"]["param_groups"])
+        options = {
+            name: copy.deepcopy(value)
+            for name, value in saved[0].items()
+            if not isinstance(name, int) and name != "param_state"
+        }
+        for group in options["optimizer"]["param_groups"]:
+            group["is_expert_parallel"] = is_expert
+        found.append(options)
+    return found
+
+
+def _has_groups(state: Any) -> bool:
+    inner = state.get("optimizer") if isinstance(state, Mapping) else None
+    return isinstance(inner, Mapping) and "param_groups" in inner

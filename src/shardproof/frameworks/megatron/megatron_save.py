@@ -16,10 +16,14 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyPara
 
 import shardproof as sp
 from shardproof.engine.state import canonical_json, encode_plain
-from shardproof.frameworks.megatron.megatron_common import BACKEND, VERSION, as_in_megatron
-from shardproof.frameworks.megatron.megatron_plain import to_plain
-from shardproof.frameworks.megatron.megatron_strategies import SaveStrategy, takes
-from shardproof.frameworks.megatron.megatron_tensors import COMMON_KEY
+from shardproof.frameworks.megatron.megatron_strategies import (
+    BACKEND,
+    VERSION,
+    SaveStrategy,
+    as_in_megatron,
+    takes,
+)
+from shardproof.frameworks.megatron.megatron_tensors import COMMON_KEY, to_plain
 
 _log = logging.getLogger("shardproof")
 _CONTENT = "content_metadata"

@@ -1,9 +1,13 @@
-"""Strategies of Megatron-Core's ``dist_checkpointing`` that save and load with shardproof."""
+"""Strategies of Megatron-Core's ``dist_checkpointing`` that save and load with shardproof.
+
+The common state is the plain data of rank 0 in a checkpoint with sharded entries.
+"""
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import io
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -12,7 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.core import maybe_load_config
+import xxhash
+from megatron.core.dist_checkpointing import dict_utils
+from megatron.core.dist_checkpointing.core import (
+    CheckpointingConfig,
+    CheckpointingException,
+    maybe_load_config,
+    save_config,
+)
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.strategies import async_utils
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
@@ -22,31 +33,31 @@ import shardproof as sp
 from shardproof.engine.saving import SaveRequest
 from shardproof.engine.state import references
 from shardproof.frameworks.megatron.megatron_async import call_of
-from shardproof.frameworks.megatron.megatron_common import (
-    BACKEND,
-    VERSION,
-    Common,
-    as_in_megatron,
-    check_common_file,
-    common_of,
-    publish_for_megatron,
-)
-from shardproof.frameworks.megatron.megatron_replicas import MainReplicas
 from shardproof.frameworks.megatron.megatron_tensors import (
     COMMON,
     COMMON_KEY,
     TYPES,
     Load,
+    MainReplicas,
+    StoredObject,
     add_keys,
     boxes_of,
     save_tree,
+    to_plain,
 )
 from shardproof.frameworks.shared.rank_work import on_every_rank, on_rank_0
-from shardproof.frameworks.shared.replacements import LastSaver
+from shardproof.frameworks.shared.replacements import LastSaver, raised_as
 
 _ITERATION = re.compile(r"iter_(\d+)")
 _HAS_COMMON_OBJECT = not hasattr(torch_strategies.TorchDistLoadShardedStrategy, "can_handle_sharded_objects")
 """True if the common state is a ShardedObject: 0.19. Strategies of 0.16 say whether they store these."""
+BACKEND = "shardproof"
+"""Name of the strategies in Megatron's metadata."""
+VERSION = 1
+"""Version of the strategies in Megatron's metadata."""
+_COMMON_FILE = "common.pt"
+as_in_megatron = partial(raised_as, CheckpointingException)
+"""A context, and a decorator: errors are also those that Megatron raises, its own and torch's."""
 
 
 def is_ours(checkpoint_dir: str | os.PathLike[str]) -> bool:
@@ -277,7 +288,7 @@ class LoadStrategy(torch_strategies.TorchDistLoadShardedStrategy):
             raise sp.FormatError(
                 f"{checkpoint_dir} is a checkpoint of shardproof, from which nothing is removed. Write "
                 f"another without these keys: shardproof convert {checkpoint_dir} DST --to shardproof "
-                f"--exclude '{key_prefix}*' --register shardproof.frameworks.megatron.megatron_plain"
+                f"--exclude '{key_prefix}*' --register shardproof.frameworks.megatron.megatron_tensors"
             )
         super().remove_sharded_tensors(checkpoint_dir, key_prefix)
 
@@ -312,3 +323,47 @@ def _request_class(async_strategy: str) -> Any:
 def takes(function: Any, names: Iterable[str]) -> bool:
     """True if a function has parameters of these names."""
     return set(names) <= inspect.signature(function).parameters.keys()
+
+
+class Common:
+    """The common state on the rank that stores it."""
+
+    def __init__(self, value: Any) -> None:
+        self.value, self.types = to_plain(value)
+        file = io.BytesIO()
+        torch.save(value, file)
+        self.file = file.getvalue()
+
+    def tree(self) -> dict[str, Any]:
+        """The entries that this rank adds to the state tree."""
+        digest = xxhash.xxh3_128_hexdigest(self.file)
+        types = {"types": self.types, "digest": digest}
+        return {COMMON: StoredObject(self.value), TYPES: StoredObject(types)}
+
+
+def common_of(sharded_state_dict: Mapping[Any, Any]) -> list[Common]:
+    """The common state, if this rank stores it. Megatron-Core 0.16 stores it itself."""
+    items = dict_utils.nested_values(sharded_state_dict)
+    found = [item for item in items if isinstance(item, ShardedObject) and item.key == COMMON_KEY]
+    return [Common(item.data) for item in found if item.replica_id == 0]
+
+
+def publish_for_megatron(folder: Path, common: list[Common]) -> None:
+    """Writes the files which Megatron's own functions read, if this rank has the common state."""
+    for state in common:
+        sp.storage.LocalStorage(folder).publish(_COMMON_FILE, state.file, replace=True)
+        save_config(CheckpointingConfig(BACKEND, VERSION), str(folder))
+
+
+def check_common_file(folder: Path, checkpoint: sp.Checkpoint) -> None:
+    """Checks that `common.pt`, which Megatron may have read, belongs to this checkpoint."""
+    if TYPES not in checkpoint.objects or not (folder / _COMMON_FILE).exists():
+        return
+    expected = checkpoint[TYPES]["digest"]
+    found = xxhash.xxh3_128_hexdigest((folder / _COMMON_FILE).read_bytes())
+    if found != expected:
+        raise sp.CorruptChunkError(
+            f"{folder / _COMMON_FILE} does not match its digest: expected {expected}, found {found}. Remove "
+            "the file, and load with shardproof.frameworks.megatron_core.load, which does not need it",
+            file=str(folder / _COMMON_FILE),
+        )

@@ -1,17 +1,32 @@
-"""Megatron's sharded state dicts as state trees of shardproof, for a save and for a load.
+"""Megatron's sharded state dicts as state trees of shardproof, and the proof of one main replica a box.
 
 Keys are those of Megatron's ``torch_dist`` format: the key of a ShardedTensor, and
 ``<key>/shard_<offset>_<shape>`` of a ShardedObject. Several ShardedTensors of a rank with one key (layers of
 a stack, the halves of a SwiGLU) are boxes of one tensor. Prepended axes are axes of length 1.
+
+Values of the common state and of ShardedObjects may have types that plain data lacks. Megatron keeps its
+arguments in an ``argparse.Namespace`` with members of enums. Its rerun state machine names a call by a named
+tuple. Transformer Engine keeps its extra state in a ``BytesIO``. These values are stored as dicts, names,
+tuples and bytes. A separate list has the path and the type of each. Classes and functions, such as those in
+the groups of an optimizer, are stored by name. A load takes those of the state dict that it fills.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import argparse
+import enum
+import io
+import pathlib
+import sys
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import msgspec
 import torch
+import xxhash
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
 from megatron.core.dist_checkpointing.mapping import (
     ShardedBase,
@@ -21,9 +36,9 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 
 import shardproof as sp
+from shardproof.engine.format import box_name
+from shardproof.engine.state import by_name
 from shardproof.frameworks.megatron.megatron_optimizer import FlatRange, box_of, sharded
-from shardproof.frameworks.megatron.megatron_plain import Typed, from_plain, to_plain
-from shardproof.frameworks.megatron.megatron_replicas import Box
 
 COMMON = "common"
 """Key of the common state in the checkpoint."""
@@ -31,6 +46,14 @@ TYPES = "common_types"
 """Key of the types that the common state has and plain data lacks, and of the digest of `common.pt`."""
 COMMON_KEY = "common_state"
 """Key of the ShardedObject that has the common state, in Megatron-Core 0.19."""
+Types = list[tuple[list[Any], str]]
+"""Path of keys and positions, and the name of the type there."""
+_NAMESPACES: dict[str, Callable[..., Any]] = {
+    "argparse.Namespace": argparse.Namespace,
+    "types.SimpleNamespace": types.SimpleNamespace,
+}
+_ENUM = "enum "
+_NAMED_TUPLE = "namedtuple "
 
 
 class StoredObject:
@@ -49,7 +72,7 @@ class StoredObject:
         self.value = from_plain(state.value, state.types) if isinstance(state, Typed) else state
 
 
-def sharded_key(item: ShardedBase) -> str:
+def _sharded_key(item: ShardedBase) -> str:
     """The key under which a ShardedTensor or ShardedObject is stored."""
     if isinstance(item, ShardedObject):
         return COMMON if item.key == COMMON_KEY else str(item.unique_key)
@@ -65,7 +88,7 @@ def boxes_of(sharded_state_dict: Mapping[Any, Any]) -> list[Box]:
     for item in nested_values(sharded_state_dict):
         if not isinstance(item, FlatRange):
             offsets, sizes = ((), ()) if isinstance(item, ShardedObject) else box_of(item)
-            boxes.append(Box(sharded_key(item), offsets, sizes, bool(is_main_replica(item.replica_id))))
+            boxes.append(Box(_sharded_key(item), offsets, sizes, bool(is_main_replica(item.replica_id))))
     return [box for box in boxes if 0 not in box.sizes]
 
 
@@ -91,7 +114,7 @@ def save_tree(sharded_state_dict: Mapping[Any, Any], *, replicas: bool) -> dict[
             if is_main_replica(item.replica_id):
                 ranges.setdefault(item.key, []).append(item)
         elif is_main_replica(item.replica_id) and item.key != COMMON_KEY:
-            tree[sharded_key(item)] = StoredObject(item.data)
+            tree[_sharded_key(item)] = StoredObject(item.data)
     for key, items in groups.items():
         tree[key] = _to_save(key, items, replicas)
     add_keys(tree, {key: sharded(items) for key, items in ranges.items()})
@@ -99,11 +122,7 @@ def save_tree(sharded_state_dict: Mapping[Any, Any], *, replicas: bool) -> dict[
 
 
 def add_keys(tree: dict[str, Any], added: Mapping[str, Any]) -> None:
-    """Adds entries to a state tree.
-
-    Raises:
-        StructureError: the tree has one of the keys.
-    """
+    """Adds entries to a state tree."""
     for key, value in added.items():
         if key in tree:
             raise sp.StructureError(
@@ -136,7 +155,7 @@ class Load:
         groups: dict[str, list[ShardedTensor]] = {}
         ranges: dict[str, list[FlatRange]] = {}
         for item in nested_values(self.sharded_state_dict):
-            key = sharded_key(item)
+            key = _sharded_key(item)
             if key not in stored:
                 raise sp.KeyMismatchError(
                     f"the checkpoint has no {key!r}, which the sharded state dict asks for. Pass strict= to "
@@ -160,7 +179,7 @@ class Load:
 
         def loaded(item: Any) -> Any:
             if isinstance(item, ShardedObject):
-                value = tree[sharded_key(item)].value
+                value = tree[_sharded_key(item)].value
                 return from_plain(value, tree[TYPES].value["types"]) if item.key == COMMON_KEY else value
             return item.data if isinstance(item, (ShardedTensor, FlatRange)) else item
 
@@ -215,3 +234,210 @@ def _view(item: ShardedTensor) -> torch.Tensor:
     """The local tensor with the prepended axes, in the same memory."""
     data: torch.Tensor = item.data.detach()
     return data[(None,) * item.prepend_axis_num]
+
+
+class Box(NamedTuple):
+    """A box of a tensor on this rank, or a ShardedObject, which has no offsets."""
+
+    key: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    is_main: bool
+    """True if this rank has the main replica."""
+
+
+class MainReplicas:
+    """Proves that each box has one main replica, and caches the proof."""
+
+    def __init__(self) -> None:
+        self._proved: tuple[bytes, ...] = ()
+        """The digests of all ranks that the coordinator proved last."""
+
+    def prove(
+        self,
+        rendezvous: sp.rendezvous.Rendezvous,
+        location: str,
+        describe: Callable[[], Sequence[Box]],
+    ) -> None:
+        """Compares the boxes of all ranks, which `describe` returns on each. All ranks call it.
+
+        Raises:
+            StructureError: two ranks have the main replica of one box, or no rank has one. The message names
+                key, box and ranks.
+            RankFailure, RankSilent: a rank failed or became silent.
+        """
+        meetings = sp.rendezvous.MeetingSequence(rendezvous, f"compare replicas of {location}")
+        posted = b""
+
+        def digest() -> bytes:
+            nonlocal posted
+            posted = msgspec.msgpack.encode(describe())
+            return xxhash.xxh3_128_digest(posted)
+
+        seen: list[bytes] = []
+
+        def is_proved(posts: list[bytes]) -> bytes:
+            seen[:] = posts
+            return b"proved" if tuple(posts) == self._proved else b""
+
+        if meetings.meet("digest", digest, is_proved):
+            return
+
+        def compare(posts: list[bytes]) -> bytes:
+            _check_main_replicas([msgspec.msgpack.decode(post, type=list[Box]) for post in posts])
+            self._proved = tuple(seen)
+            return b""
+
+        meetings.meet("boxes", lambda: posted, compare)
+
+
+def _check_main_replicas(ranks: Sequence[Sequence[Box]]) -> None:
+    """Checks the boxes of each rank.
+
+    >>> _check_main_replicas([[Box("w", (0,), (2,), True)], [Box("w", (2,), (2,), False)]])
+    Traceback (most recent call last):
+    shardproof.errors.StructureError: key 'w', box [2:4]: no rank has the main replica, and other replicas \
+are on rank 1. Give it replica_id 0 on one rank
+    """
+    mains: dict[tuple[str, tuple[int, ...], tuple[int, ...]], int] = {}
+    others: dict[tuple[str, tuple[int, ...], tuple[int, ...]], list[int]] = {}
+    for rank, boxes in enumerate(ranks):
+        for key, offsets, sizes, is_main in boxes:
+            box = key, offsets, sizes
+            if not is_main:
+                others.setdefault(box, []).append(rank)
+            elif box in mains:
+                first = mains[box]
+                who = (
+                    f"rank {rank} has it twice" if first == rank else f"ranks {first} and {rank} both have it"
+                )
+                raise sp.StructureError(
+                    f"{_name(*box)}: expected one main replica (replica_id of zeros), but {who}. Give one of "
+                    "the two another replica_id",
+                    key=key,
+                    ranks=[first, rank],
+                )
+            else:
+                mains[box] = rank
+    for box, holders in others.items():
+        if box not in mains:
+            word = "rank" if len(set(holders)) == 1 else "ranks"
+            named = f"{word} {sp.rendezvous.format_rank_ranges(holders)}"
+            raise sp.StructureError(
+                f"{_name(*box)}: no rank has the main replica, and other replicas are on {named}. Give "
+                "it replica_id 0 on one rank",
+                key=box[0],
+                ranks=sorted(set(holders)),
+            )
+
+
+def _name(key: str, offsets: Sequence[int], sizes: Sequence[int]) -> str:
+    return f"key {key!r}" + (f", box {box_name(offsets, sizes)}" if sizes else "")
+
+
+@sp.register_dataclass
+@dataclass
+class Typed:
+    """Plain data, and the types that it lacks."""
+
+    value: Any
+    types: Types
+
+
+def to_plain(value: Any) -> tuple[Any, Types]:
+    """Returns plain data for a value, and the paths and names of other types in it.
+
+    >>> to_plain({"args": argparse.Namespace(lr=0.1), "step": 3})
+    ({'args': {'lr': 0.1}, 'step': 3}, [(['args'], 'argparse.Namespace')])
+    """
+    found: Types = []
+    return _to_plain(value, [], found), found
+
+
+def from_plain(value: Any, types: Sequence[tuple[list[Any], str]]) -> Any:
+    """Inverse of `to_plain`. Changes the containers of `value`.
+
+    Raises:
+        PlainDataError: the class of an enum or named tuple is not loaded in this process.
+
+    >>> from_plain({"args": {"lr": 0.1}, "step": 3}, [(["args"], "argparse.Namespace")])
+    {'args': Namespace(lr=0.1), 'step': 3}
+    """
+    root = [value]
+    for path, name in sorted(types, key=lambda entry: -len(entry[0])):  # inner values first
+        _replace(root, [0, *path], name)
+    return root[0]
+
+
+def _to_plain(value: Any, path: list[Any], found: Types) -> Any:
+    kind = type(value)
+    if kind in _NAMESPACES.values():
+        found.append((path, f"{kind.__module__}.{kind.__qualname__}"))
+        return _to_plain(vars(value), path, found)
+    if isinstance(value, enum.Enum):
+        found.append((path, f"{_ENUM}{kind.__module__} {kind.__qualname__}"))
+        return value.name
+    if _is_named_tuple(kind):
+        found.append((path, f"{_NAMED_TUPLE}{kind.__module__} {kind.__qualname__}"))
+        return _to_plain(tuple(value), path, found)
+    if isinstance(value, io.BytesIO):
+        found.append((path, "io.BytesIO"))
+        return value.getvalue()
+    if isinstance(value, pathlib.PurePath):
+        found.append((path, "pathlib.Path"))
+        return str(value)
+    if kind in (dict, OrderedDict):
+        return kind((key, _to_plain(item, [*path, key], found)) for key, item in value.items())
+    if kind in (list, tuple):
+        return kind(_to_plain(item, [*path, at], found) for at, item in enumerate(value))
+    name = by_name(value)
+    return value if name is None else name
+
+
+def _replace(container: Any, path: list[Any], name: str) -> Any:
+    """Restores the type of the value at a path. Returns the container, or the tuple that replaces it."""
+    step, *rest = path
+    inner = container[step]
+    new = _replace(inner, rest, name) if rest else _typed(inner, name)
+    if isinstance(container, tuple):
+        return (*container[:step], new, *container[step + 1 :])
+    container[step] = new
+    return container
+
+
+def _typed(value: Any, name: str) -> Any:
+    if name in _NAMESPACES:
+        return _NAMESPACES[name](**value)
+    if name == "io.BytesIO":
+        return io.BytesIO(value)
+    if name == "pathlib.Path":
+        return pathlib.Path(value)
+    if name.startswith(_ENUM):
+        return _loaded(name.removeprefix(_ENUM), "enum", _is_enum)[value]
+    if name.startswith(_NAMED_TUPLE):
+        return tuple.__new__(_loaded(name.removeprefix(_NAMED_TUPLE), "named tuple", _is_named_tuple), value)
+    raise sp.PlainDataError(
+        f"the checkpoint has a value of the type {name!r}, which this version cannot restore"
+    )
+
+
+def _is_enum(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, enum.Enum)
+
+
+def _is_named_tuple(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields")
+
+
+def _loaded(name: str, sort: str, is_of_sort: Callable[[Any], bool]) -> Any:
+    """A class of a module that this process has imported. Imports nothing."""
+    module, qualified = name.split(" ")
+    found: Any = sys.modules.get(module)
+    for part in qualified.split("."):
+        found = getattr(found, part, None)
+    if not is_of_sort(found):
+        raise sp.PlainDataError(
+            f"the checkpoint has a value of {qualified}, but {module} has no such {sort} here. Import "
+            f"{module} before the load"
+        )
+    return found

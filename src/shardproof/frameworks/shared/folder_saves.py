@@ -46,9 +46,6 @@ class Value:
     Small tensors are saved within the value and not under keys of their own. So their number may change
     without a change of the structure of the state, and the next save reuses the plan. The scores of the best
     checkpoints are an example.
-
-    Args:
-        value: the value to save.
     """
 
     def __init__(self, value: Any = None) -> None:
@@ -150,10 +147,6 @@ class FolderSaves:
 
         File systems may show a new folder to some ranks earlier than to others.
 
-        Args:
-            run: the folder of the checkpoints, for errors.
-            find: returns a folder, or None. Called only on rank 0.
-
         Raises:
             RankFailure: `find` failed. Raised on every rank.
         """
@@ -161,10 +154,6 @@ class FolderSaves:
 
     def agree(self, checkpoint: str | os.PathLike[str], ask: Callable[[], bool]) -> bool:
         """The answer of rank 0 about a checkpoint, such as its format. All ranks call it.
-
-        Args:
-            checkpoint: the folder or file, for errors.
-            ask: called only on rank 0, after the end of the current save.
 
         Raises:
             RankFailure: `ask` failed. Raised on every rank.
@@ -273,9 +262,6 @@ def folders_to_remove(
 
 def local_path(folder: str | os.PathLike[str]) -> str:
     """The absolute path of a checkpoint that a framework names.
-
-    Raises:
-        ValueError: the path is a URL, which would become a path below the current folder.
 
     Example:
         >>> local_path("s3://bucket/run")

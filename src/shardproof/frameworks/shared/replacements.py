@@ -77,9 +77,6 @@ class LastSaver:
     """The saver of the last save. The next save of the same ranks reuses its plan, buffers and threads.
 
     With new buffers, a save in the background takes about twice as long to begin.
-
-    Args:
-        host_memory_budget: see `shardproof.Checkpointer`.
     """
 
     def __init__(self, host_memory_budget: int | None = None) -> None:
@@ -88,10 +85,6 @@ class LastSaver:
 
     def at(self, rendezvous: Rendezvous, location: str) -> Saver:
         """The saver of these ranks. It waits for the last save of other ranks.
-
-        Args:
-            rendezvous: the rendezvous of the ranks.
-            location: path of the checkpoint to save, for errors.
 
         Raises:
             ShardproofError: the last save failed, and no call has read its result. Every rank gets an error.

@@ -50,10 +50,6 @@ class TracedTensor:
 
     `chunk`, `split`, `cat`, `stack`, `transpose`, `squeeze`, `unsqueeze` and `contiguous` are supported.
 
-    Args:
-        shape: shape of the tensor.
-        boxes: boxes that tile the shape.
-
     Raises:
         StructureError: a called torch function does more than move boxes.
 
@@ -212,10 +208,6 @@ _FUNCTIONS: Mapping[Any, Callable[..., Any]] = {
 
 def local_parts(box: TracedBox, local: sp.LocalShards) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
     """The parts of a rank's tensor inside one of its boxes, as pieces of the box's source.
-
-    Args:
-        box: a box of the tensor.
-        local: the rank's pieces of the tensor.
 
     Yields:
         A view of the rank's memory with the axes of the source, and its offsets in the source.

@@ -78,9 +78,6 @@ def path_of(
     """The path of the checkpoint: `checkpoint_id`, or that of `storage`, which is None or of the class `own`.
 
     A storage gets the path, as torch gives it.
-
-    Raises:
-        StructureError: there is no path, or one that is not supported.
     """
     if storage is not None and type(storage) is not own:
         instead = (
@@ -107,11 +104,7 @@ def path_of(
 
 
 def check_planner(planner: Any, default: type[Any], verb: str) -> bool:
-    """True if a planner allows a partial load. `default` is the supported class of planners.
-
-    Raises:
-        StructureError: the planner changes what is saved or loaded.
-    """
+    """True if a planner allows a partial load. `default` is the supported class of planners."""
     if planner is None:
         return False
     name = type(planner).__name__
@@ -149,11 +142,7 @@ def check_executor(kind: Any) -> None:
 
 
 def stages_in_background(stager: Any) -> bool:
-    """True if a stager makes torch return an ``AsyncSaveResponse``.
-
-    Raises:
-        StructureError: the stager may do more than copy the tensors.
-    """
+    """True if a stager makes torch return an ``AsyncSaveResponse``."""
     if stager is None:
         return False
     if type(stager) not in _STAGERS:

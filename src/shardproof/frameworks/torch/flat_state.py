@@ -1,9 +1,14 @@
-"""The state dict of DCP as a flat state tree, with the keys that DCP gives to its values."""
+"""The state dict of DCP as a flat state tree, with the keys that DCP gives to its values.
+
+`io.BytesIO` objects in the values are stored as their bytes and positions.
+"""
 
 from __future__ import annotations
 
+import io
 import random
-from collections.abc import Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,8 +20,8 @@ from torch.distributed.tensor import DTensor
 import shardproof as sp
 from shardproof.engine.foreign import paths_object
 from shardproof.engine.loading import Checkpoint
+from shardproof.engine.state import StreamBytes
 from shardproof.errors import KeyMismatchError, StructureError
-from shardproof.frameworks.torch.byte_streams import with_bytes, with_streams
 
 _Place = tuple[str, Any, Any]
 """The key of a value, the dict or list that holds it, and its name there."""
@@ -44,12 +49,7 @@ def is_stateful(value: Any) -> bool:
 
 
 class WholeValue:
-    """A value that is stored whole: plain data, with the tensors and arrays in it.
-
-    Args:
-        container: the dict or list that holds the value.
-        name: key or index of the value there.
-    """
+    """A value that is stored whole: plain data, with the tensors and arrays in it."""
 
     def __init__(self, container: Any, name: Any) -> None:
         self._container = container
@@ -79,9 +79,6 @@ class FlatTree:
     """The values of a state dict by their DCP keys: the steps of each path, joined by dots.
 
     DCP goes into dicts, and into lists that hold tensors or dicts. An empty dict has no key.
-
-    Args:
-        state_dict: nested dicts, lists, tensors and plain values.
 
     Raises:
         StructureError: two values have the same key, or a module or an optimizer is inside a dict or list.
@@ -128,9 +125,6 @@ class FlatTree:
         Args:
             checkpoint: the checkpoint to load.
             partial: True to leave out values that the checkpoint lacks.
-
-        Raises:
-            KeyMismatchError: the checkpoint lacks keys.
         """
         missing = []
         for key, value in list(self.tree.items()):
@@ -229,3 +223,36 @@ def _stored_as(key: str, container: Any, name: Any) -> Any:
         return sp.LocalShards(tuple(value.size()), shards, dtype=value.dtype)
     has_state = any(callable(getattr(type(value), method, None)) for method in ("state_tree", "state_dict"))
     return value if isinstance(value, _HANDLED) or has_state else WholeValue(container, name)
+
+
+def with_bytes(value: Any) -> Any:
+    """The value with the content of each stream in its dicts, lists and tuples instead of the stream.
+
+    A value without streams is returned itself.
+
+    >>> with_bytes((1, io.BytesIO(b"ab")))
+    (1, StreamBytes(b'ab', 0))
+    """
+    return _mapped(value, lambda item: StreamBytes.of(item) if type(item) is io.BytesIO else item)
+
+
+def with_streams(value: Any) -> Any:
+    """Inverse of `with_bytes`.
+
+    >>> with_streams([StreamBytes(b"ab", 1)])[0].read()
+    b'b'
+    """
+    return _mapped(value, lambda item: item.stream() if type(item) is StreamBytes else item)
+
+
+def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    kind = type(value)
+    if kind is dict or kind is OrderedDict:
+        pairs = [(key, item, _mapped(item, change)) for key, item in value.items()]
+        if all(new is item for _, item, new in pairs):
+            return value
+        return kind((key, new) for key, _, new in pairs)
+    if kind is list or kind is tuple:
+        items = [_mapped(item, change) for item in value]
+        return value if all(new is item for new, item in zip(items, value, strict=True)) else kind(items)
+    return change(value)

@@ -31,7 +31,7 @@ from shardproof.engine.planning import CHUNK_BYTES, tensor_order
 from shardproof.engine.state import as_bytes, encode_plain, hoisted_key, hoisted_tensor
 from shardproof.engine.storage import FileWriter, Storage
 from shardproof.errors import StructureError
-from shardproof.frameworks.torch.byte_streams import with_bytes
+from shardproof.frameworks.torch.flat_state import with_bytes
 
 
 @dataclass(frozen=True, slots=True)

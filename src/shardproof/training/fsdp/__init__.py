@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from shardproof.training.fsdp.clipping import clip_grad_norm_
-from shardproof.training.fsdp.materialize import materialize
+from shardproof.training.fsdp.sharded_model import (
+    clip_grad_norm_,
+    full_state_dict,
+    load_full_state_dict,
+    materialize,
+)
 from shardproof.training.fsdp.sharding import (
     UnshardHandle,
     fully_shard,
@@ -12,7 +16,6 @@ from shardproof.training.fsdp.sharding import (
     set_modules_to_forward_prefetch,
     unshard,
 )
-from shardproof.training.fsdp.state_dicts import full_state_dict, load_full_state_dict
 from shardproof.training.fsdp.unit import MixedPrecision, Strategy, no_sync, set_requires_gradient_sync
 
 __all__ = [

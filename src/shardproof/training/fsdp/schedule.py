@@ -19,8 +19,8 @@ from torch._compile import _disable_dynamo
 from torch.autograd import Variable
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from shardproof.training.fsdp.flat_buffer import GradientFlags, Reduction
 from shardproof.training.fsdp.lanes import Lane
-from shardproof.training.fsdp.reduce import GradientFlags, Reduction
 from shardproof.training.fsdp.unit import ShardedUnit, SharedUnits, units_in
 
 

@@ -15,11 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardproof._utils.arguments import warn_of_row_major_copies
 from shardproof.engine.state import LOCAL, local_tensor
 from shardproof.training.fsdp.flat_buffer import FlatBuffer
-from shardproof.training.fsdp.mesh_ranks import MeshRanks, spec_of
-from shardproof.training.fsdp.packing import pack
+from shardproof.training.fsdp.row_layout import MeshRanks, spec_of
 from shardproof.training.fsdp.schedule import install, schedule_of
 from shardproof.training.fsdp.unit import UNIT, MixedPrecision, ShardedUnit, Strategy, unit_of
-from shardproof.training.fsdp.unit_parameter import UnitParameter
+from shardproof.training.fsdp.unit_parameter import UnitParameter, pack
 
 CACHE_LINE = 64
 """Alignment of parameters in bytes, as for separate memory, so that kernels give the same bits."""

@@ -11,10 +11,9 @@ from typing import Literal, NoReturn
 import torch
 from torch import nn
 
-from shardproof.training.fsdp.flat_buffer import FlatBuffer
+from shardproof.training.fsdp.flat_buffer import FlatBuffer, GradientPool, Reduction
 from shardproof.training.fsdp.lanes import Done, Lane
-from shardproof.training.fsdp.mesh_ranks import MeshRanks
-from shardproof.training.fsdp.reduce import GradientPool, Reduction
+from shardproof.training.fsdp.row_layout import MeshRanks
 from shardproof.training.fsdp.unit_parameter import UnitParameter
 
 UNIT = "_shardproof_fsdp"
@@ -56,19 +55,9 @@ class SharedUnits:
 
 
 class ShardedUnit:
-    """One module's own parameters, sharded together.
+    """One module's own parameters, sharded together. `fully_shard` describes its options.
 
-    Args:
-        module: the module.
-        buffers: its parameters; empty for a unit that only schedules others.
-        ranks: the ranks that shard it.
-        device: device of the computation.
-        strategy: see `Strategy`.
-        precision: dtypes.
-        reshard_after_forward: True to free gathered parameters between forward and backward. None: True
-            unless the unit is the outermost, whose backward follows at once.
-        divisor: divisor of summed gradients.
-        prefetch: number of units to gather ahead.
+    A unit that only schedules others has no buffers.
     """
 
     def __init__(
@@ -205,11 +194,7 @@ def unit_of(module: nn.Module) -> ShardedUnit | None:
 
 
 def units_in(module: nn.Module) -> list[ShardedUnit]:
-    """All units in a module, its own first, in the order of registration.
-
-    Raises:
-        ValueError: the module has no units.
-    """
+    """All units in a module, its own first, in the order of registration."""
     units = [unit for part in module.modules() if (unit := unit_of(part)) is not None]
     if not units:
         raise ValueError(

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 from shardproof.engine.state import rename
 from shardproof.training.layouts import experts
-from shardproof.training.layouts.fused import (
+from shardproof.training.layouts.declarations import (
     fused,
     gated_delta_net,
     latent_attention,
+    layers,
     query_key_value,
+    shared,
     swiglu,
+    vocabulary,
 )
 from shardproof.training.layouts.parts import Part
-from shardproof.training.layouts.pipeline import layers, shared, vocabulary
 
 __all__ = [
     "Part",

@@ -113,10 +113,6 @@ def index_map_of(axes: Sequence[tuple[Segments, int]], local_shape: Sequence[int
 class Owned:
     """A tensor and the module that owns it.
 
-    Args:
-        module: the module that owns the tensor, or one above it.
-        name: dotted name of the tensor in `module`.
-
     Raises:
         StructureError: there is no such tensor.
     """
@@ -171,9 +167,6 @@ class Owned:
         A plain tensor contains the block of its rank. So does a DTensor that only data parallelism shards. A
         DTensor that tensor parallelism also shards contains the blocks of all ranks. `blocks` has one block
         for each tensor parallel rank.
-
-        Raises:
-            StructureError: the length is neither that of the rank's block nor that of all blocks.
         """
         check_rank(rank, len(blocks))
         every = [segment for block in blocks for segment in block]

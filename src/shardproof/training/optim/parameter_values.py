@@ -20,9 +20,6 @@ def local_gradient(
 
     A `DTensor` class whose rows do not follow from its placements has the method ``_shardproof_rows_of``.
 
-    Raises:
-        ValueError: the gradient's local shape differs from the parameter's.
-
     >>> weight = torch.ones(2, requires_grad=True)
     >>> local_gradient(torch.zeros(2), weight)
     tensor([0., 0.])

@@ -160,11 +160,7 @@ def slot_schema(
 
 
 def check_slots(dtypes: Mapping[str, torch.dtype], schemas: Iterable[Mapping[str, Spec]]) -> None:
-    """Checks that each key of `dtypes` names an elementwise slot of a schema.
-
-    Raises:
-        ValueError: a key names no such slot.
-    """
+    """Checks that each key of `dtypes` names an elementwise slot of a schema."""
     slots = {slot for schema in schemas for slot, spec in schema.items() if spec.kind == "elements"}
     if unknown := dtypes.keys() - slots:
         raise ValueError(f"state_dtypes names {sorted(unknown)}; the optimizer's slots are {sorted(slots)}")

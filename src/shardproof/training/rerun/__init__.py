@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from shardproof.training.rerun.attribution import Attribution, DeviceIdentity, Suspect
-from shardproof.training.rerun.comparison import relative_difference, reproduced
 from shardproof.training.rerun.injection import FaultInjector, FaultKind
 from shardproof.training.rerun.machine import RerunMachine
 from shardproof.training.rerun.rejections import Spike, UnexpectedlyLarge, not_finite
 from shardproof.training.rerun.replay import ReplayableIterator
 from shardproof.training.rerun.result_log import (
+    Differences,
     Rejected,
     ResultLog,
     Spread,
@@ -16,8 +16,8 @@ from shardproof.training.rerun.result_log import (
     read_spreads,
     steps_to_skip,
 )
-from shardproof.training.rerun.statistics import Differences
 from shardproof.training.rerun.step_effects import Decision, ExitCodes
+from shardproof.training.rerun.step_run import relative_difference, reproduced
 from shardproof.training.rerun.step_start import BufferState, StepState
 from shardproof.training.rerun.transitions import AttributionKind, Mode, State
 

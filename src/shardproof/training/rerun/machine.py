@@ -17,14 +17,12 @@ from torch.distributed import ProcessGroup
 from shardproof.engine.rendezvous import Rendezvous, check_deadline, connect
 from shardproof.errors import RankFailure, RankSilent, StructureError
 from shardproof.training.rerun.attribution import DeviceIdentity
-from shardproof.training.rerun.comparison import Compare
 from shardproof.training.rerun.injection import FaultInjector
 from shardproof.training.rerun.persistent_state import PersistentState
-from shardproof.training.rerun.recorder import Recorder
 from shardproof.training.rerun.replay import ReplayableIterator
 from shardproof.training.rerun.result_log import ResultLog
-from shardproof.training.rerun.step_effects import Decision, ExitCodes, Steps
-from shardproof.training.rerun.step_run import Call, Rejection
+from shardproof.training.rerun.step_effects import Decision, ExitCodes, Recorder, Steps
+from shardproof.training.rerun.step_run import Call, Compare, Rejection
 from shardproof.training.rerun.step_start import StepState, iterators_of
 from shardproof.training.rerun.transitions import Mode, State
 from shardproof.training.rerun.votes import BallotExchange

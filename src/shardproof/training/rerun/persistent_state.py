@@ -20,7 +20,7 @@ from shardproof.engine.state import PerRank
 from shardproof.errors import StructureError
 from shardproof.training.rerun.attribution import Suspect
 from shardproof.training.rerun.injection import FaultInjector
-from shardproof.training.rerun.statistics import Differences
+from shardproof.training.rerun.result_log import Differences
 from shardproof.training.rerun.step_run import Rejections
 from shardproof.training.rerun.transitions import AttributionKind, State
 
@@ -44,12 +44,7 @@ class _StatePart:
 
 @dataclass
 class JobState:
-    """State that is equal on all ranks.
-
-    Args:
-        world_size: number of ranks.
-        layout: the user's text for the parallel layout.
-    """
+    """State that is equal on all ranks."""
 
     world_size: int
     layout: str
@@ -85,14 +80,7 @@ class JobState:
         self.attributed = Counter({AttributionKind(name): n for name, n in state["attributed"].items()})
 
     def mismatch(self, stored: dict[str, Any]) -> str:
-        """The differences between this run and the run that stored a pending rerun.
-
-        Args:
-            stored: the `state_dict` of that run.
-
-        Returns:
-            An empty string if the runs have the same shape, or no rerun is pending.
-        """
+        """The differences of this run to the run that stored a pending rerun; empty if there are none."""
         if stored["state"] != State.WILL_RERUN.value:
             return ""
         differs = []
@@ -104,11 +92,7 @@ class JobState:
 
 
 class RankState:
-    """State of one rank.
-
-    Args:
-        inject: an injector whose state is part of this state, or None.
-    """
+    """State of one rank."""
 
     def __init__(self, inject: FaultInjector | None) -> None:
         self._inject = inject
@@ -174,11 +158,7 @@ class PersistentState:
         return {"job": job, "own": PerRank(own)}
 
     def check(self, stored: dict[str, Any]) -> None:
-        """Refuse, before a load, a pending rerun that a run of another shape stored.
-
-        Raises:
-            StructureError: the world size or the layout differs.
-        """
+        """Refuse, before a load, a pending rerun that a run of another shape stored."""
         self._loaded.clear()  # a failed load may have filled it partly
         if not self._drops and (differs := self.job.mismatch(stored["job"])):
             raise StructureError(

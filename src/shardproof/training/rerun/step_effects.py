@@ -1,14 +1,15 @@
-"""The effects of transitions on one rank: a step begins, runs again and ends with a decision."""
+"""The effects of transitions on one rank, from the start of a step to its decision, and their log."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from shardproof.training.rerun.attribution import Attribution, DeviceIdentity, Suspect
 from shardproof.training.rerun.persistent_state import JobState, PersistentState
-from shardproof.training.rerun.recorder import Recorder
-from shardproof.training.rerun.result_log import shown_value
+from shardproof.training.rerun.result_log import Differences, Rejected, ResultLog, Spread, shown_value
 from shardproof.training.rerun.step_run import StepRun
 from shardproof.training.rerun.step_start import Iterators, StepStart, StepState
 from shardproof.training.rerun.transitions import (
@@ -21,6 +22,9 @@ from shardproof.training.rerun.transitions import (
     transition,
 )
 from shardproof.training.rerun.votes import Ballot, BallotExchange, count
+
+_log = logging.getLogger("shardproof")
+_FROM_OUTSIDE = "rejected from outside of the step"
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,3 +227,75 @@ class Steps:
     def _attribute(self, attribution: Attribution) -> None:
         self.job.attributed[attribution.kind] += 1
         self.recorder.attributed(attribution)
+
+
+class Recorder:
+    """Writes on rank 0 and does nothing on other ranks."""
+
+    def __init__(self, rank: int, results: ResultLog | None) -> None:
+        self._writes = rank == 0
+        self._results = results
+
+    def warn(self, step: int, text: str) -> None:
+        """Log a text about a step."""
+        if self._writes:
+            _log.warning("rerun: step %d %s", step, text)
+
+    def attributed(self, attribution: Attribution) -> None:
+        """Log the attribution of rejected results."""
+        if self._writes:
+            _log.warning("rerun: %s", attribution)
+            self._append(attribution.records(time.time()))
+
+    def outside(self, step: int, faults: Collection[tuple[int, str]]) -> None:
+        """Log faults outside of a step."""
+        if not self._writes:
+            return
+        for rank, message in faults:
+            _log.error("rerun: the results of step %d are discarded, due to rank %d: %s", step, rank, message)
+        self._append(
+            [
+                Rejected(
+                    step=step,
+                    rank=rank,
+                    node="",
+                    device="",
+                    index=-1,
+                    call=-1,
+                    message=message,
+                    first=None,
+                    second=None,
+                    verdict=_FROM_OUTSIDE,
+                    time=time.time(),
+                )
+                for rank, message in faults
+            ]
+        )
+
+    def spreads(self, step: int, differences: Mapping[str, Differences]) -> None:
+        """Log the differences between runs so far.
+
+        Args:
+            step: number of decided steps.
+            differences: the differences on this rank, by the message of `validate`.
+        """
+        if self._writes:
+            now = time.time()
+            self._append(
+                [
+                    Spread(
+                        spread_of=name,
+                        step=step,
+                        rank=0,
+                        count=seen.count,
+                        quantiles=dict(seen.quantiles()),
+                        time=now,
+                    )
+                    for name, seen in sorted(differences.items())
+                    if seen.count
+                ]
+            )
+
+    def _append(self, records: Sequence[Rejected | Spread]) -> None:
+        if self._results is not None:
+            self._results.append(*records)

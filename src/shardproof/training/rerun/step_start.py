@@ -17,8 +17,7 @@ import torch
 from shardproof.dtypes import DTYPES
 from shardproof.engine.state import RandomState, as_bytes, decode_plain, encode_plain, hoisted_tensor
 from shardproof.errors import PlainDataError, StructureError
-from shardproof.training.rerun.batch_classes import described, restored
-from shardproof.training.rerun.replay import ReplayableIterator
+from shardproof.training.rerun.replay import ReplayableIterator, described, restored
 from shardproof.training.rerun.step_run import Suspicion
 
 _ALIGNED = 8
@@ -26,10 +25,6 @@ _ALIGNED = 8
 
 def pack(value: Any, path: str) -> torch.Tensor:
     """Pack a value into bytes.
-
-    Args:
-        value: plain data, microbatches (see `ReplayableIterator`), and tensors on any device.
-        path: the name of the value, for error messages.
 
     Returns:
         1-D, uint8, on the CPU.
@@ -260,11 +255,7 @@ class StepStart:
 
 
 def iterators_of(data: object) -> Iterators:
-    """Return the data that `should_run` got as a tuple of iterators.
-
-    Raises:
-        TypeError: the data is not made of `ReplayableIterator`.
-    """
+    """Return the data that `should_run` got as a tuple of iterators."""
     found: Any = () if data is None else (data,) if isinstance(data, ReplayableIterator) else data
     if isinstance(found, Sequence):
         found = [one for one in found if one is not None]  # stages of a pipeline that take no data

@@ -12,8 +12,8 @@ import torch
 
 import shardproof as sp
 from shardproof.errors import FormatError
-from shardproof.formats.pickles.pickle_builders import plain_builders
-from shardproof.formats.pickles.pickle_data import read_pickle
+from shardproof.formats.pickle_data import read_pickle
+from shardproof.formats.torch.torch_tensors import plain_builders
 
 REPEATS = 20_000
 """With the 500 kB that is repeated, or the 50,000 keys, far more than a machine has of memory or patience."""

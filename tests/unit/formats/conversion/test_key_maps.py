@@ -374,8 +374,7 @@ def test_moves_that_do_not_fit_are_refused(
 
 def test_the_plan_depends_on_the_file(tmp_path: Path) -> None:
     """An interrupted conversion does not go on with another map of the same keys and shapes."""
-    from shardproof.formats.conversion.plan import plan_conversion
-    from shardproof.formats.conversion.request import ConversionRequest
+    from shardproof.formats.conversion.plan import ConversionRequest, plan_conversion
 
     sp.save(tmp_path / "source", MEGATRON)
     digests = set()

@@ -15,8 +15,8 @@ import shardproof as sp
 from shardproof.engine.foreign import Foreign
 from shardproof.errors import StructureError
 from shardproof.formats import Contents, WriteOptions, writer_of
-from shardproof.formats.dcp.dcp_reader import DcpReader
-from shardproof.formats.pickles.pickle_data import read_pickle
+from shardproof.formats.dcp_reader import DcpReader
+from shardproof.formats.pickle_data import read_pickle
 from shardproof.storage import LocalStorage
 from tests.unit.formats.peers import bits
 from tests.unit.formats.writers import torch_loaded, write

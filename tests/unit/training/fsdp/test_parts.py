@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardproof.training.fsdp
 from shardproof.fsdp import fully_shard
+from shardproof.training.fsdp.flat_buffer import GradientPool, Reduction
 from shardproof.training.fsdp.lanes import Lane
-from shardproof.training.fsdp.reduce import GradientPool, Reduction
 from shardproof.training.fsdp.unit import ShardedUnit, unit_of
 
 NAMES = sorted(module.name for module in pkgutil.iter_modules(shardproof.training.fsdp.__path__))

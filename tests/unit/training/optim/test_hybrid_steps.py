@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardproof.optim import HybridDeviceOptimizer
-from shardproof.training.optim.hybrid import cpu_bucket
+from shardproof.training.optim.hybrid import sides
 from shardproof.training.optim.hybrid.sides import DeviceSplit
 from shardproof.training.optim.hybrid.stepped_copy import SteppedCopy
 from tests.unit.training.optim.hybrid_samples import (
@@ -59,7 +59,7 @@ def test_masters_equal_a_run_in_float32(fraction: float) -> None:
 @pytest.mark.parametrize("fraction", FRACTIONS)
 def test_a_step_waits_for_its_copies(fraction: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies run only when they are waited for: a missing wait would leave NaN in the parameters."""
-    monkeypatch.setattr(cpu_bucket, "_BUCKET_BYTES", 1)  # each parameter is a bucket
+    monkeypatch.setattr(sides, "_BUCKET_BYTES", 1)  # each parameter is a bucket
     log = late_copies(monkeypatch)
     reference, model = model_of(torch.bfloat16), model_of(torch.bfloat16)
     optimizer = hybrid(model, fraction=fraction, master_dtype=torch.float32)

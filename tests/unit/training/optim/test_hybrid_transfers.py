@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardproof.training.optim.hybrid.transfers import SideStreams, transfers_for
+from shardproof.training.optim.hybrid.stepped_copy import SideStreams, transfers_for
 from tests.logging_streams import streams_that_log
 
 

@@ -9,13 +9,30 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shardproof.formats.conversion.key_maps.engine import MappedKeys, apply_rules, check_mapped
-from shardproof.formats.conversion.key_maps.hyperparameters import CONFIG, hyperparameters
+from shardproof.formats.conversion.key_maps.engine import (
+    KeyMap,
+    KeyMapFunction,
+    MappedKeys,
+    MappedTensor,
+    Move,
+    apply_rules,
+    check_mapped,
+)
 from shardproof.formats.conversion.key_maps.key_matching import Stored
+from shardproof.formats.conversion.key_maps.layouts import CONFIG, hyperparameters
 from shardproof.formats.conversion.key_maps.map_names import FAMILIES, MapName, named_rules
-from shardproof.formats.conversion.request import KeyMap
 
-__all__ = ["CONFIG", "FAMILIES", "MappedKeys", "apply_key_map", "key_map_label"]
+__all__ = [
+    "CONFIG",
+    "FAMILIES",
+    "KeyMap",
+    "KeyMapFunction",
+    "MappedKeys",
+    "MappedTensor",
+    "Move",
+    "apply_key_map",
+    "key_map_label",
+]
 
 
 def apply_key_map(key_map: KeyMap, stored: Mapping[str, Stored], objects: Mapping[str, Any]) -> MappedKeys:

@@ -8,19 +8,22 @@ It needs only keys, dtypes and shapes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from shardproof.dtypes import DTYPES
 from shardproof.engine.geometry import Boxes, tiling_faults
 from shardproof.errors import StructureError, TilingError
-from shardproof.formats.conversion.key_maps.hyperparameters import Hyperparameters
 from shardproof.formats.conversion.key_maps.key_matching import (
+    KeyPattern,
+    KeyRules,
     MatchedRule,
     Numbers,
+    Rule,
     RuleOptions,
     SizeNames,
     Source,
@@ -28,9 +31,52 @@ from shardproof.formats.conversion.key_maps.key_matching import (
     check_numbers,
     match_keys,
 )
-from shardproof.formats.conversion.key_maps.key_rules import KeyPattern, KeyRules, Rule
-from shardproof.formats.conversion.key_maps.layouts import LAYOUTS, Arrangement, LayoutMismatch
-from shardproof.formats.conversion.request import MappedTensor, Move
+from shardproof.formats.conversion.key_maps.layouts import (
+    LAYOUTS,
+    Arrangement,
+    Hyperparameters,
+    LayoutMismatch,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A box of a written tensor that comes from a box of a stored one.
+
+    The elements correspond in row-major order. So the two boxes have equally many elements, but may have
+    different numbers of dimensions (one layer of a stack, one of many experts). With `axes`, the dimensions
+    of the stored box are permuted first.
+    """
+
+    offsets: tuple[int, ...]
+    """First index of the box in the written tensor."""
+    sizes: tuple[int, ...]
+    key: str | None
+    """Key of the stored tensor; None for zeros (padding)."""
+    source_offsets: tuple[int, ...] = ()
+    """First index of the box in the stored tensor."""
+    source_sizes: tuple[int, ...] = ()
+    axes: tuple[int, ...] = ()
+    """Order of the stored dimensions, as `torch.permute` takes it; empty to leave it."""
+
+
+@dataclass(frozen=True, slots=True)
+class MappedTensor:
+    """A written tensor, and where its elements come from."""
+
+    dtype: str
+    """Torch's name of the dtype that is written."""
+    shape: tuple[int, ...]
+    moves: Sequence[Move]
+    """Boxes that tile the shape."""
+
+
+KeyMapFunction: TypeAlias = Callable[
+    [Mapping[str, tuple[str, tuple[int, ...]]], Mapping[str, Any]], Mapping[str, MappedTensor]
+]
+"""From the dtype and shape of each stored tensor, and the plain values, to the written tensors."""
+KeyMap: TypeAlias = str | KeyMapFunction
+"""Map between the keys of two projects: its name, the path of a TOML file that declares it, or a function."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,18 +95,7 @@ def apply_rules(
     known: Hyperparameters,
     options: RuleOptions,
 ) -> MappedKeys:
-    """Maps stored tensors to those of the other project.
-
-    Args:
-        rules: between the projects.
-        direction: one of `KeyRules.directions`.
-        stored: dtype and shape of each stored tensor, by key.
-        known: numbers of the model.
-        options: how the rules are applied.
-
-    Raises:
-        StructureError: no rule takes a key, a rule lacks a tensor, or shapes contradict each other.
-    """
+    """Maps stored tensors to those of the other project."""
     joined_is_stored = direction == rules.directions[0]
     found, ignored = match_keys(rules, joined_is_stored, stored, options)
     tensors: dict[str, MappedTensor] = {}
@@ -206,10 +241,6 @@ def _checked(
 
 def check_mapped(tensors: Mapping[str, MappedTensor], stored: Mapping[str, Stored]) -> None:
     """Checks what a map gives.
-
-    Args:
-        tensors: the written tensors by key.
-        stored: dtype and shape of each stored tensor.
 
     Raises:
         StructureError: a value is not a `MappedTensor`, or a move does not fit its tensors.

@@ -15,9 +15,8 @@ from itertools import chain
 from typing import Any
 from urllib.parse import parse_qsl
 
-from shardproof.formats.conversion.key_maps.hyperparameters import Hyperparameters
-from shardproof.formats.conversion.key_maps.key_matching import RuleOptions
-from shardproof.formats.conversion.key_maps.key_rules import KeyRules, Rule
+from shardproof.formats.conversion.key_maps.key_matching import KeyRules, Rule, RuleOptions
+from shardproof.formats.conversion.key_maps.layouts import Hyperparameters
 
 _DECODER = "decoder.layers.{layer}."
 _ATTENTION = f"{_DECODER}self_attention."
@@ -227,11 +226,7 @@ class MapName:
         return found
 
     def rule_options(self, placeholders: frozenset[str]) -> RuleOptions:
-        """How the rules are applied.
-
-        Args:
-            placeholders: of all rules.
-        """
+        """How the rules are applied."""
         norms = self.options.get("norms", "fused")
         if norms not in ("fused", "unfused"):
             raise ValueError(f"key map {self.base}: norms is fused or unfused, not {norms!r}")
@@ -265,13 +260,7 @@ def named_rules(name: MapName) -> tuple[KeyRules, MapName]:
 
 
 def _read_rules(path: str) -> tuple[KeyRules, dict[str, str]]:
-    """Reads a file.
-
-    Args:
-        path: of the file.
-
-    Returns:
-        The rules, and the options that the file sets, ``direction`` among them.
+    """The rules of a file, and the options that it sets, ``direction`` among them.
 
     Raises:
         ValueError: the file cannot be read or declares no map; the message names the file and the place.

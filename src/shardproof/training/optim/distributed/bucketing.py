@@ -11,8 +11,7 @@ import torch.distributed as dist
 
 from shardproof._utils.arguments import warn_of_row_major_copies
 from shardproof.engine.state import local_tensor
-from shardproof.training.optim.distributed.flat_bucket import FlatBucket, Weight, pack
-from shardproof.training.optim.distributed.process_group import RankGroup, RankGroups
+from shardproof.training.optim.distributed.flat_bucket import FlatBucket, RankGroup, RankGroups, Weight, pack
 
 _ALIGNMENT = 16
 """Alignment of every parameter and every rank's range, in bytes, for vectorised kernels."""

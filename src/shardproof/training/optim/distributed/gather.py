@@ -45,13 +45,7 @@ class Gather:
     def attach_hooks(
         self, module: torch.nn.Module, weights: Iterable[Weight], on_forward: Callable[[], None]
     ) -> None:
-        """Makes modules wait for their parameters, while this object lives.
-
-        Args:
-            module: the outermost module.
-            weights: its parameters.
-            on_forward: called when the forward of a module begins.
-        """
+        """Makes modules wait for their parameters, while this object lives."""
         self._on_forward = on_forward
         by_parameter = {weight.parameter: weight for weight in weights}
         for part in module.modules():

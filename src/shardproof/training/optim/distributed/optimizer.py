@@ -18,13 +18,11 @@ from shardproof.training.optim.distributed.bucketing import (
     make_weights,
     model_ranks,
 )
-from shardproof.training.optim.distributed.flat_bucket import Masters, Weight
+from shardproof.training.optim.distributed.flat_bucket import Masters, RankGroup, RankGroups, Weight
 from shardproof.training.optim.distributed.gather import Gather
-from shardproof.training.optim.distributed.gradients import Gradients
+from shardproof.training.optim.distributed.gradients import Gradients, StepAgreement, agree, count_zeros
 from shardproof.training.optim.distributed.inner_optimizer import describe, make_stepper, receipt
 from shardproof.training.optim.distributed.loss_scale import LossScale
-from shardproof.training.optim.distributed.process_group import RankGroup, RankGroups
-from shardproof.training.optim.distributed.step_agreement import StepAgreement, agree, count_zeros
 from shardproof.training.optim.schema import Factory
 
 

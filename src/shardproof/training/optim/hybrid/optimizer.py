@@ -13,11 +13,13 @@ import torch
 from shardproof.engine.state import EXECUTION_OPTIONS, ParameterSlots, Receipt, StoredSlot, options_of
 from shardproof.errors import StructureError
 from shardproof.training.optim.hybrid import parameter_slots
-from shardproof.training.optim.hybrid.cpu_bucket import CpuBucket
-from shardproof.training.optim.hybrid.sides import DeviceSplit, Rules
-from shardproof.training.optim.hybrid.stepped_copy import SteppedCopy, master_dtype_of
-from shardproof.training.optim.hybrid.sub_optimizers import SubOptimizers
-from shardproof.training.optim.hybrid.transfers import Transfers, transfers_for
+from shardproof.training.optim.hybrid.sides import CpuBucket, DeviceSplit, Rules, SubOptimizers
+from shardproof.training.optim.hybrid.stepped_copy import (
+    SteppedCopy,
+    Transfers,
+    master_dtype_of,
+    transfers_for,
+)
 from shardproof.training.optim.parameter_values import gradient_of
 from shardproof.training.optim.schema import Spec, check_slots
 

@@ -136,12 +136,7 @@ def _destination(
 
 
 def with_masters(state_dict: dict[str, Any], copies: Sequence[SteppedCopy | None]) -> dict[str, Any]:
-    """Add the masters to a state dict of torch.
-
-    Args:
-        state_dict: the value of `torch.optim.Optimizer.state_dict`.
-        copies: copies of the parameters, by position; None for a frozen parameter.
-    """
+    """Add the masters to a state dict of torch."""
     state = dict(state_dict["state"])
     for index, stepped in enumerate(copies):
         if stepped is not None and stepped.has_master:
@@ -154,19 +149,7 @@ def receipts(
     groups: Sequence[Mapping[str, Any]],
     receive: Callable[[torch.Tensor, Mapping[str, StoredSlot]], Receipt],
 ) -> list[Callable[[], None]]:
-    """Copy a state dict of torch into new memory.
-
-    Args:
-        state_dict: a state dict in torch's form.
-        groups: groups of the program.
-        receive: `HybridDeviceOptimizer.receive_slots`.
-
-    Returns:
-        For each parameter, a function that attaches the memory.
-
-    Raises:
-        ValueError: groups, numbers of parameters or shapes differ.
-    """
+    """Copy a state dict of torch into new memory. Returns for each parameter a function that attaches it."""
     saved = state_dict["param_groups"]
     here, there = [len(group["params"]) for group in groups], [len(group["params"]) for group in saved]
     if here != there:

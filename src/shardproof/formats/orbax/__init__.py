@@ -1,1 +1,0 @@
-"""Checkpoints of Orbax, and OCDBT, the key-value store inside."""

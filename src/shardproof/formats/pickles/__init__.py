@@ -1,1 +1,0 @@
-"""Pickles as data: nothing that they name is imported or called."""

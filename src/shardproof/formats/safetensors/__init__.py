@@ -1,1 +1,0 @@
-"""Safetensors files, of one file or with an index."""
