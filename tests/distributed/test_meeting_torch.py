@@ -380,14 +380,14 @@ def _differences(found: Values, wanted: Values, route: str) -> list[str]:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
 def test_each_job_loads_the_checkpoint_of_every_job(every: int, tmp_path: Path) -> None:
     values = [outcome.value for outcome in run_ranks(RANKS, save_and_load, str(tmp_path), every, timeout=220)]
     assert [problems for problems, _ in values] == [[]] * RANKS
     jobs = range(len(JOBS))
     loads = sum((source + target) % every == 0 for source in jobs for target in jobs)
     parameters = 20
-    assert loads > 30 and values[0][1] == loads * (parameters * (1 + 3 + 1) + 1)  # itself, slots, options
+    assert loads >= len(JOBS) ** 2 // every and values[0][1] == loads * (parameters * (1 + 3 + 1) + 1)  # itself, slots, options
 
 
 def aliases_on_this_rank() -> list[str]:

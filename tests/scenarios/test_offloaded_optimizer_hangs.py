@@ -30,11 +30,12 @@ MOVED = 3
 STRATEGIES = ("all", "optimizer_gradients")
 SHARDINGS = ("fsdp2", *(f"flat {strategy}" for strategy in STRATEGIES))
 
-FAST = [
-    Setup("fsdp2", "hybrid", 0.5),
-    Setup("flat all", "hybrid", 0.5),
-    Setup("none", "distributed hybrid", 0.5, bf16=True),
-]
+FAST = {
+    Setup("fsdp2", "hybrid", 0.5): 2,
+    Setup("flat all", "hybrid", 0.5): 1,
+    Setup("none", "distributed hybrid", 0.5, bf16=True): 2,
+}
+"""Each with the number of other ranks that its saves are loaded on."""
 ALL = (
     [
         Setup(sharding, "hybrid", fraction, bf16)
@@ -58,8 +59,8 @@ ALL = (
     ]
 )
 TENSOR_PARALLEL = [
-    pytest.param(Setup("fsdp2", "hybrid", 0.5, tensor=2), marks=pytest.mark.slow),
-    pytest.param(Setup("flat all", "hybrid", 0.5, tensor=2), marks=pytest.mark.slow),
+    Setup("fsdp2", "hybrid", 0.5, tensor=2),
+    Setup("flat all", "hybrid", 0.5, tensor=2),
     Setup("none", "distributed hybrid", 0.5, tensor=2),
 ]
 
@@ -179,23 +180,28 @@ def _others(setup: Setup) -> list[Setup]:
     return [*fractions, replace(setup, optimizer=plain, fraction=0.0)]
 
 
-@pytest.mark.parametrize("setup", FAST, ids=str)
-def test_a_loaded_job_trains_on_bit_for_bit(setup: Setup, tmp_path: Path) -> None:
-    outcomes = run_ranks(
-        3, train_save_and_resume, str(tmp_path), setup, [(3, 1), (2, 1), (1, 1)], timeout=180
-    )
-    assert [outcome.value for outcome in outcomes] == [{}] * 3
+def check(root: Path, setup: Setup, sizes: list[Size]) -> None:
+    ranks = sizes[0][0]
+    outcomes = run_ranks(ranks, train_save_and_resume, str(root), setup, sizes, timeout=180)
+    assert [outcome.value for outcome in outcomes] == [{}] * ranks
+
+
+@pytest.mark.parametrize(("setup", "ranks"), FAST.items(), ids=str)
+def test_a_loaded_job_trains_on_bit_for_bit(setup: Setup, ranks: int, tmp_path: Path) -> None:
+    check(tmp_path, setup, [(3, 1), (ranks, 1)])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("setup", [setup for setup in ALL if setup not in FAST], ids=str)
+@pytest.mark.parametrize("setup", ALL, ids=str)
 def test_a_loaded_job_trains_on_bit_for_bit_in_every_combination(setup: Setup, tmp_path: Path) -> None:
-    test_a_loaded_job_trains_on_bit_for_bit(setup, tmp_path)
+    check(tmp_path, setup, [(3, 1), (2, 1), (1, 1)])
 
 
+def test_a_loaded_job_trains_on_without_tensor_parallelism(tmp_path: Path) -> None:
+    check(tmp_path, TENSOR_PARALLEL[-1], [(4, 2), (3, 1)])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("setup", TENSOR_PARALLEL, ids=str)
-def test_a_loaded_job_trains_on_without_tensor_parallelism(setup: Setup, tmp_path: Path) -> None:
-    outcomes = run_ranks(
-        4, train_save_and_resume, str(tmp_path), setup, [(4, 2), (3, 1), (2, 2), (1, 1)], timeout=180
-    )
-    assert [outcome.value for outcome in outcomes] == [{}] * 4
+def test_a_loaded_job_trains_on_with_every_tensor_parallel_size(setup: Setup, tmp_path: Path) -> None:
+    check(tmp_path, setup, [(4, 2), (3, 1), (2, 2), (1, 1)])
