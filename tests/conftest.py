@@ -38,7 +38,7 @@ PROCESSES = {
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Keeps the garbage collector off the half a million objects that the import and collection of tests make.
+    """Keeps the garbage collector off the half a million objects that the collection of tests makes.
 
     They live until the end. With the collector on, its walks over them take a quarter of the collection.
     """

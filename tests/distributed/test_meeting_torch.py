@@ -387,7 +387,9 @@ def test_each_job_loads_the_checkpoint_of_every_job(every: int, tmp_path: Path) 
     jobs = range(len(JOBS))
     loads = sum((source + target) % every == 0 for source in jobs for target in jobs)
     parameters = 20
-    assert loads >= len(JOBS) ** 2 // every and values[0][1] == loads * (parameters * (1 + 3 + 1) + 1)  # itself, slots, options
+    assert loads >= len(JOBS) ** 2 // every and values[0][1] == loads * (
+        parameters * (1 + 3 + 1) + 1
+    )  # itself, slots, options
 
 
 def aliases_on_this_rank() -> list[str]:

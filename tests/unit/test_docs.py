@@ -114,7 +114,7 @@ def run_blocks(blocks: list[Block], page: str, folder: Path) -> subprocess.Compl
     )
 
 
-@pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
+@pytest.mark.parametrize("page", PAGES[1:], ids=[str(page.relative_to(ROOT)) for page in PAGES[1:]])
 def test_python_blocks_of_a_page(page: Path, tmp_path: Path) -> None:
     blocks = python_blocks(page.read_text())
     if not blocks:
@@ -123,6 +123,7 @@ def test_python_blocks_of_a_page(page: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.processes
 def test_the_example_of_the_readme_goes_on_where_it_ended(tmp_path: Path) -> None:
     blocks = python_blocks((ROOT / "README.md").read_text())
     assert blocks
