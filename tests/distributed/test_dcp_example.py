@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 from unittest import mock
@@ -14,6 +12,7 @@ import pytest
 
 import shardproof as sp
 from tests.harness import Job, Outcome, reach, run_ranks
+from tests.programs import run_program
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "dcp.py"
@@ -68,7 +67,6 @@ def test_the_page_shows_lines_of_the_example(tmp_path: Path) -> None:
     assert removed == ["import torch.distributed.checkpoint as dcp"]
     assert added == ["from shardproof.frameworks import dcp"]
     block = page.split("```python\n")[1].split("```")[0]
-    source = {**os.environ, "PYTHONPATH": str(Path(sp.__file__).resolve().parents[1])}
-    subprocess.run([sys.executable, "-c", block], cwd=tmp_path, env=source, check=True, timeout=60)
+    assert run_program(block, folder=tmp_path).returncode == 0
     example = EXAMPLE.read_text()
     assert example.count(added[0]) == 1 and example.count("shardproof") == 1
