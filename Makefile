@@ -43,13 +43,13 @@ demo: $(STAMP)  ## train, save, be killed, resume on other layouts, prove it
 	$(BIN)/python -m examples.demo $(ARGS)
 
 test: $(STAMP)  ## everything but the slow repeats and test-interop
-	$(BIN)/python -m pytest -n 3 -m "not slow and not interop and not browser" $(ARGS)
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not slow and not interop and not browser" $(ARGS)
 
 test-unit: $(STAMP)  ## the tests without other processes, in about two minutes
-	$(BIN)/python -m pytest -n 3 -m "not slow and not processes" tests/unit $(ARGS)
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not slow and not processes" tests/unit $(ARGS)
 
 test-all: $(STAMP)  ## every test but test-interop, the slow ones too
-	$(BIN)/python -m pytest -n 2 -m "not interop and not browser" --hypothesis-profile thorough $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not interop and not browser" --hypothesis-profile thorough $(ARGS)
 
 test-interop: $(STAMP) $(INTEROP_STAMPS)  ## released packages of other projects read what we write
 	$(BIN)/python -m pytest -n 2 -m interop tests/interop $(ARGS)
@@ -74,7 +74,7 @@ $(OTHER_TORCH)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 test-torch: $(OTHER_TORCH)/.installed  ## the tests with another torch: make test-torch TORCH=2.6.0
-	$(OTHER_TORCH)/bin/python -m pytest -n 3 -p tests.newer_torch -m "not slow and not interop and not browser" $(ARGS)
+	$(OTHER_TORCH)/bin/python -m pytest -n 3 --dist worksteal -p tests.newer_torch -m "not slow and not interop and not browser" $(ARGS)
 
 test-page: $(STAMP)  ## the page of `shardproof page` in a browser: Debian's chromium, or that of playwright
 	$(PIP) playwright

@@ -46,6 +46,9 @@ _PRELOAD = [
         "pytest",
         "hypothesis",
         "torch.distributed.fsdp",
+        "torch.distributed.checkpoint",
+        "torch.distributed.optim",
+        "torch.distributed.pipelining",
         "torch._dynamo",
         "torch.profiler._cupti_monitor",
         "numpy.ma",
@@ -351,6 +354,7 @@ def _rank_main(
     torch._C._set_print_stack_traces_on_fatal_signal(True)  # threads without Python too
     signal.signal(signal.SIGINT, signal.default_int_handler)  # torch takes SIGINT for fatal
     torch.set_num_threads(1)
+    gc.freeze()  # the preloaded modules: each walk over them would take 0.1 s or more
     _to_parent[:] = [pipe]
     result: Any = None
     error: BaseException | None = None

@@ -1,61 +1,48 @@
-"""`examples/dcp.py` on ranks as torchrun starts them: it trains, is killed, and resumes on other ranks."""
+"""`examples/dcp.py` trains, is killed, and resumes on another number of ranks."""
 
 from __future__ import annotations
 
-import os
 import re
-import socket
-import subprocess
+import runpy
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 import shardproof as sp
+from tests.harness import Job, Outcome, reach, run_ranks
+from tests.programs import run_program
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "dcp.py"
 STEP = re.compile(r"step (\d+): loss (\S+)")
 
 
-def train(run: Path, world_size: int, kill_at: int | None = None) -> dict[int, str]:
-    """Runs the example, and kills all ranks at a step. Gives the loss of each step, as it is printed."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {
-        "PYTHONPATH": str(Path(sp.__file__).resolve().parents[1]),
-        "WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-    }
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(EXAMPLE), str(run), "12"],
-            stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
-            text=True,
-            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-        )
-        for rank in range(world_size)
-    ]
-    losses: dict[int, str] = {}
-    try:
-        assert ranks[0].stdout is not None
-        for line in ranks[0].stdout:
-            if found := STEP.search(line):
-                losses[int(found[1])] = found[2]
-                if int(found[1]) == kill_at:
-                    break
-        if kill_at is None:
-            assert [rank.wait(60) for rank in ranks] == [0] * world_size
-    finally:
-        for rank in ranks:
-            rank.kill()
-        for rank in ranks:
-            rank.wait(60)
-        ranks[0].stdout.close()
-    return losses
+def run_example(folder: str) -> None:
+    """Runs the example. What it prints is reported to the parent."""
+    sys.argv = [str(EXAMPLE), folder, "12"]
+    with mock.patch("builtins.print", lambda text, flush: reach(text)):
+        runpy.run_path(str(EXAMPLE), run_name="__main__")
+
+
+def train(run: Path, ranks: int, kill_at: int | None = None) -> dict[int, str]:
+    """Runs the example, and kills all ranks at a step. Gives the loss of each step, as rank 0 prints it."""
+
+    def kill(job: Job) -> None:
+        while kill_at not in losses_of(job.outcomes[0]):
+            job.pump(0.01)
+        for rank in range(ranks):
+            job.kill(rank)
+
+    outcomes = run_ranks(ranks, run_example, str(run), script=kill if kill_at else None, timeout=100)
+    if kill_at is None:
+        assert [outcome.value for outcome in outcomes] == [None] * ranks
+    return losses_of(outcomes[0])
+
+
+def losses_of(outcome: Outcome) -> dict[int, str]:
+    return {int(step): loss for step, loss in STEP.findall("\n".join(outcome.reached))}
 
 
 @pytest.mark.timeout(240)
@@ -80,7 +67,6 @@ def test_the_page_shows_lines_of_the_example(tmp_path: Path) -> None:
     assert removed == ["import torch.distributed.checkpoint as dcp"]
     assert added == ["from shardproof.frameworks import dcp"]
     block = page.split("```python\n")[1].split("```")[0]
-    source = {**os.environ, "PYTHONPATH": str(Path(sp.__file__).resolve().parents[1])}
-    subprocess.run([sys.executable, "-c", block], cwd=tmp_path, env=source, check=True, timeout=60)
+    assert run_program(block, folder=tmp_path).returncode == 0
     example = EXAMPLE.read_text()
     assert example.count(added[0]) == 1 and example.count("shardproof") == 1

@@ -67,7 +67,7 @@ def save_and_load_pairs(folder: str, every: int) -> tuple[int, list[str]]:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
 def test_every_pair_of_layouts(every: int, tmp_path: Path) -> None:
     outcomes = run_ranks(4, save_and_load_pairs, str(tmp_path), every, timeout=380)
     cases = len(LAYOUTS) * 4

@@ -78,7 +78,7 @@ def test_a_job_is_requeued_only_if_it_was_preempted(tmp_path: Path) -> None:
     assert "the time limit of the job" in first.stderr and "with exit code 85" in first.stderr
     newest = max(sp.Checkpointer(run).steps())
 
-    second = run_job(tmp_path, run, newest + 3)
+    second = run_job(tmp_path, run, newest + 3, SLURM_NTASKS="1")
     assert second.returncode == 0, second.stderr
     assert max(sp.Checkpointer(run).steps()) == newest + 3
     assert requeued.read_text() == "requeue 77\n"  # the run is at its end

@@ -227,7 +227,7 @@ def equal_on_all(results: list[RankResult]) -> list[str]:
     return results[0].decisions
 
 
-CASES = [(1, 0), (2, 0), (2, 1), (4, 0), (4, 3)]
+CASES = [(1, 0), (2, 1), (4, 0), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, 0), (4, 3)))]
 
 
 @pytest.mark.parametrize(("ranks", "faulty"), CASES)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -20,6 +17,7 @@ from shardproof.engine.storage.sink import LocalSink
 from shardproof.errors import ShardproofError, StorageError
 from shardproof.storage import LocalStorage
 from tests.harness import process_group, rank, rendezvous, run_ranks
+from tests.programs import become_program
 
 LIMIT = 60.0
 
@@ -230,24 +228,9 @@ if how == "term":
 """
 
 
-def run_script(root: Path, how: str, ranks: int) -> list[int]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    jobs = []
-    for number in range(ranks):
-        ranked = {"RANK": str(number), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
-        environment = os.environ | ranked | {"MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
-        if ranks == 1:
-            environment["WORLD_SIZE"] = "1"
-        jobs.append(subprocess.Popen([sys.executable, "-c", SCRIPT, str(root), how], env=environment))
-    try:
-        return [job.wait(LIMIT) for job in jobs]
-    finally:
-        for job in jobs:
-            if job.poll() is None:
-                job.kill()
-                job.wait()
+def run_script(root: Path, how: str, ranks: int) -> list[int | None]:
+    outcomes = run_ranks(ranks, become_program, SCRIPT, str(root), how, store="rank 0", timeout=LIMIT)
+    return [outcome.exit_code for outcome in outcomes]
 
 
 @pytest.mark.parametrize(

@@ -79,13 +79,16 @@ def _names(error: ShardproofError, file: str) -> bool:
     return file in error.message and str(error.details.get("file", error.details.get("path"))) != "None"
 
 
-def _positions(region: Region, folder: Path) -> list[int]:
-    """Every byte of chunks and of text, some bytes of padding, and both ends of the region."""
+each_fifth_or_every = pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
+
+
+def _positions(region: Region, folder: Path, every: int) -> list[int]:
+    """Each n-th byte of chunks and of text, fewer bytes of padding, and both ends of the region."""
     data = (folder / region.file).read_bytes()[region.start : region.stop]
     edges = {region.start, region.stop - 1}
     interesting = [at for at, byte in enumerate(data) if region.key or byte not in (0x20, 0, 0xFF)]
     dull = [at for at, byte in enumerate(data) if not (region.key or byte not in (0x20, 0, 0xFF))]
-    return sorted(edges | {region.start + at for at in (*interesting, *dull[::97])})
+    return sorted(edges | {region.start + at for at in (*interesting[::every], *dull[::97])})
 
 
 def test_the_sample_has_every_kind_of_region(root: Path, folder: Path) -> None:
@@ -98,10 +101,11 @@ def test_the_sample_has_every_kind_of_region(root: Path, folder: Path) -> None:
     assert open_and_judge(folder, sample(1)) == {}
 
 
-def test_a_flipped_bit_of_a_chunk_is_named_with_file_and_key(folder: Path) -> None:
+@each_fifth_or_every
+def test_a_flipped_bit_of_a_chunk_is_named_with_file_and_key(folder: Path, every: int) -> None:
     chunks = [region for region in regions(folder)[1] if region.key]
     for region in chunks:
-        for at in _positions(region, folder):
+        for at in _positions(region, folder, every):
             with flipped(folder / region.file, at, at % 8):
                 (fault,) = faults_of(folder)
                 assert isinstance(fault, CorruptChunkError)
@@ -118,9 +122,10 @@ def test_a_flipped_bit_of_a_chunk_is_named_with_file_and_key(folder: Path) -> No
                     assert errors.keys() == of_tied & sample(1).keys()
 
 
-def test_a_flipped_bit_of_manifest_or_index_is_named_and_nothing_loads(folder: Path) -> None:
+@each_fifth_or_every
+def test_a_flipped_bit_of_manifest_or_index_is_named_and_nothing_loads(folder: Path, every: int) -> None:
     for region in regions(folder)[1][:2]:
-        for at in _positions(region, folder):
+        for at in _positions(region, folder, every):
             with flipped(folder / region.file, at, at % 8):
                 (fault,) = faults_of(folder)
                 assert isinstance(fault, FormatError) and _names(fault, region.file), (region.file, at)
@@ -130,11 +135,12 @@ def test_a_flipped_bit_of_manifest_or_index_is_named_and_nothing_loads(folder: P
                 assert open_and_judge(folder, sample(1))[""].message == fault.message
 
 
-def test_verify_finds_a_flipped_bit_that_no_load_needs(folder: Path) -> None:
+@each_fifth_or_every
+def test_verify_finds_a_flipped_bit_that_no_load_needs(folder: Path, every: int) -> None:
     rest = [region for region in regions(folder)[1][2:] if region.key is None]
     assert {region.file for region in rest} == {record.name for record in regions(folder)[0].files}
     for region in rest:
-        for at in _positions(region, folder)[:: 1 if region.start else 3]:  # headers are long
+        for at in _positions(region, folder, every)[:: 1 if region.start else 3]:  # headers are long
             with flipped(folder / region.file, at, at % 8):
                 faults = faults_of(folder)
                 assert faults, (region, at)

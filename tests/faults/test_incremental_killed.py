@@ -89,8 +89,8 @@ def killed(root: str, who: int, every: int) -> list[str]:
 
 @pytest.mark.parametrize(
     ("ranks", "who", "every"),
-    [(1, 0, 3), *(pytest.param(*case, 1, marks=pytest.mark.slow) for case in ((1, 0), (2, 1)))],
-    ids=["the coordinator, each third", "the coordinator", "a follower"],
+    [(1, 0, 5), *(pytest.param(*case, 1, marks=pytest.mark.slow) for case in ((1, 0), (2, 1)))],
+    ids=["the coordinator, each fifth", "the coordinator", "a follower"],
 )
 def test_killed_at_every_file_operation(ranks: int, who: int, every: int, tmp_path: Path) -> None:
     root = tmp_path / "run"

@@ -73,10 +73,10 @@ def killed_everywhere(root: str, who: int, everyone: bool, every: int) -> tuple[
 @pytest.mark.parametrize(
     ("who", "everyone", "every"),
     [
-        (0, False, 3),
+        (0, False, 5),
         *(pytest.param(*case, 1, marks=pytest.mark.slow) for case in ((0, False), (1, False), (0, True))),
     ],
-    ids=["the coordinator, each third", "the coordinator", "a follower", "all"],
+    ids=["the coordinator, each fifth", "the coordinator", "a follower", "all"],
 )
 def test_a_killed_overwrite_leaves_the_old_or_the_new_checkpoint(
     who: int, everyone: bool, every: int, tmp_path: Path

@@ -51,7 +51,8 @@ if mode == "restart" and attempt == 0:
 """
 
 
-@pytest.mark.parametrize("mode", ["plain", "group", "restart"])
+# The first life of "restart" is "plain".
+@pytest.mark.parametrize("mode", [pytest.param("plain", marks=pytest.mark.slow), "group", "restart"])
 def test_ranks_meet_under_torchrun(mode: str, tmp_path: Path) -> None:
     script = tmp_path / "job.py"
     script.write_text(SCRIPT)

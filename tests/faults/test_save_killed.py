@@ -92,10 +92,10 @@ def killed_everywhere(root: str, who: int, everyone: bool, every: int) -> list[s
 @pytest.mark.parametrize(
     ("who", "everyone", "every"),
     [
-        (0, False, 3),
+        (0, False, 5),
         *(pytest.param(*case, 1, marks=pytest.mark.slow) for case in ((0, False), (1, False), (0, True))),
     ],
-    ids=["the coordinator, each third", "the coordinator", "a follower", "all"],
+    ids=["the coordinator, each fifth", "the coordinator", "a follower", "all"],
 )
 def test_killed_at_every_file_operation(who: int, everyone: bool, every: int, tmp_path: Path) -> None:
     root = tmp_path / "run"

@@ -259,10 +259,14 @@ def test_a_restore_that_cannot_flush_says_so_and_does_not_trust_the_step(
         checkpointer.save(2, state(2)).result()
 
 
+each_fifth_or_every = pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
+"""Each call fails in three ways or in four, so each fifth fault has all ways."""
+
+
 def every_fault_of(
-    top: Path, make: Callable[[Path], Path], work: Callable[[Path], Any]
+    top: Path, make: Callable[[Path], Path], work: Callable[[Path], Any], every: int
 ) -> Iterator[tuple[Path, ShardproofError | None]]:
-    """Runs `work` with each fault in a fresh folder. Yields the folder and the error."""
+    """Runs `work` with each `every`-th fault in a fresh folder. Yields the folder and the error."""
     number = 0
 
     def fresh() -> Path:
@@ -275,7 +279,7 @@ def every_fault_of(
         work(folder)
         seen = list(calls)
     publishing = max(at for at, call in enumerate(seen) if call[0] in ("link", "replace"))
-    for fault in faults_of(seen, publishing):
+    for fault in list(faults_of(seen, publishing))[::every]:
         folder = fresh()
         error = None
         with faulty_system(folder, fault):
@@ -286,14 +290,15 @@ def every_fault_of(
         yield folder, error
 
 
-def test_every_system_call_of_a_repair_fails_in_turn(tmp_path: Path) -> None:
+@each_fifth_or_every
+def test_every_system_call_of_a_repair_fails_in_turn(every: int, tmp_path: Path) -> None:
     def make(folder: Path) -> Path:
         sp.save(folder, state(1))
         (folder / MANIFEST_NAME).unlink()
         return folder
 
     in_place = 0
-    for folder, error in every_fault_of(tmp_path, make, lambda at: repair(LocalStorage(at))):
+    for folder, error in every_fault_of(tmp_path, make, lambda at: repair(LocalStorage(at)), every):
         found = attempt_in(folder)
         if error is None or error.details.get("in_place"):
             assert found is not None
@@ -303,7 +308,7 @@ def test_every_system_call_of_a_repair_fails_in_turn(tmp_path: Path) -> None:
         elif found is None:
             repair(LocalStorage(folder))
         assert attempt_in(folder) is not None
-    assert in_place > 10
+    assert in_place > 10 // every
 
 
 def test_a_repair_raises_if_it_cannot_flush_a_whole_commit(tmp_path: Path) -> None:
@@ -312,7 +317,8 @@ def test_a_repair_raises_if_it_cannot_flush_a_whole_commit(tmp_path: Path) -> No
         repair(LocalStorage(tmp_path / "c"))
 
 
-def test_every_system_call_of_a_standalone_copy_fails_in_turn(tmp_path: Path) -> None:
+@each_fifth_or_every
+def test_every_system_call_of_a_standalone_copy_fails_in_turn(every: int, tmp_path: Path) -> None:
     def make(run: Path) -> Path:
         checkpointer = sp.Checkpointer(run, incremental=True)
         for step in (1, 2):
@@ -323,17 +329,18 @@ def test_every_system_call_of_a_standalone_copy_fails_in_turn(tmp_path: Path) ->
         make_standalone(LocalStorage(run / "step-00000002"), LocalStorage(run / "copy"))
 
     in_place = 0
-    for run, error in every_fault_of(tmp_path, make, copy):
+    for run, error in every_fault_of(tmp_path, make, copy, every):
         found = attempt_in(run / "copy")
         assert error is not None or found is not None
         if error is not None and error.details.get("in_place"):
             assert found is not None
             in_place += 1
         assert attempt_in(run / "step-00000002") is not None
-    assert in_place > 10
+    assert in_place > 10 // every
 
 
-def test_every_system_call_of_settling_fails_in_turn(tmp_path: Path) -> None:
+@each_fifth_or_every
+def test_every_system_call_of_settling_fails_in_turn(every: int, tmp_path: Path) -> None:
     def make(run: Path) -> Path:
         sp.Checkpointer(run).save(2, state(2), suspect=True).result()
         return run
@@ -342,13 +349,13 @@ def test_every_system_call_of_settling_fails_in_turn(tmp_path: Path) -> None:
         sp.Checkpointer(run).settle_suspect(2, "transient fault")
 
     in_place = 0
-    for run, error in every_fault_of(tmp_path, make, settle):
+    for run, error in every_fault_of(tmp_path, make, settle, every):
         suspects = sp.Checkpointer(run).suspects()
         if error is None or error.details.get("in_place"):
             assert suspects == []
             in_place += error is not None
         assert attempt_in(run / "suspect-00000002") is not None
-    assert in_place > 10
+    assert in_place > 10 // every
 
 
 def test_prune_removes_nothing_beside_a_manifest_that_it_cannot_flush(tmp_path: Path) -> None:
@@ -382,6 +389,7 @@ def verify_and_open(run: Path) -> None:
         checkpoint["w"].read()
 
 
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "work",
     [
@@ -395,8 +403,9 @@ def verify_and_open(run: Path) -> None:
     ids=["save and restore", "verify and open", "load", "copy", "repair", "settle"],
 )
 def test_a_failed_read_of_the_storage_is_an_error_of_ours(
-    work: Callable[[Path], Any], tmp_path: Path
+    work: Callable[[Path], Any], every: int, tmp_path: Path
 ) -> None:
+    """Each n-th call that only reads fails in a run of its own."""
     checkpointer = sp.Checkpointer(tmp_path / "template", incremental=True)
     for step in (1, 2):
         checkpointer.save(step, state(step)).result()
@@ -412,5 +421,5 @@ def test_a_failed_read_of_the_storage_is_an_error_of_ours(
         if len(calls) <= at:
             break
         assert attempt_in(run / "step-00000002") is not None
-        at += 1
+        at += every
     assert failed > 2

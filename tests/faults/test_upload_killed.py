@@ -80,8 +80,8 @@ def killed(root: str, who: int, every: int) -> list[str]:
 
 @pytest.mark.parametrize(
     ("ranks", "who", "every"),
-    [(1, 0, 3), *(pytest.param(*case, 1, marks=pytest.mark.slow) for case in ((1, 0), (2, 1)))],
-    ids=["alone, each third", "alone", "a follower"],
+    [(1, 0, 5), *(pytest.param(*case, 1, marks=pytest.mark.slow) for case in ((1, 0), (2, 1)))],
+    ids=["alone, each fifth", "alone", "a follower"],
 )
 def test_killed_at_every_file_operation(ranks: int, who: int, every: int, tmp_path: Path) -> None:
     ended = run_ranks(ranks, killed, str(tmp_path), who, every, timeout=400)[who].value

@@ -125,10 +125,10 @@ WAYS: dict[str, Way] = {
     "plain": plain,
     "fsdp2": fsdp2,
     "zero_redundancy": zero_redundancy,
+    "flat": flat,
+    "distributed_hybrid": distributed_hybrid,
     "hybrid": hybrid,
     "distributed": distributed,
-    "distributed_hybrid": distributed_hybrid,
-    "flat": flat,
 }
 
 
@@ -321,29 +321,36 @@ def differing(found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
 WayResult = dict[tuple[str, int], CaseResult]
 
 
-def every_case(root: str, name: str) -> WayResult:
+def titles_of(name: str, every: int) -> list[str]:
+    """Every n-th case, for each way other ones. "plain" goes through all: the others are compared with it."""
+    return list(CASES) if name == "plain" else list(CASES)[list(WAYS).index(name) % every :: every]
+
+
+def every_case(root: str, name: str, titles: list[str]) -> WayResult:
     with process_group():
-        session = Session(WAYS[name], f"{root}/{name}")
+        session = Session(WAYS[name], root)
         found = {
             (title, steps): run_case(case_of(name, title)[0], steps, session)
-            for title, case in CASES.items()
-            for steps in case.steps
+            for title in titles
+            for steps in CASES[title].steps
         }
         session.meetings.close()
     return found
 
 
-class Results(dict[str, list[WayResult]]):
-    """Results of the ranks for each way to train, computed at first access."""
+class Results(dict[tuple[str, int], list[WayResult]]):
+    """Results of the ranks for each way to train and share of the cases, computed at first access."""
 
     def __init__(self, root: Path) -> None:
         super().__init__()
         self._root = str(root)
 
-    def __missing__(self, name: str) -> list[WayResult]:
-        outcomes = run_ranks(RANKS, every_case, self._root, name, timeout=120)
-        self[name] = [outcome.value for outcome in outcomes]
-        return self[name]
+    def __missing__(self, key: tuple[str, int]) -> list[WayResult]:
+        name, every = key
+        folder = f"{self._root}/{name}-{every}"
+        outcomes = run_ranks(RANKS, every_case, folder, name, titles_of(name, every), timeout=120)
+        self[key] = [outcome.value for outcome in outcomes]
+        return self[key]
 
 
 @pytest.fixture(scope="module")
@@ -352,20 +359,24 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name in ("hybrid", "distributed"))) for name in WAYS],
+    ("name", "every"),
+    [
+        ("plain", 1),
+        *((name, 4) for name in ("fsdp2", "zero_redundancy", "flat", "distributed_hybrid")),
+        *(pytest.param(name, 1, marks=pytest.mark.slow) for name in WAYS if name != "plain"),
+    ],
 )
-def test_a_load_takes_what_was_asked_for_and_nothing_else(name: str, results: Results) -> None:
-    for title in CASES:
+def test_a_load_takes_what_was_asked_for_and_nothing_else(name: str, every: int, results: Results) -> None:
+    for title in titles_of(name, every):
         case, like = case_of(name, title)
         for steps in case.steps:
             at = f"{title}, after {steps} steps"
-            ranks = [found[title, steps] for found in results[name]]
+            ranks = [found[title, steps] for found in results[name, every]]
             result = same_on_all_ranks([result for result, _, _ in ranks])
             assert result.kind == ("KeyMismatchError" if case.refused else ""), f"{at}: {result.text}"
             assert all(part in result.text for part in case.refused), f"{at}: {result.text}"
             assert [wrong for _, wrong, _ in ranks] == [[]] * RANKS, at
-            reference = results["plain"][0][like, steps][2]
+            reference = results["plain", 1][0][like, steps][2]
             assert [trained_on for _, _, trained_on in ranks] == [reference] * RANKS, at
 
 

@@ -7,8 +7,8 @@ that did load had lost their fp32 masters, stepped parameters with the gradients
 not load with another fraction on the CPU.
 
 Here every job has gains of one element (empty on all ranks but one), a parameter that never gets a gradient
-and one that gets one in odd steps only. It is saved after 0, 1 and 5 steps, with every collective an
-error meanwhile.
+and one that gets one in odd steps only. It is saved after some of 0, 1 and 5 steps, with every collective
+an error meanwhile.
 """
 
 from __future__ import annotations
@@ -24,17 +24,19 @@ from tests.harness import rank, run_ranks
 from tests.scenarios.jobs import Job, Setup, Worlds, content, unequal
 
 SAVED = (0, 1, 5)
+"""Steps after which a job is saved. `test_save_before_first_step.py` has more cases of 0."""
 END = 7
 MOVED = 3
 """Steps, at most, that a job is trained after it was loaded on another size."""
 STRATEGIES = ("all", "optimizer_gradients")
 SHARDINGS = ("fsdp2", *(f"flat {strategy}" for strategy in STRATEGIES))
 
-FAST = [
-    Setup("fsdp2", "hybrid", 0.5),
-    Setup("flat all", "hybrid", 0.5),
-    Setup("none", "distributed hybrid", 0.5, bf16=True),
-]
+FAST = {
+    Setup("fsdp2", "hybrid", 0.5): 2,
+    Setup("flat all", "hybrid", 0.5): 1,
+    Setup("none", "distributed hybrid", 0.5, bf16=True): 2,
+}
+"""Each with the number of other ranks that its saves are loaded on."""
 ALL = (
     [
         Setup(sharding, "hybrid", fraction, bf16)
@@ -58,8 +60,8 @@ ALL = (
     ]
 )
 TENSOR_PARALLEL = [
-    pytest.param(Setup("fsdp2", "hybrid", 0.5, tensor=2), marks=pytest.mark.slow),
-    pytest.param(Setup("flat all", "hybrid", 0.5, tensor=2), marks=pytest.mark.slow),
+    Setup("fsdp2", "hybrid", 0.5, tensor=2),
+    Setup("flat all", "hybrid", 0.5, tensor=2),
     Setup("none", "distributed hybrid", 0.5, tensor=2),
 ]
 
@@ -67,7 +69,9 @@ Size = tuple[int, int]
 """Number of ranks, and tensor-parallel size."""
 
 
-def train_save_and_resume(root: str, setup: Setup, sizes: list[Size]) -> dict[str, Any]:
+def train_save_and_resume(
+    root: str, setup: Setup, sizes: list[Size], saves: tuple[int, ...]
+) -> dict[str, Any]:
     """Trains and saves on the first size. Each save is loaded there, on all other sizes, and there again.
 
     Returns:
@@ -77,23 +81,23 @@ def train_save_and_resume(root: str, setup: Setup, sizes: list[Size]) -> dict[st
     with Worlds(sizes[0][0]) as worlds:
         first = Job(setup, worlds, sizes[0][0])
         losses: list[float] = []
-        for start, stop in zip((0, *SAVED), (*SAVED, END), strict=True):
+        for start, stop in zip((0, *saves), (*saves, END), strict=True):
             losses += first.train(start, stop)
-            if stop in SAVED:
+            if stop in saves:
                 first.save(f"{root}/{stop}")
         if rank() == 0:
-            for saved in SAVED:
+            for saved in saves:
                 stored = content(f"{root}/{saved}")
                 if setup.bf16:
                     found[f"{saved}: masters"] = _masters(stored, worlds, f"{root}/{saved}")
                 elif not setup.mixed:
                     found[f"{saved}: not plain training"] = _unlike_plain(stored, worlds, saved)
-        for saved in SAVED:
+        for saved in saves:
             again = Job(setup, worlds, sizes[0][0], seed=2)
             again.load(f"{root}/{saved}")
             found[f"{saved}: losses"] = again.train(saved, END) != losses[saved:]
             found[f"{saved}: trained on"] = unequal(again.memory(), first.memory())
-        for saved in SAVED:
+        for saved in saves:
             at = f"{root}/{saved}"
             for n, tensor in sizes[1:]:
                 if rank() >= n:
@@ -102,7 +106,7 @@ def train_save_and_resume(root: str, setup: Setup, sizes: list[Size]) -> dict[st
                 found |= _moved(at, to, replace(setup, tensor=tensor), worlds, n, saved, losses)
                 at = to
         torch.distributed.barrier()  # the last save may be of fewer ranks than all
-        for saved in SAVED:
+        for saved in saves:
             until = min(saved + MOVED, END)
             back = Job(setup, worlds, sizes[0][0], seed=9)
             back.load(f"{root}/{saved} on {sizes[-1][0]}")
@@ -179,23 +183,28 @@ def _others(setup: Setup) -> list[Setup]:
     return [*fractions, replace(setup, optimizer=plain, fraction=0.0)]
 
 
-@pytest.mark.parametrize("setup", FAST, ids=str)
-def test_a_loaded_job_trains_on_bit_for_bit(setup: Setup, tmp_path: Path) -> None:
-    outcomes = run_ranks(
-        3, train_save_and_resume, str(tmp_path), setup, [(3, 1), (2, 1), (1, 1)], timeout=180
-    )
-    assert [outcome.value for outcome in outcomes] == [{}] * 3
+def check(root: Path, setup: Setup, sizes: list[Size], saves: tuple[int, ...] = SAVED) -> None:
+    ranks = sizes[0][0]
+    outcomes = run_ranks(ranks, train_save_and_resume, str(root), setup, sizes, saves, timeout=180)
+    assert [outcome.value for outcome in outcomes] == [{}] * ranks
+
+
+@pytest.mark.parametrize(("setup", "ranks"), FAST.items(), ids=str)
+def test_a_loaded_job_trains_on_bit_for_bit(setup: Setup, ranks: int, tmp_path: Path) -> None:
+    check(tmp_path, setup, [(3, 1), (ranks, 1)], SAVED[1:])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("setup", [setup for setup in ALL if setup not in FAST], ids=str)
+@pytest.mark.parametrize("setup", ALL, ids=str)
 def test_a_loaded_job_trains_on_bit_for_bit_in_every_combination(setup: Setup, tmp_path: Path) -> None:
-    test_a_loaded_job_trains_on_bit_for_bit(setup, tmp_path)
+    check(tmp_path, setup, [(3, 1), (2, 1), (1, 1)])
 
 
+def test_a_loaded_job_trains_on_without_tensor_parallelism(tmp_path: Path) -> None:
+    check(tmp_path, TENSOR_PARALLEL[-1], [(4, 2), (3, 1)], SAVED[1:2])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("setup", TENSOR_PARALLEL, ids=str)
-def test_a_loaded_job_trains_on_without_tensor_parallelism(setup: Setup, tmp_path: Path) -> None:
-    outcomes = run_ranks(
-        4, train_save_and_resume, str(tmp_path), setup, [(4, 2), (3, 1), (2, 2), (1, 1)], timeout=180
-    )
-    assert [outcome.value for outcome in outcomes] == [{}] * 4
+def test_a_loaded_job_trains_on_with_every_tensor_parallel_size(setup: Setup, tmp_path: Path) -> None:
+    check(tmp_path, setup, [(4, 2), (3, 1), (2, 2), (1, 1)])

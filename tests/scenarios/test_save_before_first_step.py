@@ -249,13 +249,13 @@ def test_the_guard_refuses_collectives() -> None:
 
 
 JOBS = [
-    Setup("none", "distributed"),
     Setup("none", "distributed hybrid", 0.5, bf16=True),
     Setup("fsdp2", "hybrid", 0.5),
     Setup("flat all"),
-    Setup("flat optimizer_gradients", "hybrid", 0.5, bf16=True),
 ]
 MORE_JOBS = [
+    Setup("none", "distributed"),
+    Setup("flat optimizer_gradients", "hybrid", 0.5, bf16=True),
     Setup("flat optimizer_gradients"),
     *(Setup("flat all", "hybrid", fraction) for fraction in (0.0, 0.5, 1.0)),
     Setup("none", "hybrid", 0.5),

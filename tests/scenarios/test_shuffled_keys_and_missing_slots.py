@@ -31,11 +31,11 @@ RANKS = 3
 
 SETUPS = [
     Setup("fsdp2"),
-    Setup("fsdp2", "hybrid", 0.5),
     Setup("flat all", "hybrid", 0.5, bf16=True),
     Setup("none", "distributed hybrid", 0.5, bf16=True),
 ]
 MORE = [
+    Setup("fsdp2", "hybrid", 0.5),
     Setup("flat all"),
     Setup("none", "distributed"),
     Setup("flat optimizer_gradients", "hybrid", 0.5),

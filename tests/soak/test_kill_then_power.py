@@ -55,16 +55,22 @@ def clean_up(root: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("full_every", "then", "power_after"),
-    [(None, go_on, [1000] * 3), pytest.param(3, clean_up, range(4, 12), marks=pytest.mark.slow)],
+    ("full_every", "then", "power_after", "every"),
+    [
+        (None, go_on, [1000] * 2, 2),
+        pytest.param(None, go_on, [1000] * 3, 1, marks=pytest.mark.slow),
+        pytest.param(3, clean_up, range(4, 12), 1, marks=pytest.mark.slow),
+    ],
 )
 def test_no_step_comes_back_without_its_files(
     tmp_path: Path,
     full_every: int | None,
     then: Callable[[Path], None],
     power_after: Sequence[int],
+    every: int,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """Each n-th operation kills a process of its own."""
     caplog.set_level(logging.CRITICAL, "shardproof")
     killed_after, ended = 24, False  # retention begins later
     while not ended:
@@ -82,7 +88,7 @@ def test_no_step_comes_back_without_its_files(
                     then(root)
                 disk.restart("power", Random(chance))
                 _check(root, 3)
-        killed_after += 1
+        killed_after += every
     assert killed_after > 30
 
 
@@ -112,6 +118,7 @@ def overwrite_the_first(root: Path) -> None:
     sp.save(root / "step-00000001", state(1), overwrite=True, rendezvous=LocalRendezvous())
 
 
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("name", "then"),
     [
@@ -122,7 +129,7 @@ def overwrite_the_first(root: Path) -> None:
     ],
 )
 def test_no_replaced_manifest_comes_back_without_its_files(
-    tmp_path: Path, name: str, then: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, name: str, then: Callable[[Path], None], every: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Step 2 refers to a file of step 1, and is then saved again, without references."""
     caplog.set_level(logging.CRITICAL, "shardproof")
@@ -146,12 +153,13 @@ def test_no_replaced_manifest_comes_back_without_its_files(
                 then(root)
                 disk.restart("power", Random(chance))
                 _check(root, 1, {name: 2} if name == "best" else None)
-        killed_after += 1
+        killed_after += every
     assert killed_after > 10
 
 
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_manifest_that_was_replaced_and_not_flushed_is_flushed_by_the_next_retention(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, every: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The retention of step 4 has flushed all folders. One error of the disk then meets a save of step 3."""
     caplog.set_level(logging.CRITICAL, "shardproof")
@@ -181,7 +189,7 @@ def test_a_manifest_that_was_replaced_and_not_flushed_is_flushed_by_the_next_ret
             disk.restart("power", Random(failed_after))
             for step in (3, 5, 6):
                 sp.load(root / f"step-{step:08d}", state(0), rendezvous=LocalRendezvous())
-        failed_after += 1
+        failed_after += every
     assert failed_after > 10
 
 

@@ -8,10 +8,13 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from tests.programs import run_program
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src"
@@ -101,6 +104,15 @@ def as_script(blocks: list[Block]) -> str:
 
 
 def run_blocks(blocks: list[Block], page: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Runs blocks in a process that has imported torch."""
+    environment = os.environ | {"TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
+    return run_program(
+        as_script(blocks), page, folder=folder, environment=environment, timeout=SECONDS_A_PAGE
+    )
+
+
+def run_blocks_afresh(blocks: list[Block], page: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Runs blocks in a new interpreter, which has imported nothing: a block that lacks an import fails."""
     environment = os.environ | {"TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [sys.executable, "-c", as_script(blocks), page],
@@ -114,20 +126,25 @@ def run_blocks(blocks: list[Block], page: str, folder: Path) -> subprocess.Compl
     )
 
 
-@pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
-def test_python_blocks_of_a_page(page: Path, tmp_path: Path) -> None:
+Runner = Callable[[list[Block], str, Path], subprocess.CompletedProcess[str]]
+
+
+@pytest.mark.parametrize("page", PAGES[1:], ids=[str(page.relative_to(ROOT)) for page in PAGES[1:]])
+@pytest.mark.parametrize("run", [run_blocks, pytest.param(run_blocks_afresh, marks=pytest.mark.slow)])
+def test_python_blocks_of_a_page(page: Path, run: Runner, tmp_path: Path) -> None:
     blocks = python_blocks(page.read_text())
     if not blocks:
         pytest.skip("no Python block")
-    done = run_blocks(blocks, str(page.relative_to(ROOT)), tmp_path)
+    done = run(blocks, str(page.relative_to(ROOT)), tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.processes
 def test_the_example_of_the_readme_goes_on_where_it_ended(tmp_path: Path) -> None:
     blocks = python_blocks((ROOT / "README.md").read_text())
     assert blocks
-    for number in (1, 2):
-        done = run_blocks(blocks, "README.md", tmp_path)
+    for number, run in enumerate((run_blocks_afresh, run_blocks), 1):
+        done = run(blocks, "README.md", tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr
         assert (tmp_path / "runs" / "example" / f"step-{number:08d}").is_dir()
 
@@ -142,6 +159,7 @@ def test_the_targets_of_links_between_pages_exist() -> None:
 # The checks themselves: a block that fails is a failure, and blocks share their names.
 
 
+@pytest.mark.processes
 def test_a_failing_block_is_found(tmp_path: Path) -> None:
     blocks = python_blocks("text\n```python\nx = 1\n```\n```python\nassert x == 2\n```\n")
     done = run_blocks(blocks, "page.md", tmp_path)
@@ -149,11 +167,13 @@ def test_a_failing_block_is_found(tmp_path: Path) -> None:
     assert 'File "page.md", line 6' in done.stderr
 
 
+@pytest.mark.processes
 def test_a_wrong_output_is_found(tmp_path: Path) -> None:
     assert run_blocks(python_blocks("```python\n>>> 1 + 1\n2\n```\n"), "page.md", tmp_path).returncode == 0
     assert run_blocks(python_blocks("```python\n>>> 1 + 1\n3\n```\n"), "page.md", tmp_path).returncode != 0
 
 
+@pytest.mark.processes
 def test_blocks_share_their_names(tmp_path: Path) -> None:
     done = run_blocks(
         python_blocks("```python\nx = 1\n```\n```python\n>>> x + 1\n2\n```\n"), "p.md", tmp_path

@@ -17,11 +17,12 @@ LIMIT = 170.0
 
 
 @pytest.mark.skipif(bool(why_not()), reason=why_not())
-def test_tests_that_are_marked_gpu_pass_on_the_simulated_device(tmp_path: Path) -> None:
+@pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_tests_that_are_marked_gpu_pass_on_the_simulated_device(which: str, tmp_path: Path) -> None:
     library()  # compiled here, where a failure is short to read
     files = [str(path) for path in sorted(TESTS.rglob("test_*.py")) if "pytest.mark.gpu" in path.read_text()]
     files.remove(str(Path(__file__)))
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu and not interop"]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", f"gpu and not interop and {which}"]
     command += [
         "-p",
         "tests.simulated.plugin",

@@ -8,10 +8,10 @@ import select
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 import shardproof as package
 from shardproof.commands.cli.group import COMMANDS
@@ -23,41 +23,42 @@ SLOW = "asyncio,concurrent.futures,dataclasses,email,importlib.metadata,logging,
 
 IMPORTED = """
 import sys
-code = 0
-if sys.argv[1:]:
-    from shardproof.commands.cli.group import run
-    code = run(sys.argv[1:])
 print(*sys.modules, file=sys.stderr)
-sys.exit(code)
+from shardproof.commands.cli.group import run
+for command in eval(sys.argv[1]):
+    assert run(command) == 0, command
+    print(*sys.modules, file=sys.stderr)
 """
 
 
-def modules_after(*arguments: object) -> set[str]:
-    """What is imported when a command has run; without one, what Python itself imports."""
+def modules_after(*commands: Sequence[object]) -> list[set[str]]:
+    """What one process has imported before it runs the commands in turn, and after each of them."""
     done = subprocess.run(
-        [sys.executable, "-c", IMPORTED, *map(str, arguments)],
+        [sys.executable, "-c", IMPORTED, repr([[str(word) for word in command] for command in commands])],
         capture_output=True,
         text=True,
         timeout=SECONDS,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return set(done.stderr.split())
+    return [set(line.split()) for line in done.stderr.splitlines()]
 
 
-def imported(watched: str, *arguments: object) -> list[str]:
-    """Which of the watched modules a command imports."""
-    return sorted(modules_after(*arguments) & set(watched.split(",")))
+def imported(watched: str, *commands: Sequence[object]) -> dict[str, list[str]]:
+    """Which of the watched modules are there after each command, if any."""
+    there = [sorted(modules & set(watched.split(","))) for modules in modules_after(*commands)[1:]]
+    return {str(command): found for command, found in zip(commands, there, strict=True) if found}
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["ls", "--help"], ["verify", "--help"]])
-def test_help_needs_nothing_heavy(arguments: list[str]) -> None:
-    assert imported(f"torch,numpy,rich,msgspec,xxhash,safetensors,{SLOW}", *arguments) == []
+def test_help_needs_nothing_heavy() -> None:
+    commands = ["--help"], ["--version"], ["ls", "--help"], ["verify", "--help"]
+    assert imported(f"torch,numpy,rich,msgspec,xxhash,safetensors,{SLOW}", *commands) == {}
 
 
 def test_help_needs_only_the_files_of_the_commands() -> None:
     """Help imports these modules of shardproof, and of other packages only click, so that it is fast."""
-    new = modules_after("--help") - modules_after()
+    before, after = modules_after(["--help"])
+    new = after - before
     ours = {name for name in new if name.split(".")[0] == "shardproof"}
     others = {name.split(".")[0] for name in new - ours}
     assert sorted(ours - {f"shardproof.commands.cli.{name}" for name in COMMANDS.values()}) == [
@@ -87,7 +88,7 @@ def test_commands_that_only_read_need_no_torch(tmp_path: Path) -> None:
     step = tmp_path / "step-00000001"
     cut = Sample(ONE.tensors, cuts={"w": rows_cut((4, 3), 2, 1)}, world_size=2)
     write(tmp_path / "other_layout", cut)
-    for arguments in (
+    commands: list[list[object]] = [
         ["ls", tmp_path],
         ["inspect", step],
         ["inspect", step, "w"],
@@ -101,15 +102,11 @@ def test_commands_that_only_read_need_no_torch(tmp_path: Path) -> None:
         ["page", tmp_path, "-o", "-"],
         ["page", step, "--verify", "-o", "-"],
         ["page", step, tmp_path / "other_layout", "-o", "-"],
-    ):
-        assert imported("torch", *arguments) == []
-        assert imported("torch,rich", *arguments, "--json") == [] or arguments[0] in (
-            "diff",
-            "doctor",
-            "page",
-            "stats",
-            "verify",
-        )
+    ]
+    as_json = [[*command, "--json"] for command in commands]
+    plain = [command for command in as_json if command[0] in ("inspect", "ls", "prune")]
+    assert imported("torch,rich", *plain) == {}
+    assert imported("torch", *commands, *as_json) == {}
 
 
 def test_a_shell_can_complete_commands() -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.programs import run_program
 
 LIMIT = 120.0
 
@@ -77,7 +77,6 @@ print(codes)
 
 @pytest.mark.parametrize("kind", [pytest.param("exits", marks=pytest.mark.slow), "multiprocessing", "saves"])
 def test_a_child_made_by_fork_ends(kind: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", _PARENT, str(tmp_path), kind]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
+    ended = run_program(_PARENT, str(tmp_path), kind, timeout=LIMIT)
     assert ended.stdout.strip() == "[0, 0, 0]", ended.stderr
     assert ended.returncode == 0, ended.stderr

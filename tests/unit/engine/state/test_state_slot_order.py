@@ -21,7 +21,8 @@ import shardproof as sp
 from shardproof.optim import DistributedOptimizer, HybridDeviceOptimizer
 from shardproof.state import slots_of
 
-SEEDS = range(1, 5)
+SEEDS = (1, 2)
+"""Of other processes. This one has a seed of its own."""
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -89,7 +90,8 @@ def test_slots_have_the_same_order_for_every_hash_seed(tmp_path: Path) -> None:
         for process in running:
             process.kill()
             process.wait(10)
-    assert orders_by_seed == [orders_by_seed[0]] * len(SEEDS)
+    here = [list(order) for order in orders(str(tmp_path))]
+    assert orders_by_seed == [here] * len(SEEDS)
     of_hybrid = [slots for kind, slots in orders_by_seed[0] if kind == "HybridDeviceOptimizer"]
     assert of_hybrid == [of_hybrid[0]] * 3  # whether the optimizer stepped before the load or not
     (of_distributed,) = [slots for kind, slots in orders_by_seed[0] if kind == "DistributedOptimizer"]

@@ -8,7 +8,6 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -25,6 +24,7 @@ from shardproof.errors import AlreadyCommittedError, NotCommittedError, PlainDat
 from shardproof.storage.conformance import StorageConformance
 from tests.harness import open_files
 from tests.in_memory import VARIABLE, private_tmpfs
+from tests.programs import run_program
 from tests.small_disk import small_disk
 
 LIMIT = 60.0
@@ -63,8 +63,7 @@ def state(value: float, count: int = 1000) -> dict[str, Any]:
 
 def in_another_process(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     before = "import os, signal, sys\nimport torch\nimport shardproof as sp\n"
-    command = [sys.executable, "-c", before + code, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
+    return run_program(before + code, *arguments, timeout=LIMIT)
 
 
 class TestConformance(StorageConformance):
