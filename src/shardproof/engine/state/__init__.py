@@ -22,6 +22,9 @@ from shardproof.engine.state.last_walk import LastWalk
 from shardproof.engine.state.layout import LAYOUTS, Layout, declare, local_layout
 from shardproof.engine.state.layout import declared as declared  # not listed in __all__: internal
 from shardproof.engine.state.local_shards import FlatShard, LocalShards
+from shardproof.engine.state.module_names import (
+    NamedModule as NamedModule,  # not listed in __all__: internal
+)
 from shardproof.engine.state.module_names import inside, number_expert, rename, share
 from shardproof.engine.state.optimizer.collect import OptimizerState
 from shardproof.engine.state.optimizer.hybrid_device import HybridDeviceSlots as HybridDeviceSlots  # internal

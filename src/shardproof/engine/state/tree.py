@@ -10,6 +10,7 @@ import torch
 from shardproof._utils.gc_pause import no_garbage_collection
 from shardproof.engine.state.binder import Binder
 from shardproof.engine.state.collector import Collector
+from shardproof.engine.state.framework_modules import parallel_state_of, refuse_loose_parts
 from shardproof.engine.state.last_walk import LastWalk
 from shardproof.engine.state.optimizer.collect import OptimizerState
 from shardproof.engine.state.records import Binding, Catalogue, Collected
@@ -43,9 +44,10 @@ def collect(tree: Any, *, rank: int = 0, world_size: int = 1, last: LastWalk | N
     >>> [entry.key for entry in collected.tensors], collected.objects
     (['w'], (ObjectEntry(key='epoch', value=3),))
     """
-    collector = Collector(handler_of, rank, world_size, last=last)
+    collector = Collector(handler_of, rank, world_size, parallel_state_of(world_size), last=last)
     with no_garbage_collection():
         _walk(collector.visit, tree)
+        refuse_loose_parts(collector.loose, collector.parallel)
         return collector.result()
 
 
@@ -84,10 +86,19 @@ def bind(
     {'epoch': 3}
     """
     binder = Binder(
-        handler_of, rank, world_size, binding=Binding(catalogue), selected=selected, strict=strict
+        handler_of,
+        rank,
+        world_size,
+        parallel_state_of(world_size),
+        binding=Binding(catalogue),
+        selected=selected,
+        strict=strict,
     )
     with no_garbage_collection():
         _walk(binder.visit, tree)
+        refuse_loose_parts(
+            {key: tensor for key, tensor in binder.loose.items() if selected(key)}, binder.parallel
+        )
         return binder.result()
 
 

@@ -66,9 +66,11 @@ class _Tensor:
     """Handles tensors and DTensors."""
 
     def collect(self, place: Place, value: torch.Tensor, collector: Collector) -> None:
+        collector.note_loose({place.key: value})
         collector.tensor(place.key, value, place.path)
 
     def bind(self, place: Place, value: torch.Tensor, binder: Binder) -> None:
+        binder.note_loose({place.key: value})
         binder.tensor(place.key, value)
 
 
@@ -128,6 +130,11 @@ class _Mapping:
                 collector.tensor(f"{prefix}{name}", item, (path, name))
             else:
                 collector.visit(place.at(name), item)
+        if collector.parallel is not None:
+            tensors = {
+                f"{prefix}{name}": item for name, item in value.items() if isinstance(item, torch.Tensor)
+            }
+            collector.note_loose(tensors)
 
     def bind(self, place: Place, value: dict[Any, Any], binder: Binder) -> None:
         """Binds each item. Tensors skip the handler."""
@@ -141,7 +148,9 @@ class _Mapping:
             )
         prefix = f"{place.key}." if place.key else ""
         tensors = {name: item for name, item in value.items() if isinstance(item, torch.Tensor)}
-        binder.tensors([f"{prefix}{name}" for name in tensors], list(tensors.values()))
+        keys = [f"{prefix}{name}" for name in tensors]
+        binder.note_loose(dict(zip(keys, tensors.values(), strict=True)))
+        binder.tensors(keys, list(tensors.values()))
         if len(tensors) < len(value):
             for name, item in value.items():
                 if not isinstance(item, torch.Tensor):

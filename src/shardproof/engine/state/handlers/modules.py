@@ -328,7 +328,7 @@ def _state_of(
 ) -> tuple[NamedModule, Mapping[str, Any]]:
     module = named(value, visitor)
     _refuse_collective(module, place)
-    refuse_undeclared(module, place)
+    refuse_undeclared(module, place, visitor.parallel)
     refuse_hooks(
         [("", wrapper) for wrapper in _unwrapped(value)[:-1]],
         place,

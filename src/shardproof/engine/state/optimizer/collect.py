@@ -166,7 +166,7 @@ def _given_modules(value: Any, place: Place, visitor: Visitor[Any]) -> list[Visi
     visited = []
     for index, item in enumerate(given):
         module = named(item, visitor)
-        refuse_undeclared(module, place)
+        refuse_undeclared(module, place, visitor.parallel)
         key = str(index) if len(given) > 1 else ""
         visited.append(VisitedModule(key, module, {}, flat_parts_of(module, place.path, visitor)))
     return visited
