@@ -210,15 +210,30 @@ def test_the_example_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
         assert checkpoint.provenance["layout"] == {"megatron": groups}
 
 
-def test_live_state_is_what_megatron_gathers(tmp_path: Path) -> None:
-    """`live_state` gives the bits of `fully_reshardable` of Megatron, at TP 2 x DP 2, and loads at DP 2."""
-    at = {name: tmp_path / name for name in ("own", "ours", "loaded")}
-    layout = {**DP4, "tensor_model_parallel_size": 2}
-    train("megatron", [("train", 2), ("reference", at["own"]), ("save_live", at["ours"])], layout, nproc=4)
+@pytest.mark.parametrize(
+    ("layout", "ranks"),
+    [
+        pytest.param({**DP4, "tensor_model_parallel_size": 2}, 4, id="tensor"),
+        pytest.param(
+            {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+            2,
+            id="virtual_stages",
+        ),
+    ],
+)
+def test_live_state_is_what_megatron_gathers(layout: dict[str, Any], ranks: int, tmp_path: Path) -> None:
+    """`live_state` gives the bits of Megatron's `fully_reshardable`, which load at DP 2, and come back.
+
+    It saves the list of wrapped chunks as Megatron's training has it, and loads into the models inside.
+    """
+    at = {name: tmp_path / name for name in ("own", "ours", "loaded", "back")}
+    steps = [("train", 2), ("reference", at["own"]), ("save_live", at["ours"])]
+    steps += [("train", 1), ("load_live", at["ours"]), ("reference", at["back"])]
+    train("megatron", steps, layout, nproc=ranks)
     train("megatron", [("load_live", at["ours"]), ("reference", at["loaded"])], DP4, nproc=2, seed=3)
     saved = tensors(at["own"])
-    assert_same_tensors(tensors(at["ours"]), saved)
-    assert_same_tensors(tensors(at["loaded"]), saved)
+    for name in ("ours", "loaded", "back"):
+        assert_same_tensors(tensors(at[name]), saved)
 
 
 @pytest.mark.parametrize("environment", ENVIRONMENTS)

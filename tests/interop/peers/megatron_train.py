@@ -342,11 +342,13 @@ class Steps:
 
     def save_live(self, path: str) -> None:
         with without_collectives():
-            state = ours.live_state(self.run.model.module, self.run.optimizer) | {"step": self.done}
+            state = ours.live_state(self.run.chunks, self.run.optimizer) | {"step": self.done}
             ours.save(state, path, self.strategy)
 
     def load_live(self, path: str) -> None:
-        module, optimizer = self.run.model.module, self.run.optimizer
+        optimizer = self.run.optimizer
+        chunks = [chunk.module for chunk in self.run.chunks]  # the wrappers make no difference
+        module = chunks if len(chunks) > 1 else chunks[0]
         with without_collectives():
             state = ours.live_state(module, optimizer, checkpoint_dir=path)
             self.done = ours.load_live_state(module, optimizer, state, path)["step"]
