@@ -28,7 +28,7 @@ from shardproof.engine.foreign import Foreign, foreign_of
 from shardproof.engine.loading import UNREADABLE, Checkpoint, open_storage
 from shardproof.engine.rendezvous import LocalRendezvous, Rendezvous, connect
 from shardproof.engine.saving import SaveRequest
-from shardproof.engine.state import NamedModule, Place, refuse_divided
+from shardproof.engine.state import NamedModule, Place, refuse_collective, refuse_divided
 from shardproof.engine.storage import LocalStorage
 from shardproof.errors import KeyMismatchError, StructureError
 from shardproof.frameworks.shared.replacements import LastSaver, raised_as
@@ -329,13 +329,17 @@ def _state_of(key: str, value: Any, rendezvous: Rendezvous) -> Any:
 
     Raises:
         StructureError: ranks divide the state of an optimizer, and `state_dict` lacks it. Or a module has
-            declared layouts, which its `state_dict` lacks.
+            declared layouts, which its `state_dict` lacks. Or its `state_dict` is a collective.
     """
     if not is_stateful(value):
         return value
+    place = Place(str(key), f"state_dict[{key!r}]")
     if not isinstance(value, torch.nn.Module):  # of Megatron-Core, whose `state_dict` has all weights
-        refuse_divided(value, Place(str(key), f"state_dict[{key!r}]"))
-    elif rendezvous.world_size > 1 and NamedModule(value).is_declared():
+        refuse_divided(value, place)
+        return value.state_dict()
+    module = NamedModule(value)
+    refuse_collective(module, place)
+    if rendezvous.world_size > 1 and module.is_declared():
         raise StructureError(
             f"{key} is a {type(value).__qualname__} for which shardproof.layouts declares the part of this "
             "rank, which its state_dict() lacks. Save and load it by shardproof.save and shardproof.load, or "

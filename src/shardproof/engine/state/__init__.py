@@ -10,6 +10,9 @@ from shardproof.engine.state.flat_parameters import (
     flat_tensors as flat_tensors,  # not listed in __all__: internal
 )
 from shardproof.engine.state.framework_modules import (
+    refuse_collective as refuse_collective,  # not listed in __all__: internal
+)
+from shardproof.engine.state.framework_modules import (
     without_fabric as without_fabric,
 )  # not listed in __all__: internal
 from shardproof.engine.state.handlers.generators import RandomState

@@ -1,6 +1,6 @@
-"""Wrappers of Fabric, and modules of Megatron-Core.
+"""Wrappers of Fabric, of Megatron-FSDP, and modules of Megatron-Core.
 
-The weights of the latter have one name on ranks that have different parts of the model.
+The weights of the last have one name on ranks that have different parts of the model.
 
 Note: how a tensor is recognised as a part of a model
     Megatron-Core marks parameters and layers, and not the tensors of a ``state_dict()``. These share the
@@ -27,6 +27,8 @@ from shardproof.engine.state.visitor import Place, is_per_rank, join
 from shardproof.errors import StructureError
 
 _PACKAGES = ("lightning.fabric", "lightning_fabric")
+_MEGATRON_FSDP = ("megatron_fsdp", "megatron.core.distributed.fsdp.src.megatron_fsdp")
+"""The package, and its copy in Megatron-Core."""
 _INNER = {"_FabricModule": "_forward_module", "_FabricOptimizer": "optimizer"}
 """Class of a wrapper, and its attribute that has the wrapped object."""
 
@@ -46,6 +48,25 @@ def without_fabric(value: Any) -> Any:
             if kind is not None and isinstance(value, kind):
                 return getattr(value, attribute)
     return value
+
+
+def refuse_collective(module: NamedModule, place: Place) -> None:
+    """Raises for a module whose state_dict is a collective: collecting must not communicate.
+
+    Raises:
+        StructureError: Megatron-FSDP, or the copy of it in Megatron-Core, wraps the module or a part of it.
+    """
+    kinds = tuple(
+        kind
+        for package in _MEGATRON_FSDP
+        if (kind := getattr(sys.modules.get(f"{package}.megatron_fsdp"), "MegatronFSDP", None)) is not None
+    )
+    if kinds and any(isinstance(part, kinds) for _, part in module.parts):
+        raise StructureError(
+            f"{place.path} holds MegatronFSDP, whose state_dict is a collective. Save "
+            "shardproof.frameworks.megatron_fsdp.module_state(model) instead",
+            key=place.key,
+        )
 
 
 def parallel_state_of(world_size: int) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -13,7 +12,7 @@ from shardproof.engine.state.binder import MISSING, Binder
 from shardproof.engine.state.collector import Collector
 from shardproof.engine.state.dtensor import local_tensor
 from shardproof.engine.state.flat_parameters import FlatPart, flat_parts, flat_state, is_flat
-from shardproof.engine.state.framework_modules import refuse_undeclared, without_fabric
+from shardproof.engine.state.framework_modules import refuse_collective, refuse_undeclared, without_fabric
 from shardproof.engine.state.handlers.module_hooks import LoadHooks, is_uninitialized, method_of, refuse_hooks
 from shardproof.engine.state.layout import Layout, local_layout
 from shardproof.engine.state.local_shards import FlatShard, LocalShards
@@ -327,7 +326,7 @@ def _state_of(
     value: torch.nn.Module, place: Place, visitor: Visitor[Any], *, load: bool = False
 ) -> tuple[NamedModule, Mapping[str, Any]]:
     module = named(value, visitor)
-    _refuse_collective(module, place)
+    refuse_collective(module, place)
     refuse_undeclared(module, place, visitor.parallel)
     refuse_hooks(
         [("", wrapper) for wrapper in _unwrapped(value)[:-1]],
@@ -348,17 +347,6 @@ def _state_of(
     if method_of(module.module, "state_dict") is torch.nn.Module.state_dict:
         return module, module.module.state_dict(keep_vars=True)
     return module, module.module.state_dict()  # an overridden state_dict may take no arguments
-
-
-def _refuse_collective(module: NamedModule, place: Place) -> None:
-    """Raises for a module whose state_dict is a collective: collecting must not communicate."""
-    kind = getattr(sys.modules.get("megatron_fsdp.megatron_fsdp"), "MegatronFSDP", None)
-    if kind is not None and any(isinstance(part, kind) for _, part in module.parts):
-        raise StructureError(
-            f"{place.path} holds MegatronFSDP, whose state_dict is a collective. Save "
-            "shardproof.frameworks.megatron_fsdp.module_state(model) instead",
-            key=place.key,
-        )
 
 
 def _visited(

@@ -42,10 +42,12 @@ def before_save(optimizer: torch.optim.Optimizer, place: Place, *, only_slots: b
     """
     posts = filter(is_foreign, _hooks(optimizer, "_optimizer_state_dict_post_hooks"))
     if not only_slots and (hook := next(posts, None)) is not None:
+        remedy = "If it adds no state, save shardproof.OptimizerState(optimizer, model)"
+        if getattr(hook, "__module__", "").startswith("megatron_fsdp."):
+            remedy = "Save shardproof.frameworks.megatron_fsdp.optimizer_state(optimizer, model)"
         raise StructureError(
             f"{place.path}: {type(optimizer).__qualname__} has the post-hook of state_dict {_name(hook)}, "
-            "whose changes would be lost. If it adds no state, save shardproof.OptimizerState(optimizer, "
-            "model)",
+            f"whose changes would be lost. {remedy}",
             key=place.key,
         )
     for hook in filter(is_foreign, _hooks(optimizer, "_optimizer_state_dict_pre_hooks")):
