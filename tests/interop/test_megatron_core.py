@@ -210,15 +210,30 @@ def test_the_example_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
         assert checkpoint.provenance["layout"] == {"megatron": groups}
 
 
-def test_live_state_is_what_megatron_gathers(tmp_path: Path) -> None:
-    """`live_state` gives the bits of `fully_reshardable` of Megatron, at TP 2 x DP 2, and loads at DP 2."""
-    at = {name: tmp_path / name for name in ("own", "ours", "loaded")}
-    layout = {**DP4, "tensor_model_parallel_size": 2}
-    train("megatron", [("train", 2), ("reference", at["own"]), ("save_live", at["ours"])], layout, nproc=4)
+@pytest.mark.parametrize(
+    ("layout", "ranks"),
+    [
+        pytest.param({**DP4, "tensor_model_parallel_size": 2}, 4, id="tensor"),
+        pytest.param(
+            {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+            2,
+            id="virtual_stages",
+        ),
+    ],
+)
+def test_live_state_is_what_megatron_gathers(layout: dict[str, Any], ranks: int, tmp_path: Path) -> None:
+    """`live_state` gives the bits of Megatron's `fully_reshardable`, which load at DP 2, and come back.
+
+    It saves the list of wrapped chunks as Megatron's training has it, and loads into the models inside.
+    """
+    at = {name: tmp_path / name for name in ("own", "ours", "loaded", "back")}
+    steps = [("train", 2), ("reference", at["own"]), ("save_live", at["ours"])]
+    steps += [("train", 1), ("load_live", at["ours"]), ("reference", at["back"])]
+    train("megatron", steps, layout, nproc=ranks)
     train("megatron", [("load_live", at["ours"]), ("reference", at["loaded"])], DP4, nproc=2, seed=3)
     saved = tensors(at["own"])
-    assert_same_tensors(tensors(at["ours"]), saved)
-    assert_same_tensors(tensors(at["loaded"]), saved)
+    for name in ("ours", "loaded", "back"):
+        assert_same_tensors(tensors(at[name]), saved)
 
 
 @pytest.mark.parametrize("environment", ENVIRONMENTS)
@@ -263,11 +278,33 @@ def test_an_optimizer_whose_state_dict_lacks_its_moments_is_refused(environment:
 def test_a_model_of_which_the_ranks_have_parts_is_refused(
     layout: dict[str, Any], options: dict[str, Any], declaration: str, tmp_path: Path
 ) -> None:
-    """`shardproof.save` would store the part of one rank. What the error advises saves the whole model."""
+    """A save would store the part of one rank under a key, as torch's does. What the error advises works.
+
+    The tensors of a `state_dict()` have no marks, and are recognised by the memory of the model. A rank that
+    saves alone may save its part. Copies are not recognised, and `check_replicas` finds them.
+    """
     at = {name: tmp_path / name for name in ("declared", "live", "one", "whole")}
-    steps = [("bare", tmp_path / "bare"), ("save_live", at["live"]), ("declared", at["declared"])]
-    error = train("megatron", steps, layout, nproc=2, **options).facts["errors"]["model"]
-    assert f"declare the part of this rank: shardproof.layouts.{declaration}" in error
+    steps = [("train", 1), ("bare", tmp_path / "bare"), ("mixed", tmp_path / "torch")]
+    steps += [("sharded", tmp_path / "sharded"), ("per_rank", tmp_path / "own")]
+    steps += [("copies", tmp_path / "run"), ("save_live", at["live"]), ("declared", at["declared"])]
+    facts = train("megatron", steps, layout, nproc=2, **options).facts
+    assert all(facts["other"])  # torch wrote parts of each rank
+    divided = sorted({f"model.{name}" for names in facts["other"] for name in names})
+    if declaration != "layers":  # the ranks have other names, too
+        assert facts["differing"] == divided
+    assert facts["differing"]
+    others = {"itself", "named", "dcp"}  # the optimizers
+    values = {"model", "state_dict", "kept", "object"}
+    values |= {f"dcp_{name}" for name in values}
+    assert facts["errors"].keys() == others | values | {"chosen", "dcp_declared", "loaded"}
+    if declaration == "layers":  # the keys of a list have no numbers of layers, and here other shapes
+        assert "rank 1 declares" in facts["errors"].pop("chosen")
+    assert "shardproof.layouts declares" in facts["errors"].pop("dcp_declared")
+    assert "model." in (error := facts["errors"].pop("loaded")) and "has this key on all" in error
+    for name in facts["errors"].keys() - others:
+        error = facts["errors"][name]
+        assert f"declare the part of this rank: shardproof.layouts.{declaration}" in error, name
+        assert f": {name.removeprefix('dcp_')}." in error  # the key
     steps = [("load_live", at["live"]), ("save_live", at["one"]), ("declared", at["whole"])]
     train("megatron", steps, {}, nproc=1, seed=1, **options)
     assert_same_tensors(tensors(at["one"]), tensors(at["live"]))

@@ -81,10 +81,13 @@ def test_masters_follow_a_load_of_the_model_alone(saved: tuple[Path, PeerResult]
 
 
 def test_wrong_use_says_what_to_change(tmp_path: Path) -> None:
-    errors = run_peer("megatron", "train_megatron_fsdp.py", "wrong", tmp_path, "x:3:float32").facts
+    errors = run_peer("megatron", "train_megatron_fsdp.py", "wrong", tmp_path, "x:3:float32", nproc=3).facts
     assert "shardproof.frameworks.megatron_fsdp.module_state(model)" in errors["x.0"]
     assert "not the module inside" in errors["x.1"]
     assert "after fully_shard_model" in errors["x.2"]
+    assert "whose state_dict is a collective" in errors["x.3"]
+    assert "Save shardproof.frameworks.megatron_fsdp.optimizer_state(optimizer, model)" in errors["x.4"]
+    assert "save `module_state(model)` and `optimizer_state(optimizer, model)`" in errors["x.5"]
 
 
 def test_fp8_weights_are_refused(tmp_path: Path) -> None:

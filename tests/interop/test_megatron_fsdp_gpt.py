@@ -75,6 +75,8 @@ def test_undeclared_layouts_are_refused(tmp_path: Path) -> None:
     facts = run_peer(ENVIRONMENT, SCRIPT, "undeclared", tmp_path, *cases, nproc=2).facts
     assert "shardproof.layouts.experts.sequential" in facts[cases[0]]
     assert "shardproof.layouts.swiglu(MODULE, NAME, SIZE, rank=RANK, ranks=RANKS)" in facts[cases[1]]
+    for case in cases:  # Megatron-Core has a copy of the package
+        assert "whose state_dict is a collective" in facts[f"{case}.whole"]
 
 
 @pytest.mark.gpu

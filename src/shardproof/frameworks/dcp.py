@@ -28,9 +28,9 @@ from shardproof.engine.foreign import Foreign, foreign_of
 from shardproof.engine.loading import UNREADABLE, Checkpoint, open_storage
 from shardproof.engine.rendezvous import LocalRendezvous, Rendezvous, connect
 from shardproof.engine.saving import SaveRequest
-from shardproof.engine.state import Place, refuse_divided
+from shardproof.engine.state import NamedModule, Place, refuse_collective, refuse_divided
 from shardproof.engine.storage import LocalStorage
-from shardproof.errors import KeyMismatchError
+from shardproof.errors import KeyMismatchError, StructureError
 from shardproof.frameworks.shared.replacements import LastSaver, raised_as
 from shardproof.frameworks.torch.dcp_arguments import (
     OTHER_FILES,
@@ -249,7 +249,9 @@ def load(
     source = foreign_of(path)
     with rendezvous.operation(f"load {source.location}"):  # every rank raises an error here, see `sp.load`
         is_partial = check_planner(planner, DefaultLoadPlanner, "load")
-        parts = {key: _state_of(key, state_dict[key]) for key in sorted(state_dict)}  # may run collectives
+        parts = {  # may run collectives
+            key: _state_of(key, state_dict[key], rendezvous) for key in sorted(state_dict)
+        }
         flat = FlatTree(parts)
         _fit(
             flat, source, is_partial, [key for key in parts if parts[key] is not state_dict[key]], rendezvous
@@ -304,7 +306,8 @@ def _tree_to_save(
     """The state tree of a state dict. An error of one rank ends the save on all ranks."""
     with rendezvous.operation(f"save {storage.location}"):
         check_planner(planner, DefaultSavePlanner, "save")
-        return FlatTree({key: _state_of(key, value) for key, value in state_dict.items()}).with_paths()
+        states = {key: _state_of(key, value, rendezvous) for key, value in state_dict.items()}
+        return FlatTree(states).with_paths()
 
 
 def _fit(
@@ -321,16 +324,28 @@ def _fit(
             _warn(flat, checkpoint, stateful)
 
 
-def _state_of(key: str, value: Any) -> Any:
+def _state_of(key: str, value: Any, rendezvous: Rendezvous) -> Any:
     """The value of a state dict, or the state of an object there.
 
     Raises:
-        StructureError: ranks divide the state of an optimizer, and `state_dict` lacks it.
+        StructureError: ranks divide the state of an optimizer, and `state_dict` lacks it. Or a module has
+            declared layouts, which its `state_dict` lacks. Or its `state_dict` is a collective.
     """
     if not is_stateful(value):
         return value
+    place = Place(str(key), f"state_dict[{key!r}]")
     if not isinstance(value, torch.nn.Module):  # of Megatron-Core, whose `state_dict` has all weights
-        refuse_divided(value, Place(str(key), f"state_dict[{key!r}]"))
+        refuse_divided(value, place)
+        return value.state_dict()
+    module = NamedModule(value)
+    refuse_collective(module, place)
+    if rendezvous.world_size > 1 and module.is_declared():
+        raise StructureError(
+            f"{key} is a {type(value).__qualname__} for which shardproof.layouts declares the part of this "
+            "rank, which its state_dict() lacks. Save and load it by shardproof.save and shardproof.load, or "
+            "by a shardproof.Checkpointer",
+            key=str(key),
+        )
     return value.state_dict()
 
 

@@ -22,6 +22,7 @@ from typing import Any
 
 from megatron.core import dist_checkpointing as mcore
 from megatron.core.dist_checkpointing.validation import StrictHandling
+from megatron.core.distributed import DistributedDataParallel
 
 from shardproof.frameworks.megatron.megatron_load import (
     check_is_distributed_checkpoint,
@@ -92,25 +93,30 @@ mend_distributed_optimizer()
 def live_state(
     module: Any, optimizer: Any, *, checkpoint_dir: str | os.PathLike[str] | None = None
 ) -> dict[str, Any]:
-    """The sharded state dict of a module and its distributed optimizer, without a collective.
+    """The sharded state dict of a model and its distributed optimizer, without a collective.
 
     Args:
-        module: the model, not wrapped by DistributedDataParallel.
+        module: the model, or the list of its chunks on this rank, as Megatron's ``get_model`` returns it.
+            Keys do not depend on DistributedDataParallel and Float16Module around a chunk.
         optimizer: see `optimizer_state`.
         checkpoint_dir: for a load, the checkpoint.
+
+    Returns:
+        The states under "model" and "optimizer". Those of several chunks, which virtual pipeline stages are,
+        have the names that Megatron gives them: "model0", "model1" and so on.
     """
-    model = module.sharded_state_dict()
+    models = {name: chunk.sharded_state_dict() for name, chunk in _chunks(module).items()}
     stored = None if checkpoint_dir is None else load_tensors_metadata(checkpoint_dir)
-    return {"model": model, "optimizer": optimizer_state(optimizer, model, stored)}
+    return {**models, "optimizer": optimizer_state(optimizer, models, stored)}
 
 
 def load_live_state(
     module: Any, optimizer: Any, state: dict[str, Any], checkpoint_dir: str | os.PathLike[str]
 ) -> dict[str, Any]:
-    """Loads a checkpoint into a module and its distributed optimizer. All ranks call it.
+    """Loads a checkpoint into a model and its distributed optimizer. All ranks call it.
 
     Args:
-        module: the model, not wrapped by DistributedDataParallel.
+        module: see `live_state`.
         optimizer: see `optimizer_state`.
         state: the result of `live_state`, with any other entries to load.
         checkpoint_dir: the checkpoint that `live_state` was called with.
@@ -119,6 +125,14 @@ def load_live_state(
         The loaded state dict, with the common state.
     """
     loaded = dict(load(state, checkpoint_dir))
-    module.load_state_dict(loaded["model"])
+    for name, chunk in _chunks(module).items():
+        chunk.load_state_dict(loaded[name])
     load_optimizer_state(optimizer, loaded["optimizer"])
     return loaded
+
+
+def _chunks(module: Any) -> dict[str, Any]:
+    """The chunks of a model on this rank, without DistributedDataParallel, by their names in a state."""
+    chunks = module if isinstance(module, (list, tuple)) else [module]
+    inner = [chunk.module if isinstance(chunk, DistributedDataParallel) else chunk for chunk in chunks]
+    return {"model": inner[0]} if len(inner) == 1 else {f"model{at}": item for at, item in enumerate(inner)}

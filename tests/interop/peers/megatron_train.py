@@ -13,7 +13,11 @@ STEPS is a JSON list of what to do, in order:
     ["own", PATH]        fill model and optimizer with Megatron's own functions and strategy
     ["refuse", PATH]     make `live_state` of optimizers whose state it does not know; the errors are facts
     ["bare", PATH]       save optimizer and model as values of a state tree; the errors are facts
-    ["declared", PATH]   the same for the model alone, with its parts declared
+    ["sharded", PATH]    save and load the sharded state dict of the model alone
+    ["per_rank", PATH]   the same with the model, and with its state dict, for each rank by itself
+    ["mixed", PATH]      save the model with torch's `dcp.save`; the names with other bits are a fact
+    ["copies", PATH]     save copies of the model's tensors, and compare replicas; differing keys are a fact
+    ["declared", PATH]   save the model as a value of a state tree, with its parts declared
     ["by_torch", PATH]   save the optimizer as an object in a state dict, with torch's `dcp.save`
     ["refused", PATH]    load what does not fit; the error is a fact
     ["describe", KIND]   describe the optimizer in a sharding type; the error is a fact
@@ -33,6 +37,8 @@ import os
 import random
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -151,6 +157,19 @@ class LoopState:
         }
 
 
+class ModelState:
+    """An object with the state of a model, as programs of torch's DCP have one."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"inner": self.module.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.module.load_state_dict(state["inner"])
+
+
 class Steps:
     """One run of the script."""
 
@@ -161,6 +180,8 @@ class Steps:
         self.strategy = ours.SaveStrategy(deadline=60)
         self.done = 0
         self.errors: dict[str, str] = {}
+        self.other: list[list[str]] = []
+        self.differing: list[str] = []
         if self.loop_state is not None:
             self.loop_state.attach(self.run.optimizer)
 
@@ -212,17 +233,83 @@ class Steps:
 
     def bare(self, path: str) -> None:
         module, optimizer = self.run.model.module, self.run.optimizer
-        values = {"itself": optimizer, "named": sp.OptimizerState(optimizer, module), "model": module}
+        values = {
+            "itself": optimizer,
+            "named": sp.OptimizerState(optimizer, module),
+            "model": module,
+            "state_dict": module.state_dict(),
+            "kept": module.state_dict(keep_vars=True),
+            "chosen": list(module.state_dict().values()),
+            "object": ModelState(module),
+        }
         saves = {
             name: partial(sp.save, f"{path}-{name}", {name: value}, deadline=60)
             for name, value in values.items()
         }
+        for name in ("model", "state_dict", "kept", "object"):
+            saves[f"dcp_{name}"] = partial(dcp.save, {name: values[name]}, checkpoint_id=f"{path}-dcp-{name}")
         saves["dcp"] = partial(dcp.save, {"optimizer": optimizer}, checkpoint_id=f"{path}-dcp")
+        alone = {"rendezvous": sp.rendezvous.LocalRendezvous()}
+        saves["alone"] = partial(sp.save, f"{path}-alone-{rank()}", {"model": module}, **alone)
+        saves["dcp_alone"] = partial(
+            dcp.save, {"model": module}, checkpoint_id=f"{path}-dcp-{rank()}", no_dist=True
+        )
         for name, save in saves.items():
             try:
                 save()
             except sp.ShardproofError as error:
                 self.errors[name] = f"{type(error).__name__}: {error}"
+
+    def sharded(self, path: str) -> None:
+        module = self.run.model.module
+        with self.comes_back():
+            ours.save({"model": module.sharded_state_dict()}, path)
+            self.clear()
+            loaded = ours.load({"model": module.sharded_state_dict()}, path)
+            module.load_state_dict(loaded["model"])
+
+    def per_rank(self, path: str) -> None:
+        module = self.run.model.module
+        with self.comes_back():
+            sp.save(path, {"model": sp.PerRank(module)}, deadline=60)
+            self.clear()
+            sp.load(path, {"model": sp.PerRank(module)}, deadline=60)
+        with self.comes_back():
+            dcp.save({"model": sp.PerRank(module.state_dict())}, checkpoint_id=f"{path}-dcp")
+            self.clear()
+            dcp.load({"model": sp.PerRank(module.state_dict())}, checkpoint_id=f"{path}-dcp")
+
+    def mixed(self, path: str) -> None:
+        module = self.run.model.module
+        torch_dcp.save({"model": module}, checkpoint_id=path)
+        state = module.state_dict()
+        with sp.open(path) as checkpoint:
+            other = [
+                name
+                for name, item in state.items()
+                if torch.is_tensor(item) and not torch.equal(checkpoint[f"model.{name}"].read(), item)
+            ]
+        self.other = [[] for _ in range(world_size())]
+        dist.all_gather_object(self.other, other)
+
+    def copies(self, path: str) -> None:
+        copies = {name: item.clone() for name, item in self.run.model.module.named_parameters()}
+        checkpointer = sp.Checkpointer(path, check_replicas="all", deadline=60)
+        result = checkpointer.save(1, {"model": copies}).result()
+        self.differing = sorted({item.key for item in result.diverged})
+
+    def clear(self) -> None:
+        with torch.no_grad():
+            for parameter in self.run.model.module.parameters():
+                parameter.fill_(7)
+
+    @contextmanager
+    def comes_back(self) -> Iterator[None]:
+        """Fails unless the model has the same bits at the end of the block."""
+        before = {name: item.clone() for name, item in self.run.model.module.named_parameters()}
+        yield
+        for name, item in self.run.model.module.named_parameters():
+            assert torch.equal(item, before[name]), name
 
     def by_torch(self, path: str) -> None:
         torch_dcp.save({"optimizer": self.run.optimizer}, checkpoint_id=path)
@@ -230,6 +317,16 @@ class Steps:
     def declared(self, path: str) -> None:
         megatron_gpt.declare(self.run.model.module)
         sp.save(path, {"model": self.run.model.module}, deadline=60)
+        module = self.run.model.module
+        calls = {
+            "dcp_declared": partial(dcp.save, {"model": module}, checkpoint_id=f"{path}-dcp"),
+            "loaded": partial(sp.load, path, {"model": module.state_dict()}, deadline=60),
+        }
+        for name, call in calls.items():
+            try:
+                call()
+            except sp.ShardproofError as error:
+                self.errors[name] = str(error)
 
     def refused(self, path: str) -> None:
         try:
@@ -245,11 +342,13 @@ class Steps:
 
     def save_live(self, path: str) -> None:
         with without_collectives():
-            state = ours.live_state(self.run.model.module, self.run.optimizer) | {"step": self.done}
+            state = ours.live_state(self.run.chunks, self.run.optimizer) | {"step": self.done}
             ours.save(state, path, self.strategy)
 
     def load_live(self, path: str) -> None:
-        module, optimizer = self.run.model.module, self.run.optimizer
+        optimizer = self.run.optimizer
+        chunks = [chunk.module for chunk in self.run.chunks]  # the wrappers make no difference
+        module = chunks if len(chunks) > 1 else chunks[0]
         with without_collectives():
             state = ours.live_state(module, optimizer, checkpoint_dir=path)
             self.done = ours.load_live_state(module, optimizer, state, path)["step"]
@@ -350,6 +449,8 @@ def main() -> None:
     result = Result()
     result.facts["version"] = version("megatron-core")
     result.facts["errors"] = it.errors
+    result.facts["other"] = it.other
+    result.facts["differing"] = it.differing
     leave_ranks(result)
 
 

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from uneven_model import UnevenModel
 
 import shardproof as sp
+from shardproof.frameworks import dcp
 from shardproof.frameworks import megatron_fsdp as adapter
 from shardproof.state import collect
 
@@ -97,13 +98,16 @@ def model_alone(path: str, name: str, stage: int, dtype: torch.dtype, result: Re
 
 def wrong(path: str, name: str, stage: int, dtype: torch.dtype, result: Result) -> None:
     """Stores the errors of wrong use."""
-    model, _ = built(stage, dtype, seed=0)
+    model, optimizer = built(stage, dtype, seed=0)
     other = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))])
     for number, use in enumerate(
         (
             lambda: sp.save(path, {"model": model}),
             lambda: adapter.module_state(model.module),
             lambda: adapter.optimizer_state(other, model),
+            lambda: dcp.save({"model": model}, checkpoint_id=path),
+            lambda: sp.save(path, {"optimizer": optimizer}),
+            lambda: sp.save(path, {"model": model.state_dict()}),
         )
     ):
         try:

@@ -216,10 +216,12 @@ def local_names(path: str, name: str, words: set[str], result: Result) -> None:
 
 def undeclared(path: str, name: str, words: set[str], result: Result) -> None:
     model, _ = built(words, seed=0)
-    try:
-        adapter.module_state(model)
-    except sp.StructureError as error:
-        result.facts[name] = str(error)
+    uses = {name: adapter.module_state, f"{name}.whole": lambda model: sp.save(path, {"model": model})}
+    for use, call in uses.items():
+        try:
+            call(model)
+        except sp.ShardproofError as error:
+            result.facts[use] = str(error)
 
 
 def main() -> None:

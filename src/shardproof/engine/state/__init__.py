@@ -14,7 +14,10 @@ from shardproof.engine.state.fence import Fence, open_all
 from shardproof.engine.state.flat_parameters import (
     flat_tensors as flat_tensors,  # not listed in __all__: internal
 )
-from shardproof.engine.state.handlers.modules import (
+from shardproof.engine.state.framework_modules import (
+    refuse_collective as refuse_collective,  # not listed in __all__: internal
+)
+from shardproof.engine.state.framework_modules import (
     without_fabric as without_fabric,
 )  # not listed in __all__: internal
 from shardproof.engine.state.handlers.per_rank import PerRank, RandomState, owner_of
@@ -26,6 +29,9 @@ from shardproof.engine.state.last_walk import LastWalk
 from shardproof.engine.state.layout import LAYOUTS, Layout, declare, local_layout
 from shardproof.engine.state.layout import declared as declared  # not listed in __all__: internal
 from shardproof.engine.state.local_shards import FlatShard, LocalShards
+from shardproof.engine.state.module_names import (
+    NamedModule as NamedModule,  # not listed in __all__: internal
+)
 from shardproof.engine.state.module_names import inside, number_expert, rename, share
 from shardproof.engine.state.optimizer.collect import OptimizerState
 from shardproof.engine.state.optimizer.slot_sources import HybridDeviceSlots as HybridDeviceSlots  # internal

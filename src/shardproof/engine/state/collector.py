@@ -237,6 +237,8 @@ class Hoister:
         key = hoisted_key(self.key, path, self.used)
         if kind == "tensor" and is_wrapper(value):
             self._check_wrapper(key, value)
+        if kind == "tensor":
+            self.collector.note_loose({key: value})
         self.collector.tensor(key, hoisted_tensor(kind, value), (self.origin, path))
         return key
 

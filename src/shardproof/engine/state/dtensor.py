@@ -343,11 +343,16 @@ def _refusal(
             "Use sizes that the mesh divides, or describe the layout with shardproof.LocalShards",
             key=path,
         )
+    remedy = "Describe an irregular layout with shardproof.LocalShards"
+    if hasattr(tensor._local_tensor, "__create_chunk_list__"):
+        remedy = (
+            "Megatron-FSDP has such tensors: save `module_state(model)` and `optimizer_state(optimizer, "
+            "model)` of shardproof.frameworks.megatron_fsdp by shardproof.save"
+        )
     return StructureError(
         f"{path}: the local tensor of this DTensor has shape {list(local_shape)}, but placements "
         f"{placements} on a mesh of shape {list(mesh_shape)} put {list(sizes_of(literal))} of "
-        f"{list(shape)} at coordinate {list(coordinate)}. Describe an irregular layout with "
-        "shardproof.LocalShards",
+        f"{list(shape)} at coordinate {list(coordinate)}. {remedy}",
         key=path,
     )
 

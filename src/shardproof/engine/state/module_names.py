@@ -118,6 +118,12 @@ class NamedModule:
         """The declared layout of the tensor of this name; None if there is none."""
         return self.layouts.get(clean_name(name)) if self.layouts else None
 
+    def is_declared(self) -> bool:
+        """True if a layout, number or shared key is declared, which the module's ``state_dict()`` lacks."""
+        return bool(self.layouts) or any(
+            not part.__dict__.keys().isdisjoint(_ATTRIBUTES) for _, part in self.parts
+        )
+
     def parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """All parameters, each under all its names. A module's own `named_parameters` takes precedence."""
         if type(self.module).named_parameters is not torch.nn.Module.named_parameters:

@@ -19,6 +19,7 @@ import torch
 from shardproof._utils.contexts import no_garbage_collection
 from shardproof.engine.state.binder import MISSING, Binder, BindHandler
 from shardproof.engine.state.collector import CollectHandler, Collector
+from shardproof.engine.state.framework_modules import parallel_state_of, refuse_loose_parts
 from shardproof.engine.state.handlers.modules import MODULE
 from shardproof.engine.state.handlers.per_rank import (
     GENERATOR,
@@ -73,9 +74,10 @@ def collect(tree: Any, *, rank: int = 0, world_size: int = 1, last: LastWalk | N
     >>> [entry.key for entry in collected.tensors], collected.objects
     (['w'], (ObjectEntry(key='epoch', value=3),))
     """
-    collector = Collector(handler_of, rank, world_size, last=last)
+    collector = Collector(handler_of, rank, world_size, parallel_state_of(world_size), last=last)
     with no_garbage_collection():
         _walk(collector.visit, tree)
+        refuse_loose_parts(collector.loose, collector.parallel)
         return collector.result()
 
 
@@ -114,10 +116,19 @@ def bind(
     {'epoch': 3}
     """
     binder = Binder(
-        handler_of, rank, world_size, binding=Binding(catalogue), selected=selected, strict=strict
+        handler_of,
+        rank,
+        world_size,
+        parallel_state_of(world_size),
+        binding=Binding(catalogue),
+        selected=selected,
+        strict=strict,
     )
     with no_garbage_collection():
         _walk(binder.visit, tree)
+        refuse_loose_parts(
+            {key: tensor for key, tensor in binder.loose.items() if selected(key)}, binder.parallel
+        )
         return binder.result()
 
 
@@ -168,9 +179,11 @@ class _Tensor:
     """Handles tensors and DTensors."""
 
     def collect(self, place: Place, value: torch.Tensor, collector: Collector) -> None:
+        collector.note_loose({place.key: value})
         collector.tensor(place.key, value, place.path)
 
     def bind(self, place: Place, value: torch.Tensor, binder: Binder) -> None:
+        binder.note_loose({place.key: value})
         binder.tensor(place.key, value)
 
 
@@ -230,6 +243,11 @@ class _Mapping:
                 collector.tensor(f"{prefix}{name}", item, (path, name))
             else:
                 collector.visit(place.at(name), item)
+        if collector.parallel is not None:
+            tensors = {
+                f"{prefix}{name}": item for name, item in value.items() if isinstance(item, torch.Tensor)
+            }
+            collector.note_loose(tensors)
 
     def bind(self, place: Place, value: dict[Any, Any], binder: Binder) -> None:
         """Binds each item. Tensors skip the handler."""
@@ -243,7 +261,9 @@ class _Mapping:
             )
         prefix = f"{place.key}." if place.key else ""
         tensors = {name: item for name, item in value.items() if isinstance(item, torch.Tensor)}
-        binder.tensors([f"{prefix}{name}" for name in tensors], list(tensors.values()))
+        keys = [f"{prefix}{name}" for name in tensors]
+        binder.note_loose(dict(zip(keys, tensors.values(), strict=True)))
+        binder.tensors(keys, list(tensors.values()))
         if len(tensors) < len(value):
             for name, item in value.items():
                 if not isinstance(item, torch.Tensor):

@@ -127,6 +127,10 @@ class Visitor(Generic[_H]):
     """The handler of a value."""
     rank: int
     world_size: int
+    parallel: Any = None
+    """Megatron-Core's ``parallel_state`` if it divides a model; see `framework_modules.parallel_state_of`."""
+    loose: dict[str, torch.Tensor] = field(default_factory=dict)
+    """With `parallel`, the tensors outside of modules and optimizers, by key; see `note_loose`."""
     modules: list[VisitedModule] = field(default_factory=list)
     """Modules visited so far."""
     flat: dict[int, list[FlatPart]] = field(default_factory=dict)
@@ -151,6 +155,15 @@ class Visitor(Generic[_H]):
         entries, empty = describe_tensors(keys, tensors, self.layouts, detach=detach)
         self.anchors |= empty
         return entries
+
+    def note_loose(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Records tensors outside of modules and optimizers, which may be parts of a divided model.
+
+        Args:
+            tensors: the tensors by key.
+        """
+        if self.parallel is not None:
+            self.loose |= {key: item for key, item in tensors.items() if not is_per_rank(key)}
 
     def finish_walk(self) -> None:
         """Makes the calls that wait for the end of the walk."""

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,10 @@ import torch
 import shardproof as sp
 from shardproof import layouts
 from shardproof.errors import StructureError
-from shardproof.state import collect
+from shardproof.state import Catalogue, bind
+from shardproof.state import collect as collect_on
+
+collect = partial(collect_on, world_size=2)
 
 
 @pytest.fixture
@@ -88,3 +92,84 @@ def test_layers_with_the_numbers_of_their_stage_are_refused(ranks: SimpleNamespa
         collect({"model": model})
     layouts.layers(model["layers"], 2)  # type: ignore[arg-type]
     assert {entry.key.split(".")[2] for entry in collect({"model": model}).tensors} == {"2", "3"}
+
+
+def test_a_rank_that_saves_alone_may_save_its_part(ranks: SimpleNamespace) -> None:
+    ranks.pipeline = 2
+    model = stage(2)
+    assert collect_on({"model": model, "loose": model.state_dict()}, world_size=1).tensors
+
+
+class Held:
+    """An object with the state dict of a model in its state."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"inner": self.model.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["inner"])
+
+
+@pytest.mark.parametrize("kind", ["dict", "kept", "list", "object", "flat"])
+def test_a_tensor_of_a_divided_weight_is_refused_outside_of_its_module(
+    ranks: SimpleNamespace, kind: str
+) -> None:
+    """It has no mark, and is found by its memory. The key is that of the tensor in the tree."""
+    model = stage(0)
+    layer: Any = model["layers"][1]
+    layer["fc"].weight.tensor_model_parallel = True
+    values = model.state_dict()
+    state: dict[str, Any] = {
+        "dict": {"dict": values},
+        "kept": {"kept": model.state_dict(keep_vars=True)},
+        "list": {"list": [values["layers.1.fc.weight"]]},
+        "object": {"object": Held(model)},
+        "flat": values,
+    }[kind]
+    key = {"list": "list.0", "object": "object.inner.layers.1.fc.weight", "flat": "layers.1.fc.weight"}.get(
+        kind, f"{kind}.layers.1.fc.weight"
+    )
+    collect(state)
+    ranks.tensor = 2
+    with pytest.raises(StructureError, match=rf"^{key} .*`{{'model': model\.sharded_state_dict\(\)}}`"):
+        collect(state)
+    collect({"own": sp.PerRank(state)})
+
+
+def test_other_tensors_outside_of_modules_are_replicas(ranks: SimpleNamespace) -> None:
+    """Those of weights that all ranks have, and those that no module has, such as copies."""
+    model = stage(0)
+    layer: Any = model["layers"][1]
+    layer["fc"].weight.tensor_model_parallel = True
+    ranks.tensor = 2
+    values = model.state_dict()
+    del values["layers.1.fc.weight"]
+    assert len(collect({"model": values, "copy": layer["fc"].weight.detach().clone()}).tensors) == 4
+
+
+def test_the_keys_of_layers_outside_of_modules_have_the_numbers_of_the_model(ranks: SimpleNamespace) -> None:
+    ranks.pipeline = 2
+    model = stage(2)
+    with pytest.raises(StructureError, match=r"^model\.layers\.0\.fc\.weight .*pipeline parallel ranks"):
+        collect({"model": model.state_dict()})
+    renamed = {
+        name.replace(".0.", ".2.").replace(".1.", ".3."): item for name, item in model.state_dict().items()
+    }
+    assert len(collect({"model": renamed}).tensors) == 4
+
+
+def test_a_load_into_parts_is_refused_for_the_selected_keys(ranks: SimpleNamespace) -> None:
+    model = stage(0)
+    layer: Any = model["layers"][1]
+    layer["fc"].weight.tensor_model_parallel = True
+    ranks.tensor = 2
+    state = {"model": model.state_dict()}
+    stored = {f"model.{name}": ("float32", tuple(item.shape)) for name, item in model.state_dict().items()}
+    catalogue = Catalogue(stored, {}, {}, 2)
+    with pytest.raises(StructureError, match=r"^model\.layers\.1\.fc\.weight has this key on all tensor"):
+        bind(state, catalogue, world_size=2)
+    key = "model.layers.1.fc.weight"
+    assert len(bind(state, catalogue, world_size=2, selected=lambda name: name != key).tensors) == 3

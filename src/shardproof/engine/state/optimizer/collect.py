@@ -24,8 +24,9 @@ from shardproof.engine.state.binder import Binder
 from shardproof.engine.state.collector import Collector, Hoister
 from shardproof.engine.state.dtensor import local_tensor
 from shardproof.engine.state.flat_parameters import is_in_flat
+from shardproof.engine.state.framework_modules import refuse_undeclared, without_fabric
 from shardproof.engine.state.handlers.module_hooks import is_foreign, method_of
-from shardproof.engine.state.handlers.modules import flat_parts_of, named, refuse_undeclared, without_fabric
+from shardproof.engine.state.handlers.modules import flat_parts_of, named
 from shardproof.engine.state.handlers.stateful_objects import refuse_divided
 from shardproof.engine.state.optimizer.bind import EXTRA, SHARED, OptimizerBinding
 from shardproof.engine.state.optimizer.flat_slots import FlatSlots
@@ -173,7 +174,7 @@ def _given_modules(value: Any, place: Place, visitor: Visitor[Any]) -> list[Visi
     visited = []
     for index, item in enumerate(given):
         module = named(item, visitor)
-        refuse_undeclared(module, place)
+        refuse_undeclared(module, place, visitor.parallel)
         key = str(index) if len(given) > 1 else ""
         visited.append(VisitedModule(key, module, {}, flat_parts_of(module, place.path, visitor)))
     return visited
@@ -319,10 +320,12 @@ def _before_save(optimizer: torch.optim.Optimizer, place: Place, *, only_slots: 
     """
     posts = filter(is_foreign, _hooks(optimizer, "_optimizer_state_dict_post_hooks"))
     if not only_slots and (hook := next(posts, None)) is not None:
+        remedy = "If it adds no state, save shardproof.OptimizerState(optimizer, model)"
+        if getattr(hook, "__module__", "").startswith("megatron_fsdp."):
+            remedy = "Save shardproof.frameworks.megatron_fsdp.optimizer_state(optimizer, model)"
         raise StructureError(
             f"{place.path}: {type(optimizer).__qualname__} has the post-hook of state_dict {_name(hook)}, "
-            "whose changes would be lost. If it adds no state, save shardproof.OptimizerState(optimizer, "
-            "model)",
+            f"whose changes would be lost. {remedy}",
             key=place.key,
         )
     for hook in filter(is_foreign, _hooks(optimizer, "_optimizer_state_dict_pre_hooks")):
