@@ -66,9 +66,10 @@ $(INTEROP)/%/.installed: tests/interop/environments/%.txt
 	$(@D)/bin/python -m pip install --quiet --no-deps --ignore-requires-python -r $<
 	touch $@
 
+# torch 2.6.0 asks for one version of sympy, which is another than the pinned one.
 $(OTHER_TORCH)/.installed: pyproject.toml constraints.txt
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
-	sed '/^torch==/d' constraints.txt > $(@D)/constraints.txt
+	sed -E '/^(torch|sympy)==/d' constraints.txt > $(@D)/constraints.txt
 	$(@D)/bin/python -m pip install --quiet -c $(@D)/constraints.txt torch==$(TORCH)
 	$(@D)/bin/python -m pip install --quiet -c $(@D)/constraints.txt -e '.[dev]'
 	touch $@

@@ -60,6 +60,7 @@ NO_TORCH_ON_IMPORT = (
     "errors",
     "reentrance",
     "dtypes",
+    "workers",
     "engine.events",
     "engine.geometry",
     "engine.planning",

@@ -11,7 +11,7 @@ from operator import index
 from shardproof._utils.arguments import check_mapping, check_texts, check_whole, wrong_type
 from shardproof.engine.rendezvous import Rendezvous
 from shardproof.engine.storage import StrOrBytesPath, is_url
-from shardproof.formats.conversion.conversion_protocol import ConversionReport, Where, carry_out
+from shardproof.formats.conversion.conversion_protocol import ConversionReport, carry_out
 from shardproof.formats.conversion.request import (
     ConversionRequest,
     KeyMap,
@@ -20,6 +20,7 @@ from shardproof.formats.conversion.request import (
     Move,
 )
 from shardproof.reentrance import refuse_inside
+from shardproof.workers import Where
 
 __all__ = [
     "ConversionReport",
