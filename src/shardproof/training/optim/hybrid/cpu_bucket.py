@@ -69,7 +69,7 @@ class CpuBucket:
 
         Args:
             copies: the copies.
-            states: the optimizer's state of each, None before its first step.
+            states: the optimizer's state of each, None if the step makes it.
         """
         by_layout: dict[Layout, list[SteppedCopy]] = {}
         for stepped, state in zip(copies, states, strict=True):
