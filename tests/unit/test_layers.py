@@ -410,6 +410,27 @@ def test_pins_cover_all_declared_dependencies() -> None:
     assert {re.split(r"[<>=~!\[; ]", entry, maxsplit=1)[0] for entry in entries} <= pins
 
 
+def test_every_package_of_make_venv_has_the_pinned_version_and_hashes() -> None:
+    lists = {}
+    for name in ("requirements-ci.txt", "requirements-cuda.txt"):
+        entries = re.findall(
+            r"^(\S+)==(\S+) ((?:\\\n    --hash=sha256:[0-9a-f]{64} ?)+)$", (ROOT / name).read_text(), re.M
+        )
+        lists[name] = {package: version for package, version, _ in entries}
+        lines = [line for line in (ROOT / name).read_text().splitlines() if "==" in line]
+        assert len(lines) == len(entries), f"{name} has a line without hashes"
+    pins = dict(
+        line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line
+    )
+    main = lists["requirements-ci.txt"]
+    assert {package: version for package, version in main.items() if pins.get(package) != version} == {}
+    assert {"torch", "hatchling"} <= main.keys()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    entries = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    assert {re.split(r"[<>=~!\[; ]", entry, maxsplit=1)[0] for entry in entries} <= main.keys()
+    assert not lists["requirements-cuda.txt"].keys() & main.keys()
+
+
 # The checks themselves.
 
 
