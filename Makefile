@@ -16,9 +16,9 @@ TORCH ?= 2.6.0
 OTHER_TORCH := .venv-torch-$(TORCH)
 ON_TORCH := deepspeed megatron megatron11 megatron16 megatron_fsdp ray ray_train verl torchao torchtitan trl
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
-# Each file of these lists has a hash: pip refuses another. The second has what only torch's build for CUDA needs.
+# Each file of these lists has a hash: pip refuses another. The last two have a build of torch each.
 HASHED := --no-deps --require-hashes
-LISTS := requirements-ci.txt requirements-cuda.txt
+LISTS := requirements-ci.txt requirements-cpu.txt requirements-cuda.txt
 
 # Tests start several ranks at a time, so each rank uses one thread.
 export OMP_NUM_THREADS ?= 1
@@ -38,7 +38,9 @@ $(STAMP): pyproject.toml $(LISTS)
 		{ echo "shardproof needs Python 3.11 or newer with its venv module on the path" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) $(HASHED) -r requirements-ci.txt
-	$(BIN)/python -m pip check >/dev/null || $(PIP) $(HASHED) -r requirements-cuda.txt
+	$(PIP) $(HASHED) -r requirements-cpu.txt || \
+		{ echo "no such build of torch without CUDA: installing the registry's build" >&2; \
+		$(PIP) $(HASHED) -r requirements-cuda.txt; }
 	$(PIP) --no-deps --no-build-isolation -e .
 	$(BIN)/python -m pip check
 	touch $@

@@ -1,11 +1,11 @@
-"""Writes `requirements-ci.txt` and `requirements-cuda.txt`: what `make venv` installs, with hashes.
+"""Writes the lists that `make venv` installs, with hashes: `requirements-ci.txt`, `-cpu.txt` and `-cuda.txt`.
 
     .venv/bin/python -m tools.ci_requirements --index URL
 
-URL is the simple index of the registry. pip chooses the packages within `constraints.txt`. The first file has
-those that this machine installs. The second has those that torch's build of the registry needs besides them,
-the libraries of CUDA. A pin has the hash of every file for Linux that the registry lists. It also has that of
-the file that this machine installs, which may be a build of torch without CUDA that the registry lacks.
+URL is the simple index of the registry. pip chooses the packages within `constraints.txt`. The first list has
+all but torch. The second has the build of torch without CUDA, if this machine installs such a build. The
+third has the registry's build, and the libraries of CUDA that it needs. A pin has the hash of every file for
+Linux that the registry lists. The build without CUDA has that of the file which this machine installs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from packaging.utils import (
 from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parents[1]
-MAIN, CUDA = ROOT / "requirements-ci.txt", ROOT / "requirements-cuda.txt"
+MAIN, CPU, CUDA = (ROOT / f"requirements-{name}.txt" for name in ("ci", "cpu", "cuda"))
 SECONDS = 600
 
 
@@ -40,9 +40,14 @@ class Chosen:
     """A package that pip would install."""
 
     name: str
-    version: str
-    """Without the local part, which names a build."""
+    version: Version
     sha256: str
+    """Of the file that pip would install."""
+
+    @property
+    def pin(self) -> str:
+        """The requirement of this version."""
+        return f"{self.name}=={self.version}"
 
 
 def chosen(*wanted: str, index: str | None = None) -> dict[str, Chosen]:
@@ -72,22 +77,20 @@ def chosen(*wanted: str, index: str | None = None) -> dict[str, Chosen]:
     for entry in entries:
         name = canonicalize_name(entry["metadata"]["name"])
         if name != "shardproof":
-            version = Version(entry["metadata"]["version"]).public
+            version = Version(entry["metadata"]["version"])
             found[name] = Chosen(name, version, entry["download_info"]["archive_info"]["hashes"]["sha256"])
     return found
 
 
 def hashes(index: str, package: Chosen) -> list[str]:
-    """The hashes of the files for Linux that an index lists for a version, sorted."""
+    """The hashes of the files for Linux that an index lists for a version."""
     request = urllib.request.Request(
         f"{index.rstrip('/')}/{package.name}/",
         headers={"Accept": "application/vnd.pypi.simple.v1+json"},
     )
     with urllib.request.urlopen(request, timeout=SECONDS) as answer:
         files = json.load(answer)["files"]
-    return sorted(
-        file["hashes"]["sha256"] for file in files if is_for_linux(file["filename"], Version(package.version))
-    )
+    return [file["hashes"]["sha256"] for file in files if is_for_linux(file["filename"], package.version)]
 
 
 def is_for_linux(filename: str, version: Version) -> bool:
@@ -124,16 +127,15 @@ def main() -> None:
     parser.add_argument("--index", required=True, help="URL of the simple index of the registry")
     index = parser.parse_args().index
     here, there = chosen("torch", "hatchling", f"{ROOT}[dev]"), chosen("torch", index=index)
-    for path, packages in (
-        (MAIN, here),
-        (CUDA, {name: package for name, package in there.items() if name not in here}),
-    ):
-        pins = {
-            f"{package.name}=={package.version}": {*hashes(index, package), package.sha256}
-            for package in packages.values()
-        }
+    torch = here.pop("torch")
+    cuda = [package for name, package in there.items() if name not in here]
+    for path, packages in ((MAIN, here.values()), (CUDA, cuda)):
+        pins = {package.pin: {*hashes(index, package), package.sha256} for package in packages}
         path.write_text(text_of(pins))
         print(f"wrote {path}: {len(pins)} packages")
+    if torch.version.local:
+        CPU.write_text(text_of({torch.pin: [torch.sha256]}))
+        print(f"wrote {CPU}: {torch.pin}")
 
 
 if __name__ == "__main__":
