@@ -15,7 +15,10 @@ INTEROP_STAMPS := $(patsubst tests/interop/environments/%.txt,$(INTEROP)/%/.inst
 TORCH ?= 2.6.0
 OTHER_TORCH := .venv-torch-$(TORCH)
 ON_TORCH := deepspeed megatron megatron11 megatron16 megatron_fsdp ray ray_train verl torchao torchtitan trl
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# Each file of these lists has a hash: pip refuses another. The last two have a build of torch each.
+HASHED := --no-deps --require-hashes
+LISTS := requirements-ci.txt requirements-cpu.txt requirements-cuda.txt
 
 # Tests start several ranks at a time, so each rank uses one thread.
 export OMP_NUM_THREADS ?= 1
@@ -30,13 +33,16 @@ help:  ## show this list
 
 venv: $(STAMP)  ## make .venv with everything that the other targets need
 
-# torch first: it is the largest, and its pin decides what else fits.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml $(LISTS)
 	@test -x $(BIN)/python || test -n "$(PYTHON)" || \
 		{ echo "shardproof needs Python 3.11 or newer with its venv module on the path" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) torch
-	$(PIP) -e '.[dev]'
+	$(PIP) $(HASHED) -r requirements-ci.txt
+	$(PIP) $(HASHED) -r requirements-cpu.txt || \
+		{ echo "no such build of torch without CUDA: installing the registry's build" >&2; \
+		$(PIP) $(HASHED) -r requirements-cuda.txt; }
+	$(PIP) --no-deps --no-build-isolation -e .
+	$(BIN)/python -m pip check
 	touch $@
 
 demo: $(STAMP)  ## train, save, be killed, resume on other layouts, prove it
@@ -66,9 +72,10 @@ $(INTEROP)/%/.installed: tests/interop/environments/%.txt
 	$(@D)/bin/python -m pip install --quiet --no-deps --ignore-requires-python -r $<
 	touch $@
 
+# torch 2.6.0 asks for one version of sympy, which is another than the pinned one.
 $(OTHER_TORCH)/.installed: pyproject.toml constraints.txt
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
-	sed '/^torch==/d' constraints.txt > $(@D)/constraints.txt
+	sed -E '/^(torch|sympy)==/d' constraints.txt > $(@D)/constraints.txt
 	$(@D)/bin/python -m pip install --quiet -c $(@D)/constraints.txt torch==$(TORCH)
 	$(@D)/bin/python -m pip install --quiet -c $(@D)/constraints.txt -e '.[dev]'
 	touch $@
@@ -77,7 +84,7 @@ test-torch: $(OTHER_TORCH)/.installed  ## the tests with another torch: make tes
 	$(OTHER_TORCH)/bin/python -m pytest -n 3 --dist worksteal -p tests.newer_torch -m "not slow and not interop and not browser" $(ARGS)
 
 test-page: $(STAMP)  ## the page of `shardproof page` in a browser: Debian's chromium, or that of playwright
-	$(PIP) playwright
+	$(PIP) -c constraints.txt playwright
 	$(BIN)/python -m pytest -m browser tests/page $(ARGS)
 
 bench: $(STAMP)  ## compare with torch's own checkpoints, optimizers and sharding

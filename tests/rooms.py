@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "shardproof"
 
-GROUND = ("version", "_utils", "errors", "reentrance", "dtypes")
+GROUND = ("version", "_utils", "errors", "reentrance", "dtypes", "workers")
 
 WINGS = {
     "engine": (

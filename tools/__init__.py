@@ -1,1 +1,1 @@
-"""Tools of the repository: hooks of the documentation site, and the pictures in it."""
+"""Tools of the repository: hooks of the documentation site, its pictures, and the lists of `make venv`."""

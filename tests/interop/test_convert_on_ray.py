@@ -1,4 +1,4 @@
-"""A conversion on a Ray cluster of one node writes every tensor, and keeps its deadline."""
+"""Workers on a Ray cluster of one node: a conversion, the deadline of workers, `diff` and `stats`."""
 
 from __future__ import annotations
 
@@ -26,31 +26,30 @@ ray.shutdown()
 
 
 DEADLINES = """
-import json, os, sys, threading
+import json, os, threading, types
 import ray
-from shardproof.formats.conversion import ConversionRequest
-from shardproof.formats.conversion.executors import RayExecutor
 from shardproof.errors import ShardproofError
+from shardproof.workers import Job, RayExecutor
 
 class Slow:
     "Takes longer than the deadline, and reads a byte every 3 s."
-    def __call__(self, work):
+    def __call__(self, context):
         for _ in range(6):
             threading.Event().wait(3)
-            work.on_bytes(1)
+            context.on_bytes(1)
         return "done"
 
 class Stalled:
-    def __call__(self, work):
-        work.on_bytes(1)
+    def __call__(self, context):
+        context.on_bytes(1)
         threading.Event().wait(60)
 
 class Killed:
-    def __call__(self, work):
+    def __call__(self, context):
         os._exit(7)
 
 def outcome(task):
-    executor = RayExecutor(ConversionRequest(sys.argv[1], sys.argv[2], "shardproof"), 1, deadline=15.0)
+    executor = RayExecutor(Job("the test", "run it again"), types.SimpleNamespace, 1, deadline=15.0)
     moved = []
     try:
         return [*executor.run([task], moved.append), sum(moved)]
@@ -61,6 +60,28 @@ def outcome(task):
 
 ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
 print(json.dumps([outcome(task()) for task in (Slow, Stalled, Killed)]))
+ray.shutdown()
+"""
+
+REPORTS = """
+import contextlib, io, json, sys
+import ray
+from shardproof.commands.cli.group import run
+from shardproof.commands.report import divided_reads
+
+def printed(*arguments):
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        code = run([*arguments, "--json"])
+    return [code, json.loads(out.getvalue())]
+
+a, b = sys.argv[1:]
+commands = ["diff", a, b, "--measure"], ["stats", a]
+here = [printed(*command) for command in commands]
+ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+divided_reads.open_bits = None  # this process reads no tensor
+there = [printed(*command, "--on", "ray", "--workers", "2") for command in commands]
+print(json.dumps([here, there]))
 ray.shutdown()
 """
 
@@ -89,9 +110,21 @@ def test_units_are_written_and_verified_by_actors(tmp_path: Path) -> None:
 
 
 def test_an_actor_without_progress_fails_and_a_slow_one_does_not(tmp_path: Path) -> None:
-    sp.save(tmp_path / "source", {"w": torch.ones(3)})
     slow, stalled, killed = run_on_ray(DEADLINES, tmp_path / "source", tmp_path / "there")
     assert slow == ["done", 6]
     assert "made progress for 15 s, the deadline" in stalled[0]
     assert stalled[1] == 1
     assert "ended with no result" in killed[0]
+
+
+def test_diff_and_stats_print_the_same_with_actors(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    state = {f"w{number}": torch.randn(500) for number in range(6)}
+    sp.save(tmp_path / "a", dict(state))
+    sp.save(tmp_path / "b", {key: value * 1.01 for key, value in state.items()})
+    (here, there) = run_on_ray(REPORTS, tmp_path / "a", tmp_path / "b")
+    assert here == there
+    (code, difference), (_, measures) = there
+    assert code == 1
+    assert len(difference["values"]) == len(measures["tensors"]) == 6
+    assert all(0.0099 < value["measured"]["relative"] < 0.0101 for value in difference["values"])

@@ -60,6 +60,7 @@ NO_TORCH_ON_IMPORT = (
     "errors",
     "reentrance",
     "dtypes",
+    "workers",
     "engine.events",
     "engine.geometry",
     "engine.planning",
@@ -407,6 +408,29 @@ def test_pins_cover_all_declared_dependencies() -> None:
         line.split("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line
     }
     assert {re.split(r"[<>=~!\[; ]", entry, maxsplit=1)[0] for entry in entries} <= pins
+
+
+def test_every_package_of_make_venv_has_the_pinned_version_and_hashes() -> None:
+    lists = {}
+    for name in ("requirements-ci.txt", "requirements-cpu.txt", "requirements-cuda.txt"):
+        entries = re.findall(
+            r"^(\S+)==(\S+) ((?:\\\n    --hash=sha256:[0-9a-f]{64} ?)+)$", (ROOT / name).read_text(), re.M
+        )
+        lists[name] = {package: version for package, version, _ in entries}
+        lines = [line for line in (ROOT / name).read_text().splitlines() if "==" in line]
+        assert len(lines) == len(entries), f"{name} has a line without hashes"
+    pins = dict(
+        line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line
+    )
+    main = lists["requirements-ci.txt"]
+    assert {package: version for package, version in main.items() if pins.get(package) != version} == {}
+    assert "hatchling" in main
+    assert lists["requirements-cpu.txt"] == {"torch": f"{pins['torch']}+cpu"}
+    assert lists["requirements-cuda.txt"]["torch"] == pins["torch"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    entries = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    assert {re.split(r"[<>=~!\[; ]", entry, maxsplit=1)[0] for entry in entries} - main.keys() == {"torch"}
+    assert not lists["requirements-cuda.txt"].keys() & main.keys()
 
 
 # The checks themselves.

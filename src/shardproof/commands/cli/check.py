@@ -19,6 +19,7 @@ from shardproof.commands.cli.options import (
     register_option,
     renames_of,
     trust_pickle_option,
+    worker_options,
 )
 from shardproof.commands.cli.terminal import BAD, UNEXPECTED, YES
 from shardproof.errors import tells_nothing
@@ -157,6 +158,7 @@ _NOUNS = {"digest": "chunk", "read": "element"}
 @other_format_option
 @key_options("compare")
 @click.option("--measure", is_flag=True, help="Measure by how much tensors differ. Reads those that do.")
+@worker_options("read")
 @trust_pickle_option
 @register_option
 @json_option

@@ -18,6 +18,7 @@ from shardproof.commands.cli.options import (
     register_option,
     span,
     trust_pickle_option,
+    worker_options,
 )
 from shardproof.commands.cli.terminal import BAD, YES
 
@@ -392,13 +393,9 @@ LONGEST_BAR = 40
 @path_or_run_argument("ckpt")
 @click.argument("keys", nargs=-1, metavar="[STEP] [KEY]...")
 @format_option
+@worker_options("read")
 @json_option
-def stats_command(
-    ckpt: str,
-    keys: tuple[str, ...],
-    format: str | None,  # noqa: A002 the name of the option
-    as_json: bool,
-) -> int:
+def stats_command(ckpt: str, keys: tuple[str, ...], as_json: bool, **options: Any) -> int:
     """Measure the tensors of CKPT: smallest, largest, mean, norm, zeros, NaN and infinities.
 
     CKPT is a checkpoint of any known format, or a run: then STEP of it, or its newest step that can be
@@ -414,7 +411,7 @@ def stats_command(
     checkpoint, patterns = checkpoint_of(ckpt, keys, quiet=as_json)
     place = foreign_of(checkpoint)
     with bytes_progress("stats", shown=not as_json) as on_progress:
-        found = measure_tensors(place, patterns, format=format, on_progress=on_progress)
+        found = measure_tensors(place, patterns, on_progress=on_progress, **options)
     bad = any(measure.nan or measure.inf for _, measure in found)
     if as_json:
         print_json(

@@ -356,6 +356,29 @@ def key_options(verb: str) -> Callable[[Function], Function]:
     return add
 
 
+def worker_options(verb: str) -> Callable[[Function], Function]:
+    """The options --workers and --on of a command whose workers do `verb`."""
+    options = (
+        click.option(
+            "--workers", type=click.IntRange(1), default=1, show_default=True, help=f"Processes that {verb}."
+        ),
+        click.option(
+            "--on",
+            type=click.Choice(["processes", "ray"]),  # as in `shardproof.workers`
+            default="processes",
+            show_default=True,
+            help="Processes of this machine, or a Ray cluster whose nodes share the file systems.",
+        ),
+    )
+
+    def add(function: Function) -> Function:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return add
+
+
 def _registered(_context: click.Context, _parameter: click.Parameter, names: Sequence[str]) -> Sequence[str]:
     for name in names:
         from shardproof.engine.state import register_by_name  # imports torch

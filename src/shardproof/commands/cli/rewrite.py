@@ -21,6 +21,7 @@ from shardproof.commands.cli.options import (
     renames_of,
     size,
     trust_pickle_option,
+    worker_options,
 )
 from shardproof.commands.cli.terminal import YES, BadPath, bytes_progress
 
@@ -71,8 +72,7 @@ KEYS_SHOWN = 20
     show_default=True,
     help="Memory of all workers.",
 )
-@click.option("--workers", type=click.IntRange(1), default=1, show_default=True, help="Processes that write.")
-@click.option("--on", type=click.Choice(["processes", "ray"]), default="processes", show_default=True)
+@worker_options("write")
 @click.option("--dry-run", is_flag=True, help="Show what would be written, and write nothing.")
 @trust_pickle_option
 @register_option

@@ -1,7 +1,7 @@
 """The difference of two checkpoints: structure, plain values, and the bits of tensors.
 
 Where both checkpoints cut a tensor into the same boxes and have digests, `diff` compares digests and reads no
-chunk. Otherwise `compare_tensors` reads both. Both compare bits: a NaN equals itself, and 0.0 is not -0.0.
+chunk. Otherwise both are read, box by box. Both compare bits: a NaN equals itself, and 0.0 is not -0.0.
 
 Plain values are compared after decoding: an array is equal if it is stored as a tensor in one checkpoint and
 inside of a value in the other.
@@ -12,9 +12,11 @@ Only the state counts. Step, time, metadata and layout are not differences.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -24,13 +26,13 @@ from shardproof._utils.arguments import check_mapping, check_texts
 from shardproof._utils.mappings import objects_with
 from shardproof.commands.report.description import Stored, describe
 from shardproof.commands.report.detail import rows_of
+from shardproof.commands.report.divided_reads import Readers, boxes_of, read_boxes
 from shardproof.commands.report.measures import MOST_NUMBERS, MeasuredDifference, numbers
-from shardproof.commands.report.stored_bits import StoredBits, open_bits
+from shardproof.commands.report.stored_bits import Bits, StoredBits, open_bits
 from shardproof.commands.report.summary import tensor_bytes
 from shardproof.dtypes import DTYPES
 from shardproof.engine.foreign import Foreign, keeps_tensors_of_values, tensors_in_values
 from shardproof.engine.format import FileRecord, Manifest, TensorRecord, locate_files, size_error
-from shardproof.engine.geometry import Boxes, cut
 from shardproof.engine.planning import (
     ChunkTable,
     Patterns,
@@ -41,7 +43,9 @@ from shardproof.engine.planning import (
 )
 from shardproof.engine.storage import Storage, map_requests
 from shardproof.errors import PlainDataError, StorageError, StructureError, tells_nothing
+from shardproof.workers import Job, Where
 
+_JOB = Job("the comparison", "run it again")
 _LONGEST_TEXT = 2000
 """Characters of a plain value in a `Change`, at most."""
 BOX_BYTES = 32 << 20
@@ -273,6 +277,9 @@ def diff(
     exclude: Patterns = None,
     rename: Mapping[str, str] | None = None,
     measure: bool = False,
+    workers: int = 1,
+    on: Where = "processes",
+    deadline: float = 300.0,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Difference:
     """Compares the states in two checkpoints of any formats.
@@ -292,16 +299,22 @@ def diff(
         rename: key of `a` to key of `b`, for a key and all keys below it, as in a conversion of `a` to `b`.
             The longest key of `a` that applies decides. An empty key of `b` removes the prefix.
         measure: True to read the tensors whose digests differ, and to measure by how much numbers differ.
+        workers: processes that read tensors. One on "processes" is this process. The result does not depend
+            on the workers.
+        on: "processes" for processes of this machine, "ray" for a Ray cluster. All nodes need the file
+            systems of both checkpoints.
+        deadline: seconds that the workers may go without progress.
         on_progress: called with the bytes read so far and in all.
 
     Raises:
-        TypeError: `include`, `exclude` or `rename` has a wrong type.
+        TypeError, ValueError: an argument does not fit.
         NotCommittedError, FormatError, StorageError: one of them cannot be read, or one of its files is
             missing or has another size.
         CorruptChunkError: a chunk that had to be read does not match its digest.
         TilingError: the chunks of a tensor that had to be read do not cover it.
-        StructureError: a pattern or a rename fits no key, the patterns leave no key of `a`, or two keys get
-            one name.
+        StructureError: a pattern or a rename fits no key, the patterns leave no key of `a`, two keys get one
+            name; or there are several workers, and no path or URL names a storage.
+        ShardproofError: Ray is not installed, or a worker ended or made no progress.
 
     Example:
         >>> import shardproof as sp, tempfile, torch
@@ -317,6 +330,7 @@ def diff(
     for option, patterns in (("include", include), ("exclude", exclude)):
         check_texts(option, patterns, "a pattern, a list of patterns or None")
     check_mapping("rename", rename, "a dict of key to key, or None", texts=True)
+    readers = Readers(workers, on, deadline)
     one, other = (
         describe(place, format=name, trust_pickle=trust_pickle)
         for place, name in ((a, format), (b, other_format))
@@ -333,19 +347,10 @@ def diff(
     side_b.forget_parts(side_a)
     only_a, only_b, changed = _structure_changes(side_a, side_b)
     pairs = list(_comparable(side_a, side_b))
-    unlike, values = list[_Pair](), list[ValueDifference]()
-    for key, row_a, row_b in pairs:
-        different = None
-        record = one.manifest.tensors[row_a]
-        if one.has_digests and other.has_digests:
-            different = _different_chunks(one.table, row_a, other.table, row_b, len(record.shape))
-        if different is None or (measure and different.any()):
-            unlike.append(_Pair(key, record, other.manifest.tensors[row_b].key))
-        elif different.any():
-            values.append(ValueDifference(key, "digest", int(different.sum()), len(different)))
+    values, unlike = _compare_digests(one, other, pairs, measure)
     objects, uncompared = _object_changes((a, side_a), (b, side_b), trust_pickle=trust_pickle)
     if unlike:
-        values += _read_differences((a, one), (b, other), unlike, measure, on_progress)
+        values += _read_differences(((a, one), (b, other)), unlike, measure, readers, on_progress)
     return Difference(
         one.location,
         other.location,
@@ -402,33 +407,68 @@ class _Pair:
     """Its key in B."""
 
 
-def _read_differences(
-    a: tuple[Storage | Foreign, Stored],
-    b: tuple[Storage | Foreign, Stored],
-    tensors: Sequence[_Pair],
-    measure: bool,
-    on_progress: Callable[[int, int], None] | None,
-) -> list[ValueDifference]:
-    """Reads tensors in both checkpoints and compares them.
+def _compare_digests(
+    one: Stored, other: Stored, pairs: Iterable[tuple[str, int, int]], measure: bool
+) -> tuple[list[ValueDifference], list[_Pair]]:
+    """Compares tensors by the digests of their chunks.
 
     Args:
-        a: one checkpoint, and its description.
-        b: the other.
-        tensors: those to read.
+        one: the description of one checkpoint.
+        other: that of the other.
+        pairs: key and rows of each tensor.
         measure: as of `diff`.
+
+    Returns:
+        The tensors whose chunks differ, and those to read.
+    """
+    values, unlike = list[ValueDifference](), list[_Pair]()
+    for key, row_a, row_b in pairs:
+        different = None
+        record = one.manifest.tensors[row_a]
+        if one.has_digests and other.has_digests:
+            different = _different_chunks(one.table, row_a, other.table, row_b, len(record.shape))
+        if different is None or (measure and different.any()):
+            unlike.append(_Pair(key, record, other.manifest.tensors[row_b].key))
+        elif different.any():
+            values.append(ValueDifference(key, "digest", int(different.sum()), len(different)))
+    return values, unlike
+
+
+def _read_differences(
+    sides: Sequence[tuple[Storage | Foreign, Stored]],
+    pairs: Sequence[_Pair],
+    measure: bool,
+    readers: Readers,
+    on_progress: Callable[[int, int], None] | None,
+) -> list[ValueDifference]:
+    """Reads tensors in both checkpoints and compares them, box by box.
+
+    The counts and measures of the boxes of a tensor are joined in the order of the boxes.
+
+    Args:
+        sides: both checkpoints, with their descriptions.
+        pairs: the tensors to read.
+        measure: as of `diff`.
+        readers: who reads.
         on_progress: as of `diff`.
     """
-    values, done, total = [], 0, 2 * sum(tensor_bytes(pair.tensor) for pair in tensors)
-    with ExitStack() as opened:
-        one, other = (opened.enter_context(closing(open_bits(place, stored))) for place, stored in (a, b))
-        for pair in tensors:
-            measured = MeasuredDifference() if measure else None
-            for step in compare_tensors(one, other, pair.tensor, pair.other_key, measured=measured):
-                if on_progress is not None:
-                    on_progress(done + step.bytes, total)
-            done += 2 * tensor_bytes(pair.tensor)
-            if step.different:
-                values.append(ValueDifference(pair.key, "read", step.different, step.elements, measured))
+    boxes = []
+    for pair in pairs:
+        most = max(BOX_BYTES // DTYPES[pair.tensor.dtype].itemsize, 1)
+        keys = pair.tensor.key, pair.other_key
+        boxes.append(boxes_of(pair.tensor, keys, min(most, MOST_NUMBERS) if measure else most))
+    every = [box for group in boxes for box in group]
+    compared = read_boxes(_JOB, sides, every, partial(_compare_box, measure=measure), readers, on_progress)
+    values = []
+    for pair, group in zip(pairs, boxes, strict=True):
+        different, measured = 0, MeasuredDifference() if measure else None
+        for found in islice(compared, len(group)):
+            different += found.different
+            if measured is not None and found.measured is not None:
+                measured.join(found.measured)
+        if different:
+            elements = sum(box.elements for box in group)
+            values.append(ValueDifference(pair.key, "read", different, elements, measured))
     return values
 
 
@@ -510,57 +550,17 @@ def _has_tensors(data: Any) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
-    """The progress of the comparison of a tensor."""
+class _ComparedBox:
+    """The comparison of a box of both checkpoints."""
 
-    elements: int
-    """Elements compared."""
     different: int
-    """Of these, how many differ in a bit."""
-    bytes: int
-    """Bytes compared, counted in both checkpoints."""
+    """Elements that differ in a bit."""
+    measured: MeasuredDifference | None
 
 
-def compare_tensors(
-    a: StoredBits,
-    b: StoredBits,
-    tensor: TensorRecord,
-    other_key: str | None = None,
-    *,
-    measured: MeasuredDifference | None = None,
-    box_bytes: int = BOX_BYTES,
-) -> Iterator[Compared]:
-    """Compares a tensor that both have with the same dtype and shape. Yields after each box.
-
-    The last value is the result. For a tensor without elements it is the only value.
-
-    Args:
-        a: the bits of one checkpoint.
-        b: those of the other.
-        tensor: key, dtype and shape.
-        other_key: the key in `b`; None for the same.
-        measured: takes the numbers of both.
-        box_bytes: bytes of the boxes that are read, at most, unless a single row is larger.
-
-    Raises:
-        CorruptChunkError: stored bytes do not match their digest.
-        TilingError: the chunks of one of the two do not cover the tensor exactly once.
-    """
-    itemsize = DTYPES[tensor.dtype].itemsize
-    keys = tensor.key, tensor.key if other_key is None else other_key
-    yield Compared(0, 0, 0)
-    if 0 in tensor.shape:
-        return
-    most = max(box_bytes // itemsize, 1)
-    if measured is not None:
-        most = min(most, MOST_NUMBERS)
-    boxes, _ = cut(Boxes.whole(tensor.shape), np.array([most]))
-    elements = different = 0
-    for offsets, sizes in zip(boxes.offsets.tolist(), boxes.sizes.tolist(), strict=True):
-        left, right = (side.box(key, offsets, sizes) for side, key in zip((a, b), keys, strict=True))
-        if not np.array_equal(left, right):
-            different += int((left != right).any(axis=1).sum())
-        if measured is not None:
-            measured.add(numbers(left, tensor.dtype), numbers(right, tensor.dtype))
-        elements += len(left)
-        yield Compared(elements, different, 2 * elements * itemsize)
+def _compare_box(sides: Sequence[Bits], dtype: str, *, measure: bool) -> _ComparedBox:
+    """Compares a box of both checkpoints."""
+    left, right = sides
+    different = 0 if np.array_equal(left, right) else int((left != right).any(axis=1).sum())
+    measured = MeasuredDifference.of(numbers(left, dtype), numbers(right, dtype)) if measure else None
+    return _ComparedBox(different, measured)

@@ -89,9 +89,8 @@ def _values_of_bytes(dtype: str) -> NDArray[np.float64]:
 class Norm:
     """A Euclidean norm of numbers of any size: the squares of a large or small number have no float64.
 
-    >>> norm = Norm()
-    >>> norm.add(np.array([3e200]))
-    >>> norm.add(np.array([4e200]))
+    >>> norm = Norm.of(np.array([3e200]))
+    >>> norm.join(Norm.of(np.array([4e200])))
     >>> f"{norm.value:.6g}"
     '5e+200'
     """
@@ -101,14 +100,19 @@ class Norm:
     squares: float = 0.0
     """Sum of the squares of the numbers over `scale`."""
 
-    def add(self, values: NDArray[np.float64]) -> None:
-        """Adds finite numbers."""
+    @classmethod
+    def of(cls, values: NDArray[np.float64]) -> Norm:
+        """The norm of finite numbers."""
         most = float(np.abs(values).max(initial=0.0))
-        if most > self.scale:
-            self.squares *= (self.scale / most) ** 2
-            self.scale = most
+        return cls(most, float(np.square(values / most).sum())) if most else cls()
+
+    def join(self, other: Norm) -> None:
+        """Adds the numbers of another norm."""
+        most = max(self.scale, other.scale)
         if most:
-            self.squares += float(np.square(values / self.scale).sum())
+            self.squares *= (self.scale / most) ** 2
+            self.squares += other.squares * (other.scale / most) ** 2
+            self.scale = most
 
     @property
     def value(self) -> float:
@@ -137,29 +141,43 @@ class Measure:
     """Finite numbers by magnitude: in [2^k, 2^(k+1)) for k from `LOWEST` to `HIGHEST`, after those below.
     Zeros are in no bin. Larger numbers are in the last."""
 
-    def add(self, values: NDArray[np.float64]) -> None:
-        """Adds numbers of the tensor."""
+    @classmethod
+    def of(cls, values: NDArray[np.float64]) -> Measure:
+        """The measure of numbers."""
         finite = values[np.isfinite(values)]
-        before = self.count - self.nan - self.inf
         nan = int(np.isnan(values).sum())
-        self.count += len(values)
-        self.nan += nan
-        self.inf += len(values) - len(finite) - nan
+        found = cls(len(values), nan, len(values) - len(finite) - nan)
         if not len(finite):
-            return
-        low, high = float(finite.min()), float(finite.max())
-        self.low = low if self.low is None else min(low, self.low)
-        self.high = high if self.high is None else max(high, self.high)
-        most = max(abs(low), abs(high)) or 1.0
-        mean = float((finite / most).mean()) * most  # the sum may have no float64
-        share = len(finite) / (before + len(finite))
-        self.mean = self.mean * (1 - share) + mean * share
-        self.norm.add(finite)
+            return found
+        found.low, found.high = float(finite.min()), float(finite.max())
+        most = max(abs(found.low), abs(found.high)) or 1.0
+        found.mean = float((finite / most).mean()) * most  # the sum may have no float64
+        found.norm = Norm.of(finite)
         other = finite[finite != 0]
-        self.zeros += len(finite) - len(other)
+        found.zeros = len(finite) - len(other)
         _, exponents = np.frexp(other)  # 2^(e-1) <= |x| < 2^e
-        bins = np.clip(exponents - LOWEST, 0, len(self.magnitudes) - 1)
-        self.magnitudes += np.bincount(bins, minlength=len(self.magnitudes))
+        bins = np.clip(exponents - LOWEST, 0, len(found.magnitudes) - 1)
+        found.magnitudes += np.bincount(bins, minlength=len(found.magnitudes))
+        return found
+
+    @property
+    def finite(self) -> int:
+        """Finite numbers."""
+        return self.count - self.nan - self.inf
+
+    def join(self, other: Measure) -> None:
+        """Adds the numbers of another measure. The order of joins determines how `mean` and `norm` round."""
+        if other.finite:
+            share = other.finite / (self.finite + other.finite)
+            self.mean = self.mean * (1 - share) + other.mean * share
+        self.count += other.count
+        self.nan += other.nan
+        self.inf += other.inf
+        self.zeros += other.zeros
+        self.low = min((low for low in (self.low, other.low) if low is not None), default=None)
+        self.high = max((high for high in (self.high, other.high) if high is not None), default=None)
+        self.norm.join(other.norm)
+        self.magnitudes += other.magnitudes
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values. `magnitudes` has the bins that are not empty, by power of two."""
@@ -194,20 +212,30 @@ class MeasuredDifference:
     """NaN in the first tensor, and in the second."""
     inf: tuple[int, int] = (0, 0)
 
-    def add(self, a: NDArray[np.float64], b: NDArray[np.float64]) -> None:
-        """Adds numbers at the same places of both tensors."""
+    @classmethod
+    def of(cls, a: NDArray[np.float64], b: NDArray[np.float64]) -> MeasuredDifference:
+        """The difference of numbers at the same places of both tensors."""
         finite_a, finite_b = np.isfinite(a), np.isfinite(b)
-        nans = [int(np.isnan(side).sum()) for side in (a, b)]
-        infs = [int(np.isinf(side).sum()) for side in (a, b)]
-        self.nan = self.nan[0] + nans[0], self.nan[1] + nans[1]
-        self.inf = self.inf[0] + infs[0], self.inf[1] + infs[1]
-        self.one_finite += int((finite_a != finite_b).sum())
         both = finite_a & finite_b
         with np.errstate(over="ignore"):
             difference = np.abs(a[both] - b[both])
-        self.largest = max(self.largest, float(difference.max(initial=0.0)))
-        self.difference.add(np.minimum(difference, np.finfo(np.float64).max))
-        self.first.add(a[finite_a])
+        return cls(
+            largest=float(difference.max(initial=0.0)),
+            difference=Norm.of(np.minimum(difference, np.finfo(np.float64).max)),
+            first=Norm.of(a[finite_a]),
+            one_finite=int((finite_a != finite_b).sum()),
+            nan=(int(np.isnan(a).sum()), int(np.isnan(b).sum())),
+            inf=(int(np.isinf(a).sum()), int(np.isinf(b).sum())),
+        )
+
+    def join(self, other: MeasuredDifference) -> None:
+        """Adds the numbers of another difference. The order of joins determines how the norms round."""
+        self.largest = max(self.largest, other.largest)
+        self.difference.join(other.difference)
+        self.first.join(other.first)
+        self.one_finite += other.one_finite
+        self.nan = self.nan[0] + other.nan[0], self.nan[1] + other.nan[1]
+        self.inf = self.inf[0] + other.inf[0], self.inf[1] + other.inf[1]
 
     @property
     def relative(self) -> float:

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from shardproof.commands.report.description import Stored
 from shardproof.commands.report.difference import Difference, ValueDifference, most_changed_first
-from shardproof.commands.report.measures import Measure, MeasuredDifference, Norm, numbers
+from shardproof.commands.report.divided_reads import boxes_of, read_boxes
+from shardproof.commands.report.measures import MOST_NUMBERS, Measure, MeasuredDifference, Norm, numbers
 from shardproof.commands.report.page_facts import LONGEST_TEXT, MOST_VALUES, cut, heading
-from shardproof.commands.report.stored_bits import open_bits
+from shardproof.commands.report.stored_bits import Bits
 from shardproof.commands.report.summary import tensor_bytes
-from shardproof.commands.report.tensor_statistics import boxes_to_measure
 from shardproof.engine.foreign import Foreign
+from shardproof.workers import Job
 
+_JOB = Job("the histograms", "run the command again")
 HISTOGRAMS = 6
 """Tensors of a page that have histograms."""
 _KEYS = ("only_a", "only_b")
@@ -108,7 +109,8 @@ def _layers(values: Sequence[ValueDifference]) -> list[dict[str, Any]]:
 def _joined(norms: Sequence[Norm]) -> Norm:
     """The norm of the numbers of several norms."""
     whole = Norm()
-    whole.add(np.array([norm.value for norm in norms if math.isfinite(norm.value)]))
+    for norm in norms:
+        whole.join(norm)
     return whole
 
 
@@ -121,22 +123,26 @@ def _histograms(
     one = sides[0][1].manifest
     records = {record.key: record for record in one.tensors}
     chosen = [records[one.aliases.get(value.key, value.key)] for value in values]
-    done, total = 0, 2 * sum(map(tensor_bytes, chosen))
+    boxes = [
+        boxes_of(record, (value.key, value.key), MOST_NUMBERS)
+        for value, record in zip(values, chosen, strict=True)
+    ]
+    every = [box for group in boxes for box in group]
+    parts = read_boxes(_JOB, sides, every, _measure_boxes, on_progress=on_progress)
     found = []
-    with ExitStack() as opened:
-        bits = [opened.enter_context(closing(open_bits(place, stored))) for place, stored in sides]
-        for value, record in zip(values, chosen, strict=True):
-            measures = {"a": Measure(), "b": Measure(), "change": Measure()}
-            for offsets, sizes in boxes_to_measure(record.shape):
-                pair = [side.box(value.key, offsets, sizes) for side in bits]
-                a, b = (numbers(box, record.dtype) for box in pair)
-                measures["a"].add(a)
-                measures["b"].add(b)
-                both = np.isfinite(a) & np.isfinite(b)
-                with np.errstate(over="ignore"):
-                    measures["change"].add(b[both] - a[both])
-                done += sum(box.nbytes for box in pair)
-                if on_progress is not None:
-                    on_progress(done, total)
-            found.append({"key": value.key, **{name: one.to_json() for name, one in measures.items()}})
+    for value, group in zip(values, boxes, strict=True):
+        whole = {"a": Measure(), "b": Measure(), "change": Measure()}
+        for part in islice(parts, len(group)):
+            for name, measure in part.items():
+                whole[name].join(measure)
+        found.append({"key": value.key, **{name: one.to_json() for name, one in whole.items()}})
     return found
+
+
+def _measure_boxes(sides: Sequence[Bits], dtype: str) -> dict[str, Measure]:
+    """Measures of a box of both tensors, and of the difference of their numbers."""
+    a, b = (numbers(bits, dtype) for bits in sides)
+    both = np.isfinite(a) & np.isfinite(b)
+    with np.errstate(over="ignore"):
+        change = b[both] - a[both]
+    return {"a": Measure.of(a), "b": Measure.of(b), "change": Measure.of(change)}

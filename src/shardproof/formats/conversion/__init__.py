@@ -11,10 +11,11 @@ from operator import index
 from shardproof._utils.arguments import check_mapping, check_texts, check_whole, wrong_type
 from shardproof.engine.rendezvous import Rendezvous
 from shardproof.engine.storage import StrOrBytesPath, is_url
-from shardproof.formats.conversion.conversion_protocol import ConversionReport, Where, carry_out
+from shardproof.formats.conversion.conversion_protocol import ConversionReport, carry_out
 from shardproof.formats.conversion.key_maps import KeyMap, KeyMapFunction, MappedTensor, Move
 from shardproof.formats.conversion.plan import ConversionRequest
 from shardproof.reentrance import refuse_inside
+from shardproof.workers import Where
 
 __all__ = [
     "ConversionReport",

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import msgspec
 
@@ -25,22 +25,16 @@ from shardproof.engine.loading import ForeignCheckpoint
 from shardproof.engine.rendezvous import MeetingSequence, Rendezvous, connected
 from shardproof.engine.storage import Storage, storage_error
 from shardproof.errors import StructureError
-from shardproof.formats.conversion.executors import (
-    Executor,
-    InlineExecutor,
-    ProcessExecutor,
-    RayExecutor,
-    Task,
-)
 from shardproof.formats.conversion.key_maps import CONFIG
 from shardproof.formats.conversion.plan import ConversionRequest
 from shardproof.formats.conversion.work import ConversionWork
+from shardproof.workers import Executor, Job, Task, Where, check_where, start_workers
 
 _log = logging.getLogger("shardproof")
 _VERIFY_BOXES = 1024
 """Boxes that one task verifies."""
 
-Where = Literal["processes", "ray"]
+_JOB = Job("the conversion", "run it again: it continues where it stopped")
 
 
 class ConversionReport(msgspec.Struct, frozen=True):
@@ -82,8 +76,7 @@ def carry_out(
     check_boolean("dry_run", dry_run)
     if not (on_progress is None or callable(on_progress)):
         raise wrong_type("on_progress", on_progress, "a function of two numbers, or None")
-    if on not in get_args(Where):
-        raise ValueError(f"on is 'processes' or 'ray', not {on!r}")
+    check_where(on)
     begun = time.monotonic()
     operation = f"convert {request.source} to {request.destination}"
     with connected(rendezvous, deadline) as ranks, ranks.operation(operation):
@@ -250,12 +243,14 @@ class _Conversion:
         """Runs tasks and returns their results. The first tasks determine the number of workers."""
         if self._executor is None:
             workers = max(1, min(self._request.workers, len(tasks)))
-            if self._on == "ray":
-                self._executor = RayExecutor(self._request, workers, self._ranks.deadline)
-            elif workers > 1:
-                self._executor = ProcessExecutor(self._request, workers, self._ranks.deadline)
-            else:
-                self._executor = InlineExecutor(self._work)
+            self._executor = start_workers(
+                _JOB,
+                self._on,
+                workers,
+                own=self._work,
+                make_context=partial(ConversionWork, self._request),
+                deadline=self._ranks.deadline,
+            )
         return list(self._executor.run(tasks, self._on_bytes))
 
     def _phase(self, name: str) -> events.Phase:

@@ -5,7 +5,7 @@ The values of a unit are read from the stored checkpoint, moved, cast and hashed
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 
 import torch
@@ -26,40 +26,15 @@ from shardproof.formats.conversion.plan import (
     plan_conversion,
 )
 from shardproof.formats.conversion.work_folder import HashedBox, UnitRecord, WorkFolder
+from shardproof.workers import batches
 
 Box = tuple[str, tuple[int, ...], tuple[int, ...]]
 """Key, offsets and sizes."""
 _Box = tuple[tuple[int, ...], tuple[int, ...]]
 _SMALL_BYTES = 1 << 20
 """Larger boxes are not read ahead: planning takes a small part of their time."""
-_BATCH_BOXES = 1024
 _FEW_MOVES = 64
 """Up to this many moves, comparing each with a box takes less time than a search."""
-
-
-def batches(boxes: Sequence[Box], nbytes: Callable[[Box], int], most: int) -> Iterator[list[Box]]:
-    """Neighbouring boxes in groups of limited size.
-
-    Args:
-        boxes: key, offsets and sizes of each.
-        nbytes: gives the bytes of a box.
-        most: bytes of a group, at most, unless a single box has more.
-
-    >>> boxes = [("a", (0,), (size,)) for size in (3, 4, 9, 1)]
-    >>> [[box[2][0] for box in batch] for batch in batches(boxes, lambda box: box[2][0], 8)]
-    [[3, 4], [9], [1]]
-    """
-    batch: list[Box] = []
-    total = 0
-    for box in boxes:
-        size = nbytes(box)
-        if batch and (total + size > most or len(batch) == _BATCH_BOXES):
-            yield batch
-            batch, total = [], 0
-        batch.append(box)
-        total += size
-    if batch:
-        yield batch
 
 
 def box_digest(values: torch.Tensor) -> str:

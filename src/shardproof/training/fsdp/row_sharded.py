@@ -354,7 +354,9 @@ def _norms(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _reduced(norms: list[DTensor]) -> list[torch.Tensor]:
     """Norms of parts, reduced by one collective for each dimension of the mesh."""
     joined: Any = torch.stack(norms)  # type: ignore[arg-type]
-    return list(joined.redistribute(placements=[Replicate()] * len(joined.placements)).unbind())
+    everywhere = [Replicate()] * len(joined.placements)
+    whole = joined.redistribute(placements=everywhere).to_local()  # torch 2.6 unbinds no DTensor
+    return [DTensor.from_local(norm, joined.device_mesh, everywhere, run_check=False) for norm in whole]
 
 
 def _along_dimensions(func: Any, args: tuple[Any, ...]) -> bool:

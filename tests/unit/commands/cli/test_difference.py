@@ -15,10 +15,7 @@ import torch
 import shardproof as sp
 from shardproof.commands.cli.group import run
 from shardproof.commands.report import difference
-from shardproof.commands.report.difference import compare_tensors
-from shardproof.commands.report.stored_bits import open_bits
 from shardproof.engine.foreign import foreign_of
-from shardproof.engine.format import TensorRecord
 from shardproof.errors import CorruptChunkError, NotCommittedError, StorageError
 from shardproof.report import Difference, describe, diff, spelled, summarise
 from shardproof.storage import LocalStorage
@@ -194,18 +191,21 @@ def test_an_uncommitted_checkpoint_cannot_be_compared(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("box_bytes", [256, 1 << 20])
-def test_memory_is_bounded_by_the_box(tmp_path: Path, box_bytes: int) -> None:
+def test_memory_is_bounded_by_the_box(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, box_bytes: int
+) -> None:
+    monkeypatch.setattr(difference, "BOX_BYTES", box_bytes)
     array = np.random.default_rng(0).integers(0, 1 << 30, (64, 64), np.int32)
     other = array.copy()
     other[3, 5] ^= 1
     write(LocalStorage(tmp_path / "a"), cut({"w": array}, 16, 0))
     write(LocalStorage(tmp_path / "b"), cut({"w": other}, 16, 1))
     places = [LocalStorage(tmp_path / name) for name in "ab"]
-    one, two = (open_bits(place, describe(place)) for place in places)
-    steps = list(compare_tensors(one, two, TensorRecord("w", "int32", (64, 64)), box_bytes=box_bytes))
-    assert len(steps) == 1 + max(array.nbytes // box_bytes, 1)
-    assert max(after.bytes - before.bytes for before, after in pairwise(steps)) <= 2 * max(box_bytes, 256)
-    assert (steps[-1].elements, steps[-1].different) == (array.size, 1)
+    seen = [0]
+    found = diff(*places, on_progress=lambda done, total: seen.append(done))
+    assert len(seen) == 1 + max(array.nbytes // box_bytes, 1)
+    assert max(after - before for before, after in pairwise(seen)) <= 2 * max(box_bytes, 256)
+    assert [(value.different, value.total) for value in found.values] == [(1, array.size)]
 
 
 def test_parts_of_values_that_are_stored_as_tensors_differ_as_values(tmp_path: Path) -> None:

@@ -40,10 +40,9 @@ def test_a_packed_pair_gives_two_numbers_the_low_half_first() -> None:
 def test_a_measure_of_parts_is_that_of_the_whole() -> None:
     values = torch.randn(1000, dtype=torch.float64) * 10
     values[::7], values[3], values[4], values[5] = 0, math.nan, math.inf, -math.inf
-    whole, parts = Measure(), Measure()
-    whole.add(values.numpy())
+    whole, parts = Measure.of(values.numpy()), Measure()
     for part in values.split(77):
-        parts.add(part.numpy())
+        parts.join(Measure.of(part.numpy()))
     finite = values[values.isfinite()]
     assert (whole.count, whole.nan, whole.inf) == (1000, 1, 2)
     assert whole.zeros == int((finite == 0).sum())
@@ -60,8 +59,7 @@ def test_a_measure_of_parts_is_that_of_the_whole() -> None:
 
 
 def test_magnitudes_are_powers_of_two() -> None:
-    found = Measure()
-    found.add(np.array([1.0, -1.5, 2.0, 0.0, 0.3, 1e-300, 1e300]))
+    found = Measure.of(np.array([1.0, -1.5, 2.0, 0.0, 0.3, 1e-300, 1e300]))
     assert found.to_json()["magnitudes"] == {"-41": 1, "-2": 1, "0": 2, "1": 1, "40": 1}
     assert Measure().to_json()["min"] is None
 
@@ -71,36 +69,31 @@ def test_a_difference_is_relative_to_the_first_tensor() -> None:
     a[0], b[1], b[2] = math.nan, math.inf, math.nan
     found = MeasuredDifference()
     for left, right in zip(a.split(30), b.split(30), strict=True):
-        found.add(left.numpy(), right.numpy())
+        found.join(MeasuredDifference.of(left.numpy(), right.numpy()))
     both = a.isfinite() & b.isfinite()
     assert found.largest == pytest.approx((a - b)[both].abs().max().item())
     assert found.relative == pytest.approx(((a - b)[both].norm() / a[a.isfinite()].norm()).item())
     assert (found.nan, found.inf) == ((1, 1), (0, 1))
-    from_zero = MeasuredDifference()
-    from_zero.add(np.zeros(2), np.ones(2))
+    from_zero = MeasuredDifference.of(np.zeros(2), np.ones(2))
     assert from_zero.relative == math.inf
     assert from_zero.to_json()["relative"] is None
 
 
 def test_numbers_near_the_ends_of_float64_are_measured() -> None:
     large, small = np.array([1e300, -1.7e308]), np.array([1e-300, 2e-300])
-    found = Measure()
-    found.add(large)
-    found.add(-large)
+    found = Measure.of(large)
+    found.join(Measure.of(-large))
     assert (found.mean, found.norm.value) == (pytest.approx(0, abs=1e295), math.inf)
     assert found.to_json()["norm"] is None
-    difference = MeasuredDifference()
-    difference.add(small, 2 * small)
+    difference = MeasuredDifference.of(small, 2 * small)
     assert (difference.relative, difference.largest) == (pytest.approx(1), 2e-300)
-    difference = MeasuredDifference()
-    difference.add(large, -large)
+    difference = MeasuredDifference.of(large, -large)
     assert difference.to_json()["largest"] is None
     json.dumps(difference.to_json(), allow_nan=False)
 
 
 def test_a_place_that_is_finite_on_one_side_alone_is_counted() -> None:
-    found = MeasuredDifference()
-    found.add(np.array([np.nan, 1.0, np.inf, 2.0]), np.array([1.0, np.nan, np.inf, 2.0]))
+    found = MeasuredDifference.of(np.array([np.nan, 1.0, np.inf, 2.0]), np.array([1.0, np.nan, np.inf, 2.0]))
     assert (found.one_finite, found.nan, found.inf, found.relative) == (2, (1, 1), (1, 1), 0.0)
 
 

@@ -67,6 +67,38 @@ def test_the_step_on_the_cpu_is_fused_unless_an_option_says_otherwise(
     assert not all(map(torch.equal, found["fused"][0], found["loop"][0]))
 
 
+class Eager(torch.optim.Optimizer):
+    """Its constructor alone makes the slots, as that of some Adagrads."""
+
+    def __init__(self, params: Any, lr: float = 0.1, start: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "start": start})
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["sum"] = torch.full_like(parameter, group["start"])
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.state[parameter]["sum"] += parameter.grad
+                    parameter -= group["lr"] * self.state[parameter]["sum"]
+
+
+@pytest.mark.parametrize("cpu_fraction", [0.0, 0.5, 1.0])
+def test_slots_that_only_a_constructor_makes_are_made_again_after_the_state_is_cleared(
+    cpu_fraction: float,
+) -> None:
+    mine, theirs = parameters_of(40, 30), parameters_of(40, 30)
+    groups = [{"params": mine[:1]}, {"params": mine[1:], "start": 2.0}]
+    optimizer = HybridDeviceOptimizer(groups, Eager, cpu_fraction=cpu_fraction)
+    for _ in range(2):
+        optimizer.state.clear()
+        expected = Eager([{"params": theirs[:1]}, {"params": theirs[1:], "start": 2.0}])
+        for ours, other in zip(train(mine, optimizer), train(theirs, expected), strict=True):
+            assert torch.equal(ours, other)
+
+
 @pytest.mark.parametrize("options", [{"foreach": False}, {"foreach": True}, {"fused": False}])
 def test_an_option_of_the_program_selects_the_implementation(options: dict[str, Any]) -> None:
     parameters = parameters_of(3)

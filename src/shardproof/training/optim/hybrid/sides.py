@@ -233,6 +233,8 @@ class SubOptimizers:
         self._rules = rules
         self._links: dict[int, list[GroupLink]] = {}
         """By id of the program's group. Options flow back from the first link of each group."""
+        self._eager: dict[SteppedCopy, dict[str, Any]] = {}
+        """The sub-optimizer's group of each copy whose slots the constructor of the optimizer may make."""
 
     def add(self, group: dict[str, Any], copies: Sequence[SteppedCopy]) -> None:
         """Makes the optimizers for copies of parameters of one group of the program.
@@ -244,6 +246,8 @@ class SubOptimizers:
         for content in cut([stepped for stepped in copies if stepped.on_cpu]):
             tensors = [stepped.tensor for stepped in content]
             optimizer = self._rules.on_cpu([{**options_of(group, without), "params": tensors}])
+            if optimizer.state:
+                self._eager |= dict.fromkeys(content, optimizer.param_groups[0])
             buckets.append(CpuBucket(content, optimizer))
         links = [GroupLink(group, bucket.group, on_cpu=True, without=without) for bucket in buckets]
         on_device = [stepped for stepped in copies if not stepped.on_cpu]
@@ -254,6 +258,8 @@ class SubOptimizers:
             else:
                 self.on_device.add_param_group(inner)
             links.insert(0, GroupLink(group, self.on_device.param_groups[-1], on_cpu=False, without=()))
+            if self.on_device.state:
+                self._eager |= dict.fromkeys(on_device, self.on_device.param_groups[-1])
         for stepped in on_device:
             stepped.optimizer = self.on_device
         self.buckets += buckets
@@ -288,7 +294,7 @@ class SubOptimizers:
         """Gives the program's `state` to the sub-optimizer, cast to the dtype of the step.
 
         Returns:
-            The state of each copy, None before its first step.
+            The state of each copy, None if the step makes it.
         """
         inner = copies[0].optimizer.state
         handed: list[dict[str, Any] | None] = []
@@ -296,12 +302,25 @@ class SubOptimizers:
             slots = state.get(stepped.parameter)
             if slots is None:
                 inner.pop(stepped.tensor, None)
-            else:
-                if self._dtypes:
-                    slots = _cast(slots, dict.fromkeys(self._dtypes, stepped.tensor.dtype))
+                slots = self._first_slots(stepped)
+            elif self._dtypes:
+                slots = _cast(slots, dict.fromkeys(self._dtypes, stepped.tensor.dtype))
+            if slots is not None:
                 inner[stepped.tensor] = slots
             handed.append(slots)
         return handed
+
+    def _first_slots(self, stepped: SteppedCopy) -> dict[str, Any] | None:
+        """The slots that the constructor of an optimizer makes. None if the first step makes them.
+
+        The Adagrad of torch 2.6 makes them in the constructor alone.
+        """
+        if (group := self._eager.get(stepped)) is None:
+            return None
+        make = self._rules.on_cpu if stepped.on_cpu else self._rules.on_device
+        optimizer = make([{**options_of(group), "params": [stepped.tensor]}])
+        slots: dict[str, Any] | None = optimizer.state.get(stepped.tensor)
+        return slots
 
     def _take_back(self, state: dict[torch.Tensor, Any], copies: Sequence[SteppedCopy]) -> None:
         """Moves the stepped state to the program's `state`, cast to the stored dtype."""

@@ -1,7 +1,7 @@
-"""Where the tasks of a conversion run: in this process, in processes of this machine, or on Ray.
+"""Workers that run tasks: in this process, in processes of this machine, or on Ray.
 
-A task is a unit to write, boxes to verify or files to upload. Each worker opens the source and makes
-the plan, for which it needs only the request. So processes exchange only requests, tasks and results.
+Each worker makes what its tasks work with, for example opens a checkpoint. So processes exchange only a
+function that makes it, tasks and results.
 """
 
 from __future__ import annotations
@@ -13,23 +13,78 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from multiprocessing.connection import Connection, wait
-from typing import Any, Protocol, cast
+from typing import Any, Literal, Protocol, TypeVar, cast, get_args
 
 from shardproof._utils import libc
 from shardproof.errors import ShardproofError
-from shardproof.formats.conversion.plan import ConversionRequest
-from shardproof.formats.conversion.work import ConversionWork
 
 _SET_PARENT_DEATH_SIGNAL = 1
 """Number of ``PR_SET_PDEATHSIG`` in ``<linux/prctl.h>``."""
 _REPORT_SECONDS = 1.0
 """How often an actor on Ray reports the bytes of a running task."""
+_BATCH_ITEMS = 1024
+
+Where = Literal["processes", "ray"]
+"""Where workers run: in processes of this machine, or on a Ray cluster."""
+Item = TypeVar("Item")
 
 
-Task = Callable[[ConversionWork], Any]
-"""A function that pickle can send to a worker."""
+class WorkerContext(Protocol):
+    """What the tasks of one worker work with."""
+
+    on_bytes: Callable[[int], None]
+    """A task calls it with the bytes that it read since the last call."""
+
+
+Task = Callable[[Any], Any]
+"""A function of a `WorkerContext` that pickle can send to a worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What the workers do, in the words of errors."""
+
+    name: str
+    """Such as "the conversion"."""
+    remedy: str
+    """What to do after a worker ended, such as "run the conversion again"."""
+
+
+def check_where(on: object) -> None:
+    """Refuses an argument that is not one of `Where`.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+    if on not in get_args(Where):
+        raise ValueError(f"on is 'processes' or 'ray', not {on!r}")
+
+
+def batches(items: Sequence[Item], nbytes: Callable[[Item], int], most: int) -> Iterator[list[Item]]:
+    """Neighbouring items in groups of limited size.
+
+    Args:
+        items: such as boxes.
+        nbytes: gives the bytes of an item.
+        most: bytes of a group, at most, unless a single item has more.
+
+    >>> list(batches([3, 4, 9, 1], lambda size: size, 8))
+    [[3, 4], [9], [1]]
+    """
+    batch: list[Item] = []
+    total = 0
+    for item in items:
+        size = nbytes(item)
+        if batch and (total + size > most or len(batch) == _BATCH_ITEMS):
+            yield batch
+            batch, total = [], 0
+        batch.append(item)
+        total += size
+    if batch:
+        yield batch
 
 
 class Executor(Protocol):
@@ -55,32 +110,39 @@ class Executor(Protocol):
 class InlineExecutor:
     """Runs tasks in this process, one after the other."""
 
-    def __init__(self, work: ConversionWork) -> None:
-        self._work = work
+    def __init__(self, context: WorkerContext) -> None:
+        self._context = context
 
     def run(self, tasks: Sequence[Task], on_bytes: Callable[[int], None]) -> Iterator[Any]:
         """Runs tasks; see `Executor.run`."""
-        self._work.on_bytes = on_bytes
+        self._context.on_bytes = on_bytes
         for task in tasks:
-            yield task(self._work)
+            yield task(self._context)
 
     def close(self) -> None:
-        """Does nothing: the caller owns the work."""
+        """Does nothing: the caller owns the context."""
 
 
 class ProcessExecutor:
     """Runs tasks in processes of this machine. They end with this process, even if it is killed.
 
-    Within `deadline` seconds, any worker must report bytes or a result.
+    Args:
+        job: what the workers do.
+        make_context: a function that pickle can send to a worker. It makes what the tasks work with.
+        workers: number of processes.
+        deadline: seconds within which any worker must report bytes or a result.
     """
 
-    def __init__(self, request: ConversionRequest, workers: int, deadline: float) -> None:
+    def __init__(
+        self, job: Job, make_context: Callable[[], WorkerContext], workers: int, deadline: float
+    ) -> None:
+        self._job = job
         self._deadline = deadline
         context = multiprocessing.get_context("spawn")  # a fork would copy locks of torch's threads
         self._workers = []
         for _ in range(workers):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there, request, os.getpid()), daemon=True)
+            process = context.Process(target=_serve, args=(there, make_context, os.getpid()), daemon=True)
             process.start()
             there.close()
             self._workers.append((process, here))
@@ -94,7 +156,7 @@ class ProcessExecutor:
         while busy:
             found = wait(list(busy), self._deadline)
             if not found:
-                raise _no_progress(self._deadline)
+                raise _no_progress(self._job, self._deadline)
             for ready in found:
                 pipe = cast(Connection, ready)
                 process = busy[pipe]
@@ -103,8 +165,9 @@ class ProcessExecutor:
                 except (EOFError, OSError) as error:
                     process.join(self._deadline)
                     raise ShardproofError(
-                        f"a worker of the conversion ended with exit code {process.exitcode} and no result. "
-                        "Is memory short? Run the conversion again: it continues where it stopped"
+                        f"a worker of {self._job.name} ended with exit code {process.exitcode} and no "
+                        f"result. Is memory short? Then give fewer workers, and {self._job.remedy}",
+                        damaged=False,
                     ) from error
                 if kind == "bytes":
                     on_bytes(value)
@@ -133,21 +196,21 @@ class ProcessExecutor:
             process.join(max(ends - time.monotonic(), 0.0))
 
 
-def _serve(pipe: Connection, request: ConversionRequest, parent: int) -> None:
+def _serve(pipe: Connection, make_context: Callable[[], WorkerContext], parent: int) -> None:
     """A worker process: runs the tasks that come through the pipe until it closes."""
     libc.call("prctl", ctypes.c_int(_SET_PARENT_DEATH_SIGNAL), ctypes.c_ulong(signal.SIGKILL))
     if os.getppid() != parent:  # the parent ended before the call
         return
-    work: ConversionWork | None = None
+    context: WorkerContext | None = None
     while True:
         try:
             task = pipe.recv()
         except EOFError:
             return
         try:
-            work = work or ConversionWork(request)
-            work.on_bytes = lambda count: pipe.send(("bytes", count))
-            result = task(work)
+            context = context or make_context()
+            context.on_bytes = lambda count: pipe.send(("bytes", count))
+            result = task(context)
         except Exception as error:
             pipe.send(("error", error))
         else:
@@ -155,28 +218,35 @@ def _serve(pipe: Connection, request: ConversionRequest, parent: int) -> None:
 
 
 class RayExecutor:
-    """Runs tasks on a Ray cluster, whose nodes share the file system of source and destination.
+    """Runs tasks on a Ray cluster, whose nodes share the file systems that the tasks use.
 
-    Each actor uses one processor. Within `deadline` seconds, any actor must report bytes or a result.
+    Args:
+        job: what the workers do.
+        make_context: as of `ProcessExecutor`.
+        workers: number of actors; each uses one processor.
+        deadline: seconds within which any actor must report bytes or a result.
 
     Raises:
         ShardproofError: Ray is not installed.
     """
 
-    def __init__(self, request: ConversionRequest, workers: int, deadline: float) -> None:
+    def __init__(
+        self, job: Job, make_context: Callable[[], WorkerContext], workers: int, deadline: float
+    ) -> None:
         try:
             ray: Any = import_module("ray")
         except ImportError as error:
             raise ShardproofError(
-                "conversion on Ray needs the package ray: pip install 'shardproof[ray]'"
+                f"{job.name} on Ray needs the package ray: pip install 'shardproof[ray]'", damaged=False
             ) from error
+        self._job = job
         self._ray = ray
         self._deadline = deadline
         if not ray.is_initialized():
             ray.init(log_to_driver=False, include_dashboard=False)
         # One thread of an actor runs a task, the other answers `report`.
         actor = ray.remote(num_cpus=1, max_restarts=0, max_concurrency=2)(_Actor)
-        self._actors = [actor.remote(request) for _ in range(workers)]
+        self._actors = [actor.remote(make_context) for _ in range(workers)]
 
     def run(self, tasks: Sequence[Task], on_bytes: Callable[[int], None]) -> Iterator[Any]:
         """Runs tasks; see `Executor.run`. An actor gets its next task when it has finished one."""
@@ -191,7 +261,9 @@ class RayExecutor:
         while running:
             remaining = latest + self._deadline - time.monotonic()
             if remaining <= 0:
-                raise _no_progress(self._deadline, " Run `ray status` to see whether processors are missing.")
+                raise _no_progress(
+                    self._job, self._deadline, " `ray status` shows whether processors are missing."
+                )
             done, _ = self._ray.wait([*running, *reports], num_returns=1, timeout=remaining)
             for call in done:
                 if call in reports:
@@ -224,8 +296,9 @@ class RayExecutor:
             return self._ray.get(call)
         except self._ray.exceptions.RayError as error:
             raise ShardproofError(
-                f"a worker of the conversion on Ray ended with no result: {error}\nIs memory short? Run the "
-                "conversion again: it continues where it stopped"
+                f"a worker of {self._job.name} on Ray ended with no result: {error}\nIs memory short? Then "
+                f"give fewer workers, and {self._job.remedy}",
+                damaged=False,
             ) from error
 
     def close(self) -> None:
@@ -237,9 +310,9 @@ class RayExecutor:
 class _Actor:
     """A worker on Ray, with two threads."""
 
-    def __init__(self, request: ConversionRequest) -> None:
-        self._request = request
-        self._work: ConversionWork | None = None
+    def __init__(self, make_context: Callable[[], WorkerContext]) -> None:
+        self._make_context = make_context
+        self._context: WorkerContext | None = None
         self._lock = threading.Lock()
         self._count = 0
         """Bytes that were read and not reported yet."""
@@ -249,9 +322,9 @@ class _Actor:
         """The result of a task or its error, and the bytes that were read since the last report."""
         self._is_idle.clear()
         try:
-            self._work = self._work or ConversionWork(self._request)
-            self._work.on_bytes = self._add
-            return task(self._work), self._take()
+            self._context = self._context or self._make_context()
+            self._context.on_bytes = self._add
+            return task(self._context), self._take()
         except Exception as error:
             return error, self._take()
         finally:
@@ -272,8 +345,38 @@ class _Actor:
         return count
 
 
-def _no_progress(deadline: float, advice: str = "") -> ShardproofError:
+def _no_progress(job: Job, deadline: float, advice: str = "") -> ShardproofError:
     return ShardproofError(
-        f"no worker of the conversion made progress for {deadline:g} s, the deadline. Check the storage of "
-        f"source and destination, and run the conversion again: it continues where it stopped.{advice}"
+        f"no worker of {job.name} made progress for {deadline:g} s, the deadline. Check the storage, and "
+        f"{job.remedy}.{advice}",
+        damaged=False,
     )
+
+
+def start_workers(
+    job: Job,
+    on: Where,
+    workers: int,
+    *,
+    own: WorkerContext,
+    make_context: Callable[[], WorkerContext],
+    deadline: float,
+) -> Executor:
+    """Starts workers. One worker of this machine is this process.
+
+    Args:
+        job: what the workers do.
+        on: where they run.
+        workers: how many.
+        own: what the tasks work with in this process.
+        make_context: makes it in another process; pickle can send it there.
+        deadline: seconds that the workers may go without progress.
+
+    Raises:
+        ShardproofError: Ray is not installed.
+    """
+    if on == "ray":
+        return RayExecutor(job, make_context, workers, deadline)
+    if workers > 1:
+        return ProcessExecutor(job, make_context, workers, deadline)
+    return InlineExecutor(own)
