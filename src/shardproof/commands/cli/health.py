@@ -184,7 +184,12 @@ def watch_command(run: str, every: float, once: bool, older_than: float, as_json
     offset = 0.0 if told is None else told - time.time()
     watch = RunWatch(storage, older_than=older_than, clock_offset=offset)
     if once:
-        _show_once(watch, storage.location, as_json)
+        now = time.time()
+        saves = watch.look(now)
+        if as_json:
+            print_json({"location": storage.location, "saves": [save.to_json() for save in saves]})
+        else:
+            console().print(_table(saves, storage.location, now))
     else:
         try:
             if sys.stdout.isatty() and not as_json:
@@ -194,15 +199,6 @@ def watch_command(run: str, every: float, once: bool, older_than: float, as_json
         except KeyboardInterrupt:
             pass  # the usual end
     return YES
-
-
-def _show_once(watch: RunWatch, location: str, as_json: bool) -> None:
-    now = time.time()
-    saves = watch.look(now)
-    if as_json:
-        print_json({"location": location, "saves": [save.to_json() for save in saves]})
-    else:
-        console().print(_table(saves, location, now))
 
 
 def _show_live(watch: RunWatch, location: str, every: float) -> None:

@@ -223,7 +223,7 @@ def _show_summary(summary: Summary) -> None:
     if summary.rows:
         out.print()
         rows = (
-            (row.key, f"{row.count:,}", row.dtype, _shape(row.shape), gigabytes(row.bytes))
+            (row.key, f"{row.count:,}", row.dtype, _listed(row.shape), gigabytes(row.bytes))
             for row in summary.rows
         )
         out.print(table(("tensor", "count", "dtype", "shape", "size"), rows, right=("count", "size")))
@@ -353,10 +353,10 @@ def _show_detail(found: TensorDetail | ObjectDetail) -> None:
         out.print(printable(f"{found.key} = {spelled(found.value)}"))
         return
     tied = f", tied with {', '.join(found.tied)}" if found.tied else ""
-    out.print(printable(f"{found.key}: {found.dtype} {_shape(found.shape)}, {gigabytes(found.bytes)}{tied}"))
+    out.print(printable(f"{found.key}: {found.dtype} {_listed(found.shape)}, {gigabytes(found.bytes)}{tied}"))
     rows = (
         (
-            _box(chunk.offsets, chunk.sizes),
+            _listed(f"{at}:{at + size}" for at, size in zip(chunk.offsets, chunk.sizes, strict=True)),
             _rank(chunk.rank),
             chunk.file,
             f"[{chunk.byte_start}, {chunk.byte_stop})",
@@ -373,12 +373,8 @@ def _rank(rank: int) -> str:
     return "-" if rank < 0 else str(rank)
 
 
-def _shape(shape: Iterable[int]) -> str:
-    return f"[{', '.join(map(str, shape))}]"
-
-
-def _box(offsets: Iterable[int], sizes: Iterable[int]) -> str:
-    return f"[{', '.join(f'{first}:{first + size}' for first, size in zip(offsets, sizes, strict=True))}]"
+def _listed(items: Iterable[object]) -> str:
+    return f"[{', '.join(map(str, items))}]"
 
 
 def _share(part: int, whole: int) -> str:

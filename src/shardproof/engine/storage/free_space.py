@@ -91,13 +91,11 @@ def _may_use_reserve(device: int) -> bool:
     if os.geteuid() == 0:
         return True
     number = f"{os.major(device)}:{os.minor(device)}"
-    mounts = [line for line in _mounts() if number in line.split()]
+    text = _MOUNTS.read_text(
+        encoding="utf-8", errors="surrogateescape"
+    )  # names of mount points are any bytes
+    mounts = [line for line in text.split("\n") if number in line.split()]
     return not mounts or any("resuid=" in line or "resgid=" in line for line in mounts)
-
-
-def _mounts() -> list[str]:
-    """The mounts, one a line. Names of mount points are any bytes."""
-    return _MOUNTS.read_text(encoding="utf-8", errors="surrogateescape").split("\n")
 
 
 def _has_project_quota(folder: Path) -> bool:
