@@ -182,7 +182,10 @@ class Job:
         elif (rank, content) in self.hold:
             self.held[rank] = content
         else:
-            pipe.send("go")
+            try:
+                pipe.send("go")
+            except BrokenPipeError:
+                pipe.close()  # the rank was killed after it reached the point: see its exit code
 
 
 def run_ranks(

@@ -62,6 +62,7 @@ def _run_alone(
 ) -> NoReturn:
     os.environ.clear()  # it is no rank
     os.environ.update(variables)
+    tempfile.tempdir = None  # the server has looked for one in its own environment
     os.chdir(folder)
     for descriptor, path in enumerate(outputs, 1):
         file = os.open(path, os.O_WRONLY | os.O_CREAT)

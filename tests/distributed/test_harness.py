@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import rank, run_ranks
+from tests.harness import Job, rank, reach, run_ranks
+from tests.programs import run_program
 
 
 def die(folder: str) -> None:
@@ -37,3 +38,26 @@ def test_a_dead_rank_is_reported_with_its_native_stack_and_the_ends_of_the_other
         _ = outcomes[1].value
     stacks = (tmp_path / "stderr").read_text()
     assert "libc.so" in stacks and "Fatal Python error: Segmentation fault" in stacks
+
+
+def _reach_twice() -> None:
+    reach("first")
+    reach("second")
+
+
+def test_a_rank_that_was_killed_at_a_point_has_its_exit_code() -> None:
+    """The parent reads the point after the kill, and cannot answer."""
+
+    def kill(job: Job) -> None:
+        assert job.pipes[0].poll(60)
+        job.kill(0)
+        job.processes[0].join(60)
+
+    (outcome,) = run_ranks(1, _reach_twice, script=kill)
+    assert outcome.exit_code == -signal.SIGKILL and outcome.reached == ["first"]
+
+
+def test_a_program_has_its_own_folder_for_temporary_files(tmp_path: Path) -> None:
+    text = "import tempfile; print(tempfile.gettempdir())"
+    done = run_program(text, environment=os.environ | {"TMPDIR": str(tmp_path)})
+    assert done.stdout == f"{tmp_path}\n"

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import doctest
 import importlib
+import importlib.util
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -101,6 +104,61 @@ def as_script(blocks: list[Block]) -> str:
         "    else:\n"
         "        exec(compile('\\n' * (line - 1) + text, page, 'exec'), names)\n"
     )
+
+
+def modules_used(text: str) -> tuple[set[str], set[str]]:
+    """The dotted names that a program uses of what it imports, and the modules that it imports."""
+    tree = ast.parse(text)
+    imported: set[str] = set()
+    roots: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                imported |= set(accumulate(alias.name.split("."), "{}.{}".format))
+                first = alias.name.partition(".")[0]
+                roots[alias.asname or first] = alias.name if alias.asname else first
+        elif isinstance(node, ast.ImportFrom):
+            imported |= set(accumulate((node.module or "").split("."), "{}.{}".format))
+            imported |= {f"{node.module}.{alias.name}" for alias in node.names}
+            roots |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    used: set[str] = set()
+    for node in ast.walk(tree):
+        names: list[str] = []
+        while isinstance(node, ast.Attribute):
+            names.insert(0, node.attr)
+            node = node.value
+        if names and isinstance(node, ast.Name) and node.id in roots:
+            used |= set(accumulate([roots[node.id], *names], "{}.{}".format))
+    return used, imported
+
+
+@pytest.mark.processes
+def test_every_page_imports_the_modules_that_it_uses() -> None:
+    """`run_blocks` cannot show this, because its process has imported more than a new interpreter."""
+    fresh = "import sys, torch, shardproof; print(*sys.modules)"
+    present = set(subprocess.check_output([sys.executable, "-c", fresh], text=True, timeout=120).split())
+    used, imported = modules_used(
+        "import torch\ntorch.distributed.fsdp.fully_shard(1)\nfrom torch import nn\nnn.init"
+    )
+    assert used >= {"torch.distributed.fsdp", "torch.nn.init"} and imported == {"torch", "torch.nn"}
+    assert "torch.distributed.fsdp" not in present and "torch.nn.init" in present
+    lacking = {}
+    for page in PAGES:
+        text = "".join(block.text for block in python_blocks(page.read_text()) if ">>> " not in block.text)
+        used, imported = modules_used(text)
+        lazy = {name for name in used if name.startswith("shardproof.")}  # these import themselves
+        modules = {name for name in used - lazy - present - imported if is_module(name)}
+        if modules:
+            lacking[page.name] = modules
+    assert not lacking
+
+
+def is_module(name: str) -> bool:
+    """True for the name of a module that can be imported."""
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ImportError:
+        return False
 
 
 def run_blocks(blocks: list[Block], page: str, folder: Path) -> subprocess.CompletedProcess[str]:
