@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from multiprocessing.connection import Connection, wait
@@ -160,15 +161,8 @@ class ProcessExecutor:
             for ready in found:
                 pipe = cast(Connection, ready)
                 process = busy[pipe]
-                try:
+                with self._report_end(process):
                     kind, value = pipe.recv()
-                except (EOFError, OSError) as error:
-                    process.join(self._deadline)
-                    raise ShardproofError(
-                        f"a worker of {self._job.name} ended with exit code {process.exitcode} and no "
-                        f"result. Is memory short? Then give fewer workers, and {self._job.remedy}",
-                        damaged=False,
-                    ) from error
                 if kind == "bytes":
                     on_bytes(value)
                 elif kind == "error":
@@ -177,14 +171,34 @@ class ProcessExecutor:
                     yield value
                     self._give(pipe, process, left, busy)
 
-    @staticmethod
-    def _give(pipe: Connection, process: Any, left: Iterator[Task], busy: dict[Connection, Any]) -> None:
+    def _give(
+        self, pipe: Connection, process: Any, left: Iterator[Task], busy: dict[Connection, Any]
+    ) -> None:
         task = next(left, None)
         if task is None:
             busy.pop(pipe, None)
         else:
             busy[pipe] = process
-            pipe.send(task)
+            with self._report_end(process):
+                pipe.send(task)
+
+    @contextmanager
+    def _report_end(self, process: Any) -> Iterator[None]:
+        """Around a use of a worker's pipe: raises an error with the exit code if the worker has ended."""
+        try:
+            yield
+        except (EOFError, OSError) as error:
+            process.join(self._deadline)
+            cause = (
+                "Is memory short? Give fewer workers"
+                if process.exitcode == -signal.SIGKILL
+                else 'Its own error is above; a script needs `if __name__ == "__main__":`'
+            )
+            raise ShardproofError(
+                f"a worker of {self._job.name} ended with exit code {process.exitcode} and no result. "
+                f"{cause}. Then {self._job.remedy}",
+                damaged=False,
+            ) from error
 
     def close(self) -> None:
         """Ends the workers. A running task ends with its worker."""

@@ -300,7 +300,8 @@ def diff(
             The longest key of `a` that applies decides. An empty key of `b` removes the prefix.
         measure: True to read the tensors whose digests differ, and to measure by how much numbers differ.
         workers: processes that read tensors. One on "processes" is this process. The result does not depend
-            on the workers.
+            on the workers. Several processes import the main module: a script calls `diff` below
+            ``if __name__ == "__main__":``.
         on: "processes" for processes of this machine, "ray" for a Ray cluster. All nodes need the file
             systems of both checkpoints.
         deadline: seconds that the workers may go without progress.

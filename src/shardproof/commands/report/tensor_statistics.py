@@ -39,7 +39,8 @@ def measure_tensors(
         place: a checkpoint of any format.
         patterns: keys, keys above them, or patterns of keys (`fnmatch`); empty for all tensors.
         format: name of its format; None to find it.
-        workers: processes that read. One on "processes" is this process.
+        workers: processes that read. One on "processes" is this process. Several processes import the main
+            module: a script calls `measure_tensors` below ``if __name__ == "__main__":``.
         on: "processes" for processes of this machine, "ray" for a Ray cluster. All nodes need the file
             system of the checkpoint.
         deadline: seconds that the workers may go without progress.
