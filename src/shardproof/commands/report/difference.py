@@ -314,7 +314,7 @@ def diff(
         CorruptChunkError: a chunk that had to be read does not match its digest.
         TilingError: the chunks of a tensor that had to be read do not cover it.
         StructureError: a pattern or a rename fits no key, the patterns leave no key of `a`, two keys get one
-            name; or there are several workers, and no path or URL names a storage.
+            name; or there are several workers, and a storage has options, or no path or URL names it.
         ShardproofError: Ray is not installed, or a worker ended or made no progress.
 
     Example:

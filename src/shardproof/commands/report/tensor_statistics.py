@@ -53,7 +53,7 @@ def measure_tensors(
         KeyMismatchError: a pattern fits no tensor.
         NotCommittedError, FormatError, StorageError, CorruptChunkError, TilingError: it cannot be read.
         TypeError, ValueError: an argument does not fit.
-        StructureError: there are several workers, and no path or URL names the storage.
+        StructureError: there are several workers, and the storage has options, or no path or URL names it.
         ShardproofError: Ray is not installed, or a worker ended or made no progress.
 
     Example:
