@@ -39,7 +39,7 @@ $(STAMP): pyproject.toml $(LISTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) $(HASHED) -r requirements-ci.txt
 	$(PIP) $(HASHED) -r requirements-cpu.txt || \
-		{ echo "no such build of torch without CUDA: installing the registry's build" >&2; \
+		{ echo "the build of torch without CUDA could not be installed (see above): installing the registry's build" >&2; \
 		$(PIP) $(HASHED) -r requirements-cuda.txt; }
 	$(PIP) --no-deps --no-build-isolation -e .
 	$(BIN)/python -m pip check

@@ -1,11 +1,12 @@
 """Writes the lists that `make venv` installs, with hashes: `requirements-ci.txt`, `-cpu.txt` and `-cuda.txt`.
 
-    .venv/bin/python -m tools.ci_requirements --index URL
+    .venv/bin/python -m tools.ci_requirements --index URL --cpu-index URL
 
-URL is the simple index of the registry. pip chooses the packages within `constraints.txt`. The first list has
-all but torch. The second has the build of torch without CUDA, if this machine installs such a build. The
-third has the registry's build, and the libraries of CUDA that it needs. A pin has the hash of every file for
-Linux that the registry lists. The build without CUDA has that of the file which this machine installs.
+The first URL is the simple index of the registry, the second one that lists the builds of torch without CUDA.
+pip must find such a build on this machine, and chooses all packages within `constraints.txt`. The first list
+has all but torch. The second has the build of torch without CUDA. The third has the registry's build, and the
+libraries of CUDA that it needs. A pin has the hash of every file for Linux that its index lists. Without
+``--cpu-index``, the build without CUDA has that of the file which this machine installs.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ import os
 import subprocess
 import sys
 import tempfile
+import urllib.parse
 import urllib.request
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from html.parser import HTMLParser
 from pathlib import Path
 
 from packaging.utils import (
@@ -86,11 +89,38 @@ def hashes(index: str, package: Chosen) -> list[str]:
     """The hashes of the files for Linux that an index lists for a version."""
     request = urllib.request.Request(
         f"{index.rstrip('/')}/{package.name}/",
-        headers={"Accept": "application/vnd.pypi.simple.v1+json"},
+        headers={"Accept": "application/vnd.pypi.simple.v1+json, text/html;q=0.5"},
     )
     with urllib.request.urlopen(request, timeout=SECONDS) as answer:
-        files = json.load(answer)["files"]
-    return [file["hashes"]["sha256"] for file in files if is_for_linux(file["filename"], package.version)]
+        text, kind = answer.read().decode(), answer.headers.get_content_type()
+    if kind == "text/html":
+        page = Page()
+        page.feed(text)
+        files = page.files
+    else:
+        files = [(file["filename"], file["hashes"]["sha256"]) for file in json.loads(text)["files"]]
+    return [sha256 for filename, sha256 in files if is_for_linux(filename, package.version)]
+
+
+class Page(HTMLParser):
+    """A page of an index in HTML. It gives names and hashes in its links.
+
+    >>> page = Page()
+    >>> page.feed('<a href="../torch-2.0%2Bcpu-cp311-cp311-linux_x86_64.whl#sha256=12ab">torch</a>')
+    >>> page.files
+    [('torch-2.0+cpu-cp311-cp311-linux_x86_64.whl', '12ab')]
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.files: list[tuple[str, str]] = []
+        """Name and hash of each file."""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Adds the file of a link that has a hash."""
+        path, _, sha256 = (dict(attrs).get("href") or "").partition("#sha256=")
+        if tag == "a" and sha256:
+            self.files.append((urllib.parse.unquote(path.rpartition("/")[2]), sha256))
 
 
 def is_for_linux(filename: str, version: Version) -> bool:
@@ -120,22 +150,35 @@ def text_of(pins: Mapping[str, Iterable[str]]) -> str:
 
 
 def main() -> None:
-    """Writes both files."""
+    """Writes the three files.
+
+    Raises:
+        SystemExit: pip finds no build of torch without CUDA, or the index for it lists no file of this build.
+            Nothing is written.
+    """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--index", required=True, help="URL of the simple index of the registry")
-    index = parser.parse_args().index
+    parser.add_argument("--cpu-index", help="URL of a simple index of builds of torch without CUDA")
+    arguments = parser.parse_args()
+    index = arguments.index
     here, there = chosen("torch", "hatchling", f"{ROOT}[dev]"), chosen("torch", index=index)
     torch = here.pop("torch")
+    if torch.version.local != "cpu":
+        sys.exit(
+            f"pip finds no build of torch without CUDA, but {torch.pin}: name its index in pip's settings"
+        )
+    builds = hashes(arguments.cpu_index, torch) if arguments.cpu_index else [torch.sha256]
+    if not builds:
+        sys.exit(f"{arguments.cpu_index} lists no hash of a file of {torch.pin}")
     cuda = [package for name, package in there.items() if name not in here]
     for path, packages in ((MAIN, here.values()), (CUDA, cuda)):
         pins = {package.pin: {*hashes(index, package), package.sha256} for package in packages}
         path.write_text(text_of(pins))
         print(f"wrote {path}: {len(pins)} packages")
-    if torch.version.local:
-        CPU.write_text(text_of({torch.pin: [torch.sha256]}))
-        print(f"wrote {CPU}: {torch.pin}")
+    CPU.write_text(text_of({torch.pin: {*builds, torch.sha256}}))
+    print(f"wrote {CPU}: {torch.pin}")
 
 
 if __name__ == "__main__":

@@ -7,12 +7,15 @@ function that makes it, tasks and results.
 from __future__ import annotations
 
 import ctypes
+import logging
 import multiprocessing
 import os
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from multiprocessing.connection import Connection, wait
@@ -20,6 +23,8 @@ from typing import Any, Literal, Protocol, TypeVar, cast, get_args
 
 from shardproof._utils import libc
 from shardproof.errors import ShardproofError
+
+_log = logging.getLogger("shardproof")
 
 _SET_PARENT_DEATH_SIGNAL = 1
 """Number of ``PR_SET_PDEATHSIG`` in ``<linux/prctl.h>``."""
@@ -160,15 +165,8 @@ class ProcessExecutor:
             for ready in found:
                 pipe = cast(Connection, ready)
                 process = busy[pipe]
-                try:
+                with self._report_end(process):
                     kind, value = pipe.recv()
-                except (EOFError, OSError) as error:
-                    process.join(self._deadline)
-                    raise ShardproofError(
-                        f"a worker of {self._job.name} ended with exit code {process.exitcode} and no "
-                        f"result. Is memory short? Then give fewer workers, and {self._job.remedy}",
-                        damaged=False,
-                    ) from error
                 if kind == "bytes":
                     on_bytes(value)
                 elif kind == "error":
@@ -177,14 +175,34 @@ class ProcessExecutor:
                     yield value
                     self._give(pipe, process, left, busy)
 
-    @staticmethod
-    def _give(pipe: Connection, process: Any, left: Iterator[Task], busy: dict[Connection, Any]) -> None:
+    def _give(
+        self, pipe: Connection, process: Any, left: Iterator[Task], busy: dict[Connection, Any]
+    ) -> None:
         task = next(left, None)
         if task is None:
             busy.pop(pipe, None)
         else:
             busy[pipe] = process
-            pipe.send(task)
+            with self._report_end(process):
+                pipe.send(task)
+
+    @contextmanager
+    def _report_end(self, process: Any) -> Iterator[None]:
+        """Around a use of a worker's pipe: raises an error with the exit code if the worker has ended."""
+        try:
+            yield
+        except (EOFError, OSError) as error:
+            process.join(self._deadline)
+            cause = (
+                "Is memory short? Give fewer workers"
+                if process.exitcode == -signal.SIGKILL
+                else 'Its own error is above; a script needs `if __name__ == "__main__":`'
+            )
+            raise ShardproofError(
+                f"a worker of {self._job.name} ended with exit code {process.exitcode} and no result. "
+                f"{cause}. Then {self._job.remedy}",
+                damaged=False,
+            ) from error
 
     def close(self) -> None:
         """Ends the workers. A running task ends with its worker."""
@@ -223,7 +241,8 @@ class RayExecutor:
     Args:
         job: what the workers do.
         make_context: as of `ProcessExecutor`.
-        workers: number of actors; each uses one processor.
+        workers: number of actors; each uses one processor. Actors without a processor wait, and the others do
+            their work.
         deadline: seconds within which any actor must report bytes or a result.
 
     Raises:
@@ -244,21 +263,33 @@ class RayExecutor:
         self._deadline = deadline
         if not ray.is_initialized():
             ray.init(log_to_driver=False, include_dashboard=False)
+        processors = int(ray.cluster_resources().get("CPU", 0))
+        if processors < workers:
+            _log.warning(
+                "%s: the Ray cluster has %d processors, so at most as many of the %d workers run until it "
+                "has more",
+                job.name,
+                processors,
+                workers,
+            )
         # One thread of an actor runs a task, the other answers `report`.
         actor = ray.remote(num_cpus=1, max_restarts=0, max_concurrency=2)(_Actor)
         self._actors = [actor.remote(make_context) for _ in range(workers)]
 
     def run(self, tasks: Sequence[Task], on_bytes: Callable[[int], None]) -> Iterator[Any]:
-        """Runs tasks; see `Executor.run`. An actor gets its next task when it has finished one."""
-        left = iter(tasks)
+        """Runs tasks; see `Executor.run`.
+
+        An actor gets its first task when Ray has placed it, and its next task when it has finished one. So
+        the actors that Ray cannot place keep no task.
+        """
+        left = deque(tasks)
         running: dict[Any, Any] = {}
         """Calls that run a task, each with its actor."""
-        reports: dict[Any, Any] = {}
-        """Calls that wait for the bytes of a running task, each with its actor."""
-        for actor in self._actors:
-            self._give(actor, left, running, reports)
+        reports: dict[Any, Any] = {actor.report.remote(0.0): actor for actor in self._actors}
+        """Calls that wait for the bytes of a running task, each with its actor. The first of an actor returns
+        when Ray has placed it."""
         latest = time.monotonic()
-        while running:
+        while running or left:
             remaining = latest + self._deadline - time.monotonic()
             if remaining <= 0:
                 raise _no_progress(
@@ -270,6 +301,8 @@ class RayExecutor:
                     actor, count = reports.pop(call), self._result(call)
                     if any(actor is other for other in running.values()):
                         reports[actor.report.remote(_REPORT_SECONDS)] = actor
+                    else:
+                        self._give(actor, left, running, reports)
                     if count:
                         on_bytes(count)
                         latest = time.monotonic()
@@ -284,10 +317,9 @@ class RayExecutor:
                 latest = time.monotonic()
 
     @staticmethod
-    def _give(actor: Any, left: Iterator[Task], running: dict[Any, Any], reports: dict[Any, Any]) -> None:
-        task = next(left, None)
-        if task is not None:
-            running[actor.run.remote(task)] = actor
+    def _give(actor: Any, left: deque[Task], running: dict[Any, Any], reports: dict[Any, Any]) -> None:
+        if left:
+            running[actor.run.remote(left.popleft())] = actor
             if not any(actor is other for other in reports.values()):
                 reports[actor.report.remote(_REPORT_SECONDS)] = actor
 

@@ -1,4 +1,4 @@
-"""Workers on a Ray cluster of one node: a conversion, the deadline of workers, `diff` and `stats`."""
+"""Workers on a Ray cluster of one node: a conversion, deadlines, too few processors, `diff` and `stats`."""
 
 from __future__ import annotations
 
@@ -85,6 +85,28 @@ print(json.dumps([here, there]))
 ray.shutdown()
 """
 
+FEW_PROCESSORS = """
+import json, logging, sys
+import ray
+from shardproof.report import measure_tensors
+from shardproof.storage import LocalStorage
+
+class Busy:
+    def is_placed(self):
+        return True
+
+lines = []
+handler = logging.Handler()
+handler.emit = lambda record: lines.append(record.getMessage())
+logging.getLogger("shardproof").addHandler(handler)
+ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+busy = ray.remote(num_cpus=1)(Busy).remote()
+ray.get(busy.is_placed.remote())
+measures = measure_tensors(LocalStorage(sys.argv[1]), workers=64, on="ray", deadline=60.0)
+print(json.dumps([len(measures), lines]))
+ray.shutdown()
+"""
+
 
 def run_on_ray(script: str, source: Path, destination: Path) -> Any:
     """Runs a script in the environment of Ray. Its line of JSON stands among those that Ray prints."""
@@ -115,6 +137,14 @@ def test_an_actor_without_progress_fails_and_a_slow_one_does_not(tmp_path: Path)
     assert "made progress for 15 s, the deadline" in stalled[0]
     assert stalled[1] == 1
     assert "ended with no result" in killed[0]
+
+
+def test_workers_without_a_processor_keep_no_task(tmp_path: Path) -> None:
+    sp.save(tmp_path / "a", {f"w{number}": torch.ones(4) for number in range(64)})
+    measured, lines = run_on_ray(FEW_PROCESSORS, tmp_path / "a", tmp_path / "b")
+    assert measured == 64
+    (line,) = lines
+    assert "cluster has 2 processors, so at most as many of the 64 workers run" in line
 
 
 def test_diff_and_stats_print_the_same_with_actors(tmp_path: Path) -> None:

@@ -300,7 +300,8 @@ def diff(
             The longest key of `a` that applies decides. An empty key of `b` removes the prefix.
         measure: True to read the tensors whose digests differ, and to measure by how much numbers differ.
         workers: processes that read tensors. One on "processes" is this process. The result does not depend
-            on the workers.
+            on the workers. Several processes import the main module: a script calls `diff` below
+            ``if __name__ == "__main__":``.
         on: "processes" for processes of this machine, "ray" for a Ray cluster. All nodes need the file
             systems of both checkpoints.
         deadline: seconds that the workers may go without progress.
@@ -313,7 +314,7 @@ def diff(
         CorruptChunkError: a chunk that had to be read does not match its digest.
         TilingError: the chunks of a tensor that had to be read do not cover it.
         StructureError: a pattern or a rename fits no key, the patterns leave no key of `a`, two keys get one
-            name; or there are several workers, and no path or URL names a storage.
+            name; or there are several workers, and a storage has options, or no path or URL names it.
         ShardproofError: Ray is not installed, or a worker ended or made no progress.
 
     Example:

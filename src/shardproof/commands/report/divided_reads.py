@@ -20,7 +20,7 @@ from shardproof.dtypes import DTYPES
 from shardproof.engine.foreign import Foreign, foreign_of
 from shardproof.engine.format import TensorRecord
 from shardproof.engine.geometry import Boxes, cut
-from shardproof.engine.storage import ObjectStorage, Storage
+from shardproof.engine.storage import ObjectStorage, Storage, is_url
 from shardproof.errors import ShardproofError, StorageError, StructureError
 from shardproof.workers import Job, Where, batches, check_where, start_workers
 
@@ -106,7 +106,7 @@ class CheckpointSource:
         """The source of a described checkpoint.
 
         Raises:
-            StructureError: no path or URL names its storage.
+            StructureError: no path or URL names its storage, or the storage has options.
         """
         foreign = place if isinstance(place, Foreign) else Foreign(place)
         storage = foreign.storage
@@ -114,6 +114,11 @@ class CheckpointSource:
             raise StructureError(
                 f"{storage!r} has no path or URL by which workers can open it: read it in this process "
                 '(workers=1, on="processes")'
+            )
+        if isinstance(storage, ObjectStorage) and storage.has_options:
+            raise StructureError(
+                f"{storage!r} has options, which do not reach workers: put them in the environment of the "
+                'workers, or read it in this process (workers=1, on="processes")'
             )
         folder = storage.location if storage.path is None else os.fsdecode(storage.path)
         path = folder if foreign.file is None else f"{folder}/{foreign.file}"
@@ -125,20 +130,21 @@ class CheckpointSource:
         Raises:
             StorageError: it is not there, or is another checkpoint than the one that was described.
         """
-        place = foreign_of(self.path)
+        need = "storage and credentials" if is_url(self.path) else "file system"
         try:
+            place = foreign_of(self.path)
             stored = describe(place, format=self.format)
         except ShardproofError as error:
             raise StorageError(
                 f"a worker on {socket.gethostname()} cannot open {self.path}, which the calling process has "
-                f"read: {error.message}. All nodes need the same file system",
+                f"read: {error.message}. All nodes need the same {need}",
                 file=self.path,
                 damaged=False,
             ) from error
         if stored.manifest.attempt != self.attempt:
             raise StorageError(
                 f"a worker on {socket.gethostname()} found another checkpoint at {self.path}: attempt "
-                f"{stored.manifest.attempt}, expected {self.attempt}. All nodes need the same file system. "
+                f"{stored.manifest.attempt}, expected {self.attempt}. All nodes need the same {need}. "
                 "If the checkpoint was replaced meanwhile, run it again",
                 file=self.path,
                 damaged=False,

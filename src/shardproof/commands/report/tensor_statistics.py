@@ -39,7 +39,8 @@ def measure_tensors(
         place: a checkpoint of any format.
         patterns: keys, keys above them, or patterns of keys (`fnmatch`); empty for all tensors.
         format: name of its format; None to find it.
-        workers: processes that read. One on "processes" is this process.
+        workers: processes that read. One on "processes" is this process. Several processes import the main
+            module: a script calls `measure_tensors` below ``if __name__ == "__main__":``.
         on: "processes" for processes of this machine, "ray" for a Ray cluster. All nodes need the file
             system of the checkpoint.
         deadline: seconds that the workers may go without progress.
@@ -52,7 +53,7 @@ def measure_tensors(
         KeyMismatchError: a pattern fits no tensor.
         NotCommittedError, FormatError, StorageError, CorruptChunkError, TilingError: it cannot be read.
         TypeError, ValueError: an argument does not fit.
-        StructureError: there are several workers, and no path or URL names the storage.
+        StructureError: there are several workers, and the storage has options, or no path or URL names it.
         ShardproofError: Ray is not installed, or a worker ended or made no progress.
 
     Example:

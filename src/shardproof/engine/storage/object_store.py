@@ -94,6 +94,7 @@ class ObjectStorage(Storage):
         if self._prefix:
             check_name(self._prefix, self._bucket)
         settings = dict(options or {})
+        self._has_options = bool(settings)
         retry: Mapping[str, Any] = settings.pop("retry_config", None) or {}
         self._retry: dict[str, Any] = {
             "retry_timeout": timedelta(seconds=_RETRY_SECONDS),
@@ -112,6 +113,7 @@ class ObjectStorage(Storage):
         storage._bucket, storage._prefix = other._bucket, prefix
         storage._retry, storage._store, storage._endpoint = other._retry, other._store, other._endpoint
         storage._known, storage._silence = {}, other._silence
+        storage._has_options = other._has_options
         return storage
 
     def with_contents(self, files: Mapping[str, bytes]) -> ObjectStorage:
@@ -146,6 +148,11 @@ class ObjectStorage(Storage):
     def location(self) -> str:
         """The URL."""
         return f"{self._bucket}/{self._prefix}" if self._prefix else self._bucket
+
+    @property
+    def has_options(self) -> bool:
+        """True if it was opened with options: another process cannot open it by its URL alone."""
+        return self._has_options
 
     @property
     def folder(self) -> str:

@@ -82,7 +82,8 @@ def convert(
             configuration and tokenizer are copied beside the weights. The first rank reads it.
         max_file_bytes: bytes of tensors in one file, at most; None for the format's default.
         memory_bytes: memory of all processes together, above that of their libraries.
-        workers: processes that write units, on each machine.
+        workers: processes that write units, on each machine. Several processes import the main module: a
+            script calls `convert` below ``if __name__ == "__main__":``.
         on: "processes" for processes of this machine, "ray" for a Ray cluster.
         trust_pickle: True to unpickle values that are not plain data. This may run code in the checkpoint.
         register: modules to import, and full names of enums and dataclasses to register, in every worker.

@@ -22,10 +22,11 @@ from shardproof.commands.report.divided_reads import (
     boxes_of,
     divided,
 )
+from shardproof.engine.foreign import Foreign
 from shardproof.engine.format import TensorRecord
 from shardproof.errors import StorageError, StructureError
-from shardproof.report import describe, diff, measure_tensors
-from shardproof.storage import FsspecStorage, LocalStorage
+from shardproof.report import Stored, describe, diff, measure_tensors
+from shardproof.storage import FsspecStorage, LocalStorage, ObjectStorage
 from shardproof.workers import InlineExecutor, Job, Task, WorkerContext
 from tests.unit.commands.cli.samples import Sample, rows_cut, write
 
@@ -139,6 +140,37 @@ def test_workers_need_a_path(tmp_path: Path) -> None:
     assert len(measure_tensors(storage)) == len(STATE)
     with pytest.raises(StructureError, match=r"no path or URL.*workers=1, on=\"processes\""):
         measure_tensors(storage, workers=2)
+
+
+def test_options_of_a_bucket_do_not_reach_workers(
+    places: tuple[LocalStorage, LocalStorage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("obstore")
+    stored = describe(places[0])
+    options = {"endpoint": "https://127.0.0.1:1", "access_key_id": "a", "secret_access_key": "b"}
+    bucket = ObjectStorage("s3://bucket/runs", options)
+    for storage in (bucket, bucket.within("gpt"), bucket.with_one_wait()):
+        with pytest.raises(StructureError, match=r"has options.*environment of the workers.*workers=1"):
+            CheckpointSource.of(storage, stored)
+    for name, value in options.items():
+        monkeypatch.setenv(f"AWS_{name.upper()}", value)
+    assert CheckpointSource.of(ObjectStorage("s3://bucket/runs"), stored).path == "s3://bucket/runs"
+
+
+def test_a_worker_that_cannot_open_a_bucket_asks_for_its_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("obstore")
+
+    def refused(place: Foreign, **_options: object) -> Stored:
+        """In place of a store that refuses the request."""
+        raise StorageError(f"cannot read {place.storage.location}: access denied")
+
+    monkeypatch.setenv("AWS_REGION", "region")
+    monkeypatch.setattr(divided_reads, "describe", refused)
+    source = CheckpointSource("s3://bucket/runs", "shardproof", "a1")
+    with pytest.raises(
+        StorageError, match=r"access denied\. All nodes need the same storage and credentials"
+    ):
+        source.open()
 
 
 @pytest.mark.parametrize(
