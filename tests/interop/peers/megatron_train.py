@@ -15,6 +15,7 @@ STEPS is a JSON list of what to do, in order:
     ["bare", PATH]       save optimizer and model as values of a state tree; the errors are facts
     ["sharded", PATH]    save and load the sharded state dict of the model alone
     ["per_rank", PATH]   the same with the model, and with its state dict, for each rank by itself
+    ["replicas", PATH]   save and load it by the ranks with the same part; the error of other ranks is a fact
     ["mixed", PATH]      save the model with torch's `dcp.save`; the names with other bits are a fact
     ["copies", PATH]     save copies of the model's tensors, and compare replicas; differing keys are a fact
     ["declared", PATH]   save the model as a value of a state tree, with its parts declared
@@ -279,6 +280,22 @@ class Steps:
             self.clear()
             dcp.load({"model": sp.PerRank(module.state_dict())}, checkpoint_id=f"{path}-dcp")
 
+    def replicas(self, path: str) -> None:
+        module = self.run.model.module
+        same = {"process_group": parallel_state.get_data_parallel_group()}
+        path = f"{path}-{parallel_state.get_tensor_model_parallel_rank()}"
+        for kind, value in {"model": module, "state_dict": module.state_dict()}.items():
+            with self.comes_back():
+                dcp.save({"model": value}, checkpoint_id=f"{path}-{kind}", **same)
+                self.clear()
+                dcp.load({"model": value}, checkpoint_id=f"{path}-{kind}", **same)
+        path = f"{path}-{parallel_state.get_data_parallel_rank()}"
+        try:
+            other = {"process_group": parallel_state.get_tensor_model_parallel_group()}
+            dcp.save({"model": module.state_dict()}, checkpoint_id=path, **other)
+        except sp.ShardproofError as error:
+            self.errors["parts"] = str(error)
+
     def mixed(self, path: str) -> None:
         module = self.run.model.module
         torch_dcp.save({"model": module}, checkpoint_id=path)
@@ -380,12 +397,15 @@ class Steps:
         (optimizer,) = getattr(chained, "chained_optimizers", [chained])
         fused = optimizer.optimizer
 
-        def error(of: str) -> None:
+        def error(of: str, call: Any = lambda: ours.live_state(module, chained)) -> None:
             try:
-                ours.live_state(module, chained)
+                call()
             except sp.StructureError as refused:
                 self.errors[of] = str(refused)
 
+        error("no_chunk", partial(ours.live_state, [], chained))
+        state = ours.live_state([module], chained)
+        error("chunks", partial(ours.load_live_state, [module, module], chained, state, "absent"))
         optimizer.config.use_precision_aware_optimizer = True
         error("precision_aware")
         optimizer.config.use_precision_aware_optimizer = False
