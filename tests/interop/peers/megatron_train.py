@@ -44,6 +44,7 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import megatron_gpt
 import numpy as np
@@ -56,6 +57,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+from megatron.core.distributed import TorchFullyShardedDataParallel, torch_fully_sharded_data_parallel
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.rerun_state_machine import (
     RerunDataIterator,
@@ -64,6 +66,8 @@ from megatron.core.rerun_state_machine import (
     initialize_rerun_state_machine,
 )
 from peer_result import Result, join_ranks_on_devices, leave_ranks, rank, world_size
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 import shardproof as sp
 from shardproof.frameworks import dcp
@@ -283,18 +287,31 @@ class Steps:
     def replicas(self, path: str) -> None:
         module = self.run.model.module
         same = {"process_group": parallel_state.get_data_parallel_group()}
-        path = f"{path}-{parallel_state.get_tensor_model_parallel_rank()}"
+        own = f"{path}-{parallel_state.get_tensor_model_parallel_rank()}"
         for kind, value in {"model": module, "state_dict": module.state_dict()}.items():
             with self.comes_back():
-                dcp.save({"model": value}, checkpoint_id=f"{path}-{kind}", **same)
+                dcp.save({"model": value}, checkpoint_id=f"{own}-{kind}", **same)
                 self.clear()
-                dcp.load({"model": value}, checkpoint_id=f"{path}-{kind}", **same)
-        path = f"{path}-{parallel_state.get_data_parallel_rank()}"
+                dcp.load({"model": value}, checkpoint_id=f"{own}-{kind}", **same)
         try:
             other = {"process_group": parallel_state.get_tensor_model_parallel_group()}
-            dcp.save({"model": module.state_dict()}, checkpoint_id=path, **other)
+            at = f"{path}-of-{parallel_state.get_data_parallel_rank()}"
+            dcp.save({"model": module.state_dict()}, checkpoint_id=at, **other)
         except sp.ShardproofError as error:
             self.errors["parts"] = str(error)
+        mesh = DeviceMesh.from_group(same["process_group"], "cpu")  # Megatron-Core makes one of "cuda"
+        with patch.object(torch_fully_sharded_data_parallel.DeviceMesh, "from_group", lambda *_: mesh):
+            self.run.config.transformer_impl = "local"
+            TorchFullyShardedDataParallel(self.run.config, self.run.model.ddp_config, module)
+        assert all(isinstance(item, DTensor) for item in module.parameters())
+        with self.comes_back():
+            dcp.save({"model": module}, checkpoint_id=f"{own}-fsdp2", **same)
+            self.clear()
+            dcp.load({"model": module}, checkpoint_id=f"{own}-fsdp2", **same)
+        try:
+            sp.save(f"{path}-all", {"model": module}, deadline=60)
+        except sp.ShardproofError as error:
+            self.errors["fsdp2"] = str(error)
 
     def mixed(self, path: str) -> None:
         module = self.run.model.module
