@@ -140,7 +140,11 @@ def bind(
         _walk(binder.visit, tree)
         if binder.parallel is not None:
             stored = binder.catalogue.tensors
-            filled = {key: item for key, item in binder.loose.items() if key in stored and selected(key)}
+            filled = {
+                key: item
+                for key, item in binder.loose.items()
+                if selected(key) and (key in stored or binder.keys_below(f"{key}."))
+            }
             refuse_loose_parts(filled, binder.parallel)
         return binder.result()
 

@@ -238,10 +238,10 @@ def test_a_dtensor_is_a_part_on_ranks_outside_of_its_mesh(
             collect(state)
 
 
-def trained(model: torch.nn.Module) -> torch.optim.Optimizer:
+def trained(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
     """An optimizer with state."""
-    optimizer = torch.optim.Adam(model.parameters())
-    for parameter in model.parameters():
+    optimizer = torch.optim.Adam(parameters)
+    for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     return optimizer
@@ -252,10 +252,11 @@ def test_the_state_of_an_optimizer_of_parts_is_refused(ranks: SimpleNamespace, o
     """Copies are the parameters of another dtype that an optimizer of Megatron-Core trains."""
     ranks.tensor = [0, 1]
     model = divided()
+    parameters = list(model.parameters())
     if of == "copies":
-        model = torch.nn.ParameterList([item.detach().clone() for item in model.parameters()])  # type: ignore[assignment]
-        model[2].tensor_model_parallel = True  # type: ignore[index]
-    optimizer = trained(model)
+        parameters = [torch.nn.Parameter(item.detach().clone()) for item in parameters]
+        parameters[2].tensor_model_parallel = True  # type: ignore[attr-defined]
+    optimizer = trained(parameters)
     plain = optimizer.state_dict()
     state = {"model": sp.PerRank(model.state_dict()), "optimizer": plain}
     with pytest.raises(StructureError, match=r"^optimizer\.state\.2\.exp_avg .*'optimizer': \.\.\."):
@@ -263,13 +264,31 @@ def test_the_state_of_an_optimizer_of_parts_is_refused(ranks: SimpleNamespace, o
     collect({"own": sp.PerRank({"model": model.state_dict(), "optimizer": plain})})
     del plain["state"][2]
     collect(state)
+    if of == "copies":
+        with pytest.raises(StructureError, match=r"^main\.2 "):
+            collect({"main": [item.detach() for item in parameters]})
+
+
+@pytest.mark.parametrize("kind", ["tensor", "pipeline"])
+def test_an_optimizer_with_named_parts_is_refused(ranks: SimpleNamespace, kind: str) -> None:
+    model = divided() if kind == "tensor" else stage(2)
+    optimizer = trained(list(model.parameters()))
+    state = {"optimizer": sp.OptimizerState(optimizer, names=dict(model.named_parameters()))}
+    found = collect(state)
+    stored = {entry.key: (entry.dtype, entry.shape) for entry in found.tensors}
+    catalogue = Catalogue(stored, {}, {item.key: item.value for item in found.objects}, 4)
+    assert bind(state, catalogue).tensors
+    setattr(ranks, kind, [0, 1])
+    for walk in (collect, partial(bind, catalogue=catalogue)):
+        with pytest.raises(StructureError, match=rf"^optimizer\.layers\..*2 {kind} parallel ranks"):
+            walk(state)
 
 
 def test_the_state_of_an_optimizer_of_a_pipeline_stage_is_refused(ranks: SimpleNamespace) -> None:
     """Unless its keys have the numbers of the layers."""
     ranks.pipeline = [0, 2]
     model = stage(0)
-    optimizer = trained(model)
+    optimizer = trained(list(model.parameters()))
     state = optimizer.state_dict()["state"]
     with pytest.raises(StructureError, match=r"^state\.0\.exp_avg .*2 pipeline parallel ranks"):
         collect({"state": state})
@@ -291,6 +310,7 @@ def test_tensors_that_share_memory_with_a_part_are_refused(ranks: SimpleNamespac
             bind({"list": [value]}, Catalogue({"list.0": (dtype, shape)}, {}, {}, 4))
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_tensors_without_memory_take_no_part(ranks: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     """They have errors of their own. Tensors that are no floats need no search of the process."""
     ranks.tensor = [0, 1]
@@ -298,6 +318,8 @@ def test_tensors_without_memory_take_no_part(ranks: SimpleNamespace, monkeypatch
         collect({"sparse": torch.eye(3).to_sparse()})
     with pytest.raises(StructureError, match="on the meta device"):
         collect({"meta": torch.ones(3, device="meta")})
+    with pytest.raises(StructureError, match="nested tensors cannot be stored"):
+        collect({"nested": torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])})
     monkeypatch.setattr("gc.get_objects", None)
     assert len(collect({"random": torch.get_rng_state(), "empty": torch.ones(0)}).tensors) == 2
 
@@ -316,9 +338,9 @@ def test_a_load_of_an_object_with_parts_is_refused(ranks: SimpleNamespace) -> No
 def test_a_load_may_lack_the_key_of_a_part(ranks: SimpleNamespace) -> None:
     """It fills nothing, and reports the key as missing."""
     ranks.tensor = [0, 1]
-    assert bind({"part": list(divided().parameters())[2].detach()}, Catalogue({}, {}, {}, 4)).missing == [
-        "part"
-    ]
+    model = divided()
+    state = {"part": list(model.parameters())[2].detach()}
+    assert bind(state, Catalogue({}, {}, {}, 4)).missing == ["part"]
 
 
 class _Comparable(type):
@@ -379,7 +401,7 @@ def test_keys_of_its_own_do_not_tell_the_part_of_a_rank(ranks: SimpleNamespace) 
     """The error's advice works, also for a load on this number of ranks."""
     ranks.tensor = [0, 1]
     model = divided()
-    optimizer = trained(model)
+    optimizer = trained(list(model.parameters()))
     with pytest.raises(StructureError, match=r"^tp0\.layers.* Use it also if the ranks have different keys"):
         collect({"tp0": model.state_dict()})
     own = {"own": sp.PerRank({"model": model, "optimizer": optimizer})}

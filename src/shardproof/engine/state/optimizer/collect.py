@@ -88,6 +88,7 @@ class _Optimizer:
     def collect(self, place: Place, value: Any, collector: Collector) -> None:
         optimizer = _optimizer_of(value, place)
         _before_save(optimizer, place, only_slots=isinstance(value, OptimizerState))
+        collector.note_loose(_given_parameters(value, place))
 
         def collect() -> None:
             given = _given_modules(value, place, collector)
@@ -101,6 +102,7 @@ class _Optimizer:
     def bind(self, place: Place, value: Any, binder: Binder) -> None:
         """Fills existing slots in place, and creates others. Attaches them at the end of the load."""
         optimizer = _optimizer_of(value, place)
+        binder.note_loose(_given_parameters(value, place))
 
         def bind() -> None:
             given = _given_modules(value, place, binder)
@@ -169,6 +171,12 @@ def _collect(
     collector.stepped.append(Stepped(stepper, tuple(stepped), tuple(map(local_tensor, stepped))))
     if source is optimizer:
         _collect_shared(place, optimizer, collector)
+
+
+def _given_parameters(value: Any, place: Place) -> dict[str, torch.Tensor]:
+    """The parameters that the program names for this optimizer, by the keys above their slots."""
+    names = value.names if isinstance(value, OptimizerState) else None
+    return {join(place.key, name): parameter for name, parameter in (names or {}).items()}
 
 
 def _given_modules(value: Any, place: Place, visitor: Visitor[Any]) -> list[VisitedModule]:
