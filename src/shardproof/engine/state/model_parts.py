@@ -169,7 +169,11 @@ def _divided(
 ) -> Iterator[tuple[str, torch.Tensor, Division]]:
     """Name, parameter and division of each parameter of which ranks have parts, or of which experts."""
     experts = {path for path, part in parts if _attributes(part).get("is_expert")}
-    of_megatron = {path for path, part in parts if _is_of_megatron(part)}
+    of_megatron = {
+        path
+        for path, part in parts
+        if any(base.__module__.startswith("megatron.core.") for base in type(part).__mro__)
+    }
     meshes: dict[int, frozenset[int]] = {}
     for name, parameter in parameters:
         marks = _attributes(parameter)
@@ -214,10 +218,6 @@ def _has_other_number(key: str, number: int) -> bool:
     return parent.endswith("layers") and last.isdecimal() and int(last) != number
 
 
-def _is_of_megatron(part: torch.nn.Module) -> bool:
-    return any(base.__module__.startswith("megatron.core.") for base in type(part).__mro__)
-
-
 @dataclass(frozen=True, slots=True)
 class _PartOfModel:
     """A tensor of this process that is a part of a model."""
@@ -241,14 +241,15 @@ class _PartOfModel:
 def _parts_in_process(parallel: ModelParallel) -> list[_PartOfModel]:
     """The parts of models among the parameters of this process, and the state of its optimizers for them."""
     objects = gc.get_objects()
-    kinds = list(map(type, objects))
-    distinct = dict(zip(map(id, kinds), kinds, strict=True))  # a class may have no hash
-
-    def instances(base: type) -> list[Any]:
-        ids = {number for number, kind in distinct.items() if issubclass(kind, base)}
-        return list(compress(objects, map(ids.__contains__, map(id, kinds))))
-
-    modules = instances(torch.nn.Module)
+    numbers = list(map(id, map(type, objects)))  # a class may have no hash
+    kinds = {
+        number
+        for number, kind in dict(zip(numbers, map(type, objects), strict=True)).items()
+        if issubclass(kind, (torch.nn.Module, torch.optim.Optimizer))
+    }
+    both = list(compress(objects, map(kinds.__contains__, numbers)))
+    modules = [item for item in both if issubclass(type(item), torch.nn.Module)]
+    optimizers = [item for item in both if issubclass(type(item), torch.optim.Optimizer)]
     children = {id(child) for module in modules for _, child in _items(module, "_modules")}
     found: list[_PartOfModel] = []
     ways: dict[int, list[tuple[Division, int | None]]] = {}
@@ -272,7 +273,7 @@ def _parts_in_process(parallel: ModelParallel) -> list[_PartOfModel]:
             for _, layer, number in _layers(parts):
                 for name, parameter in _parameters(_parts_below(layer)):
                     add(parameter, parallel.pipeline, number, clean_name(name))
-    for optimizer in instances(torch.optim.Optimizer):
+    for optimizer in optimizers:
         states = _items(optimizer, "state")
         trained = [("", parameter) for parameter, _ in states if isinstance(parameter, torch.Tensor)]
         for _, parameter, way in _divided((), trained, parallel):
