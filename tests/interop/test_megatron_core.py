@@ -326,7 +326,7 @@ def test_ranks_with_the_same_part_save_it_as_replicas(environment: str, tmp_path
     """The data parallel ranks of each tensor parallel rank, into a folder of their own."""
     steps = [("replicas", tmp_path / "part")]
     errors = train(environment, steps, {"tensor_model_parallel_size": 2}, nproc=4).facts["errors"]
-    assert errors.keys() == {"parts", "fsdp2"}  # FSDP2 shards over the data parallel ranks alone
+    assert errors.keys() == {"saved", "loaded", "fsdp2"}  # FSDP2 shards over the data parallel ranks alone
     assert all("divides among 2 tensor parallel ranks" in error for error in errors.values())
 
 

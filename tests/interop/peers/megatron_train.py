@@ -293,12 +293,13 @@ class Steps:
                 dcp.save({"model": value}, checkpoint_id=f"{own}-{kind}", **same)
                 self.clear()
                 dcp.load({"model": value}, checkpoint_id=f"{own}-{kind}", **same)
-        try:
-            other = {"process_group": parallel_state.get_tensor_model_parallel_group()}
-            at = f"{path}-of-{parallel_state.get_data_parallel_rank()}"
-            dcp.save({"model": module.state_dict()}, checkpoint_id=at, **other)
-        except sp.ShardproofError as error:
-            self.errors["parts"] = str(error)
+        other = {"process_group": parallel_state.get_tensor_model_parallel_group()}
+        at = f"{path}-of-{parallel_state.get_data_parallel_rank()}"
+        for kind, call, folder in (("saved", dcp.save, at), ("loaded", dcp.load, f"{path}-0-state_dict")):
+            try:
+                call({"model": module.state_dict()}, checkpoint_id=folder, **other)
+            except sp.ShardproofError as error:
+                self.errors[kind] = str(error)
         mesh = DeviceMesh.from_group(same["process_group"], "cpu")  # Megatron-Core makes one of "cuda"
         with patch.object(torch_fully_sharded_data_parallel.DeviceMesh, "from_group", lambda *_: mesh):
             self.run.config.transformer_impl = "local"
