@@ -147,3 +147,34 @@ def test_an_option_of_an_optimizer_is_not_for_per_rank(tmp_path: Path) -> None:
         assert "optimizer.bias.@options" in str(outcome.error)
         assert "Make them equal before the save" in str(outcome.error)
         assert "PerRank" not in str(outcome.error)
+
+
+def _own_models(root: str) -> tuple[str, str, bool]:
+    """Each rank trains another model. Returns two errors, and whether the advised state comes back."""
+    model = torch.nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.full((1, 1), 1.0 + rank())).sum().backward()
+    optimizer.step()
+    options: dict[str, Any] = {"rendezvous": rendezvous(deadline=10)}
+    errors = []
+    for kept in (optimizer, sp.OptimizerState(optimizer, model)):
+        with pytest.raises(sp.ShardproofError) as found:
+            sp.save(f"{root}/apart", {"model": sp.PerRank(model), "optimizer": kept}, **options)
+        errors.append(str(found.value))
+    state = {"own": sp.PerRank({"model": model, "optimizer": optimizer})}
+    slots = optimizer.state[model.weight]
+    before = slots["exp_avg"].clone()
+    sp.save(f"{root}/together", state, **options)
+    slots["exp_avg"].zero_()
+    sp.load(f"{root}/together", state, **options)
+    return errors[0], errors[1], torch.equal(optimizer.state[model.weight]["exp_avg"], before)
+
+
+def test_an_optimizer_of_per_rank_parameters_is_saved_with_them(tmp_path: Path) -> None:
+    """Its slots would be those of one rank. The error's advice works."""
+    for outcome in run_ranks(2, _own_models, str(tmp_path)):
+        bare, named, comes_back = outcome.value
+        for error in (bare, named):
+            assert "['optimizer'] trains model.@rank-" in error
+            assert "shardproof.PerRank({'model': ..., 'optimizer': ...})" in error
+        assert comes_back

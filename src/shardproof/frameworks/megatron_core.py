@@ -24,6 +24,7 @@ from megatron.core import dist_checkpointing as mcore
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.distributed import DistributedDataParallel
 
+from shardproof.errors import StructureError
 from shardproof.frameworks.megatron.megatron_load import (
     check_is_distributed_checkpoint,
     get_default_load_sharded_strategy,
@@ -104,6 +105,9 @@ def live_state(
     Returns:
         The states under "model" and "optimizer". Those of several chunks, which virtual pipeline stages are,
         have the names that Megatron gives them: "model0", "model1" and so on.
+
+    Raises:
+        StructureError: the list of chunks is empty.
     """
     models = {name: chunk.sharded_state_dict() for name, chunk in _chunks(module).items()}
     stored = None if checkpoint_dir is None else load_tensors_metadata(checkpoint_dir)
@@ -123,9 +127,21 @@ def load_live_state(
 
     Returns:
         The loaded state dict, with the common state.
+
+    Raises:
+        StructureError: `state` has other chunks than `module`. Nothing is loaded.
     """
+    chunks = _chunks(module)
+    described = {name for name in state if name.startswith("model") and name[len("model") :].isdigit()}
+    described |= {"model"} & state.keys()
+    if described != chunks.keys():
+        raise StructureError(
+            f"the model has another number of chunks: {len(described)} in the state "
+            f"({', '.join(sorted(described))}), and {len(chunks)} in the call ({', '.join(chunks)}). Pass "
+            "the chunks that live_state was called with"
+        )
     loaded = dict(load(state, checkpoint_dir))
-    for name, chunk in _chunks(module).items():
+    for name, chunk in chunks.items():
         chunk.load_state_dict(loaded[name])
     load_optimizer_state(optimizer, loaded["optimizer"])
     return loaded
@@ -134,5 +150,9 @@ def load_live_state(
 def _chunks(module: Any) -> dict[str, Any]:
     """The chunks of a model on this rank, without DistributedDataParallel, by their names in a state."""
     chunks = module if isinstance(module, (list, tuple)) else [module]
+    if not chunks:
+        raise StructureError(
+            "the list of the model's chunks is empty. Pass the model, or all chunks of this rank"
+        )
     inner = [chunk.module if isinstance(chunk, DistributedDataParallel) else chunk for chunk in chunks]
     return {"model": inner[0]} if len(inner) == 1 else {f"model{at}": item for at, item in enumerate(inner)}

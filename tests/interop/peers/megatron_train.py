@@ -15,6 +15,7 @@ STEPS is a JSON list of what to do, in order:
     ["bare", PATH]       save optimizer and model as values of a state tree; the errors are facts
     ["sharded", PATH]    save and load the sharded state dict of the model alone
     ["per_rank", PATH]   the same with the model, and with its state dict, for each rank by itself
+    ["replicas", PATH]   save and load it by the ranks with the same part; the error of other ranks is a fact
     ["mixed", PATH]      save the model with torch's `dcp.save`; the names with other bits are a fact
     ["copies", PATH]     save copies of the model's tensors, and compare replicas; differing keys are a fact
     ["declared", PATH]   save the model as a value of a state tree, with its parts declared
@@ -43,6 +44,7 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import megatron_gpt
 import numpy as np
@@ -55,6 +57,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+from megatron.core.distributed import TorchFullyShardedDataParallel, torch_fully_sharded_data_parallel
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.rerun_state_machine import (
     RerunDataIterator,
@@ -63,6 +66,8 @@ from megatron.core.rerun_state_machine import (
     initialize_rerun_state_machine,
 )
 from peer_result import Result, join_ranks_on_devices, leave_ranks, rank, world_size
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 import shardproof as sp
 from shardproof.frameworks import dcp
@@ -279,6 +284,36 @@ class Steps:
             self.clear()
             dcp.load({"model": sp.PerRank(module.state_dict())}, checkpoint_id=f"{path}-dcp")
 
+    def replicas(self, path: str) -> None:
+        module = self.run.model.module
+        same = {"process_group": parallel_state.get_data_parallel_group()}
+        own = f"{path}-{parallel_state.get_tensor_model_parallel_rank()}"
+        for kind, value in {"model": module, "state_dict": module.state_dict()}.items():
+            with self.comes_back():
+                dcp.save({"model": value}, checkpoint_id=f"{own}-{kind}", **same)
+                self.clear()
+                dcp.load({"model": value}, checkpoint_id=f"{own}-{kind}", **same)
+        other = {"process_group": parallel_state.get_tensor_model_parallel_group()}
+        at = f"{path}-of-{parallel_state.get_data_parallel_rank()}"
+        for kind, call, folder in (("saved", dcp.save, at), ("loaded", dcp.load, f"{path}-0-state_dict")):
+            try:
+                call({"model": module.state_dict()}, checkpoint_id=folder, **other)
+            except sp.ShardproofError as error:
+                self.errors[kind] = str(error)
+        mesh = DeviceMesh.from_group(same["process_group"], "cpu")  # Megatron-Core makes one of "cuda"
+        with patch.object(torch_fully_sharded_data_parallel.DeviceMesh, "from_group", lambda *_: mesh):
+            self.run.config.transformer_impl = "local"
+            TorchFullyShardedDataParallel(self.run.config, self.run.model.ddp_config, module)
+        assert all(isinstance(item, DTensor) for item in module.parameters())
+        with self.comes_back():
+            dcp.save({"model": module}, checkpoint_id=f"{own}-fsdp2", **same)
+            self.clear()
+            dcp.load({"model": module}, checkpoint_id=f"{own}-fsdp2", **same)
+        try:
+            sp.save(f"{path}-all", {"model": module}, deadline=60)
+        except sp.ShardproofError as error:
+            self.errors["fsdp2"] = str(error)
+
     def mixed(self, path: str) -> None:
         module = self.run.model.module
         torch_dcp.save({"model": module}, checkpoint_id=path)
@@ -380,12 +415,15 @@ class Steps:
         (optimizer,) = getattr(chained, "chained_optimizers", [chained])
         fused = optimizer.optimizer
 
-        def error(of: str) -> None:
+        def error(of: str, call: Any = lambda: ours.live_state(module, chained)) -> None:
             try:
-                ours.live_state(module, chained)
+                call()
             except sp.StructureError as refused:
                 self.errors[of] = str(refused)
 
+        error("no_chunk", partial(ours.live_state, [], chained))
+        state = ours.live_state([module], chained)
+        error("chunks", partial(ours.load_live_state, [module, module], chained, state, "absent"))
         optimizer.config.use_precision_aware_optimizer = True
         error("precision_aware")
         optimizer.config.use_precision_aware_optimizer = False

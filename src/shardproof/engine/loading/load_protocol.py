@@ -228,9 +228,9 @@ class _Loader:
                 )
                 self._opened.callback(checkpoint.close)
                 self._check_kind(checkpoint, check)
-                matched = self._matched = match(
-                    checkpoint, state, options, self._rendezvous.rank, self._rendezvous.world_size
-                )
+                rank, world_size = self._rendezvous.rank, self._rendezvous.world_size
+                ranks = getattr(self._rendezvous, "global_ranks", None)
+                matched = self._matched = match(checkpoint, state, options, rank, world_size, ranks)
                 if matched.plan is not None:
                     checkpoint.open_files(np.unique(matched.plan.chunk))
                     self._writer = DestinationWriter(

@@ -114,7 +114,14 @@ class Matched:
     """None after a mismatch, because then no rank reads."""
 
 
-def match(checkpoint: Checkpoint, state: Any, options: LoadOptions, rank: int, world_size: int) -> Matched:
+def match(
+    checkpoint: Checkpoint,
+    state: Any,
+    options: LoadOptions,
+    rank: int,
+    world_size: int,
+    ranks: Sequence[int] | None = None,
+) -> Matched:
     """Binds a state to a checkpoint and plans the reads. It does not change the state.
 
     It checks the files of the load. Without `include` and `exclude`, rank 0 checks all files first. With
@@ -147,6 +154,7 @@ def match(checkpoint: Checkpoint, state: Any, options: LoadOptions, rank: int, w
         catalogue,
         rank=rank,
         world_size=world_size,
+        ranks=ranks,
         selected=remember if options.exclude or options.rename else selected,
         strict=options.strict,
     )

@@ -191,13 +191,20 @@ def _connect(deadline: float | None, *, lasting: bool, group: ProcessGroup | Non
         store, rank, world_size = found
         if world_size == 1:
             return LocalRendezvous(deadline=deadline or _DEADLINE)
+        from torch.distributed import get_process_group_ranks
+
         # The rendezvous has only a client: the server still ends with the group, unless a save holds it.
         return _shared.get(
             store,
             deadline,
             lasting,
             lambda seconds: StoreRendezvous(
-                new_client(store), rank, world_size, deadline=seconds, server=weakref.ref(store)
+                new_client(store),
+                rank,
+                world_size,
+                deadline=seconds,
+                server=weakref.ref(store),
+                global_ranks=None if group is None else get_process_group_ranks(group),
             ),
         )
     if _number_of("WORLD_SIZE", 1) > 1:

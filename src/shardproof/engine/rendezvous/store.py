@@ -72,6 +72,7 @@ import os
 import threading
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
@@ -114,6 +115,8 @@ class StoreRendezvous:
         name: the prefix of all keys. Two rendezvous of the same ranks at one store need different names, or
             their first meetings in the same order on every rank.
         server: the object that `store` is a client of, if it may be the server of the store.
+        global_ranks: the numbers of the ranks in the default process group. None: they are not known, or
+            equal.
 
     Raises:
         ValueError: `rank` is outside the world, or `deadline` is not positive.
@@ -135,6 +138,7 @@ class StoreRendezvous:
         deadline: float = 300.0,
         name: str = "shardproof",
         server: weakref.ref[Any] | None = None,
+        global_ranks: Sequence[int] | None = None,
     ) -> None:
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} is not in a world of {world_size}")
@@ -144,6 +148,7 @@ class StoreRendezvous:
         self.deadline = deadline
         self._own_name = name
         self._server = server
+        self.global_ranks = global_ranks
         self._store = store
         self._waits_for_readers = rank == 0 and _ends_with_this_process(store)
         self._channel: Channel | None = None
@@ -301,6 +306,7 @@ class StoreRendezvous:
             deadline=self._deadline,
             name=f"{self._own_name}/{name}",
             server=self._server,
+            global_ranks=self.global_ranks,
         )
         with suppress(RuntimeError):  # the first meeting reports it
             if not name.startswith("schedule "):  # a restarted process uses this name again

@@ -300,7 +300,8 @@ class _CallerSteps:
         def collected() -> _Collected:
             with no_garbage_collection():
                 last = cache.walk if guarded else None  # `sp.save` has no next save
-                found = collect(state, rank=rank, world_size=world_size, last=last)
+                ranks = getattr(shared.rendezvous, "global_ranks", None)
+                found = collect(state, rank=rank, world_size=world_size, ranks=ranks, last=last)
                 structure, digest = cache.structure_of(found)
                 report = report_rank(request, shared.options, cache, digest, failed)
                 has_plan = cache.plan is not None and cache.plan.digest == digest

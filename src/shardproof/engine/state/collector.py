@@ -237,9 +237,9 @@ class Hoister:
         key = hoisted_key(self.key, path, self.used)
         if kind == "tensor" and is_wrapper(value):
             self._check_wrapper(key, value)
-        if kind == "tensor":
-            self.collector.note_loose({key: value})
-        self.collector.tensor(key, hoisted_tensor(kind, value), (self.origin, path))
+        tensor = hoisted_tensor(kind, value)
+        self.collector.note_loose({key: tensor})
+        self.collector.tensor(key, tensor, (self.origin, path))
         return key
 
     @staticmethod

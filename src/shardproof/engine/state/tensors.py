@@ -166,8 +166,7 @@ def _memory_fault(tensor: torch.Tensor) -> str | None:
             "tensor of zeros without memory. Save and load outside such transformations, or give it memory "
             "with clone()"
         )
-    extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-    needed = (int(tensor.storage_offset()) + extent) * tensor.element_size()
+    needed = (int(tensor.storage_offset()) + _extent(tensor)) * tensor.element_size()
     if needed <= storage_bytes and address:
         size = tensor.element_size()
         if not address % size:
@@ -180,6 +179,25 @@ def _memory_fault(tensor: torch.Tensor) -> str | None:
         f"the tensor takes {needed} bytes of a storage of {storage_bytes}. Code that frees memory of "
         "parameters (FSDP1, untyped_storage().resize_) must restore it first"
     )
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Number of elements of the storage from the first to the last one of a tensor that has elements."""
+    return sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+
+
+def memory_range(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """The addresses of a plain tensor's first element and after its last; None if it has no memory.
+
+    >>> begin, end = memory_range(torch.ones(3, 4).T)
+    >>> end - begin, memory_range(torch.eye(3).to_sparse())
+    (48, None)
+    """
+    is_plain = type(tensor) in PLAIN_TYPES and _is_strided(tensor) and tensor.numel() > 0
+    if not is_plain or _memory_fault(tensor) is not None:
+        return None
+    begin = tensor.data_ptr()
+    return begin, begin + _extent(tensor) * tensor.element_size()
 
 
 def _check(local: torch.Tensor, path: str) -> None:

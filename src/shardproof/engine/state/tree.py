@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import random
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -19,7 +19,6 @@ import torch
 from shardproof._utils.contexts import no_garbage_collection
 from shardproof.engine.state.binder import MISSING, Binder, BindHandler
 from shardproof.engine.state.collector import CollectHandler, Collector
-from shardproof.engine.state.framework_modules import parallel_state_of, refuse_loose_parts
 from shardproof.engine.state.handlers.modules import MODULE
 from shardproof.engine.state.handlers.per_rank import (
     GENERATOR,
@@ -39,6 +38,7 @@ from shardproof.engine.state.handlers.stateful_objects import (
 )
 from shardproof.engine.state.last_walk import LastWalk
 from shardproof.engine.state.local_shards import FlatShard, LocalShards, described
+from shardproof.engine.state.model_parts import model_parallel, refuse_loose_parts
 from shardproof.engine.state.optimizer.collect import OPTIMIZER, OptimizerState
 from shardproof.engine.state.plain_encode import TEXT_KINDS
 from shardproof.engine.state.records import Binding, Catalogue, Collected
@@ -49,7 +49,14 @@ from shardproof.errors import StructureError
 _log = logging.getLogger("shardproof")
 
 
-def collect(tree: Any, *, rank: int = 0, world_size: int = 1, last: LastWalk | None = None) -> Collected:
+def collect(
+    tree: Any,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    ranks: Sequence[int] | None = None,
+    last: LastWalk | None = None,
+) -> Collected:
     """Collects this rank's part of a state tree. It does not communicate or change the tree.
 
     `collect` reads the addresses of tensors after it has walked the whole tree. An object that returns the
@@ -60,6 +67,8 @@ def collect(tree: Any, *, rank: int = 0, world_size: int = 1, last: LastWalk | N
             load_state_dict, or with state_tree, and plain values.
         rank: rank of this process, which is part of the keys of per-rank values.
         world_size: number of ranks.
+        ranks: the numbers of these ranks in the default process group; None if they are all of its ranks, or
+            not known.
         last: cache of the previous walk, over this tree or another. It is updated. None: the next walk finds
             nothing to reuse, and this one is faster.
 
@@ -74,10 +83,11 @@ def collect(tree: Any, *, rank: int = 0, world_size: int = 1, last: LastWalk | N
     >>> [entry.key for entry in collected.tensors], collected.objects
     (['w'], (ObjectEntry(key='epoch', value=3),))
     """
-    collector = Collector(handler_of, rank, world_size, parallel_state_of(world_size), last=last)
+    collector = Collector(handler_of, rank, world_size, model_parallel(world_size, ranks), last=last)
     with no_garbage_collection():
         _walk(collector.visit, tree)
-        refuse_loose_parts(collector.loose, collector.parallel)
+        if collector.parallel is not None:
+            refuse_loose_parts(collector.loose, collector.parallel)
         return collector.result()
 
 
@@ -87,6 +97,7 @@ def bind(
     *,
     rank: int = 0,
     world_size: int = 1,
+    ranks: Sequence[int] | None = None,
     selected: Callable[[str], bool] = lambda key: True,
     strict: bool = True,
 ) -> Binding:
@@ -99,6 +110,7 @@ def bind(
         catalogue: the contents of the checkpoint.
         rank: rank of this process.
         world_size: number of ranks that load.
+        ranks: see `collect`.
         selected: returns True for each key to load.
         strict: True if options that differ between the parameters of one optimizer group are a mismatch.
             Otherwise the group's options do not change.
@@ -119,16 +131,21 @@ def bind(
         handler_of,
         rank,
         world_size,
-        parallel_state_of(world_size),
+        model_parallel(world_size, ranks),
         binding=Binding(catalogue),
         selected=selected,
         strict=strict,
     )
     with no_garbage_collection():
         _walk(binder.visit, tree)
-        refuse_loose_parts(
-            {key: tensor for key, tensor in binder.loose.items() if selected(key)}, binder.parallel
-        )
+        if binder.parallel is not None:
+            stored = binder.catalogue.tensors
+            filled = {
+                key: item
+                for key, item in binder.loose.items()
+                if selected(key) and (key in stored or binder.keys_below(f"{key}."))
+            }
+            refuse_loose_parts(filled, binder.parallel)
         return binder.result()
 
 
@@ -195,7 +212,9 @@ class _Array:
         if value.dtype.kind in TEXT_KINDS:
             _PLAIN.collect(place, value, collector)
             return
-        collector.tensor(place.key, self._tensor(place, value)[0], place.path)
+        tensor, _ = self._tensor(place, value)
+        collector.note_loose({place.key: tensor})
+        collector.tensor(place.key, tensor, place.path)
 
     def bind(self, place: Place, value: np.ndarray[Any, Any], binder: Binder) -> None:
         """Fills the array in place, through a copy if torch cannot share its memory."""
@@ -205,6 +224,7 @@ class _Array:
         if not binder.selected(place.key):
             return
         tensor, shared = self._tensor(place, value)
+        binder.note_loose({place.key: tensor})
         if not value.flags.writeable:
             raise StructureError(f"{place.key}: the array is read-only. Load into a copy", key=place.key)
         if binder.tensor(place.key, tensor) and not shared:

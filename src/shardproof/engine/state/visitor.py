@@ -128,7 +128,7 @@ class Visitor(Generic[_H]):
     rank: int
     world_size: int
     parallel: Any = None
-    """Megatron-Core's ``parallel_state`` if it divides a model; see `framework_modules.parallel_state_of`."""
+    """The `model_parts.ModelParallel` of these ranks; None if Megatron-Core does not divide a model."""
     loose: dict[str, torch.Tensor] = field(default_factory=dict)
     """With `parallel`, the tensors outside of modules and optimizers, by key; see `note_loose`."""
     modules: list[VisitedModule] = field(default_factory=list)

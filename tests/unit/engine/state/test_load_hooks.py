@@ -467,6 +467,20 @@ def test_state_dict_hooks_of_an_optimizer(tmp_path: Path) -> None:
     sp.save(tmp_path / "d", {"model": model, "optimizer": sp.OptimizerState(optimizer, model)})
 
 
+@pytest.mark.parametrize("package", ["megatron_fsdp", "megatron.core.distributed.fsdp.src.megatron_fsdp"])
+def test_the_state_dict_hook_of_megatron_fsdp_has_its_own_advice(package: str, tmp_path: Path) -> None:
+    """A function stands in for the hook of the package, and of its copy in Megatron-Core."""
+    model, optimizer = _stepped()
+
+    def hook(optimizer: Any, state: Any) -> None:
+        pass
+
+    hook.__module__ = f"{package}.fully_shard"
+    optimizer.register_state_dict_post_hook(hook)
+    with pytest.raises(sp.StructureError, match="megatron_fsdp.optimizer_state\\(optimizer, model\\)"):
+        sp.save(tmp_path / "c", {"model": model, "optimizer": optimizer})
+
+
 def test_failing_optimizer_hook_names_the_optimizer(tmp_path: Path) -> None:
     model, optimizer = _stepped()
     sp.save(tmp_path / "c", {"model": model, "optimizer": optimizer})

@@ -12,10 +12,11 @@ from shardproof.engine.state.binder import MISSING, Binder
 from shardproof.engine.state.collector import Collector
 from shardproof.engine.state.dtensor import local_tensor
 from shardproof.engine.state.flat_parameters import FlatPart, flat_parts, flat_state, is_flat
-from shardproof.engine.state.framework_modules import refuse_collective, refuse_undeclared, without_fabric
+from shardproof.engine.state.framework_modules import refuse_collective, without_fabric
 from shardproof.engine.state.handlers.module_hooks import LoadHooks, is_uninitialized, method_of, refuse_hooks
 from shardproof.engine.state.layout import Layout, local_layout
 from shardproof.engine.state.local_shards import FlatShard, LocalShards
+from shardproof.engine.state.model_parts import refuse_undeclared
 from shardproof.engine.state.module_names import EXTRA_STATE, PARALLEL, NamedModule, inside
 from shardproof.engine.state.plain_decode import references
 from shardproof.engine.state.subclasses import is_wrapper

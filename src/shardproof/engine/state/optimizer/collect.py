@@ -22,12 +22,13 @@ import torch
 
 from shardproof.engine.state.binder import Binder
 from shardproof.engine.state.collector import Collector, Hoister
-from shardproof.engine.state.dtensor import local_tensor
+from shardproof.engine.state.dtensor import is_dtensor, local_tensor
 from shardproof.engine.state.flat_parameters import is_in_flat
-from shardproof.engine.state.framework_modules import refuse_undeclared, without_fabric
+from shardproof.engine.state.framework_modules import MEGATRON_FSDP, without_fabric
 from shardproof.engine.state.handlers.module_hooks import is_foreign, method_of
 from shardproof.engine.state.handlers.modules import flat_parts_of, named
 from shardproof.engine.state.handlers.stateful_objects import refuse_divided
+from shardproof.engine.state.model_parts import refuse_undeclared
 from shardproof.engine.state.optimizer.bind import EXTRA, SHARED, OptimizerBinding
 from shardproof.engine.state.optimizer.flat_slots import FlatSlots
 from shardproof.engine.state.optimizer.parameter_groups import GroupOptions, Names
@@ -49,7 +50,7 @@ from shardproof.engine.state.optimizer.slots import (
 from shardproof.engine.state.plain_encode import encode
 from shardproof.engine.state.records import Stepped
 from shardproof.engine.state.subclasses import inner_tensors
-from shardproof.engine.state.visitor import Place, VisitedModule, Visitor, check_name, join
+from shardproof.engine.state.visitor import Place, VisitedModule, Visitor, check_name, is_per_rank, join
 from shardproof.errors import ShardproofError, StructureError
 
 
@@ -87,11 +88,13 @@ class _Optimizer:
     def collect(self, place: Place, value: Any, collector: Collector) -> None:
         optimizer = _optimizer_of(value, place)
         _before_save(optimizer, place, only_slots=isinstance(value, OptimizerState))
+        collector.note_loose(_given_parameters(value, place))
 
         def collect() -> None:
             given = _given_modules(value, place, collector)
             source = _source(value, optimizer, given, place, collector)
             names = _names(value, source, given, place, collector)
+            _refuse_own_parameters(optimizer, place, collector)
             _collect(place, optimizer, source, names, [*given, *collector.modules], collector)
 
         collector.later.append(collect)
@@ -99,12 +102,14 @@ class _Optimizer:
     def bind(self, place: Place, value: Any, binder: Binder) -> None:
         """Fills existing slots in place, and creates others. Attaches them at the end of the load."""
         optimizer = _optimizer_of(value, place)
+        binder.note_loose(_given_parameters(value, place))
 
         def bind() -> None:
             given = _given_modules(value, place, binder)
             layouts = SlotLayouts.of([*given, *binder.modules], binder.modules)
             source: Any = _source(value, optimizer, given, place, binder)
             names = _names(value, source, given, place, binder)
+            _refuse_own_parameters(optimizer, place, binder)
             OptimizerBinding(place, source, names, layouts, binder).bind()
             if source is not optimizer:
                 binder.on_finish(source.apply)
@@ -168,6 +173,12 @@ def _collect(
         _collect_shared(place, optimizer, collector)
 
 
+def _given_parameters(value: Any, place: Place) -> dict[str, torch.Tensor]:
+    """The parameters that the program names for this optimizer, by the keys above their slots."""
+    names = value.names if isinstance(value, OptimizerState) else None
+    return {join(place.key, name): parameter for name, parameter in (names or {}).items()}
+
+
 def _given_modules(value: Any, place: Place, visitor: Visitor[Any]) -> list[VisitedModule]:
     """The modules that the program names for this optimizer. The position of each of several is its key."""
     given = value.modules if isinstance(value, OptimizerState) else ()
@@ -205,6 +216,33 @@ def _source(
         )
     parts = [part for owner in given or visitor.modules for part in owner.flat]
     return FlatSlots(optimizer, parts, place)
+
+
+def _refuse_own_parameters(optimizer: torch.optim.Optimizer, place: Place, visitor: Visitor[Any]) -> None:
+    """Raises for plain parameters whose values are each rank's own, while their slots have common keys.
+
+    A save would store the slots of one rank. A DTensor and a declared layout describe the part of a rank.
+
+    Raises:
+        StructureError: the tree has a parameter of the optimizer only in `PerRank`, and not the optimizer.
+    """
+    own: dict[int, str] = {}
+    common: set[int] = set()
+    for owner in visitor.modules if visitor.world_size > 1 and not is_per_rank(place.key) else ():
+        for name, parameter in owner.module.parameters():
+            if not is_per_rank(owner.key) or is_dtensor(parameter) or owner.module.layout(name) is not None:
+                common.add(id(parameter))
+            else:
+                own[id(parameter)] = join(owner.key, owner.module.clean(name))
+    for group in optimizer.param_groups if own else ():
+        for parameter in group["params"]:
+            if id(parameter) in own and id(parameter) not in common:
+                raise StructureError(
+                    f"{place.path} trains {own[id(parameter)]}, which each rank keeps by itself, and a save "
+                    "stores the state of this optimizer once for all ranks. Keep both in one value: "
+                    "shardproof.PerRank({'model': ..., 'optimizer': ...})",
+                    key=place.key,
+                )
 
 
 def _collect_shared(place: Place, optimizer: torch.optim.Optimizer, collector: Collector) -> None:
@@ -321,7 +359,7 @@ def _before_save(optimizer: torch.optim.Optimizer, place: Place, *, only_slots: 
     posts = filter(is_foreign, _hooks(optimizer, "_optimizer_state_dict_post_hooks"))
     if not only_slots and (hook := next(posts, None)) is not None:
         remedy = "If it adds no state, save shardproof.OptimizerState(optimizer, model)"
-        if getattr(hook, "__module__", "").startswith("megatron_fsdp."):
+        if getattr(hook, "__module__", "").startswith(tuple(f"{package}." for package in MEGATRON_FSDP)):
             remedy = "Save shardproof.frameworks.megatron_fsdp.optimizer_state(optimizer, model)"
         raise StructureError(
             f"{place.path}: {type(optimizer).__qualname__} has the post-hook of state_dict {_name(hook)}, "
