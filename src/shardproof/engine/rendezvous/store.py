@@ -150,7 +150,6 @@ class StoreRendezvous:
         self._server = server
         self.global_ranks = global_ranks
         self._store = store
-        self._waits_for_readers = rank == 0 and _ends_with_this_process(store)
         self._channel: Channel | None = None
         self._number = 0
         self._turns = Turns(
@@ -201,7 +200,7 @@ class StoreRendezvous:
                     operation,
                     phase,
                     self._deadline,
-                    waits_for_readers=self._waits_for_readers,
+                    waits_for_readers=self.rank == 0 and _ends_with_this_process(self._store),
                     operation_position=(current.name, number - first),
                 )
                 try:
