@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from shardproof.engine.state import LOCAL
 from tests.distributed.fully_sharded import (
     CollectiveLog,
     adamw,
@@ -125,7 +126,7 @@ def four() -> None:
         expected = plain(reference, adamw(reference.parameters()), max_norm=0.5)
         model = flat(made(), mesh_of())
         scale = model.blocks[0].scale
-        assert sum(scale.to_local().shape) == scale._shardproof_local.placed.volumes().sum()
+        assert sum(scale.to_local().shape) == getattr(scale, LOCAL).placed.volumes().sum()
         clip = lambda: clip_grad_norm_(model, 0.5)  # noqa: E731
         assert train(model, adamw(model.parameters()), clip=clip) == pytest.approx(expected, rel=1e-4)
         return [tuple(p.to_local().shape) for p in model.blocks[0].parameters()]
@@ -177,7 +178,7 @@ def tensor_parallel() -> None:
         held: dict[str, int] = {}
         for name, value in reference.state_dict().items():
             parameter = model.get_parameter(name)
-            layout, local = parameter._shardproof_local, parameter.to_local()
+            layout, local = getattr(parameter, LOCAL), parameter.to_local()
             assert parameter.shape == value.shape and tuple(local.shape) == layout.local_shape
             assert torch.allclose(parameter.full_tensor(), value, rtol=1e-4, atol=1e-6)
             assert torch.allclose(parameter.norm().full_tensor(), value.norm(), rtol=1e-4)
@@ -230,7 +231,7 @@ def experts() -> None:
         optimizer = torch.optim.SGD([{"params": list(model.dense.parameters())}], lr=0.1)
         optimizer.add_param_group({"params": list(model.expert.parameters()), "lr": 0.0})
         optimizer.step()
-        first, stop = model.expert.weight._shardproof_local.placed.pair(0)[0][0], 0
+        first, stop = getattr(model.expert.weight, LOCAL).placed.pair(0)[0][0], 0
         stop = first + model.expert.weight.to_local().shape[0]
         assert torch.equal(model.expert.weight.to_local(), wanted[first:stop])
         return dense.item(), both.item()

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import shardproof as sp
+from shardproof.engine.state import LOCAL
 from tests.distributed.fully_sharded import (
     CollectiveLog,
     adamw,
@@ -49,7 +50,7 @@ def from_meta() -> None:
         with torch.device("meta"):
             model = flat(made(), mesh_of())
         model.to_empty(device="cpu")
-        assert all(isinstance(p, DTensor) and hasattr(p, "_shardproof_local") for p in model.parameters())
+        assert all(isinstance(p, DTensor) and hasattr(p, LOCAL) for p in model.parameters())
         load_full_state_dict(model, reference.state_dict())
         assert train(model, adamw(model.parameters())) == plain(reference, adamw(reference.parameters()))
         with pytest.raises(ValueError, match="choose dtypes"):
@@ -157,7 +158,7 @@ def ordered() -> list:
         assert all(unit.buffers[0].whole.untyped_storage().size() == 0 for unit in units)
         with CollectiveLog() as describing:
             model.state_dict()
-            [parameter._shardproof_local for parameter in model.parameters()]
+            [getattr(parameter, LOCAL) for parameter in model.parameters()]
         assert describing.calls == []
         with torch.no_grad():
             model(words_of(0, 0))

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import obstore
 import pytest
 import torch
 
@@ -29,7 +30,7 @@ FILE_BYTES = 600
 """Two tensors a file."""
 
 
-class Killed(Exception):
+class Killed(BaseException):
     """Stands for the end of the process."""
 
 
@@ -58,16 +59,16 @@ class PutHook:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, then: Callable[[], None]) -> None:
         self.left = -1
         lock = threading.Lock()
-        put = ObjectStorage._put
+        put = obstore.put
 
-        def counted(storage: ObjectStorage, *arguments: Any, **how: Any) -> None:
+        def counted(*arguments: Any, **how: Any) -> Any:
             with lock:
                 self.left -= 1
             if self.left < 0:
                 then()
-            put(storage, *arguments, **how)
+            return put(*arguments, **how)
 
-        monkeypatch.setattr(ObjectStorage, "_put", counted)
+        monkeypatch.setattr(obstore, "put", counted)
 
 
 def die() -> None:

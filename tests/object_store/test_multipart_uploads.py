@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import io
 import json
 import time
 from collections.abc import Callable
+from datetime import timedelta
+from email.message import Message
 from typing import Any
 from urllib.parse import parse_qsl, quote, urlsplit
+from urllib.request import OpenerDirector, Request
+from urllib.response import addinfourl
+from xml.etree import ElementTree
 
 import pytest
 import torch
+from obstore.store import S3Store
 
 import shardproof as sp
 from shardproof.commands.cli.group import run
@@ -104,15 +111,15 @@ def test_an_upload_is_as_old_as_its_last_part(
 ) -> None:
     storage = ObjectStorage(url)
     begin_upload(storage, shard(3, 0, "slow"))
-    listed = MultipartUploads._pages
+    parsed = ElementTree.fromstring
 
-    def pages(self: MultipartUploads, doing: str, *rest: Any) -> Any:
-        for page in listed(self, doing, *rest):
-            for begun in page.iterfind("{*}Upload/{*}Initiated"):
-                begun.text = "2020-01-01T00:00:00Z"
-            yield page
+    def long_ago(body: bytes) -> ElementTree.Element:
+        page = parsed(body)
+        for begun in page.iterfind("{*}Upload/{*}Initiated"):
+            begun.text = "2020-01-01T00:00:00Z"
+        return page
 
-    monkeypatch.setattr(MultipartUploads, "_pages", pages)
+    monkeypatch.setattr(ElementTree, "fromstring", long_ago)
     plan = plan_prune(storage, storage.modified, older_than=HOUR, now=time.time())
     assert not plan.uploads and len(plan.recent_uploads) == 1
 
@@ -187,11 +194,13 @@ def test_a_policy_that_forbids_the_removal_of_uploads_is_named(
     assert storage.list() == []
 
 
-def test_all_pages_are_read(url: str, begin_upload: Callable[[ObjectStorage, str], str]) -> None:
+def test_all_pages_are_read(
+    s3: S3Server, url: str, begin_upload: Callable[[ObjectStorage, str], str]
+) -> None:
     storage = ObjectStorage(url)
     begun = {begin_upload(storage, shard(1, rank, "a")) for rank in range(3)}
-    whole = storage._multipart_uploads
-    paged = MultipartUploads(whole._store, "s3://tests", 10.0, page=1)
+    store = S3Store.from_url("s3://tests", config=s3.options, client_options={"allow_http": True})
+    whole, paged = (MultipartUploads(store, "s3://tests", 10.0, page=page) for page in (1000, 1))
     below = f"{url.rpartition('/')[2]}/"
     assert {one.id for one in paged.list(below, 0.0)} == begun
     assert paged.list(below, time.time() + HOUR) == whole.list(below, time.time() + HOUR)
@@ -205,9 +214,10 @@ def test_requests_to_a_failing_store_are_retried_until_the_deadline(s3: S3Server
         assert storage.uploads(0.0) == [] and proxy.refuse == 0
         proxy.refuse = 1000
         begun = time.monotonic()
-        uploads = MultipartUploads(storage._multipart_uploads._store, "s3://tests", 1.0)
+        short = {"retry_config": {"retry_timeout": timedelta(seconds=1)}}
+        hasty = ObjectStorage(url, {**s3.options, "endpoint": proxy.endpoint, **short})
         with pytest.raises(sp.StorageError, match="503.*at most 1 s"):
-            uploads.list("", 0.0)
+            hasty.uploads(0.0)
         assert time.monotonic() - begun < 10
     finally:
         proxy.close()
@@ -277,11 +287,11 @@ def test_requests_are_signed_as_amazon_describes(
         keys["session_token"] = token
     sent: list[tuple[str, str]] = []
 
-    def send(self: MultipartUploads, method: str, url: str) -> bytes:
-        sent.append((method, url))
-        return b"<R/>"
+    def send(opener: OpenerDirector, request: Request, **how: Any) -> Any:
+        sent.append((request.get_method(), request.full_url))
+        return addinfourl(io.BytesIO(b"<R/>"), Message(), request.full_url)
 
-    monkeypatch.setattr(MultipartUploads, "_send", send)
+    monkeypatch.setattr(OpenerDirector, "open", send)
     storage = ObjectStorage("s3://bucket/run é+~/a b", {**keys, **options})
     storage.uploads(0.0)
     storage.abort_upload(Upload("step/x", "id+/=~", None, 0.0))

@@ -5,15 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import obstore
 import pytest
 import torch
+from obstore.exceptions import AlreadyExistsError
 
 import shardproof as sp
-from shardproof.engine.storage import object_store as implementation
 from shardproof.errors import tells_nothing
 from shardproof.rendezvous import LocalRendezvous
 from shardproof.runs.checkpointer.judge import is_damage
@@ -84,11 +86,10 @@ def test_a_stalled_store_ends_a_save_at_its_deadline_and_nothing_is_committed(
 def test_every_operation_ends_at_the_deadline_that_its_error_names(
     s3: S3Server, proxy: FaultyProxy, url: str
 ) -> None:
-    ObjectStorage(url).publish("there", bytes(100))  # tests conditional PUTs, too
     retry = {**QUICK, "max_retries": 1000, "backoff": {"max_backoff": timedelta(seconds=1)}}
     more = options(s3, proxy, retry_config=retry, client_options={"timeout": "1s"})
     storage = ObjectStorage(url, more)
-    implementation._HONOURING.add(f"{proxy.endpoint} s3://tests")
+    storage.publish("there", bytes(100))  # tests conditional PUTs, too
     large, small = storage.create("large"), storage.create("small")
     proxy.stalled.set()
 
@@ -139,14 +140,15 @@ def test_a_lost_answer_to_the_commit_is_no_conflict(
 ) -> None:
     """The store has the manifest. The client repeats the PUT, and finds its own bytes."""
     storage = ObjectStorage(url)
-    put = ObjectStorage._put_new
+    put = obstore.put
 
-    def twice(self: ObjectStorage, name: str, data: bytes, doing: str) -> bool:
-        put(self, name, data, doing)
-        return put(self, name, data, doing)
+    def twice(*arguments: Any, **how: Any) -> Any:
+        with suppress(AlreadyExistsError):
+            put(*arguments, **how)
+        return put(*arguments, **how)
 
     storage.publish("first", b"probe done")
-    monkeypatch.setattr(ObjectStorage, "_put_new", twice)
+    monkeypatch.setattr(obstore, "put", twice)
     storage.publish("manifest.json", b"mine")
     with pytest.raises(sp.AlreadyCommittedError):
         storage.publish("manifest.json", b"another's")
@@ -161,14 +163,14 @@ def test_a_store_without_conditional_writes_is_refused(
     s3: S3Server, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The store takes the second PUT of a name, too."""
-    monkeypatch.setattr(implementation, "_HONOURING", set())
-    put = ObjectStorage._put
+    url = s3.make_bucket("unconditional")  # a process tests a bucket once
+    put = obstore.put
 
-    def unconditional(self: ObjectStorage, name: str, data: Any, doing: str, **how: Any) -> None:
+    def unconditional(*arguments: Any, **how: Any) -> Any:
         how.pop("mode", None)
-        put(self, name, data, doing, **how)
+        return put(*arguments, **how)
 
-    monkeypatch.setattr(ObjectStorage, "_put", unconditional)
+    monkeypatch.setattr(obstore, "put", unconditional)
     with pytest.raises(sp.ShardproofError, match="does not honour conditional writes"):
         sp.save(f"{url}/step", {"a": torch.ones(3)})
     names = ObjectStorage(url).list()
@@ -206,16 +208,21 @@ def test_a_server_that_dies_in_an_upload_and_comes_back(tmp_path: Path) -> None:
 def test_a_conflict_is_no_other_save(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A store answers 409 to a conditional PUT while an earlier one of the same object is under way."""
     storage = ObjectStorage(f"{url}/step")
-    real, answers = ObjectStorage._put_new, [False, False]
-    monkeypatch.setattr(implementation, "_CONFLICT_SECONDS", 0.01)
-    monkeypatch.setattr(ObjectStorage, "_put_new", lambda *args: answers.pop() if answers else real(*args))
-    storage._check_conditional_puts()
+    storage.publish("first", b"probe done")
+    put, conflicts = obstore.put, [AlreadyExistsError("409 Conflict")] * 2
+
+    def conflict(*arguments: Any, **how: Any) -> Any:
+        if conflicts:
+            raise conflicts.pop()
+        return put(*arguments, **how)
+
+    monkeypatch.setattr(obstore, "put", conflict)
     storage.publish("manifest.json", b"ours")
-    assert storage.read("manifest.json") == b"ours" and not answers
+    assert storage.read("manifest.json") == b"ours" and not conflicts
     with pytest.raises(sp.AlreadyCommittedError):
         storage.publish("manifest.json", b"theirs")
     never = ObjectStorage(f"{url}/never", {"retry_config": {"retry_timeout": timedelta(seconds=0.1)}})
-    monkeypatch.setattr(ObjectStorage, "_put_new", lambda *args: False)
+    conflicts += [AlreadyExistsError("409 Conflict")] * 100
     with pytest.raises(sp.StorageError, match="another request") as failed:
         never.publish("manifest.json", b"ours")
     assert failed.value.details["unanswered"] and not isinstance(failed.value, sp.AlreadyCommittedError)

@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shardproof as sp
 import shardproof.fsdp
+from shardproof.engine.state import LOCAL
 from shardproof.loading import StoredTensor
 from shardproof.optim import DistributedOptimizer, HybridDeviceOptimizer
 from tests.harness import process_group, rendezvous, run_ranks
@@ -145,7 +146,7 @@ def weights(job: Job) -> dict[str, torch.Tensor]:
     net, optimizer = job
     if isinstance(optimizer, DistributedOptimizer):
         optimizer.synchronize()
-    if any(hasattr(parameter, "_shardproof_local") for parameter in net.parameters()):
+    if any(hasattr(parameter, LOCAL) for parameter in net.parameters()):
         return shardproof.fsdp.full_state_dict(net)
     return {
         name.removeprefix("module."): (item.full_tensor() if isinstance(item, DTensor) else item).detach()

@@ -37,8 +37,9 @@ def weight() -> torch.Tensor:
 
 
 def side_of(copies: DeviceCopies) -> torch.Stream:
-    assert copies._side is not None
-    return copies._side
+    side = copies._side
+    assert side is not None
+    return side
 
 
 def all_are(buffer: memoryview, value: float) -> bool:

@@ -10,13 +10,19 @@ import torch
 
 from shardproof._utils.accelerator import on_stream
 from shardproof.optim import HybridDeviceOptimizer
-from shardproof.training.optim.hybrid.stepped_copy import SideStreams
+from shardproof.training.optim.hybrid.stepped_copy import SideStreams, Transfers
 from tests import simulated
 from tests.accelerator import first_device
 from tests.simulated.values import COUNT, all_are, device_memory, page_locked
 from tests.simulated.waiting import LIMIT, is_done_soon, still_waits
 
 pytestmark = pytest.mark.gpu
+
+
+def streams_of(transfers: Transfers) -> tuple[torch.Stream, torch.Stream]:
+    """The streams of copies to the host and to the device."""
+    assert isinstance(transfers, SideStreams)
+    return transfers._down, transfers._up
 
 
 class Setting:
@@ -30,8 +36,7 @@ class Setting:
             [self.weight, other], torch.optim.SGD, cpu_fraction=1.0, pin_memory=True, lr=1.0
         )
         (transfers,) = self.optimizer._transfers.values()
-        assert isinstance(transfers, SideStreams)
-        self.down, self.up = transfers._down, transfers._up
+        self.down, self.up = streams_of(transfers)
         self.main = torch.accelerator.current_stream()
         self.gradient = torch.zeros(COUNT, device=first_device())
         torch.accelerator.synchronize()
@@ -135,7 +140,7 @@ def test_up_waits_for_main(transfers: SideStreams) -> None:
         doubled = parameter * 2
         transfers.begin()
         transfers.up([parameter], [new], transfers.event())
-        assert not is_done_soon(transfers._up)
+        assert not is_done_soon(streams_of(transfers)[1])
         transfers.end()
     assert all_are(doubled, 2)
     assert all_are(parameter, 2)
@@ -143,7 +148,7 @@ def test_up_waits_for_main(transfers: SideStreams) -> None:
 
 def test_main_waits_for_up(transfers: SideStreams) -> None:
     parameter, new = device_memory(1.0), page_locked(2)
-    with simulated.held(transfers._up):
+    with simulated.held(streams_of(transfers)[1]):
         transfers.begin()
         transfers.up([parameter], [new], transfers.event())
         transfers.end()
@@ -155,7 +160,7 @@ def test_main_waits_for_up(transfers: SideStreams) -> None:
 def test_main_waits_for_down(transfers: SideStreams) -> None:
     """After an error, a copy on that stream may still read a gradient that main writes next."""
     gradient, arrived = device_memory(1.0), page_locked(0)
-    with simulated.held(transfers._down):
+    with simulated.held(streams_of(transfers)[0]):
         transfers.begin()
         transfers.down([arrived], [gradient], transfers.event())
         transfers.end()

@@ -11,6 +11,7 @@ import sys
 
 import pytest
 from rich.console import Console
+from rich.progress import Progress
 
 from shardproof import events
 from shardproof.engine.events.display import Bars, Lines
@@ -111,38 +112,54 @@ def drawn(bench: Bench, *, lines: bool = True) -> tuple[io.StringIO, Bars]:
     return file, bars
 
 
-def test_bars_show_phases_under_way_and_leave_a_line_each() -> None:
+@pytest.fixture
+def displays(monkeypatch: pytest.MonkeyPatch) -> list[Progress]:
+    """The displays of rich that the test starts."""
+    started: list[Progress] = []
+    start = Progress.start
+
+    def note(display: Progress) -> None:
+        started.append(display)
+        start(display)
+
+    monkeypatch.setattr(Progress, "start", note)
+    return started
+
+
+def test_bars_show_phases_under_way_and_leave_a_line_each(displays: list[Progress]) -> None:
     bench = Bench()
-    file, bars = drawn(bench)
+    file, _ = drawn(bench)
     with bench.hub.phase("save a", "write", world_size=2) as phase:
-        assert bars._progress is None, "nothing runs until there is something to draw"
+        assert displays == [], "nothing runs until there is something to draw"
         bench.clock.now += 2
         phase.progress(1 * 10**9, 4 * 10**9)
-        (task,) = bars._progress.tasks
+        (display,) = displays
+        (task,) = display.tasks
         assert (task.description, task.completed, task.total) == ("save a: write", 1e9, 4e9)
         assert task.fields["text"] == "1.00 GB of 4.00 GB, 500 MB/s, ETA 6.00 s"
         bench.hub.publish_waiting("save a", "write", 2, lambda: {1: (10**9, 2 * 10**9)})
-        assert [one.fields["text"] for one in bars._progress.tasks][1] == (
+        assert [one.fields["text"] for one in display.tasks][1] == (
             "waits for 1 of 2 ranks, slowest rank 1: 1.00 GB of 2.00 GB"
         )
-        bars._progress.refresh()
-    assert bars._progress is None and bars._rows == {}
+        display.refresh()
+    assert displays == [display] and display.tasks == [] and not display.live.is_started
     text = file.getvalue()
     assert "ETA 6.00 s" in text
     assert "save a: write 1.00 GB in 2.00 s, 500 MB/s\n" in text
     assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1  # the cursor is back
 
 
-def test_bars_without_lines_and_two_phases_at_once() -> None:
+def test_bars_without_lines_and_two_phases_at_once(displays: list[Progress]) -> None:
     bench = Bench()
     file, bars = drawn(bench, lines=False)
     with bench.hub.phase("verify", "read") as one, bench.hub.phase("verify", "tile") as two:
         bench.clock.now += 1
         one.progress(1, 2)
         two.progress(1, 0)
-        assert len(bars._progress.tasks) == 2
+        (display,) = displays
+        assert len(display.tasks) == 2
         bars.close()
-        assert bars._progress is None
+        assert display.tasks == [] and not display.live.is_started
     assert "verify: read 1 B in" not in file.getvalue()
 
 

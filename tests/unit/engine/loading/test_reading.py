@@ -114,9 +114,7 @@ def test_a_large_chunk_is_read_straight_into_its_destination(
 ) -> None:
     state = {"w": torch.randn(600, 600), "v": torch.randn(600, 600)}
     sp.save(tmp_path, state)
-    monkeypatch.setattr(
-        read_executor._Job, "_read_through_scratch", lambda self, batch, span: pytest.fail("a copy")
-    )
+    monkeypatch.setattr(read_executor._Job, "_read_through_scratch", lambda *args: pytest.fail("a copy"))
     target = {key: torch.zeros(600, 600) for key in state}
     sp.load(tmp_path, target)
     assert all(torch.equal(target[key], state[key]) for key in state)

@@ -75,13 +75,14 @@ def leave(rendezvous: StoreRendezvous, operation: str, after: int) -> None:
 
 def interrupt_while_joining(rendezvous: StoreRendezvous, operation: str) -> None:
     """Ctrl-C while this rank waits for its coordinator, which is not there yet."""
-    tick = rendezvous._heartbeat.tick
+    heartbeat = rendezvous._heartbeat
+    tick = heartbeat.tick
 
     def interrupt() -> None:
-        rendezvous._heartbeat.tick = tick  # type: ignore[method-assign]
+        heartbeat.tick = tick  # type: ignore[method-assign]
         raise KeyboardInterrupt
 
-    rendezvous._heartbeat.tick = interrupt  # type: ignore[method-assign]
+    heartbeat.tick = interrupt  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         meet(rendezvous, operation)
 

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 import pytest
 
 from shardproof.engine.saving import PendingSave, SaveResult
-from shardproof.engine.saving.background import Progress, _Unfinished
+from shardproof.engine.saving.background import Progress, unfinished
 from shardproof.errors import StorageError
 
 
@@ -18,7 +18,7 @@ def test_the_error_of_a_hanging_save_says_that_it_may_be_committed() -> None:
 
 
 def test_the_log_at_exit_says_where_to_look(caplog: pytest.LogCaptureFixture) -> None:
-    saves, future = _Unfinished(), Future[SaveResult]()
+    saves, future = type(unfinished)(), Future[SaveResult]()
     saves.add(future, Progress(), 0.0, "save runs/gpt/step-00000003")
     with caplog.at_level(logging.ERROR):
         saves.wait()

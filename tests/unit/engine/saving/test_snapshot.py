@@ -8,7 +8,7 @@ import random
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ import shardproof as sp
 from shardproof import events
 from shardproof.engine.saving import background
 from shardproof.engine.saving.background import unfinished
+from shardproof.engine.saving.cache import SaveCache
 from shardproof.engine.saving.shard_writer import BufferPool
 from shardproof.engine.saving.staging import StagingPool
 from shardproof.engine.storage.sink import LocalSink
@@ -100,9 +101,14 @@ def assert_saved(folder: Path, want: dict[str, torch.Tensor]) -> None:
             assert torch.equal(checkpoint[key][...], value.cpu()), key
 
 
+def cache_of(checkpointer: sp.Checkpointer) -> SaveCache:
+    """The buffers between saves, which no result of a save shows."""
+    return checkpointer._saver._own_cache()
+
+
 def small_buffers(checkpointer: sp.Checkpointer, nbytes: int = 4096) -> None:
     """Gives the writer small buffers, so that a small state takes many writes."""
-    checkpointer._saver._own_cache().buffers = BufferPool(nbytes, 3)
+    cache_of(checkpointer).buffers = BufferPool(nbytes, 3)
 
 
 @pytest.fixture
@@ -381,7 +387,7 @@ def test_copies_never_take_more_than_the_budget(budget: int, tmp_path: Path, del
         for value in state.values():
             value.add_(1)
         pending.result(LIMIT)
-        assert checkpointer._saver._own_cache().staging.size <= budget
+        assert cache_of(checkpointer).staging.size <= budget
         assert_saved(folder_of(tmp_path, step), want)
 
 
@@ -415,7 +421,7 @@ def test_memory_for_copies_is_reused(gate: Gate, tmp_path: Path) -> None:
         checkpointer.fence()  # nothing is written yet, so all values are copied
         gate.open()
         pending.result(LIMIT)
-        sizes.append(checkpointer._saver._own_cache().staging.size)
+        sizes.append(cache_of(checkpointer).staging.size)
     assert sizes == [4 << 20] * 3
 
 
@@ -433,8 +439,9 @@ def test_memory_for_a_failed_copy_is_released(gate: Gate, tmp_path: Path) -> Non
     gate.open()
     with pytest.raises(StructureError, match="was changed"):
         pending.result(LIMIT)
-    pool = checkpointer._saver._own_cache().staging
-    assert pool.size and (pool._current is None or pool._current.copies == 0)
+    pool = cache_of(checkpointer).staging
+    with pool.changed:
+        assert pool.size and pool.take(pool.size) is not None, "all of it is free"
 
 
 def test_a_hanging_writer_does_not_block_training(gate: Gate, tmp_path: Path) -> None:
@@ -474,9 +481,9 @@ def test_a_save_waits_for_the_previous_save_or_is_skipped(gate: Gate, tmp_path: 
     assert (skipped.skipped, skipped.done(), first.done()) == (True, True, False)
     with pytest.raises(SaveSkipped, match="step 2"):
         skipped.result()
-    for wait in (checkpointer.wait, first.result, first.durable, first.future().result):
+    for until_over in (checkpointer.wait, first.result, first.durable, first.future().result):
         with pytest.raises(TimeoutError, match=r"the save of step 1 has not ended after 0\.01 s"):
-            wait(0.01)
+            until_over(0.01)
     opener = threading.Timer(0.5, gate.open)
     opener.start()
     second = checkpointer.save(3, state)
@@ -500,7 +507,7 @@ def test_a_failure_in_the_background_is_raised_once(
 
     monkeypatch.setattr(LocalSink, "write_at", full)
     pending = checkpointer.save(1, state)
-    pending._future.exception(LIMIT)  # type: ignore[union-attr]
+    assert not wait([pending.future()], LIMIT).not_done  # without a question for the error
     assert "the disk is full" in caplog.text
     monkeypatch.setattr(LocalSink, "write_at", write_at)
     calls: dict[str, Callable[[], Any]] = {

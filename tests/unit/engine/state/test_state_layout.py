@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from shardproof.engine.state import LOCAL
 from shardproof.engine.state.layout import Layout, declare, declared, local_layout
 from shardproof.engine.state.local_shards import LocalShards
 from shardproof.engine.state.tensors import empty_like_layout
@@ -218,7 +219,8 @@ def test_an_uneven_dtensor_is_described_by_its_own_index_map() -> None:
         weight = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=(7, 2), stride=(2, 1))
         with pytest.raises(StructureError, match="irregular layout"):
             collect({"w": weight})
-        weight._shardproof_local = IndexMap((5, 2), (7, 2), Boxes.whole((5, 2)), np.array([[1, 0]]))
+        index_map = IndexMap((5, 2), (7, 2), Boxes.whole((5, 2)), np.array([[1, 0]]))
+        setattr(weight, LOCAL, index_map)
         (entry,) = collect({"w": weight}).tensors
         assert (entry.shape, [piece.offsets for piece in entry.pieces]) == ((7, 2), [(1, 0)])
         assert entry.pieces[0].view.data_ptr() == local.data_ptr()
@@ -228,14 +230,14 @@ def test_an_uneven_dtensor_is_described_by_its_own_index_map() -> None:
         assert [piece.offsets for piece in collect({"w": slot}).tensors[0].pieces] == [(1, 0)]
         module = torch.nn.Module()
         module.weight = torch.nn.Parameter(weight)
-        module.weight._shardproof_local = weight._shardproof_local
+        setattr(module.weight, LOCAL, index_map)
         rows = IndexMap(
             (7, 2), (9, 2), Boxes.of(((0, 0), (3, 2)), ((3, 0), (4, 2))), np.array([[0, 0], [5, 0]])
         )
         declare(module, "weight", Layout.of(rows))
         (entry,) = collect(module).tensors
         assert (entry.shape, [piece.offsets for piece in entry.pieces]) == ((9, 2), [(1, 0), (5, 0)])
-        weight._shardproof_local = IndexMap.whole((7, 2))
+        setattr(weight, LOCAL, IndexMap.whole((7, 2)))
         with pytest.raises(StructureError, match=r"local tensor has shape \[5, 2\] and the DTensor \[7, 2\]"):
             collect({"w": weight})
 
@@ -258,8 +260,8 @@ def test_layouts_of_the_same_part_are_cached() -> None:
     for row in range(300):
         layout.part(IndexMap((1, 3), (300, 3), Boxes.whole((1, 3)), np.array([[row, 0]])))
         layout.range(torch.zeros(1), row, row + 1)
-    assert len(layout._parts) <= 256
-    assert len(layout._ranges) <= 256
+    for parts in (layout._parts, layout._ranges):
+        assert len(parts) <= 256
 
 
 def test_parameters_of_one_shape_share_a_layout() -> None:

@@ -165,16 +165,17 @@ def group(root: Path, path: str, limit: str, used: int, cached: int, version: in
 def test_limits_of_the_control_groups_above_count_and_pages_of_files_are_left(tmp_path: Path) -> None:
     """As Slurm nests them: the limit is on the job, and the process is in a step below it."""
     mount, groups = tmp_path / "cgroup", tmp_path / "groups"
+    left = topology._left_in_groups
     groups.write_text("0::/job/step\n")
     group(mount, "", "max", 10, 0)
     group(mount, "job", "1000", 900, 300)
     group(mount, "job/step", "max", 900, 300)
-    assert topology._left_in_groups(groups, mount) == [400]
+    assert left(groups, mount) == [400]
     groups.write_text("4:memory:/job\n2:cpu:/other\n")
     group(mount, "memory/job", "700", 600, 50, version=1)
     group(mount, "memory", str(1 << 62), 600, 50, version=1)
-    assert topology._left_in_groups(groups, mount) == [150]
-    assert topology._left_in_groups(tmp_path / "none", mount) == []
+    assert left(groups, mount) == [150]
+    assert left(tmp_path / "none", mount) == []
 
 
 def test_the_available_memory_of_this_machine_is_known() -> None:

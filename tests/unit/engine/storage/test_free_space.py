@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import os
+import struct
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from shardproof._utils import libc
 from shardproof.engine.storage import FreeSpace, LocalStorage, free_space
 
 MISSING = "some/missing/folders"
+EXT, XFS = 0xEF53, 0x58465342
+"""Types of file systems, as Linux numbers them."""
 
 
 def measured(folder: Path) -> FreeSpace:
@@ -21,7 +27,21 @@ def measured(folder: Path) -> FreeSpace:
 
 
 def as_type(monkeypatch: pytest.MonkeyPatch, kind: int | None) -> None:
-    monkeypatch.setattr(free_space, "_type_of", lambda path: kind)
+    """Lets the system call `statfs` answer with a type; None for a system without the call."""
+
+    def statfs(name: str, path: ctypes.c_char_p, buffer: ctypes.Array[ctypes.c_char]) -> int:
+        assert name == "statfs" and kind is not None
+        buffer[: ctypes.sizeof(ctypes.c_long)] = kind.to_bytes(ctypes.sizeof(ctypes.c_long), sys.byteorder)
+        return 0
+
+    monkeypatch.setattr(libc, "has", lambda name: kind is not None)
+    monkeypatch.setattr(libc, "call", statfs)
+
+
+def with_mounts(monkeypatch: pytest.MonkeyPatch, folder: Path, lines: bytes) -> None:
+    """Lets a file of the folder tell which file systems are mounted."""
+    (folder / "mountinfo").write_bytes(lines)
+    monkeypatch.setattr(free_space, "_MOUNTS", folder / "mountinfo")
 
 
 def test_a_folder_that_does_not_exist_yet_is_measured(tmp_path: Path) -> None:
@@ -33,7 +53,7 @@ def test_a_folder_that_does_not_exist_yet_is_measured(tmp_path: Path) -> None:
 def test_only_file_systems_that_store_every_byte_give_a_bound(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    as_type(monkeypatch, free_space._XFS)
+    as_type(monkeypatch, XFS)
     assert measured(tmp_path).upper_bound is not None
     btrfs, other_system = 0x9123683E, None
     for kind in (btrfs, other_system):
@@ -42,8 +62,8 @@ def test_only_file_systems_that_store_every_byte_give_a_bound(
 
 
 def test_a_project_quota_gives_no_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    as_type(monkeypatch, free_space._EXT)
-    answer = free_space._ATTRIBUTES.pack(free_space._IN_PROJECT, 0, 0, 0, 0)
+    as_type(monkeypatch, EXT)
+    answer = struct.pack("=5I8x", 0x200, 0, 0, 0, 0)  # FS_XFLAG_PROJINHERIT in a `struct fsxattr`
     monkeypatch.setattr(fcntl, "ioctl", lambda *arguments: answer)
     assert measured(tmp_path).upper_bound is None
 
@@ -56,7 +76,7 @@ def test_reserved_blocks_count_only_for_users_that_may_use_them(
     free, available = 1000, 10
     values[3:5] = free, available
     monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result(values))
-    as_type(monkeypatch, free_space._EXT)
+    as_type(monkeypatch, EXT)
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     assert measured(tmp_path).upper_bound == free * system.f_frsize
     assert measured(tmp_path).free == available * system.f_frsize
@@ -65,20 +85,17 @@ def test_reserved_blocks_count_only_for_users_that_may_use_them(
     device = os.stat(tmp_path).st_dev
     line = f"25 1 {os.major(device)}:{os.minor(device)} / / rw - ext4 /dev/sda1 rw"
     for mounts, most in ((line, available), (f"{line},resuid=1234", free), ("", free)):
-        monkeypatch.setattr(free_space, "_mounts", lambda mounts=mounts: mounts.splitlines())
+        with_mounts(monkeypatch, tmp_path, mounts.encode())
         assert measured(tmp_path).upper_bound == most * system.f_frsize
 
 
 def test_a_mount_point_may_have_any_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     device = os.stat(tmp_path).st_dev
     number = f"{os.major(device)}:{os.minor(device)}".encode()
-    mounts = tmp_path / "mountinfo"
-    mounts.write_bytes(
-        b"24 1 0:1 / /caf\xe9 rw - tmpfs none rw\n25 1 %s / / rw - ext4 /dev/sda1 rw\n" % number
-    )
-    monkeypatch.setattr(free_space, "_MOUNTS", mounts)
+    lines = b"24 1 0:1 / /caf\xe9 rw - tmpfs none rw\n25 1 %s / / rw - ext4 /dev/sda1 rw\n" % number
+    with_mounts(monkeypatch, tmp_path, lines)
     monkeypatch.setattr(os, "geteuid", lambda: 1234)
-    as_type(monkeypatch, free_space._EXT)
+    as_type(monkeypatch, EXT)
     assert measured(tmp_path).upper_bound is not None
 
 

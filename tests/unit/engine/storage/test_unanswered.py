@@ -72,28 +72,34 @@ def test_a_refusal_removes_the_files(tmp_path: Path) -> None:
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
-def bucket(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, type[Exception]]:
-    """A bucket that is not asked, and an error with the name of the one that obstore raises."""
-    pytest.importorskip("obstore")
+def is_unanswered(monkeypatch: pytest.MonkeyPatch, request: str, text: str) -> bool:
+    """True if a bucket raises an error without an answer when a request of obstore fails with a text."""
+    obstore = pytest.importorskip("obstore")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     monkeypatch.setenv("AWS_REGION", "region")
-    return sp.storage.ObjectStorage("s3://bucket/run"), type("GenericError", (Exception,), {})
+    storage = sp.storage.ObjectStorage("s3://bucket/run")
+
+    def fail(*arguments: Any, **how: Any) -> Any:
+        raise obstore.exceptions.GenericError(text)
+
+    monkeypatch.setattr(obstore, request, fail)
+    with pytest.raises(sp.StorageError) as failed:
+        storage.read("a") if request == "get" else storage.publish("manifest.json", b"", replace=True)
+    return bool(failed.value.details.get("unanswered"))
 
 
 def test_a_store_that_refuses_a_read_has_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    storage, generic_error = bucket(monkeypatch)
-    refused = generic_error("Server returned non-2xx status code: 416 Range Not Satisfiable")
-    assert not storage._error(refused, "read", "a").details.get("unanswered")
+    refused = "Server returned non-2xx status code: 416 Range Not Satisfiable"
+    assert not is_unanswered(monkeypatch, "get", refused)
     for code in (408, 429, 503):
-        busy = generic_error(f"after 10 retries: Server returned non-2xx status code: {code}")
-        assert storage._error(busy, "read", "a").details["unanswered"]
+        busy = f"after 10 retries: Server returned non-2xx status code: {code}"
+        assert is_unanswered(monkeypatch, "get", busy)
 
 
 def test_a_refused_write_may_follow_one_that_the_store_carries_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    storage, generic_error = bucket(monkeypatch)
-    refused = generic_error("after 2 retries: Server returned non-2xx status code: 400 Bad Request")
-    assert storage._error(refused, "publish", "manifest.json").details["unanswered"]
+    refused = "after 2 retries: Server returned non-2xx status code: 400 Bad Request"
+    assert is_unanswered(monkeypatch, "put", refused)
 
 
 def test_only_timeouts_are_without_an_answer() -> None:

@@ -15,6 +15,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from shardproof.engine.state import LOCAL
 from shardproof.fsdp import fully_shard
 
 
@@ -47,7 +48,7 @@ def test_torch_computes_the_rows_of_a_parameter(
             tensor.shape, tensor.device_mesh, tensor.placements
         )
         assert tuple(sizes) == tuple(tensor.to_local().shape)
-        placed = tensor._shardproof_local.placed
+        placed = getattr(tensor, LOCAL).placed
         assert not len(placed) or placed.pair(0) == (tuple(offsets), tuple(sizes))
 
 

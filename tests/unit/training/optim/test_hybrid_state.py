@@ -243,19 +243,16 @@ def test_stepped_tensors_and_groups_keep_their_identity() -> None:
     model = model_of(torch.bfloat16)
     optimizer = hybrid(model, master_dtype=torch.float32)
     train(model, optimizer, 0, 1)
-    groups = [
-        group for stepped in optimizer._copies.values() for group in (stepped.optimizer.param_groups[0],)
-    ]
-    tensors = [stepped.tensor for stepped in optimizer._copies.values()]
+    copies = optimizer._copies
+    groups = [stepped.optimizer.param_groups[0] for stepped in copies.values()]
+    tensors = [stepped.tensor for stepped in copies.values()]
     stepped = [{id(tensor) for tensor in group["params"]} for group in groups]
     load_slots(optimizer, copied_slots(optimizer))
     optimizer.load_state_dict(optimizer.state_dict())
     train(model, optimizer, 1, 2)
-    assert all(
-        stepped.tensor is tensor for stepped, tensor in zip(optimizer._copies.values(), tensors, strict=True)
-    )
+    assert all(stepped.tensor is tensor for stepped, tensor in zip(copies.values(), tensors, strict=True))
     assert all(id(tensor) in ids for tensor, ids in zip(tensors, stepped, strict=True))
-    for stepped, group in zip(optimizer._copies.values(), groups, strict=True):
+    for stepped, group in zip(copies.values(), groups, strict=True):
         assert stepped.optimizer.param_groups[0] is group
         assert stepped.optimizer.state[stepped.tensor] is optimizer.state[stepped.parameter]
 

@@ -411,13 +411,14 @@ def test_a_failing_step_leaves_no_gradient_behind(monkeypatch: pytest.MonkeyPatc
     def fail(*_: Any) -> None:
         raise OSError("no power")
 
-    first = optimizer._copies[model[0].weight].optimizer
+    copies = optimizer._copies
+    first = copies[model[0].weight].optimizer
     handle = first.register_step_pre_hook(fail)
     with pytest.raises(OSError, match="no power"):
         optimizer.step()
     handle.remove()
     assert log[-1] == "end"
-    assert all(stepped.tensor.grad is None for stepped in optimizer._copies.values())
+    assert all(stepped.tensor.grad is None for stepped in copies.values())
 
 
 def test_a_sparse_gradient_on_the_cpu_side_is_refused() -> None:
