@@ -138,7 +138,7 @@ def meet_at(store: Any) -> list[Any]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(3 * DEADLINE)
+        thread.join(60)  # far longer than the deadline, on a busy machine too
     return results
 
 
