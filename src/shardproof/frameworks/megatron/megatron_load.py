@@ -24,6 +24,7 @@ from megatron.core.dist_checkpointing.validation import (
 import shardproof as sp
 from shardproof.engine.state import has_names, with_targets
 from shardproof.frameworks.megatron.megatron_optimizer import fit_options
+from shardproof.frameworks.megatron.megatron_plain import from_plain
 from shardproof.frameworks.megatron.megatron_strategies import (
     LoadStrategy,
     agree_if_ours,
@@ -31,7 +32,7 @@ from shardproof.frameworks.megatron.megatron_strategies import (
     is_ours,
     takes,
 )
-from shardproof.frameworks.megatron.megatron_tensors import COMMON, COMMON_KEY, TYPES, from_plain
+from shardproof.frameworks.megatron.megatron_tensors import COMMON, COMMON_KEY, TYPES
 from shardproof.frameworks.shared.rank_work import on_every_rank, on_rank_0
 from shardproof.runs.maintenance import verify
 

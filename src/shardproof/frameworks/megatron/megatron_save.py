@@ -16,6 +16,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyPara
 
 import shardproof as sp
 from shardproof.engine.state import canonical_json, encode_plain
+from shardproof.frameworks.megatron.megatron_plain import to_plain
 from shardproof.frameworks.megatron.megatron_strategies import (
     BACKEND,
     VERSION,
@@ -23,7 +24,7 @@ from shardproof.frameworks.megatron.megatron_strategies import (
     as_in_megatron,
     takes,
 )
-from shardproof.frameworks.megatron.megatron_tensors import COMMON_KEY, to_plain
+from shardproof.frameworks.megatron.megatron_tensors import COMMON_KEY
 
 _log = logging.getLogger("shardproof")
 _CONTENT = "content_metadata"

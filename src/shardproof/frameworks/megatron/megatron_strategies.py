@@ -33,6 +33,7 @@ import shardproof as sp
 from shardproof.engine.saving import SaveRequest
 from shardproof.engine.state import references
 from shardproof.frameworks.megatron.megatron_async import call_of
+from shardproof.frameworks.megatron.megatron_plain import to_plain
 from shardproof.frameworks.megatron.megatron_tensors import (
     COMMON,
     COMMON_KEY,
@@ -43,7 +44,6 @@ from shardproof.frameworks.megatron.megatron_tensors import (
     add_keys,
     boxes_of,
     save_tree,
-    to_plain,
 )
 from shardproof.frameworks.shared.rank_work import on_every_rank, on_rank_0
 from shardproof.frameworks.shared.replacements import LastSaver, raised_as
@@ -288,7 +288,7 @@ class LoadStrategy(torch_strategies.TorchDistLoadShardedStrategy):
             raise sp.FormatError(
                 f"{checkpoint_dir} is a checkpoint of shardproof, from which nothing is removed. Write "
                 f"another without these keys: shardproof convert {checkpoint_dir} DST --to shardproof "
-                f"--exclude '{key_prefix}*' --register shardproof.frameworks.megatron.megatron_tensors"
+                f"--exclude '{key_prefix}*' --register shardproof.frameworks.megatron.megatron_plain"
             )
         super().remove_sharded_tensors(checkpoint_dir, key_prefix)
 
