@@ -15,7 +15,7 @@ from tests.harness import rank, rendezvous, run_ranks
 SAVES = 60
 """A leak in every second save makes a difference of 10 or more between early and late counts."""
 BEATS = 4
-"""After a first long wait, a rank has a heartbeat in each of 2 rendezvous: keys and connections of its own."""
+"""After a first long wait, a rank has a heartbeat in each of 2 rendezvous: its keys and connections."""
 
 
 def counts(store: object) -> tuple[int, int, int]:
