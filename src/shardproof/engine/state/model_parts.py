@@ -71,10 +71,8 @@ def model_parallel(world_size: int, ranks: Collection[int] | None = None) -> Mod
         ranks = range(world_size)
 
     def division(group: str, kind: str, declaration: str) -> Division | None:
-        get = getattr(parallel, f"get_{group}_group", None)
-        found = None if get is None else get(check_initialized=False)
-        if found is None:
-            return None
+        found = getattr(parallel, f"get_{group}_group")()
+        found = found[0] if isinstance(found, list) else found  # those of an encoder, in 0.11, have one size
         members = sorted(dist.get_process_group_ranks(found))
         if len(members) == 1:
             return None
@@ -85,10 +83,12 @@ def model_parallel(world_size: int, ranks: Collection[int] | None = None) -> Mod
             return None
         return Division(kind, declaration, frozenset(members))
 
+    has_own = hasattr(parallel, "get_expert_tensor_parallel_group")  # from 0.9 on
+    expert_tensor = "expert_tensor_parallel" if has_own else "tensor_model_parallel"
     divisions = ModelParallel(
         division("tensor_model_parallel", "tensor", "fused or swiglu"),
         division("expert_model_parallel", "expert", "experts.sequential"),
-        division("expert_tensor_parallel", "expert tensor", "experts.sequential"),
+        division(expert_tensor, "expert tensor", "experts.sequential"),
         division("pipeline_model_parallel", "pipeline", "layers"),
     )
     return None if divisions == ModelParallel(None, None, None, None) else divisions

@@ -38,7 +38,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     state = SimpleNamespace(model_parallel_is_initialized=lambda: True)
     names = {"tensor": "tensor_model", "expert": "expert_model", "pipeline": "pipeline_model"}
     for kind in vars(members):
-        get = partial(lambda kind, check_initialized: dist.new_group(getattr(members, kind)), kind)
+        get = partial(lambda kind: dist.new_group(getattr(members, kind)), kind)
         setattr(state, f"get_{names.get(kind, kind)}_parallel_group", get)
     monkeypatch.setitem(sys.modules, "megatron.core.parallel_state", state)
     yield members
