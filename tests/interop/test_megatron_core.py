@@ -270,6 +270,13 @@ def test_an_optimizer_whose_state_dict_lacks_its_moments_is_refused(environment:
     assert [key for key in tensors(at["live"]) if key.startswith("optimizer.state.exp_avg.")]
 
 
+@pytest.mark.parametrize("environment", ["megatron11", "megatron16", "megatron"])
+def test_every_release_says_which_ranks_divide_a_model(environment: str, tmp_path: Path) -> None:
+    facts = run_peer(environment, "megatron_parallel_state.py", tmp_path, nproc=2).facts
+    assert (tmp_path / "whole" / "manifest.json").is_file()
+    assert "among 2 tensor parallel ranks" in facts["error"]
+
+
 @pytest.mark.parametrize(
     ("layout", "options", "declaration"),
     [
