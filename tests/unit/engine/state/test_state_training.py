@@ -6,6 +6,7 @@ import copy
 import gc
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from shardproof.engine.state.optimizer.slot_sources import _new_slot
 from shardproof.engine.state.optimizer.slots import StoredSlot
 from shardproof.errors import StructureError
-from shardproof.state import OptimizerState, bind, collect
+from shardproof.state import OptimizerState, PerRank, bind, collect
 from tests.newer_torch import OLDER
-from tests.unit.engine.state.fake_checkpoint import FakeCheckpoint, saved
+from tests.unit.engine.state.fake_checkpoint import FakeCheckpoint, saved, saved_by_ranks
 
 DDP = nn.parallel.DistributedDataParallel
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -605,3 +606,14 @@ def test_a_whole_tree_binds_to_its_own_checkpoint() -> None:
     checkpoint = FakeCheckpoint([collect(tree)])
     binding = bind(tree, checkpoint.catalogue)
     assert [entry.key for entry in binding.tensors] == sorted(checkpoint.catalogue.tensors)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_load_fills_no_optimizer_beside_per_rank_parameters(ranks: int) -> None:
+    """An older checkpoint may have the slots of one rank under its keys."""
+    model = torch.nn.Linear(2, 2)
+    checkpoint = saved_by_ranks(lambda rank: {"model": PerRank(model)}, ranks)
+    tree = {"model": PerRank(model), "optimizer": torch.optim.Adam(model.parameters())}
+    refused = pytest.raises(StructureError, match=r"trains model\.@rank-0\.weight, .*shardproof\.PerRank")
+    with refused if ranks > 1 else nullcontext():
+        checkpoint.bind(tree, world_size=ranks)
