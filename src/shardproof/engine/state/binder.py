@@ -258,7 +258,7 @@ class Binder(Visitor[BindHandler]):
             encode(value, key, note)
         except PlainDataError:
             pass  # the load replaces the target's present value, and needs only its layouts
-        self.note_loose(layouts)
+        self.note_loose(layouts.items())
         return layouts
 
     def _note_other_kind(self, key: str, expected: str, advice: str = "") -> bool:

@@ -238,7 +238,7 @@ class Hoister:
         if kind == "tensor" and is_wrapper(value):
             self._check_wrapper(key, value)
         tensor = hoisted_tensor(kind, value)
-        self.collector.note_loose({key: tensor})
+        self.collector.note_loose([(key, tensor)])
         self.collector.tensor(key, tensor, (self.origin, path))
         return key
 

@@ -196,11 +196,11 @@ class _Tensor:
     """Handles tensors and DTensors."""
 
     def collect(self, place: Place, value: torch.Tensor, collector: Collector) -> None:
-        collector.note_loose({place.key: value})
+        collector.note_loose([(place.key, value)])
         collector.tensor(place.key, value, place.path)
 
     def bind(self, place: Place, value: torch.Tensor, binder: Binder) -> None:
-        binder.note_loose({place.key: value})
+        binder.note_loose([(place.key, value)])
         binder.tensor(place.key, value)
 
 
@@ -213,7 +213,7 @@ class _Array:
             _PLAIN.collect(place, value, collector)
             return
         tensor, _ = self._tensor(place, value)
-        collector.note_loose({place.key: tensor})
+        collector.note_loose([(place.key, tensor)])
         collector.tensor(place.key, tensor, place.path)
 
     def bind(self, place: Place, value: np.ndarray[Any, Any], binder: Binder) -> None:
@@ -224,7 +224,7 @@ class _Array:
         if not binder.selected(place.key):
             return
         tensor, shared = self._tensor(place, value)
-        binder.note_loose({place.key: tensor})
+        binder.note_loose([(place.key, tensor)])
         if not value.flags.writeable:
             raise StructureError(f"{place.key}: the array is read-only. Load into a copy", key=place.key)
         if binder.tensor(place.key, tensor) and not shared:
@@ -263,11 +263,10 @@ class _Mapping:
                 collector.tensor(f"{prefix}{name}", item, (path, name))
             else:
                 collector.visit(place.at(name), item)
-        if collector.parallel is not None:
-            tensors = {
-                f"{prefix}{name}": item for name, item in value.items() if isinstance(item, torch.Tensor)
-            }
-            collector.note_loose(tensors)
+        tensors = (
+            (f"{prefix}{name}", item) for name, item in value.items() if isinstance(item, torch.Tensor)
+        )
+        collector.note_loose(tensors)
 
     def bind(self, place: Place, value: dict[Any, Any], binder: Binder) -> None:
         """Binds each item. Tensors skip the handler."""
@@ -282,7 +281,7 @@ class _Mapping:
         prefix = f"{place.key}." if place.key else ""
         tensors = {name: item for name, item in value.items() if isinstance(item, torch.Tensor)}
         keys = [f"{prefix}{name}" for name in tensors]
-        binder.note_loose(dict(zip(keys, tensors.values(), strict=True)))
+        binder.note_loose(zip(keys, tensors.values(), strict=True))
         binder.tensors(keys, list(tensors.values()))
         if len(tensors) < len(value):
             for name, item in value.items():

@@ -10,7 +10,7 @@ Note: in columns
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -156,14 +156,14 @@ class Visitor(Generic[_H]):
         self.anchors |= empty
         return entries
 
-    def note_loose(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def note_loose(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Records tensors outside of modules and optimizers, which may be parts of a divided model.
 
         Args:
-            tensors: the tensors by key.
+            tensors: each key with its tensor. They are read only if a model is divided.
         """
         if self.parallel is not None:
-            self.loose |= {key: item for key, item in tensors.items() if not is_per_rank(key)}
+            self.loose |= {key: item for key, item in tensors if not is_per_rank(key)}
 
     def finish_walk(self) -> None:
         """Makes the calls that wait for the end of the walk."""

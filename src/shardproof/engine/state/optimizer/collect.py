@@ -15,7 +15,7 @@ Note: hooks
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -173,10 +173,10 @@ def _collect(
         _collect_shared(place, optimizer, collector)
 
 
-def _given_parameters(value: Any, place: Place) -> dict[str, torch.Tensor]:
-    """The parameters that the program names for this optimizer, by the keys above their slots."""
+def _given_parameters(value: Any, place: Place) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters that the program names for this optimizer, with the keys above their slots."""
     names = value.names if isinstance(value, OptimizerState) else None
-    return {join(place.key, name): parameter for name, parameter in (names or {}).items()}
+    return ((join(place.key, name), parameter) for name, parameter in (names or {}).items())
 
 
 def _given_modules(value: Any, place: Place, visitor: Visitor[Any]) -> list[VisitedModule]:
