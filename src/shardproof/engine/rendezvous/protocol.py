@@ -173,7 +173,8 @@ class MeetingSequence:
         Args:
             phase: see `Rendezvous.meet`.
             work: does the local work and returns the post. An error that it returns keeps its class: if any
-                rank returns one, all ranks raise that of the first rank, and `decide` is not called.
+                rank returns one, all ranks raise that of the first rank, and `decide` is not called. The
+                text names the rank unless all ranks returned the same error.
             decide: takes one post per rank, in the order of ranks, and returns the answer.
             post: type of the posts.
             answer: type of the answer.
@@ -182,7 +183,31 @@ class MeetingSequence:
             RankFailure, RankSilent, ShardproofError: as `meet`.
             ShardproofError: `work` returned it on a rank.
         """
+        return self._exchange(phase, work, lambda posts: msgspec.msgpack.encode(decide(posts)), post, answer)
 
+    def exchange_each(
+        self,
+        phase: str,
+        work: Callable[[], Post | ShardproofError],
+        decide: Callable[[list[Post]], Sequence[_Answer]],
+        post: type[Post],
+        answer: type[_Answer],
+    ) -> _Answer:
+        """As `exchange`, where `decide` returns one answer for each rank, in the order of ranks."""
+
+        def each(posts: list[Post]) -> list[bytes]:
+            return [msgspec.msgpack.encode(one) for one in decide(posts)]
+
+        return self._exchange(phase, work, each, post, answer)
+
+    def _exchange(
+        self,
+        phase: str,
+        work: Callable[[], Post | ShardproofError],
+        decide: Callable[[list[Post]], bytes | Sequence[bytes]],
+        post: type[Post],
+        answer: type[_Answer],
+    ) -> _Answer:
         def encoded() -> bytes:
             done = work()
             try:
@@ -192,15 +217,15 @@ class MeetingSequence:
             finally:
                 del done  # the frames of an error have this one
 
-        def decided(posts: list[bytes]) -> bytes:
+        def decided(posts: list[bytes]) -> bytes | Sequence[bytes]:
             kind = tuple[dict[str, Any] | None, msgspec.Raw]
             found = [msgspec.msgpack.decode(one, type=kind) for one in posts]
-            for rank, (error, _) in enumerate(found):
+            errors = [error for error, _ in found]
+            for rank, error in enumerate(errors):
                 if error is not None:
-                    raise from_rank(rank, len(found), error)
-            return msgspec.msgpack.encode(
-                decide([msgspec.msgpack.decode(body, type=post) for _, body in found])
-            )
+                    alike = len(found) > 1 and all(other == error for other in errors)
+                    raise ShardproofError.from_wire(error) if alike else from_rank(rank, len(found), error)
+            return decide([msgspec.msgpack.decode(body, type=post) for _, body in found])
 
         return msgspec.msgpack.decode(self.meet(phase, encoded, decided), type=answer)
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import msgspec
@@ -86,10 +87,12 @@ def carry_out(
                 conversion.check_model_files()
                 return conversion.report(begun, dry_run=True)
             meetings = MeetingSequence(ranks, operation)
-            todo = meetings.meet("plan", conversion.plan, conversion.begin)
-            meetings.meet("write", lambda: conversion.write(todo), conversion.commit)
-            uploads = meetings.meet("verify", conversion.verify, conversion.verified)
-            meetings.meet("publish", lambda: conversion.upload(uploads), conversion.publish)
+            todo = meetings.exchange("plan", conversion.plan, conversion.begin, str, list[int])
+            meetings.exchange("write", lambda: conversion.write(todo), conversion.commit, NoneType, NoneType)
+            groups = meetings.exchange("verify", conversion.verify, conversion.verified, int, list[list[str]])
+            meetings.exchange(
+                "publish", lambda: conversion.upload(groups), conversion.publish, NoneType, NoneType
+            )
             return conversion.report(begun)
         finally:
             conversion.close()
@@ -136,11 +139,11 @@ class _Conversion:
                 "model"
             )
 
-    def plan(self) -> bytes:
+    def plan(self) -> str:
         """The digest of this rank's plan."""
-        return self._work.plan.digest.encode()
+        return self._work.plan.digest
 
-    def begin(self, posts: Sequence[bytes]) -> bytes:
+    def begin(self, posts: Sequence[str]) -> list[int]:
         """Coordinator: locks the work folder, and answers which units the ranks have to write.
 
         Raises:
@@ -157,12 +160,10 @@ class _Conversion:
         self.check_model_files()
         folder.begin(plan.digest, plan.nbytes)
         written = folder.records()
-        todo = [at for at, unit in enumerate(plan.writer.units) if unit.name not in written]
-        return msgspec.msgpack.encode(todo)
+        return [at for at, unit in enumerate(plan.writer.units) if unit.name not in written]
 
-    def write(self, todo: bytes) -> bytes:
+    def write(self, units: Sequence[int]) -> None:
         """Writes this rank's share of the units that are not written yet."""
-        units: list[int] = msgspec.msgpack.decode(todo, type=list[int])
         self._resumed = len(self._work.plan.writer.units) - len(units)
         largest_first = sorted(units, key=lambda at: -self._work.plan.writer.units[at].nbytes)
         share = largest_first[self._ranks.rank :: self._ranks.world_size]
@@ -171,9 +172,8 @@ class _Conversion:
         )
         with self._phase("write"):
             self._run([partial(ConversionWork.write, unit=at) for at in share])
-        return b""
 
-    def commit(self, posts: Sequence[bytes]) -> bytes:
+    def commit(self, posts: Sequence[None]) -> None:
         """Coordinator: writes the metadata of the new checkpoint when all units are written."""
         records = self._work.folder.records()
         missing = [unit.name for unit in self._work.plan.writer.units if unit.name not in records]
@@ -186,9 +186,8 @@ class _Conversion:
         self._work.plan.writer.commit(written, self._work.folder.files)
         if self._request.like:
             copy_model_files(self._request.like, self._work.folder.files)
-        return b""
 
-    def verify(self) -> bytes:
+    def verify(self) -> int:
         """Verifies this rank's share of the new checkpoint."""
         records = self._work.folder.records()
         boxes = [box for name in sorted(records) for box in records[name].boxes]
@@ -197,26 +196,22 @@ class _Conversion:
             for at in range(0, len(boxes), _VERIFY_BOXES)
         ]
         with self._phase("verify"):
-            verified = sum(self._run(tasks[self._ranks.rank :: self._ranks.world_size]))
-        return msgspec.msgpack.encode(verified)
+            return sum(self._run(tasks[self._ranks.rank :: self._ranks.world_size]))
 
-    def verified(self, posts: Sequence[bytes]) -> bytes:
+    def verified(self, counts: Sequence[int]) -> list[list[str]]:
         """Coordinator: answers which files the ranks have to upload. For a folder, there are none."""
-        self._verified = sum(msgspec.msgpack.decode(post, type=int) for post in posts)
-        return msgspec.msgpack.encode(self._work.folder.uploads(self._work.plan.writer.last_file))
+        self._verified = sum(counts)
+        return self._work.folder.uploads(self._work.plan.writer.last_file)
 
-    def upload(self, uploads: bytes) -> bytes:
+    def upload(self, groups: Sequence[list[str]]) -> None:
         """Uploads this rank's share of the files."""
-        groups = msgspec.msgpack.decode(uploads, type=list[list[str]])
         share = groups[self._ranks.rank :: self._ranks.world_size]
         with self._phase("publish"):
             self._run([partial(ConversionWork.upload, names=names) for names in share])
-        return b""
 
-    def publish(self, posts: Sequence[bytes]) -> bytes:
+    def publish(self, posts: Sequence[None]) -> None:
         """Coordinator: makes the new checkpoint visible at the destination."""
         self._work.folder.publish(self._work.plan.writer.last_file)
-        return b""
 
     def report(self, begun: float, *, dry_run: bool = False) -> ConversionReport:
         """What was converted."""

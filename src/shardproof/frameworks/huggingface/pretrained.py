@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from copy import deepcopy
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import msgspec
@@ -17,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 import shardproof as sp
 from shardproof._utils.humanize import listed
 from shardproof.engine.foreign import foreign_of
-from shardproof.engine.loading import Patterns, from_rank, open_storage
+from shardproof.engine.loading import Patterns, open_storage
 from shardproof.engine.planning import selects
 from shardproof.engine.rendezvous import MeetingSequence, Rendezvous, connected
 from shardproof.engine.state import inside, is_dtensor, local_tensor
@@ -94,7 +95,7 @@ def load_pretrained(
         compute_buffers(model, computed)
 
     with connected(rendezvous, deadline) as ranks:
-        _together(ranks, f"load {location} into {type(model).__name__}", "prepare", prepare)
+        _together(ranks, f"load {location} into {type(model).__name__}", "prepare", prepare, lambda: None)
         return sp.load(
             path, dict(state_of(model, plan)), exclude=ignored or None, cast=True, rendezvous=ranks
         )
@@ -195,29 +196,19 @@ def _together(
     operation: str,
     phase: str,
     work: Callable[[], None],
-    decide: Callable[[], None] | None = None,
+    decide: Callable[[], None],
 ) -> None:
     """Runs `work` on every rank, then `decide` on rank 0. An error of one rank is raised on all ranks."""
 
-    def post() -> bytes:
+    def done() -> sp.ShardproofError | None:
         try:
             work()
         except sp.ShardproofError as error:
-            return msgspec.msgpack.encode(error.to_wire())
-        return b""
-
-    def answer(posts: Sequence[bytes]) -> bytes:
-        if posts[0] and len(set(posts)) == 1:
-            raise sp.ShardproofError.from_wire(msgspec.msgpack.decode(posts[0]))
-        for rank, report in enumerate(posts):
-            if report:
-                raise from_rank(rank, len(posts), msgspec.msgpack.decode(report))
-        if decide is not None:
-            decide()
-        return b""
+            return error
+        return None
 
     with ranks.operation(operation):
-        MeetingSequence(ranks, operation).meet(phase, post, answer)
+        MeetingSequence(ranks, operation).exchange(phase, done, lambda _: decide(), NoneType, NoneType)
 
 
 def _write_configs(

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from megatron.core import dist_checkpointing as mcore
 from megatron.core.dist_checkpointing import dict_utils, state_dict_utils
 from megatron.core.dist_checkpointing.mapping import ShardedObject, apply_factory_merges
@@ -240,17 +239,12 @@ def _differences(
     stored: set[str] = set()
     asked = {item.key for item in dict_utils.nested_values(sharded)}
 
-    def read() -> bytes:
+    def read() -> set[str]:
         stored.update(item.key for item in strategy.load_sharded_metadata(Path(checkpoint_dir)).values())
-        return msgspec.msgpack.encode(asked)
-
-    def unite(posts: list[bytes]) -> bytes:
-        keys = [msgspec.msgpack.decode(post, type=set[str]) for post in posts]
-        return msgspec.msgpack.encode(set[str]().union(*keys))
+        return asked
 
     meetings = sp.rendezvous.MeetingSequence(sp.rendezvous.connect(), f"match {checkpoint_dir}")
-    answer = meetings.meet("keys", read, unite)
-    every = msgspec.msgpack.decode(answer, type=set[str])
+    every = meetings.exchange("keys", read, lambda keys: set[str]().union(*keys), set[str], set[str])
     missing = set[str]()
     if StrictHandling.requires_global_app_metadata(strict):
         missing = stored - every - {COMMON_KEY}  # every load has the common state

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from types import NoneType
 from typing import Any
 
-import msgspec
 import xxhash
 from megatron.core import dist_checkpointing as mcore
 from megatron.core.dist_checkpointing import state_dict_utils
@@ -143,13 +143,13 @@ def _parts(
 def _compare_common(common: dict[str, Any], location: str, rendezvous: sp.rendezvous.Rendezvous) -> None:
     """Logs the items of the common state that differ between ranks. The common state of rank 0 is stored."""
 
-    def digests() -> bytes:
+    def digests() -> dict[str, bytes]:
         items = {key: to_plain(value) for key, value in common.items()}
         texts = {str(key): canonical_json(encode_plain(item, str(key))) for key, item in items.items()}
-        return msgspec.msgpack.encode({key: xxhash.xxh3_64_digest(text) for key, text in texts.items()})
+        return {key: xxhash.xxh3_64_digest(text) for key, text in texts.items()}
 
-    def compare(posts: list[bytes]) -> bytes:
-        first, *others = [msgspec.msgpack.decode(post, type=dict[str, bytes]) for post in posts]
+    def compare(posts: list[dict[str, bytes]]) -> None:
+        first, *others = posts
         for rank, other in enumerate(others, 1):
             keys = sorted(key for key in first | other if first.get(key) != other.get(key))
             if keys:
@@ -159,7 +159,6 @@ def _compare_common(common: dict[str, Any], location: str, rendezvous: sp.rendez
                     rank,
                     ", ".join(keys),
                 )
-        return b""
 
     meetings = sp.rendezvous.MeetingSequence(rendezvous, f"compare the common state of {location}")
-    meetings.meet("common", digests, compare)
+    meetings.exchange("common", digests, compare, dict[str, bytes], NoneType)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any, NamedTuple
 
 import msgspec
@@ -246,28 +247,27 @@ class MainReplicas:
             RankFailure, RankSilent: a rank failed or became silent.
         """
         meetings = sp.rendezvous.MeetingSequence(rendezvous, f"compare replicas of {location}")
-        posted = b""
+        boxes: list[Box] = []
 
         def digest() -> bytes:
-            nonlocal posted
-            posted = msgspec.msgpack.encode(describe())
-            return xxhash.xxh3_128_digest(posted)
+            nonlocal boxes
+            boxes = [*describe()]
+            return xxhash.xxh3_128_digest(msgspec.msgpack.encode(boxes))
 
         seen: list[bytes] = []
 
-        def is_proved(posts: list[bytes]) -> bytes:
-            seen[:] = posts
-            return b"proved" if tuple(posts) == self._proved else b""
+        def is_proved(digests: list[bytes]) -> bool:
+            seen[:] = digests
+            return tuple(digests) == self._proved
 
-        if meetings.meet("digest", digest, is_proved):
+        if meetings.exchange("digest", digest, is_proved, bytes, bool):
             return
 
-        def compare(posts: list[bytes]) -> bytes:
-            _check_main_replicas([msgspec.msgpack.decode(post, type=list[Box]) for post in posts])
+        def compare(ranks: list[list[Box]]) -> None:
+            _check_main_replicas(ranks)
             self._proved = tuple(seen)
-            return b""
 
-        meetings.meet("boxes", lambda: posted, compare)
+        meetings.exchange("boxes", lambda: boxes, compare, list[Box], NoneType)
 
 
 def _check_main_replicas(ranks: Sequence[Sequence[Box]]) -> None:

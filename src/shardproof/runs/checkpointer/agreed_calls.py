@@ -41,7 +41,7 @@ from typing import Protocol
 import msgspec
 
 from shardproof._utils import forks
-from shardproof.engine.rendezvous import Rendezvous
+from shardproof.engine.rendezvous import MeetingSequence, Rendezvous
 
 _LOOK = 0.5
 """Seconds between two checks of the clock on rank 0."""
@@ -144,7 +144,7 @@ class AgreedCalls:
 
     def __init__(self, rendezvous: Rendezvous, operation: str, requests: Requests) -> None:
         self._rendezvous = rendezvous
-        self._operation = operation
+        self._meetings = MeetingSequence(rendezvous, operation)
         self._requests = requests
         self._gate = Gate()
         self._changed = threading.Condition(forks.lock())
@@ -221,14 +221,12 @@ class AgreedCalls:
                 return True
 
     def _meet(self, answered: int, request: Request) -> Choice:
-        def decide(posts: list[bytes]) -> bytes:
-            found = [msgspec.msgpack.decode(post, type=_RequestPost) for post in posts]
+        def decide(posts: list[_RequestPost]) -> Choice:
             asked = Request()
-            for post in found:
+            for post in posts:
                 asked |= post.request
-            call = choose([post.answered for post in found]) if asked else 0
-            return msgspec.msgpack.encode(Choice(call, asked, token_hex(8)))
+            call = choose([post.answered for post in posts]) if asked else 0
+            return Choice(call, asked, token_hex(8))
 
-        post = msgspec.msgpack.encode(_RequestPost(answered, request))
-        answer = self._rendezvous.meet(self._operation, "choose", post, decide)
-        return msgspec.msgpack.decode(answer, type=Choice)
+        post = _RequestPost(answered, request)
+        return self._meetings.exchange("choose", lambda: post, decide, _RequestPost, Choice)

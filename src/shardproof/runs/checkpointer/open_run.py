@@ -10,8 +10,6 @@ from contextlib import contextmanager, suppress
 from types import NoneType
 from typing import Any
 
-import msgspec
-
 from shardproof._utils.contexts import logged_wait
 from shardproof.engine import events
 from shardproof.engine.format import MANIFEST_NAME, read_manifest
@@ -197,7 +195,7 @@ class OpenRun:
         metric, best = policies[0].metric, BestStep(policies[0])
         saver.wait_for_end()  # its step may be the best
 
-        def decide(posts: Sequence[bytes]) -> bytes:
+        def decide(posts: Sequence[None]) -> list[int]:
             with self.explained():
                 steps = [step for step in self.steps() if not self.is_damaged(step)]
                 facts = self.facts if len(self.tiers) == 1 else StepFacts(self.view())
@@ -207,10 +205,10 @@ class OpenRun:
                     f"{self.location}: no committed step has a finite {metric!r} in its metadata. Save "
                     "it with metadata=, or restore another step"
                 )
-            return msgspec.msgpack.encode(max(found, default=None))
+            return list(found)
 
         meetings = MeetingSequence(self.rendezvous, f"restore {self.location}")
-        return msgspec.msgpack.decode(meetings.meet("choose", bytes, decide), type=int | None)
+        return max(meetings.exchange("choose", lambda: None, decide, NoneType, list[int]), default=None)
 
     def branch_removal(self, step: int) -> str:
         """How to list and remove an abandoned branch on the tiers that have the step, for messages."""

@@ -58,7 +58,7 @@ def phases_of(tree: ast.Module, functions: dict[str, set[int]]) -> Iterator[tupl
                 found += node.args[1:]
             elif name == "meet":  # of a rendezvous: operation, phase, post, decide; else: phase, work, decide
                 found += node.args[:2] if len(node.args) == 4 else node.args[:1]
-            elif name == "exchange":  # phase, work, decide, post, answer
+            elif name in ("exchange", "exchange_each"):  # phase, work, decide, post, answer
                 found += node.args[:1]
             else:
                 found += [node.args[place] for place in functions.get(name, ()) if place < len(node.args)]
@@ -112,6 +112,7 @@ def test_every_state_that_votes_is_a_phase() -> None:
         "open = partial(self._phase, 'new')",
         "meeting.meet('new', work, decide)",
         "meeting.exchange('new', work, decide, bool, bool)",
+        "meeting.exchange_each('new', work, decide, bool, bool)",
         "rendezvous.meet(operation, 'new', b'', decide)",
         "raise RankFailure('text', phase='new')",
         "def _meet(meetings, phase: str): pass\n_meet(meetings, 'new')",

@@ -513,3 +513,22 @@ def test_an_error_that_the_work_of_an_exchange_returns_keeps_its_class(ranks: in
         raise error
 
     assert on_ranks(ranks, HashStore(), work) == [[str([*range(ranks)]), expected]] * ranks
+
+
+def test_an_error_that_all_ranks_return_alike_names_no_rank() -> None:
+    def work(rendezvous: StoreRendezvous) -> tuple[str, dict[str, Any]]:
+        meetings = MeetingSequence(rendezvous, "load")
+        with pytest.raises(StorageError) as returned:
+            meetings.exchange("read", lambda: StorageError("cannot read a", file="a"), len, int, int)
+        return returned.value.message, returned.value.details
+
+    assert on_ranks(2, HashStore(), work) == [("cannot read a", {"file": "a"})] * 2
+
+
+def test_each_rank_gets_its_own_answer() -> None:
+    def work(rendezvous: StoreRendezvous) -> list[int]:
+        meetings = MeetingSequence(rendezvous, "load")
+        own = [rendezvous.rank] * rendezvous.rank
+        return meetings.exchange_each("share", lambda: own, lambda posts: posts[::-1], list[int], list[int])
+
+    assert on_ranks(3, HashStore(), work) == [[2, 2], [1], []]

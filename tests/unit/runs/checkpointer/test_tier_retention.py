@@ -5,12 +5,11 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-import msgspec
 import pytest
 
 import shardproof as sp
 from shardproof.runs.checkpointer.tiers.upload_coordinator import UploadCoordinator
-from shardproof.runs.checkpointer.tiers.upload_messages import UploadAnswer, UploadReport
+from shardproof.runs.checkpointer.tiers.upload_messages import UploadReport
 from shardproof.storage import LocalStorage
 from tests.faulty_storage import FaultyStorage
 from tests.unit.runs.checkpointer.two_tiers import (
@@ -194,13 +193,13 @@ def test_retention_removes_no_step_whose_upload_begins(near: Path, far: Path) ->
     for step in (1, 2):
         alone(near).save(step, state(step)).result()
     coordinator = UploadCoordinator(LocalStorage(near), LocalStorage(far), None, None, set())
-    report = msgspec.msgpack.encode(UploadReport())
+    report = UploadReport()
     assert coordinator.protect([1, 2]) == set()
     (answer,) = coordinator.plan([], [report])
-    assert msgspec.msgpack.decode(answer, type=UploadAnswer).next is None
+    assert answer.next is None
     coordinator.committed(2)  # saved again
     (answer,) = coordinator.plan([], [report])
-    share = msgspec.msgpack.decode(answer, type=UploadAnswer).next
+    share = answer.next
     assert share is not None and share.step == 2
     assert coordinator.protect([1, 2]) == {2}
     coordinator.end_upload()

@@ -182,12 +182,13 @@ class ReadOnceExchange:
             StructureError: there is no process group, or it does not have these ranks.
             StorageError: a rank cannot read the checkpoint.
         """
-        answer = meetings.meet("share", self._request, self._plan_all)
-        self._answer = msgspec.msgpack.decode(answer, type=_LoadAnswer)
+        self._answer = meetings.exchange_each(
+            "share", self._request, self._plan_all, _RequestReport, _LoadAnswer
+        )
         if self._answer.node_orders is None:
             self.close()
 
-    def _request(self) -> bytes:
+    def _request(self) -> _RequestReport:
         group = self._options.group
         if not can_exchange(group):
             raise StructureError(
@@ -205,11 +206,10 @@ class ReadOnceExchange:
             None if rank == own else PeerMemory.opened(handle) for rank, handle in enumerate(self._handles)
         ]
         reached = bool(self._handles) and all(peer for rank, peer in enumerate(self._peers) if rank != own)
-        return msgspec.msgpack.encode(_RequestReport(request.encode(), reached))
+        return _RequestReport(request.encode(), reached)
 
-    def _plan_all(self, posts: Sequence[bytes]) -> list[bytes]:
+    def _plan_all(self, reports: Sequence[_RequestReport]) -> list[_LoadAnswer]:
         """Coordinator: plans the exchange, through shared memory if all ranks reach that of all others."""
-        reports = [msgspec.msgpack.decode(post, type=_RequestReport) for post in posts]
         requests = [ChunkRequest.decode(report.request) for report in reports]
         table = self._checkpoint.table
         if all(report.reached for report in reports):
@@ -218,6 +218,4 @@ class ReadOnceExchange:
         else:
             orders, saved = plan_once(table, requests)
             answers = [_LoadAnswer(orders) for orders in orders]
-        if not saved:
-            answers = [_LoadAnswer()] * len(posts)
-        return [msgspec.msgpack.encode(answer) for answer in answers]
+        return answers if saved else [_LoadAnswer()] * len(reports)

@@ -166,14 +166,15 @@ def join_nodes(rendezvous: Rendezvous, root: LocalStorage, replicas: int) -> Nod
     operation = "nodes of this run"
     try:
         with rendezvous.operation(operation):
-            encoded = MeetingSequence(rendezvous, operation).meet("join", joining.report, _decide)
+            answer = MeetingSequence(rendezvous, operation).exchange_each(
+                "join", joining.report, _decide, _Report, _NodeAnswer
+            )
     except BaseException:
         if joining.service is not None:
             joining.service.stop()
         raise
     service = joining.service
     assert service is not None
-    answer = msgspec.msgpack.decode(encoded, type=_NodeAnswer)
     secret = combined_secret(answer.secret, joining.own_part)
     if len(answer.nodes) > 1:
         service.start(secret)
@@ -223,7 +224,7 @@ class _NodeJoining:
         self.own_part = b""
         """The secret of the environment, once this rank reported; empty without one."""
 
-    def report(self) -> bytes:
+    def report(self) -> _Report:
         """Opens the file service, and describes the folder and how to reach it."""
         root = self._root
         self.own_part, address = own_secret(), chosen_address()
@@ -235,24 +236,21 @@ class _NodeJoining:
             raise StorageError(
                 f"{root.location}: this rank cannot use the folder of its node: {error}", file=root.location
             ) from error
-        return msgspec.msgpack.encode(
-            _Report(
-                (_running_system(), found.st_dev, found.st_ino),
-                root.location,
-                file_system,
-                self._replicas,
-                socket.gethostname(),
-                _addresses() if address is None else (address,),
-                service.port,
-                service.name,
-                bool(self.own_part),
-            )
+        return _Report(
+            (_running_system(), found.st_dev, found.st_ino),
+            root.location,
+            file_system,
+            self._replicas,
+            socket.gethostname(),
+            _addresses() if address is None else (address,),
+            service.port,
+            service.name,
+            bool(self.own_part),
         )
 
 
-def _decide(posts: Sequence[bytes]) -> list[bytes]:
+def _decide(reports: Sequence[_Report]) -> list[_NodeAnswer]:
     """Rank 0: numbers the nodes, and assigns each rank one peer on each other node."""
-    reports = [msgspec.msgpack.decode(post, type=_Report) for post in posts]
     other = next((rank for rank, one in enumerate(reports) if one.replicas != reports[0].replicas), None)
     if other is not None:
         raise StructureError(
@@ -287,7 +285,7 @@ def _decide(posts: Sequence[bytes]) -> list[bytes]:
             nodes.append(_Node(label, where, report.location, report.file_system, *reach))
         return _NodeAnswer(name, secret, reports[0].location, tuple(nodes), node_of_rank, arbiter)
 
-    return [msgspec.msgpack.encode(known_to(rank)) for rank in range(len(reports))]
+    return [known_to(rank) for rank in range(len(reports))]
 
 
 def _running_system() -> str:

@@ -158,15 +158,16 @@ class UploadCoordinator:
         self._facts.forget(step)
         self._claims.saved(step)
 
-    def plan(self, requests: Sequence[UploadRequest], posts: Sequence[bytes]) -> list[bytes]:
-        """The first answer of a round, for the saves that wait, and an `UploadReport` of each rank."""
+    def plan(self, requests: Sequence[UploadRequest], reports: Sequence[UploadReport]) -> list[UploadAnswer]:
+        """The first answer of a round, for the saves that wait and the reports of the ranks."""
         self.end_upload()
         self._round = _Round()
-        return self._answer(requests, self._reports(posts))
+        return self._answer(requests, reports)
 
-    def commit(self, requests: Sequence[UploadRequest], posts: Sequence[bytes]) -> list[bytes]:
+    def commit(
+        self, requests: Sequence[UploadRequest], reports: Sequence[UploadReport]
+    ) -> list[UploadAnswer]:
         """Commits the upload under way, removes old steps of the second tier, and answers as `plan` does."""
-        reports = self._reports(posts)
         upload = self._round.under_way
         assert upload is not None
         step, seal = upload.step, _seal_of(upload.text)
@@ -213,10 +214,9 @@ class UploadCoordinator:
         self._round.under_way = None
         self._claims.release()
 
-    def _reports(self, posts: Sequence[bytes]) -> list[UploadReport]:
-        return [msgspec.msgpack.decode(post, type=UploadReport) for post in posts]
-
-    def _answer(self, requests: Sequence[UploadRequest], reports: Sequence[UploadReport]) -> list[bytes]:
+    def _answer(
+        self, requests: Sequence[UploadRequest], reports: Sequence[UploadReport]
+    ) -> list[UploadAnswer]:
         pending, reasons = self._pending(requests)
         while (step := self._claims.choose(pending, self._round.aside, self._in_line)) is not None:
             self._round.under_way = self._read(step, pending[step])
@@ -232,10 +232,7 @@ class UploadCoordinator:
             shares = [*self._share(upload.step, upload.manifest, reports)]
         elif self._round.aside:
             waits = self._round.aside[max(self._round.aside)].to_wire()
-        return [
-            msgspec.msgpack.encode(UploadAnswer(share, tuple(uploaded), tuple(skipped), waits))
-            for share in shares
-        ]
+        return [UploadAnswer(share, tuple(uploaded), tuple(skipped), waits) for share in shares]
 
     def _pending(self, requests: Sequence[UploadRequest]) -> tuple[dict[int, bool], dict[int, str]]:
         """The steps to upload, with whether one is replaced; and why other steps are not uploaded."""

@@ -20,9 +20,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from functools import partial
-
-import msgspec
 
 from shardproof.engine import events
 from shardproof.engine.format import FileRecord, size_fault
@@ -232,16 +229,18 @@ class Uploader:
         meetings = MeetingSequence(self._meetings, self._operation)
         plan = self._decider(self._coordinator.plan)
         with self._progress.bounded():
-            answer = meetings.meet("plan", lambda: msgspec.msgpack.encode(UploadReport()), plan)
+            answer = meetings.exchange_each("plan", UploadReport, plan, UploadReport, UploadAnswer)
         while (upload := self._take(answer)) is not None:
-            copied = partial(bytes, self._copy(upload))
-            commit = self._decider(self._coordinator.commit)
-            with self._phase(upload.step, "commit"), self._progress.bounded():
-                answer = meetings.meet("commit", copied, commit)
+            answer = self._copy_and_commit(upload, meetings)
 
-    def _take(self, encoded: bytes) -> UploadShare | None:
+    def _copy_and_commit(self, upload: UploadShare, meetings: MeetingSequence) -> UploadAnswer:
+        report = self._copy(upload)
+        commit = self._decider(self._coordinator.commit)
+        with self._phase(upload.step, "commit"), self._progress.bounded():
+            return meetings.exchange_each("commit", lambda: report, commit, UploadReport, UploadAnswer)
+
+    def _take(self, answer: UploadAnswer) -> UploadShare | None:
         """Takes over an answer. Returns what this rank copies next; None if the round is over."""
-        answer = msgspec.msgpack.decode(encoded, type=UploadAnswer)
         with self._changed:
             reasons = {(step, attempt): reason for step, attempt, reason in answer.skipped}
             for one in self._requests:
@@ -258,8 +257,8 @@ class Uploader:
             raise ShardproofError.from_wire(answer.error)
         return answer.next
 
-    def _copy(self, upload: UploadShare) -> bytes:
-        """Copies the files of this rank. An error becomes part of the report."""
+    def _copy(self, upload: UploadShare) -> UploadReport:
+        """Copies the files of this rank, and reports an error."""
         total = sum(record.size for record in upload.files)
         self._throttle.rate = upload.rate
         piece = _MOST_PIECE
@@ -283,15 +282,14 @@ class Uploader:
             try:
                 for record in upload.files:
                     self._copy_file(record, on_bytes, alive, piece)
-                report = UploadReport()
             except _SourceError as error:
                 phase.fail(error.error)
-                report = UploadReport(error.error.to_wire(), of_first=True, is_damage=error.is_damage)
+                return UploadReport(error.error.to_wire(), of_first=True, is_damage=error.is_damage)
             except (ShardproofError, OSError) as error:
                 phase.fail(error)
                 failed = error if isinstance(error, ShardproofError) else StorageError(str(error))
-                report = UploadReport(failed.to_wire())
-        return msgspec.msgpack.encode(report)
+                return UploadReport(failed.to_wire())
+        return UploadReport()
 
     def _copy_file(
         self, record: FileRecord, on_bytes: Callable[[int], None], alive: Callable[[], None], piece: int
@@ -348,15 +346,15 @@ class Uploader:
         return True
 
     def _decider(
-        self, decide: Callable[[Sequence[UploadRequest], Sequence[bytes]], list[bytes]]
-    ) -> Callable[[list[bytes]], Sequence[bytes]]:
+        self, decide: Callable[[Sequence[UploadRequest], Sequence[UploadReport]], list[UploadAnswer]]
+    ) -> Callable[[Sequence[UploadReport]], list[UploadAnswer]]:
         """A decision of the coordinator, in which the storage may hang: waiters apply their patience."""
 
-        def decided(posts: list[bytes]) -> Sequence[bytes]:
+        def decided(reports: Sequence[UploadReport]) -> list[UploadAnswer]:
             with self._changed:
                 requests = [one for one in self._requests if not one.is_over]
             with self._progress.bounded(False):
-                return decide(requests, posts)
+                return decide(requests, reports)
 
         return decided
 
