@@ -86,7 +86,9 @@ def load(
         cast: True, or patterns of keys, where values may be converted to the dtype of their destination.
         rename: maps a key of the target to a key of the checkpoint. It applies to that key and all keys below
             it. If several keys of the checkpoint match, the longest decides. An empty key of the target
-            removes the prefix. `convert` maps in the other direction.
+            removes the prefix. The checkpoint's own keys of such a name, and those below it, are not loaded:
+            ``{"model": "ema.module"}`` loads averaged weights into the model. `convert` maps in the other
+            direction.
         read_once: True if one rank reads each chunk that several ranks need, and sends it to them. That is
             faster if the ranks need the same bytes from a bucket or a network file system, and on any storage
             if the layout is cut along other dimensions than the saved one (rows to columns). Otherwise it is

@@ -336,7 +336,8 @@ def agree(location: str, reports: Sequence[MatchReport], stored: Callable[[], It
     `stored` returns the selected keys of the checkpoint. It is called only for some checks.
 
     Raises:
-        StructureError: the ranks pass different options, or decline different parts.
+        StructureError: the ranks pass different options, or decline different parts; or `rename` has a key
+            that no target has, and the load is strict.
         StorageError: the ranks see different checkpoints.
         KeyMismatchError: the state and the checkpoint do not fit.
     """
@@ -355,6 +356,15 @@ def agree(location: str, reports: Sequence[MatchReport], stored: Callable[[], It
         raise _mismatch(
             location, missing if strict else [], unexpected if strict else [], mismatched, renames
         )
+    if renames:
+        text = f"{location}: rename has keys that the target does not have: {renames}"
+        if strict:
+            raise StructureError(
+                f"{text}. It maps a key of the target to a stored key. Correct the key, or leave it out; "
+                "nothing was changed",
+                keys=sorted(renames),
+            )
+        _log.warning("%s", text)
     if missing:
         _check_overlap(location, reports, missing, sorted(leftover), stored)
     adapted = {key for report in reports for key in report.adapted}
@@ -504,7 +514,8 @@ def _mismatch(
 def renamed(catalogue: Catalogue, rename: Mapping[str, str] | None) -> tuple[Catalogue, dict[str, str]]:
     """The catalogue under the target's names, and each of those names as the checkpoint has it.
 
-    `rename` has the key in the checkpoint by the key in the target; see `rename_keys`.
+    `rename` has the key in the checkpoint by the key in the target; see `rename_keys`. The result lacks the
+    stored keys that it displaces.
 
     Raises:
         StructureError: a stored key is not in the checkpoint, or two keys get one name.
@@ -512,11 +523,15 @@ def renamed(catalogue: Catalogue, rename: Mapping[str, str] | None) -> tuple[Cat
     if not rename:
         return catalogue, {}
     names = rename_keys((*catalogue.tensors, *catalogue.objects), rename, stored_first=False)
-    objects = {names[key]: key for key in catalogue.objects}
+    objects = {names[key]: key for key in catalogue.objects if key in names}
     view = replace(
         catalogue,
-        tensors={names[key]: value for key, value in catalogue.tensors.items()},
-        aliases={names[key]: names[value] for key, value in catalogue.aliases.items()},
+        tensors={names[key]: value for key, value in catalogue.tensors.items() if key in names},
+        aliases={
+            names[key]: names[value]
+            for key, value in catalogue.aliases.items()
+            if key in names and value in names
+        },
         objects=LazyMapping(objects, lambda key: _with_references(catalogue.objects[objects[key]], names)),
     )
     return view, {target: stored for stored, target in names.items()}

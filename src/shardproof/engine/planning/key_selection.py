@@ -89,7 +89,9 @@ def rename_keys(keys: Iterable[str], rename: Mapping[str, str], *, stored_first:
         keys: the stored keys.
         rename: stored key to new key, or new key to stored key; each stands for all keys below it too. An
             empty new key removes the prefix.
-        stored_first: True for stored key to new key, as in a conversion.
+        stored_first: True for stored key to new key, as in a conversion. False if `rename` says from where a
+            new key comes, as in a load. The result then lacks the stored keys that no entry renames, and
+            that have such a new key or are below it. An empty new key displaces only keys of equal names.
 
     Raises:
         StructureError: a stored key of `rename` matches no key, its direction is reversed, or two keys get
@@ -97,12 +99,17 @@ def rename_keys(keys: Iterable[str], rename: Mapping[str, str], *, stored_first:
 
     >>> rename_keys(["net.w", "epoch"], {"net": "model"}, stored_first=True)
     {'net.w': 'model.w', 'epoch': 'epoch'}
+    >>> rename_keys(["model.w", "ema.w", "epoch"], {"model": "ema"}, stored_first=False)
+    {'ema.w': 'model.w', 'epoch': 'epoch'}
     """
     pairs = [pair if stored_first else pair[::-1] for pair in rename.items()]
     new_names, unused, names = dict(pairs), {stored for stored, _ in pairs}, {}
+    kept = []
     for key in keys:
         names[key], entry = _new_name(key, new_names)
-        if entry is not None:
+        if entry is None:
+            kept.append(key)
+        else:
             unused.discard(entry)
         if not names[key]:
             raise StructureError(f"rename: {key!r} would have an empty name", key=key)
@@ -114,6 +121,12 @@ def rename_keys(keys: Iterable[str], rename: Mapping[str, str], *, stored_first:
                 f"rename: both {new!r} and {new_names[stored]!r} would be {stored!r} of the checkpoint",
                 key=stored,
             )
+    if not stored_first:
+        given = {new: new for _, new in pairs if new}
+        taken = {names[key] for key in names.keys() - kept}
+        for key in kept:
+            if key in taken or _new_name(key, given)[1] is not None:
+                del names[key]
     stored_of: dict[str, str] = {}
     for key, name in names.items():
         if stored_of.setdefault(name, key) != key:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import fnmatch
+import re
 from pathlib import Path
 from typing import Any
 
@@ -119,11 +120,49 @@ def test_a_name_that_the_checkpoint_lacks_is_refused() -> None:
         check_patterns("include", ["net", "epoc"], [*_catalogue().tensors, "epoch"])
 
 
+def test_a_rename_displaces_the_stored_keys_of_its_new_name() -> None:
+    """A key of the target comes from the place that `rename` names, and from no other."""
+    view, stored = renamed(_catalogue(), {"net": "blob"})
+    assert view.tensors == {"net.@data": ("uint8", (100,))} and stored == {
+        "net.@data": "blob.@data",
+        "net": "blob",
+        "epoch": "epoch",
+    }
+    assert view.objects == {"net": {"$tensor": "net.@data", "kind": "bytes"}, "epoch": 3} and not view.aliases
+    view, _ = renamed(_catalogue(), {"net.w": "net.b"})
+    assert view.tensors["net.w"] == ("float32", (4,)) and "net.w.x" not in view.tensors, "below the new name"
+    assert view.tensors["net.tied"] == ("float32", (2,)), "the other name of a displaced tensor stays"
+    view, _ = renamed(_catalogue(w=1, lr=2), {"": "net"})
+    assert view.tensors["w"] == ("float32", (2,)) and view.objects["lr"] == 2 and "w" not in view.objects
+
+
 def test_two_keys_of_the_checkpoint_under_one_name_are_refused() -> None:
-    with pytest.raises(StructureError, match="'net.b' and 'epoch' of the checkpoint would both"):
-        renamed(_catalogue(), {"epoch": "net.b"})
     with pytest.raises(StructureError, match="would both be 'net.b'"):
-        renamed(_catalogue(), {"net": "blob", "net.b": "blob.@data", "x": "net.w"})
+        renamed(_catalogue(), {"net": "net", "net.b": "epoch", "x": "net.w"})
+
+
+def test_averaged_weights_load_into_the_model(tmp_path: Path) -> None:
+    model, averaged, target = (torch.nn.Linear(2, 2) for _ in range(3))
+    sp.save(tmp_path / "step", {"model": model, "ema": {"module": averaged}, "epoch": 3})
+    state = {"model": target, "epoch": 0}
+    sp.load(tmp_path / "step", state, rename={"model": "ema.module"})
+    assert torch.equal(target.weight, averaged.weight) and state["epoch"] == 3
+
+
+def test_a_rename_of_a_key_that_the_target_lacks_is_an_error_or_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without the typo, the load would take other weights."""
+    sp.save(tmp_path / "step", {"model": {"w": torch.ones(2)}, "ema": {"w": torch.full((2,), 2.0)}})
+    target = {"model": {"w": torch.zeros(2)}}
+    text = "rename has keys that the target does not have: {'modle': 'ema'}"
+    with pytest.raises(StructureError, match=re.escape(text)):
+        sp.load(tmp_path / "step", target, rename={"modle": "ema"}, include="model")
+    assert not target["model"]["w"].any() and not caplog.records
+    sp.load(tmp_path / "step", target, rename={"modle": "ema"}, strict=False)
+    assert target["model"]["w"].tolist() == [1, 1] and text in caplog.text
+    sp.load(tmp_path / "step", target, rename={"model": "ema"})
+    assert target["model"]["w"].tolist() == [2, 2]
 
 
 def test_one_key_of_the_checkpoint_under_two_names_is_refused() -> None:
