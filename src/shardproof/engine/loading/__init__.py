@@ -83,7 +83,8 @@ def load(
             all.
         exclude: patterns of the keys that the load leaves unchanged. The log names a pattern that matches no
             key.
-        cast: True, or patterns of keys, where values may be converted to the dtype of their destination.
+        cast: True, or patterns of keys, where values may be converted to the dtype of their destination. A
+            warning names keys whose integers cannot hold every stored number.
         rename: maps a key of the target to a key of the checkpoint. It applies to that key and all keys below
             it. If several keys of the checkpoint match, the longest decides. An empty key of the target
             removes the prefix. The checkpoint's own keys of such a name, and those below it, are not loaded:

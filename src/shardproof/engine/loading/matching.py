@@ -99,6 +99,8 @@ class MatchReport(msgspec.Struct, frozen=True, array_like=True):
     """Entries of `rename` whose key this rank's target does not have."""
     found: int = 0
     """Number of keys of this rank's target that the checkpoint has."""
+    narrowed: tuple[str, ...] = ()
+    """Keys whose cast may change a number, each with both dtypes; see `_is_narrower`."""
     adapted: tuple[str, ...] = ()
     """Keys of the checkpoint that only load hooks of this rank's target get."""
 
@@ -159,7 +161,7 @@ def match(
         strict=options.strict,
     )
     _check_selection(options, binding)
-    entries, mismatched = _of_loadable_dtypes(binding, casts(options.cast))
+    entries, mismatched, narrowed = _of_loadable_dtypes(binding, casts(options.cast))
 
     def rows_of(keys: Iterable[str]) -> list[int]:
         names = [binding.stored_keys.get(key, key) for key in keys]
@@ -173,6 +175,7 @@ def match(
     entries, rows, differing = _without_tied(checkpoint, entries, rows)
     mismatched += differing
     report = _report(checkpoint, binding, options, mismatched, requested)
+    report = msgspec.structs.replace(report, narrowed=tuple(narrowed))
     if binding.refused or mismatched or (options.strict and binding.missing):
         return Matched(report, binding, [], None)
     return Matched(report, binding, *_planned(checkpoint, entries, rows))
@@ -189,21 +192,34 @@ def _check_selection(options: LoadOptions, binding: Binding) -> None:
 
 def _of_loadable_dtypes(
     binding: Binding, may_cast: Callable[[str], bool]
-) -> tuple[list[TensorEntry], list[_Mismatch]]:
-    """The destinations that the load can fill; and all mismatches, those of dtypes among them."""
+) -> tuple[list[TensorEntry], list[_Mismatch], list[str]]:
+    """The destinations that the load can fill, all mismatches, and the keys in `MatchReport.narrowed`."""
     mismatched = [(item.key, item.expected, item.found) for item in binding.mismatched]
     if not binding.converts:
-        return binding.tensors, mismatched
+        return binding.tensors, mismatched, []
     entries: list[TensorEntry] = []
+    narrowed: list[str] = []
     for entry in binding.tensors:
         dtype = binding.catalogue.tensors[entry.key][0]
         loses_part = dtype.startswith("complex") and not entry.dtype.startswith("complex")
         if entry.dtype == dtype or (not loses_part and may_cast(entry.key)):
             entries.append(entry)
+            if _is_narrower(entry.dtype, dtype):
+                narrowed.append(f"{entry.key} ({dtype} to {entry.dtype})")
         else:
             advice = "a cast would drop the imaginary part" if loses_part else "cast=True converts"
             mismatched.append((entry.key, entry.dtype, f"{dtype} ({advice})"))
-    return entries, mismatched
+    return entries, mismatched, narrowed
+
+
+def _is_narrower(dtype: str, stored: str) -> bool:
+    """True for a dtype of integers or booleans that cannot hold every number of the stored dtype.
+
+    >>> _is_narrower("int16", "float32"), _is_narrower("int64", "uint8"), _is_narrower("float16", "float32")
+    (True, False, False)
+    """
+    whole = ("int", "uint", "bool")
+    return dtype.startswith(whole) and not (stored.startswith(whole) and np.can_cast(stored, dtype))
 
 
 def _without_tied(
@@ -345,6 +361,11 @@ def agree(location: str, reports: Sequence[MatchReport], stored: Callable[[], It
     excludes = set.intersection(*(set(report.unused_excludes) for report in reports))
     if excludes:
         _log.warning("%s: %s", location, no_match("exclude", sorted(excludes), list(stored())))
+    narrowed = sorted({text for report in reports for text in report.narrowed})
+    if narrowed:
+        _log.warning(
+            "%s: cast= drops fractions and changes numbers that do not fit: %s", location, _first(narrowed)
+        )
     renames = dict(set.intersection(*(set(report.unused_renames.items()) for report in reports)))
     strict = reports[0].strict
     missing = sorted({key for report in reports for key in report.missing})

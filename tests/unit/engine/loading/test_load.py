@@ -457,6 +457,28 @@ def test_a_pattern_that_names_nothing_is_refused(option: str, tmp_path: Path) ->
         sp.load(tmp_path / "c", {"model": {"w": torch.zeros(2)}}, **{option: ["modle.*"]})
 
 
+@pytest.mark.parametrize(
+    ("stored", "target", "warns"),
+    [
+        (torch.int64, torch.int16, True),
+        (torch.float32, torch.uint8, True),
+        (torch.int8, torch.uint8, True),
+        (torch.int64, torch.bool, True),
+        (torch.uint8, torch.int16, False),
+        (torch.bool, torch.int8, False),
+        (torch.int64, torch.float32, False),
+        (torch.float32, torch.bfloat16, False),
+    ],
+)
+def test_a_cast_to_integers_that_may_change_numbers_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, stored: torch.dtype, target: torch.dtype, warns: bool
+) -> None:
+    sp.save(tmp_path / "c", {"w": torch.ones(2, dtype=stored)})
+    sp.load(tmp_path / "c", {"w": torch.zeros(2, dtype=target)}, cast=True)
+    text = f"numbers that do not fit: 'w ({stored} to {target})'".replace("torch.", "")
+    assert [text in record.getMessage() for record in caplog.records] == [True] * warns
+
+
 def test_complex_values_are_never_cast_to_real_ones(tmp_path: Path) -> None:
     sp.save(tmp_path / "c", {"w": torch.ones(2, dtype=torch.complex64)})
     with pytest.raises(sp.KeyMismatchError, match="imaginary"):
