@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from shardproof._utils.arguments import check_boolean, check_whole, names_forms
 from shardproof.engine.foreign import foreign_of
@@ -106,6 +106,8 @@ class Checkpointer:
             behind a local disk. A save is committed on `root`. Then each rank copies its files to the second
             tier in the background. `restore` takes the newest step of both tiers, and each file from the
             nearest copy. None: one tier. See docs/tiers.md.
+
+    A ``with`` block of a `Checkpointer` waits for the last save at its end, as `wait` does.
 
     Raises:
         TypeError: an argument has a wrong type.
@@ -342,6 +344,17 @@ class Checkpointer:
             ShardproofError: the save failed, and neither its `result` nor `wait` has raised the failure yet.
         """
         self._saver.wait(timeout)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, traceback: object) -> None:
+        """Waits for the current save, so that a failed save ends the program with an error; see `wait`.
+
+        An exception of the ``with`` block ends the block at once.
+        """
+        if kind is None:
+            self.wait()
 
     def restore(
         self,

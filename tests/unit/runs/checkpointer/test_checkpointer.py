@@ -597,3 +597,21 @@ def test_the_error_after_another_job_removed_the_base_says_that_the_step_is_comm
     target = {"fixed": torch.zeros(100), "w": torch.zeros(4)}
     assert job(tmp_path).restore(target) == 2
     assert target["w"].tolist() == [1.0] * 4
+
+
+def save_and_fail(run: sp.Checkpointer) -> None:
+    with run as checkpointer:
+        checkpointer.save(3, state(3))
+        raise KeyError("of the program")
+
+
+def test_a_with_block_raises_the_failure_of_the_last_save(tmp_path: Path) -> None:
+    with sp.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state(1))
+    assert checkpointer.steps() == [1]
+    for step in (2, 3):
+        (tmp_path / f"step-{step:08d}").write_text("no folder")
+    with pytest.raises(StorageError, match="step-00000002"), sp.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(2, state(2))
+    with pytest.raises(KeyError, match="of the program"):
+        save_and_fail(sp.Checkpointer(tmp_path))
