@@ -86,9 +86,8 @@ class MultipartUploads:
             for page in self._pages("list", "", which, ("key-marker", "upload-id-marker")):
                 for entry in page.iterfind("{*}Upload"):
                     name, number = _field(entry, "Key"), _field(entry, "UploadId")
-                    upload: Upload | None = Upload(name, number, None, _time(_field(entry, "Initiated")))
-                    if upload.modified < parts_before:
-                        upload = self._with_parts(upload)
+                    begun = Upload(name, number, None, _time(_field(entry, "Initiated")))
+                    upload = self._with_parts(begun) if begun.modified < parts_before else begun
                     if upload is not None:
                         found.append(upload)
         except (ElementTree.ParseError, ValueError) as error:
