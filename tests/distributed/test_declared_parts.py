@@ -54,6 +54,16 @@ def saved_in_all_ways(folder: str) -> dict[str, str]:
             "adapter": message_of(dcp.save, loose, checkpoint_id=f"{folder}/c"),
             "torch": message_of(torch_dcp.save, loose, storage_writer=dcp.ShardproofWriter(f"{folder}/d")),
         }
+        stage = torch.nn.ModuleList([torch.nn.Linear(2, 2)])
+        layouts.layers(
+            stage, rank()
+        )  # the names of rank 0 are those in the model, and torch keeps its values
+        errors["stages"] = message_of(
+            torch_dcp.save,
+            {"stage": stage.state_dict()},
+            storage_writer=dcp.ShardproofWriter(f"{folder}/e"),
+            planner=torch_dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True),
+        )
         sp.save(f"{folder}/whole", {"model": model, "optimizer": optimizer})  # what the error says
         own = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         sp.save(f"{folder}/own", {"all": sp.PerRank(own)})
@@ -87,7 +97,8 @@ def test_parts_outside_of_their_module_are_refused_on_all_ranks(tmp_path: Path) 
     outcomes = run_ranks(2, saved_in_all_ways, str(tmp_path), timeout=100)
     for outcome in outcomes:
         for way, message in outcome.value.items():
-            key = "optimizer.state.0.momentum_buffer" if way == "slots" else "model.fc.weight"
+            keys = {"slots": "optimizer.state.0.momentum_buffer", "stages": "stage.0.weight"}
+            key = keys.get(way, "model.fc.weight")
             assert f"{key} is this rank's part of a model: shardproof.layouts declares it" in message, way
             assert "{'model': model, 'optimizer': optimizer}" in message and "shardproof.PerRank" in message
     assert {path.parent.name for path in tmp_path.glob("*/manifest.json")} == {"whole", "own", "lossy"}
