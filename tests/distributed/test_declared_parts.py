@@ -11,6 +11,7 @@ import torch.distributed.checkpoint as torch_dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
 
 import shardproof as sp
 from shardproof import layouts
@@ -125,6 +126,17 @@ def saved_replicas(folder: str) -> list[str]:
             torch_dcp.save(state, storage_writer=dcp.ShardproofWriter(f"{folder}/{name}-b"))
             sp.load(f"{folder}/{name}-a", state)
             torch_dcp.load(state, storage_reader=dcp.ShardproofReader(f"{folder}/{name}-b"))
+        whole = trained()[0]  # a DTensor on all ranks describes the part of each
+        mesh = init_device_mesh("cpu", (world_size(),))
+        local = whole["fc"].weight.detach()  # type: ignore[operator]
+        state = {"fc": DTensor.from_local(local, mesh, [Shard(0)], run_check=False)}
+        sp.save(f"{folder}/dtensor-a", state)
+        torch_dcp.save(state, storage_writer=dcp.ShardproofWriter(f"{folder}/dtensor-b"))
+        for name in "ab":
+            local.zero_()
+            torch_dcp.load(state, storage_reader=dcp.ShardproofReader(f"{folder}/dtensor-{name}"))
+            assert torch.equal(local[:2], GATE[2 * rank() : 2 * rank() + 2])
+            sp.load(f"{folder}/dtensor-{name}", state)
         one = dist.new_group([0]), dist.new_group([1])
         part = {"model": trained()[0].state_dict()}  # a rank that saves alone
         writer = dcp.ShardproofWriter(f"{folder}/alone-{rank()}")

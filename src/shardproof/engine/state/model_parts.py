@@ -47,6 +47,8 @@ class Division:
 class ModelParallel:
     """How ranks that save or load together divide models."""
 
+    ranks: int
+    """Number of these ranks."""
     tensor: Division | None = None
     """As the others, of Megatron-Core; None if these ranks have replicas."""
     expert: Division | None = None
@@ -74,7 +76,7 @@ def model_parallel(world_size: int, ranks: Collection[int] | None = None) -> Mod
     """
     if world_size == 1:
         return None
-    only_declared = ModelParallel(is_declared=True) if has_parts() else None
+    only_declared = ModelParallel(world_size, is_declared=True) if has_parts() else None
     parallel = sys.modules.get("megatron.core.parallel_state")
     if parallel is None or not parallel.model_parallel_is_initialized():
         return only_declared
@@ -99,6 +101,7 @@ def model_parallel(world_size: int, ranks: Collection[int] | None = None) -> Mod
     has_own = hasattr(parallel, "get_expert_tensor_parallel_group")  # from 0.9 on
     expert_tensor = "expert_tensor_parallel" if has_own else "tensor_model_parallel"
     divisions = ModelParallel(
+        world_size,
         division("tensor_model_parallel", "tensor", "fused or swiglu"),
         division("expert_model_parallel", "expert", "experts.sequential"),
         division(expert_tensor, "expert tensor", "experts.sequential"),
@@ -139,7 +142,7 @@ def refuse_loose_parts(
 ) -> None:
     """Raises for a tensor outside of modules that is a part of a model, such as one of a ``state_dict()``.
 
-    See "how a tensor is recognised as a part of a model".
+    See "how a tensor is recognised as a part of a model". A DTensor on a mesh of all ranks is none.
 
     Args:
         tensors: each key with its tensor.
@@ -151,7 +154,9 @@ def refuse_loose_parts(
     """
     wanted = [
         (key, memory)
-        for key, local in ((key, local_tensor(tensor)) for key, tensor in tensors)
+        for key, tensor in tensors
+        if not (is_dtensor(tensor) and tensor.device_mesh.size() >= parallel.ranks)
+        for local in [local_tensor(tensor)]
         if (memory := memory_range(local)) is not None and local.is_floating_point()  # no random state
     ]
     if not wanted:

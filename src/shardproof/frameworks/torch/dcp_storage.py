@@ -24,6 +24,7 @@ from uuid import uuid4
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -57,12 +58,12 @@ from shardproof.engine.format import (
 from shardproof.engine.geometry import BoxTable
 from shardproof.engine.loading import Checkpoint, open_storage
 from shardproof.engine.planning import chunk_table, prove_chunks
-from shardproof.engine.state import model_parallel, references, refuse_loose_parts
+from shardproof.engine.state import references
 from shardproof.engine.storage import LocalStorage, Storage
 from shardproof.errors import AlreadyCommittedError, StorageError, StructureError
 from shardproof.formats import Named, PickledCall, write_pickle
 from shardproof.frameworks.torch.flat_state import with_streams
-from shardproof.frameworks.torch.rank_file import Assignment, RankFile, ShardFile
+from shardproof.frameworks.torch.rank_file import Assignment, RankFile, ShardFile, refuse_parts
 
 _log = logging.getLogger("shardproof")
 _MARK = ".metadata"
@@ -382,9 +383,9 @@ class ShardproofReader(StorageReader):
         """
         checkpoint = self._opened()
         tensors = [item for item in plan.items if item.type == LoadItemType.TENSOR]
-        if (parallel := model_parallel(*plan.storage_data)) is not None:
-            filled = ((item.dest_index.fqn, planner.resolve_tensor(item).detach()) for item in tensors)
-            refuse_loose_parts(filled, parallel)
+        flat = planner.state_dict if isinstance(planner, DefaultLoadPlanner) else {}
+        filled = {item.dest_index.fqn for item in tensors}
+        refuse_parts({key: flat[key] for key in filled & flat.keys()}, *plan.storage_data)
         for batch in _batches(checkpoint, tensors):
             boxes = [(item.storage_index.fqn, item.storage_offsets, item.lengths) for item in batch]
             for item, values in zip(batch, checkpoint.read_boxes(boxes), strict=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -85,6 +85,20 @@ class _BoxPart:
     values: Callable[[], Any]
 
 
+def refuse_parts(values: Mapping[str, Any], world_size: int, ranks: Collection[int] | None) -> None:
+    """Raises for a part of a model. torch keeps each plain tensor of one rank, whichever part it has.
+
+    Args:
+        values: the values of this rank by key. Those that are no tensors are ignored.
+        world_size: number of ranks that save or load together.
+        ranks: their numbers, as in `Assignment`.
+    """
+    parallel = model_parallel(world_size, ranks)
+    if parallel is not None:
+        tensors = ((key, item) for key, item in values.items() if isinstance(item, torch.Tensor))
+        refuse_loose_parts(tensors, parallel)
+
+
 class ShardFile:
     """The shard file of a rank, built from its plan.
 
@@ -116,7 +130,8 @@ class ShardFile:
                 self._parts.append(_BoxPart(key, offsets, sizes, partial(planner.resolve_data, item)))
         if isinstance(plan.planner_data, dict) and (recorded := paths_object(plan.planner_data)) is not None:
             self._objects[recorded[0]] = encode_plain(recorded[1])
-        self._refuse_parts()
+        flat = planner.state_dict if isinstance(planner, DefaultSavePlanner) else {}  # another may store it
+        refuse_parts({**flat, **self._hoisted}, self._assignment.world_size, self._assignment.ranks)
 
     def write(self, storage: Storage) -> RankFile:
         """Writes the file into the folder of the checkpoint, and flushes it.
@@ -190,14 +205,6 @@ class ShardFile:
 
         value = with_bytes(self._planner.lookup_object(index))
         self._objects[index.fqn] = encode_plain(value, index.fqn, hoist)
-
-    def _refuse_parts(self) -> None:
-        """Raises for a part of a model. torch keeps each plain tensor of one rank, whichever part it has."""
-        parallel = model_parallel(self._assignment.world_size, self._assignment.ranks)
-        if parallel is not None:
-            values = getattr(self._planner, "state_dict", {})  # of this rank, flat
-            tensors = {key: item for key, item in values.items() if isinstance(item, torch.Tensor)}
-            refuse_loose_parts({**self._hoisted, **tensors}.items(), parallel)
 
     def _declare(self, key: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         name = str(dtype).removeprefix("torch.")

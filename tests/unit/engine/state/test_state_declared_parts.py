@@ -114,17 +114,18 @@ def test_the_state_dict_of_a_hybrid_optimizer_is_refused(fraction: float) -> Non
 
 @pytest.mark.parametrize("is_part", [True, False])
 def test_a_dtensor_of_a_declared_part_is_refused(is_part: bool) -> None:
-    """Its mesh has the data parallel ranks. One whose mesh has the tensor parallel ranks is whole."""
-    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    """On the mesh of the data parallel ranks. One with a whole layout is not, nor one on all ranks."""
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
     try:
-        mesh = init_device_mesh("cpu", (2,))
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))["data"]
         module = torch.nn.Linear(2, 8, bias=False)
         local = DTensor.from_local(torch.ones(4, 2), mesh, [Shard(0)], run_check=False)
         module.weight = torch.nn.Parameter(local)
         layouts.fused(module, "weight", [16 if is_part else 8], rank=0, ranks=2)
         state = {"model": module.state_dict()}
         with pytest.raises(StructureError, match=r"^model\.weight ") if is_part else nullcontext():
-            collect(state)
+            collect_on(state, world_size=4)
+        assert collect_on(state, world_size=2).tensors
     finally:
         dist.destroy_process_group()
 
