@@ -55,6 +55,11 @@ def saved_in_all_ways(folder: str) -> dict[str, str]:
             "adapter": message_of(dcp.save, loose, checkpoint_id=f"{folder}/c"),
             "torch": message_of(torch_dcp.save, loose, storage_writer=dcp.ShardproofWriter(f"{folder}/d")),
         }
+        wide = torch.nn.Linear(32, 64)
+        layouts.fused(wide, "weight", [128], rank=rank(), ranks=2)
+        array = {"array": wide.weight.detach().numpy()}
+        writer = dcp.ShardproofWriter(f"{folder}/f")
+        errors["array"] = message_of(torch_dcp.save, array, storage_writer=writer)
         stage = torch.nn.ModuleList([torch.nn.Linear(2, 2)])
         layouts.layers(
             stage, rank()
@@ -99,6 +104,7 @@ def test_parts_outside_of_their_module_are_refused_on_all_ranks(tmp_path: Path) 
     for outcome in outcomes:
         for way, message in outcome.value.items():
             keys = {"slots": "optimizer.state.0.momentum_buffer", "stages": "stage.0.weight"}
+            keys["array"] = "array.@data"  # torch takes it for an object
             key = keys.get(way, "model.fc.weight")
             assert f"{key} is this rank's part of a model: shardproof.layouts declares it" in message, way
             assert "{'model': model, 'optimizer': optimizer}" in message and "shardproof.PerRank" in message
