@@ -305,7 +305,7 @@ def test_a_model_of_which_the_ranks_have_parts_is_refused(
     assert facts["differing"]
     others = {"itself", "named", "dcp"}  # the optimizers
     values = {"model", "state_dict", "kept", "object"}
-    values |= {f"dcp_{name}" for name in values}
+    values |= {f"dcp_{name}" for name in values} | {"torch"}  # torch's save with `ShardproofWriter`
     assert facts["errors"].keys() == others | values | {"chosen", "dcp_declared", "loaded"}
     if declaration == "layers":  # the keys of a list have no numbers of layers, and here other shapes
         assert "rank 1 declares" in facts["errors"].pop("chosen")
@@ -333,7 +333,10 @@ def test_ranks_with_the_same_part_save_it_as_replicas(environment: str, tmp_path
     """The data parallel ranks of each tensor parallel rank, into a folder of their own."""
     steps = [("replicas", tmp_path / "part")]
     errors = train(environment, steps, {"tensor_model_parallel_size": 2}, nproc=4).facts["errors"]
-    assert errors.keys() == {"saved", "loaded", "fsdp2"}  # FSDP2 shards over the data parallel ranks alone
+    assert errors.keys() == {
+        *("saved", "loaded", "torch_saved", "torch_loaded"),
+        "fsdp2",  # FSDP2 shards over the data parallel ranks alone
+    }
     assert all("divides among 2 tensor parallel ranks" in error for error in errors.values())
 
 

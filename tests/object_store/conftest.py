@@ -29,17 +29,17 @@ def url(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.fixture
-def begin_upload(request: pytest.FixtureRequest) -> Callable[[ObjectStorage, str], str]:
-    """Begins an upload whose first part arrives, and leaves it as a killed process does. Returns its id."""
+def begin_upload(request: pytest.FixtureRequest) -> Callable[..., str]:
+    """Begins an upload whose first parts arrive, and leaves it as a killed process does. Returns its id."""
 
-    def begin(storage: ObjectStorage, name: str) -> str:
+    def begin(storage: ObjectStorage, name: str, parts: int = 1) -> str:
         sink = storage.create(name)
         request.addfinalizer(sink.abort)
-        sink.write_at(0, memoryview(os.urandom(PART + 1)))
+        sink.write_at(0, memoryview(os.urandom(parts * PART + 1)))
         ends = time.monotonic() + 60.0
         while True:
             uploads = [one for one in storage.uploads(time.time() + 3600.0) if one.name == name]
-            if uploads and uploads[0].bytes == PART:
+            if uploads and uploads[0].bytes == parts * PART:
                 return uploads[0].id
             assert time.monotonic() < ends, "no part arrived"
             time.sleep(0.05)

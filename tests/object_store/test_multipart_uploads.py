@@ -6,6 +6,7 @@ import hashlib
 import hmac
 import io
 import json
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -204,6 +205,40 @@ def test_all_pages_are_read(
     below = f"{url.rpartition('/')[2]}/"
     assert {one.id for one in paged.list(below, 0.0)} == begun
     assert paged.list(below, time.time() + HOUR) == whole.list(below, time.time() + HOUR)
+
+
+@pytest.mark.parametrize("page", [1000, 1], ids=["before the parts", "between two pages of parts"])
+def test_an_upload_that_ends_during_the_listing_is_left_out(
+    s3: S3Server, url: str, begin_upload: Callable[..., str], page: int
+) -> None:
+    """It is no upload of 0 bytes, nor one with a part of its bytes. The server answers NoSuchUpload."""
+    storage = ObjectStorage(url)
+    ends = shard(1, 0, "ends")
+    number = begin_upload(storage, ends, parts=2)
+    stays = begin_upload(storage, shard(1, 1, "stays"))
+    proxy = FaultyProxy(s3.endpoint)
+    try:
+        store = S3Store.from_url(
+            "s3://tests",
+            config={**s3.options, "endpoint": proxy.endpoint},
+            client_options={"allow_http": True},
+        )
+        uploads = MultipartUploads(store, "s3://tests", 10.0, page=page)
+        proxy.stall_at = "part-number-marker=1" if page == 1 else "ends.safetensors?max-parts"
+        found: list[list[Upload]] = []
+        listing = threading.Thread(
+            target=lambda: found.append(uploads.list(f"{url.rpartition('/')[2]}/", time.time() + HOUR))
+        )
+        listing.start()
+        assert proxy.stalled.wait(60)
+        storage.abort_upload(Upload(ends, number, None, 0.0))
+        proxy.stall_at = None
+        proxy.stalled.clear()
+        listing.join(60)
+    finally:
+        proxy.close()
+    ((only,),) = found
+    assert (only.id, only.bytes) == (stays, PART)
 
 
 def test_requests_to_a_failing_store_are_retried_until_the_deadline(s3: S3Server, url: str) -> None:

@@ -66,6 +66,7 @@ from megatron.core.rerun_state_machine import (
     initialize_rerun_state_machine,
 )
 from peer_result import Result, join_ranks_on_devices, leave_ranks, rank, world_size
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -253,6 +254,8 @@ class Steps:
         }
         for name in ("model", "state_dict", "kept", "object"):
             saves[f"dcp_{name}"] = partial(dcp.save, {name: values[name]}, checkpoint_id=f"{path}-dcp-{name}")
+        written = {"storage_writer": dcp.ShardproofWriter(f"{path}-torch")}
+        saves["torch"] = partial(torch_dcp.save, {"torch": module.state_dict()}, **written)
         saves["dcp"] = partial(dcp.save, {"optimizer": optimizer}, checkpoint_id=f"{path}-dcp")
         alone = {"rendezvous": sp.rendezvous.LocalRendezvous()}
         saves["alone"] = partial(sp.save, f"{path}-alone-{rank()}", {"model": module}, **alone)
@@ -262,7 +265,7 @@ class Steps:
         for name, save in saves.items():
             try:
                 save()
-            except sp.ShardproofError as error:
+            except (sp.ShardproofError, CheckpointException) as error:
                 self.errors[name] = f"{type(error).__name__}: {error}"
 
     def sharded(self, path: str) -> None:
@@ -293,12 +296,23 @@ class Steps:
                 dcp.save({"model": value}, checkpoint_id=f"{own}-{kind}", **same)
                 self.clear()
                 dcp.load({"model": value}, checkpoint_id=f"{own}-{kind}", **same)
+        state = {"model": module.state_dict()}
+        with self.comes_back():
+            torch_dcp.save(state, storage_writer=dcp.ShardproofWriter(f"{own}-torch"), **same)
+            self.clear()
+            torch_dcp.load(state, storage_reader=dcp.ShardproofReader(f"{own}-torch"), **same)
         other = {"process_group": parallel_state.get_tensor_model_parallel_group()}
         at = f"{path}-of-{parallel_state.get_data_parallel_rank()}"
-        for kind, call, folder in (("saved", dcp.save, at), ("loaded", dcp.load, f"{path}-0-state_dict")):
+        stored = f"{path}-0-state_dict"
+        for kind, call, options in (
+            ("saved", dcp.save, {"checkpoint_id": at}),
+            ("loaded", dcp.load, {"checkpoint_id": stored}),
+            ("torch_saved", torch_dcp.save, {"storage_writer": dcp.ShardproofWriter(f"{at}-torch")}),
+            ("torch_loaded", torch_dcp.load, {"storage_reader": dcp.ShardproofReader(stored)}),
+        ):
             try:
-                call({"model": module.state_dict()}, checkpoint_id=folder, **other)
-            except sp.ShardproofError as error:
+                call({"model": module.state_dict()}, **options, **other)
+            except (sp.ShardproofError, CheckpointException) as error:
                 self.errors[kind] = str(error)
         mesh = DeviceMesh.from_group(same["process_group"], "cpu")  # Megatron-Core makes one of "cuda"
         with patch.object(torch_fully_sharded_data_parallel.DeviceMesh, "from_group", lambda *_: mesh):

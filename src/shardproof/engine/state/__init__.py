@@ -29,6 +29,12 @@ from shardproof.engine.state.last_walk import LastWalk
 from shardproof.engine.state.layout import LAYOUTS, Layout, declare, local_layout
 from shardproof.engine.state.layout import declared as declared  # not listed in __all__: internal
 from shardproof.engine.state.local_shards import FlatShard, LocalShards
+from shardproof.engine.state.model_parts import (
+    model_parallel as model_parallel,  # not listed in __all__: internal
+)
+from shardproof.engine.state.model_parts import (
+    refuse_loose_parts as refuse_loose_parts,  # not listed in __all__: internal
+)
 from shardproof.engine.state.module_names import (
     NamedModule as NamedModule,  # not listed in __all__: internal
 )

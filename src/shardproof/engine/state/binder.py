@@ -229,8 +229,7 @@ class Binder(Visitor[BindHandler]):
         return place.put
 
     def result(self) -> Binding:
-        """Finishes the walk and returns the binding."""
-        self.finish_walk()
+        """The binding of the finished walk."""
         for block in blocks(len(self._keys)):
             entries = self.entries_of(self._keys[block], self._tensors[block], detach=False)
             pieces = [piece for entry in entries for piece in entry.pieces]

@@ -193,8 +193,7 @@ class Collector(Visitor[CollectHandler]):
             )
 
     def result(self) -> Collected:
-        """Finishes the walk. Returns all entries, sorted, with aliases."""
-        self.finish_walk()
+        """All entries of the finished walk, sorted, with aliases."""
         for merged in self._merged.values():
             pieces = tuple(merged.pieces.values())
             self.tensors[merged.row] = replace(self.tensors[merged.row], pieces=pieces)

@@ -14,7 +14,7 @@ copy.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from math import prod
 from typing import Any, TypeAlias
@@ -39,6 +39,9 @@ from shardproof.errors import StructureError
 
 LAYOUTS = "_shardproof_layouts"
 """Attribute of a module: parameter name to layout. It outlives `fully_shard`, `to_empty` and `deepcopy`."""
+
+_has_parts = False
+"""True once a part of a model's tensor, or a number in the model, is declared; see `note_part`."""
 
 
 _PlacedBoxes: TypeAlias = list[tuple[list[int], list[int], list[int]]]
@@ -295,6 +298,12 @@ class Layout:
         columns = (offsets[:, order], parts.sizes[:, order], firsts)
         return list(zip(*(column.tolist() for column in columns), strict=True))
 
+    def __setstate__(self, state: Sequence[Any]) -> None:
+        """Sets the fields of a copy, or of a layout of an unpickled module, for which no `declare` runs."""
+        for item, value in zip(fields(self), state, strict=True):
+            object.__setattr__(self, item.name, value)
+        note_part()
+
     def __repr__(self) -> str:
         return f"Layout(local_shape={self.local_shape}, shape={self.shape}, name={self.name!r})"
 
@@ -326,6 +335,42 @@ def declare(module: torch.nn.Module, name: str, layout: Layout) -> None:
         )
     _check_shape(layout, tensor, f"{type(module).__name__}.{name}")
     module.__dict__.setdefault(LAYOUTS, {})[name] = layout
+    if is_divided(layout) or expert_of(layout) is not None:
+        note_part()
+
+
+def note_part() -> None:
+    """Notes that this process declares a part, so that saves and loads look for it; see `model_parts`."""
+    global _has_parts
+    _has_parts = True
+
+
+def has_parts() -> bool:
+    """True if this process may have declared a part."""
+    return _has_parts
+
+
+def expert_of(layout: Layout) -> int | None:
+    """The number of the expert that the local tensor belongs to; None if it is no tensor of one expert.
+
+    >>> expert_of(Layout.whole((2, 3)).expert(5, 8)), expert_of(Layout.whole((2, 3)))
+    (5, None)
+    """
+    is_one = len(layout._order) > sum(map(len, layout._factors)) and len(layout._outer.local)
+    return int(layout._outer.offsets[0, 0]) if is_one else None
+
+
+def is_divided(layout: Layout) -> bool:
+    """True if ranks have parts of the model's tensor, or of one expert's.
+
+    Padding, and the shards of data parallelism (`Layout.part`), make no difference.
+
+    >>> rows = IndexMap((2, 3), (4, 3), Boxes.whole((2, 3)), np.array([[2, 0]]))
+    >>> is_divided(Layout.of(rows)), is_divided(Layout.whole((2, 3)).expert(5, 8))
+    (True, False)
+    """
+    shape = layout.shape if expert_of(layout) is None else layout.shape[1:]
+    return int(layout._outer.local.volumes().sum()) < prod(shape)
 
 
 def declared(modules: Iterable[tuple[str, torch.nn.Module]]) -> dict[str, Layout]:

@@ -1,12 +1,13 @@
-"""Parts of a model that Megatron-Core divides among ranks, with one name on all of them.
+"""Parts of a model with one name on all ranks: of Megatron-Core, or declared by `shardproof.layouts`.
 
 Note: how a tensor is recognised as a part of a model
-    Megatron-Core marks parameters and layers, and not the tensors of a ``state_dict()``. These share the
-    memory of the parameters, or are the state of an optimizer. So `refuse_loose_parts` finds the modules and
-    optimizers of this process through Python's garbage collector, and compares addresses. It searches only
-    if Megatron-Core divides a model, and the tree has tensors of floats outside of modules. It reads the
-    attributes of the found objects, and calls none of their methods. It does not recognise a copy, nor an
-    object that ``gc.freeze`` hides.
+    Megatron-Core marks parameters and layers, and `shardproof.layouts` marks modules. The tensors of a
+    ``state_dict()`` have no mark. They share the memory of the parameters, or are the state of an optimizer.
+    So `refuse_loose_parts` finds the modules and optimizers of this process through Python's garbage
+    collector, and compares addresses. It searches only if Megatron-Core divides a model, or the process has
+    declared a part, and the tree has tensors of floats outside of modules. It reads the attributes of the
+    found objects, and calls none of their methods. It does not recognise a copy, nor an object that
+    ``gc.freeze`` hides.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from __future__ import annotations
 import gc
 import sys
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate, compress
 from typing import Any
 
@@ -23,7 +24,8 @@ import torch
 import torch.distributed as dist
 
 from shardproof.engine.state.dtensor import is_dtensor, local_tensor
-from shardproof.engine.state.module_names import NamedModule, clean_name
+from shardproof.engine.state.layout import has_parts
+from shardproof.engine.state.module_names import NamedModule, clean_name, declared_parts
 from shardproof.engine.state.tensors import memory_range
 from shardproof.engine.state.visitor import Place, is_per_rank, join
 from shardproof.errors import StructureError
@@ -43,16 +45,26 @@ class Division:
 
 @dataclass(frozen=True, slots=True)
 class ModelParallel:
-    """The divisions of Megatron-Core's models; None for those that replicate."""
+    """How ranks that save or load together divide models."""
 
-    tensor: Division | None
-    expert: Division | None
-    expert_tensor: Division | None
-    pipeline: Division | None
+    ranks: int
+    """Number of these ranks."""
+    tensor: Division | None = None
+    """As the others, of Megatron-Core; None if these ranks have replicas."""
+    expert: Division | None = None
+    expert_tensor: Division | None = None
+    pipeline: Division | None = None
+    is_declared: bool = False
+    """True if this process may have declared parts by `shardproof.layouts`."""
+
+    @property
+    def is_of_megatron(self) -> bool:
+        """True if Megatron-Core divides a model."""
+        return any((self.tensor, self.expert, self.expert_tensor, self.pipeline))
 
 
 def model_parallel(world_size: int, ranks: Collection[int] | None = None) -> ModelParallel | None:
-    """How Megatron-Core divides models among the ranks that save or load together; None if it does not.
+    """How the ranks that save or load together divide models; None if each of them has whole models.
 
     The function does not import Megatron-Core: until the program imports it, there is no such model. It does
     not communicate.
@@ -60,14 +72,17 @@ def model_parallel(world_size: int, ranks: Collection[int] | None = None) -> Mod
     Args:
         world_size: number of ranks that save or load together.
         ranks: their numbers in the default process group. None: all ranks if `world_size` is that of the
-            group. Otherwise they are not known, and the result is None.
+            group. Otherwise they are not known, and Megatron-Core's divisions are left out.
     """
-    parallel = sys.modules.get("megatron.core.parallel_state")
-    if world_size == 1 or parallel is None or not parallel.model_parallel_is_initialized():
+    if world_size == 1:
         return None
+    only_declared = ModelParallel(world_size, is_declared=True) if has_parts() else None
+    parallel = sys.modules.get("megatron.core.parallel_state")
+    if parallel is None or not parallel.model_parallel_is_initialized():
+        return only_declared
     if ranks is None:
         if not dist.is_initialized() or dist.get_world_size() != world_size:
-            return None
+            return only_declared
         ranks = range(world_size)
 
     def division(group: str, kind: str, declaration: str) -> Division | None:
@@ -86,12 +101,14 @@ def model_parallel(world_size: int, ranks: Collection[int] | None = None) -> Mod
     has_own = hasattr(parallel, "get_expert_tensor_parallel_group")  # from 0.9 on
     expert_tensor = "expert_tensor_parallel" if has_own else "tensor_model_parallel"
     divisions = ModelParallel(
+        world_size,
         division("tensor_model_parallel", "tensor", "fused or swiglu"),
         division("expert_model_parallel", "expert", "experts.sequential"),
         division(expert_tensor, "expert tensor", "experts.sequential"),
         division("pipeline_model_parallel", "pipeline", "layers"),
+        has_parts(),
     )
-    return None if divisions == ModelParallel(None, None, None, None) else divisions
+    return divisions if divisions.is_of_megatron else only_declared
 
 
 def refuse_undeclared(module: NamedModule, place: Place, parallel: ModelParallel | None) -> None:
@@ -120,44 +137,58 @@ def refuse_undeclared(module: NamedModule, place: Place, parallel: ModelParallel
                 raise _refused(key, parallel.pipeline)
 
 
-def refuse_loose_parts(tensors: Mapping[str, torch.Tensor], parallel: ModelParallel) -> None:
+def refuse_loose_parts(
+    tensors: Iterable[tuple[str, torch.Tensor]], parallel: ModelParallel, placed: Collection[str] = ()
+) -> None:
     """Raises for a tensor outside of modules that is a part of a model, such as one of a ``state_dict()``.
 
-    See "how a tensor is recognised as a part of a model".
+    See "how a tensor is recognised as a part of a model". A DTensor on a mesh of all ranks is none.
 
     Args:
-        tensors: the tensors by key.
+        tensors: each key with its tensor.
         parallel: the result of `model_parallel`.
+        placed: the keys whose tensors have their declared layout in this save or load.
 
     Raises:
-        StructureError: see `refuse_undeclared`.
+        StructureError: see `refuse_undeclared`. Or `shardproof.layouts` declares the part on a module.
     """
-    wanted = {
-        key: memory
-        for key, local in zip(tensors, map(local_tensor, tensors.values()), strict=True)
+    wanted = [
+        (key, memory)
+        for key, tensor in tensors
+        if not (is_dtensor(tensor) and tensor.device_mesh.size() >= parallel.ranks)
+        for local in [local_tensor(tensor)]
         if (memory := memory_range(local)) is not None and local.is_floating_point()  # no random state
-    }
+    ]
     if not wanted:
         return
     parts = sorted(_parts_in_process(parallel), key=lambda part: part.memory)
     ends = list(accumulate((part.memory[1] for part in parts), max))
-    for key, (begin, end) in wanted.items():
+    for key, (begin, end) in wanted:
         for part in parts[bisect_right(ends, begin) :]:
             if part.memory[0] >= end:
                 break
-            if part.memory[1] > begin and part.is_refused_as(key):
+            if part.memory[1] > begin and part.is_refused_as(key, key in placed):
                 raise _refused(key, part.way)
 
 
-def _refused(key: str, way: Division) -> StructureError:
+def _refused(key: str, way: Division | None) -> StructureError:
+    own = "keeps the part of each rank by itself. Use it also if the ranks have different keys"
+    if way is None:
+        return StructureError(
+            f"{key} is this rank's part of a model: shardproof.layouts declares it on a module, or the "
+            "number of its layer or expert. A save stores a plain tensor once for all ranks that have its "
+            "key. Save the module itself by shardproof.save, and its optimizer, instead of their "
+            f"state_dict(): {{'model': model, 'optimizer': optimizer}}. "
+            f"`shardproof.PerRank(model.state_dict())` {own}",
+            key=key,
+        )
     return StructureError(
         f"{key} is this rank's part of a model that Megatron-Core divides among {len(way.members)} "
         f"{way.ranks} parallel ranks, and a save stores a plain tensor once for all ranks that have its key. "
         "Save `live_state(model, optimizer)`, or `{'model': model.sharded_state_dict()}` of the model inside "
         "its wrappers, by `save` of shardproof.frameworks.megatron_core. Or save the module itself by "
-        "shardproof.save, and declare the part of this rank: "
-        f"shardproof.layouts.{way.declaration}. `shardproof.PerRank({{'model': ..., 'optimizer': ...}})` "
-        "keeps the part of each rank by itself. Use it also if the ranks have different keys",
+        f"shardproof.save, and declare the part of this rank: shardproof.layouts.{way.declaration}. "
+        f"`shardproof.PerRank({{'model': ..., 'optimizer': ...}})` {own}",
         key=key,
     )
 
@@ -168,6 +199,8 @@ def _divided(
     parallel: ModelParallel,
 ) -> Iterator[tuple[str, torch.Tensor, Division]]:
     """Name, parameter and division of each parameter of which ranks have parts, or of which experts."""
+    if not parallel.is_of_megatron:
+        return
     experts = {path for path, part in parts if _attributes(part).get("is_expert")}
     of_megatron = {
         path
@@ -223,16 +256,21 @@ class _PartOfModel:
     """A tensor of this process that is a part of a model."""
 
     memory: tuple[int, int]
-    way: Division
+    way: Division | None
+    """None if `shardproof.layouts` declares the part."""
     layer: int | None = None
     """Number in the model of the layer that has the tensor; None if ranks divide the tensor itself."""
     name: str | None = None
     """Name of a parameter in this layer; None for the state of an optimizer."""
+    end: str | None = None
+    """With a declared number, what the key of the tensor contains if it has the model's numbers."""
 
-    def is_refused_as(self, key: str) -> bool:
-        """False for a tensor of a layer whose key has the number of the layer."""
+    def is_refused_as(self, key: str, is_placed: bool) -> bool:
+        """False for a key with the model's numbers, and for a tensor with its declared layout."""
+        if self.end is not None:
+            return f".{self.end}." not in f".{key}."
         if self.layer is None:
-            return True
+            return not is_placed
         if self.name is None:
             return f".layers.{self.layer}." not in f".{key}."
         return _has_other_number(key.removesuffix(f".{self.name}"), self.layer)
@@ -240,50 +278,58 @@ class _PartOfModel:
 
 def _parts_in_process(parallel: ModelParallel) -> list[_PartOfModel]:
     """The parts of models among the parameters of this process, and the state of its optimizers for them."""
+    kinds = {id(kind) for kind in _classes_below(torch.nn.Module, torch.optim.Optimizer)}  # some have no hash
     objects = gc.get_objects()
-    numbers = list(map(id, map(type, objects)))  # a class may have no hash
-    kinds = {
-        number
-        for number, kind in dict(zip(numbers, map(type, objects), strict=True)).items()
-        if issubclass(kind, (torch.nn.Module, torch.optim.Optimizer))
-    }
-    both = list(compress(objects, map(kinds.__contains__, numbers)))
+    both = list(compress(objects, map(kinds.__contains__, map(id, map(type, objects)))))
     modules = [item for item in both if issubclass(type(item), torch.nn.Module)]
     optimizers = [item for item in both if issubclass(type(item), torch.optim.Optimizer)]
     children = {id(child) for module in modules for _, child in _items(module, "_modules")}
     found: list[_PartOfModel] = []
-    ways: dict[int, list[tuple[Division, int | None]]] = {}
-    """Divisions and layers of each parameter, by identity."""
+    of_tensor: dict[int, list[_PartOfModel]] = {}
+    """The found parts of each parameter, by identity."""
 
-    def add(
-        parameter: torch.Tensor, way: Division, layer: int | None = None, name: str | None = None
-    ) -> None:
-        memory = memory_range(local_tensor(parameter))
+    def add(tensor: torch.Tensor, way: Division | None, **more: Any) -> None:
+        memory = memory_range(local_tensor(tensor))
         if memory is not None:
-            found.append(_PartOfModel(memory, way, layer, name))
-            ways.setdefault(id(parameter), []).append((way, layer))
+            found.append(_PartOfModel(memory, way, **more))
+            of_tensor.setdefault(id(tensor), []).append(found[-1])
 
     for root in modules:
         if id(root) in children:
             continue
         parts = _parts_below(root)
+        for tensor, end in declared_parts(parts) if parallel.is_declared else ():
+            add(tensor, None, end=end)
         for _, parameter, way in _divided(parts, _parameters(parts), parallel):
             add(parameter, way)
         if parallel.pipeline is not None:
             for _, layer, number in _layers(parts):
                 for name, parameter in _parameters(_parts_below(layer)):
-                    add(parameter, parallel.pipeline, number, clean_name(name))
+                    add(parameter, parallel.pipeline, layer=number, name=clean_name(name))
     for optimizer in optimizers:
         states = _items(optimizer, "state")
         trained = [("", parameter) for parameter, _ in states if isinstance(parameter, torch.Tensor)]
         for _, parameter, way in _divided((), trained, parallel):
-            if id(parameter) not in ways:  # a copy of a parameter with another dtype has its marks
+            if id(parameter) not in of_tensor:  # a copy of a parameter with another dtype has its marks
                 add(parameter, way)
         for parameter, slots in states:
             for slot in dict.values(slots) if isinstance(slots, dict) else ():
                 if isinstance(slot, torch.Tensor) and slot.dim() and (at := memory_range(local_tensor(slot))):
-                    found += [_PartOfModel(at, way, layer) for way, layer in ways.get(id(parameter), ())]
+                    parts_of = of_tensor.get(id(parameter), ())
+                    found += [replace(part, memory=at, name=None) for part in parts_of]
     return found
+
+
+def _classes_below(*roots: type) -> Iterator[type]:
+    """Classes, and all that derive from them."""
+    seen: set[int] = set()
+    left = list(roots)
+    while left:
+        kind = left.pop()
+        if id(kind) not in seen:
+            seen.add(id(kind))
+            left += type.__subclasses__(kind)
+            yield kind
 
 
 def _parts_below(root: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 
-from shardproof.engine.state.layout import Layout, declared
+from shardproof.engine.state.layout import LAYOUTS, Layout, declared, expert_of, is_divided, note_part
 from shardproof.errors import StructureError
 
 _ORIGINAL, _CHECKPOINTED = "_orig_mod", "_checkpoint_wrapped_module"
@@ -42,6 +43,8 @@ def rename(module: torch.nn.Module, segment: str) -> None:
     if "." in segment:
         raise StructureError(f"{segment!r} is not one segment of a key: it contains a dot")
     module.__dict__[_SEGMENT] = segment
+    if segment.isdecimal():
+        note_part()
 
 
 def number_expert(module: torch.nn.Module, number: int) -> None:
@@ -86,6 +89,54 @@ def clean_name(name: str) -> str:
     if _ORIGINAL in name or _CHECKPOINTED in name or _FLAT in name:  # faster than any()
         return ".".join(segment for segment in name.split(".") if segment not in WRAPPERS)
     return name
+
+
+def declared_parts(
+    parts: Sequence[tuple[str, torch.nn.Module]],
+) -> Iterator[tuple[torch.Tensor, str | None]]:
+    """The tensors whose names in a ``state_dict()`` are those of other tensors on other ranks.
+
+    Args:
+        parts: path and module of a module and all below it, each once.
+
+    Yields:
+        The tensor, and how its key ends if the key has the model's numbers of layers and experts. None if
+        ranks divide the tensor itself, so that its name does not tell the part.
+
+    >>> stage = torch.nn.ModuleList([torch.nn.Linear(1, 1, bias=False)])
+    >>> rename(stage[0], "6")
+    >>> [end for _, end in declared_parts([*stage.named_modules()])]
+    ['6.weight']
+    """
+    numbers = {
+        clean_name(path): number
+        for path, part in parts
+        if (number := part.__dict__.get(_EXPERT, part.__dict__.get(_SEGMENT, ""))).isdecimal()
+    }
+    for path, part in parts:
+        attributes = part.__dict__
+        layouts = attributes.get(LAYOUTS, {})
+        if not layouts and not numbers:
+            continue
+        tensors = {**attributes.get("_buffers", {}), **attributes.get("_parameters", {})}
+        for name in tensors.keys() - attributes.get("_non_persistent_buffers_set", ()):
+            layout: Layout | None = layouts.get(name)
+            if not isinstance(tensors[name], torch.Tensor):
+                continue
+            if layout is not None and is_divided(layout):
+                yield tensors[name], None
+                continue
+            own = ["", *clean_name(_under(path, name)).split(".")]  # the root may have a number, too
+            above = accumulate(own[1:], _under, initial="")
+            end = [
+                item if item.strip("0123456789") else numbers.get(at, item)
+                for at, item in zip(above, own, strict=True)
+            ]
+            if layout is not None and layout.name and (expert := expert_of(layout)) is not None:
+                end[-1] = f"{layout.name}{expert}"
+            if end != own:
+                first = [item == model for item, model in zip(own, end, strict=True)].index(False)
+                yield tensors[name], ".".join(end[first:])
 
 
 class NamedModule:

@@ -86,8 +86,9 @@ def collect(
     collector = Collector(handler_of, rank, world_size, model_parallel(world_size, ranks), last=last)
     with no_garbage_collection():
         _walk(collector.visit, tree)
+        collector.finish_walk()
         if collector.parallel is not None:
-            refuse_loose_parts(collector.loose, collector.parallel)
+            refuse_loose_parts(collector.loose.items(), collector.parallel, collector.placed)
         return collector.result()
 
 
@@ -138,14 +139,15 @@ def bind(
     )
     with no_garbage_collection():
         _walk(binder.visit, tree)
+        binder.finish_walk()
         if binder.parallel is not None:
             stored = binder.catalogue.tensors
-            filled = {
-                key: item
+            filled = (
+                (key, item)
                 for key, item in binder.loose.items()
                 if selected(key) and (key in stored or binder.keys_below(f"{key}."))
-            }
-            refuse_loose_parts(filled, binder.parallel)
+            )
+            refuse_loose_parts(filled, binder.parallel, binder.placed)
         return binder.result()
 
 

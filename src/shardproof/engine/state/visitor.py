@@ -128,9 +128,11 @@ class Visitor(Generic[_H]):
     rank: int
     world_size: int
     parallel: Any = None
-    """The `model_parts.ModelParallel` of these ranks; None if Megatron-Core does not divide a model."""
+    """The `model_parts.ModelParallel` of these ranks; None if each of them has whole models."""
     loose: dict[str, torch.Tensor] = field(default_factory=dict)
     """With `parallel`, the tensors outside of modules and optimizers, by key; see `note_loose`."""
+    placed: set[str] = field(default_factory=set)
+    """Keys of `loose` that name a parameter whose declared layout the walk has."""
     modules: list[VisitedModule] = field(default_factory=list)
     """Modules visited so far."""
     flat: dict[int, list[FlatPart]] = field(default_factory=dict)

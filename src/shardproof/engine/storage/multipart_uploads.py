@@ -74,7 +74,8 @@ class MultipartUploads:
     def list(self, prefix: str, parts_before: float) -> list[Upload]:
         """The uploads of objects whose names begin with a prefix.
 
-        It lists the parts of those uploads that began before `parts_before`, Unix seconds.
+        It lists the parts of those uploads that began before `parts_before`, Unix seconds. An upload that
+        ended meanwhile is left out.
 
         Raises:
             StorageError: the store refuses or fails.
@@ -85,8 +86,10 @@ class MultipartUploads:
             for page in self._pages("list", "", which, ("key-marker", "upload-id-marker")):
                 for entry in page.iterfind("{*}Upload"):
                     name, number = _field(entry, "Key"), _field(entry, "UploadId")
-                    upload = Upload(name, number, None, _time(_field(entry, "Initiated")))
-                    found.append(self._with_parts(upload) if upload.modified < parts_before else upload)
+                    begun = Upload(name, number, None, _time(_field(entry, "Initiated")))
+                    upload = self._with_parts(begun) if begun.modified < parts_before else begun
+                    if upload is not None:
+                        found.append(upload)
         except (ElementTree.ParseError, ValueError) as error:
             raise self._failed("list", "", f"the answer is not valid: {error}") from error
         return found
@@ -121,14 +124,16 @@ class MultipartUploads:
         """Removes the parts of an upload. An upload that ended is no error."""
         self._request("abort", "DELETE", upload.name, {"uploadId": upload.id})
 
-    def _with_parts(self, upload: Upload) -> Upload:
-        size, modified = 0, upload.modified
+    def _with_parts(self, upload: Upload) -> Upload | None:
+        """The upload with its bytes; None if it ended."""
+        size, modified, are_all = 0, upload.modified, False
         which = {"max-parts": str(self._page), "uploadId": upload.id}
         for page in self._pages("look at", upload.name, which, ("part-number-marker",)):
             for part in page.iterfind("{*}Part"):
                 size += int(_field(part, "Size"))
                 modified = max(modified, _time(_field(part, "LastModified")))
-        return Upload(upload.name, upload.id, size, modified)
+            are_all = not _is_truncated(page)
+        return Upload(upload.name, upload.id, size, modified) if are_all else None
 
     def _pages(
         self, doing: str, key: str, query: Mapping[str, str], markers: tuple[str, ...]
@@ -141,7 +146,7 @@ class MultipartUploads:
                 return
             page = ElementTree.fromstring(body)
             yield page
-            if page.findtext("{*}IsTruncated") != "true":
+            if not _is_truncated(page):
                 return
             # "key-marker" of the next page is the field NextKeyMarker of this one
             fields = {name: page.findtext("{*}Next" + name.title().replace("-", "")) for name in markers}
@@ -261,6 +266,11 @@ def _refusal(error: urllib.error.HTTPError) -> tuple[str, str]:
         return "", error.reason
     code = answer.findtext("{*}Code") or ""
     return code, f"{code}: {answer.findtext('{*}Message') or error.reason}"
+
+
+def _is_truncated(page: ElementTree.Element) -> bool:
+    """True if another page follows."""
+    return page.findtext("{*}IsTruncated") == "true"
 
 
 def _field(entry: ElementTree.Element, name: str) -> str:

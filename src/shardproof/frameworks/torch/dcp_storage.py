@@ -23,6 +23,8 @@ from uuid import uuid4
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -61,7 +63,7 @@ from shardproof.engine.storage import LocalStorage, Storage
 from shardproof.errors import AlreadyCommittedError, StorageError, StructureError
 from shardproof.formats import Named, PickledCall, write_pickle
 from shardproof.frameworks.torch.flat_state import with_streams
-from shardproof.frameworks.torch.rank_file import Assignment, RankFile, ShardFile
+from shardproof.frameworks.torch.rank_file import Assignment, RankFile, ShardFile, refuse_parts
 
 _log = logging.getLogger("shardproof")
 _MARK = ".metadata"
@@ -145,13 +147,13 @@ class ShardproofWriter(StorageWriter):
             )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Returns the plan as it is."""
+        """Tells the coordinator the number of this rank."""
         if not getattr(plan, "usable", True):
             raise StructureError(
                 f"{self.path}: the planner reuses its plan of an earlier save. Leave out enable_plan_caching "
                 "of DefaultSavePlanner"
             )
-        return plan
+        return dataclasses.replace(plan, storage_data=_own_number())
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Names the attempt, and tells each rank its number.
@@ -162,10 +164,10 @@ class ShardproofWriter(StorageWriter):
         if not self.overwrite:
             self._check_unused(LocalStorage(self.path))
         self._attempt, self._time = uuid4().hex, time.time()
-        files = sum(bool(plan.items) for plan in plans)
+        files, ranks = sum(bool(plan.items) for plan in plans), _numbers(plans)
         return [
             dataclasses.replace(
-                plan, storage_data=Assignment(self._attempt, self._time, rank, len(plans), files)
+                plan, storage_data=Assignment(self._attempt, self._time, rank, len(plans), files, ranks)
             )
             for rank, plan in enumerate(plans)
         ]
@@ -174,12 +176,14 @@ class ShardproofWriter(StorageWriter):
         """Writes this rank's shard file and flushes it.
 
         Raises:
-            StructureError, PlainDataError: a value cannot be stored.
+            StructureError, PlainDataError: a value cannot be stored. Or a plain tensor is this rank's part of
+                a model; see `shardproof.save`.
             StorageError: the storage failed.
         """
         results: list[WriteResult] = []
+        shard = ShardFile(plan, planner)
         if plan.items:
-            file = ShardFile(plan, planner).write(LocalStorage(self.path))
+            file = shard.write(LocalStorage(self.path))
             results = [WriteResult(item.index, 0, None) for item in plan.items]
             results[0] = WriteResult(plan.items[0].index, file.record.size, file)
         done: Future[list[WriteResult]] = Future()
@@ -220,6 +224,18 @@ class ShardproofWriter(StorageWriter):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """True for a path in a file system."""
         return "://" not in os.fspath(checkpoint_id)
+
+
+def _own_number() -> int:
+    """The number of this rank in the default process group."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def _numbers(plans: Sequence[SavePlan] | Sequence[LoadPlan]) -> tuple[int, ...] | None:
+    """The numbers of the ranks of plans; None for all ranks of the group, or if a planner drops them."""
+    numbers = tuple(plan.storage_data for plan in plans)
+    is_group = len(plans) > 1 and len(plans) < dist.get_world_size()
+    return numbers if is_group and None not in numbers else None
 
 
 def _merged(
@@ -349,22 +365,28 @@ class ShardproofReader(StorageReader):
             self._opened().check_files()
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Returns the plan as it is."""
-        return plan
+        """Tells the coordinator the number of this rank."""
+        return dataclasses.replace(plan, storage_data=_own_number())
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Returns the plans as they are."""
-        return plans
+        """Tells each rank how many ranks load, and their numbers."""
+        together = len(plans), _numbers(plans)
+        return [dataclasses.replace(plan, storage_data=together) for plan in plans]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Reads and verifies the items of a plan.
 
         Raises:
+            StructureError: a tensor to fill is this rank's part of a model; see `shardproof.load`.
             CorruptChunkError: stored bytes do not match their digest. Tensors may be partly filled.
             FormatError, StorageError, TilingError: the checkpoint is damaged or cannot be read.
         """
         checkpoint = self._opened()
-        for batch in _batches(checkpoint, [item for item in plan.items if item.type == LoadItemType.TENSOR]):
+        tensors = [item for item in plan.items if item.type == LoadItemType.TENSOR]
+        flat = planner.state_dict if isinstance(planner, DefaultLoadPlanner) else {}
+        filled = {item.dest_index.fqn for item in tensors}
+        refuse_parts({key: flat[key] for key in filled & flat.keys()}, *plan.storage_data)
+        for batch in _batches(checkpoint, tensors):
             boxes = [(item.storage_index.fqn, item.storage_offsets, item.lengths) for item in batch]
             for item, values in zip(batch, checkpoint.read_boxes(boxes), strict=True):
                 target = planner.resolve_tensor(item).detach()

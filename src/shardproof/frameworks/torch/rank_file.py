@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,7 +28,14 @@ from shardproof.engine.format import (
 )
 from shardproof.engine.geometry import BoxTable
 from shardproof.engine.planning import CHUNK_BYTES, tensor_order
-from shardproof.engine.state import as_bytes, encode_plain, hoisted_key, hoisted_tensor
+from shardproof.engine.state import (
+    as_bytes,
+    encode_plain,
+    hoisted_key,
+    hoisted_tensor,
+    model_parallel,
+    refuse_loose_parts,
+)
 from shardproof.engine.storage import FileWriter, Storage
 from shardproof.errors import StructureError
 from shardproof.frameworks.torch.flat_state import with_bytes
@@ -44,6 +51,8 @@ class Assignment:
     world_size: int
     files: int
     """Number of ranks that write a file."""
+    ranks: tuple[int, ...] | None
+    """The numbers of the ranks in the default process group; None if they are all of its ranks."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,6 +85,20 @@ class _BoxPart:
     values: Callable[[], Any]
 
 
+def refuse_parts(values: Mapping[str, Any], world_size: int, ranks: Collection[int] | None) -> None:
+    """Raises for a part of a model. torch keeps each plain tensor of one rank, whichever part it has.
+
+    Args:
+        values: the values of this rank by key. Those that are no tensors are ignored.
+        world_size: number of ranks that save or load together.
+        ranks: their numbers, as in `Assignment`.
+    """
+    parallel = model_parallel(world_size, ranks)
+    if parallel is not None:
+        tensors = ((key, item) for key, item in values.items() if isinstance(item, torch.Tensor))
+        refuse_loose_parts(tensors, parallel)
+
+
 class ShardFile:
     """The shard file of a rank, built from its plan.
 
@@ -84,7 +107,8 @@ class ShardFile:
         planner: resolves the items of the plan to values.
 
     Raises:
-        StructureError, PlainDataError: a value cannot be stored.
+        StructureError, PlainDataError: a value cannot be stored. Or a tensor is this rank's part of a model,
+            also one that another rank stores.
     """
 
     def __init__(self, plan: SavePlan, planner: SavePlanner) -> None:
@@ -93,6 +117,7 @@ class ShardFile:
         self._tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
         self._objects: dict[str, Any] = {}
         self._parts: list[_BoxPart] = []
+        self._hoisted: dict[str, torch.Tensor] = {}
         for item in plan.items:
             if item.type == WriteItemType.BYTE_IO:
                 self._add_value(item.index)
@@ -105,6 +130,8 @@ class ShardFile:
                 self._parts.append(_BoxPart(key, offsets, sizes, partial(planner.resolve_data, item)))
         if isinstance(plan.planner_data, dict) and (recorded := paths_object(plan.planner_data)) is not None:
             self._objects[recorded[0]] = encode_plain(recorded[1])
+        flat = planner.state_dict if isinstance(planner, DefaultSavePlanner) else {}  # another may store it
+        refuse_parts({**flat, **self._hoisted}, self._assignment.world_size, self._assignment.ranks)
 
     def write(self, storage: Storage) -> RankFile:
         """Writes the file into the folder of the checkpoint, and flushes it.
@@ -170,6 +197,7 @@ class ShardFile:
         def hoist(path: str, kind: str, value: Any) -> str:
             tensor = hoisted_tensor(kind, value).detach()
             key = hoisted_key(index.fqn, path, used)
+            self._hoisted[key] = tensor
             self._declare(key, tensor.dtype, tuple(tensor.shape))
             if tensor.numel():
                 self._parts.append(_BoxPart(key, (0,) * tensor.dim(), tuple(tensor.shape), lambda: tensor))

@@ -15,7 +15,7 @@ Note: hooks
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -88,10 +88,10 @@ class _Optimizer:
     def collect(self, place: Place, value: Any, collector: Collector) -> None:
         optimizer = _optimizer_of(value, place)
         _before_save(optimizer, place, only_slots=isinstance(value, OptimizerState))
-        collector.note_loose(_given_parameters(value, place))
 
         def collect() -> None:
             given = _given_modules(value, place, collector)
+            _note_given_parameters(value, place, collector)
             source = _source(value, optimizer, given, place, collector)
             names = _names(value, source, given, place, collector)
             _refuse_own_parameters(optimizer, place, collector)
@@ -102,11 +102,11 @@ class _Optimizer:
     def bind(self, place: Place, value: Any, binder: Binder) -> None:
         """Fills existing slots in place, and creates others. Attaches them at the end of the load."""
         optimizer = _optimizer_of(value, place)
-        binder.note_loose(_given_parameters(value, place))
 
         def bind() -> None:
             given = _given_modules(value, place, binder)
             layouts = SlotLayouts.of([*given, *binder.modules], binder.modules)
+            _note_given_parameters(value, place, binder)
             source: Any = _source(value, optimizer, given, place, binder)
             names = _names(value, source, given, place, binder)
             _refuse_own_parameters(optimizer, place, binder)
@@ -173,10 +173,14 @@ def _collect(
         _collect_shared(place, optimizer, collector)
 
 
-def _given_parameters(value: Any, place: Place) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters that the program names for this optimizer, with the keys above their slots."""
-    names = value.names if isinstance(value, OptimizerState) else None
-    return ((join(place.key, name), parameter) for name, parameter in (names or {}).items())
+def _note_given_parameters(value: Any, place: Place, visitor: Visitor[Any]) -> None:
+    """Notes the parameters that the program names for this optimizer, with the keys above their slots."""
+    if not isinstance(value, OptimizerState) or value.names is None:
+        return
+    given = {join(place.key, name): parameter for name, parameter in value.names.items()}
+    visitor.note_loose(given.items())
+    layouts = SlotLayouts.of(visitor.modules, ())
+    visitor.placed |= {key for key, item in given.items() if layouts.of_slots(item).declared is not None}
 
 
 def _given_modules(value: Any, place: Place, visitor: Visitor[Any]) -> list[VisitedModule]:
