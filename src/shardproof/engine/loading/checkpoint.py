@@ -301,7 +301,7 @@ class Checkpoint(ABC):
         """The contents of this checkpoint, to bind a state to it."""
         tensors = dict(zip(self._row, map(_KIND, self.tensors), strict=True))
         tensors |= {alias: tensors[key] for alias, key in self.aliases.items()}
-        return Catalogue(tensors, self.aliases, self.objects, self.world_size)
+        return Catalogue(tensors, self.aliases, self.objects, self.world_size, lambda: self.paths)
 
     def decoded(self, value: Any) -> Any:
         """Decodes a value of `objects`, or a part of one. A tensor that it refers to is read once."""

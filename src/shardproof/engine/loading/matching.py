@@ -13,6 +13,7 @@ import numpy as np
 
 from shardproof._utils.arguments import check_boolean, check_mapping, check_texts
 from shardproof._utils.mappings import LazyMapping
+from shardproof.engine.foreign import renamed_path
 from shardproof.engine.loading.checkpoint import Checkpoint
 from shardproof.engine.loading.destinations import Destination
 from shardproof.engine.planning import (
@@ -518,6 +519,11 @@ def renamed(catalogue: Catalogue, rename: Mapping[str, str] | None) -> tuple[Cat
         tensors={names[key]: value for key, value in catalogue.tensors.items()},
         aliases={names[key]: names[value] for key, value in catalogue.aliases.items()},
         objects=LazyMapping(objects, lambda key: _with_references(catalogue.objects[objects[key]], names)),
+        paths=lambda: {
+            names[key]: path
+            for key, old in catalogue.paths().items()
+            if key in names and (path := renamed_path(old, names[key])) is not None
+        },
     )
     return view, {target: stored for stored, target in names.items()}
 
