@@ -102,6 +102,8 @@ class MatchReport(msgspec.Struct, frozen=True, array_like=True):
     """Number of keys of this rank's target that the checkpoint has."""
     adapted: tuple[str, ...] = ()
     """Keys of the checkpoint that only load hooks of this rank's target get."""
+    excludes_all: bool | None = None
+    """True if `exclude` leaves no key of this rank's target; None without `exclude` or without keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +261,9 @@ def _report(
         unused_renames(options.rename, requested | binding.used) if options.rename else {},
         sum(key in catalogue.tensors or key in catalogue.objects for key in binding.used),
         tuple(sorted(binding.adapted)),
+        not any(map(selects(options.include, options.exclude), requested))
+        if options.exclude and requested
+        else None,
     )
 
 
@@ -355,6 +360,11 @@ def agree(location: str, reports: Sequence[MatchReport], stored: Callable[[], It
     if mismatched or (strict and (missing or unexpected)):
         raise _mismatch(
             location, missing if strict else [], unexpected if strict else [], mismatched, renames
+        )
+    if {report.excludes_all for report in reports} - {None} == {True}:
+        raise StructureError(
+            f"{location}: exclude leaves no key of the target, so that the load would fill nothing. "
+            "Leave out fewer keys"
         )
     if missing:
         _check_overlap(location, reports, missing, sorted(leftover), stored)

@@ -217,3 +217,30 @@ def test_an_exclude_may_match_on_one_rank_alone(caplog: pytest.LogCaptureFixture
 def test_an_empty_include_is_refused(include: Any, tmp_path: Path) -> None:
     with pytest.raises(StructureError, match="include: it is empty"):
         sp.load(_saved(tmp_path), {"w": torch.zeros(2)}, include=include, strict=False)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("exclude", ["*", ["w", "part.*", "items*"]])
+def test_an_exclude_that_leaves_no_key_of_the_target_is_refused(
+    exclude: Any, strict: bool, tmp_path: Path
+) -> None:
+    tree = {"w": torch.ones(2), "part": sp.PerRank(1), "items": {"a": 1}}
+    sp.save(tmp_path / "all", tree)
+    checkpointer = sp.Checkpointer(tmp_path / "run")
+    checkpointer.save(1, tree).result()
+    target = {"w": torch.zeros(2), "part": sp.PerRank(0), "items": {"a": 0}}
+    with pytest.raises(StructureError, match="exclude leaves no key of the target"):
+        sp.load(tmp_path / "all", target, exclude=exclude, strict=strict)
+    with pytest.raises(StructureError, match="exclude leaves no key of the target"):
+        checkpointer.restore(target, exclude=exclude, strict=strict)
+    assert sp.load(tmp_path / "all", target, exclude=["part", "items"], strict=strict).tensors == 1
+    assert sp.load(tmp_path / "all", {}, exclude="*").tensors == 0
+
+
+def test_a_rank_may_have_only_excluded_keys() -> None:
+    """A stage of a pipeline may have no other key."""
+    without = MatchReport("a", True, False)
+    excluded, other = (MatchReport("a", True, False, excludes_all=all_of) for all_of in (True, False))
+    agree("step", [excluded, other], list)
+    with pytest.raises(StructureError, match="exclude leaves no key"):
+        agree("step", [excluded, without], list)
